@@ -32,7 +32,7 @@ class Forward(NamedTuple):
     @property
     def tokens(self) -> int:
         """The elements of `input_ids`, by name, in a batch that is a mapping, or as a matrix of
-        integers that is the first argument; 0 if there are none. A model that is told to look at
+        integers that is the first argument; 0 if there are none. A model that is limited to
         the first tokens only (`curriculum_seqlen`) is counted with these.
         """
         first = self.args[0] if self.args else None
@@ -175,7 +175,7 @@ class Listener:
             cls.name = cls.__name__
 
     def on_attach(self, engine: Any) -> None:
-        """The listener was added to `engine`, which it may keep by a weak reference only."""
+        """Called when it is added to `engine`, of which it may keep a weak reference only."""
 
     def before_forward(self, forward: Forward) -> Forward | None:
         """Called before a forward, in training or evaluation. A returned Forward replaces it."""
@@ -216,7 +216,7 @@ class Listener:
         """Called after an update of weights and learning rate, or after it was skipped."""
 
     def after_save(self, folder: Any, seconds: float) -> None:
-        """A checkpoint was saved to `folder`, or is on its way there (`checkpoint.async_save`).
+        """Called after a save to `folder`, or once it is under way (`checkpoint.async_save`).
 
         Args:
             folder: the checkpoint's own, named by its tag: a `Path`; or its URL, by `str`.
@@ -230,7 +230,7 @@ class Listener:
         """Write what is left and close files: the engine is destroyed."""
 
     def at_exit(self) -> None:
-        """The program ends, and the engine was not destroyed: finish files.
+        """Called when the program ends, if the engine was not destroyed: finish files.
 
         It must not wait for other ranks or for the device. A listener that has this method stays
         alive until then, and keeps the engine by a weak reference only.

@@ -35,10 +35,10 @@ class Order(Protocol):
     """True if the state is of this replica alone, for one epoch; else of all, over epochs."""
 
     def __len__(self) -> int:
-        """This replica's batches in a whole epoch."""
+        """Return the number of this replica's batches in a whole epoch."""
 
     def batches(self, epoch: int, done: int) -> Iterator[Picked]:
-        """This replica's batches of `epoch`, after the first `done` samples of all replicas."""
+        """Yield this replica's batches of `epoch` after the first `done` samples of all."""
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from the state of a batch."""

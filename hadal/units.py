@@ -13,7 +13,7 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def nbytes_of(size: str | int) -> int:
-    """A size in bytes: a number, or text as "5GB" (powers of 1000) or "2GiB" (of 1024).
+    """Return a size in bytes: a number, or text as "5GB" (powers of 1000) or "2GiB" (of 1024).
 
     Raises:
         ValueError: it is neither.
@@ -29,7 +29,7 @@ def nbytes_of(size: str | int) -> int:
 
 
 def numel_of(text: str) -> int:
-    """A number of elements: plain, or with K, M, B or T for powers of 1000, as "7B".
+    """Return a number of elements: plain, or with K, M, B or T for powers of 1000, as "7B".
 
     Raises:
         ValueError: it is neither.
@@ -42,17 +42,17 @@ def numel_of(text: str) -> int:
 
 
 def shown_nbytes(nbytes: int) -> str:
-    """Bytes in the power of 1000 that suits them: "1.2 GB"."""
+    """Format bytes in the power of 1000 that suits them: "1.2 GB"."""
     return _shown(float(nbytes), 1000, _DECIMAL)
 
 
 def shown_binary(nbytes: int) -> str:
-    """Bytes in the power of 1024 that suits them: "64 MiB"; for blocks and messages."""
+    """Format bytes in the power of 1024 that suits them: "64 MiB"; for blocks and messages."""
     return _shown(float(nbytes), 1024, _BINARY)
 
 
 def shown_numel(numel: int) -> str:
-    """A number of elements: "7.0 B", "124.4 M", "512"."""
+    """Return a number of elements: "7.0 B", "124.4 M", "512"."""
     for power, letter in ((12, "T"), (9, "B"), (6, "M"), (3, "K")):
         if round(numel / 10**power, 1) >= 1:
             return f"{numel / 10**power:.1f} {letter}"

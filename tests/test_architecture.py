@@ -188,13 +188,22 @@ def test_no_two_classes_share_a_name() -> None:
 
 
 def test_docstrings_begin_with_their_subject() -> None:
-    """No `What`, `Whether` or `Of`: a docstring is a sentence or names a thing."""
+    """No `What`, `Whether` or `Of`: a docstring is a sentence or names a thing.
+
+    A function's begins with a verb, unless it is a property.
+    """
+    questions = {"What", "Whether", "Of", "By", "Where", "How", "Who", "Why"}
+    articles = {"The", "A", "An", "As", "All", "Each", "Every", "Everything", "Nothing", "No"}
     found = []
     for file in sorted((ROOT / "hadal").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 first = (ast.get_docstring(node) or "-").split()[0].strip(",:.")
-                if first in {"What", "Whether", "Of", "By", "Where", "How", "Who"}:
+                marks = getattr(node, "decorator_list", [])
+                acts = isinstance(node, ast.FunctionDef) and not any(
+                    "property" in ast.unparse(mark) for mark in marks
+                )
+                if first in questions | (articles if acts else set()):
                     found.append(f"{file.relative_to(ROOT)}: {ast.get_docstring(node)}")
     assert found == []
 
@@ -246,6 +255,13 @@ def test_troubleshooting_has_every_error() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text()
     found = {kind.__name__ for kind in vars(errors).values() if inspect.isclass(kind)}
     assert all(f"`{name}`" in page for name in found if name.endswith("Error"))
+
+
+def test_the_glossary_is_short_and_has_each_term_once() -> None:
+    page = (ROOT / "docs/words.md").read_text()
+    terms = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", page, re.MULTILINE)[1:]
+    assert 40 < len(terms) < 60
+    assert terms == sorted(set(terms), key=str.lower)
 
 
 def test_the_pages_that_are_promised_are_there() -> None:

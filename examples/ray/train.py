@@ -75,7 +75,7 @@ def main() -> None:
         whole = fit(storage, epochs=3)
         half = fit(storage, epochs=2)
         again = fit(storage, **{"epochs": 3, "from": half.checkpoint})
-    print("at one stretch:", whole.metrics)
+    print("in one go:", whole.metrics)
     print("with a break:  ", again.metrics)
 
 

@@ -125,7 +125,7 @@ def new_mark() -> str:
 
 
 class _Summed:
-    """Chunks in pieces that are summed as they are used; iterated again, all begins anew."""
+    """Chunks that are summed as they are used; iterated again, all begins anew."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         self._chunks = chunks

@@ -68,7 +68,7 @@ Tell = Callable[[int], object]
 
 
 def _nobody(nbytes: int) -> None:
-    """Nobody is told."""
+    """Report to nobody."""
 
 
 def inspected(

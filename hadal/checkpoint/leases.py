@@ -43,7 +43,7 @@ class Holder(NamedTuple):
     """The running system and its space of process ids; processes of another cannot be seen."""
     pid: int
     start: str
-    """The start of the process, which tells it from a later one of the same id."""
+    """The start of the process, which distinguishes it from a later one of the same id."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -94,7 +94,7 @@ class Lease:
                 _log.warning("%s: the lease was not refreshed: %s", self._path, error)
 
     def written_at(self) -> float:
-        """Return when the lease was last written, by the storage's clock if it tells."""
+        """Return when the lease was last written, by the storage's clock if it has one."""
         found = storage_of(self._path).find(self._path)
         return (found and found.modified) or time.time()
 

@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 def integer(*, ge: int, le: int | None = None) -> Callable[[str], int]:
-    """A reader of integers in a range: "4", "1e4"."""
+    """Return a reader of integers in a range: "4", "1e4"."""
     wanted = f"an integer >= {ge}" if le is None else f"an integer from {ge} to {le}"
 
     def read(text: str) -> int:
@@ -30,7 +30,7 @@ def integer(*, ge: int, le: int | None = None) -> Callable[[str], int]:
 
 
 def number(*, gt: float, lt: float = math.inf) -> Callable[[str], float]:
-    """A reader of numbers in an open range: "0.5", "1e-3"."""
+    """Return a reader of numbers in an open range: "0.5", "1e-3"."""
     wanted = f"a number > {gt:g}" if lt == math.inf else f"a number between {gt:g} and {lt:g}"
 
     def read(text: str) -> float:
@@ -63,7 +63,7 @@ def numel(text: str) -> int:
 
 
 def expected(wanted: str, found: str) -> argparse.ArgumentTypeError:
-    """The one message for a word that is not as it should be."""
+    """Return the one message for a word that is not as it should be."""
     return argparse.ArgumentTypeError(f'expected {wanted}, got "{found}"')
 
 

@@ -232,7 +232,7 @@ def _followed(path: Path, total: int) -> Iterator[None]:
 
 
 def _words(parsed: argparse.Namespace) -> list[str]:
-    """The command line again."""
+    """Return the command line again."""
     words = list(parsed.kinds)
     names = ("minsize", "maxsize", "factor", "mem_factor", "trials", "warmups", "dtype", "dist")
     for name in names:
@@ -249,14 +249,14 @@ def _numels(parsed: argparse.Namespace, ranks: int) -> list[int]:
 
 
 def _count(parsed: argparse.Namespace, ranks: int) -> int:
-    """The number of measurements."""
+    """Return the number of measurements."""
     sizes = 1 if parsed.mem_factor is not None else len(_numels(parsed, ranks))
     return len(parsed.kinds) * sizes
 
 
 @contextmanager
 def _steps(parsed: argparse.Namespace, ranks: Ranks) -> Iterator[Callable[[], object]]:
-    """Receives each measurement on a rank: writes it for the starting command, or for people."""
+    """Return the receiver of a rank's measurements: the starting command, or people."""
     if ranks.rank > 0:
         yield lambda: None
     elif parsed.hand_over is not None:

@@ -68,7 +68,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def commands_of(parser: argparse.ArgumentParser, path: str) -> Iterator[Command]:
-    """A command and all below it, as its parser knows them."""
+    """Return a command and all below it, as its parser knows them."""
     below: dict[str, str] = {}
     options: list[Option] = []
     parsers: dict[str, argparse.ArgumentParser] = {}
@@ -87,7 +87,7 @@ def commands_of(parser: argparse.ArgumentParser, path: str) -> Iterator[Command]
 
 
 def _line(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
-    """A flag's help in one line, with its values filled in."""
+    """Return a flag's help in one line, with its values filled in."""
     text = parser._get_formatter()._expand_help(action) if action.help else ""
     return " ".join(text.split())
 
@@ -104,7 +104,7 @@ def _valued(commands: Sequence[Command]) -> list[str]:
 
 
 def _known(commands: Sequence[Command]) -> list[tuple[str, str]]:
-    """The allowed values of a flag."""
+    """Return the allowed values of a flag."""
     return [
         (f"{c.path} {o.name}", " ".join(o.known)) for c in commands for o in c.options if o.known
     ]

@@ -130,7 +130,7 @@ def _model(folder: Path) -> Any:
 
 
 def _weights_only(path: Path) -> dict[str, Any]:
-    """The weight quantization of a configuration."""
+    """Return the weight quantization of a configuration."""
     from hadal.compression.compress import section_of
 
     section = section_of(path)

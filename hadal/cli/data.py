@@ -109,7 +109,7 @@ def _add_index(own: Any) -> None:
         "--length",
         type=positive,
         metavar="N",
-        help="Cut documents into rows of at most N tokens (default: a document is a row)",
+        help="Split documents into rows of at most N tokens (default: a document is a row)",
     )
     parser.add_argument(
         "--end", action="store_true", help="Append the token for the end to each document"
@@ -193,8 +193,8 @@ def run_index(parsed: argparse.Namespace) -> int:
 
     source = _source(parsed)
     indexing = Indexing(tokenizer_of(parsed.tokenizer), parsed.end, parsed.length)
-    pieces = source.pieces()
-    total = sum(piece.size for piece in pieces)
+    ranges = source.ranges()
+    total = sum(span.size for span in ranges)
     began = time.perf_counter()
     if parsed.format == "dataset":
         bar, task = progress(total, "indexing")
@@ -305,7 +305,7 @@ def _model(name: str) -> Any:
 
 
 def _summary(values: Any, counts: Any) -> dict[str, Any]:
-    """Return where the values lie."""
+    """Summarize the distribution of the values."""
     import numpy as np
 
     ranks = np.cumsum(counts)
@@ -347,7 +347,7 @@ def figure_of(name: str, values: Any, counts: Any) -> Figure:
 
     figure = Figure(figsize=(9, 6), layout="constrained")
     upper, lower = figure.subplots(2, sharex=True, height_ratios=[2, 1])
-    # Whole numbers: an edge lies between two of them.
+    # Whole numbers: an edge is between two of them.
     low, high = int(values[0]), int(values[-1])
     width = max(1, -(-(high - low + 1) // _BARS))
     edges = np.arange(low, high + width + 1, width) - 0.5

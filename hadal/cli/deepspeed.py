@@ -24,7 +24,7 @@ _OF_REPORT = ("--hide_operator_status", "--hide_errors_and_warnings")
 
 
 def run(args: Sequence[str] | None = None) -> int:
-    """`deepspeed`: starts a program, as `hadal run` does, with these words or the command's own.
+    """Run `deepspeed`: start a program, as `hadal run` does, with these words or the command's own.
 
     Programs written for it expect `--local_rank=N`.
     """
@@ -53,17 +53,17 @@ def launch() -> int:
 
 
 def report() -> int:
-    """`ds_report`, `dsr`: what is installed and available."""
+    """Run `ds_report` (`dsr`): what is installed and available."""
     return main(["report", *(word for word in sys.argv[1:] if word not in _OF_REPORT)])
 
 
 def ssh() -> int:
-    """`ds_ssh`: a command on every host."""
+    """Run `ds_ssh`: a command on every host."""
     return main(["ssh", *sys.argv[1:]])
 
 
 def elastic() -> int:
-    """`ds_elastic -c CONFIG [-w RANKS]`: the batch, and who can train it."""
+    """Run `ds_elastic -c CONFIG [-w RANKS]`: the batch, and who can train it."""
     parser = Parser(
         prog="ds_elastic",
         description="As `hadal elastic`: show which batch `elasticity` chooses, and how many ranks"
@@ -80,7 +80,7 @@ def elastic() -> int:
 
 
 def io() -> int:
-    """`ds_io`, `ds_nvme_tune`: how fast a disk is, and which `aio` section suits it."""
+    """Run `ds_io` (`ds_nvme_tune`): how fast a disk is, and which `aio` section suits it."""
     parser = argparse.ArgumentParser(prog="ds_io")
     parser.add_argument("--nvme_dir", required=True, help="a folder on the disk")
     parsed, rest = parser.parse_known_args()
@@ -99,7 +99,7 @@ _KINDS = {
 
 
 def bench() -> int:
-    """`ds_bench`: how fast collectives are; with `--scan` at many sizes."""
+    """Run `ds_bench`: how fast collectives are; with `--scan` at many sizes."""
     parser = Parser(
         prog="ds_bench",
         description="As `hadal bench comm`: measure collectives between ranks.",

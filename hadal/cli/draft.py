@@ -64,7 +64,7 @@ class Draft:
 
 
 def usual_batch(ranks: int) -> tuple[int, int]:
-    """Samples of an update and of a device at a time, where nobody says."""
+    """Return the usual samples of an update, and of a device at a time."""
     times = max(1, _USUAL_BATCH // (_USUAL_MICRO * ranks))
     return times * _USUAL_MICRO * ranks, _USUAL_MICRO
 
@@ -106,7 +106,7 @@ def draft(answers: Answers) -> Draft:
 
 
 def _allowed(answers: Answers) -> list[MemoryPlan]:
-    """The plans that offload to what may be offloaded to, the fastest first."""
+    """Return the plans that offload to what may be offloaded to, the fastest first."""
     from hadal.autotuning.estimate import PLANS
     from hadal.zero.policy import Tier
 

@@ -59,7 +59,7 @@ def _rows(
 
 
 def _command(job: Job) -> str:
-    """The command of every rank; N stands for its number on its host."""
+    """Return the command of every rank; N stands for its number on its host."""
     words = job.program.command(0)
     if job.program.tells_local_rank:
         words[words.index("--local_rank=0")] = "--local_rank=N"
@@ -87,7 +87,7 @@ def _variables(plan: LaunchPlan, host: str, way: Way | None, variables: Mapping[
 def _own_variables(
     plan: LaunchPlan, host: str, way: Way | None, variables: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables that Hadal sets for the ranks of a host, besides their place."""
+    """Return the variables that Hadal sets for the ranks of a host, besides their place."""
     from hadal.launcher.job import share_of
     from hadal.launcher.node import variables_of
     from hadal.launcher.variables import showing
@@ -106,11 +106,11 @@ def _own_variables(
 
 
 def _range(numbers: range) -> str:
-    """Consecutive numbers, one for each rank."""
+    """Return consecutive numbers, one for each rank."""
     first, last = numbers[0], numbers[-1]
     return str(first) if first == last else f"{first}..{last}"
 
 
 def _joined(words: tuple[str, ...] | list[str]) -> str:
-    """Words as a shell reads them; a job that travels packed in one word is cut short."""
+    """Return words as a shell reads them; a job that travels packed in one word is shortened."""
     return shlex.join(word if len(word) <= _LONG else f"{word[:20]}..." for word in words)

@@ -58,7 +58,7 @@ class Bounds(NamedTuple):
 
 
 def bounds_of(source: str) -> Bounds:
-    """The `elasticity` section of a configuration.
+    """Return the `elasticity` section of a configuration.
 
     Raises:
         ConfigError: it has faults.
@@ -77,7 +77,7 @@ def bounds_of(source: str) -> Bounds:
 
 
 def _section(source: str) -> Elasticity:
-    """The section by itself, whether it is on or not."""
+    """Return the section by itself, whether it is on or not."""
     from hadal.config import load_config
     from hadal.config.reading import read
     from hadal.config.report import written

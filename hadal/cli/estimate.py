@@ -115,11 +115,11 @@ def _model(path: str | None) -> nn.Module | None:
             model = pkgutil.resolve_name(path)()
     except Exception as error:  # whatever the user's module raises
         raise ModelError(
-            f'--model {path} gives no model: {error!r}; give "package.module:function" of a'
-            " function without arguments that returns one"
+            f'--model {path} cannot be used: {error!r}; pass "package.module:function", a'
+            " function without arguments that returns a model"
         ) from error
     if not isinstance(model, nn.Module):
-        raise ModelError(f"--model {path} gives no model: it returned a {type(model).__name__}")
+        raise ModelError(f"--model {path} returned a {type(model).__name__}, expected a model")
     return model
 
 
@@ -202,7 +202,7 @@ def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
 
 
 def held_of(config: Config, model: Model, devices_per_node: int, nodes: int) -> TierBytes:
-    """The bytes of a model's states on one rank under a configuration."""
+    """Return the bytes of a model's states on one rank under a configuration."""
     from hadal.autotuning.estimate import states_of
 
     plan = _plan(config, devices_per_node, nodes)
@@ -238,7 +238,7 @@ def _plan(config: Config, devices_per_node: int, nodes: int) -> _Plan:
 
 
 def _buffers(config: Config, cost: Cost) -> Buffers:
-    """The host memory through which the engine would read and write a disk."""
+    """Return the host memory through which the engine would read and write a disk."""
     import torch
 
     from hadal.autotuning.estimate import Buffers
@@ -253,7 +253,7 @@ def _buffers(config: Config, cost: Cost) -> Buffers:
 
 
 def _cost(config: Config) -> Cost:
-    """Bytes of one trained element, by the dtypes that the engine would give it."""
+    """Return the bytes of one trained element, by the dtypes that the engine would give it."""
     import torch
     from torch import nn
 
@@ -273,7 +273,7 @@ def _cost(config: Config) -> Cost:
 
 
 def _moments(config: Config, weight: nn.Parameter) -> int:
-    """The number of values that the optimizer keeps for each element, found by one update."""
+    """Return how many values the optimizer keeps for each element, found by one update."""
     import torch
 
     from hadal.optim.build import build_optimizer

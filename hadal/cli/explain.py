@@ -125,7 +125,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def faults_of(found: Examined) -> tuple[Fault, ...]:
-    """Everything for which `initialize` would refuse the configuration, as far as no model says."""
+    """Return every fault for which `initialize` would refuse the configuration of any model."""
     report = found.report
     known = {**report.faults, **report.unbuilt}
     if not report.is_faulty(("optimizer", "scheduler")):
@@ -184,12 +184,12 @@ def rows(config: Config, raw: Mapping[str, Any], faults: Iterable[Fault]) -> lis
 
 
 def _key_of(path: str) -> str:
-    """The key that a fault is about: one of an item of a list is about the list."""
+    """Return the key that a fault is about: one of an item of a list is about the list."""
     return re.sub(r"\[.*", "", path)
 
 
 def _given(raw: Mapping[str, Any], path: str, default: Any) -> Any:
-    """The value that the source has at a path."""
+    """Return the value that the source has at a path."""
     value: Any = raw
     for name in path.split("."):
         if not isinstance(value, Mapping) or name not in value:
@@ -199,7 +199,7 @@ def _given(raw: Mapping[str, Any], path: str, default: Any) -> Any:
 
 
 def unused(config: Config) -> tuple[str, ...]:
-    """The paths of the sections that do nothing: they are off, or not built yet."""
+    """Return the paths of the sections that do nothing: they are off, or not built yet."""
     return tuple(_unused(config, ""))
 
 
@@ -248,7 +248,7 @@ def _show(found: Examined, world_size: int, table: Iterable[ExplainedValue]) -> 
 
 
 def tree_of(table: Iterable[ExplainedValue]) -> SectionTree:
-    """Sort rows into the sections in which they stand."""
+    """Sort rows into the sections that they belong to."""
     root = SectionTree()
     for row in table:
         *sections, name = row.path.split(".")
@@ -260,7 +260,7 @@ def tree_of(table: Iterable[ExplainedValue]) -> SectionTree:
 
 
 def _listed(lines: list[ExplainedLine]) -> Text:
-    """Lines as long as they are; a long value moves its own origin only."""
+    """Return lines as long as they are; a long value moves its own origin only."""
     from rich.text import Text
 
     names = max((len(line.name) for line in lines), default=0)
@@ -276,7 +276,7 @@ def _listed(lines: list[ExplainedLine]) -> Text:
 
 
 def _drawn(lines: list[ExplainedLine]) -> Table:
-    """A table as wide as the terminal, in which values are folded."""
+    """Return a table as wide as the terminal, in which values are folded."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""The flags of `hadal run`, and what they say: of the job to start, and of what is told of it.
+"""The flags of `hadal run`, and what they mean: the job to start, and what is printed about it.
 
 Tests: tests/cli/test_parser.py
 """
@@ -204,7 +204,7 @@ GROUPS = {
 
 
 def divided(words: Sequence[str], *valued: str) -> tuple[list[str], list[str]]:
-    """The words of `hadal run` up to the program's name, and the program's own.
+    """Return the words of `hadal run` up to the program's name, and the program's own.
 
     `valued` are more flags to which the next word belongs.
     """
@@ -219,7 +219,7 @@ def divided(words: Sequence[str], *valued: str) -> tuple[list[str], list[str]]:
 
 
 def choices_of(parsed: argparse.Namespace) -> Choices:
-    """The parsed flags.
+    """Return the parsed flags.
 
     Raises:
         LaunchError: they cannot be read, or contradict each other.
@@ -248,7 +248,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _bounds(parsed: argparse.Namespace) -> dict[str, Any]:
-    """The range of nodes that `--num_nodes MIN:MAX` gives."""
+    """Return the range of nodes that `--num_nodes MIN:MAX` gives."""
     if not parsed.elastic_training:
         raise LaunchError(
             f"--num_nodes {':'.join(map(str, parsed.num_nodes))}: a range is for"
@@ -256,15 +256,15 @@ def _bounds(parsed: argparse.Namespace) -> dict[str, Any]:
         )
     if parsed.min_elastic_nodes or parsed.max_elastic_nodes:
         raise LaunchError(
-            "--num_nodes MIN:MAX says what --min_elastic_nodes and --max_elastic_nodes say too;"
-            " give one of both"
+            "--num_nodes MIN:MAX sets the same as --min_elastic_nodes and --max_elastic_nodes;"
+            " give only one of them"
         )
     least, most = parsed.num_nodes
     return {"num_nodes": None, "min_elastic_nodes": least, "max_elastic_nodes": most}
 
 
 def elastic_bounds(program: Sequence[str]) -> Bounds:
-    """The numbers of ranks that the program's own configuration allows.
+    """Return the numbers of ranks that the program's own configuration allows.
 
     That is the file after `--deepspeed_config` or `--deepspeed`, as programs commonly take it.
     Nothing is said where there is none, or none with `elasticity`.
@@ -289,16 +289,16 @@ class Said:
         self._is_quiet = parsed.quiet or parsed.log_level in ("warning", "error", "critical")
 
     def note(self, text: str) -> None:
-        """Tell what people may want to know."""
+        """Print what people may want to know."""
         if not self._is_quiet:
             note(text, label=_LABEL)
 
     def detail(self, text: str) -> None:
-        """Tell what they want to know who look for something."""
+        """Print details for those who look for something."""
         if self.is_detailed:
             note(text, label=_LABEL)
 
     def report(self, text: str) -> None:
-        """Tell what has failed."""
+        """Print what has failed."""
         style = "hint" if text.startswith("hint: ") else "error"
         say(_LABEL, text, "faint" if text.startswith("  ") else style)

@@ -182,7 +182,9 @@ def _asked(
         line = sys.stdin.readline()
         if not line:
             print()
-            raise CommandError("the answers have ended; --yes uses defaults for the rest")
+            raise CommandError(
+                "no more answers on standard input; --yes uses defaults for the rest"
+            )
         try:
             return read(line.strip() or usual)
         except argparse.ArgumentTypeError as error:
@@ -218,7 +220,7 @@ def _precision(text: str) -> str:
 
 
 def _samples(ranks: int) -> Callable[[str], tuple[int, int]]:
-    """A reader of "256 / 4", or "256" for the usual number on a device."""
+    """Return a reader of "256 / 4", or "256" for the usual number on a device."""
 
     def read(text: str) -> tuple[int, int]:
         whole, slash, part = text.partition("/")

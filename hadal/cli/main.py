@@ -53,7 +53,7 @@ SUBCOMMANDS = (
 
 
 def command_line() -> Parser:
-    """The parser of the command and of all below it."""
+    """Return the parser of the command and of all below it."""
     parser = Parser(
         prog="hadal",
         description="Train large PyTorch models from one ds_config.json.",

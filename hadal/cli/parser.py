@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unknown flag {name}", _meant(name, self.flags()))
 
     def flags(self) -> list[str]:
-        """The flags that help shows."""
+        """Return the flags that help shows."""
         return [
             name
             for action in self._actions
@@ -122,7 +122,7 @@ class Parser(argparse.ArgumentParser):
     # ---- help ------------------------------------------------------------------------------------
 
     def format_usage(self) -> str:
-        """One line: required flags and words are named, the others are options."""
+        """Return one line: required flags and words are named, the others are options."""
         words = [self.prog or ""]
         flags = [action for action in self._actions if action.option_strings]
         if any(not action.required for action in flags):
@@ -136,7 +136,7 @@ class Parser(argparse.ArgumentParser):
         return f"Usage: {' '.join(filter(None, words))}\n"
 
     def format_help(self) -> str:
-        """Description, usage, arguments and options by group, examples."""
+        """Return description, usage, arguments and options by group, examples."""
         width = min(shutil.get_terminal_size().columns, _WIDEST)
         parts = [textwrap.fill(self.description or "", width), self.format_usage().rstrip()]
         groups = sorted(self._action_groups, key=lambda group: group is self._optionals)
@@ -207,7 +207,7 @@ def add_actions(parent: Any, name: str, **texts: Any) -> Any:
 
 
 def underscored(flag: str) -> str:
-    """A flag with underscores in place of dashes, save those that it begins with."""
+    """Return a flag with underscores in place of dashes, save those that it begins with."""
     return "--" + flag[2:].replace("-", "_") if flag.startswith("--") else flag
 
 
@@ -219,7 +219,7 @@ def _word(action: argparse.Action) -> str:
 
 
 def _value_of(action: argparse.Action) -> str:
-    """The name of a flag's value in help; empty for a switch."""
+    """Return the name of a flag's value in help; empty for a switch."""
     if action.nargs == 0:
         return ""
     if action.metavar is not None:
@@ -237,7 +237,7 @@ def _named(action: argparse.Action) -> str:
 
 
 def _columns(rows: Sequence[tuple[str, str]], room: int, width: int) -> str:
-    """Names on the left, their help on the right; a long name has a line of its own."""
+    """Return names on the left, their help on the right; a long name has a line of its own."""
     lines = []
     for name, text in rows:
         wrapped = textwrap.wrap(text, max(20, width - room - 4)) or [""]
@@ -259,7 +259,7 @@ def _coloured(message: str) -> Text:
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    """A hint at the name that was probably meant; empty if none is close."""
+    """Return a hint at the name that was probably meant; empty if none is close."""
     plain = {word.lstrip("-"): word for word in known}
     bare = name.lstrip("-")
     near = nearest(bare, plain) or next((w for w in plain if bare and w.startswith(bare)), None)

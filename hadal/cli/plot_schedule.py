@@ -144,7 +144,7 @@ def _mark(rows: Sequence[Axes], found: Sequence[tuple[int, str]], steps: int) ->
 
 
 def events(kind: str, params: Mapping[str, Any], rates: Sequence[float]) -> list[tuple[int, str]]:
-    """The turning points of the drawn course: (update, what happens there)."""
+    """Return the turning points of the drawn course: (update, what happens there)."""
     from hadal.config.scheduler import PARAMS
 
     if kind not in PARAMS:
@@ -167,7 +167,7 @@ def events(kind: str, params: Mapping[str, Any], rates: Sequence[float]) -> list
 
 
 def _said(params: Mapping[str, Any]) -> str:
-    """The params as they were given, in lines that fit above the picture."""
+    """Return the params as they were given, in lines that fit above the picture."""
     shown = {k: list(v) if isinstance(v, tuple) else v for k, v in params.items()}
     # A line breaks between params, not inside one.
     words = [f"{name} {value}".replace(" ", "\N{NO-BREAK SPACE}") for name, value in shown.items()]

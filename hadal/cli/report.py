@@ -108,7 +108,7 @@ def _marked(value: str) -> Text:
 
 
 def versions() -> Section:
-    """The installed packages."""
+    """Return the installed packages."""
     import torch
 
     from hadal.device.inventory import built_with, libraries
@@ -124,7 +124,7 @@ def versions() -> Section:
 
 
 def deepspeed() -> str:
-    """The package that `import deepspeed` finds."""
+    """Return the package that `import deepspeed` finds."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or spec.origin is None:
         return "not importable (use `hadal run --as-deepspeed` or install compat/deepspeed-stub)"
@@ -134,7 +134,7 @@ def deepspeed() -> str:
 
 
 def machine() -> Section:
-    """The devices and libraries that compute."""
+    """Return the devices and libraries that compute."""
     from hadal.device.inventory import backends, devices
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

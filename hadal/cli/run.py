@@ -137,7 +137,7 @@ def _check_program(plan: LaunchPlan) -> None:
 
 @contextmanager
 def pid_file(name: int | None) -> Iterator[None]:
-    """A file by which programs that start this one find its number."""
+    """Write a file, inside the block, by which programs that start this one find its number."""
     path = Path(tempfile.gettempdir(), f"{name}.ds")
     if name is not None:
         path.write_text(str(os.getpid()))

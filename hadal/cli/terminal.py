@@ -1,7 +1,7 @@
 """Output of all subcommands: one theme, one kind of table, one form of errors.
 
 Colours are for terminals, unless NO_COLOR is set. Through a pipe the same text is plain, and no
-line of it is wrapped or cut.
+line of it is wrapped or truncated.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def is_colourful(stream: TextIO) -> bool:
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """A console with the theme, on the standard output unless another stream is given."""
+    """Return a console with the theme, on the standard output unless another stream is given."""
     from rich.console import Console
     from rich.theme import Theme
 
@@ -92,7 +92,7 @@ def _is_text(part: object) -> bool:
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
-    """An empty table; the columns named in `right` hold numbers."""
+    """Return an empty table; the columns named in `right` hold numbers."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -116,7 +116,7 @@ def table(*columns: str, right: Iterable[str] = ()) -> Table:
 
 
 def aligned(rows: Sequence[tuple[RenderableType, ...]], indent: int = 0) -> Table:
-    """Rows in columns without a heading, as lists of keys and values have."""
+    """Return rows in columns without a heading, as lists of keys and values have."""
     from rich.padding import Padding
     from rich.table import Table
 
@@ -129,14 +129,14 @@ def aligned(rows: Sequence[tuple[RenderableType, ...]], indent: int = 0) -> Tabl
 
 
 def heading(text: str) -> Text:
-    """A line above a table."""
+    """Return a line above a table."""
     from rich.text import Text
 
     return Text(text, "heading")
 
 
 def key(text: str) -> Text:
-    """The name of a key, a flag or a file that a message is about."""
+    """Return the name of a key, a flag or a file that a message is about."""
     from rich.text import Text
 
     return Text(text, "key")
@@ -174,7 +174,7 @@ def say(label: str, text: str, style: str) -> None:
 
 
 def _marked(text: str) -> Text:
-    """A message, with the name that was probably meant in the colour of hints."""
+    """Return a message, with the name that was probably meant in the colour of hints."""
     from rich.text import Text
 
     marked = Text(text)
@@ -183,7 +183,7 @@ def _marked(text: str) -> Text:
 
 
 def progress(total: int, what: str, *, is_bytes: bool = False) -> tuple[Progress, Any]:
-    """A bar on the standard error that vanishes when done; nothing where that is no terminal."""
+    """Show a bar on the standard error until the block ends; nothing if that is no terminal."""
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
 

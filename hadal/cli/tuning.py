@@ -65,7 +65,7 @@ def _tuner(parsed: argparse.Namespace, said: Said) -> Tuner:
     for note in plan.notes:
         said.note(note)
     wish = read_request(choices.words, plan.job.world_size)
-    # What there is to tell of the configuration is told now; each experiment tells its own.
+    # Notes on the configuration are printed now; each experiment prints its own.
     logging.getLogger("hadal.config").setLevel(logging.ERROR)
     runner = Runner(
         choices,
@@ -96,7 +96,7 @@ def _refuse(choices: Choices, is_dry: bool) -> None:
 
 
 def _without_search(own: Sequence[str]) -> tuple[str, ...]:
-    """The flags of the command without those of the search."""
+    """Return the flags of the command without those of the search."""
     kept = list(own)
     for at, word in enumerate(own):
         if word == "--autotuning":
@@ -130,7 +130,7 @@ def _states_of(wish: SearchRequest, job: Job) -> Any:
 
 
 def _show(tuner: Tuner) -> None:
-    """The table, why something has no result, and where the best one is."""
+    """Show the table, why something has no result, and where the best one is."""
     from hadal.autotuning.summary import BEST_COMMAND, BEST_CONFIG, SUMMARY, TITLES
 
     findings, folder = tuner.findings, tuner.runner.results

@@ -50,7 +50,7 @@ class LogChoice:
     """The kinds that are recorded if `prof_all` is false; a function's name stands for its kind.
     """
     debug: bool = False
-    """True: tell calls from different places apart."""
+    """True: distinguish calls from different places."""
 
     def __post_init__(self) -> None:
         kinds = tuple(KIND_OF.get(name, name) for name in self.prof_ops)
@@ -348,7 +348,7 @@ def start_log(
         prof_all: record all kinds; else those of `prof_ops`.
         prof_ops: kinds: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`,
             `reduce`, `gather`, `scatter`, `send`, `recv`, `barrier`.
-        debug: tell calls from different places apart.
+        debug: distinguish calls from different places.
 
     Raises:
         UsageError: `prof_ops` names something else.

@@ -105,7 +105,7 @@ def meet(identities: Sequence[Identity], rank: int) -> Circle:
             pids = [other.pid for other in unknown.values()]
             raise CommunicationError(
                 f"rank {rank} could not connect with the processes {pids} of this host: {error}."
-                " Did one of them die? HADAL_CROSS_MEMORY=0 on all ranks does without."
+                " Did one of them die? HADAL_CROSS_MEMORY=0 on all ranks uses gloo instead."
             ) from error
     known = {n: _office().neighbours.get(other.address) for n, other in others.items()}
     return Circle(

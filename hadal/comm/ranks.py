@@ -56,7 +56,7 @@ class Ranks:
         return cls(group, rank, size, host_group, _circle(host_group))
 
     def in_blocks(self, size: int) -> tuple[Ranks, Ranks]:
-        """Cut these ranks into blocks of `size` consecutive ones; `size` divides them.
+        """Divide these ranks into blocks of `size` consecutive ones; `size` divides them.
 
         Returns:
             The ranks of my block, and those that have my place in every block. All ranks must call

@@ -30,7 +30,7 @@ REDUCE, GATHER, SPREAD, CODE, EXCHANGE, SMALL, HOP, ANSWER = range(11, 19)
 
 
 class Summands(NamedTuple):
-    """The ingredients of a sum: the works to wait for, the pieces to add, a last factor."""
+    """The ingredients of a sum: the works to wait for, the tensors to add, a last factor."""
 
     works: Sequence[Work]
     pieces: Tensors

@@ -219,7 +219,7 @@ class Accessors(Engine):
         return 0 if parts is None else parts.rank
 
     def get_tensor_parallel_rank(self) -> int:
-        """The same as `get_model_parallel_rank`."""
+        """Return the result of `get_model_parallel_rank`."""
         return self.get_model_parallel_rank()
 
     def dynamic_loss_scale(self) -> bool:

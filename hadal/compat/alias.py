@@ -43,13 +43,13 @@ class AliasModule(ModuleType):
         return {*known.kinds, *known.constants, *known.same, *_housed().get(known.name, ())}
 
     def _public(self) -> list[str]:
-        """The names that `from MODULE import *` imports."""
+        """Return the names that `from MODULE import *` imports."""
         return sorted(name for name in self._names() if not name.startswith("_"))
 
 
 @cache
 def _housed() -> dict[str, list[str]]:
-    """The names of each module that have a home."""
+    """Return the names of each module that have a home."""
     found: dict[str, list[str]] = {}
     for full in HOMES:
         module, _, name = full.rpartition(".")

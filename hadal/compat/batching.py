@@ -196,7 +196,7 @@ class VariableBatchSizeLR(LRScheduler):
         return [*self._rates.get_last_lr()]
 
     def get_lr(self) -> list[float | Tensor]:
-        """The same."""
+        """Return the rates that were written last."""
         return [*self._rates.get_last_lr()]
 
     def step(self, epoch: int | None = None) -> None:

@@ -190,7 +190,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """The same as `checkpoint`, without keyword arguments."""
+    """Call `checkpoint`, without keyword arguments."""
     return checkpoint(function, *args)
 
 

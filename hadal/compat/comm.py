@@ -55,7 +55,7 @@ def allgather_fn(
     async_op: bool = False,
     debug: Any = None,
 ) -> Any:
-    """As `hadal.comm.all_gather_into_tensor`."""
+    """Call `hadal.comm.all_gather_into_tensor`."""
     return comm.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
@@ -68,7 +68,7 @@ def reduce_scatter_fn(
     prof: bool = False,
     debug: Any = None,
 ) -> Any:
-    """As `hadal.comm.reduce_scatter_tensor`."""
+    """Call `hadal.comm.reduce_scatter_tensor`."""
     return comm.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
@@ -94,11 +94,11 @@ class TorchBackend:
         return comm.is_initialized()
 
     def has_all_gather_into_tensor(self) -> bool:
-        """True: torch always has this function."""
+        """Return True: torch always has this function."""
         return comm.has_all_gather_into_tensor()
 
     def has_reduce_scatter_tensor(self) -> bool:
-        """True: torch always has this function."""
+        """Return True: torch always has this function."""
         return comm.has_reduce_scatter_tensor()
 
     def get_all_gather_function(self) -> Callable[..., Any]:

@@ -371,7 +371,7 @@ def module_replacement(
 
 
 def _of_one(technique: str, settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The configuration of one technique for one module."""
+    """Return the configuration of one technique for one module."""
     if technique not in _TECHNIQUES:
         raise UsageError(
             f"module_replacement: {technique!r} is no technique of modules; expected one of"

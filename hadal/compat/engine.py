@@ -183,7 +183,7 @@ class DeepSpeedEngine(Accessors):
         return self._was_applied and not self.overflow
 
     def get_global_grad_norm(self) -> Norm | None:
-        """As `hadal.Engine.get_global_grad_norm`; the number also has `item()`."""
+        """Return `hadal.Engine.get_global_grad_norm()`; the number also has `item()`."""
         norm = super().get_global_grad_norm()
         return None if norm is None else Norm(norm)
 
@@ -250,7 +250,7 @@ class DeepSpeedEngine(Accessors):
     def save_fp16_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin"
     ) -> bool:
-        """The same as `save_16bit_model`."""
+        """Call `save_16bit_model`."""
         return self.save_16bit_model(save_dir, save_filename)
 
     # ---- configuration ---------------------------------------------------------------------------

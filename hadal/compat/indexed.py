@@ -112,7 +112,7 @@ def make_builder(out_file: str, impl: str, vocab_size: int | None = None) -> _Bu
 
 
 def make_dataset(path: str, impl: str, skip_warmup: bool = False) -> MMapIndexedDataset:
-    """Return a data set; its files tell their format, whatever `impl` says."""
+    """Return a data set; the format follows from its files, whatever `impl` says."""
     return MMapIndexedDataset(path)
 
 

@@ -20,7 +20,7 @@ from hadal.errors import UsageError
 _PROGRAMS = {"deepspeed.launcher.runner": "run", "deepspeed.launcher.launch": "launch"}
 """Modules that are programs, and what `hadal.cli.deepspeed` calls them."""
 MARK = "_led_to_hadal.py"
-"""The file by which the package that leads to Hadal is told from DeepSpeed's own."""
+"""The file that distinguishes the package that leads to Hadal from DeepSpeed's own."""
 
 
 def install_as_deepspeed() -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's cross entropies in pieces, and over split vocabularies, with their arguments.
+"""DeepSpeed's cross entropies with their arguments: in blocks of rows, over split vocabularies.
 
 Tests: tests/compat/test_losses.py
 """
@@ -81,7 +81,9 @@ class ChunkedCausalLMLoss:
 def install_chunked_causal_lm_loss(
     model: nn.Module, block_rows: int | None = None, backend: str = "auto"
 ) -> ChunkedCausalLMLoss:
-    """Let a causal language model of transformers compute its loss in pieces; return the loss.
+    """Let a causal language model of transformers compute its loss a few rows at a time.
+
+    Returns the loss.
 
     Raises:
         UsageError: the model's loss is another one.

@@ -55,7 +55,7 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """A context in which a model's weights are whole, so that generation needs no gathers."""
+    """Gather a model's weights inside the block, so that generation needs no gathers."""
     with GatheredParameters(model.parameters()):
         yield model
 

@@ -97,7 +97,7 @@ def _torchao(model: nn.Module, folder: Path) -> list[str]:
 def _parts(
     model: nn.Module, layout: str
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Packed, int]], list[str]]:
-    """The unpacked tensors, the packed modules with the size of their slices, and what is left."""
+    """Return unpacked tensors, packed modules with the size of their slices, and what is left."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         raise UsageError(
@@ -165,7 +165,7 @@ def _integers(name: str, module: Packed, bits: int, package: ModuleType) -> dict
 
 
 def _levels_and_scale(module: Packed) -> tuple[Tensor, Tensor]:
-    """A weight's integers (int8), and a scale for each slice of its rows."""
+    """Return a weight's integers (int8), and a scale for each slice of its rows."""
     layout = module.layout
     levels = levels_of(module.weight_codes, layout, torch.float32).to(torch.int8)
     rows = layout.shape[0]

@@ -123,7 +123,7 @@ def pack_weights(model: nn.Module) -> list[str]:
 
     Modules keep their place, hooks and names; weights that are tied share their codes. A weight
     stays as it is if integers would not give exactly its values: one that was changed after
-    `redundancy_clean`, or one whose groups pruning has cut across.
+    `redundancy_clean`, or one whose groups pruning has broken up.
 
     Args:
         model: a model after `redundancy_clean`, changed in place.

@@ -1,4 +1,4 @@
-"""Compressed linear layers that are cut over the ranks of a program's own `mpu`, in Megatron's way.
+"""Compressed linear layers split over the ranks of a program's own `mpu`, in Megatron's way.
 
 Each rank has a slice of the weight, which techniques treat as a matrix of its own.
 
@@ -22,11 +22,11 @@ from hadal.compression.layers import CompressedLinear
 from hadal.errors import ModelError
 
 Group = dist.ProcessGroup
-_LABEL = "a compressed layer that is cut over ranks"
+_LABEL = "a compressed layer that is split over ranks"
 
 
 class ColumnParallelLinear(CompressedLinear):
-    """A linear layer whose outputs are cut over ranks.
+    """A linear layer whose outputs are split over ranks.
 
     A forward returns the outputs, and the bias if `skip_bias_add` leaves it to the caller.
     """
@@ -63,7 +63,7 @@ class ColumnParallelLinear(CompressedLinear):
 
 
 class RowParallelLinear(CompressedLinear):
-    """A linear layer whose inputs are cut over ranks; what they compute is added up.
+    """A linear layer whose inputs are split over ranks; their results are added up.
 
     A forward returns the outputs, and the bias if `skip_bias_add` leaves it to the caller.
     """

@@ -65,7 +65,7 @@ def _candidates(config: Any, heads: Sizes, rows: Sizes) -> Iterator[Any]:
 
 
 def _misshapen(model: nn.Module, config: Any) -> list[str] | None:
-    """The modules that this configuration gives other shapes; None if it cannot be used.
+    """Return the modules that this configuration gives other shapes; None if it cannot be used.
 
     That is so if any of them would be too small, or modules differ in other numbers, such as the
     size of a head.
@@ -95,7 +95,7 @@ def _misshapen(model: nn.Module, config: Any) -> list[str] | None:
 
 
 def _numbers(module: nn.Module) -> dict[str, int | float]:
-    """The numbers among a module's own attributes."""
+    """Return the numbers among a module's own attributes."""
     return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
 
 

@@ -97,7 +97,7 @@ def _range_of(flat: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor]:
 def _scale_and_zero(
     bits: int, low: Tensor, high: Tensor, *, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The scales, the zeros, and whether a group has no range."""
+    """Return the scales, the zeros, and whether a group has no range."""
     steps: int = 2**bits
     scale = 2 * high / steps if symmetric else (high - low) / steps
     is_flat = scale == 0

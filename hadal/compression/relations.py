@@ -96,7 +96,7 @@ def _own(match: Match, rule: PruneRule) -> CutDimension:
 def _named(
     model: nn.Module, pattern: str, where: str, match: Match, total: int, faults: list[Fault]
 ) -> list[tuple[str, nn.Module]] | None:
-    """The modules of a pattern, of which one belongs to each module that is pruned."""
+    """Return the modules of a pattern, of which one belongs to each module that is pruned."""
     kinds = _CONSUMERS[match.technique]
     try:
         search = re.compile(pattern).search
@@ -125,7 +125,7 @@ def _named(
 def _consumer(
     name: str, module: nn.Module, match: Match, rule: PruneRule
 ) -> tuple[CutDimension | None, str | None]:
-    """The cut of a related module, or why there is none."""
+    """Return the cut of a related module, or why there is none."""
     pruned: Any = match.module
     is_norm = isinstance(module, nn.BatchNorm2d)
     reason = None if is_norm else why_not(module)
@@ -152,7 +152,7 @@ def _consumer(
 
 
 def _heads_apart(number: int, expected: int) -> str:
-    """Why a module of attention has another number of outputs, and what to do."""
+    """Explain why a module of attention has another number of outputs, and what to do."""
     if number < expected:
         why = "keys and values that several heads share stay as they are"
     else:
@@ -199,7 +199,7 @@ def _twice(found: Mapping[tuple[str, str], tuple[CutDimension, ...]]) -> Iterato
                 what = "inputs" if cut.dimension else "outputs"
                 yield Fault(
                     f"compression_training.{owner[0]}.different_groups",
-                    f"the {what} of {cut.name} get fewer with {owner[1]}, and with {other[1]}"
+                    f"the {what} of {cut.name} are pruned with {owner[1]}, and with {other[1]}"
                     f" by {other[0]}; expected one of them",
                 )
 

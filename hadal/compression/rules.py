@@ -59,7 +59,7 @@ class WeightRule:
         return self.offset + steps
 
     def _fallen(self, steps: int | None) -> tuple[int, int]:
-        """The bits after `steps`, or at the end, and the step of the last change.
+        """Return the bits after `steps`, or at the end, and the step of the last change.
 
         The period doubles with each bit, and at most one bit is lost per step.
         """

@@ -92,7 +92,7 @@ def _divisors(number: int) -> Iterable[int]:
 
 
 def chosen(wish: Wish) -> Choice:
-    """Version 0.1: return the candidate that the most numbers of ranks can train.
+    """Return, for version 0.1, the candidate that the most numbers of ranks can train.
 
     If none can be trained, the batch is the smallest micro-batch, or the largest candidate.
     """
@@ -106,7 +106,7 @@ def chosen(wish: Wish) -> Choice:
 
 
 def chosen_on_nodes(wish: Wish, nodes: Nodes, ranks: int) -> Choice:
-    """Version 0.2: use whole nodes, or a batch for `ranks` alone if these do not form any."""
+    """Return, for version 0.2, a batch for whole nodes, or for `ranks` if these form none."""
     found = by_nodes(wish, nodes)
     return found if ranks // nodes.shared in found.ranks else for_these(wish, nodes, ranks)
 

@@ -38,7 +38,7 @@ def leaves(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 
 
 def shown(value: Any) -> str:
-    """Format a value as JSON does, for messages; long values are cut short."""
+    """Format a value as JSON does, for messages; long values are shortened."""
     text = json.dumps(plain(value), ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
 

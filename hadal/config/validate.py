@@ -68,7 +68,7 @@ def _typed_params(
 
 
 def _leaf(model: type[Section], location: Location) -> Location:
-    """Cut a location at the key that it belongs to; anything deeper is reported as its value."""
+    """Truncate a location at the key that it belongs to; anything deeper is part of its value."""
     depth = 0
     while depth < len(location):
         name = location[depth]

@@ -60,7 +60,7 @@ def analyze(
         metrics: names of built-in metrics: length, rarity, loss.
         model: the model of the loss.
         workers: processes that measure; 0 and 1: this one does. The loss is measured in this one.
-        progress: told the number of rows of each chunk; rarity counts every row twice.
+        progress: called with the number of rows of each chunk; rarity counts every row twice.
 
     Returns:
         The distribution of each metric.

@@ -169,7 +169,7 @@ def _tell_left_out(packs: Packs, count: int, section: DynamicBatching) -> None:
 class BatchingByTokens(Listener):
     """Weighs the loss of each micro-batch, and scales the learning rate of each update.
 
-    The loader tells which batches it has handed out; each has one backward, in the same order.
+    The loader reports which batches it has handed out; each has one backward, in the same order.
     """
 
     name = "dynamic_batching"

@@ -171,7 +171,7 @@ def compute_kept(
         spans: all chunks.
         kept: the folder of their results.
         workers: processes that compute; 0 and 1: this one does.
-        progress: told the number of samples of each chunk.
+        progress: called with the number of samples of each chunk.
     """
     rest = [span for span in spans if span not in kept]
     done = sum(map(_length, spans)) - sum(map(_length, rest))

@@ -2,7 +2,7 @@
 
 A cluster is the samples that a change of the difficulty has admitted, shuffled. Each batch draws
 how many samples it takes from each cluster, by the clusters' sizes, and takes the next ones of it.
-Every rank draws from the same generator, so no rank has to tell another.
+Every rank draws from the same generator, so ranks need not communicate.
 
 Tests: tests/data_efficiency/test_sampler.py
 """

@@ -18,7 +18,7 @@ def accepts(module: nn.Module, keyword: str) -> bool:
 
 
 def listens(model: nn.Module, keyword: str) -> bool:
-    """Return whether the keyword reaches a forward that uses it, as far as signatures tell.
+    """Return whether the keyword reaches a forward that uses it, as far as signatures show.
 
     A forward that takes any keyword is trusted to use it, unless one of transformers' classes is
     in the model: these ignore unknown keywords.

@@ -41,7 +41,7 @@ CODES: Mapping[np.dtype[Any], int] = MappingProxyType(
 )
 """The code of each dtype in an index."""
 # Megatron-LM and older releases of DeepSpeed give other types to the codes from 6 on. The width of
-# an element, which follows from the offsets, tells them apart.
+# an element, which follows from the offsets, distinguishes them.
 _READ: Mapping[tuple[int, int], np.dtype[Any]] = MappingProxyType(
     {
         **{(code, dtype.itemsize): dtype for dtype, code in CODES.items()},
@@ -111,9 +111,7 @@ class IndexedRows(Dataset[Row]):
             elif bytes(raw[:8]) == OLD_MAGIC:
                 self._read_old_index(raw)
             else:
-                raise UsageError(
-                    f"{index} is not the index of a data set: its first bytes are strange"
-                )
+                raise UsageError(f"{index} is not the index of a data set: its format is unknown")
         except (struct.error, ValueError, KeyError) as error:
             raise UsageError(f"{index} is damaged: {error}") from error
         expected = (
@@ -159,7 +157,7 @@ class IndexedRows(Dataset[Row]):
         return found
 
     def _width(self, nbytes: int) -> int | None:
-        """Return the bytes of a number, by the first row that tells; None: no row does."""
+        """Return the bytes of a number, by the first row that shows it; None: no row does."""
         first = next((number for number, size in enumerate(self.sizes) if size), None)
         if first is None:
             return None
@@ -244,7 +242,7 @@ class IndexedRows(Dataset[Row]):
         return int(self.offsets[index]) // self.dtype.itemsize
 
     def checksum(self) -> str:
-        """Return a checksum that tells data sets apart, of the files' sizes and samples of them.
+        """Return a checksum that distinguishes data sets, of the files' sizes and samples of them.
 
         It takes the same time whatever their size, and does not find every damaged byte.
         """
@@ -272,7 +270,7 @@ _READ_ALONE: Mapping[int, np.dtype[Any]] = MappingProxyType(
         10: np.dtype(np.uint64),
     }
 )
-"""The dtype of a code if no row tells the width."""
+"""The dtype of a code if no row shows the width."""
 
 
 def _mapped(path: Path) -> Row:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hadal.data_efficiency.chunks import compute_all
 from hadal.data_efficiency.indexed import RowsBuilder
-from hadal.data_efficiency.texts import TextPiece, TextSource
+from hadal.data_efficiency.texts import TextRange, TextSource
 from hadal.errors import UsageError
 
 BYTES = "bytes"
@@ -78,7 +78,7 @@ class LibraryTokenizer:
         if backend is None:
             self.words = len(slow)
             return
-        # A document is neither cut nor filled up.
+        # A document is neither truncated nor padded.
         backend.no_truncation()
         backend.no_padding()
         self.words = 1 + max(backend.get_vocab(with_added_tokens=True).values())
@@ -142,7 +142,7 @@ def dtype_for(words: int) -> np.dtype[Any]:
 
 
 class _Encoded(NamedTuple):
-    """The rows of a piece."""
+    """The rows of a range of texts."""
 
     numbers: npt.NDArray[Any]
     sizes: npt.NDArray[np.int64]
@@ -210,7 +210,7 @@ def index_texts(
         indexing: tokenizer and rows.
         prefix: the path of the two files without their endings.
         workers: processes that tokenize; 0 and 1: this one does.
-        progress: told the size of each piece that is done.
+        progress: called with the size of each range that is done.
 
     Raises:
         UsageError: a file cannot be read, there is no text, or the tokenizer has no token for the
@@ -218,30 +218,30 @@ def index_texts(
     """
     if indexing.end and indexing.tokenizer.end is None:
         raise UsageError("the tokenizer has no token for the end of a document; leave it out")
-    pieces = source.pieces()
+    ranges = source.ranges()
     found = Indexed()
-    rows = _PieceRows(source, indexing)
+    rows = _RangeRows(source, indexing)
     with RowsBuilder(prefix, indexing.dtype) as builder:
-        encoded = compute_all(rows, [(piece,) for piece in pieces], workers)
-        for piece, made in zip(pieces, encoded, strict=True):
+        encoded = compute_all(rows, [(span,) for span in ranges], workers)
+        for span, made in zip(ranges, encoded, strict=True):
             builder.add_joined(made.numbers, made.sizes, made.ends)
             found.documents += len(made.ends)
             found.rows += len(made.sizes)
             found.tokens += len(made.numbers)
             found.characters += made.characters
             if progress is not None:
-                progress(piece.size)
+                progress(span.size)
         if not found.documents:
             raise UsageError(f"no document with text, so {prefix} is not written")
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class _PieceRows:
-    """The work of a process: read a piece, and tokenize it."""
+class _RangeRows:
+    """The work of a process: read a range of the texts, and tokenize it."""
 
     source: TextSource
     indexing: Indexing
 
-    def __call__(self, piece: TextPiece) -> _Encoded:
-        return self.indexing.rows(self.source.documents(piece))
+    def __call__(self, span: TextRange) -> _Encoded:
+        return self.indexing.rows(self.source.documents(span))

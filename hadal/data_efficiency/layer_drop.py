@@ -70,7 +70,7 @@ def drop_layers(model: nn.Module, layers: type[nn.Module]) -> nn.Module:
 
 
 class LayerDrop(Listener):
-    """Tells the model the keep probability of its layers, or skips layers itself."""
+    """Passes the keep probability of its layers to the model, or skips layers itself."""
 
     name = "progressive_layer_drop"
 

@@ -35,7 +35,7 @@ def length_of(sample: Any) -> int:
     found = _sequence(sample)
     if found is None:
         raise UsageError(
-            f"dynamic_batching cannot tell the length of a {type(sample).__name__}; give the data"
+            f"dynamic_batching cannot find the length of a {type(sample).__name__}; give the data"
             " set an attribute `lengths` with the tokens of each sample"
         )
     return len(found)

@@ -178,7 +178,7 @@ class BatchMeasures:
         return np.asarray(self.ids[span.start : span.stop]).astype(np.int64)
 
     def identity(self) -> dict[str, Any]:
-        """Return plain values that tell this work from other work, as far as can be seen."""
+        """Return plain values that distinguish this work from other work, as far as can be seen."""
         return {
             "samples": len(self.dataset),
             "batch_size": self.batch_size,

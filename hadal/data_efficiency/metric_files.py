@@ -30,13 +30,13 @@ class Origin(NamedTuple):
 
     samples: int
     dtype: str | None = None
-    """The type of its numbers; None: it is not told."""
+    """The type of its numbers; None: unknown."""
     checksum: str | None = None
     """Its checksum; None: it has none, and only samples are compared."""
 
     @classmethod
     def of(cls, dataset: Any) -> Origin:
-        """Return a data set's samples, and what `IndexedRows` and others tell by `checksum`."""
+        """Return a data set's samples, and what `IndexedRows` and others return from `checksum`."""
         told = getattr(dataset, "checksum", None)
         if not callable(told):
             return cls(len(dataset))
@@ -206,7 +206,7 @@ def write_accumulated(folder: Path, metric: str, total: Values) -> None:
 
 
 def write_origin(folder: Path, metric: str, origin: Origin) -> None:
-    """Write which data set a metric is of, if it can be told from others."""
+    """Write which data set a metric is of, if it can be distinguished from others."""
     if origin.checksum is None:
         return
     path = prefix_of(folder, metric, _ORIGIN)

@@ -159,7 +159,7 @@ class ModelLoss:
 
 
 def numbers_of(rows: IndexedRows, start: int, stop: int) -> npt.NDArray[Any]:
-    """Return the numbers of rows that lie end to end, without a copy."""
+    """Return the numbers of consecutive rows, without a copy."""
     return rows.numbers[rows.start(start) : rows.start(stop)]
 
 

@@ -177,7 +177,7 @@ def evened(packs: Packs, multiple: int, least: int, *, may_split: bool) -> Packs
 
 
 def _cuts(sizes: Ids, count: int, least: int) -> list[tuple[int, int]] | None:
-    """Return the packs to cut, and where; None if they cannot make `count` more."""
+    """Return the packs to split, and where; None if they cannot make `count` more."""
     # (minus the samples, the pack, where in it): the largest comes first, then the earliest.
     parts = [(-size, number, 0) for number, size in enumerate(sizes.tolist())]
     heapq.heapify(parts)

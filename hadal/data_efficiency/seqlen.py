@@ -39,7 +39,7 @@ def gets_length(model: nn.Module, truncates: bool | None) -> bool:
 
 
 class LengthCurriculum(Listener):
-    """Sequences that grow during training: told to the model, or cut by Hadal.
+    """Sequences that grow during training: passed to the model, or truncated by Hadal.
 
     The length is constant over the micro-steps of an update. Evaluation sees whole sequences.
     """
@@ -73,7 +73,7 @@ class LengthCurriculum(Listener):
         self.pacer.set_custom(custom)
 
     def before_forward(self, forward: Forward) -> Forward | None:
-        """Tell the model the length, or truncate its inputs."""
+        """Pass the length to the model, or truncate its inputs."""
         if not forward.is_training:
             return None
         length = self.pacer.at(forward.updates + 1)

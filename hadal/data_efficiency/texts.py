@@ -1,4 +1,4 @@
-"""Texts of documents, from files or data sets, in pieces that processes read by themselves.
+"""Texts of documents, from files or data sets, in ranges that processes read by themselves.
 
 Tests: tests/data_efficiency/test_indexing.py
 """
@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from hadal.errors import UsageError, nearest
 
-PIECE_NBYTES = 1 << 20
+RANGE_NBYTES = 1 << 20
 _SAMPLES = 1000
 _LOOKED_AT = 1 << 16
 
@@ -25,7 +25,7 @@ _ENDS = {"line": re.compile(rb"\n"), "paragraph": re.compile(rb"\n[ \t\r]*\n")}
 _SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 
-class TextPiece(NamedTuple):
+class TextRange(NamedTuple):
     """A part of a source: the file's number, and a range in it."""
 
     file: int
@@ -36,13 +36,13 @@ class TextPiece(NamedTuple):
 
 
 class TextSource(Protocol):
-    """Documents in pieces; processes read different ones."""
+    """Documents in ranges; processes read different ones."""
 
-    def pieces(self) -> list[TextPiece]:
-        """Return all pieces, in order."""
+    def ranges(self) -> list[TextRange]:
+        """Return all ranges, in order."""
 
-    def documents(self, piece: TextPiece) -> list[str]:
-        """Return the texts of a piece.
+    def documents(self, span: TextRange) -> list[str]:
+        """Return the texts of a range.
 
         Raises:
             UsageError: a file cannot be read, or is not of this format.
@@ -73,27 +73,27 @@ def source_of(paths: Sequence[str | Path], kind: str | None, field: str, by: Doc
 
 
 class _TextFiles:
-    """Files that are cut between lines or paragraphs, wherever that is possible."""
+    """Files that are divided between lines or paragraphs, wherever possible."""
 
     def __init__(self, files: Sequence[Path], end: re.Pattern[bytes] | None) -> None:
         self.files = tuple(files)
         self._end = end
 
-    def pieces(self) -> list[TextPiece]:
+    def ranges(self) -> list[TextRange]:
         """Return byte ranges of all files; documents belong to the range in which they begin."""
         found = []
         for number, file in enumerate(self.files):
             size = file.stat().st_size
-            step = max(1, size) if self._end is None else PIECE_NBYTES
+            step = max(1, size) if self._end is None else RANGE_NBYTES
             for start in range(0, size, step):
                 stop = min(start + step, size)
-                found.append(TextPiece(number, start, stop, stop - start))
+                found.append(TextRange(number, start, stop, stop - start))
         return found
 
-    def _read(self, piece: TextPiece) -> tuple[int, bytes]:
-        """Return where the piece's first document begins, and its bytes."""
-        with open(self.files[piece.file], "rb") as file:
-            start, stop = (self._boundary(file, each) for each in (piece.start, piece.stop))
+    def _read(self, span: TextRange) -> tuple[int, bytes]:
+        """Return where the range's first document begins, and its bytes."""
+        with open(self.files[span.file], "rb") as file:
+            start, stop = (self._boundary(file, each) for each in (span.start, span.stop))
             file.seek(start)
             return start, file.read(stop - start)
 
@@ -111,12 +111,12 @@ class _TextFiles:
                 return place + found.end()
         return size
 
-    def _text(self, piece: TextPiece, start: int, raw: bytes) -> str:
+    def _text(self, span: TextRange, start: int, raw: bytes) -> str:
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
             raise UsageError(
-                f"{self.files[piece.file]}: byte {start + error.start} is not UTF-8"
+                f"{self.files[span.file]}: byte {start + error.start} is not UTF-8"
                 f" ({error.reason}); convert the file to UTF-8"
             ) from error
 
@@ -128,13 +128,13 @@ class PlainTexts(_TextFiles):
         super().__init__(files, _ENDS.get(by))
         self._by = by
 
-    def documents(self, piece: TextPiece) -> list[str]:
-        """Return the texts of a piece, without the line ends around them; blank ones are left out.
+    def documents(self, span: TextRange) -> list[str]:
+        """Return the texts of a range, without the line ends around them; blank ones are left out.
 
         Raises:
             UsageError: the file is not UTF-8.
         """
-        text = self._text(piece, *self._read(piece))
+        text = self._text(span, *self._read(span))
         if self._by == "file":
             return [text] if text.strip() else []
         parts = text.split("\n") if self._by == "line" else re.split(r"\n[ \t\r]*\n", text)
@@ -148,23 +148,23 @@ class JsonTexts(_TextFiles):
         super().__init__(files, _ENDS["line"])
         self._field = field
 
-    def documents(self, piece: TextPiece) -> list[str]:
-        """Return the texts of a piece; empty ones are left out.
+    def documents(self, span: TextRange) -> list[str]:
+        """Return the texts of a range; empty ones are left out.
 
         Raises:
             UsageError: a line is no JSON object, or has no text in the field.
         """
-        start, raw = self._read(piece)
-        self._text(piece, start, raw)
+        start, raw = self._read(span)
+        self._text(span, start, raw)
         found = []
         for line in raw.split(b"\n"):
             if line and not line.isspace():
-                found.append(self._document(piece, start, line))
+                found.append(self._document(span, start, line))
             start += len(line) + 1
         return [text for text in found if text]
 
-    def _document(self, piece: TextPiece, start: int, line: bytes) -> str:
-        where = f"{self.files[piece.file]}, the line at byte {start}"
+    def _document(self, span: TextRange, start: int, line: bytes) -> str:
+        where = f"{self.files[span.file]}, the line at byte {start}"
         try:
             told = json.loads(line)
         except ValueError as error:
@@ -197,28 +197,28 @@ class ParquetTexts:
         self._field = field
         _parquet()
 
-    def pieces(self) -> list[TextPiece]:
+    def ranges(self) -> list[TextRange]:
         """Return the row groups of all files."""
         found = []
         for number, file in enumerate(self.files):
             told = _parquet().ParquetFile(file).metadata
             for group in range(told.num_row_groups):
                 size = told.row_group(group).total_byte_size
-                found.append(TextPiece(number, group, group + 1, size))
+                found.append(TextRange(number, group, group + 1, size))
         return found
 
-    def documents(self, piece: TextPiece) -> list[str]:
+    def documents(self, span: TextRange) -> list[str]:
         """Return the texts of a row group; empty ones are left out.
 
         Raises:
             UsageError: there is no such column, or it holds other values.
         """
-        path = self.files[piece.file]
+        path = self.files[span.file]
         file = _parquet().ParquetFile(path)
         names = list(file.schema_arrow.names)
         if self._field not in names:
             _field_of(dict.fromkeys(names), self._field, str(path))
-        column = file.read_row_group(piece.start, columns=[self._field]).column(0)
+        column = file.read_row_group(span.start, columns=[self._field]).column(0)
         found = column.to_pylist()
         if any(not isinstance(text, str | None) for text in found):
             raise UsageError(f'{path}: column "{self._field}" is {column.type}, expected texts')
@@ -269,16 +269,16 @@ class DatasetTexts:
             _field_of(dict.fromkeys(found.column_names), field, f"data set {name}")
         return made
 
-    def pieces(self) -> list[TextPiece]:
+    def ranges(self) -> list[TextRange]:
         """Return ranges of samples."""
         count = len(self.dataset)
         stops = [min(start + _SAMPLES, count) for start in range(0, count, _SAMPLES)]
         starts = range(0, count, _SAMPLES)
         return [
-            TextPiece(0, start, stop, stop - start)
+            TextRange(0, start, stop, stop - start)
             for start, stop in zip(starts, stops, strict=True)
         ]
 
-    def documents(self, piece: TextPiece) -> list[str]:
+    def documents(self, span: TextRange) -> list[str]:
         """Return the texts of a range; empty ones are left out."""
-        return [text for text in self.dataset[piece.start : piece.stop][self.field] if text]
+        return [text for text in self.dataset[span.start : span.stop][self.field] if text]

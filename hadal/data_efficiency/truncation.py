@@ -1,4 +1,4 @@
-"""Shorter sequences: the inputs of a forward, cut to their first tokens."""
+"""Shorter sequences: the inputs of a forward, truncated to their first tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def truncate(batch: Any, length: int, *, name: str = "") -> Any:
 
     The full length S is that of `input_ids`, `tokens` or `inputs_embeds`, or else of the first
     integer tensor [batch, S, ...], or floating-point tensor [batch, S, width]. Each tensor
-    [batch, S, ...] is cut, and masks in both of their last dimensions. Nothing is copied.
+    [batch, S, ...] is truncated, and masks in both of their last dimensions. Nothing is copied.
 
     Args:
         batch: tensors in mappings, tuples and lists.
@@ -65,7 +65,7 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _reference(flat: list[tuple[str, Tensor]]) -> Tensor | None:
-    """Return the tensor that tells the number of sequences and their length."""
+    """Return the tensor that shows the number of sequences and their length."""
     deep = [(key, value) for key, value in flat if value.dim() >= 2]
     for wanted in _TOKENS:
         for key, value in deep:

@@ -161,9 +161,9 @@ def fused_adagrad_(
 
 @contextmanager
 def _whole_vectors(lists: Sequence[Tensors]) -> Iterator[tuple[list[list[Tensor]], list[int]]]:
-    """Split the tensors of lists of equal length into pieces that are full vectors on a CPU.
+    """Split the tensors of lists of equal length into parts that are full vectors on a CPU.
 
-    Changes are written back to the tensors. Yields the pieces of each list, and their list indices.
+    Changes are written back to the tensors. Yields the parts of each list, and their list indices.
     """
     pieces: list[list[Tensor]] = [[] for _ in lists]
     numbers: list[int] = []

@@ -41,7 +41,7 @@ class Event:
 
     @classmethod
     def on(cls, device: torch.device) -> Event:
-        """The point behind all that a device was given so far."""
+        """Return the point behind all that a device was given so far."""
         if not has_streams(device):
             return cls()
         return cls(torch.accelerator.current_stream(device).record_event(), device)
@@ -72,7 +72,7 @@ class SideStream:
     """A stream of a device beside its current one.
 
     The caller keeps the tensors of work that it starts here until a later event is over, or until
-    the device has been told to wait for one: freed memory may be reused at once. On a CPU, and on a
+    the device waits for one: freed memory may be reused at once. On a CPU, and on a
     device without streams, all work is done immediately.
     """
 

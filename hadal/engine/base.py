@@ -254,7 +254,7 @@ class EngineBase(nn.Module):
         return dict(self._parts.clocks.last)
 
     def state_nbytes(self) -> dict[str, int]:
-        """Bytes of this rank's model states by kind, wherever they are stored.
+        """Return the bytes of this rank's model states by kind, wherever they are stored.
 
         Optimizer state counts once there is some; what is on a disk does not.
         """

@@ -79,7 +79,7 @@ def setting_of(
 
 
 def opened_monitor(setting: Setting) -> Monitor:
-    """The engine's monitor, with its files and connections open on rank 0. All ranks must call it.
+    """Open the files and connections of the engine's monitor on rank 0. All ranks must call it.
 
     Raises:
         MonitorError: one cannot be opened.
@@ -101,7 +101,7 @@ def opened_monitor(setting: Setting) -> Monitor:
 
 
 def _write(setting: Setting) -> Write | None:
-    """The monitors' writer of scalars that DeepSpeed does not write."""
+    """Return the monitors' writer of scalars that DeepSpeed does not write."""
     writes = setting.monitor.enabled and setting.config.monitor.extra
     return setting.monitor.write_events if writes else None
 
@@ -291,7 +291,7 @@ def _page(setting: Setting) -> Listener | None:
 
 
 def _reported(setting: Setting) -> Path | None:
-    """The file of the run that is reported, on rank 0."""
+    """Return the file of the run that is reported, on rank 0."""
     if not _is_reported(setting) or setting.world.rank != 0:
         return None
     return path_of(setting.config.jsonl_monitor)

@@ -57,7 +57,7 @@ def batches_of(order: Tensor, sharding: Sharding, done: int = 0) -> Iterator[lis
 
     All replicas get the same number of batches, of the same lengths: none waits for another at the
     end. For this the order is padded with its first positions to a multiple of the replicas, or
-    cut to one if `drop_last` is set.
+    truncated to one if `drop_last` is set.
     """
     rest = order[done:]
     even, odd = divmod(rest.numel(), sharding.replicas)

@@ -113,7 +113,7 @@ class RoundHandler(RendezvousHandler):
             return
         piece = os.read(0, _PIECE_NBYTES)
         if not piece:
-            raise RendezvousClosedError("nobody is there any more who decides rounds")
+            raise RendezvousClosedError("the command that decides the rounds is gone")
         *lines, self._input = (self._input + piece).split(b"\n")
         for line in lines:
             word, _, rest = line.decode().partition(" ")

@@ -101,7 +101,7 @@ def planned(choices: Choices, variables: Mapping[str, str], folder: Path) -> Lau
     if choices.num_nodes is not None and hostfile is None and choices.num_nodes > 1:
         raise LaunchError(
             f"--num_nodes {choices.num_nodes}, but there is no hostfile at {choices.hostfile};"
-            " write one with a line `NAME slots=N` for each host, and give it by --hostfile"
+            " write one with a line `NAME slots=N` for each host, and pass it with --hostfile"
         )
     is_one = _is_one(choices, pool, is_told=hostfile is not None)
     idle = _without_effect(choices, is_one)
@@ -150,12 +150,12 @@ def _refuse(choices: Choices) -> None:
         )
     if choices.no_ssh and choices.node_rank is None:
         raise LaunchError(
-            "--no_ssh starts this host's ranks alone: say which host of the hostfile it is by"
+            "--no_ssh starts this host's ranks alone: say which host of the hostfile it is with"
             " --node_rank (0 for the first)"
         )
     if choices.node_rank is not None and not choices.no_ssh:
         raise LaunchError(
-            "--node_rank says which host this is, for --no_ssh; without it every host is started"
+            "--node_rank says which host this is, for --no_ssh; without that every host is started"
             " from here"
         )
 
@@ -163,7 +163,7 @@ def _refuse(choices: Choices) -> None:
 def _refuse_elastic(choices: Choices) -> None:
     if choices.launcher != "ssh":
         raise LaunchError(
-            f"--elastic_training starts hosts anew by themselves, which --launcher"
+            f"--elastic_training restarts single hosts, which --launcher"
             f" {choices.launcher} cannot do; leave that out, and name the hosts in a hostfile"
         )
     if choices.no_ssh:
@@ -331,7 +331,7 @@ def _ways(choices: Choices, job: Job, is_one: bool) -> dict[str, Way]:
 def _own_host(choices: Choices, pool: Pool) -> str:
     """Return the host of the hostfile that --node_rank selects for this machine."""
     if not choices.master_addr:
-        raise LaunchError("--no_ssh: say where rank 0's host is, by --master_addr")
+        raise LaunchError("--no_ssh: give the address of rank 0's host with --master_addr")
     rank = choices.node_rank
     if rank is None or not 0 <= rank < len(pool):
         raise LaunchError(f"--node_rank {rank}, but there are hosts 0 to {len(pool) - 1}")
@@ -355,7 +355,7 @@ def _by_slurm(
         )
         if size is None:
             raise LaunchError(
-                "--launcher slurm: say how many ranks each node gets, by --num_gpus N (Slurm's"
+                "--launcher slurm: give the number of ranks per node with --num_gpus N (Slurm's"
                 " SLURM_GPUS_ON_NODE and SLURM_NTASKS_PER_NODE do not)"
             )
         pool = {f"node {number}": tuple(range(size)) for number in range(count)}
@@ -372,7 +372,7 @@ def _slurm_nodes(flag: str, text: str) -> tuple[str, ...]:
     if ":" in text:
         raise LaunchError(
             f"--launcher slurm: {text!r} names slots, but Slurm gives out devices itself; name"
-            " whole nodes, and the number of ranks by --num_gpus"
+            " whole nodes, and give the number of ranks with --num_gpus"
         )
     return (f"{flag}={text.replace('@', ',')}",) if text else ()
 

@@ -39,7 +39,7 @@ class RankStarted:
 
 @dataclass(frozen=True, slots=True)
 class RankOutput:
-    """A piece of a rank's output."""
+    """Some of a rank's output."""
 
     rank: int
     is_error: bool
@@ -127,11 +127,11 @@ class Lines:
         return b"".join(self._parts)
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Add a piece; return the lines that are complete now, each with its end."""
+        """Add text; return the lines that are complete now, each with its end."""
         # A \r at the very end may be one half of \r\n.
         is_open = bool(self._parts) and self._parts[-1].endswith(b"\r")
         if not is_open and b"\n" not in piece and b"\r" not in piece:
-            self._keep(piece)  # a long line is not searched again for each of its pieces
+            self._keep(piece)  # a long line is not searched again for each text that is added
             return []
         lines = (self.take() + piece).splitlines(keepends=True)
         if lines and not lines[-1].endswith(b"\n"):

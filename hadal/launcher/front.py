@@ -98,7 +98,7 @@ class Channel:
             self.tell(sent.name)
 
     def lines(self, piece: bytes) -> list[bytes]:
-        """Add a piece; return the lines that are complete now."""
+        """Add text; return the lines that are complete now."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         return lines
 

@@ -222,7 +222,7 @@ def main(words: list[str]) -> int:
     """Run one host's share of a job."""
     follow_parent(signal.SIGTERM)
     parser = argparse.ArgumentParser(prog="python -m hadal.launcher.node")
-    parser.add_argument("--job", help="the job, where no share is told on the standard input")
+    parser.add_argument("--job", help="the job, if no share comes on the standard input")
     parser.add_argument("--node-rank", type=int, help="with --job: the number of this host")
     parser.add_argument("--address", help="with --job: that of rank 0's host")
     parser.add_argument("--may-fall-silent", action="store_true", help="the input needs no signs")

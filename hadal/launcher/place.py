@@ -78,7 +78,7 @@ def find_place(variables: Mapping[str, str]) -> RankPlace:
             told = variables.get(size) or _slurm_size(variables) or variables[world]
             return RankPlace(int(variables[rank]), int(variables[world]), own, int(told))
     raise LaunchError(
-        "this process was told no rank: expected the variables of torchrun, Slurm or MPI"
+        "this process has no rank: expected the variables of torchrun, Slurm or MPI"
         f" ({', '.join(row[0] for row in _TOLD_BY)})"
     )
 

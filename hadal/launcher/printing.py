@@ -21,7 +21,7 @@ HOLD_S = 5.0
 """A rank that still runs this long after a traceback has survived it: the traceback is shown."""
 _TAIL_LINES = 20
 _LONGEST_NBYTES = 1 << 20
-"""A longer line is cut instead of held until its end."""
+"""A longer line is split instead of held until its end."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Printer:
         self._talks.pop((host, rank), None)
 
     def said(self, host: str, rank: int, is_error: bool, piece: bytes) -> None:
-        """Print a piece of a rank's output."""
+        """Print some of a rank's output."""
         talk = self._talk(host, rank)
         lines = talk.error if is_error else talk.out
         for line in lines.feed(piece):

@@ -58,7 +58,7 @@ def text_of(path: Path) -> str:
     except IsADirectoryError:
         raise LaunchError(f"{path} is a folder; expected a file") from None
     except UnicodeDecodeError as error:
-        raise LaunchError(f"{path} is no text in UTF-8: {error}") from None
+        raise LaunchError(f"{path} is not UTF-8 text: {error}") from None
 
 
 def passed_on(variables: Mapping[str, str]) -> dict[str, str]:

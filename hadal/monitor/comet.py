@@ -67,7 +67,7 @@ class CometWriter:
             self.experiment.log_metrics(due, step=record.samples)
 
     def flush(self) -> None:
-        """Comet's own thread sends."""
+        """Do nothing: Comet's own thread sends."""
 
     def close(self) -> None:
         """End the experiment: what is left is sent, or written to the disk."""

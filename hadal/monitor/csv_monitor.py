@@ -46,7 +46,7 @@ class CsvWriter:
             self._file(name).write(f"{record.samples},{'' if value is None else value}\r\n")
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: nothing is buffered."""
 
     def close(self) -> None:
         """Close the files."""
@@ -69,6 +69,6 @@ class CsvWriter:
 
 
 def file_name(name: str) -> str:
-    """The file of an event. It holds no separator, so that it lies in the folder."""
+    """Return the file of an event. It contains no separator, so that it stays inside the folder."""
     safe = "".join("_" if one in "/ " or not one.isprintable() else one for one in name)
     return safe.encode()[:_LONGEST_NAME].decode(errors="ignore") + ".csv"

@@ -20,7 +20,7 @@ FILE = "events.jsonl"
 
 
 def path_of(config: JsonlMonitor) -> Path:
-    """The file that a section asks for."""
+    """Return the file that a section asks for."""
     return Path(config.output_path) / config.job_name / FILE
 
 
@@ -52,10 +52,10 @@ class JsonlWriter:
         self._write(head | {name: _plain(value) for name, value in record.values.items()})
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: nothing is buffered."""
 
     def close(self) -> None:
-        """Append the line that tells an orderly end from a kill."""
+        """Append the line that distinguishes an orderly end from a kill."""
         try:
             self._write({"kind": "end", "time": time.time()})
         finally:
@@ -66,14 +66,14 @@ class JsonlWriter:
 
 
 def _plain(value: Value) -> Value | str:
-    """A value as every reader of JSON takes it: it knows no infinity."""
+    """Return a value as every reader of JSON takes it: it knows no infinity."""
     if value is None or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file, in order. Damaged lines, such as a half one at the end, are left out.
+    """Return the objects of a file, in order, without damaged lines, such as a half one at the end.
 
     Values that are not finite are the texts "NaN", "Infinity" and "-Infinity", which `float` takes.
     """

@@ -88,7 +88,7 @@ class Monitor:
         self._close()
 
     def close_in_time(self, seconds: float = _LAST_LOOK_S) -> None:
-        """The same, but wait at most so long for the device, which may hang."""
+        """Close, but wait at most so long for the device, which may hang."""
         deadline = time.monotonic() + seconds
         self.write_known()
         while self._drafts and time.monotonic() < deadline:

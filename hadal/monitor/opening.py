@@ -30,7 +30,7 @@ which may be empty."""
 
 
 def sections_on(config: Config) -> tuple[str, ...]:
-    """The monitors that a configuration turns on.
+    """Return the monitors that a configuration turns on.
 
     None while the autotuner measures: a few updates of each experiment would mix with training's.
     """
@@ -68,11 +68,11 @@ def _opened(name: str, section: Any, run: Mapping[str, Any]) -> Writer:
         if path is None:
             raise MonitorError(f"{name} cannot be started: {error}") from error
         raise MonitorError(
-            f"{name} cannot write: {error}; give {name}.output_path a folder that rank 0 can write"
-            f" to (it is {path!r})"
+            f"{name} cannot write: {error}; set {name}.output_path to a folder that rank 0"
+            f" can write to (it is {path!r})"
         ) from error
     except Exception as error:  # whatever a service's package raises
         raise MonitorError(
-            f"{name} cannot be started: {type(error).__name__}: {error}; follow that, or give"
-            f" {name}.enabled false"
+            f"{name} cannot be started: {type(error).__name__}: {error}; fix that, or set"
+            f" {name}.enabled to false"
         ) from error

@@ -19,7 +19,7 @@ _PACKAGES = {
 
 
 def imported(section: str, module: str = "") -> Any:
-    """A module of the package that a section needs; by default the package's own.
+    """Return a module of the package that a section needs; by default the package's own.
 
     Raises:
         MissingPackageError: it cannot be imported.
@@ -31,7 +31,7 @@ def imported(section: str, module: str = "") -> Any:
         raise MissingPackageError(
             f"{section}.enabled is true, but {name} cannot be imported ({error}). Install it with"
             f" `pip install {installed}`, or every monitor's package with `pip install"
-            f" 'hadal-train[monitor]'`; or give {section}.enabled false"
+            f" 'hadal-train[monitor]'`; or set {section}.enabled to false"
         ) from error
 
 

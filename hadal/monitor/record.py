@@ -14,7 +14,7 @@ from hadal.device import HostCopy, is_host_memory, start_reading
 from hadal.errors import UsageError
 
 Value = int | float | None
-"""None stands for no value: a CSV file has an empty field, the other monitors leave it out."""
+"""None means no value: a CSV file has an empty field, the other monitors leave it out."""
 
 _EXPECTED = "expected (name, value, samples), for example ('Eval/loss', 1.5, engine.global_samples)"
 
@@ -44,7 +44,7 @@ class ScalarDraft(Protocol):
         """Return True if `records` does not wait for the device."""
 
     def records(self) -> Iterable[ScalarRecord]:
-        """The records with their values. Waits for the device."""
+        """Return the records with their values. Waits for the device."""
 
 
 class Scalar(NamedTuple):
@@ -68,7 +68,7 @@ class GivenScalars:
         return all(one.value.is_over for one in self.events if isinstance(one.value, HostCopy))
 
     def records(self) -> Iterator[ScalarRecord]:
-        """The scalars in their order, consecutive ones of the same samples together."""
+        """Return the scalars in their order, consecutive ones of the same samples together."""
         values: dict[str, Value] = {}
         samples = 0
         for name, value, at in self.events:

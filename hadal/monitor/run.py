@@ -23,7 +23,7 @@ FORMAT = 1
 
 
 def describe_run(config: Config, model: nn.Module, ranks: dict[str, int]) -> dict[str, Any]:
-    """The description as plain JSON values, without secrets.
+    """Return the description as plain JSON values, without secrets.
 
     Args:
         config: the effective configuration.

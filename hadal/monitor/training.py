@@ -62,7 +62,7 @@ class MeasuredUpdate:
         return self.update.is_known and self.sums.is_over and self.ended.is_reached
 
     def records(self) -> Iterator[ScalarRecord]:
-        """The scalars of the update. Waits for the device."""
+        """Return the scalars of the update. Waits for the device."""
         update = self.update
         values = {f"{_PREFIX}{name}": value for name, value in self._values()}
         yield ScalarRecord(update.total_samples, values, self.time, update.number)
@@ -132,11 +132,11 @@ class TrainingEvents(Listener):
         )
 
     def on_error(self, error: BaseException) -> None:
-        """A forward without its backward is not trained with."""
+        """Forget a forward without its backward: it is not trained with."""
         self._forwarded = 0
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """No state. What led to a checkpoint is written before it is."""
+        """Return None: what led to a checkpoint is written before it is."""
         self._monitor.flush()
         return None
 

@@ -63,7 +63,7 @@ class WandbWriter:
         self.run.log(dict(data), step=step, commit=commit)
 
     def flush(self) -> None:
-        """The service's own process writes."""
+        """Do nothing: the service's own process writes."""
 
     def close(self) -> None:
         """Finish the run, unless the program has started it."""

@@ -28,7 +28,7 @@ def rounded(nbytes: int, step: int = ALIGNMENT) -> int:
 
 
 def cut(start: int, stop: int, step: int) -> list[Extent]:
-    """Cut [start, stop) at the multiples of `step`."""
+    """Split [start, stop) at the multiples of `step`."""
     borders = [start, *range((start // step + 1) * step, stop, step), stop]
     return [Extent(*pair) for pair in pairwise(borders) if pair[0] < pair[1]]
 

@@ -1,7 +1,7 @@
 """Elementwise updates, which can be made block by block, and the base of optimizers with them.
 
 If the update of an element depends only on that element's gradient and state, a slice of elements
-may be cut anywhere. So a block can be cast, scaled, stepped and written back while it is in the
+may be split anywhere. So a block can be cast, scaled, stepped and written back while it is in the
 cache.
 """
 

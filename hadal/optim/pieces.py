@@ -88,7 +88,7 @@ def lay_pieces(
 def _state_of_run(optimizer: Optimizer, bucket: Bucket, run: Run, values: Tensor) -> dict[str, Any]:
     """Return the optimizer's state of a slice's parameters, arranged like the slice.
 
-    Tensors of a parameter's shape are cut and joined; other state must be equal for all parameters.
+    Tensors of a parameter's shape are split and joined; other state must be equal for all of them.
     """
     begin = bucket.span[0] + run.start
     parts = list(bucket.layout.fragments(begin, bucket.span[0] + run.stop))

@@ -35,7 +35,7 @@ def growth() -> int:
 
 
 def blocks(start: int, stop: int, numel: int) -> Iterator[tuple[int, int]]:
-    """Yield [start, stop) cut at the multiples of `numel`.
+    """Yield [start, stop) split at the multiples of `numel`.
 
     Kernels round the last few elements of a block as they do single ones. So for the same bits,
     blocks must end at the same elements in every tier.

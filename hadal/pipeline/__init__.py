@@ -1,4 +1,4 @@
-"""Models cut into stages: the cuts, the places of ranks, and the steps of each stage.
+"""Models split into stages: the splits, the places of ranks, and the steps of each stage.
 
 Arithmetic so far: an engine that trains by it is not built yet. From the bottom up: `partition.py`,
 `topology.py`, `schedule.py`.

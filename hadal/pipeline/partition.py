@@ -1,6 +1,6 @@
-"""Cuts of a list of layers into consecutive parts, one for each stage of a pipeline.
+"""Splits of a list of layers into consecutive parts, one for each stage of a pipeline.
 
-A cut is a list of bounds: part `i` has the items from `bounds[i]` up to, not including,
+A split is a list of bounds: part `i` has the items from `bounds[i]` up to, not including,
 `bounds[i + 1]`.
 
 Tests: tests/pipeline/test_partition.py
@@ -30,8 +30,8 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Return bounds for which the heaviest and the lightest part differ little.
 
-    A dynamic program over the last cut: the best cut of every prefix is kept, which is the one with
-    the least difference between its parts, and of equal ones that with the latest cut. No part is
+    A dynamic program over the last bound. It keeps the best split of every prefix: the one with the
+    least difference between its parts, and of equal ones that with the latest bound. No part is
     empty, unless there are fewer items than parts.
 
     Raises:
@@ -70,5 +70,6 @@ def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
 def _check(num_items: int, num_parts: int) -> None:
     if num_parts < 1 or num_items < 0:
         raise UsageError(
-            f"{num_items} layers cannot be cut into {num_parts} stages: expected at least one stage"
+            f"{num_items} layers cannot be split into {num_parts} stages: expected at least"
+            " one stage"
         )

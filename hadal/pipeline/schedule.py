@@ -2,7 +2,7 @@
 
 Training is 1F1B (PipeDream-Flush, Narayanan et al. 2021): a stage alternates between the forward of
 one micro-batch and the backward of an earlier one, so it stores the inputs of no more micro-batches
-than there are stages from it on. Sends and receives of neighbours stand in such an order that each
+than there are stages from it on. Sends and receives of neighbours are in such an order that each
 may block until its counterpart has come.
 
 Tests: tests/pipeline/test_schedule.py

@@ -1,4 +1,4 @@
-"""Ranks as a grid with named axes: which rank has which place, and who lies along an axis.
+"""Ranks as a grid with named axes: which rank has which place, and which ranks are along an axis.
 
 Tests: tests/pipeline/test_topology.py
 """
@@ -124,7 +124,7 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """As `PipeDataParallelTopology`, with each stage's layers cut over `num_mp` adjacent ranks."""
+    """A `PipeDataParallelTopology` with each stage's layers split over `num_mp` adjacent ranks."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])

@@ -1,6 +1,6 @@
 """Exchange between a slice of the sequence with all heads and whole sequences with a few heads.
 
-Several tensors travel in one message, whose pieces are copied once on each side. The backward of
+Several tensors travel in one message, whose parts are copied once on each side. The backward of
 each direction is the other.
 
 Tests: tests/sequence/test_attention.py
@@ -66,7 +66,7 @@ def _exchanged(
     group: dist.ProcessGroup,
     gathers: bool,
 ) -> tuple[Tensor, ...]:
-    """Send each rank its piece of every tensor, and put together what comes from each."""
+    """Send each rank its slice of every tensor, and put together what comes from each."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
     outputs = [
         _empty(one, mine[me], all_heads, size, gathers)
@@ -114,7 +114,7 @@ def _pieces(
     size: int,
     by_heads: bool,
 ) -> Iterator[Tensor]:
-    """The piece of each tensor that goes to a rank: its heads, or its positions."""
+    """Return the slice of each tensor that goes to a rank: its heads, or its positions."""
     for tensor, mine in zip(tensors, ranges, strict=True):
         if by_heads:
             yield tensor[:, :, mine[rank].start : mine[rank].stop]

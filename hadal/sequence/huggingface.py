@@ -201,7 +201,7 @@ class UlyssesSPAttentionHF(nn.Module):
             raise SequenceError(
                 f"attention over a pattern ({getattr(self.attn, '__name__', 'hadal_sparse')}) needs"
                 f" a head on each of the {self.world_size} ranks of a sequence, and there are"
-                f" {heads}: keys that travel around a ring know no pattern; set"
+                f" {heads}: ring attention does not support patterns; set"
                 f" sequence_parallel_size to {heads} or less, or attn_implementation to 'sdpa'"
             )
 
@@ -309,7 +309,7 @@ def _takes_positions(kind: type[nn.Module]) -> bool:
 
 
 def _dispatched(name: str) -> Attention:
-    """Return transformers' function of a name, and let that name tell modules apart."""
+    """Return transformers' function of a name, and let that name distinguish modules."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     known = ALL_ATTENTION_FUNCTIONS.get(name)

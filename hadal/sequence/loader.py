@@ -74,7 +74,7 @@ class UlyssesSPDataLoaderAdapter:
 
     def _rounds(self) -> Iterator[dict[str, Any]]:
         source = iter(self.dl)
-        # Accelerate's loaders tell, with their last batch, that gradients are due.
+        # Accelerate's loaders announce, with their last batch, that gradients are due.
         tells_end = hasattr(self.dl, _END)
         while True:
             batch = next(source, None)

@@ -1,7 +1,7 @@
 """Attention of split sequences by keys and values that travel around a ring of ranks.
 
 Each rank keeps its queries and sees the keys and values of all ranks in turn, so that the number of
-heads does not matter. What it finds is merged by the log-sum-exp (pieces.py). In backward, keys and
+heads does not matter. Results are merged by the log-sum-exp (partial.py). In backward, keys and
 values travel again, and their gradients with them.
 
 Causal attention computes half of all pairs, and a rank with the end of a sequence would have most
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from hadal.comm.functions import all_to_all_single, labelled
 from hadal.errors import SequenceError
-from hadal.sequence.pieces import (
+from hadal.sequence.partial import (
     Operands,
     PartialResult,
     Pattern,

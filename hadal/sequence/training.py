@@ -67,7 +67,7 @@ class SequenceSlices(Listener):
         return None if is_attached(model) else cls(model, group)
 
     def before_forward(self, forward: Forward) -> Forward | None:
-        """Cut the batch of a training forward."""
+        """Split the batch of a training forward."""
         if not forward.is_training:
             return None
         batch = _by_name(self._model, forward)

@@ -116,7 +116,7 @@ class BlockLayout:
         return self._chunks[key]
 
     def _spread(self, group: Group, shape: torch.Size, device: torch.device) -> Iterator[Group]:
-        """Repeat a group for each sample (and head), and cut it."""
+        """Repeat a group for each sample (and head), and split it."""
         batch, heads, _, width = shape
         count, own = self.layout.shape[1], len(self.layout)
         repeats = batch * heads // own

@@ -62,8 +62,8 @@ def _compiled() -> Any:
 def block_mask_of(layout: BlockLayout, device: torch.device, *, is_causal: bool) -> BlockMask:
     """Return the layout as a BlockMask, which is kept with it.
 
-    Blocks of the kernel that lie wholly in the layout are computed without a look at the mask;
-    those that lie in it in part ask, for each token, the layout (and causality).
+    Blocks of the kernel that are wholly in the layout are computed without a look at the mask;
+    those that are in it in part ask, for each token, the layout (and causality).
     """
     key = ("flex", device, is_causal)
     if key not in layout.kept:

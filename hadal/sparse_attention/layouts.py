@@ -68,8 +68,8 @@ class SparsityConfig:
             below = seq_len // self.block * self.block
             raise ModelError(
                 f"a sequence of {seq_len} tokens is not a multiple of the block {self.block}; pad"
-                f" it to {below + self.block} (SparseAttentionUtils.pad_to_block_size) or cut it to"
-                f" {below}"
+                f" it to {below + self.block} (SparseAttentionUtils.pad_to_block_size) or truncate"
+                f" it to {below}"
             )
         return seq_len // self.block
 
@@ -147,14 +147,14 @@ def _empty(count: int) -> Tensor:
 
 
 def _sliding(count: int, before: int, after: int) -> Tensor:
-    """Blocks at most `before` to the left of the diagonal and `after` to the right of it."""
+    """Return the blocks at most `before` left of the diagonal and `after` right of it."""
     places = torch.arange(count, device="cpu")
     ahead = places[None, :] - places[:, None]
     return (ahead >= -before) & (ahead <= after)
 
 
 def _windows(sizes: Sequence[int], count: int) -> Tensor:
-    """All pairs inside windows of these sizes, the last of which repeats."""
+    """Return all pairs inside windows of these sizes, the last of which repeats."""
     number = torch.empty(count, dtype=torch.int64, device="cpu")
     start, window = 0, 0
     while start < count:

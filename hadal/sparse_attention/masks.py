@@ -152,7 +152,8 @@ def key_mask(given: Tensor, mode: str, query: Tensor) -> Tensor:
     found = found.expand(batch, -1)
     if found.shape[1] > length:
         raise ModelError(
-            f"key_padding_mask has {found.shape[1]} columns for {length} keys; cut it to {length}"
+            f"key_padding_mask has {found.shape[1]} columns for {length} keys; truncate it to"
+            f" {length}"
         )
     if mode == "mul" or found.dtype is torch.bool:
         zero = torch.zeros_like(found, dtype=query.dtype)

@@ -1,4 +1,4 @@
-"""The mechanism: weights, gradients and optimizer state in flat buffers, cut over the ranks.
+"""The mechanism: weights, gradients and optimizer state in flat buffers, sharded over the ranks.
 
 Words of this folder.
 
@@ -6,8 +6,8 @@ unit      a module whose parameters are unsharded together (a transformer block,
 bucket    the parameters of a unit that share dtype, policy and trainability, end to end in one
           flat buffer, ordered by param group
 slot      the place of one parameter in its bucket
-full      a bucket's whole buffer           shard     one rank's even cut of it
-fragment  the part of one parameter that lies in a shard
+full      a bucket's whole buffer           shard     one rank's even slice of it
+fragment  the part of one parameter in a shard
 run       the range of a shard that belongs to one param group: what an optimizer steps
 master    the values that the optimizer updates
 

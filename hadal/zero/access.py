@@ -103,7 +103,7 @@ class GatheredParameters:
         params: a parameter, or several. Those that no engine and no `Init` holds (None, a buffer,
             an ordinary parameter) are skipped; whole ones stay whole.
         modifier_rank: the rank whose changes inside are broadcast and kept, by its number among the
-            ranks that share the parameters (all ranks, unless parts of the model lie on several);
+            ranks that share the parameters (all ranks, unless parts of the model are on several);
             changes of other ranks are overwritten. With None each rank must make the same changes.
         fwd_module: a module whose forward reads these parameters without owning them
             (`register_external_parameter`).
@@ -250,7 +250,7 @@ class Touched:
             return
         if bucket not in self._held:
             keeper = keeper_of(parameter)
-            assert keeper is not None  # it lies in a bucket
+            assert keeper is not None  # it is in a bucket
             context = keeper.editing(bucket)
             with unwatched():
                 context.__enter__()
@@ -315,8 +315,8 @@ def _copied(parameter: nn.Parameter, verb: str) -> nn.Parameter:
         bucket = _keepers[parameter].bucket_of[parameter]
         raise ShardedAccessError(
             f"rank {bucket.ranks.rank}: parameter {bucket.slot_of(parameter).name} was {verb} while"
-            " its values are spread over the ranks. Go inside `with"
-            " hadal.zero.GatheredParameters(model.parameters()):` on every rank, or take"
+            " its values are sharded over the ranks. Use `with"
+            " hadal.zero.GatheredParameters(model.parameters()):` on every rank, or call"
             " engine.state_dict()."
         )
     return alone(parameter, values.clone())

@@ -96,7 +96,7 @@ class Agreement:
     def finish(self, marker: int, word: int = 0) -> Met:
         """Lend shards until every rank has come to the same point; return the announcements there.
 
-        `word` lies in [0, `WORD_LIMIT`).
+        `word` is in [0, `WORD_LIMIT`).
 
         Raises:
             MismatchError: ranks came to different markers: their programs differ.

@@ -26,7 +26,7 @@ PATIENCE_S = 2.0
 
 
 class _Way(NamedTuple):
-    """The channel by which the ranks that cut one copy ask each other."""
+    """The channel by which the ranks that share one copy ask each other."""
 
     bell: Bell
     desk: int
@@ -46,7 +46,7 @@ class Asking:
         """The last round in which this rank could not go on as expected, while others could."""
 
     def begin(self) -> None:
-        """Begin a stretch of a steady round: weights stay as they are until the round ends."""
+        """Begin a pass of a steady round: weights stay as they are until the round ends."""
         number, buckets = self._rounds.number, self._buckets()
         if self._begun[0] == number or not buckets:
             return
@@ -63,7 +63,7 @@ class Asking:
         return self._rounds.is_steady and self._begun[0] == self._rounds.number
 
     def all_leave(self) -> bool:
-        """Return True if no rank can go on as expected in this stretch, as this one cannot.
+        """Return True if no rank can go on as expected in this pass, as this one cannot.
 
         Then all may meet. A rank that found itself alone does not ask again in this round.
         """

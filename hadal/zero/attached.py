@@ -21,7 +21,7 @@ class Attached(Generic[_V]):
         self._name = _MARK + name
 
     def __setitem__(self, parameter: nn.Parameter, value: _V) -> None:
-        # Programs copy all attributes of one parameter to another: the number tells them apart.
+        # Programs copy all attributes of one parameter to another: the number distinguishes them.
         vars(parameter)[self._name] = (id(parameter), value)
 
     def __getitem__(self, parameter: nn.Parameter) -> _V:

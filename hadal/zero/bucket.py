@@ -133,7 +133,7 @@ class Bucket:
     # ---- laying down -----------------------------------------------------------------------------
 
     def _adopt(self, leaving: Leaving, *, is_agreed: bool) -> None:
-        """Take over the parameters' values from rank 0, on every rank; if they are cut, my slice.
+        """Take over rank 0's values of the parameters on every rank, or if sharded, my slice.
 
         Masters are made of them before any cast, unless the precision says otherwise.
         """

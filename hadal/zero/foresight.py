@@ -16,7 +16,7 @@ _EARNED, _COST, _CREDIT = 1, 3, 9
 # The number of contexts of one kind that are remembered.
 _CONTEXTS = 48
 
-# The paths of the two stretches before; `_ANY` matches every path.
+# The paths of the two passes before; `_ANY` matches every path.
 _Context = tuple[int | None, int | None]
 _ANY = -1
 _LAST_RESORT: _Context = (_ANY, _ANY)
@@ -36,7 +36,7 @@ class Foresight:
     """A memory of which trace followed which.
 
     A forward is predicted from the two before it, so that two models in turn, or two steps of each,
-    are told apart; if these were never seen in this order, from the one before it, and else it is
+    are distinguished; if these were never seen in this order, from the one before it, else it is
     the latest. A backward is predicted from its forward, or from the backward right before it.
     """
 
@@ -68,7 +68,7 @@ class Foresight:
     def came(
         self, kind: Kind, trace: Trace | None, *, has_held: bool | None, is_learned: bool = True
     ) -> bool:
-        """Record the end of a stretch of work.
+        """Record the end of a pass.
 
         Args:
             kind: its kind.

@@ -43,7 +43,7 @@ from hadal.zero.grouping import Unit
 from hadal.zero.paths import Paths, Walk
 from hadal.zero.planner import Plan, kept_until_backward
 from hadal.zero.policy import Divergence, Limits
-from hadal.zero.rounds import Rounds, Stretch
+from hadal.zero.rounds import RoundPass, Rounds
 from hadal.zero.trace import Kind, Recorder
 from hadal.zero.uses import Uses
 from hadal.zero.watched import ReadListener
@@ -225,16 +225,16 @@ class Gathering:
             stray = self._walk.stray(self._recorder.trace())
         self.rounds.leave(stray)
 
-    def play(self, stretch: Stretch) -> None:
-        """Do this rank's part in a stretch of work that it does not go through."""
+    def play(self, pass_: RoundPass) -> None:
+        """Do this rank's part in a pass that it does not run."""
         before = self._walk, self._recorder, self.phase
-        is_backward = stretch.kind is Kind.BACKWARD
-        self._walk, self._recorder = Walk(stretch.kind, stretch.plan), Recorder()
+        is_backward = pass_.kind is Kind.BACKWARD
+        self._walk, self._recorder = Walk(pass_.kind, pass_.plan), Recorder()
         self.phase = Phase.BACKWARD if is_backward else Phase.FORWARD
-        around = self.playing(stretch.is_last) if is_backward else nullcontext()
+        around = self.playing(pass_.is_last) if is_backward else nullcontext()
         try:
             with self._own_moves(), around:
-                if stretch.plan is not None:
+                if pass_.plan is not None:
                     self._leave()
         finally:
             self._walk, self._recorder, self.phase = before
@@ -383,10 +383,10 @@ class Gathering:
         """Raise `ShardedAccessError` if a unit's values are asked for while they are freed."""
         for bucket in self.freed(unit)[:1]:
             raise ShardedAccessError(
-                f"rank {self._ranks.rank}: the state of {unit.name} was asked for or loaded"
-                f" while its values are spread over the ranks (first"
+                f"rank {self._ranks.rank}: the state of {unit.name} was read or loaded"
+                f" while its values are sharded over the ranks (first"
                 f" {bucket.layout.slots[0].name})."
-                " Take engine.state_dict() on every rank, or go inside `with"
+                " Call engine.state_dict() on every rank, or use `with"
                 " hadal.zero.GatheredParameters(module.parameters(), modifier_rank=0):`."
             )
 
@@ -508,14 +508,14 @@ class Gathering:
         In a steady round ranks do not meet.
         """
         held = frozenset(n for n, b in enumerate(self._buckets) if b.state is Weights.FULL)
-        stretch = self.rounds.next(kind, is_last=last)
-        is_again = stretch is not None and self.rounds.is_again
+        pass_ = self.rounds.next(kind, is_last=last)
+        is_again = pass_ is not None and self.rounds.is_again
         is_left = is_again and self._asking.all_leave()
-        if stretch is not None and not is_left and self._has_for(stretch.plan, held):
+        if pass_ is not None and not is_left and self._has_for(pass_.plan, held):
             self._is_late = is_again
             self.rounds.begin()
             self._asking.begin()
-            return (None if self._is_late else stretch.plan), Met(frozenset({marker}), (0,))
+            return (None if self._is_late else pass_.plan), Met(frozenset({marker}), (0,))
         if self.rounds.is_steady:
             self.rounds.leave()
         self._is_late = self.rounds.passes()
@@ -562,21 +562,21 @@ class Gathering:
             with self._own_moves():
                 self._leave()
         trace = self._recorder.trace()
-        stretch = Stretch(walk.kind, is_last, walk.plan)
+        pass_ = RoundPass(walk.kind, is_last, walk.plan)
         if rounds.is_steady:
             self._wait_for_all()
             rounds.end(walk.stray(trace), is_early=walk.was_early)
         elif rounds.passes():
             self._wait_for_all()
         elif not self._uses.units:
-            rounds.note(stretch, is_even=True)
+            rounds.note(pass_, is_even=True)
         elif self._announces_all:
             self._talk(marker)
-            rounds.note(stretch, is_even=False)
+            rounds.note(pass_, is_even=False)
         else:
             met = self._talk(marker, walk.word(trace))
             self._wait_for_all()
-            rounds.note(stretch, is_even=self._paths.settle(walk, trace, met))
+            rounds.note(pass_, is_even=self._paths.settle(walk, trace, met))
 
     def _abandon(self, error: BaseException) -> None:
         """Do this rank's part in the rest of the plan after an error: the others count on it."""
@@ -605,7 +605,7 @@ class Gathering:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """End a stretch of work with the block: only kept buckets stay gathered after it."""
+        """End a pass with the block: only kept buckets stay gathered after it."""
         try:
             yield
         finally:

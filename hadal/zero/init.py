@@ -1,6 +1,6 @@
 """`zero.Init`: modules built inside it are born sharded, one module at a time.
 
-A module's parameters are cut as soon as it is attached to its parent, so the peak is the shards
+A module's parameters are sharded as soon as it is attached to its parent, so the peak is the shards
 plus the largest module; rank 0 keeps up to 32 MiB more that the others have still to take. Any
 later operation on a parameter (an initialisation that the parent runs, a copy) sees its real
 values: arguments are checked before it runs. A parameter about to be filled with new values is not
@@ -50,7 +50,7 @@ _CUT_WEIGHTS = Partition(weights=True)
 # other.
 _STAY_WHOLE = 8
 
-# Parameters of as many elements get buckets of their own, which rank 0 cuts without copying them.
+# Parameters of as many elements get buckets of their own, which rank 0 shards without copying them.
 _ALONE_NUMEL = 1 << 16
 
 # The bytes that rank 0 keeps for others to take.
@@ -91,7 +91,7 @@ class _Nursery:
         offload: Offload,
         dtype: torch.dtype | None,
     ) -> list[Bucket]:
-        """Cut the values of new parameters over the ranks, to be shown in `dtype`."""
+        """Shard the values of new parameters over the ranks, to be shown in `dtype`."""
         alike: dict[tuple[torch.dtype, nn.Parameter | None], list[nn.Parameter]] = {}
         for parameter in dict.fromkeys(parameters):
             known = parameter in self.bucket_of or is_foreign(parameter)
@@ -238,7 +238,7 @@ class _Nursery:
             if not _is_placeholder(parameter):
                 raise ModelError(
                     f"rank {bucket.ranks.rank}: parameter {slot.name} was born in zero.Init and has"
-                    " been given other values since, while its own were spread over the ranks."
+                    " been given other values since, while its own were sharded over the ranks."
                     " Assign them inside `with hadal.zero.GatheredParameters([parameter],"
                     " modifier_rank=0):`, or in place inside the zero.Init context."
                 )
@@ -421,12 +421,12 @@ class Init:
     `torch.distributed`, unless it runs.
 
     Modules built on `meta` stay there until they are given memory; modules materialised inside are
-    cut when the context ends, and `Init(module=block)` cuts one block at once. Parameters of a
-    single element, of integers, or of a class that replaces methods of tensors stay whole.
+    sharded when the context ends, and `Init(module=block)` shards one block at once. Parameters
+    of a single element, of integers, or of a class that replaces methods of tensors stay whole.
 
     Args:
-        module: a module that exists already, to be cut at once.
-        data_parallel_group: the ranks to cut over, if not all hold the same model; by default
+        module: a module that exists already, to be sharded at once.
+        data_parallel_group: the ranks to shard over, if not all hold the same model; by default
             all ranks. `initialize(mpu=...)` must be given the same.
         mem_efficient_linear: accepted for DeepSpeed's signature; no layer keeps extra references.
         remote_device: where shards are stored until `initialize` lays them out anew: "none" is the
@@ -557,7 +557,7 @@ class Init:
         self._begun.append(weakref.ref(module))
 
     def bear(self, module: nn.Module) -> None:
-        """Cut a module that has been built and becomes part of another one."""
+        """Shard a module that has been built and becomes part of another one."""
         _nursery.touched.keep(0)
         self._bear_all(module)
 
@@ -593,8 +593,8 @@ def MiCS_Init(  # noqa: PLR0913 - the name and the signature are DeepSpeed's
 ) -> Init:
     """Return an `Init`, by an older name. `zero_optimization.mics_shard_size` acts with either.
 
-    Until `initialize` lays out the blocks, parameters are cut over all ranks, which needs the least
-    memory.
+    Until `initialize` lays out the blocks, parameters are sharded over all ranks, which needs the
+    least memory.
     """
     return Init(
         module,

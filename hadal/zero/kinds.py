@@ -34,7 +34,7 @@ def refusal_of(parameter: Tensor, *, trains: bool) -> str | None:
     if mesh is not None:
         return (
             f"{found} over {mesh}; expected a tensor of this rank alone. Give each rank its part"
-            " as a plain nn.Parameter, and tell initialize the groups with mpu=, or build the model"
+            " as a plain nn.Parameter, and give initialize the groups as mpu=, or build the model"
             " without parallelize_module"
         )
     if trains and is_foreign(parameter):

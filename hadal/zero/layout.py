@@ -1,4 +1,4 @@
-"""Pure arithmetic of a flat buffer: the offsets of parameters, its cuts, the parts in each shard.
+"""Pure arithmetic of a flat buffer: the offsets of parameters, the shards, the fragments in each.
 
 All numbers are elements. Nothing here touches a tensor.
 """
@@ -22,7 +22,7 @@ class Slot:
     group: int
     offset: int
     order: tuple[int, ...] = ()
-    """Its dimensions as they lie in memory, the outermost first; (): row by row."""
+    """Its dimensions in memory order, the outermost first; (): row by row."""
 
     @property
     def numel(self) -> int:
@@ -74,7 +74,7 @@ def order_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """The part of one parameter that lies in a span of its bucket."""
+    """The part of one parameter inside a span of its bucket."""
 
     slot: int
     start: int
@@ -95,7 +95,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Layout:
-    """A flat buffer of `numel` elements, evenly cut over `world_size` ranks."""
+    """A flat buffer of `numel` elements, evenly sharded over `world_size` ranks."""
 
     slots: tuple[Slot, ...]
     numel: int
@@ -123,7 +123,7 @@ class Layout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def fragments(self, start: int, stop: int) -> Iterator[Fragment]:
-        """Yield the parts of parameters that lie in [start, stop), in order; skip empty parts."""
+        """Yield the parts of parameters in [start, stop), in order; skip empty parts."""
         for index, slot in enumerate(self.slots):
             first, last = max(start, slot.offset), min(stop, slot.stop)
             if first < last:
@@ -174,7 +174,7 @@ def lay_out(
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The whole parameters that each rank owns, for an optimizer that must see them uncut."""
+    """The whole parameters that each rank owns, for an optimizer that must see them whole."""
 
     owners: tuple[int, ...]
     """The owning rank of each parameter, in the order given."""

@@ -25,7 +25,7 @@ def set_z3_leaf_modules(
     Call it before `initialize`; `zero_optimization.leaf_module` is the same in JSON.
 
     Args:
-        model: the model in which they stand.
+        model: the model that contains them.
         leaf_modules: classes, names of classes (bare or dotted), or full names of modules.
         raise_if_not_found: whether it is an error that none of them is in the model.
 

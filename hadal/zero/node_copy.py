@@ -1,4 +1,4 @@
-"""A second copy of one bucket's weights, cut over the ranks of a node (hpZ; Wang 2023).
+"""A second copy of one bucket's weights, sharded over the ranks of a node (hpZ; Wang 2023).
 
 Tests: tests/zero/test_nodes.py
 """
@@ -53,5 +53,5 @@ class NodeCopy:
         return start_all_gather(full, self._node, label)
 
     def _cut_of(self, full: Tensor) -> Tensor:
-        assert self._node is not None  # the copy is cut over it
+        assert self._node is not None  # the copy is sharded over it
         return slice_of(full, self._node.rank, self._node)

@@ -35,7 +35,7 @@ _NOTHING = Trace(())
 
 @dataclass(slots=True)
 class Walk:
-    """One stretch of work on this rank, and its progress along its plan."""
+    """One pass, a forward or a backward, on this rank, and its progress along its plan."""
 
     kind: Kind
     plan: Plan | None = None
@@ -111,7 +111,7 @@ class Paths:
         return self._plans[key]
 
     def _following(self, kind: Kind, trace: Trace) -> Trace:
-        """Return the trace to expect after a stretch of work of this kind."""
+        """Return the trace to expect after a pass of this kind."""
         if kind is Kind.EVALUATION:
             return trace
         if kind is Kind.FORWARD:
@@ -126,7 +126,7 @@ class Paths:
         self._foresight.forget(kind)
 
     def settle(self, walk: Walk, trace: Trace, met: Met) -> bool:
-        """Learn from the end of a stretch of work, at which all ranks have met.
+        """Learn from the end of a pass, at which all ranks have met.
 
         Returns:
             True if all have followed their plan, and nothing came late.

@@ -70,7 +70,7 @@ class StateSlice:
     slot: Slot
     state: MutableMapping[str, Any]
     values: nn.Parameter
-    """The tensor in the optimizer's param groups: a flat piece, or the whole parameter."""
+    """The tensor in the optimizer's param groups: a slice of a shard, or the whole parameter."""
     offset: int
     """The first of the elements, counted from the start of `values`."""
     start: int
@@ -124,7 +124,7 @@ class Place:
 
     @property
     def shards(self) -> Ranks:
-        """The ranks over which one copy of the bucket is cut."""
+        """The ranks over which one copy of the bucket is sharded."""
         return self.bucket.sharing.shards
 
     @property
@@ -134,7 +134,7 @@ class Place:
 
     @property
     def is_cut(self) -> bool:
-        """Return True if masters, and the gradients for them, are cut over the ranks."""
+        """Return True if masters, and the gradients for them, are sharded over the ranks."""
         return self.bucket.partition.optimizer or self.bucket.partition.weights
 
     def present(self, *, writes: bool = True) -> AbstractContextManager[None]:
@@ -177,7 +177,7 @@ class Place:
     def joined(self, mine: Tensor) -> Tensor:
         """Return the parameter's values on every rank, 1-D in memory order, from all fragments.
 
-        If nothing is cut they are rank 0's; if there are several copies, those of my own.
+        If nothing is sharded they are rank 0's; if there are several copies, those of my own.
         """
         label = f"the gather of {self.slot.name}"
         if not self.is_cut:
@@ -279,7 +279,7 @@ class Place:
 
 
 def _offset_in(piece: Tensor, mine: Tensor) -> int | None:
-    """Return the offset of `mine` in `piece`, in elements, if it is a part of the same memory."""
+    """Return the offset of `mine` in `piece`, in elements, if it is in the same memory."""
     if piece.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr():
         return None
     offset = (mine.data_ptr() - piece.data_ptr()) // mine.itemsize

@@ -62,7 +62,7 @@ class Plan:
         return frozenset({b for b in self.held if b not in last} | {b for b in last if last[b]})
 
 
-class _Stretch(NamedTuple):
+class _Interval(NamedTuple):
     """A bucket between two uses, or between its gather and its use: positions [start, stop)."""
 
     start: int
@@ -80,7 +80,7 @@ def plan(
     """Decide which buckets to gather and to free along a trace.
 
     A bucket stays gathered between two uses if at most `limits.reuse_numel` elements of other uses
-    lie between them; those with the nearest next use first. Gathers start in the order of the uses,
+    are between them; those with the nearest next use first. Gathers start in the order of the uses,
     each as soon as its bucket is free and at most `limits.prefetch_numel` elements are on their way
     ahead of their use; one bucket always may be, unless that is 0. Both only while no more than
     `limits.live_numel` elements are gathered, including the ones in use.
@@ -136,24 +136,24 @@ def _keep(
     before = [0, *accumulate(numels)]
     free_since: dict[int, int] = dict.fromkeys(held, 0)
     untouched = set(held)
-    candidates: list[tuple[int, int, bool, _Stretch]] = []
+    candidates: list[tuple[int, int, bool, _Interval]] = []
     for index, use in enumerate(line):
         since = free_since.get(use.bucket)
         if since is not None:
             distance = before[index] - before[since]
-            stretch = _Stretch(since, index, sizes[use.bucket])
+            interval = _Interval(since, index, sizes[use.bucket])
             if distance <= limits.reuse_numel:
-                candidates.append((distance, index, use.bucket in untouched, stretch))
+                candidates.append((distance, index, use.bucket in untouched, interval))
         untouched.discard(use.bucket)
         free_since[use.bucket] = use.until
     is_kept: set[int] = set()
     is_held: set[int] = set()
     # Leave room for the next gather: kept buckets must not make every other use wait.
     spared = [*numels[1:], 0] if limits.prefetch_numel else [0] * len(line)
-    for _, index, is_first, stretch in sorted(candidates):
-        window = range(stretch.start, stretch.stop)
-        if all(gathered[p] + spared[p] + stretch.numel <= limits.live_numel for p in window):
-            _occupy(gathered, stretch)
+    for _, index, is_first, interval in sorted(candidates):
+        window = range(interval.start, interval.stop)
+        if all(gathered[p] + spared[p] + interval.numel <= limits.live_numel for p in window):
+            _occupy(gathered, interval)
             (is_held if is_first else is_kept).add(index)
     return is_kept, is_held
 
@@ -180,11 +180,11 @@ def _gather_ahead(
         while begun < len(waiting) and limits.prefetch_numel:
             index = waiting[begun]
             fits = ahead + numels[index] <= limits.prefetch_numel or begun == first_ahead
-            stretch = _Stretch(position, index, numels[index])
-            if not fits or free_from[index] > position or not _has_room(gathered, stretch, limits):
+            interval = _Interval(position, index, numels[index])
+            if not fits or free_from[index] > position or not _has_room(gathered, interval, limits):
                 break
-            _occupy(gathered, stretch)
-            ahead += stretch.numel
+            _occupy(gathered, interval)
+            ahead += interval.numel
             begun += 1
         started.append(begun)
     return tuple(uses[index].bucket for index in waiting), tuple(started)
@@ -200,11 +200,11 @@ def _free_from(uses: Sequence[Use]) -> list[int]:
     return free
 
 
-def _has_room(gathered: Sequence[int], stretch: _Stretch, limits: Limits) -> bool:
-    window = gathered[stretch.start : stretch.stop]
-    return max(window) + stretch.numel <= limits.live_numel
+def _has_room(gathered: Sequence[int], interval: _Interval, limits: Limits) -> bool:
+    window = gathered[interval.start : interval.stop]
+    return max(window) + interval.numel <= limits.live_numel
 
 
-def _occupy(gathered: list[int], stretch: _Stretch) -> None:
-    for position in range(stretch.start, stretch.stop):
-        gathered[position] += stretch.numel
+def _occupy(gathered: list[int], interval: _Interval) -> None:
+    for position in range(interval.start, interval.stop):
+        gathered[position] += interval.numel

@@ -19,7 +19,7 @@ from hadal.zero.runtime import ZeroRuntime
 def train_later(
     runtime: ZeroRuntime, parameters: Iterable[nn.Parameter], group: int
 ) -> list[Gradients]:
-    """Give those parameters that lie in untrained buckets new ones, as param group `group`.
+    """Give those parameters that are in untrained buckets new ones, as param group `group`.
 
     All ranks must call it together, with the same parameters, between two updates. A bucket that
     holds other parameters too is divided: the rest stays untrained, in the same order. Masters

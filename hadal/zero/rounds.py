@@ -1,7 +1,7 @@
 """Rounds: the ranks' work from one update to the next, and how they do it without announcements.
 
-A round is a sequence of stretches of work, forwards and backwards, each along its plan. While its
-course is not known ranks meet at both ends of each stretch. Once all have gone the same way often
+A round is a sequence of passes, forwards and backwards, each along its plan. While its course is
+not known ranks meet at both ends of each pass. Once all have gone the same way often
 enough the next rounds are *steady*: each rank knows what all will do, and the one exchange before
 the update shows if a rank did not.
 
@@ -41,8 +41,8 @@ _BITS = 5
 _LONGEST = 4096
 
 
-class Stretch(NamedTuple):
-    """A stretch of work as all ranks go through it."""
+class RoundPass(NamedTuple):
+    """A forward or a backward, as all ranks run it."""
 
     kind: Kind
     is_last: bool
@@ -52,7 +52,7 @@ class Stretch(NamedTuple):
 
 
 class Stray(NamedTuple):
-    """A stretch in which this rank did not follow the plan of a steady round."""
+    """A pass in which this rank did not follow the plan of a steady round."""
 
     kind: Kind
     planned: tuple[int, ...]
@@ -65,8 +65,8 @@ class Part(NamedTuple):
 
     prepare: Callable[[], None]
     """Finish what is under way, and set aside what is collected."""
-    play: Callable[[Stretch], None]
-    """Take part in a stretch without going through it."""
+    play: Callable[[RoundPass], None]
+    """Take part in a pass without running it."""
     take_back: Callable[[bool], None]
     """Restore what was set aside; gets True if no rank has gone on meanwhile."""
     drop: Callable[[], None]
@@ -81,7 +81,7 @@ class Course:
     """
 
     def __init__(self) -> None:
-        self.known: tuple[Stretch, ...] = ()
+        self.known: tuple[RoundPass, ...] = ()
         self._alike = 0
         self._patience = _PATIENCE
         self._since = 0
@@ -108,7 +108,7 @@ class Course:
         self._is_regular, self._interval = is_again, self._since
         self._alike = self._since = 0
 
-    def came(self, round_: tuple[Stretch, ...] | None) -> None:
+    def came(self, round_: tuple[RoundPass, ...] | None) -> None:
         """Record the end of a round in which ranks met; None: they did not all do the same."""
         if round_ and round_ == self.known:
             self._alike += 1
@@ -127,7 +127,7 @@ class Course:
 class Rounds:
     """This rank's progress in the present round.
 
-    Its `place` is counted in ends of stretches: 2 n at the beginning of stretch n, 2 n + 1 in it.
+    Its `place` is counted in ends of passes: 2 n at the beginning of pass n, 2 n + 1 in it.
     """
 
     _latest: ClassVar[weakref.ref[Rounds] | None] = None
@@ -153,7 +153,7 @@ class Rounds:
         self.number += 1
         self.is_steady = self.ranks.size > 1 and self._course.is_known
         """True: all ranks know what comes, and do not meet."""
-        self._record: list[Stretch] = []
+        self._record: list[RoundPass] = []
         self._is_even = True
         self.place = self._played = 0
         self._owed = 0
@@ -185,10 +185,10 @@ class Rounds:
         """Return True if others wait for this rank at a place that it has not reached."""
         return self._owed > 0
 
-    # ---- stretches -------------------------------------------------------------------------------
+    # ---- passes -------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Enter a stretch, whether ranks have met or not."""
+        """Enter a pass, whether ranks have met or not."""
         self._look_for_others()
         self._is_inside = True
 
@@ -199,8 +199,8 @@ class Rounds:
             self._is_mixed |= self._is_inside
             Rounds._latest = weakref.ref(self)
 
-    def next(self, kind: Kind, *, is_last: bool | None) -> Stretch | None:
-        """Return the stretch of a steady round that begins here, if it is of that kind; else None.
+    def next(self, kind: Kind, *, is_last: bool | None) -> RoundPass | None:
+        """Return the pass of a steady round that begins here, if it is of that kind; else None.
 
         `is_last`: None for either.
         """
@@ -210,22 +210,22 @@ class Rounds:
         number = self.place // 2
         if self.place % 2 or number == len(self._course.known):
             return None
-        stretch = self._course.known[number]
-        fits = stretch.kind is kind and is_last in (None, stretch.is_last)
-        return stretch if fits else None
+        pass_ = self._course.known[number]
+        fits = pass_.kind is kind and is_last in (None, pass_.is_last)
+        return pass_ if fits else None
 
     @property
     def is_again(self) -> bool:
-        """Return True if the stretch was begun before, and this rank's part in it is done."""
+        """Return True if the pass was begun before, and this rank's part in it is done."""
         return self._played > self.place
 
     def begin(self) -> None:
-        """Begin the next stretch of a steady round."""
+        """Begin the next pass of a steady round."""
         self.place += 1
         self._played = max(self._played, self.place)
 
     def end(self, stray: Stray | None, *, is_early: bool) -> None:
-        """End a stretch of a steady round; `is_early`: gradients came too late for it."""
+        """End a pass of a steady round; `is_early`: gradients came too late for it."""
         self._look_for_others()
         self.place += 1
         self._played = max(self._played, self.place)
@@ -258,12 +258,12 @@ class Rounds:
         self._owed -= is_behind
         return is_behind
 
-    def note(self, stretch: Stretch, *, is_even: bool) -> None:
-        """Record a stretch at both ends of which all met; `is_even`: they followed its plan."""
+    def note(self, pass_: RoundPass, *, is_even: bool) -> None:
+        """Record a pass at both ends of which all met; `is_even`: they followed its plan."""
         self._look_for_others()
         self._is_even &= is_even and len(self._record) < _LONGEST
         if self._is_even:
-            self._record.append(stretch)
+            self._record.append(pass_)
 
     def refuse(self) -> bool:
         """Handle a missing loss of this rank while others may begin a backward without waiting.
@@ -275,13 +275,13 @@ class Rounds:
         if not self.is_steady:
             self._owed -= min(2, self._owed)
             return True
-        stretch = self.next(Kind.BACKWARD, is_last=None)
-        if stretch is not None:
-            self._part.play(stretch)
+        pass_ = self.next(Kind.BACKWARD, is_last=None)
+        if pass_ is not None:
+            self._part.play(pass_)
             self.place = self._played = self.place + 2
-        if stretch is None or self.place == self._end:
+        if pass_ is None or self.place == self._end:
             self.leave()
-        return stretch is not None
+        return pass_ is not None
 
     @property
     def _part(self) -> Part:
@@ -301,8 +301,8 @@ class Rounds:
             self._strays.append(stray)
         part, is_mine = self._part, self._is_faulty
         part.prepare()
-        for stretch in self._course.known[(self._played + 1) // 2 :]:
-            part.play(stretch)
+        for pass_ in self._course.known[(self._played + 1) // 2 :]:
+            part.play(pass_)
         self._exchange(True, torch.zeros((), dtype=torch.float64))
         places = self._compare(self.place)
         part.take_back(places is not None and min(places) == max(places))

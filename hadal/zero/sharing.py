@@ -1,6 +1,6 @@
 """The groups of ranks around a bucket: averaging, cutting, holding the same, being near.
 
-Tests: tests/zero/test_nodes.py, tests/engine/test_treatments.py
+Tests: tests/zero/test_nodes.py
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hadal.comm import Ranks
 from hadal.comm.codecs.codec import Codec
@@ -40,24 +40,21 @@ class Sharing:
     ranks: Ranks
     """All ranks that hold the same parameters: their gradients become one."""
     shards: Ranks
-    """Consecutive ones of `ranks`, over which one copy of the model states is cut."""
+    """Consecutive ones of `ranks`, over which one copy of the model states is sharded."""
     replicas: Ranks | None = None
     """The ranks that hold the same shard, one of each copy; None: there is one copy."""
     node: Ranks | None = None
-    """Consecutive ones of `shards` that cut a second copy of the weights; None: there is none."""
+    """Consecutive ones of `shards` that share a second copy of the weights; None: there is none."""
     hops: Hops | None = None
     """Weights are gathered over `shards` in two hops; None: in one."""
     coded_hops: Hops | None = None
     """Coded gradients are reduced over `reducers` in two hops; None: in one."""
     twins: Ranks | None = None
     """The ranks of `shards` with a communicator for reductions alone; None: there is none."""
-    averaged_over: Ranks | None = None
-    """The ranks whose samples the mean gradient is over; None: `ranks`. Experts see the samples of
-    all data-parallel ranks, and fewer ranks hold each of them."""
 
     @classmethod
     def over(cls, ranks: Ranks) -> Sharing:
-        """Return one copy, cut over all of `ranks`."""
+        """Return one copy, sharded over all of `ranks`."""
         return cls(ranks, ranks)
 
     @classmethod
@@ -71,7 +68,7 @@ class Sharing:
         *,
         gathers_on_use: bool = True,
     ) -> Sharing:
-        """Cut one copy over each `shard_size` ranks, and a second one of weights over fewer.
+        """Shard one copy over each `shard_size` ranks, and a second one of weights over fewer.
 
         `shard_size` divides the ranks, and the others divide it. All ranks must call it, alike.
 
@@ -89,17 +86,12 @@ class Sharing:
         if shard_size < ranks.size:
             shards, replicas = ranks.in_blocks(shard_size)
         node = None
-        # Cut over all of them, a second copy would be the first one again.
+        # Sharded over all of them, a second copy would be the first one again.
         if 1 < secondary_size < shards.size:
             node, _ = shards.in_blocks(secondary_size)
         twins = shards.twin() if gathers_on_use else None
         hops, coded_hops = _hops(shards, node_size), _hops(twins or shards, coded_node_size)
         return cls(ranks, shards, replicas, node, hops, coded_hops, twins)
-
-    @property
-    def everyone(self) -> Ranks:
-        """The ranks whose samples the mean gradient is over: they make each update together."""
-        return self.averaged_over or self.ranks
 
     @property
     def reducers(self) -> Ranks:
@@ -126,7 +118,7 @@ class Sharing:
         return range(first, first + some.size)
 
     def start_gather(self, full: Tensor, codec: Codec | None, label: str) -> Pending:
-        """Fill 1-D `full` from all that cut one copy, coded or not; my slice is in place."""
+        """Fill 1-D `full` from all that share one copy, coded or not; my slice is in place."""
         if codec is not None:
             gather = partial(self.start_gather, codec=None, label=label)
             return start_coded_gather(full, self.shards, codec, gather)
@@ -155,40 +147,6 @@ class Sharing:
         sum_(tensor, self.shards, label)
         if self.replicas is not None:
             broadcast_(tensor, 0, self.replicas, label)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelParts:
-    """The ranks that hold different parts of one copy of the model: stages, and slices of layers.
-
-    What all of them compute together, such as the gradient norm, counts each value once.
-    """
-
-    ranks: Ranks
-    """All of them: pipeline stages times tensor-parallel ranks."""
-    slices: Ranks | None = None
-    """Those that hold slices of the same layers (tensor parallel); None: layers are whole."""
-
-    def counts(self, parameter: nn.Parameter) -> bool:
-        """Return whether this rank counts a parameter.
-
-        Each rank counts its slice of what is split. The first of `slices` counts what all of them
-        hold, and the first stage with a tied weight counts that.
-        """
-        if is_tied_copy(parameter):
-            return False
-        return self.slices is None or self.slices.rank == 0 or is_model_part(parameter)
-
-
-def is_model_part(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is split over model-parallel ranks, by Megatron's marks."""
-    marks = ("model_parallel", "tensor_model_parallel")
-    return any(getattr(parameter, mark, False) is True for mark in marks)
-
-
-def is_tied_copy(parameter: nn.Parameter) -> bool:
-    """Return whether an earlier pipeline stage holds the same tied weight."""
-    return getattr(parameter, "hadal_tied_copy", False) is True
 
 
 def _hops(shards: Ranks, node_size: int | None) -> Hops | None:

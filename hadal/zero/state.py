@@ -103,7 +103,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 @torch.no_grad()
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """Return `safe_get_full_grad`, cut to this rank's fragment: 1-D, empty if it holds none."""
+    """Return this rank's fragment of `safe_get_full_grad`: 1-D, empty if it holds none."""
     place = place_of(param)
     full = None if place is None else _gradient(place)
     if place is None or full is None:
@@ -261,7 +261,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
     Raises:
         UsageError: another shape, no such key, no state yet (before the first update), or a value
-            that all parameters of a flat piece share, such as a count of steps.
+            that all parameters of a piece share, such as a count of steps.
     """
     name = "safe_set_full_optimizer_state"
     place = held_place(param, name)

@@ -46,7 +46,7 @@ def digest_of(*values: object, bits: int = _DIGEST_BITS) -> int:
 
 @dataclass(frozen=True)
 class Trace:
-    """The uses of one stretch of work, in the order in which they began."""
+    """The uses of one pass, in the order in which they began."""
 
     uses: tuple[Use, ...]
 
@@ -79,7 +79,7 @@ class Trace:
 
 
 class Recorder:
-    """A recorder of the uses of one stretch of work."""
+    """A recorder of the uses of one pass."""
 
     def __init__(self) -> None:
         self._buckets: list[int] = []

@@ -133,7 +133,7 @@ class Views:
     def _lost_write(self, index: int) -> str:
         return (
             f"rank {self._rank}: parameter {self.layout.slots[index].name} was written to"
-            " while its values were spread over the ranks, so the write reached nothing. Write"
+            " while its values were sharded over the ranks, so the write is lost. Write"
             " inside `with hadal.zero.GatheredParameters([parameter], modifier_rank=0):`."
         )
 

@@ -131,7 +131,7 @@ def test_dtypes_and_optimizers(
 def test_faults_are_told(module: str, written: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for function, reason in (
         ("absent", "has no attribute"),
-        ("nothing", "it returned a int"),
+        ("nothing", "returned a int, expected a model"),
     ):
         assert main(["estimate", "--model", f"{module}:{function}"]) == 1
         assert reason in capsys.readouterr().err

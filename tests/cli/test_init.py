@@ -82,7 +82,7 @@ def test_nothing_is_overwritten_or_left_half_done(
 ) -> None:
     answered(monkeypatch, "7B")
     assert main(["init"]) == 1
-    assert "the answers have ended; --yes uses defaults" in capsys.readouterr().err
+    assert "no more answers on standard input; --yes uses defaults" in capsys.readouterr().err
     assert main(["init", "--yes", "--batch", "100"]) == 1
     assert "--batch: 100 samples cannot be shared evenly" in capsys.readouterr().err
     assert not Path("ds_config.json").exists()

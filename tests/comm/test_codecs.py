@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hadal.comm.codecs.blockwise import Blockwise
 from hadal.comm.codecs.cast import Cast
-from hadal.comm.codecs.codec import WIRE_BYTES, Codec, stretches
+from hadal.comm.codecs.codec import WIRE_BYTES, Codec, working_ranges
 from hadal.comm.codecs.feedback import ErrorFeedback
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -189,13 +189,13 @@ def test_a_wire_is_as_short_as_it_is_said_to_be():
     assert Blockwise(4, 128).wire_bytes(numel) / (2 * numel) == pytest.approx(0.265625)
 
 
-def test_stretches_are_whole_blocks_that_stay_in_the_cache():
-    cuts = list(stretches(1_000_000, 96, torch.device("cpu")))
+def test_working_ranges_are_whole_blocks_that_stay_in_the_cache():
+    cuts = list(working_ranges(1_000_000, 96, torch.device("cpu")))
     assert cuts[0][0] == 0
     assert cuts[-1][1] == 1_000_000
     assert all(one[1] == other[0] for one, other in itertools.pairwise(cuts))
     assert all(start % 96 == 0 and stop - start <= 1 << 16 for start, stop in cuts)
-    assert list(stretches(1_000_000, 96, torch.device("meta"))) == [(0, 1_000_000)]
+    assert list(working_ranges(1_000_000, 96, torch.device("meta"))) == [(0, 1_000_000)]
 
 
 # ---- error feedback ---------------------------------------------------------------------------

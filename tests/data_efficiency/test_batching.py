@@ -252,7 +252,7 @@ def test_lengths_of_samples() -> None:
     assert length_of((torch.zeros(()), ids, ids[:2])) == 5
     assert length_of({"label": 1, "text": [1, 2, 3]}) == 3
     assert length_of({"text": [1, 2, 3], "input_ids": ids}) == 5
-    with pytest.raises(UsageError, match=r"cannot tell the length of a int; give .* `lengths`"):
+    with pytest.raises(UsageError, match=r"cannot find the length of a int; give .* `lengths`"):
         length_of(7)
 
 

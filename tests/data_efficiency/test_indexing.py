@@ -29,7 +29,7 @@ WORDS = ["ein Text", "größer 語 🙂", "x", "and a longer line of words"] * 5
 
 
 def read(source: Any) -> list[str]:
-    return [text for piece in source.pieces() for text in source.documents(piece)]
+    return [text for piece in source.ranges() for text in source.documents(piece)]
 
 
 def rows_of(prefix: Path) -> list[bytes]:
@@ -40,7 +40,7 @@ def rows_of(prefix: Path) -> list[bytes]:
 def test_no_piece_loses_or_repeats_a_document(
     tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(texts, "PIECE_NBYTES", piece)
+    monkeypatch.setattr(texts, "RANGE_NBYTES", piece)
     monkeypatch.setattr(texts, "_LOOKED_AT", 5)
     lines = tmp_path / "a.txt"
     lines.write_text("\n".join(WORDS[:20]) + "\n\n \nlast", "utf-8")
@@ -59,7 +59,7 @@ def test_no_piece_loses_or_repeats_a_document(
 def test_rows_are_the_documents_in_order(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(texts, "PIECE_NBYTES", 300)
+    monkeypatch.setattr(texts, "RANGE_NBYTES", 300)
     (tmp_path / "a.txt").write_text("\n".join(WORDS), "utf-8")
     told: list[int] = []
     source = PlainTexts([tmp_path / "a.txt"])
@@ -227,7 +227,7 @@ def test_parquet(tmp_path: Path) -> None:
     table = pyarrow.table({"text": [*WORDS, None, ""], "id": list(range(len(WORDS) + 2))})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=30)
     source = source_of([tmp_path / "a.parquet"], None, "text", "line")
-    assert len(source.pieces()) == 7 and read(source) == WORDS
+    assert len(source.ranges()) == 7 and read(source) == WORDS
     with pytest.raises(UsageError, match=r'a\.parquet: no field "txt"; did you mean "text"'):
         read(source_of([tmp_path / "a.parquet"], None, "txt", "line"))
     with pytest.raises(UsageError, match='column "id" is int64, expected texts'):

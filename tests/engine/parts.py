@@ -1,4 +1,4 @@
-"""A model in two parts, of layers that are cut over ranks, and the same model whole."""
+"""A model in two parts, of layers that are split over ranks, and the same model whole."""
 
 from __future__ import annotations
 

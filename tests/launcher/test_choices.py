@@ -134,7 +134,7 @@ def test_without_ssh_each_host_starts_its_own_share(plan: Any, hostfile: str) ->
     for fields, told in (
         ({**here}, "say which host"),
         ({**here, "node_rank": 3}, "hosts 0 to 2"),
-        ({**here, "node_rank": 1, "master_addr": ""}, "by --master_addr"),
+        ({**here, "node_rank": 1, "master_addr": ""}, "with --master_addr"),
         ({"node_rank": 1}, "for --no_ssh"),
     ):
         with pytest.raises(LaunchError, match=told):
@@ -302,7 +302,7 @@ def test_every_flag_is_read(
         (["--num_nodes", "1:2", "t.py"], "--num_nodes 1:2: a range is for --elastic_training"),
         (
             ["--num_nodes", "1:2", "--elastic_training", "--max_elastic_nodes", "3", "t.py"],
-            "give one of both",
+            "give only one of them",
         ),
         (["-H", "/", "t.py"], "/ is a folder; expected a file"),
     ],
@@ -329,7 +329,7 @@ def test_minus_one_leaves_a_number_open(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_binary_hostfile_is_refused(plan: Any, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(b"\xff\xfe\x8d")
-    with pytest.raises(LaunchError, match="hosts is no text in UTF-8"):
+    with pytest.raises(LaunchError, match="hosts is not UTF-8 text"):
         plan(hostfile="hosts")
     (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbflocalhost slots=2\r\n")  # a Windows editor's
     assert plan(hostfile="hosts").job.pool == {"localhost": (0, 1)}

@@ -107,7 +107,7 @@ def test_a_place_is_read_from_any_launchers_variables(variables: str, place: Ran
 
 
 def test_without_a_launcher_there_is_no_place() -> None:
-    with pytest.raises(LaunchError, match="told no rank"):
+    with pytest.raises(LaunchError, match="has no rank"):
         find_place({"RANK": "0"})
 
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from hadal import comm
 from hadal.errors import SequenceError
-from hadal.sequence import pieces, ring_attention
-from hadal.sequence.pieces import Operands, Pattern, attend, empty_result, gradients, merge
+from hadal.sequence import partial, ring_attention
+from hadal.sequence.partial import Operands, Pattern, attend, empty_result, gradients, merge
 from hadal.sequence.ring import chunks_of
 
 BATCH, WIDTH = 2, 4
@@ -81,9 +81,9 @@ def test_pieces_are_the_whole(
     query, key, value = (one.detach() for one in operands)
     found = [torch.zeros_like(one) for one in (query, key, value)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "_SCORES", scores)
+        patch.setattr(partial, "_SCORES", scores)
         if not fused:
-            patch.setattr(pieces, "has_fused_attention", lambda device: False)
+            patch.setattr(partial, "has_fused_attention", lambda device: False)
         for rows in ranges:
             here = slice(rows.start, rows.stop)
             total = empty_result(query[:, :, here])

@@ -67,7 +67,7 @@ def test_there_are_as_many_cases_as_there_were():
 
 
 def test_messages_name_the_number_and_the_remedy():
-    with pytest.raises(ModelError, match=r"65 tokens.* block 16; pad it to 80 .* or cut it to 64"):
+    with pytest.raises(ModelError, match=r"65 tokens.* block 16; pad it to 80 .*truncate it to 64"):
         FixedSparsityConfig(4).make_layout(65)
     with pytest.raises(ModelError, match=r"num_sliding_window_blocks is 3, .* only 2 blocks"):
         BigBirdSparsityConfig(4).make_layout(32)

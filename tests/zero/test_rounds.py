@@ -23,14 +23,14 @@ from hadal.zero import GatheredParameters, agreement, asking, rounds
 from hadal.zero.bucket import Weights
 from hadal.zero.gathering import Phase
 from hadal.zero.gradients import Arrival
-from hadal.zero.rounds import Course, Stretch
+from hadal.zero.rounds import Course, RoundPass
 from hadal.zero.trace import Kind
 from zero.test_gathering import ALL, BLOCKS, CUT, DROPS, Refuses, blocks, inputs_of
 
 # ---- which rounds are known ---------------------------------------------------------------------
 
-USUAL = (Stretch(Kind.BACKWARD, True, None),)
-OTHER = (Stretch(Kind.BACKWARD, False, None), *USUAL)
+USUAL = (RoundPass(Kind.BACKWARD, True, None),)
+OTHER = (RoundPass(Kind.BACKWARD, False, None), *USUAL)
 
 
 def known_along(course: Course, came: Sequence[bool]) -> list[bool]:

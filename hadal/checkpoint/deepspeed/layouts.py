@@ -1,7 +1,7 @@
 """The layouts of DeepSpeed's files: arithmetic that finds the values of each parameter.
 
-Four layouts. Stages 1 and 2: all parameters of a param group end to end, cut evenly over the ranks.
-Stage 3: each parameter cut evenly over the ranks. Stage 0: whole, without names. Universal: a
+Four layouts. Stages 1 and 2: all parameters of a param group end to end, in even slices per rank.
+Stage 3: each parameter in even slices per rank. Stage 0: whole, without names. Universal: a
 folder of files for each parameter.
 
 Tests: tests/checkpoint/test_deepspeed.py
@@ -25,7 +25,7 @@ Shapes = Sequence[Mapping[str, Sequence[int]]]
 class TrainedValues:
     """The optimizer's values in a checkpoint, by parameter name.
 
-    A value is a list of pieces: flat tensors whose concatenation starts with the value's elements.
+    A value is a list of slices: flat tensors whose concatenation starts with the value's elements.
     """
 
     options: list[dict[str, Any]] = field(default_factory=list)
@@ -39,7 +39,7 @@ class TrainedValues:
     """All other state, by parameter and key."""
 
     def add(self, name: str, flat: Tensor, start: int, numel: int, state: Any) -> None:
-        """Add a piece of a parameter: a slice of a flat master, and the same slice of its state.
+        """Add a slice of a parameter: part of a flat master, and the same slice of its state.
 
         State may be longer than the master, with padding at its end.
         """
@@ -53,7 +53,7 @@ class TrainedValues:
 
 
 def cut_evenly(optimizers: Sequence[Any], shapes: Shapes) -> TrainedValues:
-    """Parse stages 1 and 2: a group's parameters end to end, cut evenly over the ranks.
+    """Parse stages 1 and 2: a group's parameters end to end, in even slices per rank.
 
     Padding may follow a parameter. (The slice table in the files is not used: with
     `round_robin_gradients` it gives another order.)
@@ -120,7 +120,7 @@ def _walk(
 def whole(
     optimizer: Any, names: Sequence[Sequence[str]], module: Mapping[str, Tensor]
 ) -> TrainedValues:
-    """Parse stage 0: nothing is cut, and only the weights have names.
+    """Parse stage 0: nothing is sharded, and only the weights have names.
 
     `names` lists the parameters of each param group of the run that continues; they are assumed to
     be in the model's order. 16-bit training verifies that assumption for the saved run: the rounded

@@ -67,7 +67,7 @@ _LEFT_OUT = ("data_sampler", "random_ltd")
 
 
 class _FileValue(NamedTuple):
-    """A value in the files: flat pieces whose concatenation starts with the value's elements."""
+    """A value in the files: flat slices whose concatenation starts with the value's elements."""
 
     entry: Entry
     pieces: Sequence[Tensor]
@@ -293,7 +293,7 @@ class DeepSpeedSource(ForeignSource):
         self._expect_within(name, kind, start, stop)
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        """Return elements of a value; a view of the mapped file if one piece holds them."""
+        """Return elements of a value; a view of the mapped file if one slice holds them."""
         self.expect(name, kind, start, stop)
         entry, pieces = self._values[name, kind]
         found, offset = [], 0

@@ -1,6 +1,6 @@
 """Ranges of elements in row-major order as boxes (offset and size per dimension), and back.
 
-Pure arithmetic: other libraries' formats describe the pieces of a tensor as boxes, sources as
+Pure arithmetic: other libraries' formats describe the parts of a tensor as boxes, sources as
 ranges.
 
 Tests: tests/checkpoint/test_boxes.py

@@ -1,6 +1,6 @@
 """A `torch.distributed.checkpoint` folder as a source of named values.
 
-The model is what lies under `model` (or at the top, if nothing does), the optimizer what lies under
+The model is what is under `model` (or at the top, if nothing is), the optimizer what is under
 `optimizer` or `optim`, with state by parameter name as `get_optimizer_state_dict` gives it, or by
 number as `optimizer.state_dict()` does.
 
@@ -155,7 +155,7 @@ class DcpSource(ForeignSource):
         self._lacks_names = called.unknown
 
     def _below(self, found: Mapping[Path_, Any], head: Path_) -> dict[Path_, Any]:
-        """Return what lies under the optimizer, by the rest of its keys."""
+        """Return what is under the optimizer, by the rest of its keys."""
         start = len(head) + 1
         return {
             path[start:]: value

@@ -322,7 +322,7 @@ def _common_state(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Patterns:
-    """The patterns of `universal_checkpoint_info`: how a parameter was cut over tensor ranks."""
+    """The patterns of `universal_checkpoint_info`: how a parameter was split over tensor ranks."""
 
     _KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
         ("tp_replicated_parameter_patterns", {}),

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hadal.comm.codecs.codec import Codec, stretches, whole_words
+from hadal.comm.codecs.codec import Codec, whole_words, working_ranges
 
 _SCALE_BYTES = 4
 # Two 4-bit numbers in a byte, low + 16 x high: the low one is at most 7 either way, so that
@@ -51,7 +51,7 @@ class Blockwise(Codec):
         """Write `values` into `out`."""
         numel = values.numel()
         out[self._used(numel) :].zero_()
-        for start, stop in self._stretches(numel, values.device):
+        for start, stop in self._working_ranges(numel, values.device):
             scales, numbers = self._parts(out, numel, start, stop)
             rows = values[start:stop].view(len(scales), -1).to(torch.float32, copy=True)
             torch.mul(rows.abs().amax(1, keepdim=True), 1.0 / self.limit, out=scales)
@@ -64,7 +64,7 @@ class Blockwise(Codec):
 
     def decoded(self, wire: Tensor, numel: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the values of a wire, some blocks at a time, and the offset of each."""
-        for start, stop in self._stretches(numel, wire.device):
+        for start, stop in self._working_ranges(numel, wire.device):
             scales, numbers = self._parts(wire, numel, start, stop)
             rows = self._taken(numbers, (stop - start) // len(scales)).mul_(scales)
             yield start, rows.reshape(-1)
@@ -79,10 +79,10 @@ class Blockwise(Codec):
     def _bytes_of(self, numel: int) -> int:
         return -(-numel * self.bits // 8)
 
-    def _stretches(self, numel: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    def _working_ranges(self, numel: int, device: torch.device) -> Iterator[tuple[int, int]]:
         """Yield ranges to work on: whole blocks, and the short one at the end by itself."""
         whole = numel // self.block_numel * self.block_numel
-        yield from stretches(whole, self.block_numel, device)
+        yield from working_ranges(whole, self.block_numel, device)
         if whole < numel:
             yield whole, numel
 

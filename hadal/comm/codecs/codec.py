@@ -56,8 +56,8 @@ def whole_words(nbytes: int) -> int:
     return -(-nbytes // WIRE_BYTES) * WIRE_BYTES
 
 
-def stretches(numel: int, multiple: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Cut [0, `numel`) into ranges to work on, each of a `multiple` of elements but the last."""
+def working_ranges(numel: int, multiple: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Divide [0, `numel`) into ranges to work on, each of a `multiple` of elements but the last."""
     block = _CPU_BLOCK_NUMEL if device.type == "cpu" else _ACCELERATOR_BLOCK_NUMEL
     step = max(1, block // multiple) * multiple
     for start in range(0, numel, step):

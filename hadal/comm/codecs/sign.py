@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hadal.comm.codecs.codec import Codec, stretches, whole_words
+from hadal.comm.codecs.codec import Codec, whole_words, working_ranges
 
 _SIGNS_PER_BYTE = 8
 # Eight bytes of 0 and 1, viewed as one number and multiplied by this, have their eight bits side
@@ -41,7 +41,7 @@ class Sign(Codec):
         """Write scales and signs of 1-D `values` into `out`."""
         numel, block = values.numel(), self.block_numel
         scales, signs = self._parts(out, numel)
-        for start, stop in stretches(numel, block, values.device):
+        for start, stop in working_ranges(numel, block, values.device):
             cut = values[start:stop].to(torch.float32)
             first, last = start // block, -(-stop // block)
             _put_scales(cut, block, scales[first:last])
@@ -53,7 +53,7 @@ class Sign(Codec):
         block = self.block_numel
         scales, signs = self._parts(wire, numel)
         table = _table(wire.device)
-        for start, stop in stretches(numel, block, wire.device):
+        for start, stop in working_ranges(numel, block, wire.device):
             packed = signs[start // _SIGNS_PER_BYTE : -(-stop // _SIGNS_PER_BYTE)]
             values = table[packed.long()].view(-1)[: stop - start]
             whole = (stop - start) // block * block

@@ -28,7 +28,7 @@ returns None to leave the line out."""
 class Journal(Listener):
     """Appends lines to a run's `events.jsonl`, on rank 0.
 
-    Each line is one write at the end of the file, so it may stand between two of the monitor's.
+    Each line is one write at the end of the file, so it may come between two of the monitor's.
 
     Args:
         path: the file.
@@ -71,7 +71,7 @@ class Journal(Listener):
         self._file.close()
 
     def at_exit(self) -> None:
-        """The same: other ranks' records are taken if they are there within two seconds."""
+        """Write the same, with other ranks' records if they arrive within two seconds."""
         self.close()
 
     def _write(self, lines: Lines) -> None:
@@ -128,7 +128,7 @@ class _Warnings(logging.Handler):
 
 
 def communication_lines(rows: Sequence[Any]) -> Mapping[str, Any] | None:
-    """The rows of the log of collectives, the longest first; None if nothing was logged."""
+    """Return the rows of the log of collectives, the longest first; None if nothing was logged."""
     if not rows:
         return None
     ordered = sorted(rows, key=lambda row: -row.seconds)

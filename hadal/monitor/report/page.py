@@ -33,7 +33,7 @@ def write_page(place: Path, output: Path | None = None) -> Path:
 
 
 def page_of(run: RunRecord) -> str:
-    """The page as HTML, below two megabytes."""
+    """Return the page as HTML, below two megabytes."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -91,7 +91,7 @@ def _median(values: Any) -> float:
 
 
 def _settings(run: RunRecord) -> list[tuple[str, str, str]]:
-    """Path, value and origin of what is not a default, or all if no origins are known."""
+    """Return path, value and origin of what is not a default, or all if no origins are known."""
     values = dict(_flat(run.description["config"]))
     origins = run.description.get("origins") or {}
     names = origins or values
@@ -109,7 +109,7 @@ def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
 
 
 def _modules(run: RunRecord) -> list[dict[str, Any]]:
-    """The profiled modules in order, each with its depth and shares of the whole."""
+    """Return the profiled modules in order, each with its depth and shares of the whole."""
     if run.profile is None:
         return []
     root = run.profile["modules"]

@@ -20,7 +20,7 @@ _COLOURS = ("#2a8cc0", "#e0823d", "#58a55c", "#b26ab2", "#8a8a8a", "#c0504d")
 
 
 def pictures_of(run: RunRecord) -> dict[str, str]:
-    """The pictures that the run has values for, by title.
+    """Return the pictures that the run has values for, by title.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -61,7 +61,7 @@ def pictures_of(run: RunRecord) -> dict[str, str]:
 
 
 def _mfu(run: RunRecord) -> Series | None:
-    """The utilisation of each update, by the profiled one's operations."""
+    """Return the utilisation of each update, by the profiled one's operations."""
     profile, rate = run.profile, run.series.get("samples_per_sec")
     if profile is None or rate is None or not profile.get("peak_flops_per_second"):
         return None

@@ -1,4 +1,4 @@
-"""A run as its file of JSON lines tells it.
+"""A run, read from its file of JSON lines.
 
 Tests: tests/monitor/test_report.py
 """
@@ -71,7 +71,7 @@ class RunRecord:
 
 
 def file_of(place: Path) -> Path:
-    """The file of a run: `place` itself, or the one in that folder.
+    """Return the file of a run: `place` itself, or the one in that folder.
 
     Raises:
         UsageError: there is none, or there are several below it.
@@ -127,7 +127,7 @@ def _last(by_kind: Mapping[str, list[dict[str, Any]]], kind: str) -> dict[str, A
 
 
 def _last_of_each(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each update once: a run that was resumed trained some of them again."""
+    """Return each update once: a run that was resumed trained some of them again."""
     by_step: dict[int, dict[str, Any]] = {}
     for line in lines:
         by_step[int(line["step"])] = line
@@ -151,7 +151,7 @@ def _series(lines: Iterable[Mapping[str, Any]], axis: str) -> dict[str, Series]:
 
 
 def thinned(series: Series, most: int = 800) -> Series:
-    """At most about `most` points: the least and the greatest value of each stretch of steps."""
+    """At most about `most` points: the least and the greatest value of each group of steps."""
     count = series.values.size
     if count <= most:
         return series
@@ -164,7 +164,7 @@ def thinned(series: Series, most: int = 800) -> Series:
 
 
 def smoothed(values: Values, window: int) -> Values:
-    """The mean of each value and the finite ones before it, `window` at most."""
+    """Return the mean of each value and the finite ones before it, `window` at most."""
     finite = np.isfinite(values)
     sums = np.cumsum(np.where(finite, values, 0.0))
     counts = np.cumsum(finite)

@@ -1,7 +1,7 @@
-"""Pieces of an attention: some rows against some columns, forward and backward.
+"""Partial attention: some rows against some columns, forward and backward.
 
-The attention of rows against all columns is put together from pieces by their log-sum-exp. With the
-merged output and log-sum-exp, the backward of each piece gives its part of the gradients, exactly:
+The attention of rows against all columns is merged from partial results by their log-sum-exp. With
+the merged output and log-sum-exp, the backward of each gives its part of the gradients, exactly:
 dS = P (dP - rowsum(dO O)) with P = exp(S - log-sum-exp) holds for every column on its own.
 
 Tests: tests/sequence/test_ring.py
@@ -75,7 +75,7 @@ class PartialResult(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Rows and columns of one piece, with as many heads each."""
+    """Rows and columns of one partial attention, with as many heads each."""
 
     query: Tensor
     key: Tensor
@@ -155,7 +155,7 @@ def gradients(
 def _cuts(
     rows: range, columns: range, pattern: Pattern, query: Tensor
 ) -> Iterator[tuple[slice, range]]:
-    """Cut rows so that masks and scores stay bounded."""
+    """Split rows so that masks and scores stay bounded."""
     if has_fused_attention(query.device) and (
         pattern.is_triangle(rows, columns) or not _needs_mask(rows, columns, pattern)
     ):
