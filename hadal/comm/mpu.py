@@ -14,15 +14,11 @@ from hadal.errors import NotBuiltYetError, UsageError
 
 # What tensor-parallel programs call the ranks that hold parts of one model, the commonest first.
 _MODEL_NAMES = ("model_parallel", "tensor_model_parallel", "slice_parallel")
+_PIPE_NAMES = ("pipe_parallel", "pipeline_model_parallel")
 _ASKED = ("group", "world_size", "rank")
 # Kinds of ranks beside those, whose sizes Megatron-Core and others report: gradients, norms and
 # weights of each have rules of their own.
-_OTHER_KINDS = (
-    "pipeline_model_parallel",
-    "pipe_parallel",
-    "context_parallel",
-    "expert_model_parallel",
-)
+_OTHER_KINDS = ("context_parallel", "expert_model_parallel")
 
 
 def cuts_the_model(mpu: Any) -> bool:
@@ -68,14 +64,27 @@ def tensor_group_of(mpu: Any) -> Any:
     return None
 
 
+def pipe_group_of(mpu: Any) -> Any:
+    """Return the process group whose ranks hold the stages of one model; None if there is one."""
+    for name in _PIPE_NAMES:
+        if hasattr(mpu, f"get_{name}_world_size") and _size_of(mpu, name) > 1:
+            expect_methods(mpu, [f"get_{name}_{what}" for what in _ASKED])
+            return getattr(mpu, f"get_{name}_group")()
+    return None
+
+
 def sizes_of(mpu: Any, world_size: int) -> tuple[int, int]:
     """Return how many ranks see different samples, and how many hold parts of one model.
+
+    In a pipeline the `model_parallel` ranks are all of those: stages times slices of layers.
 
     Raises:
         UsageError: a method is missing, or their answers do not fit the ranks or the groups.
         NotBuiltYetError: the model is split in further ways.
     """
     name, shared = _model_name(mpu), shared_size_of(mpu)
+    if pipe_group_of(mpu) is not None:
+        name = _MODEL_NAMES[0]
     wanted = [f"get_data_parallel_{what}" for what in _ASKED]
     wanted += [f"get_{name}_{what}" for what in _ASKED]
     if shared > 1:

@@ -336,7 +336,7 @@ _OTHERS: dict[str, str] = {
     "deepspeed.monitor.config.TensorBoardConfig": "hadal.config.tensorboard:TensorBoard",
     "deepspeed.monitor.config.WandbConfig": "hadal.config.wandb:Wandb",
     "deepspeed.runtime.config.DeepSpeedConfigError": "hadal.errors:ConfigError",
-    "deepspeed.runtime.utils.is_model_parallel_parameter": "hadal.optim.norm:is_model_part",
+    "deepspeed.runtime.utils.is_model_parallel_parameter": "hadal.zero.sharing:is_model_part",
     "deepspeed.runtime.zero.utils.ZeRORuntimeException": "hadal.errors:CheckpointError",
     "deepspeed.utils.groups._get_model_parallel_world_size": (
         f"{_GROUPS}:get_tensor_model_parallel_world_size"

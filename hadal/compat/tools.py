@@ -24,8 +24,8 @@ from hadal.compat.accelerator import get_accelerator
 from hadal.compat.log import log_dist
 from hadal.device import current_device, memory_use, widest_float
 from hadal.errors import UsageError
-from hadal.optim.norm import is_model_part
 from hadal.zero.access import is_kept_by_engine
+from hadal.zero.sharing import is_model_part
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

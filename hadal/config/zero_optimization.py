@@ -22,7 +22,7 @@ from hadal.config.section import (
     key,
     section,
 )
-from hadal.config.values import Boolean, Integer, Number, whole
+from hadal.config.values import Boolean, Integer, Number, TextOrTexts, whole
 from hadal.config.zenflow import ZenFlow
 
 Stage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole)]
@@ -51,6 +51,17 @@ class LocoParam(Section):
         le=1,
     )
     reset_T: Integer = key(1024, "Updates after which the average is reset.", ge=1)
+
+
+class StageGroup(Section):
+    """Modules at a lower ZeRO stage than the rest of the model."""
+
+    modules: TextOrTexts = key(
+        (),
+        'Class names ("MixtralExperts"), or patterns of the end of full names ("mlp.experts.*"; * '
+        "is any part between two dots). All parameters below these modules are meant.",
+    )
+    stage: Stage = key(0, "Their ZeRO stage; at most `zero_optimization.stage`.")
 
 
 class ZeroOptimization(Section):
@@ -341,6 +352,12 @@ class ZeroOptimization(Section):
         None, "Tier that stores the optimizer's state.", mark=TUNABLE
     )
     zenflow: ZenFlow | None = key(None, "Selective updates.", mark=UNBUILT)
+    groups: tuple[StageGroup, ...] = key(
+        (),
+        "Modules with a ZeRO stage of their own; the first group that matches applies. "
+        '[{"modules": "mlp.experts.*", "stage": 1}] does not shard the weights and gradients of '
+        "experts, so that they are never gathered. Hadal's own.",
+    )
     leaf_module: LeafModule = section(
         LeafModule, "Modules that are gathered as a whole.", mark=STAGE_3
     )

@@ -15,9 +15,10 @@ from hadal.comm.pending import Leaving
 from hadal.config import Config
 from hadal.config.zero_optimization import ZeroOptimization
 from hadal.device import look_at
-from hadal.engine.policies import leaves_of, limits_of, partition_of, transport_of
+from hadal.engine.policies import leaves_of, limits_of, transport_of
 from hadal.engine.precision import buffer_rule_of, precisions_of
 from hadal.engine.tiers import Offloading
+from hadal.engine.treatments import Treatments
 from hadal.zero import access, init
 from hadal.zero.bucket import Bucket
 from hadal.zero.external import announced_uses
@@ -40,17 +41,13 @@ class Adopter:
         self._model = model
         self._config = config
         self.sharing = sharing
-        """The ranks that share every bucket."""
+        """The ranks that hold dense parameters."""
         self._ranks = sharing.ranks
         self._device = device
         self.offloading = Offloading(config, device)
         """The storage of each bucket between uses."""
-        self._partition = partition_of(
-            config,
-            sharing.ranks.size,
-            keeps_weights_off=self.offloading.keeps_weights_off,
-            lands_gradients=self.offloading.lands_gradients,
-        )
+        self.treatments = Treatments(model, config, sharing, self.offloading)
+        """What is sharded of each parameter, and over which ranks."""
         self._limits = limits_of(config, sharing.shards.size)
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -81,16 +78,18 @@ class Adopter:
         units = find_units(model, {p: group_of.get(p, -1) for p in new}, leaves_of(config))
         tables = find_tables(model) if config.sparse_gradients else frozenset()
         buckets, leaving = [], Leaving(init.LEAVING_NBYTES)
-        for plan in plan_buckets(units, self._partition, self._limits, precisions, tables):
+        usual, treatments = self.treatments.usual, self.treatments.of(newcomers.items())
+        for plan in plan_buckets(units, usual, self._limits, precisions, tables, treatments):
             precision = precisions(plan.members[0].parameter)
+            sharing = plan.sharing or self.sharing
             with init.taking_over([m.parameter for m in plan.members]) as plan.is_agreed:
                 bucket = Bucket(
                     plan,
                     precision,
-                    self.sharing,
+                    sharing,
                     self._device,
-                    self.offloading.of(plan, self.sharing.shards.size, precision.accumulate),
-                    transport_of(config, self.sharing.shards.size),
+                    self.offloading.of(plan, sharing.shards.size, precision.accumulate),
+                    transport_of(config, sharing.shards.size),
                     leaving,
                 )
             bucket.reshard()
@@ -101,7 +100,8 @@ class Adopter:
 
     def _use_up_room(self, buckets: list[Bucket]) -> None:
         """Count weights that stay whole against the limit, also for buckets made later."""
-        whole = [b for b in buckets if self._partition.weights and not b.partition.weights]
+        is_cut = self.treatments.usual.partition.weights
+        whole = [b for b in buckets if is_cut and not b.partition.weights]
         room = self._limits.persistent_total_numel - sum(b.layout.numel for b in whole)
         self._limits = replace(self._limits, persistent_total_numel=max(0, room))
 

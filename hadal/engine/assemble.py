@@ -232,8 +232,6 @@ def _assemble(
     optimizer, ranks = admitted.optimizer, topology.sharding
     device = current_device()
     check_same_keys(_common(config), world)
-    with told_to_all(world, "initialize"):
-        check_birth(model.named_parameters(), topology.sharing, config.zero_optimization)
     batches = batch_sizes_of(config, topology)
     setting = setting_of(config, model, world, device, batches, topology)
     listeners = tuple(filter(None, (make(setting) for make in LISTENERS.values())))
@@ -242,6 +240,8 @@ def _assemble(
         check_same(model, groups, _described(admitted, wishes), ranks)
     adopter = Adopter(model, config, topology.sharing, device)
     with told_to_all(world, "initialize", OffloadError):
+        sharing_of = adopter.treatments.sharing_of
+        check_birth(model.named_parameters(), sharing_of, config.zero_optimization)
         adopter.offloading.open_disks()
     with _among_parts(topology, world):
         runtime = _build_runtime(admitted, adopter, ranks)
@@ -257,7 +257,7 @@ def _assemble(
 
     def make_training() -> Training:
         assert optimizer is not None  # there are gradients, so there is something to train
-        parts, steps = topology.model_parallel, disk_steps_of(config)
+        parts, steps = topology.parts, disk_steps_of(config)
         with told_to_all(ranks, "making the optimizer's state", OffloadError):
             # Also if that is in the first backward: state may be offloaded to a disk.
             stepper = build_stepper(optimizer, runtime.gradients, groups, steps, parts)

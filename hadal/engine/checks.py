@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +103,14 @@ def _has_holes(parameter: nn.Parameter) -> bool:
 
 
 def check_birth(
-    named: Iterable[tuple[str, nn.Parameter]], sharing: Sharing, zero: ZeroOptimization
+    named: Iterable[tuple[str, nn.Parameter]],
+    sharing_of: Callable[[nn.Parameter], Sharing],
+    zero: ZeroOptimization,
 ) -> None:
     """Raise `UsageError` for a parameter created sharded for a different setup."""
-    ranks = sharing.ranks
     for name, parameter in named:
-        born = init.born_among(parameter)
+        born, sharing = init.born_among(parameter), sharing_of(parameter)
+        ranks = sharing.ranks
         if born is not None and born.ranks.numbers != ranks.numbers:
             raise UsageError(
                 f"parameter {name} was born sharded over ranks {born.ranks.numbers}, and is to be"

@@ -129,7 +129,7 @@ class LaterGroups:
         ranks = self._runtime.ranks
         device = self._runtime.buckets[0].device
         check_parameters(newcomers.items(), device, ranks)
-        check_birth(newcomers.items(), self._adopter.sharing, self._adopter.zero)
+        check_birth(newcomers.items(), self._adopter.treatments.sharing_of, self._adopter.zero)
 
     def _check_members(self, members: list[Tensor], newcomers: Mapping[str, nn.Parameter]) -> None:
         names = {id(p): name for name, p in self._model.named_parameters()}

@@ -44,20 +44,25 @@ def wire_dtype(config: Config, sequence_parallel_size: int = 1) -> torch.dtype |
 
 
 def partition_of(
-    config: Config, world_size: int, *, keeps_weights_off: bool, lands_gradients: bool
+    config: Config,
+    world_size: int,
+    stage: int | None = None,
+    *,
+    keeps_weights_off: bool,
+    lands_gradients: bool,
 ) -> Partition:
-    """Return which states are sharded over the ranks.
+    """Return which states are sharded over the ranks, at the configured stage or at another one.
 
     A shard over one rank is whole: on one rank, every stage is stage 0, without its copies. But
     offloaded weights are still fetched and released, and gradients that leave the device need
     no memory there.
     """
     zero = config.zero_optimization
-    stage = STAGES[zero.stage]
-    is_alone = world_size == 1 or (stage.weights and zero.mics_shard_size == 1)
-    if not is_alone or keeps_weights_off:
-        return stage
-    return replace(stage, weights=False) if lands_gradients and stage.gradients else Partition()
+    row = STAGES[zero.stage if stage is None else stage]
+    is_alone = world_size == 1 or (row.weights and zero.mics_shard_size == 1)
+    if not is_alone or (keeps_weights_off and row.weights):
+        return row
+    return replace(row, weights=False) if lands_gradients and row.gradients else Partition()
 
 
 def reduction_of(config: Config, sequence_parallel_size: int = 1) -> Reduction:

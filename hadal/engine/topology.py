@@ -1,4 +1,8 @@
-"""Groups of ranks that share model states, samples, sequences, and the model itself."""
+"""Groups of ranks that share model states, samples, sequences, and the model itself.
+
+Without a program's own groups, ranks form a grid: those with slices of the same layers are
+consecutive, then those that share a sequence, then those with different samples.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +14,25 @@ from typing import Any
 
 from hadal.comm import Ranks, get_local_world_size
 from hadal.comm.collectives import gather_objects
+from hadal.comm.expert_groups import ExpertGroups
 from hadal.comm.faults import is_same_everywhere
 from hadal.comm.mpu import (
     cuts_the_model,
     data_group_of,
     expect_data_methods,
     model_group_of,
+    pipe_group_of,
     shared_size_of,
     sharing_group_of,
     sizes_of,
+    tensor_group_of,
 )
 from hadal.config import Config
 from hadal.config.report import written
 from hadal.config.zero_optimization import ZeroOptimization
 from hadal.errors import ConfigError, Fault, MismatchError, UsageError
 from hadal.zero.policy import STAGES
-from hadal.zero.sharing import Sharing
+from hadal.zero.sharing import ModelParts, Sharing
 
 _log = logging.getLogger(__name__)
 
@@ -40,8 +47,10 @@ class Topology:
     """Ranks that see different samples."""
     sequence_parallel: Ranks | None = None
     """Ranks that share each sequence; None if none do."""
-    model_parallel: Ranks | None = None
+    parts: ModelParts | None = None
     """Ranks that hold different parts of one model; None if every rank holds it all."""
+    pipe: Ranks | None = None
+    """Ranks that hold the stages of one model; None if there is one stage."""
     is_from_program: bool = False
     """True if the program's own object (`mpu`) names the ranks of a sequence."""
 
@@ -56,6 +65,16 @@ class Topology:
         return self.sequence_parallel.size if self.sequence_parallel else 1
 
     @property
+    def model_parallel(self) -> Ranks | None:
+        """All ranks that hold parts of one model; None if every rank holds it all."""
+        return None if self.parts is None else self.parts.ranks
+
+    @property
+    def tensor_parallel(self) -> Ranks | None:
+        """Ranks that hold slices of the same layers; None if layers are whole."""
+        return None if self.parts is None else self.parts.slices
+
+    @property
     def model_parallel_size(self) -> int:
         """Number of ranks that hold parts of one model."""
         return self.model_parallel.size if self.model_parallel else 1
@@ -68,6 +87,7 @@ class TopologyWish:
     mpu: Any = None
     data_parallel_size: int | None = None
     sequence_parallel_size: int | None = None
+    tensor_parallel_size: int = 1
 
     @property
     def cuts_the_model(self) -> bool:
@@ -80,7 +100,7 @@ def topology_wish_of(mpu: Any, mesh_param: Any, world: Ranks) -> TopologyWish:
 
     Raises:
         UsageError: both are given, a method is missing, or the sizes do not fit the ranks.
-        NotBuiltYetError: the mpu groups ranks in other ways (a pipeline, contexts, experts).
+        NotBuiltYetError: the mpu groups ranks in other ways (contexts, experts).
     """
     if mpu is not None and mesh_param is not None:
         raise UsageError("initialize got both mpu= and mesh_param=; pass one")
@@ -118,6 +138,24 @@ def make_topology(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
     """
     found = _make_groups(wish, config, world)
     return replace(found, sharing=sharing_of(config, found.sharding))
+
+
+def expert_sharing_of(config: Config, groups: ExpertGroups, sharing: Sharing) -> Sharing:
+    """Return how experts are shared, given the `sharing` of dense parameters. All must call it.
+
+    Raises:
+        ConfigError: the configuration shares model states in a way that is not built for experts.
+    """
+    if groups.data.size == sharing.ranks.size:
+        return sharing
+    if sharing.replicas is not None or sharing.node is not None:
+        path = "zero_optimization.mics_shard_size"
+        if sharing.replicas is None:
+            path = "zero_optimization.zero_hpz_partition_size"
+        why = f"not built yet for experts over {groups.parallel.size} ranks; leave the key out"
+        faults = (Fault(path, why),)
+        raise ConfigError(written("the configuration", faults), faults)
+    return replace(sharing_of(config, groups.data), averaged_over=sharing.ranks)
 
 
 def sharing_of(config: Config, ranks: Ranks) -> Sharing:
@@ -191,19 +229,28 @@ def _no_hops(why: str) -> ConfigError:
 
 def _make_groups(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
     shared = wish.sequence_parallel_size or config.sequence_parallel_size
-    sight = (shared, wish.data_parallel_size, type(wish.mpu).__name__)
+    sight = (
+        shared,
+        wish.data_parallel_size,
+        wish.tensor_parallel_size,
+        type(wish.mpu).__name__,
+    )
     if not is_same_everywhere(repr(sight), world):
         sights = gather_objects(sight, world)
         told = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(sights))
         raise MismatchError(
             "the ranks have different groupings (ranks of one sequence, ranks with different"
-            f" samples, mpu): {told}; pass the same on every rank"
+            f" samples, ranks of one layer, mpu): {told}; pass the same on every rank"
         )
     if wish.cuts_the_model:
         return _topology_of_mpu(wish.mpu, shared)
+    parts, ranks = None, world
+    if wish.tensor_parallel_size > 1:
+        slices, ranks = world.in_blocks(wish.tensor_parallel_size)
+        parts = ModelParts(slices, slices)
     if shared == 1:
-        return Topology(Sharing.over(world), world)
-    sequence, data = world.in_blocks(shared)
+        return Topology(Sharing.over(ranks), ranks, parts=parts)
+    sequence, data = ranks.in_blocks(shared)
     if wish.mpu is not None:
         mine = Ranks.of(wish.mpu.get_sequence_parallel_group()).numbers
         if mine != sequence.numbers:
@@ -211,12 +258,18 @@ def _make_groups(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
                 f"initialize(mpu=...): rank {world.rank} shares its sequence with ranks {mine};"
                 f" expected consecutive ranks, {sequence.numbers}"
             )
-    return Topology(Sharing.over(world), data, sequence, is_from_program=wish.mpu is not None)
+    from_program = wish.mpu is not None
+    return Topology(Sharing.over(ranks), data, sequence, parts, is_from_program=from_program)
 
 
 def _topology_of_mpu(mpu: Any, shared: int) -> Topology:
     sharding, data = Ranks.of(sharing_group_of(mpu)), Ranks.of(data_group_of(mpu))
     sequence = Ranks.of(mpu.get_sequence_parallel_group()) if shared > 1 else None
+    stages, slices = pipe_group_of(mpu), tensor_group_of(mpu)
     model = Ranks.of(model_group_of(mpu))
-    parts = model if model.size > 1 else None
-    return Topology(Sharing.over(sharding), data, sequence, parts, is_from_program=True)
+    pipe = None if stages is None else Ranks.of(stages)
+    tensor = None if slices is None else Ranks.of(slices)
+    if pipe is not None and tensor is not None and tensor.size * pipe.size > model.size:
+        tensor = None  # its one name for both means all parts: the stages
+    parts = ModelParts(model, tensor) if model.size > 1 else None
+    return Topology(Sharing.over(sharding), data, sequence, parts, pipe, is_from_program=True)

@@ -41,11 +41,12 @@ _NORM = "the norm of the gradients"
 def part_of_norm(parts: Parts) -> Callable[[], Tensor] | None:
     """Return a maker of this rank's part of the squared norm, if the host sums it."""
     gradients, sharing = parts.runtime.gradients, parts.topology.sharing
+    model = parts.topology.parts
     if not parts.computes_norm or not is_host_memory(device_of_sum(gradients)):
         return None
 
     def make() -> Tensor:
-        part = sum_of_squares(gradients, sharing, parts.topology.model_parallel)
+        part = sum_of_squares(gradients, model)
         # Copies are equal: the first one's parts make the sum, as in `Sharing.sum_`.
         return part if sharing.replicas is None or sharing.replicas.rank == 0 else part.zero_()
 
@@ -62,15 +63,15 @@ def measure(
     then, because the device decides. `total`: the sum of all ranks' parts of the squared norm, if
     it is known.
     """
-    gradients, model_parallel = parts.runtime.gradients, parts.topology.model_parallel
+    gradients, model = parts.runtime.gradients, parts.topology.parts
     limit, norm, rows = parts.gradient_clipping, None, RowNorms()
     if parts.computes_norm:
         sharing = parts.topology.sharing
-        norm = global_norm(gradients, sharing, model_parallel, rows, total) / scale
+        norm = global_norm(gradients, sharing, model, rows, total) / scale
     overflowed = None
-    # The norm counts parameters that are not model-parallel on the first rank only.
-    if parts.skip_overflow and (norm is None or model_parallel is not None):
-        overflowed = has_overflow(gradients, parts.ranks, model_parallel)
+    # The norm counts what several parts of the model hold on one of them only.
+    if parts.skip_overflow and (norm is None or model is not None):
+        overflowed = has_overflow(gradients, parts.ranks, model)
     if parts.skip_overflow and norm is not None:
         is_infinite = norm.isfinite().logical_not()
         overflowed = is_infinite if overflowed is None else is_infinite.logical_or(overflowed)

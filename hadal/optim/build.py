@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hadal.comm import Ranks
 from hadal.config.torch_names import REFUSED
 from hadal.device import current_device, spared_import
 from hadal.errors import NotBuiltYetError, OptimizerError
@@ -33,6 +32,7 @@ from hadal.optim.step import (
     refuse_other_state_dtype,
 )
 from hadal.zero.gradients import Gradients
+from hadal.zero.sharing import ModelParts
 
 # The update of an element depends only on that element's gradient and state, so cutting a tensor
 # anywhere changes nothing. Subclasses are not trusted: they may override the update.
@@ -195,13 +195,13 @@ def build_stepper(
     gradients: Sequence[Gradients],
     parameters: Sequence[Sequence[nn.Parameter]],
     steps: DiskSteps | None = None,
-    model_parallel: Ranks | None = None,
+    parts: ModelParts | None = None,
 ) -> OptimizerStepper:
     """Build the stepper for a user's optimizer, and give the optimizer the buckets' tensors.
 
     The optimizer object and its group dicts remain; only `group["params"]` is replaced.
     `parameters` lists each param group's parameters of the model in order; `steps` are the settings
-    for updates of state on the disk; `model_parallel` are the ranks with the model's other parts.
+    for updates of state on the disk; `parts` are the ranks with the model's other parts.
 
     The optimizer's existing state is kept.
 
@@ -220,19 +220,27 @@ def build_stepper(
     refuse_other_state_dtype(optimizer, gradients)
     if type(optimizer) in _SENDING_SIGNS:
         refuse_disk(optimizer, gradients)
-        _refuse_parts(optimizer, model_parallel)
+        _refuse_parts(optimizer, gradients, parts)
         return _SENDING_SIGNS[type(optimizer)](optimizer, gradients, parameters)
     refuse_disk_beside_memory(optimizer, gradients)
     if type(optimizer) is Lamb:
-        return LambStepper(optimizer, gradients, model_parallel, steps)
+        return LambStepper(optimizer, gradients, parts, steps)
     if type(optimizer) is Muon:
         return MuonStepper(optimizer, gradients, parameters, steps)
     return WholeStepper(optimizer, gradients, parameters, steps)
 
 
-def _refuse_parts(optimizer: Optimizer, model_parallel: Ranks | None) -> None:
+def _refuse_parts(
+    optimizer: Optimizer, gradients: Sequence[Gradients], parts: ModelParts | None
+) -> None:
     """Raise if signs would make parameters that all parts of a model hold drift apart."""
-    if model_parallel is not None and model_parallel.size > 1:
+    for one in gradients:
+        if one.bucket.sharing.everyone != one.bucket.ranks:
+            raise NotBuiltYetError(
+                f"{type(optimizer).__name__} is not built yet for experts that are spread over"
+                f" ranks ({one.bucket.name}); choose Adam, AdamW or Lamb"
+            )
+    if parts is not None and parts.ranks.size > 1:
         raise NotBuiltYetError(
             f"{type(optimizer).__name__} is not built yet for model-parallel models: parameters"
             " that all parts hold would get each part's magnitudes and drift apart; choose Adam,"

@@ -14,7 +14,7 @@ second one, over the ranks with the parts of one model.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -32,7 +32,6 @@ from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import DiskTensor
 from hadal.offload.walk import Stop
 from hadal.optim.elementwise import Zeros
-from hadal.optim.norm import is_model_part
 from hadal.optim.on_disk import (
     Deferred,
     DiskSteps,
@@ -50,6 +49,7 @@ from hadal.optim.workspace import Multiplier, block_numel, blocks, scale_
 from hadal.zero.bucket import refresh_all
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment
+from hadal.zero.sharing import ModelParts, Sharing, is_model_part
 
 
 class Lamb(OwnOptimizer):
@@ -239,6 +239,18 @@ class _StepSlice:
             yield batch
 
 
+@contextmanager
+def _chosen(sums: Tensor, rows: Sequence[int]) -> Iterator[Tensor]:
+    """Yield these rows, all of them in place; else a copy, which is written back."""
+    if len(rows) == len(sums):
+        yield sums
+        return
+    places = torch.tensor(rows, dtype=torch.long, device=sums.device)
+    some = sums[places]
+    yield some
+    sums[places] = some
+
+
 class LambStepper(BaseStepper):
     """A stepper of Lamb on flat slices of the master, in blocks.
 
@@ -253,10 +265,10 @@ class LambStepper(BaseStepper):
         self,
         optimizer: Lamb,
         gradients: Sequence[Gradients],
-        model_parallel: Ranks | None = None,
+        parts: ModelParts | None = None,
         steps: DiskSteps = DISK_STEPS,
     ) -> None:
-        self._model_parallel = model_parallel
+        self._parts = parts
         self._first_rows: dict[Gradients, int] = {}
         """The row of each bucket's first parameter."""
         self._groups: list[int] = []
@@ -286,8 +298,9 @@ class LambStepper(BaseStepper):
             OffloadError: the disk failed on some rank; nothing has changed on any rank.
         """
         on_disk, deferred = self._on_disk(), Deferred()
+        parts = None if self._parts is None else self._parts.ranks
         sending = sending_of(on_disk)
-        update = update_on_disk([*on_disk.values()], self._model_parallel) if on_disk else None
+        update = update_on_disk([*on_disk.values()], parts) if on_disk else None
         with as_one_step(self._optimizer), update or nullcontext():
             norms = _Norms(self._gradients[0].bucket.steps_on)
             begun = deferred.run(partial(self._begin, on_disk)) or {}
@@ -302,28 +315,32 @@ class LambStepper(BaseStepper):
 
     def _ratios(self, sums: Tensor) -> Tensor:
         """Return (parameters,) ratios from each rank's (parameters, 2) sums of squares."""
-        bucket = self._gradients[0].bucket
-        if bucket.partition.optimizer:
-            bucket.sharing.sum_(sums, "the sum of Lamb's norms")
-        if self._model_parallel is not None:
-            self._add_up_parts(sums, self._model_parallel)
+        rows_of: dict[Sharing, list[int]] = {}
+        for one in self._gradients:
+            if one.bucket.partition.optimizer:
+                first = self._first_rows[one]
+                mine = range(first, first + len(one.bucket.layout.slots))
+                rows_of.setdefault(one.bucket.sharing, []).extend(mine)
+        for sharing, rows in rows_of.items():
+            with _chosen(sums, rows) as chosen:
+                sharing.sum_(chosen, "the sum of Lamb's norms")
+        if self._parts is not None and self._parts.slices is not None:
+            self._add_up_slices(sums, self._parts.slices)
         return _trust_ratios(sums, [self._optimizer.param_groups[n] for n in self._groups])
 
-    def _add_up_parts(self, sums: Tensor, model_parallel: Ranks) -> None:
-        """Sum, over all parts of the model, the rows of parameters that are sharded over them."""
+    def _add_up_slices(self, sums: Tensor, slices: Ranks) -> None:
+        """Sum, over the ranks with slices of the same layers, the rows of what is split."""
         if not self._are_agreed:
-            self._are_agreed = is_same_everywhere(repr(self._cut_rows), model_parallel)
+            self._are_agreed = is_same_everywhere(repr(self._cut_rows), slices)
         if not self._are_agreed:
             raise MismatchError(
                 "Lamb needs the norms of whole parameters, but the model-parallel ranks"
-                f" {model_parallel.numbers} do not hold parts of the same ones (this one has"
+                f" {slices.numbers} do not hold parts of the same ones (this one has"
                 f" {len(self._cut_rows)} parameters marked tensor_model_parallel); mark the same"
                 " parameters on each rank, or train with AdamW"
             )
-        rows = torch.tensor(list(self._cut_rows), dtype=torch.long, device=sums.device)
-        cut = sums[rows]
-        sum_(cut, model_parallel, "the sum of Lamb's norms over the model's parts")
-        sums[rows] = cut
+        with _chosen(sums, list(self._cut_rows)) as cut:
+            sum_(cut, slices, "the sum of Lamb's norms over the model's parts")
 
     def _begin(self, on_disk: Mapping[Gradients, DiskState]) -> dict[Gradients, list[_Begun]]:
         """Begin the update of every piece."""

@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hadal.comm import Ranks
 from hadal.comm.collectives import slice_of, sum_
 from hadal.device import read_on_host, widest_float
 from hadal.optim.workspace import growth
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
-from hadal.zero.sharing import Sharing
+from hadal.zero.sharing import ModelParts, Sharing
 
 # Squares are summed in float32 along rows of this many elements; the rows' sums are added in
 # float64 for precision.
@@ -32,7 +31,7 @@ RowNorms = dict[Gradients, tuple[int, Tensor]]
 def global_norm(
     gradients: Sequence[Gradients],
     sharing: Sharing,
-    model_parallel: Ranks | None = None,
+    parts: ModelParts | None = None,
     rows: RowNorms | None = None,
     total: Tensor | None = None,
 ) -> Tensor:
@@ -44,40 +43,43 @@ def global_norm(
     If gradients stay on their ranks, no rank has the mean: the norm is the root of the mean square
     of all ranks' norms, which the norm of the mean does not exceed.
 
-    `model_parallel` ranks hold parts of one model, which are counted too; a parameter that all of
-    them hold counts on the first only. `rows` is filled with the norms of rows, except on such
-    ranks. `total` is the sum over a copy's ranks of `sum_of_squares`, if already known.
+    The `parts` of the model on other ranks are counted too, each value once. `rows` is filled with
+    the norms of rows of the buckets that this rank counts whole. `total` is the sum over a copy's
+    ranks of `sum_of_squares`, if already known.
     """
     if total is None:
-        total = sum_of_squares(gradients, sharing, model_parallel, rows)
+        total = sum_of_squares(gradients, parts, rows)
         sharing.sum_(total, "the sum of the gradient norm")
-    if model_parallel is not None:
-        sum_(total, model_parallel, "the sum of the gradient norm over the model's parts")
+    if parts is not None:
+        sum_(total, parts.ranks, "the sum of the gradient norm over the model's parts")
     return total.sqrt_()
 
 
 def sum_of_squares(
     gradients: Sequence[Gradients],
-    sharing: Sharing,
-    model_parallel: Ranks | None = None,
+    parts: ModelParts | None = None,
     rows: RowNorms | None = None,
 ) -> Tensor:
-    """Return this rank's part of the squared norm, a float64 scalar (see `global_norm`)."""
+    """Return this rank's part of the squared norm, a float64 scalar (see `global_norm`).
+
+    Each bucket is counted over the ranks that it is sharded over, whichever these are: together
+    they are the ranks of one copy of the model states.
+    """
     found: dict[Gradients, list[Tensor]] = {}
-    ranks = sharing.shards
     # Backward ends with the first bucket: while its gradients are copied to the host, those of
     # the others are already there.
     for one in reversed(gradients):
         # If every rank has the full mean, each rank counts its even slice of it.
         cut, stays = one.bucket.partition.optimizer, one.reduction.stays
+        ranks = one.bucket.sharing.shards
         mine = one.mean if cut or stays else slice_of(one.mean, ranks.rank, ranks)
         span = one.bucket.span if stays else one.bucket.layout.span(ranks.rank)
-        if model_parallel is None or model_parallel.rank == 0:
+        if parts is None or all(map(parts.counts, one.bucket.parameters)):
             mine_of = list(_norms(mine))
             if rows is not None:
                 rows[one] = span[0], torch.cat(mine_of)
         else:
-            mine_of = list(_norms_of_parts(one.bucket, mine, span))
+            mine_of = list(_norms_of_counted(one.bucket, mine, span, parts))
         found[one] = [norm / ranks.size**0.5 for norm in mine_of] if stays else mine_of
     norms = [norm for one in gradients for norm in found[one]]
     total = torch.zeros((), dtype=torch.float64, device=device_of_sum(gradients))
@@ -100,16 +102,12 @@ def device_of_sum(gradients: Sequence[Gradients]) -> torch.device:
     return torch.device("cpu")
 
 
-def is_model_part(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is split over model-parallel ranks, by Megatron's marks."""
-    marks = ("model_parallel", "tensor_model_parallel")
-    return any(getattr(parameter, mark, False) is True for mark in marks)
-
-
-def _norms_of_parts(bucket: Bucket, mine: Tensor, span: tuple[int, int]) -> Iterator[Tensor]:
-    """Yield the norms of `mine`, the `span` of a bucket, without what all model ranks hold."""
+def _norms_of_counted(
+    bucket: Bucket, mine: Tensor, span: tuple[int, int], parts: ModelParts
+) -> Iterator[Tensor]:
+    """Yield the norms of `mine`, the `span` of a bucket, without what another rank counts."""
     for part in bucket.layout.fragments(*span):
-        if is_model_part(bucket.parameters[part.slot]):
+        if parts.counts(bucket.parameters[part.slot]):
             yield from _norms(mine[part.offset : part.offset + part.numel])
 
 

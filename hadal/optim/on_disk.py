@@ -87,7 +87,7 @@ def update_on_disk(
     options = [{**group} for group in groups]
     parts = nullcontext() if model_parallel is None else _told(model_parallel)
     try:
-        with one_update(lambda: _runs_of(states)), parts, _told(states[0].bucket.ranks):
+        with one_update(lambda: _runs_of(states)), parts, _told(states[0].bucket.sharing.everyone):
             yield
     except BaseException as error:
         # Also on an interrupt by the user: an emergency checkpoint may follow.
@@ -319,7 +319,7 @@ def bring_weights_to_disk(
     try:
         with (
             one_update(lambda: runs),
-            told_to_all(gradients[0].bucket.ranks, "an update", OffloadError),
+            told_to_all(gradients[0].bucket.sharing.everyone, "an update", OffloadError),
         ):
             for one in gradients:
                 with one.bucket.rewriting():

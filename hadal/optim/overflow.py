@@ -16,14 +16,15 @@ from hadal.comm.collectives import gather_codes, sum_
 from hadal.device import read_on_host
 from hadal.optim.norm import ROW_NUMEL, RowNorms, device_of_sum
 from hadal.zero.gradients import Gradients
+from hadal.zero.sharing import ModelParts
 
 
 def has_overflow(
-    gradients: Sequence[Gradients], ranks: Ranks, model_parallel: Ranks | None = None
+    gradients: Sequence[Gradients], ranks: Ranks, parts: ModelParts | None = None
 ) -> Tensor:
     """Return whether any mean gradient on any rank is non-finite, for updates without a norm.
 
-    The ranks of other model-parallel parts take part. The flag is on the accelerator if all
+    The ranks of the model's other parts take part. The flag is on the accelerator if all
     gradients are.
     """
     device = device_of_sum(gradients)
@@ -36,8 +37,8 @@ def has_overflow(
                 extremes = read_on_host(extremes, "the extremes of the gradients")
             found += extremes.isfinite().all().logical_not()
     sum_(found, ranks, "the search for overflowed gradients")
-    if model_parallel is not None:
-        sum_(found, model_parallel, "the search for overflowed gradients")
+    if parts is not None:
+        sum_(found, parts.ranks, "the search for overflowed gradients")
     return found > 0
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hadal.comm import Ranks
 from hadal.comm.collectives import max_, start_exchange
 from hadal.optim.pieces import HeldTensor, Piece
 from hadal.optim.workspace import Multiplier, scale_
@@ -56,27 +57,24 @@ class WholeParameters:
     def __init__(self) -> None:
         self.values: dict[nn.Parameter, nn.Parameter] = {}
         self._transfers: dict[Gradients, _Transfer] = {}
-        self._loads: list[int] = []
+        self._loads: dict[Ranks, tuple[int, ...]] = {}
 
     def add(
         self, gradients: Iterable[Gradients], takes: Callable[[int], bool] = lambda _: True
     ) -> None:
         """Add the parameters of these buckets whose param group `takes` accepts."""
-        flat = [
-            (one, slot)
-            for one in gradients
-            for slot, place in enumerate(one.bucket.layout.slots)
-            if takes(place.group)
-        ]
-        if not flat:
-            return
-        ranks = flat[0][0].bucket.sharing.shards
-        numels = [one.bucket.layout.slots[slot].numel for one, slot in flat]
-        share = share_out(numels, self._loads or [0] * ranks.size)
-        self._loads = list(share.loads)
+        flat: dict[Ranks, list[tuple[Gradients, int]]] = {}
+        for one in gradients:
+            chosen = [n for n, place in enumerate(one.bucket.layout.slots) if takes(place.group)]
+            among = flat.setdefault(one.bucket.sharing.shards, [])
+            among += [(one, slot) for slot in chosen]
         owner_of: dict[Gradients, dict[int, int]] = {}
-        for (one, slot), owner in zip(flat, share.owners, strict=True):
-            owner_of.setdefault(one, {})[slot] = owner
+        for ranks, found in flat.items():
+            numels = [one.bucket.layout.slots[slot].numel for one, slot in found]
+            share = share_out(numels, self._loads.get(ranks, (0,) * ranks.size))
+            self._loads[ranks] = share.loads
+            for (one, slot), owner in zip(found, share.owners, strict=True):
+                owner_of.setdefault(one, {})[slot] = owner
         for one, owners in owner_of.items():
             self._transfers[one] = self._lay_transfer(one.bucket, owners)
 
@@ -195,7 +193,7 @@ class WholeParameters:
             [transfer.seen != _stamp(bucket) for bucket, transfer in remembered],
             dtype=torch.uint8,
         )
-        max_(report, remembered[0][0].ranks, "the agreement on edited masters")
+        max_(report, remembered[0][0].sharing.everyone, "the agreement on edited masters")
         joins = [
             (transfer, _start_to_owners(bucket, transfer, _master_of(bucket)))
             for (bucket, transfer), edited in zip(remembered, report.tolist(), strict=True)

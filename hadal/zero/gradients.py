@@ -165,7 +165,7 @@ class Gradients:
 
     @property
     def _factors(self) -> Factors:
-        return self.reduction.factors(self.bucket.ranks.size)
+        return self.reduction.factors(self.bucket.sharing.everyone.size)
 
     @property
     def share(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import NamedTuple
 from weakref import WeakSet
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hadal.zero.policy import Limits, Partition, Precision
+from hadal.zero.sharing import Sharing
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 # Containers of other modules that are never called themselves.
@@ -68,6 +69,14 @@ class Unit:
     """True: the module reads these parameters, and other modules own them."""
 
 
+class Treatment(NamedTuple):
+    """The choice of what is sharded of a parameter, and over which ranks."""
+
+    partition: Partition
+    sharing: Sharing | None = None
+    """The ranks that hold it; None: whoever plans the buckets does not ask."""
+
+
 @dataclass(slots=True, eq=False)
 class BucketPlan:
     """The parameters that will share one flat buffer."""
@@ -78,6 +87,8 @@ class BucketPlan:
     units: list[Unit]
     row_numel: int = 0
     """Elements of a row, if gradients travel as the rows that are not zero; 0: they do not."""
+    sharing: Sharing | None = None
+    """The ranks that hold these parameters, as their treatment says."""
     is_agreed: bool = False
     """True: all ranks hold the same values already."""
 
@@ -219,6 +230,7 @@ class _Kind(NamedTuple):
     trainable: bool
     policy: Partition
     row_numel: int
+    sharing: Sharing | None
 
 
 def find_tables(model: nn.Module) -> frozenset[nn.Parameter]:
@@ -231,31 +243,35 @@ def find_tables(model: nn.Module) -> frozenset[nn.Parameter]:
 
 def plan_buckets(
     units: Sequence[Unit],
-    partition: Partition,
+    usual: Treatment | Partition,
     limits: Limits,
     precision_of: Callable[[nn.Parameter], Precision] = lambda _: Precision(),
     tables: Set[nn.Parameter] = frozenset(),
+    treatments: Mapping[nn.Parameter, Treatment] | None = None,
 ) -> list[BucketPlan]:
     """Divide the units' parameters into buckets.
 
     Parameters of one bucket share the dtype they are given in, precision (`precision_of` says each
-    one's), trainability and policy; each of `tables`, whose gradients travel in rows, is alone.
+    one's), trainability and treatment (`usual`, but for those in `treatments`); each of `tables`,
+    whose gradients travel in rows, is alone.
     Neighbouring units share a bucket while it does not grow beyond the largest unit or the bucket
     target: fewer collectives, and no more memory in flight than there would be anyway. If weights
     are sharded a bucket never spans units, or a use of one would gather the other. A unit above
     the target is split between parameters; a larger parameter is alone.
     """
-    persistent = _persistent_parameters(units, partition, limits)
+    usual = usual if isinstance(usual, Treatment) else Treatment(usual)
+    treatments = treatments or {}
+    persistent = _persistent_parameters(units, usual, treatments, limits)
     largest = max((sum(m.parameter.numel() for m in unit.members) for unit in units), default=0)
     plans: list[BucketPlan] = []
     open_plans: dict[_Kind, BucketPlan] = {}
     for unit in units:
         parts: dict[_Kind, list[Member]] = defaultdict(list)
         for member in unit.members:
-            policy = partition
-            if partition.weights and member.parameter in persistent:
-                policy = Partition(partition.optimizer, partition.gradients, weights=False)
-            parts[_kind(member, policy, precision_of, tables)].append(member)
+            treated = treatments.get(member.parameter, usual)
+            if member.parameter in persistent:
+                treated = treated._replace(partition=replace(treated.partition, weights=False))
+            parts[_kind(member, treated, precision_of, tables)].append(member)
         for kind, members in parts.items():
             target = _target(kind, largest, limits)
             for piece in _pieces(members, min(target, limits.bucket_numel)):
@@ -270,6 +286,7 @@ def plan_buckets(
                 is_all = len(piece) == len(unit.members)
                 name = unit.name if is_all else f"{unit.name}[{piece[0].name}..]"
                 plan = BucketPlan(name, kind.policy, list(piece), [unit], kind.row_numel)
+                plan.sharing = kind.sharing
                 plans.append(plan)
                 open_plans[kind] = plan
     return plans
@@ -277,13 +294,14 @@ def plan_buckets(
 
 def _kind(
     member: Member,
-    policy: Partition,
+    treated: Treatment,
     precision_of: Callable[[nn.Parameter], Precision],
     tables: Set[nn.Parameter],
 ) -> _Kind:
     parameter, trains = member.parameter, member.group >= 0
     row_numel = parameter.shape[-1] if trains and parameter in tables else 0
-    return _Kind(parameter.dtype, precision_of(parameter), trains, policy, row_numel)
+    precision = precision_of(parameter)
+    return _Kind(parameter.dtype, precision, trains, treated.partition, row_numel, treated.sharing)
 
 
 def _target(kind: _Kind, largest: int, limits: Limits) -> int:
@@ -307,18 +325,21 @@ def _pieces(members: Iterable[Member], target: int) -> list[list[Member]]:
 
 
 def _persistent_parameters(
-    units: Sequence[Unit], partition: Partition, limits: Limits
+    units: Sequence[Unit],
+    usual: Treatment,
+    treatments: Mapping[nn.Parameter, Treatment],
+    limits: Limits,
 ) -> set[nn.Parameter]:
     """Return the small parameters that stay whole although weights are sharded.
 
     A single element always does: its placeholder would look like a value.
     """
-    if not partition.weights:
-        return set()
     chosen: set[nn.Parameter] = set()
     room = limits.persistent_total_numel
     for unit in units:
         for member in unit.members:
+            if not treatments.get(member.parameter, usual).partition.weights:
+                continue
             numel = member.parameter.numel()
             if numel <= 1:
                 chosen.add(member.parameter)

@@ -79,8 +79,6 @@ class ZeroRuntime:
         self._told_frozen: list[bool] | None = None
         self._aside: list[tuple[Gradients, Aside]] = []
         self._expectation = Expectation([g.bucket for g in self.gradients])
-        # How many reductions of this backward are due on this rank, and how many have started.
-        self._ready = self._started = 0
         self._in_flight: list[Gradients] = []
         self._edits = UncountedEdits()
         # The buckets with a parameter that any rank has frozen meanwhile.
@@ -91,9 +89,8 @@ class ZeroRuntime:
         if sanity is not None:
             sanity.watch(self.buckets)
         self._plan_reductions()
+        self._begin_reductions(boundary=True)
         self._reduces = False
-        # True: a reduction that starts now is the update's last one of its bucket.
-        self._is_last = True
         self._serve_gathering()
         self.leaves_others_gradients = False
         """True: another engine's loss may pass through these parameters without effect; else it is
@@ -176,7 +173,7 @@ class ZeroRuntime:
             try:
                 yield
             finally:
-                broadcast_(bucket.full, 0, self.ranks, f"rank 0's edits of {bucket.name}")
+                broadcast_(bucket.full, 0, bucket.ranks, f"rank 0's edits of {bucket.name}")
                 increment_version(bucket.parameters)  # as torch does not count these writes
 
     def check_links(self) -> None:
@@ -233,14 +230,18 @@ class ZeroRuntime:
             self._refuse_unused()
 
     def _begin_reductions(self, *, boundary: bool) -> None:
-        self._reduces = boundary or any(g.partitioned for g in self.gradients)
+        # Between boundaries only gradients that are cut are reduced.
+        self._turns = self._order if boundary else [g for g in self._order if g.partitioned]
+        self._reduces = boundary or bool(self._turns)
+        # True: a reduction that starts now is the update's last one of its bucket.
         self._is_last = boundary
+        # How many reductions of this backward are due on this rank, and how many have started.
         self._ready = self._started = 0
 
     @contextmanager
     def _playing(self, boundary: bool) -> Iterator[None]:
         """Play this rank's part in a backward that it does not run, with zeros for all it has."""
-        before = self._reduces, self._is_last
+        before = self._reduces, self._is_last, self._turns
         self._finish_reductions()
         self._begin_reductions(boundary=boundary)
         try:
@@ -248,7 +249,7 @@ class ZeroRuntime:
             self._start_due(None)
             self._finish_reductions()
         finally:
-            self._reduces, self._is_last = before
+            self._reduces, self._is_last, self._turns = before
 
     def _prepare(self) -> None:
         """Set collected gradients aside before the rest of a round is completed without them."""
@@ -363,11 +364,11 @@ class ZeroRuntime:
 
     def _count_ready(self, due: int) -> None:
         """Count the reductions that may start here; the first `due` of them in any case."""
-        order = self._order
-        while self._ready < len(order) and (
-            self._ready < due or not self._awaits(order[self._ready])
+        turns = self._turns
+        while self._ready < len(turns) and (
+            self._ready < due or not self._awaits(turns[self._ready])
         ):
-            self.gathering.record_reduction(order[self._ready].bucket)
+            self.gathering.record_reduction(turns[self._ready].bucket)
             self._ready += 1
 
     def _progress(self) -> int:
@@ -384,7 +385,7 @@ class ZeroRuntime:
         if not self.gathering.starts_together:
             self._start_due(None)
         elif self._reduces:
-            self._count_ready(len(self._order))
+            self._count_ready(len(self._turns))
 
     def _awaits(self, gradients: Gradients) -> bool:
         return self._expectation.awaits(gradients.bucket)
@@ -397,10 +398,10 @@ class ZeroRuntime:
         Returns:
             True if any gradient was still expected.
         """
-        due = len(self._order) if count is None else count
+        due = len(self._turns) if count is None else count
         if not self._reduces or self._started >= due:
             return False
-        is_early = any(map(self._awaits, self._order[self._started : due]))
+        is_early = any(map(self._awaits, self._turns[self._started : due]))
         self._count_ready(due)
         self._start_first(due)
         return is_early
@@ -412,7 +413,7 @@ class ZeroRuntime:
                     self._start_next()
 
     def _start_next(self) -> None:
-        gradients = self._order[self._started]
+        gradients = self._turns[self._started]
         # At most two are in flight, so that memory stays bounded by the bucket size, as far as a
         # rank may wait.
         self._advance_in_flight()

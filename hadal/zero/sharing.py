@@ -1,6 +1,6 @@
 """The groups of ranks around a bucket: averaging, cutting, holding the same, being near.
 
-Tests: tests/zero/test_nodes.py
+Tests: tests/zero/test_nodes.py, tests/engine/test_treatments.py
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hadal.comm import Ranks
 from hadal.comm.codecs.codec import Codec
@@ -51,6 +51,9 @@ class Sharing:
     """Coded gradients are reduced over `reducers` in two hops; None: in one."""
     twins: Ranks | None = None
     """The ranks of `shards` with a communicator for reductions alone; None: there is none."""
+    averaged_over: Ranks | None = None
+    """The ranks whose samples the mean gradient is over; None: `ranks`. Experts see the samples of
+    all data-parallel ranks, and fewer ranks hold each of them."""
 
     @classmethod
     def over(cls, ranks: Ranks) -> Sharing:
@@ -92,6 +95,11 @@ class Sharing:
         twins = shards.twin() if gathers_on_use else None
         hops, coded_hops = _hops(shards, node_size), _hops(twins or shards, coded_node_size)
         return cls(ranks, shards, replicas, node, hops, coded_hops, twins)
+
+    @property
+    def everyone(self) -> Ranks:
+        """The ranks whose samples the mean gradient is over: they make each update together."""
+        return self.averaged_over or self.ranks
 
     @property
     def reducers(self) -> Ranks:
@@ -147,6 +155,40 @@ class Sharing:
         sum_(tensor, self.shards, label)
         if self.replicas is not None:
             broadcast_(tensor, 0, self.replicas, label)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """The ranks that hold different parts of one copy of the model: stages, and slices of layers.
+
+    What all of them compute together, such as the gradient norm, counts each value once.
+    """
+
+    ranks: Ranks
+    """All of them: pipeline stages times tensor-parallel ranks."""
+    slices: Ranks | None = None
+    """Those that hold slices of the same layers (tensor parallel); None: layers are whole."""
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Return whether this rank counts a parameter.
+
+        Each rank counts its slice of what is split. The first of `slices` counts what all of them
+        hold, and the first stage with a tied weight counts that.
+        """
+        if is_tied_copy(parameter):
+            return False
+        return self.slices is None or self.slices.rank == 0 or is_model_part(parameter)
+
+
+def is_model_part(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is split over model-parallel ranks, by Megatron's marks."""
+    marks = ("model_parallel", "tensor_model_parallel")
+    return any(getattr(parameter, mark, False) is True for mark in marks)
+
+
+def is_tied_copy(parameter: nn.Parameter) -> bool:
+    """Return whether an earlier pipeline stage holds the same tied weight."""
+    return getattr(parameter, "hadal_tied_copy", False) is True
 
 
 def _hops(shards: Ranks, node_size: int | None) -> Hops | None:

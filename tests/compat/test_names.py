@@ -55,7 +55,7 @@ from hadal.errors import (
     NotBuiltYetError,
     UsageError,
 )
-from hadal.optim.norm import is_model_part
+from hadal.zero.sharing import is_model_part
 
 ROOT = Path(__file__).parents[2]
 

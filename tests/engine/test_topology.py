@@ -247,7 +247,7 @@ def born_over_all() -> None:
         (mpu_and_mesh, UsageError, "pass one"),
         (keys_against_the_mpu, ConfigError, "sequence_parallel_size"),
         (sizes_against_the_mpu, ConfigError, "5 is not divisible by 3 (micro-batch) x 2 ranks"),
-        (with_stages, NotBuiltYetError, "get_pipeline_model_parallel_world_size() is 2"),
+        (with_stages, UsageError, "get_pipeline_model_parallel_group"),
         (with_contexts, NotBuiltYetError, "get_context_parallel_world_size() is 2"),
         (of_other_ranks, UsageError, "and get_data_parallel_rank() and _world_size() report rank"),
         (other_keys_in_one_part, MismatchError, "0.5 on rank 0 and 1.5 on rank 1"),

@@ -160,6 +160,29 @@ def _second_copy_in_block(config: Config) -> Iterator[Fault]:
         )
 
 
+_GROUPS = f"{_ZERO}.groups"
+
+
+@reading(_STAGE, _GROUPS, _MICS)
+def _groups_above_the_stage(config: Config) -> Iterator[Fault]:
+    zero = config.zero_optimization
+    for number, group in enumerate(zero.groups):
+        path = f"{_GROUPS}[{number}]"
+        if group.stage > zero.stage:
+            yield Fault(
+                f"{path}.stage",
+                f"{group.stage} is above {_STAGE}, {zero.stage}: groups lower the stage of some"
+                f" modules; raise {_STAGE}, and lower it for the other modules",
+            )
+        if not group.modules:
+            yield Fault(f"{path}.modules", "names no modules; give patterns, or remove the group")
+        if zero.stage == 3 and group.stage < 2 and zero.mics_shard_size > 0:
+            yield Fault(
+                f"{path}.stage",
+                f"{group.stage} is not built yet beside {_MICS}; use 2, or remove {_MICS}",
+            )
+
+
 def blocks_that_do_not_fit(config: Config, ranks: int) -> Iterator[Fault]:
     """Yield a fault for each block size that does not divide the ranks that share model states."""
     zero = config.zero_optimization
@@ -185,4 +208,5 @@ RULES = (
     _no_norm,
     _zenflow_without_offload,
     _second_copy_in_block,
+    _groups_above_the_stage,
 )
