@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hadal.compression.halves import with_zeros, without_zeros
 from hadal.compression.layers import Compressed, RunningRange, change, compressed_modules
 from hadal.compression.packed import load_state
 from hadal.compression.rules import ActivationRule
@@ -26,8 +27,9 @@ _NOTE = "hadal_compression"
 def save_packed(model: nn.Module, folder: str | Path) -> Path:
     """Write a model's state dict into a folder as it is, and return the path of the file.
 
-    Tensors that are shared are written once. What inputs are quantized to is noted in the file's
-    metadata. A model of transformers has its configuration written beside it.
+    Tensors that are shared are written once, and 2:4 weights without their zeros. The file's
+    metadata notes what inputs are quantized to. A model of transformers has its configuration
+    written beside it.
 
     Args:
         model: a model, usually after `pack_weights`.
@@ -38,14 +40,14 @@ def save_packed(model: nn.Module, folder: str | Path) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors, shared = distinct(model.state_dict())
+    tensors, halves = without_zeros(model, tensors)
     inputs = {
         name: asdict(module.compression.activation)
         for name, module in compressed_modules(model)
         if module.compression.activation is not None
     }
-    note = json.dumps(
-        {"version": 1, "shared": shared, "inputs": inputs, "shapes": shapes_of(model)}
-    )
+    told = {"shared": shared, "inputs": inputs, "shapes": shapes_of(model), "halves": halves}
+    note = json.dumps({"version": 1, **told})
     path = folder / FILE
     save_file(tensors, path, metadata={"format": "pt", _NOTE: note})
     save_configuration(model, folder)
@@ -93,6 +95,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], Any]:
             )
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     told = json.loads(note)
+    state = with_zeros(state, told.get("halves", {}))
     return {**state, **{name: state[other] for name, other in told["shared"].items()}}, told
 
 
