@@ -304,18 +304,21 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     `related_modules` loses its pruned rows, heads or channels, and the related modules lose what
     belongs to them; other pruned weights get zeros. Modules know their new sizes, attention
     modules the number of their heads, and the configuration of a model of transformers says both.
-    Masks and scores are removed. Parameters are replaced by new ones, so that the engine no longer
-    trains them. A quantized input stays quantized. `pack_weights` stores the weights in fewer bytes
-    then.
+    Masks and scores are removed. A quantized input stays quantized. `pack_weights` stores the
+    weights in fewer bytes then.
+
+    An engine's training ends with it: every rank gets the whole weights, which may have been
+    sharded, and the engine only evaluates. All ranks must call it.
 
     Args:
-        model: the model or its engine, in the state to keep; changed in place.
+        model: the engine, or a model that no engine holds, in the state to keep; changed in place.
         deepspeed_config: the configuration that the model was trained with.
         mpu: accepted, and unused.
 
     Raises:
         ConfigError: the configuration does not fit the model.
-        UsageError: the model was never prepared, or its weights are sharded.
+        UsageError: the model was never prepared; or it was given without the engine that shards
+            its weights.
     """
     del mpu
     section, whole = section_of(deepspeed_config), _inner(model)
@@ -329,6 +332,9 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     prunings = prunings_of(whole, section, faults)
     cuts = cuts_of(whole, section, prunings, faults)
     _expect_none(faults, whole)
+    end = getattr(type(model), "end_training", None)
+    if end is not None:
+        end(model)
     note_sizes(whole)
     made: dict[tuple[int, WeightRule, int], tuple[nn.Parameter, Grid]] = {}
     for name, module in changed:
@@ -381,8 +387,8 @@ def _expect_whole(name: str, module: Compressed) -> None:
     held = module.weight.untyped_storage().nbytes()
     if held < _numel(module) * module.weight.element_size():
         raise UsageError(
-            f"redundancy_clean: {name}.weight is sharded over ranks; load the engine's state dict"
-            " into a model of its own, prepared by init_compression, and clean that one"
+            f"redundancy_clean: {name}.weight is sharded over ranks; give the engine in place of"
+            " its module"
         )
 
 

@@ -145,6 +145,8 @@ class Engine(EngineBase):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, its inputs cast and under autocast as the configuration says."""
+        if self._session.cycle.ended and not self._session.cycle.destroyed:
+            return self._parts.casting.run(self.module, self.device, args, kwargs)
         self._session.expect_alive()
         with self._session.listeners as listeners:
             if listeners:
@@ -215,7 +217,7 @@ class Engine(EngineBase):
         If the optimizer lets weights differ between ranks for a while (ZeroOneAdam), they are
         synchronized before they are evaluated.
         """
-        if not mode:
+        if not mode and not self._session.cycle.ended:
             self._parts.runtime.bring_together()
         return super().train(mode)
 
@@ -460,20 +462,25 @@ class Engine(EngineBase):
             return self.module.load_state_dict(state_dict, strict=strict)
 
     @torch.no_grad()
-    def destroy(self) -> None:
-        """Remove the hooks and give every parameter its own whole memory. All ranks must call it.
+    def end_training(self) -> None:
+        """Give every parameter its own whole memory, and only evaluate from now on.
+
+        The hooks are removed, and optimizer and gradients are no longer used; the module can be
+        changed in any way. All ranks must call it.
 
         Raises:
             OffloadError: weights cannot be read from their disk; files are removed all the same.
         """
-        if self._session.cycle.destroyed:
+        cycle = self._session.cycle
+        if cycle.ended or cycle.destroyed:
             return
+        self._session.expect_alive()
         self.wait_for_checkpoint()
         self._moving.end()
-        if self._preemption is not None:
-            self._preemption.close()
-        self._session.cycle.destroyed = True
-        self._session.listeners.close()
+        cycle.ended = True
+        self._let_go()
+
+    def _let_go(self) -> None:
         runtime = self._parts.runtime
         self._parts.hooks.remove()
         access.forget(runtime.bucket_of)
@@ -481,10 +488,30 @@ class Engine(EngineBase):
             runtime.release()
         finally:
             # Also if weights can no longer be read from their disk: no file is left behind.
-            try:
-                self._parts.offloading.close()
-            finally:
-                if self._collector is not None:
-                    self._collector()
-                gc.collect()
-                give_back_freed_memory()
+            self._parts.offloading.close()
+
+    @torch.no_grad()
+    def destroy(self) -> None:
+        """Remove the hooks and give every parameter its own whole memory. All ranks must call it.
+
+        Raises:
+            OffloadError: weights cannot be read from their disk; files are removed all the same.
+        """
+        cycle = self._session.cycle
+        if cycle.destroyed:
+            return
+        if not cycle.ended:
+            self.wait_for_checkpoint()
+            self._moving.end()
+        if self._preemption is not None:
+            self._preemption.close()
+        cycle.destroyed = True
+        self._session.listeners.close()
+        try:
+            if not cycle.ended:
+                self._let_go()
+        finally:
+            if self._collector is not None:
+                self._collector()
+            gc.collect()
+            give_back_freed_memory()

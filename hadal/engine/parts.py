@@ -153,6 +153,8 @@ class Cycle:
     """The boundary as the caller set it, instead of the count."""
     unsynchronized: bool = False
     destroyed: bool = False
+    ended: bool = False
+    """True after `end_training`: the engine evaluates, and does nothing else."""
     skips_next: bool = False
     """True if the program wants the next update skipped."""
     last: Finding = field(default_factory=Finding)

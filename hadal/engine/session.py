@@ -63,6 +63,11 @@ class Session:
         self.direct.end_left()
         if self.cycle.destroyed:
             raise UsageError("this engine was destroyed; use its module, or initialize again")
+        if self.cycle.ended:
+            raise UsageError(
+                "this engine's training has ended (redundancy_clean does that), and it only"
+                " evaluates; save engine.module, or initialize again with it to train on"
+            )
         self.parts.runtime.expect_here()
         self.parts.hooks.end_left_over()
 
@@ -115,9 +120,10 @@ class Session:
     @torch.no_grad()
     def whole_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return a copy of the module's `state_dict`. All ranks must call it."""
-        self.expect_alive()
+        if not self.cycle.ended:
+            self.expect_alive()
         runtime = self.parts.runtime
-        with runtime.whole(runtime.buckets):
+        with runtime.whole(() if self.cycle.ended else runtime.buckets):
             state = self.parts.model.state_dict(*args, **kwargs)
             return {
                 name: value.detach().clone() if isinstance(value, Tensor) else value

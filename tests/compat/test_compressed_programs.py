@@ -41,13 +41,15 @@ def test_a_gpt2_is_quantized_without_training(clients: RankPool) -> None:
 
 
 def test_a_residual_network_loses_channels(clients: RankPool) -> None:
+    told = ("losses", "shapes", "outputs")
     plain, *others = (
-        clients.run(_run, "compressed_resnet", ("losses", "shapes"), f"--stage={stage}")
-        for stage in (0, 2, 3)
+        clients.run(_run, "compressed_resnet", told, f"--stage={stage}") for stage in (0, 2, 3)
     )
     for ranks in others:
         for found, expected in zip(ranks, plain, strict=True):
             assert found["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+            assert found["shapes"] == expected["shapes"]
+            assert torch.allclose(found["outputs"], expected["outputs"], atol=1e-4)
     shapes = plain[0]["shapes"]
     assert shapes["layer1.0.conv1.weight"] == (4, 8, 3, 3)
     assert shapes["layer1.0.bn1.running_var"] == (4,)

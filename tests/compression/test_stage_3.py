@@ -10,7 +10,7 @@ from compression.test_momentum import LEARNED, SMALLER, seeded_engine
 from compression.test_pruning import blocks, sparse
 from compression.test_training import train
 from compression.toys import TOKENS, Bert, config, weights
-from hadal.compression import init_compression, redundancy_clean
+from hadal.compression import redundancy_clean
 from hadal.compression.layers import compressed_modules
 
 FIXED = sparse("l1", 0.3, ["encoder"], schedule_offset=1)
@@ -54,11 +54,9 @@ def test_no_rank_holds_whole_masks_between_their_uses(ranks: RankPools):
 def cleaned(wish: dict, stage: int) -> tuple[list[int], Tensor]:
     engine = seeded_engine(wish, stage)
     train(engine, range(4))
-    model = init_compression(Bert(), config(wish))
-    model.load_state_dict(engine.state_dict())
-    engine.destroy()
-    redundancy_clean(model, config(wish)).eval()
+    model = redundancy_clean(engine, config(wish)).module.eval()
     assert not list(compressed_modules(model))
+    engine.destroy()
     with torch.no_grad():
         return [each.numel() for each in model.parameters()], model(TOKENS)
 

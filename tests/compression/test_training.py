@@ -9,12 +9,13 @@ import pytest
 import torch
 from engine.toys import engine_of
 from ranks import RankPools
-from torch import nn
+from torch import Tensor, nn
 
 from compression.toys import TOKENS, Bert, config, inputs, section, weights
 from hadal import comm
-from hadal.compression import CompressionScheduler, init_compression
+from hadal.compression import CompressionScheduler, init_compression, redundancy_clean
 from hadal.compression.layers import compressed_modules
+from hadal.errors import UsageError
 
 FALLING = weights(8, 3, 1, schedule_offset=1)
 
@@ -174,23 +175,50 @@ def losses_of(stage: int, dtype: str) -> list[float]:
     return losses
 
 
-def test_the_weights_of_stage_3_are_taken_into_a_model_that_is_cleaned(ranks: RankPools):
-    ranks(2).run(take_out)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_cleaning_ends_the_training_of_an_engine(ranks: RankPools, stage):
+    first, second = ranks(2).run(clean_and_evaluate, stage)
+    assert torch.equal(first, second)
 
 
-def take_out() -> None:
-    from hadal.compression import redundancy_clean
-    from hadal.errors import UsageError
-
-    engine = engine_with(FALLING, stage=3)
+def clean_and_evaluate(stage: int) -> Tensor:
+    engine = engine_with(FALLING, stage=stage)
     train(engine, range(2))
     wishes = config(FALLING)
-    with pytest.raises(UsageError, match=r"query.weight is sharded over ranks; load the engine's"):
-        redundancy_clean(engine, wishes)
-    model = init_compression(Bert(), wishes)
-    model.load_state_dict(engine.state_dict())
-    redundancy_clean(model, wishes)
-    weight = model.bert.encoder.layer[0].attention.self["query"].weight
+    if stage == 3:
+        with pytest.raises(
+            UsageError, match=r"query\.weight is sharded over ranks; give the engine"
+        ):
+            redundancy_clean(engine.module, wishes)
+    taken = init_compression(Bert(), wishes)
+    taken.load_state_dict(engine.state_dict())
+    assert redundancy_clean(engine, wishes) is engine
+    redundancy_clean(taken, wishes)
+    for name, value in engine.state_dict().items():
+        assert torch.equal(value, taken.state_dict()[name])
+    weight = engine.module.bert.encoder.layer[0].attention.self["query"].weight
     assert weight.unique().numel() <= 8
-    assert isinstance(weight, torch.nn.Parameter)
+    engine.eval()
+    found = engine(TOKENS)
+    assert torch.equal(found, taken(TOKENS))
+    assert torch.equal(found, engine.module(TOKENS))
+    engine.train()
+    ended = r"training has ended .*; save engine\.module, or initialize again"
+    for call in (
+        lambda: engine.backward(found.sum()),
+        engine.step,
+        lambda: engine.load_state_dict({}),
+    ):
+        with pytest.raises(UsageError, match=ended):
+            call()
+    with pytest.raises(UsageError, match=ended):
+        engine.save_checkpoint("nowhere")
+    engine.end_training()
+    again = engine_of(stage, engine.module)
+    again.backward(again(TOKENS).square().mean())
+    again.step()
+    again.destroy()
     engine.destroy()
+    with pytest.raises(UsageError, match="this engine was destroyed"):
+        engine(TOKENS)
+    return found
