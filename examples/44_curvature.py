@@ -2,7 +2,7 @@
 
     python examples/44_curvature.py
 
-Blocks with a large eigenvalue are sensitive to changes of their weights, such as fewer bits.
+Blocks with a large eigenvalue are sensitive to changes of their weights, so their bits fall slowly.
 """
 
 import torch
@@ -17,8 +17,16 @@ config = {
         "enabled": True,
         "layer_name": "blocks",
         "layer_num": 3,
-        "gas_boundary_resolution": 10,  # in every tenth update
+        "gas_boundary_resolution": 2,  # in every second update
         "tol": 0.001,
+    },
+    "compression_training": {
+        "weight_quantization": {
+            "shared_parameters": {"enabled": True, "schedule_offset": 2},
+            "different_groups": {
+                "all": {"params": {"start_bits": 8, "target_bits": 4, "quantization_period": 2}}
+            },
+        }
     },
 }
 
@@ -46,8 +54,11 @@ def main() -> None:
     found = engine.eigenvalues
     assert len(found.values) == 3
     assert max(found.relative) == 1.0
-    for number, (value, share) in enumerate(zip(found.values, found.relative, strict=True)):
-        print(f"block {number}: {value:.4f}, {share:.0%} of the largest")
+    bits = [block.compression.bits.bits for block in engine.module.blocks]
+    assert max(bits) > min(bits)
+    for number, share in enumerate(found.relative):
+        value = found.values[number]
+        print(f"block {number}: {value:.4f}, {share:.0%} of the largest, {bits[number]} bits")
     engine.destroy()
 
 

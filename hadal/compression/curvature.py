@@ -5,6 +5,7 @@ Tests: tests/compression/test_curvature.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,13 @@ def relative(values: Sequence[float]) -> list[float]:
     """Return magnitudes relative to the largest; an exact 0 becomes 1.0, as in DeepSpeed."""
     largest = max(map(abs, values), default=0.0)
     return [abs(value) / largest if value else 1.0 for value in values]
+
+
+def slowdown_of(value: float | None) -> int:
+    """Return by how much more a period grows for weights of this relative eigenvalue: 1 to 5."""
+    if value is None:
+        return 1
+    return 1 + math.floor(4 * value) if math.isfinite(value) else 5
 
 
 def _inner(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:

@@ -33,6 +33,8 @@ class Compression:
     """In the order in which a forward applies them."""
     bits: Bits | None = None
     """Bits of the weight in the next forward; None: it is used as it is."""
+    slowdowns: tuple[int, ...] = ()
+    """By how much more the period grew with each bit that the weight has lost."""
     activation_is_on: bool = False
     active: tuple[PruneRule | BlockRule, ...] = ()
     """Those of `prunings` that the next forward applies."""
@@ -40,7 +42,7 @@ class Compression:
     def advance(self, updates: int) -> None:
         """Set the state to that after a number of applied updates."""
         if self.weight is not None:
-            self.bits = self.weight.at(updates)
+            self.bits = self.weight.at(updates, self.slowdowns)
         if self.activation is not None:
             self.activation_is_on = updates >= self.activation.offset
         self.active = tuple(rule for rule in self.prunings if updates >= rule.offset)
@@ -48,8 +50,23 @@ class Compression:
     @property
     def settled(self) -> int:
         """The number of applied updates after which nothing changes any more."""
-        rules = (self.weight, self.activation, *self.prunings)
-        return max((rule.settled for rule in rules if rule is not None), default=0)
+        others = (self.activation, *self.prunings)
+        ends = [rule.settled for rule in others if rule is not None]
+        if self.weight is not None:
+            ends.append(self.weight.settled(self.slowdowns))
+        return max(ends, default=0)
+
+    @property
+    def lost_bits(self) -> int:
+        """Bits that a weight whose bits fall one by one has lost so far."""
+        if self.weight is None or self.weight.in_forward or self.bits is None:
+            return 0
+        return self.weight.start_bits - self.bits.bits
+
+    def loses_a_bit(self, updates: int) -> bool:
+        """Return whether the weight has fewer bits after `updates` applied updates than now."""
+        found = None if self.weight is None else self.weight.at(updates, self.slowdowns)
+        return found is not None and self.bits is not None and found.bits < self.bits.bits
 
 
 _SCORES = {

@@ -35,40 +35,47 @@ class WeightRule:
     change_ratio: float | None
     """The fall of the unquantized fraction with each update; None without a blend."""
 
-    def at(self, updates: int) -> Bits | None:
-        """Return the bits after a number of applied updates; None before the offset."""
+    def at(self, updates: int, slowdowns: tuple[int, ...] = ()) -> Bits | None:
+        """Return the bits after a number of applied updates; None before the offset.
+
+        Args:
+            updates: the applied updates.
+            slowdowns: by how much more the period grew with each bit that was lost; 1 for those
+                that are missing.
+        """
         steps = updates - self.offset
         if steps < 0:
             return None
         if self.in_forward:
             return Bits(self.target_bits, 0.0)
-        bits, since = self._fallen(steps)
+        bits, since = self._fallen(steps, slowdowns)
         full = 0.0
         if self.change_ratio is not None:
             full = max(0.0, 1.0 - self.change_ratio * (steps - since))
         return Bits(bits, full)
 
-    @property
-    def settled(self) -> int:
-        """The number of applied updates after which nothing changes any more."""
+    def settled(self, slowdowns: tuple[int, ...] = ()) -> int:
+        """Return the number of applied updates after which nothing changes any more."""
         if self.in_forward:
             return self.offset
-        steps = self._fallen(None)[1]
+        steps = self._fallen(None, slowdowns)[1]
         if self.change_ratio is not None:
             steps += int(1.0 / self.change_ratio) + 1
         return self.offset + steps
 
-    def _fallen(self, steps: int | None) -> tuple[int, int]:
+    def _fallen(self, steps: int | None, slowdowns: tuple[int, ...]) -> tuple[int, int]:
         """Return the bits after `steps`, or at the end, and the step of the last change.
 
-        The period doubles with each bit, and at most one bit is lost per step.
+        The period doubles with each bit, times its slowdown; at most one bit is lost per step.
         """
         bits, period, since = self.start_bits, self.period, 0
         while bits > self.target_bits:
             due = max(since + 1, period)
             if steps is not None and due > steps:
                 break
-            bits, period, since = bits - 1, 2 * period, due
+            lost = self.start_bits - bits
+            slowdown = slowdowns[lost] if lost < len(slowdowns) else 1
+            bits, period, since = bits - 1, 2 * period * slowdown, due
         return bits, since
 
 

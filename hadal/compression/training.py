@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
 from hadal.compression.compress import advance
+from hadal.compression.curvature import slowdown_of
 from hadal.compression.layers import RunningRange, compressed_modules
 from hadal.compression.momentum import BlockPruning, Values
 from hadal.config.compression_training import CompressionTraining
@@ -28,7 +29,8 @@ _LABEL = "the ranges of activations"
 class CompressionTechniques(Listener):
     """Moves the techniques of `compression_training` along with the applied updates.
 
-    The counters of the engine, and the model's parameters and buffers, say everything.
+    The counters of the engine, and the model's parameters and buffers, say everything; but for
+    weights whose bits wait longer where the loss is curved (`eigenvalue`), which this remembers.
     """
 
     name = "compression_training"
@@ -39,8 +41,8 @@ class CompressionTechniques(Listener):
         self._model = model
         self._ranks = ranks
         self._speaks = section.weight_quantization.shared_parameters.quantize_verbose
-        modules = [module for _, module in compressed_modules(model)]
-        self._settled = max((module.compression.settled for module in modules), default=0)
+        self._modules = dict(compressed_modules(model))
+        self._settled = self._end()
         self._ranges = [part for part in model.modules() if isinstance(part, RunningRange)]
         self._blocks = BlockPruning(model, ranks, values)
         self._attempts = -1
@@ -64,6 +66,7 @@ class CompressionTechniques(Listener):
         if applied != self._applied:
             before = self._bits()
             advance(self._model, applied)
+            self._slow_down(engine)
             self._blocks.prune(applied)
             self._tell(before, applied)
         self._applied = applied
@@ -88,13 +91,42 @@ class CompressionTechniques(Listener):
             ):
                 part.x_min_max.copy_(mean)
 
+    @property
+    def loses_bits_next(self) -> bool:
+        """True if some weight has fewer bits after the next update, if that is applied."""
+        states = [module.compression for module in self._modules.values()]
+        return any(state.loses_a_bit(self._applied + 1) for state in states)
+
+    def _slow_down(self, engine: Any) -> None:
+        """Put off the next fall of weights that have lost bits, where the loss is curved."""
+        curvature = engine.eigenvalues
+        if curvature is None:
+            return
+        for name, module in self._modules.items():
+            state = module.compression
+            missing = state.lost_bits - len(state.slowdowns)
+            if missing > 0:
+                # Of bits that were lost before a checkpoint without curvature, nothing is known.
+                now = slowdown_of(curvature.relative_of(name))
+                state.slowdowns += (*[1] * (missing - 1), now)
+        self._settled = self._end()
+
+    def _end(self) -> int:
+        states = [module.compression for module in self._modules.values()]
+        return max((state.settled for state in states), default=0)
+
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the applied updates, which the engine's counters say as well."""
-        return {"applied": self._applied}
+        """Return the applied updates, and by how much curvature has slowed each weight down."""
+        states = {name: module.compression for name, module in self._modules.items()}
+        slowed = {name: list(state.slowdowns) for name, state in states.items() if state.slowdowns}
+        return {"applied": self._applied, "slowdowns": slowed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the modules again at the next forward: masks were loaded as they were."""
-        del state
+        slowed = state.get("slowdowns", {})
+        for name, module in self._modules.items():
+            module.compression.slowdowns = tuple(int(one) for one in slowed.get(name, ()))
+        self._settled = self._end()
         self._attempts = self._applied = -1
 
     def _bits(self) -> dict[str, int | None]:

@@ -6,23 +6,9 @@ Tests: tests/config/test_every_key.py
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from hadal.config.section import NO_EFFECT, UNBUILT, Section, key, section
-from hadal.config.values import Boolean, Integer, Number, Text
-
-
-class QuantizeEigenvalue(Section):
-    """Curvature of blocks by power iteration."""
-
-    switch: ClassVar[str | None] = "enabled"
-
-    enabled: Boolean = key(False, "Compute eigenvalues.", mark=UNBUILT)
-    verbose: Boolean = key(False, "Log them.")
-    max_iter: Integer = key(100, "Maximum number of iterations.", ge=1)
-    tol: Number = key(1e-2, "Relative change at which to stop.", ge=0)
-    stability: Number = key(1e-6, "Added to norms.", ge=0)
-    gas_boundary_resolution: Integer = key(1, "Updates between two computations.", ge=1)
-    layer_name: Text = key("bert.encoder.layer", "Name of the list of blocks.")
-    layer_num: Integer = key(0, "Number of blocks.", ge=0)
+from hadal.config.eigenvalue import Eigenvalue
+from hadal.config.section import NO_EFFECT, Section, key, section
+from hadal.config.values import Boolean, Integer
 
 
 class QuantizeBits(Section):
@@ -77,4 +63,6 @@ class QuantizeTraining(Section):
     quantize_bits: QuantizeBits = section(QuantizeBits, "Bits at the start and at the end.")
     quantize_schedule: QuantizeSchedule = section(QuantizeSchedule, "Schedule of the bit width.")
     quantize_algo: QuantizeAlgo = section(QuantizeAlgo, "Rounding of values.")
-    eigenvalue: QuantizeEigenvalue = section(QuantizeEigenvalue, "Curvature of blocks.")
+    eigenvalue: Eigenvalue = section(
+        Eigenvalue, "Curvature of blocks, which makes their bits fall more slowly."
+    )

@@ -25,6 +25,7 @@ from hadal.compression.curvature import (
     dominant_eigenvalue,
     relative,
 )
+from hadal.compression.training import CompressionTechniques
 from hadal.config.eigenvalue import Eigenvalue
 from hadal.data_efficiency.seqlen import Write
 from hadal.engine.parts import Parts
@@ -48,11 +49,30 @@ class BlockEigenvalues(Listener):
     name = "eigenvalue"
 
     def __init__(
-        self, section: Eigenvalue, model: nn.Module, ranks: Ranks, write: Write | None
+        self,
+        section: Eigenvalue,
+        model: nn.Module,
+        ranks: Ranks,
+        write: Write | None,
+        path: str = name,
     ) -> None:
+        """Find the blocks.
+
+        Args:
+            section: the options.
+            model: has the blocks.
+            ranks: whose values are averaged.
+            write: writes scalars; None writes none.
+            path: the section's JSON path. That of `quantize_training` computes only before updates
+                after which a weight has fewer bits.
+
+        Raises:
+            UsageError: the model has no such blocks.
+        """
         self._section = section
+        self._path = path
         self._rule = PowerIteration(section.max_iter, section.tol, section.stability)
-        self._count = len(blocks_of(model, section.layer_name, section.layer_num, "eigenvalue."))
+        blocks_of(model, section.layer_name, section.layer_num, f"{path}.")
         self._ranks = ranks
         self._write = write
         self._engine: weakref.ref[Any] | None = None
@@ -68,22 +88,37 @@ class BlockEigenvalues(Listener):
         """The magnitude of each block's last eigenvalue relative to the largest."""
         return relative(self.values)
 
+    def relative_of(self, name: str) -> float | None:
+        """Return the relative value of the block that has, or is, a module; None: there is none."""
+        for number, value in enumerate(self.relative):
+            if f"{name}.".startswith(f"{self._section.layer_name}.{number}."):
+                return value
+        return None
+
     def on_attach(self, engine: Any) -> None:
         """Keep the engine for its model."""
         self._engine = weakref.ref(engine)
 
     def before_forward(self, forward: Forward) -> None:
         """Keep the batch if its update is due."""
-        is_due = (forward.updates + 1) % self._section.gas_boundary_resolution == 0
-        if forward.is_training and is_due:
+        engine = None if self._engine is None else self._engine()
+        if forward.is_training and engine is not None and self._is_due(engine):
             self._batch = forward
+
+    def _is_due(self, engine: Any) -> bool:
+        if (engine.global_steps + 1) % self._section.gas_boundary_resolution:
+            return False
+        if self._path == self.name:
+            return True
+        found = [one for one in engine.listeners if isinstance(one, CompressionTechniques)]
+        return any(one.loses_bits_next for one in found)
 
     def before_update(self, gradients: Mapping[str, Tensor]) -> None:
         """Compute the eigenvalues if the update is due."""
         del gradients
         batch, self._batch = self._batch, None
         engine = None if self._engine is None else self._engine()
-        if engine is None or (engine.global_steps + 1) % self._section.gas_boundary_resolution:
+        if engine is None or not self._is_due(engine):
             return
         parts = engine._parts
         with (

@@ -158,17 +158,20 @@ def _compression(setting: Setting) -> Listener | None:
 
 
 def _eigenvalues(setting: Setting) -> Listener | None:
-    section, topology = setting.config.eigenvalue, setting.topology
+    section, topology, path = setting.config.eigenvalue, setting.topology, "eigenvalue"
+    old = setting.config.quantize_training
+    if old is not None and old.enabled and old.eigenvalue.enabled:
+        section, path = old.eigenvalue, "quantize_training.eigenvalue"
     if section is None or not section.enabled:
         return None
     if topology.model_parallel_size > 1 or topology.sequence_parallel_size > 1:
         raise UsageError(
-            "eigenvalue: a block's second derivatives are not built yet for a model, or sequences,"
-            " that are split over several ranks; switch eigenvalue off"
+            f"{path}: a block's second derivatives are not built yet for a model, or sequences,"
+            f" that are split over several ranks; switch {path} off"
         )
     writes = setting.monitor.enabled
     write = setting.monitor.write_events if writes else None
-    return BlockEigenvalues(section, setting.model, topology.data_parallel, write)
+    return BlockEigenvalues(section, setting.model, topology.data_parallel, write, path)
 
 
 def _clocks(setting: Setting) -> Listener | None:

@@ -15,6 +15,7 @@ from hadal.compression.curvature import (
     blocks_of,
     dominant_eigenvalue,
     relative,
+    slowdown_of,
 )
 from hadal.errors import UsageError
 
@@ -71,6 +72,11 @@ def test_relative_values() -> None:
     assert relative([1.0, -2.0, 0.0]) == [0.5, 1.0, 1.0]
     assert relative([-1.0]) == [1.0]
     assert relative([]) == []
+
+
+def test_a_large_value_slows_down() -> None:
+    values = [0.0, 0.24, 0.25, 0.7026, 1.0, float("nan"), None]
+    assert [slowdown_of(value) for value in values] == [1, 1, 2, 3, 5, 5, 1]
 
 
 def test_a_linear_loss_has_no_curvature() -> None:

@@ -39,5 +39,16 @@ def test_a_blend_begins_again_with_each_bit():
 @pytest.mark.parametrize("in_forward", [False, True])
 def test_nothing_changes_once_it_is_settled(change, in_forward):
     made = rule(6, 3, 3, offset=5, change=change, in_forward=in_forward)
-    assert made.at(made.settled) == made.at(made.settled + 9999)
-    assert made.at(made.settled).bits == 3
+    assert made.at(made.settled()) == made.at(made.settled() + 9999)
+    assert made.at(made.settled()).bits == 3
+
+
+def test_a_period_grows_by_its_slowdown_too():
+    made = rule(8, 4, 2)
+    # 7 bits at 2, and then the period is 4 * 2 = 8, 16 * 1 = 16, and 32.
+    found = [made.at(updates, (2,)).bits for updates in range(40)]
+    assert [found.index(bits) for bits in (7, 6, 5, 4)] == [2, 8, 16, 32]
+    found = [made.at(updates, (1, 5)).bits for updates in range(90)]
+    assert [found.index(bits) for bits in (7, 6, 5, 4)] == [2, 4, 40, 80]
+    assert made.settled((1, 5)) == 80
+    assert rule(4, 1, 0).at(3, (5, 5)).bits == 1

@@ -18,7 +18,6 @@ UNBUILT = {
         "tensor_parallel.autotp_size",
         "compile.deepcompile",
         "weight_quantization.enabled",
-        "quantize_training.eigenvalue.enabled",
         "pipeline.activation_checkpoint_interval",
     },
 }

@@ -169,14 +169,23 @@ def _outer_switches(config: Config) -> Iterator[Fault]:
                 )
 
 
-@reading("eigenvalue")
+@reading("eigenvalue", "quantize_training")
 def _eigenvalue(config: Config) -> Iterator[Fault]:
-    section = config.eigenvalue
-    if section is not None and section.enabled and not section.layer_num:
-        yield Fault(
-            "eigenvalue.layer_num",
-            "required while the section is on; give the number of blocks in layer_name",
-        )
+    section, old = config.eigenvalue, config.quantize_training
+    found = {"eigenvalue": section} if section is not None and section.enabled else {}
+    if old is not None and old.enabled and old.eigenvalue.enabled:
+        if found:
+            yield Fault(
+                "quantize_training.eigenvalue.enabled",
+                "true contradicts eigenvalue, which is on; switch one off",
+            )
+        found["quantize_training.eigenvalue"] = old.eigenvalue
+    for path, each in found.items():
+        if not each.layer_num:
+            yield Fault(
+                f"{path}.layer_num",
+                "required while the section is on; give the number of blocks in layer_name",
+            )
 
 
 @reading("progressive_layer_drop")
