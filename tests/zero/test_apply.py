@@ -141,7 +141,7 @@ def leave_alone() -> None:
     assert seen
     assert all(seen)
     model.apply(lambda module: [p.data.zero_() for p in module.parameters(False)])
-    with pytest.raises(ShardedAccessError, match="was written to while its values were spread"):
+    with pytest.raises(ShardedAccessError, match="was written to while its values were sharded"):
         engine(torch.ones(1, 6))
     with hadal.zero.Init(config={"zero_optimization": off}):
         born = model_of()

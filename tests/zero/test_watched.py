@@ -200,7 +200,7 @@ def test_a_write_to_a_freed_parameter_is_told_by_the_next_save(
     ranks: RankPools, tmp_path: Path
 ) -> None:
     for told in ranks(2).run(save_what_was_written, str(tmp_path)):
-        assert "rank 1: parameter 3.weight was written to while its values were spread" in told
+        assert "rank 1: parameter 3.weight was written to while its values were sharded" in told
 
 
 def print_freed_weights() -> tuple[str, str]:
