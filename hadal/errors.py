@@ -95,6 +95,10 @@ class MissingPackageError(MonitorError, ImportError):
     """A package that the configuration asks for is not installed."""
 
 
+class PipelineError(HadalError, RuntimeError):
+    """A stage of a pipeline has failed, or its engine was used like one without stages."""
+
+
 class MismatchError(CommunicationError):
     """Ranks disagree on something that must be the same on all of them (model, config, path)."""
 
