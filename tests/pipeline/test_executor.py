@@ -108,7 +108,7 @@ def train(kind: str) -> None:
     executor = executor_of(module, work)
     stage = module.stage_id
     found: list[Tensor] = []
-    for update in range(2):
+    for _ in range(2):
         found += executor.run(TrainSchedule(MICRO, stages, stage), MICRO, trains=True)
         assert work.lasts[-MICRO:] == [False] * (MICRO - 1) + [True]
     with torch.no_grad():
@@ -184,14 +184,15 @@ def test_an_error_reaches_all_stages_with_its_place(ranks: RankPools) -> None:
 
 def test_another_shape_is_an_error_on_all_stages(ranks: RankPools) -> None:
     first, second = ranks(2).run(fail, "shape", timeout=60)
-    assert first.startswith(
-        "UsageError: stage 0 (layers 0 to 1), layer 1 (Layer), returned float32[3, 4]"
-    )
+    place = "stage 0 (layers 0 to 1), layer 1 (Layer)"
+    assert first.startswith(f"UsageError: {place}, returned float32[3, 4]")
     assert "reset_activation_shape" in first and "micro-batch 2 of batch 1" in second
 
 
 def refuse() -> None:
-    module = PipelineModule(layers("set"), num_stages=2, partition_method="uniform")
+    given = layers("tensor")
+    given[1].kind = "set"
+    module = PipelineModule(given, num_stages=2, partition_method="uniform")
     work = PlainWork(module, [data(0)])
     executor_of(module, work).run(TrainSchedule(1, 2, module.stage_id), 1, trains=True)
 

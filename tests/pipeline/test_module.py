@@ -56,9 +56,8 @@ def names(stages: int) -> tuple[list[str], list[int], list[int]]:
         weight.grad = torch.ones_like(weight)
         module.allreduce_tied_weight_gradients()
         assert weight.grad.unique().tolist() == [2.0]
-    assert [module.stage_owner(n) for n in range(5)] == sorted(
-        module.stage_owner(n) for n in range(5)
-    )
+    owners = [module.stage_owner(n) for n in range(5)]
+    assert owners == sorted(owners)
     return [name for name, _ in module.named_parameters()], list(built), module.parts
 
 
@@ -155,9 +154,8 @@ def test_descriptions() -> None:
     assert repr(LayerSpec(nn.Linear, 4, 4, bias=False)) == "Linear((4, 4), {'bias': False})"
     with pytest.raises(UsageError, match=r"subclass of torch\.nn\.Module"):
         LayerSpec(dict)
-    assert TiedLayerSpec("a", nn.Linear, 1, 1, tied_weight_attr="weight").tied_weight_attr == [
-        "weight"
-    ]
+    spec = TiedLayerSpec("a", nn.Linear, 1, 1, tied_weight_attr="weight")
+    assert spec.tied_weight_attr == ["weight"]
 
 
 def refused(options: dict[str, Any]) -> str:
