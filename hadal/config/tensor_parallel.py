@@ -21,7 +21,7 @@ class TensorParallelDegree(Section):
     tp_group: Any = key(None, "Process group; passed by programs only.")
 
 
-class LayerSpec(Section):
+class SplitLayer(Section):
     """Rule for splitting the parameters that match a pattern."""
 
     patterns: Texts = key((), "Regular expressions matched from the start of a name.")
@@ -43,7 +43,7 @@ class PartitionConfig(Section):
     """Custom rules, which take precedence over the model's."""
 
     use_default_specs: Boolean = key(True, "Add the preset's rules.")
-    layer_specs: tuple[LayerSpec, ...] = key((), "Rules, in order; the first match applies.")
+    layer_specs: tuple[SplitLayer, ...] = key((), "Rules, in order; the first match applies.")
     tp_size: Integer = key(1, "Overridden by autotp_size.", ge=1)
     embedding_partition_dim: Integer = key(1, "Dimension of embeddings.", mark=NO_EFFECT)
     lm_head_patterns: Texts = key(("lm_head", "embed_out"), "Names of the output layer.")

@@ -31,11 +31,11 @@ from hadal.pipeline.schedule import (
     SendActivation,
     SendGrad,
 )
-from hadal.pipeline.values import Layout, TensorForm, put_together, taken_apart
+from hadal.pipeline.values import ValueLayout, TensorForm, put_together, taken_apart
 from hadal.pipeline.wires import Coming, DataEndedError, Errand, Sent, Wire
 
 
-class Work(Protocol):
+class Computation(Protocol):
     """The computation of one stage, which the executor calls in the order of its instructions."""
 
     def load(self) -> tuple[Any, Any]:
@@ -99,9 +99,9 @@ class Chunk:
     activations_out: Wire | None = None
     gradients_in: Wire | None = None
     gradients_out: Wire | None = None
-    inputs: dict[bool, Layout] = field(default_factory=dict)
+    inputs: dict[bool, ValueLayout] = field(default_factory=dict)
     """The layout of inputs as the chunk before has announced it, in training or not."""
-    outputs: dict[bool, Layout] = field(default_factory=dict)
+    outputs: dict[bool, ValueLayout] = field(default_factory=dict)
     """The layout of outputs as it was announced to the chunk after this one."""
     done: Counter[type[PipeInstruction]] = field(default_factory=Counter)
     """The micro-batches of this batch so far, by instruction."""
@@ -172,7 +172,9 @@ class Executor:
             announced.
     """
 
-    def __init__(self, work: Work, chunks: Sequence[Chunk], *, keeps_layout: bool = True) -> None:
+    def __init__(
+        self, work: Computation, chunks: Sequence[Chunk], *, keeps_layout: bool = True
+    ) -> None:
         self._work = work
         self._chunks = list(chunks)
         self._keeps_layout = keeps_layout
@@ -369,7 +371,7 @@ class Executor:
 class _Doing:
     """The instruction that a stage is at, for the text of an error."""
 
-    def __init__(self, work: Work, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, work: Computation, chunks: Sequence[Chunk]) -> None:
         self._work = work
         self._chunks = chunks
         self.now: tuple[PipeInstruction, int, Errand] | None = None

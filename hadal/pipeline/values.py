@@ -33,7 +33,7 @@ class TensorForm(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-class Layout(NamedTuple):
+class ValueLayout(NamedTuple):
     """The structure of a value, and the form of each tensor in it: what a receiver must know."""
 
     frame: Any
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
 _TENSOR = ("tensor",)
 
 
-def taken_apart(value: Any, where: str) -> tuple[list[Tensor], Layout]:
+def taken_apart(value: Any, where: str) -> tuple[list[Tensor], ValueLayout]:
     """Return the tensors in a value, in order, and its layout.
 
     A value is a tensor, a plain Python value, or a tuple, list, mapping or dataclass of values. The
@@ -83,7 +83,7 @@ def taken_apart(value: Any, where: str) -> tuple[list[Tensor], Layout]:
 
     frame = frame_of(value)
     forms = tuple(TensorForm(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
-    return tensors, Layout(frame, forms)
+    return tensors, ValueLayout(frame, forms)
 
 
 def put_together(frame: Any, tensors: Iterable[Tensor]) -> Any:

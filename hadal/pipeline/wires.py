@@ -23,7 +23,7 @@ from hadal.comm.collectives import slice_of, start_all_gather
 from hadal.comm.mail import start_receive, start_send
 from hadal.comm.pending import Pending
 from hadal.errors import MismatchError, PipelineError
-from hadal.pipeline.values import Layout, TensorForm
+from hadal.pipeline.values import ValueLayout, TensorForm
 
 _FIRST_TAG, _TAGS = 64, 3
 # Tags begin anew after a failure, so that no message of before is taken for one of after.
@@ -32,7 +32,7 @@ _FAILURES, _GENERATIONS, _TAGS_IN_ONE = 16, 1 << 14, 1 << 16
 _HEAD_NUMEL = 8
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """The content of a message, as its head says."""
 
     TENSORS = 0
@@ -122,11 +122,11 @@ class Wire:
     # ---- sending ---------------------------------------------------------------------------------
 
     def send(
-        self, errand: Errand, tensors: Iterable[Tensor], announced: Layout | None = None
+        self, errand: Errand, tensors: Iterable[Tensor], announced: ValueLayout | None = None
     ) -> Sent:
         """Send tensors, whose layout the other end knows or is told now."""
         text = b"" if announced is None else pickle.dumps(announced)
-        kind = Kind.TENSORS if announced is None else Kind.ANNOUNCED
+        kind = MessageKind.TENSORS if announced is None else MessageKind.ANNOUNCED
         sent = self._send_head(kind, errand, text)
         label = self.label(errand)
         for number, tensor in enumerate(tensors):
@@ -140,9 +140,11 @@ class Wire:
 
     def tell(self, errand: Errand, text: str, *, is_end: bool) -> Sent:
         """Send the text of a failure in place of what the other end waits for."""
-        return self._send_head(Kind.END if is_end else Kind.FAULT, errand, text.encode())
+        return self._send_head(
+            MessageKind.END if is_end else MessageKind.FAULT, errand, text.encode()
+        )
 
-    def _send_head(self, kind: Kind, errand: Errand, text: bytes) -> Sent:
+    def _send_head(self, kind: MessageKind, errand: Errand, text: bytes) -> Sent:
         values = [kind, *errand, len(text)]
         head = torch.tensor(values + [0] * (_HEAD_NUMEL - len(values)), dtype=torch.int64)
         label, to = self.label(errand), (self._other, self._ranks)
@@ -211,7 +213,9 @@ class Coming:
         if forms is not None:
             self._tensors, self._works = wire.start_tensors(forms, self._label)
 
-    def take(self, forms: Sequence[TensorForm] | None = None) -> tuple[list[Tensor], Layout | None]:
+    def take(
+        self, forms: Sequence[TensorForm] | None = None
+    ) -> tuple[list[Tensor], ValueLayout | None]:
         """Wait for the message; return its tensors, and its layout if it was announced.
 
         `forms`: of its tensors, if they have become known meanwhile.
@@ -224,9 +228,9 @@ class Coming:
         """
         self._begun.wait()
         kind, batch, is_training, micro_batch, length, *_ = self._head.tolist()
-        if kind in (Kind.FAULT, Kind.END):
+        if kind in (MessageKind.FAULT, MessageKind.END):
             text = self._wire.receive_text(length, self._label).decode()
-            raise PipelineError(text) if kind == Kind.FAULT else DataEndedError(text)
+            raise PipelineError(text) if kind == MessageKind.FAULT else DataEndedError(text)
         found = Errand(batch, bool(is_training), micro_batch)
         if found != self._errand:
             raise MismatchError(
@@ -235,7 +239,7 @@ class Coming:
                 " with the same number of micro-batches"
             )
         layout = None
-        if kind == Kind.ANNOUNCED:
+        if kind == MessageKind.ANNOUNCED:
             forms = None
             layout = pickle.loads(self._wire.receive_text(length, self._label))
             self._tensors, self._works = self._wire.start_tensors(layout.tensors, self._label)
