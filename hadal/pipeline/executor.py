@@ -31,7 +31,7 @@ from hadal.pipeline.schedule import (
     SendActivation,
     SendGrad,
 )
-from hadal.pipeline.values import ValueLayout, TensorForm, put_together, taken_apart
+from hadal.pipeline.values import TensorForm, ValueLayout, put_together, taken_apart
 from hadal.pipeline.wires import Coming, DataEndedError, Errand, Sent, Wire
 
 

@@ -23,7 +23,7 @@ from hadal.comm.collectives import slice_of, start_all_gather
 from hadal.comm.mail import start_receive, start_send
 from hadal.comm.pending import Pending
 from hadal.errors import MismatchError, PipelineError
-from hadal.pipeline.values import ValueLayout, TensorForm
+from hadal.pipeline.values import TensorForm, ValueLayout
 
 _FIRST_TAG, _TAGS = 64, 3
 # Tags begin anew after a failure, so that no message of before is taken for one of after.
