@@ -136,8 +136,9 @@ def sparse_attention(  # noqa: PLR0913 - all that an attention function may be g
     layout: BlockLayout,
     masks: Masks | None = None,
     scale: float | None = None,
-    first_row: int | None = None,
     *,
+    first_row: int | None = None,
+    first_key: int = 0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -153,6 +154,8 @@ def sparse_attention(  # noqa: PLR0913 - all that an attention function may be g
         scale: factor of the scores; 1 / sqrt(D) by default.
         first_row: the position of the first query if there are fewer queries than keys; by default
             they are the last ones.
+        first_key: the position of the first key. If it is not 0, there are fewer queries than
+            positions, and `masks` are of the keys that are given.
         softcap: products become softcap * tanh(product / softcap) before masks are added.
         sinks: [heads], the score of one more key with a value of zero for each head.
 
@@ -167,16 +170,16 @@ def sparse_attention(  # noqa: PLR0913 - all that an attention function may be g
         kind = torch.get_autocast_dtype(query.device.type)
         query, key, value = (each.to(kind) for each in (query, key, value))
     masks = masks.of_dtype(query.dtype)
-    _check_shapes(query, key, value, layout)
+    rows, length = query.shape[2], first_key + key.shape[2]
+    _check_shapes(query, key, value, layout, length)
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = Scores(factor, softcap, sinks)
-    rows, length = query.shape[2], key.shape[2]
     if rows < length or (
         not has_flex_attention(query.device)
         and (length < _SHORT or _is_better_whole(layout, scores, is_causal=masks.is_causal))
     ):
         first = length - rows if first_row is None else first_row
-        return _dense(query, key, value, layout, masks, scores, first)
+        return _dense(query, key, value, layout, masks, scores, (first, first_key))
     query, key, value = (_to_blocks(each, layout.length) for each in (query, key, value))
     masks = masks.padded(length, layout.length, query)
     if masks.is_trained:
@@ -197,7 +200,9 @@ def _is_better_whole(layout: BlockLayout, scores: Scores, *, is_causal: bool) ->
     return scores.is_plain and (layout.is_dense or layout.is_full(is_causal=is_causal))
 
 
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout) -> None:
+def _check_shapes(
+    query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, length: int
+) -> None:
     shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
     if (
         key.shape != value.shape
@@ -214,10 +219,10 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout
             f"the query has {heads} heads, but the layout {own}; make the pattern with"
             f" num_heads={heads}, or give head_offset if this rank holds a part of the heads"
         )
-    if -(-key.shape[2] // layout.block) * layout.block != layout.length:
+    if -(-length // layout.block) * layout.block != layout.length:
         raise ModelError(
             f"the layout is for {layout.length} tokens in blocks of {layout.block}, and the"
-            f" sequence has {key.shape[2]}; make one with make_layout for its length, rounded up"
+            f" sequence has {length}; make one with make_layout for its length, rounded up"
         )
 
 
@@ -236,19 +241,23 @@ def _dense(
     layout: BlockLayout,
     masks: Masks,
     scores: Scores,
-    first: int,
+    firsts: tuple[int, int],
 ) -> Tensor:
-    """Return the attention of rows from `first` on by one call with a mask of [heads, rows, L]."""
-    rows, length = query.shape[2], key.shape[2]
+    """Return the attention by one call with a mask of [heads, rows, L].
+
+    The positions of the first row and the first key are `firsts`.
+    """
+    first, first_key = firsts
+    rows, length = query.shape[2], first_key + key.shape[2]
     places = torch.arange(first, first + rows, device="cpu")
-    added = masks.of_tokens(places.to(query.device), length, query)
+    added = masks.of_tokens(places.to(query.device), key.shape[2], query)
     is_square = rows == length or not masks.is_causal
     if layout.is_dense and added is None and is_square and scores.is_plain:
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=masks.is_causal, scale=scores.scale
         )
-    allowed = _token_mask(layout, places, length, is_causal=masks.is_causal).to(query.device)
-    mask = allowed[None]
+    allowed = _token_mask(layout, places, length, is_causal=masks.is_causal)
+    mask = allowed[None, ..., first_key:].to(query.device)
     if added is not None:
         mask = added.masked_fill(~mask, -torch.inf)
     return attend(query, key, value, mask, scores)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hadal.config.sparse_attention import SparseAttention
 from hadal.device import is_host_memory
@@ -134,7 +135,9 @@ def hadal_sparse(
         query: [batch, heads, rows, D]; fewer rows than keys (generation) are the last ones that
             the mask shows, or the last of all.
         key, value: [batch, heads or fewer, L, D].
-        attention_mask: [batch, L] (true where keys are seen) or [batch, 1 or heads, rows, L].
+        attention_mask: [batch, L] (true where keys are seen) or [batch, 1 or heads, rows, L]. If
+            a cache has dropped the first keys, its columns are all positions, and the keys the
+            last ones.
         dropout: must be 0.
         scaling: factor of the scores.
         is_causal: whether later tokens are not seen; by default what the module says.
@@ -155,8 +158,12 @@ def hadal_sparse(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
-    rows, length = query.shape[2], key.shape[2]
+    rows, dropped = query.shape[2], _dropped(attention_mask, key.shape[2])
+    length = dropped + key.shape[2]
     is_cross = _is_cross(module, causal=causal) or (rows != length and not causal)
+    first = _first_row(attention_mask, rows, length)
+    if dropped and attention_mask is not None:
+        attention_mask = attention_mask[..., dropped:]
     masks = _masks(attention_mask, key, causal and not is_cross, others.get("position_bias"))
     heads = query.shape[1]
     first_head, all_heads = others.get("head_range") or (0, heads)
@@ -170,9 +177,9 @@ def hadal_sparse(
         out = attend(query, key, value, added, Scores(factor, softcap, sinks))
     else:
         layout = _layout(module, length, all_heads, range(first_head, first_head + heads))
-        first = _first_row(attention_mask, rows, length)
+        places = {"first_row": first, "first_key": dropped}
         out = _disabled(
-            query, key, value, layout, masks, scaling, first, softcap=softcap, sinks=sinks
+            query, key, value, layout, masks, scaling, **places, softcap=softcap, sinks=sinks
         )
     return out.transpose(1, 2).contiguous(), None
 
@@ -191,6 +198,11 @@ def _masks(given: Tensor | None, key: Tensor, causal: bool, bias: Tensor | None)
         return Masks(keys, added, causal)
     # A whole mask says what is causal, too.
     return Masks(None, (*added, PairMask(given, multiplies=given.dtype is torch.bool)), False)
+
+
+def _dropped(mask: Tensor | None, length: int) -> int:
+    """Return how many keys of earlier tokens a cache has dropped."""
+    return 0 if mask is None or mask.dim() != 4 else max(0, mask.shape[-1] - length)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -290,21 +302,16 @@ def _mask_of(
 ) -> Tensor | None:
     """Return the padding as [batch, L] where the mask is plain, or the whole of any other one.
 
-    Raises:
-        NotBuiltYetError: a cache that has dropped keys.
+    The whole mask has a column for each position, those whose keys a cache has dropped too: that
+    tells the attention function where the keys are in the pattern.
     """
     from transformers import masking_utils as known
 
     plain = (known.causal_mask_function, known.bidirectional_mask_function)
     whole = mask_function is not known.bidirectional_mask_function
-    if whole and kv_offset != 0:
-        raise NotBuiltYetError(
-            f"{NAME} with a cache that drops the keys of earlier tokens (a sliding window) is not"
-            " built yet; generate without a cache (use_cache=False), or no further than the window"
-        )
     has_room = isinstance(q_offset, Tensor) or q_offset + q_length != kv_length
     # Sliding windows, packed sequences, a program's own; a cache with room for more.
-    if mask_function not in plain or (whole and has_room):
+    if mask_function not in plain or (whole and (has_room or kv_offset)):
         others.pop("allow_is_causal_skip", None)
         others.pop("allow_is_bidirectional_skip", None)
         found: Tensor | None = known.sdpa_mask(
@@ -318,6 +325,8 @@ def _mask_of(
             allow_is_causal_skip=False,
             **others,
         )
+        if found is not None and whole and kv_offset:
+            return functional.pad(found, (kv_offset, 0))
         return found
     if attention_mask is None or (
         is_host_memory(attention_mask.device) and bool(attention_mask.all())
