@@ -115,10 +115,10 @@ class Backwards:
     def _is_refused(self, fault: HadalError | None, boundary: bool) -> bool:
         """Return whether any rank is known to be at fault when this one begins a backward."""
         session, cycle = self._session, self._session.cycle
-        runtime = session.parts.runtime
+        gathering = session.parts.runtime.gathering
         cycle.counts_refused = False
-        is_refused = runtime.any_fault(fault is not None, boundary=boundary)
-        if is_refused and runtime.counts_refused:
+        is_refused = gathering.any_fault(fault is not None, boundary=boundary)
+        if is_refused and gathering.counts_refused:
             # The other ranks have not waited, and are in this micro-step.
             session.counters.micro_steps += session.batches.managed
             cycle.counts_refused = True

@@ -248,7 +248,7 @@ class Engine(EngineBase):
             return
         if not cycle.backwards:
             # Ranks that do call backward ask there whether any rank is at fault: answer them.
-            self._parts.runtime.any_fault(True)
+            self._parts.runtime.gathering.any_fault(True)
             raise UsageError(
                 f"rank {self._parts.ranks.rank}: engine.step() has no gradients: no backward came"
                 " since the last step, or engine.zero_grad() has dropped its gradients; call"

@@ -20,6 +20,7 @@ from hadal.engine.checks import check_birth, check_parameters, described_paramet
 from hadal.errors import MismatchError, ModelError, OffloadError, OptimizerError, UsageError
 from hadal.optim.step import OptimizerStepper
 from hadal.zero import access
+from hadal.zero.agreement import Marker
 from hadal.zero.hooks import Hooks
 from hadal.zero.kinds import refusal_of
 from hadal.zero.regroup import merged, renamed, train_later
@@ -71,7 +72,7 @@ class LaterGroups:
         """
         runtime, groups = self._runtime, self._optimizer.param_groups
         number = len(groups)
-        runtime.meet_to_regroup()
+        runtime.gathering.meet(Marker.REGROUP)
         try:
             with told_to_all(runtime.ranks, "add_param_group"):
                 self._check_moment()
@@ -101,7 +102,7 @@ class LaterGroups:
         self._adopter.spread_the_rest()
         self._adopter.register(runtime, buckets)
         units = self._adopter.uses()
-        self._hooks.watch_units(runtime.gathering.extend(units))
+        self._hooks.watch_units(runtime.gathering.uses.extend(units))
         self._hooks.watch_refreshes(units)
         gone = renamed(runtime.buckets, {p: name for name, p in self._model.named_parameters()})
         if gone and runtime.ranks.rank == 0:

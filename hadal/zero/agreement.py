@@ -11,39 +11,34 @@ are about to. Ranks that are need not announce (see `gathering.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
+from enum import Enum
 from typing import NamedTuple
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes_and_least
 from hadal.errors import MismatchError
 
-(
-    END_OF_FORWARD,
-    END_OF_BACKWARD,
-    END_OF_ACCESS,
-    FINE,
-    FINE_AND_LAST,
-    AT_FAULT,
-    BEGINNING,
-    REGROUP,
-    CHECKPOINT,
-    PROGRESS,
-    END_OF_UPDATE,
-) = range(1, 12)
-_MARKERS = {
-    BEGINNING: "the beginning of a forward",
-    FINE: "the beginning of a backward that does not end an update",
-    FINE_AND_LAST: "the beginning of an update's last backward",
-    AT_FAULT: "the beginning of a backward, with a fault",
-    END_OF_FORWARD: "the end of a forward",
-    END_OF_BACKWARD: "the end of a backward",
-    END_OF_ACCESS: "the end of GatheredParameters or of a step",
-    REGROUP: "optimizer.add_param_group",
-    CHECKPOINT: "engine.save_checkpoint or load_checkpoint",
-    END_OF_UPDATE: "an update",
-    PROGRESS: "the next gather, or the end of a backward",
-}
+
+class Marker(Enum):
+    """The points of a program at which ranks meet."""
+
+    BEGINNING = "the beginning of a forward"
+    FINE = "the beginning of a backward that does not end an update"
+    FINE_AND_LAST = "the beginning of an update's last backward"
+    AT_FAULT = "the beginning of a backward, with a fault"
+    END_OF_FORWARD = "the end of a forward"
+    END_OF_BACKWARD = "the end of a backward"
+    END_OF_ACCESS = "the end of GatheredParameters or of a step"
+    END_OF_UPDATE = "an update"
+    REGROUP = "optimizer.add_param_group"
+    CHECKPOINT = "engine.save_checkpoint or load_checkpoint"
+    PROGRESS = "the next gather, or the end of a backward"
+
+
+_MARKERS = dict(enumerate(Marker, start=1))
+_NUMBERS = {marker: number for number, marker in _MARKERS.items()}
+_PROGRESS = -_NUMBERS[Marker.PROGRESS]
 _MARKER_BITS = 4
 WORD_LIMIT = 1 << 59
 
@@ -51,7 +46,7 @@ WORD_LIMIT = 1 << 59
 class Met(NamedTuple):
     """The announcements of all ranks at one meeting."""
 
-    markers: frozenset[int]
+    markers: frozenset[Marker]
     words: tuple[int, ...]
 
     @property
@@ -85,15 +80,9 @@ class Agreement:
 
     def request(self, bucket: int) -> None:
         """Gather bucket number `bucket`, together with whatever the other ranks ask for."""
-        label = f"the agreement to gather {self._name(bucket)}"
-        while True:
-            codes = self._talk(bucket, label)
-            wanted = sorted({code for code in codes if code >= 0})
-            self._serve(wanted, bucket, codes)
-            if bucket in wanted:
-                return
+        self._exchange(bucket, f"the agreement to gather {self._name(bucket)}")
 
-    def finish(self, marker: int, word: int = 0) -> Met:
+    def finish(self, marker: Marker, word: int = 0) -> Met:
         """Lend shards until every rank has come to the same point; return the announcements there.
 
         `word` is in [0, `WORD_LIMIT`).
@@ -101,20 +90,19 @@ class Agreement:
         Raises:
             MismatchError: ranks came to different markers: their programs differ.
         """
-        mine = -(marker | word << _MARKER_BITS)
-        label = f"all ranks to come to {_MARKERS[marker]}"
+        mine = -(_NUMBERS[marker] | word << _MARKER_BITS)
+        label = f"all ranks to come to {marker.value}"
         while True:
-            codes = self._talk(mine, label)
-            wanted = sorted({code for code in codes if code >= 0})
-            self._serve(wanted, mine, codes)
-            if wanted or -PROGRESS in codes:
+            codes = self._exchange(mine, label)
+            if any(code >= 0 or code == _PROGRESS for code in codes):
                 continue
-            told = [-code & ((1 << _MARKER_BITS) - 1) for code in codes]
+            told = [_MARKERS[-code & ((1 << _MARKER_BITS) - 1)] for code in codes]
             markers = frozenset(told)
             # A rank at fault counts as at the beginning of either kind of backward.
-            excused = {AT_FAULT} if markers <= {AT_FAULT, FINE, FINE_AND_LAST} else set()
+            begins = markers <= {Marker.AT_FAULT, Marker.FINE, Marker.FINE_AND_LAST}
+            excused = {Marker.AT_FAULT} if begins else set()
             if len(markers - excused) > 1:
-                points = ", ".join(f"rank {r}: {_MARKERS[each]}" for r, each in enumerate(told))
+                points = ", ".join(f"rank {r}: {each.value}" for r, each in enumerate(told))
                 raise MismatchError(
                     f"the ranks' programs differ: they came to different points ({points}). Call"
                     " forward, backward, step, save and load on every rank, equally"
@@ -124,18 +112,15 @@ class Agreement:
 
     def compare_progress(self) -> None:
         """Exchange progress alone; ranks elsewhere are lent what they ask for."""
-        codes = self._talk(-PROGRESS, f"all ranks to come to {_MARKERS[PROGRESS]}")
-        self._serve(sorted({code for code in codes if code >= 0}), -PROGRESS, codes)
+        self._exchange(_PROGRESS, f"all ranks to come to {Marker.PROGRESS.value}")
 
-    def _talk(self, code: int, label: str) -> list[int]:
-        count = self.progress()
-        codes, least = gather_codes_and_least(code, count, self._ranks, label)
+    def _exchange(self, mine: int, label: str) -> list[int]:
+        """Announce a code, and do this rank's part in all gathers that any rank asks for."""
+        codes, least = gather_codes_and_least(mine, self.progress(), self._ranks, label)
         self.start(least)
-        return codes
-
-    def _serve(self, wanted: Sequence[int], mine: int, codes: Sequence[int]) -> None:
-        for bucket in wanted:
+        for bucket in sorted({code for code in codes if code >= 0}):
             if bucket == mine:
                 self._gather(bucket)
             else:
                 self._lend(bucket, [rank for rank, code in enumerate(codes) if code == bucket])
+        return codes

@@ -22,29 +22,16 @@ from torch import Tensor, nn
 
 from hadal.comm import Ranks
 from hadal.errors import CommunicationError, MismatchError, OffloadError, ShardedAccessError
-from hadal.zero.agreement import (
-    AT_FAULT,
-    BEGINNING,
-    CHECKPOINT,
-    END_OF_ACCESS,
-    END_OF_BACKWARD,
-    END_OF_FORWARD,
-    FINE,
-    FINE_AND_LAST,
-    REGROUP,
-    Agreement,
-    Met,
-)
+from hadal.zero.agreement import Agreement, Marker, Met
 from hadal.zero.asking import Asking
 from hadal.zero.bucket import Bucket, Weights
-from hadal.zero.calls import Calls
 from hadal.zero.escapes import Escapes
 from hadal.zero.grouping import Unit
 from hadal.zero.paths import Paths, Walk
 from hadal.zero.planner import Plan, kept_until_backward
 from hadal.zero.policy import Divergence, Limits
 from hadal.zero.rounds import RoundPass, Rounds
-from hadal.zero.trace import Kind, Recorder
+from hadal.zero.trace import Kind
 from hadal.zero.uses import Uses
 from hadal.zero.watched import ReadListener
 
@@ -73,19 +60,16 @@ class Gathering:
         self.phase = Phase.IDLE
         self._ranks = ranks
         self._limits = limits
-        self._uses = Uses()
-        self._calls = Calls(self._uses)
-        calls = self._calls
-        self._agreement = Agreement(ranks, calls.gather, calls.lend_to, calls.name)
+        self.uses = Uses()
+        self.agreement = Agreement(ranks, self.uses.gather, self.uses.lend_to, self.uses.name)
         self._paths = Paths(ranks, limits, divergence)
         self.rounds = Rounds(
             ranks, self._talk, self._paths.tell_strays, self.expect_another_backward
         )
-        self._asking = Asking(self.rounds, lambda: self._uses.buckets)
+        self._asking = Asking(self.rounds, lambda: self.uses.buckets)
         self.take_up(buckets)
-        self.extend(units)
+        self.uses.extend(units)
         self._announces_all = divergence.is_expected
-        self._recorder = Recorder()
         self._walk = Walk(Kind.FORWARD)
         self._next: Plan | None = None
         # Buckets in use in the present forward or backward: only these need no check.
@@ -111,23 +95,15 @@ class Gathering:
         self.gives_empty_state = False
         """True: `state_dict` gives empty tensors for sharded values; else it refuses."""
 
-    def extend(self, units: Iterable[Unit]) -> list[Unit]:
-        """Add the model's units that are not known yet, or that have come to use more.
-
-        Returns:
-            The units whose modules were not watched so far.
-        """
-        return self._uses.extend(units)
-
     def take_up(self, buckets: Iterable[Bucket]) -> None:
         """Manage those of these buckets that are sharded; their uses are not known yet."""
-        self._uses.take([bucket for bucket in buckets if bucket.partition.weights])
+        self.uses.take([bucket for bucket in buckets if bucket.partition.weights])
         self._restart()
 
     def replace(self, old: Bucket, parts: Sequence[Bucket]) -> None:
         """Replace a bucket by new ones that have taken over its parameters."""
-        if old in self._uses.number:
-            self._uses.replace(old, parts)
+        if old in self.uses.number:
+            self.uses.replace(old, parts)
             self._restart()
 
     def _restart(self) -> None:
@@ -141,60 +117,42 @@ class Gathering:
 
     @property
     def _buckets(self) -> Sequence[Bucket]:
-        return self._uses.buckets
+        return self.uses.buckets
 
     @property
     def is_at_rest(self) -> bool:
         """Return True if nothing runs, and no context keeps buckets readable."""
         return self.phase is Phase.IDLE and not any(self._pins.values())
 
-    def meet_to_regroup(self) -> None:
-        """Wait until every rank wants buckets replaced.
+    def meet(self, marker: Marker) -> None:
+        """Wait until every rank comes to this point, which is in no forward, backward or update.
 
         Raises:
             MismatchError: a rank is elsewhere.
         """
         self._come_together()
-        self._agreement.finish(REGROUP)
-
-    def meet_at_checkpoint(self) -> None:
-        """Wait until every rank wants to save or to load.
-
-        Raises:
-            MismatchError: a rank is elsewhere.
-        """
-        self._come_together()
-        self._agreement.finish(CHECKPOINT)
-
-    @property
-    def units(self) -> Iterable[Unit]:
-        """The units whose weights must be gathered before they are used."""
-        return self._uses.units
-
-    def bucket_at(self, tensor: Tensor) -> Bucket | None:
-        """Return the bucket whose full buffer a tensor looks into, if any."""
-        return self._uses.bucket_at(tensor)
+        self.agreement.finish(marker)
 
     # ---- one bucket ------------------------------------------------------------------------------
 
     def need(self, bucket: Bucket) -> None:
         """Make a bucket's weights readable."""
-        number = self._uses.number.get(bucket)
+        number = self.uses.number.get(bucket)
         if number is None or bucket in self._open:
             return
         with self._own_moves():
             if self.phase is not Phase.IDLE:
-                self._recorder.need(number)
+                self._walk.need(number)
                 if self._walk.follows:
                     self._follow(number)
             if bucket.state is Weights.ARRIVING:
-                self._calls.gather(number)
+                self.uses.gather(number)
             elif bucket.state is Weights.SHARDED:
                 # Outside of forward and backward, readers and savers of weights want them exact.
                 exact = self.phase is Phase.IDLE
                 if exact or self._asking.all_leave() or not self._asking.fetch(number):
                     self._leave_round()
-                    self._agreement.request(self._calls.code_of(number, exact=exact))
+                    self.agreement.request(self.uses.code_of(number, exact=exact))
             if self.phase is not Phase.IDLE:
                 self._open.add(bucket)
 
@@ -222,14 +180,14 @@ class Gathering:
         stray = None
         if self.phase is not Phase.IDLE:
             self._walk.is_played = True
-            stray = self._walk.stray(self._recorder.trace())
+            stray = self._walk.stray()
         self.rounds.leave(stray)
 
     def play(self, pass_: RoundPass) -> None:
         """Do this rank's part in a pass that it does not run."""
-        before = self._walk, self._recorder, self.phase
+        before = self._walk, self.phase
         is_backward = pass_.kind is Kind.BACKWARD
-        self._walk, self._recorder = Walk(pass_.kind, pass_.plan), Recorder()
+        self._walk = Walk(pass_.kind, pass_.plan)
         self.phase = Phase.BACKWARD if is_backward else Phase.FORWARD
         around = self.playing(pass_.is_last) if is_backward else nullcontext()
         try:
@@ -237,7 +195,7 @@ class Gathering:
                 if pass_.plan is not None:
                     self._leave()
         finally:
-            self._walk, self._recorder, self.phase = before
+            self._walk, self.phase = before
 
     def _start(self, number: int) -> None:
         bucket = self._buckets[number]
@@ -255,9 +213,9 @@ class Gathering:
             self._start_due_reductions()
             for number in plan.gathers[walk.issued : stop]:
                 if number == wanted and self._buckets[number].state is Weights.SHARDED:
-                    self._calls.gather(number)
+                    self.uses.gather(number)
                 else:
-                    self._calls.lend(number)
+                    self._buckets[number].serve()
                 walk.issued += 1
             walk.position += 1
         if self.phase is Phase.BACKWARD:
@@ -272,11 +230,7 @@ class Gathering:
 
     def record_reduction(self, bucket: Bucket) -> None:
         """Record that a reduction of this backward was started here."""
-        self._recorder.reduce(self._uses.number.get(bucket, -1))
-
-    def agree_on_progress(self, progress: Callable[[], int], start: Callable[[int], None]) -> None:
-        """Let ranks exchange their `progress` whenever they talk, and `start` the least."""
-        self._agreement.progress, self._agreement.start = progress, start
+        self._walk.reduce(self.uses.number.get(bucket, -1))
 
     @property
     def has_left(self) -> bool:
@@ -291,16 +245,12 @@ class Gathering:
     def reduce_now(self, number: int) -> None:
         """Reduce gradients of this number once more, together with all ranks."""
         with self._own_moves():
-            self._agreement.request(self._calls.code_of_reduction(number))
-
-    def lend_to_reductions(self, reduce: Callable[[int], None]) -> None:
-        """Set `reduce`, which takes part in a reduction that any rank has asked for."""
-        self._calls.reduce = reduce
+            self.agreement.request(self.uses.code_of_reduction(number))
 
     def compare_progress(self) -> None:
         """Exchange the progress of this backward's reductions, and nothing else."""
         with self._own_moves():
-            self._agreement.compare_progress()
+            self.agreement.compare_progress()
 
     @property
     def starts_together(self) -> bool:
@@ -312,7 +262,7 @@ class Gathering:
         """
         walk = self._walk
         is_announced = walk.plan is None and not walk.is_played
-        return self.phase is Phase.BACKWARD and is_announced and bool(self._uses.units)
+        return self.phase is Phase.BACKWARD and is_announced and bool(self.uses.units)
 
     @property
     def started_everywhere(self) -> int | None:
@@ -339,18 +289,18 @@ class Gathering:
 
     def done(self, bucket: Bucket) -> None:
         """End a use of a bucket: free it, unless it is needed elsewhere or soon again."""
-        number = self._uses.number.get(bucket)
+        number = self.uses.number.get(bucket)
         if number is None or bucket.state is not Weights.FULL or self._is_busy(bucket):
             return
         self._open.discard(bucket)
-        if self._stays(bucket, self._recorder.done(number)):
+        if self._stays(bucket, self._walk.done(number)):
             return
         # Nothing would announce its view: the bucket stays until this forward or backward ends.
         if not self.escapes.note(bucket) or self.phase is Phase.IDLE:
             self._free(bucket, is_noted=True)
 
     def _is_busy(self, bucket: Bucket) -> bool:
-        running = any(bucket in self._uses.of(unit) for unit in self._running)
+        running = any(bucket in self.uses.of(unit) for unit in self._running)
         return running or bool(self._pins[bucket])
 
     def _stays(self, bucket: Bucket, use: int | None) -> bool:
@@ -377,7 +327,7 @@ class Gathering:
 
     def freed(self, unit: Unit) -> list[Bucket]:
         """Return the buckets of a unit that are sharded now."""
-        return [bucket for bucket in self._uses.of(unit) if bucket.state is not Weights.FULL]
+        return [bucket for bucket in self.uses.of(unit) if bucket.state is not Weights.FULL]
 
     def check_readable(self, unit: Unit) -> None:
         """Raise `ShardedAccessError` if a unit's values are asked for while they are freed."""
@@ -393,7 +343,7 @@ class Gathering:
     def before_use(self, unit: Unit) -> None:
         """Gather before a unit's forward (the first, or a recomputation inside backward)."""
         self._running.append(unit)
-        for bucket in self._uses.of(unit):
+        for bucket in self.uses.of(unit):
             self.need(bucket)
 
     def after_use(self, unit: Unit) -> None:
@@ -401,22 +351,18 @@ class Gathering:
         if unit in self._running:
             self._running.remove(unit)
         if self.phase is not Phase.BACKWARD:
-            for bucket in self._uses.of(unit):
+            for bucket in self.uses.of(unit):
                 self.done(bucket)
-
-    def used_by(self, unit: Unit) -> Sequence[Bucket]:
-        """Return the buckets that a unit is known to use."""
-        return self._uses.of(unit)
 
     def before_backward_of(self, unit: Unit) -> None:
         """Gather for a unit's backward: the gradient of its output has arrived."""
-        for bucket in self._uses.of(unit):
+        for bucket in self.uses.of(unit):
             self.need(bucket)
 
     def after_backward_of(self, unit: Unit) -> None:
         """Free what brings no gradient any more: the gradient of a unit's input is complete."""
         if self.phase is Phase.BACKWARD:
-            for bucket in self._uses.of(unit):
+            for bucket in self.uses.of(unit):
                 if not bucket.trainable or not self.awaits(bucket):
                     self.done(bucket)
 
@@ -426,19 +372,19 @@ class Gathering:
         A read that no unit announces (a module that reaches into another one) is remembered: from
         now on the running unit gathers that bucket too.
         """
-        self._read(self._uses.bucket_of.get(parameter))
+        self._read(self.uses.bucket_of.get(parameter))
 
     def on_view(self, tensor: Tensor) -> None:
         """Gather for a plain tensor's read: it may look into weights that are freed by now.
 
         A module may return a view of its weight (`weight.t()`), for another one to use.
         """
-        self._read(self.bucket_at(tensor))
+        self._read(self.uses.bucket_at(tensor))
 
     def _read(self, bucket: Bucket | None) -> None:
         if bucket is None or bucket in self._open or self._moves:
             return
-        if self._running and self._uses.learn(self._running[-1], bucket):
+        if self._running and self.uses.learn(self._running[-1], bucket):
             self._walk.has_learned = True
         self.need(bucket)
 
@@ -451,7 +397,7 @@ class Gathering:
         kind = Kind.FORWARD if torch.is_grad_enabled() else Kind.EVALUATION
         plan = None
         if not self._announces_all:
-            plan, _ = self._meet_before(kind, BEGINNING, last=False)
+            plan, _ = self._meet_before(kind, Marker.BEGINNING, last=False)
         self._begin(Phase.FORWARD, kind, plan)
 
     def end_forward(self, error: BaseException | None) -> None:
@@ -460,27 +406,29 @@ class Gathering:
             return
         with self._ending():
             if error is None:
-                self._end(END_OF_FORWARD)
+                self._end(Marker.END_OF_FORWARD)
             else:
                 self._abandon(error)
                 if not self._announces_all:
                     self.rounds.abandon()
 
-    def is_fault_before_backward(self, is_mine: bool, *, boundary: bool) -> bool:
-        """Return True if any rank is at fault here; else find the plan for `backward`.
+    def any_fault(self, mine: bool, *, boundary: bool = False) -> bool:
+        """Return True if any rank is at fault before a backward; else find the plan for it.
 
+        If ranks do not meet here, only this one: the others learn of it before their update.
         `boundary`: weights will change after this backward.
 
         Raises:
             MismatchError: the ranks disagree on whether they will, or one is elsewhere.
         """
         self._next, self.counts_refused = None, False
-        if is_mine and (self.rounds.is_steady or self.rounds.is_behind):
+        if mine and (self.rounds.is_steady or self.rounds.is_behind):
             self.counts_refused = self.rounds.refuse()
             return True
-        marker = AT_FAULT if is_mine else FINE_AND_LAST if boundary else FINE
+        fine = Marker.FINE_AND_LAST if boundary else Marker.FINE
+        marker = Marker.AT_FAULT if mine else fine
         self._next, met = self._meet_before(Kind.BACKWARD, marker, last=boundary)
-        return AT_FAULT in met.markers
+        return Marker.AT_FAULT in met.markers
 
     @contextmanager
     def backward(self, *, boundary: bool) -> Iterator[None]:
@@ -495,14 +443,14 @@ class Gathering:
                 self._abandon(error)
                 self.rounds.break_off()
                 raise
-            self._end(END_OF_BACKWARD, is_last=boundary)
+            self._end(Marker.END_OF_BACKWARD, is_last=boundary)
 
     def expect_another_backward(self) -> None:
         """Forget the backward's traces: gradients will be complete at other moments."""
         self._paths.forget(Kind.BACKWARD)
         self.rounds.forget()
 
-    def _meet_before(self, kind: Kind, marker: int, *, last: bool) -> tuple[Plan | None, Met]:
+    def _meet_before(self, kind: Kind, marker: Marker, *, last: bool) -> tuple[Plan | None, Met]:
         """Meet the other ranks; return the plan that all of them will follow, if there is one.
 
         In a steady round ranks do not meet.
@@ -522,7 +470,7 @@ class Gathering:
         if self._is_late:
             return None, Met(frozenset({marker}), (0,))
         plan = None
-        if self._uses.units and not self._announces_all:
+        if self.uses.units and not self._announces_all:
             plan = self._paths.plan_for(kind, held, last=last)
         met = self._talk(marker, 0 if plan is None else 1 + plan.digest)
         return (plan if met.is_alike else None), met
@@ -532,9 +480,9 @@ class Gathering:
         missing = () if plan is None else sorted(set(plan.held) - held)
         return all(map(self._asking.fetch, missing))
 
-    def _talk(self, marker: int, word: int = 0) -> Met:
+    def _talk(self, marker: Marker, word: int = 0) -> Met:
         with self._own_moves():
-            return self._agreement.finish(marker, word)
+            return self.agreement.finish(marker, word)
 
     def _come_together(self) -> None:
         """Leave a steady round before ranks meet for something that is not part of it."""
@@ -545,7 +493,6 @@ class Gathering:
     def _begin(self, phase: Phase, kind: Kind, plan: Plan | None) -> None:
         self._walk = Walk(kind, plan, is_played=self._is_late)
         self.rounds.enter()
-        self._recorder.begin()
         self._open.clear()
         if plan is not None:
             for number, bucket in enumerate(self._buckets):
@@ -555,25 +502,25 @@ class Gathering:
         self._listener.start()
         self.phase = phase
 
-    def _end(self, marker: int, *, is_last: bool = False) -> None:
+    def _end(self, marker: Marker, *, is_last: bool = False) -> None:
         """Meet the other ranks at the end, lending until all are there; not in a steady round."""
         walk, rounds = self._walk, self.rounds
         if walk.follows and walk.plan and walk.position < len(walk.plan.uses):
             with self._own_moves():
                 self._leave()
-        trace = self._recorder.trace()
         pass_ = RoundPass(walk.kind, is_last, walk.plan)
         if rounds.is_steady:
             self._wait_for_all()
-            rounds.end(walk.stray(trace), is_early=walk.was_early)
+            rounds.end(walk.stray(), is_early=walk.was_early)
         elif rounds.passes():
             self._wait_for_all()
-        elif not self._uses.units:
+        elif not self.uses.units:
             rounds.note(pass_, is_even=True)
         elif self._announces_all:
             self._talk(marker)
             rounds.note(pass_, is_even=False)
         else:
+            trace = walk.trace()
             met = self._talk(marker, walk.word(trace))
             self._wait_for_all()
             rounds.note(pass_, is_even=self._paths.settle(walk, trace, met))
@@ -601,7 +548,7 @@ class Gathering:
         with self._own_moves():
             for number, bucket in enumerate(self._buckets):
                 if bucket.state is Weights.ARRIVING:
-                    self._calls.gather(number)
+                    self.uses.gather(number)
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -628,15 +575,15 @@ class Gathering:
     def whole(self, buckets: Iterable[Bucket]) -> Iterator[None]:
         """Keep buckets readable for a while, outside of forward and backward."""
         held = list(dict.fromkeys(buckets))
-        if self.phase is Phase.IDLE and self._uses.units:
+        if self.phase is Phase.IDLE and self.uses.units:
             self._come_together()
         self._free_rounded(held)
         gathered = [bucket for bucket in held if bucket.state is not Weights.FULL]
         for bucket in held:
             self.need(bucket)
             self._pins[bucket] += 1
-        if self.phase is Phase.IDLE and self._uses.units:
-            self._talk(END_OF_ACCESS)
+        if self.phase is Phase.IDLE and self.uses.units:
+            self._talk(Marker.END_OF_ACCESS)
         try:
             yield
         finally:
@@ -652,10 +599,10 @@ class Gathering:
 
     def gather_for_good(self) -> None:
         """Gather every bucket, never to be freed again."""
-        if not self._uses.units:
+        if not self.uses.units:
             return
         self._come_together()
         self._free_rounded(self._buckets)
         for bucket in self._buckets:
             self.need(bucket)
-        self._talk(END_OF_ACCESS)
+        self._talk(Marker.END_OF_ACCESS)

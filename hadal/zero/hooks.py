@@ -119,7 +119,7 @@ class Hooks:
         if _is_compiler_there():
             shield_hooks()
         self.watch_gradients(runtime.gradients)
-        self.watch_units(runtime.gathering.units)
+        self.watch_units(runtime.gathering.uses.units)
 
     def watch_gradients(self, many: Iterable[Gradients]) -> None:
         """Collect the gradients of these buckets as they arrive."""
@@ -134,7 +134,7 @@ class Hooks:
             self._watch_unit(unit)
             is_root_new = is_root_new or unit.module is self._model
         # Registered after the units' hooks, so that the model's own come first and last.
-        if self._runtime.gathering.units and (is_root_new or not self._model_handles):
+        if self._runtime.gathering.uses.units and (is_root_new or not self._model_handles):
             for handle in self._model_handles:
                 handle.remove()
             self._model_handles = [
@@ -194,7 +194,7 @@ class Hooks:
         survey = self._runtime.survey
         # The loss is the root of the whole graph; a gradient may come in a part of its own.
         with loss.register_hook(lambda _: _unseen(survey)):
-            if not self._runtime.gathering.units:
+            if not self._runtime.gathering.uses.units:
                 loss.backward(retain_graph=retain_graph)
                 return
             with self.reading():
@@ -299,7 +299,7 @@ def _is_running(wanted: FrameType | None) -> bool:
 
 @contextmanager
 def _reading(gathering: Gathering) -> Iterator[None]:
-    if not gathering.units:
+    if not gathering.uses.units:
         yield
         return
     watcher = ReadWatcher(_outside_graphs(gathering.on_read), gathering.on_view)
@@ -311,7 +311,7 @@ def saving(gathering: Gathering) -> AbstractContextManager[None]:
     """Return a context in which autograd's saved views of gathered weights may be freed."""
     context: AbstractContextManager[None] = (
         saved_tensors_hooks(_packer(gathering), _unpacker(gathering))
-        if gathering.units
+        if gathering.uses.units
         else nullcontext()
     )
     return context
@@ -343,7 +343,7 @@ class _Saved:
 def _packer(gathering: Gathering) -> Callable[[Tensor], Any]:
     @_outside_graphs
     def pack(tensor: Tensor) -> Any:
-        bucket = gathering.bucket_at(tensor)
+        bucket = gathering.uses.bucket_at(tensor)
         return tensor if bucket is None else _Saved(bucket, tensor)
 
     return pack

@@ -9,8 +9,9 @@ Tests: tests/zero/test_agreement.py
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -33,35 +34,67 @@ _PLANS = 128
 _NOTHING = Trace(())
 
 
-@dataclass(slots=True)
 class Walk:
-    """One pass, a forward or a backward, on this rank, and its progress along its plan."""
+    """A pass (forward or backward) on this rank: its progress along its plan, and its uses."""
 
-    kind: Kind
-    plan: Plan | None = None
-    position: int = 0
-    """The number of the next use."""
-    issued: int = 0
-    """How many of the plan's gathers have started."""
-    has_left: bool = False
-    """True: this rank needed a bucket that the plan does not have."""
-    has_learned: bool = False
-    """True: a read was found that will be announced earlier from now on."""
-    was_early: bool = False
-    """True: a reduction was due before its gradients had come."""
-    is_played: bool = False
-    """True: this rank's part in it was done before, and what it needs is announced."""
+    def __init__(self, kind: Kind, plan: Plan | None = None, *, is_played: bool = False) -> None:
+        self.kind = kind
+        self.plan = plan
+        self.position = 0
+        """The number of the next use of the plan."""
+        self.issued = 0
+        """How many of the plan's gathers have started."""
+        self.has_left = False
+        """True: this rank needed a bucket that the plan does not have."""
+        self.has_learned = False
+        """True: a read was found that will be announced earlier from now on."""
+        self.was_early = False
+        """True: a reduction was due before its gradients had come."""
+        self.is_played = is_played
+        """True: this rank's part in it was done before, and what it needs is announced."""
+        self._used: list[int] = []
+        self._ends: dict[int, int] = {}
+        self._open: dict[int, int] = {}
+        self._reductions: list[tuple[int, int]] = []
 
     @property
     def follows(self) -> bool:
         """Return True if gathers are those of the plan, and not announced."""
         return self.plan is not None and not self.has_left
 
-    def stray(self, trace: Trace) -> Stray | None:
-        """Return the report of a plan left in a steady round; `trace`: as far as it has come."""
+    def need(self, bucket: int) -> None:
+        """Record the beginning of a use of a bucket."""
+        self._open[bucket] = len(self._used)
+        self._used.append(bucket)
+
+    def done(self, bucket: int) -> int | None:
+        """Record the end of a bucket's use; return its number, None if there is no such use."""
+        number = self._open.pop(bucket, None)
+        if number is not None:
+            self._ends[number] = len(self._used)
+        return number
+
+    def reduce(self, bucket: int) -> None:
+        """Record a started reduction; `bucket` is -1 for one whose uses are not recorded."""
+        self._reductions.append((len(self._used), bucket))
+
+    def trace(self) -> Trace:
+        """Return the trace of the uses so far."""
+        ends = (self._ends.get(number, len(self._used)) for number in range(len(self._used)))
+        uses = [Use(*pair) for pair in zip(self._used, ends, strict=True)]
+        final = {use.bucket: use.until for use in uses}
+        # A bucket that no gradient came for was reduced early: next time it may be used first.
+        starts = (max(at, final.get(bucket, 0)) for at, bucket in self._reductions)
+        latest = list(accumulate(starts, max))
+        return Trace(
+            tuple(use._replace(reduced=bisect_right(latest, i)) for i, use in enumerate(uses))
+        )
+
+    def stray(self) -> Stray | None:
+        """Return the report of a plan left in a steady round, as far as this rank has come."""
         if self.plan is None or not self.has_left:
             return None
-        return Stray(self.kind, self.plan.path, trace.path)
+        return Stray(self.kind, self.plan.path, tuple(self._used))
 
     def word(self, trace: Trace) -> int:
         """Return this rank's word at the end: its path, its outcome, and its moments."""

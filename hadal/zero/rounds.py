@@ -25,7 +25,7 @@ from torch import Tensor
 from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
 from hadal.errors import LossError, MismatchError
-from hadal.zero.agreement import END_OF_UPDATE, Met
+from hadal.zero.agreement import Marker, Met
 from hadal.zero.planner import Plan
 from hadal.zero.trace import Kind, digest_of
 
@@ -135,7 +135,7 @@ class Rounds:
     def __init__(
         self,
         ranks: Ranks,
-        meet: Callable[[int, int], Met],
+        meet: Callable[[Marker, int], Met],
         tell: Callable[[list[Stray]], None],
         forget: Callable[[], None],
     ) -> None:
@@ -363,7 +363,7 @@ class Rounds:
 
         None: gradients of a rank are missing, so the round is over for all.
         """
-        met = self._meet(END_OF_UPDATE, self._word(mine))
+        met = self._meet(Marker.END_OF_UPDATE, self._word(mine))
         places, end, flags = [word >> _BITS for word in met.words], self._end, _flags_of(met)
         strays, self._strays = self._strays, []
         if flags or min(places) <= end:
@@ -381,7 +381,7 @@ class Rounds:
         course = digest_of(
             *((s.kind.value, s.is_last, s.plan and s.plan.digest) for s in self._record)
         )
-        met = self._meet(END_OF_UPDATE, self._word(course))
+        met = self._meet(Marker.END_OF_UPDATE, self._word(course))
         flags, strays = _flags_of(met), self._strays
         is_even = met.is_alike and self._is_even and not flags
         self._course.came(tuple(self._record) if is_even else None)

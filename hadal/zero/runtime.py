@@ -16,6 +16,7 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_, max_
 from hadal.device import is_in_backward, will_collect
 from hadal.errors import UsageError
+from hadal.zero.agreement import Marker
 from hadal.zero.bucket import Bucket, refresh_all
 from hadal.zero.exchange import OwnExchange
 from hadal.zero.expectation import Expectation
@@ -110,11 +111,12 @@ class ZeroRuntime:
     def _serve_gathering(self) -> None:
         """Give `gathering` its callbacks for reductions."""
         gathering = self.gathering
-        gathering.agree_on_progress(self._progress, self._start_together)
+        gathering.agreement.progress = self._progress
+        gathering.agreement.start = self._start_together
         gathering.start_due = self._start_due
         gathering.awaits = self._expectation.awaits
         gathering.playing = self._playing
-        gathering.lend_to_reductions(self._reduce_once_more)
+        gathering.uses.reduce = self._reduce_once_more
         gathering.rounds.part = Part(
             self._prepare, gathering.play, self._take_back, self.clear_gradients
         )
@@ -125,21 +127,6 @@ class ZeroRuntime:
         self._reduces_inside = self._reduction.inside_backward or is_cut
         if self._reduction.refuses_unused:
             self._unused = UnusedCheck(self.gradients, self.ranks)
-
-    def any_fault(self, mine: bool, *, boundary: bool = False) -> bool:
-        """Return True if any rank is at fault here, at the beginning of a backward.
-
-        If ranks do not meet there, only this one: the others learn of it before their update.
-
-        Raises:
-            MismatchError: the ranks disagree on whether it ends an update.
-        """
-        return self.gathering.is_fault_before_backward(mine, boundary=boundary)
-
-    @property
-    def counts_refused(self) -> bool:
-        """Return True if the backward that was at fault here counts, for which zeros were sent."""
-        return self.gathering.counts_refused
 
     def expect_here(self) -> None:
         """Raise `UsageError` if states are off the device for a while."""
@@ -314,7 +301,7 @@ class ZeroRuntime:
         """Return True if a backward that the engine has not begun will bring a unit's gradients."""
         if self.gathering.phase is not Phase.IDLE or not all(r.is_direct for r in _in_backward):
             return False
-        trained = (b for b in self.gathering.used_by(unit) if b.trainable)
+        trained = (b for b in self.gathering.uses.of(unit) if b.trainable)
         parameters = (p for bucket in trained for p in bucket.parameters if p.requires_grad)
         return is_in_backward() and any(map(will_collect, parameters))
 
@@ -596,16 +583,8 @@ class ZeroRuntime:
         Raises:
             MismatchError: a rank is elsewhere.
         """
-        self.gathering.meet_at_checkpoint()
+        self.gathering.meet(Marker.CHECKPOINT)
         self.bring_together()
-
-    def meet_to_regroup(self) -> None:
-        """Wait until every rank wants buckets replaced.
-
-        Raises:
-            MismatchError: a rank is elsewhere.
-        """
-        self.gathering.meet_to_regroup()
 
     def replace(self, old: Bucket, parts: Sequence[Bucket]) -> None:
         """Replace an untrained bucket by new ones that have taken over its parameters.

@@ -6,12 +6,10 @@ Tests: tests/zero/test_planner.py, tests/zero/test_foresight.py
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 _DIGEST_BITS = 48
@@ -76,53 +74,6 @@ class Trace:
     def path(self) -> tuple[int, ...]:
         """The numbers of the buckets used, without the ends of their uses."""
         return tuple(use.bucket for use in self.uses)
-
-
-class Recorder:
-    """A recorder of the uses of one pass."""
-
-    def __init__(self) -> None:
-        self._buckets: list[int] = []
-        self._ends: list[int | None] = []
-        self._open: dict[int, int] = {}
-        self._reductions: list[tuple[int, int]] = []
-
-    def begin(self) -> None:
-        """Clear the record."""
-        self._buckets.clear()
-        self._ends.clear()
-        self._open.clear()
-        self._reductions.clear()
-
-    def need(self, bucket: int) -> None:
-        """Begin a use of a bucket."""
-        self._open[bucket] = len(self._buckets)
-        self._buckets.append(bucket)
-        self._ends.append(None)
-
-    def done(self, bucket: int) -> int | None:
-        """End the present use of a bucket; return its number, None if there is no such use."""
-        number = self._open.pop(bucket, None)
-        if number is not None:
-            self._ends[number] = len(self._buckets)
-        return number
-
-    def reduce(self, bucket: int) -> None:
-        """Record a started reduction; `bucket` is -1 for one whose uses are not recorded."""
-        self._reductions.append((len(self._buckets), bucket))
-
-    def trace(self) -> Trace:
-        """Return the trace since the beginning."""
-        last = len(self._buckets)
-        pairs = zip(self._buckets, self._ends, strict=True)
-        uses = [Use(b, last if end is None else end) for b, end in pairs]
-        final = {use.bucket: use.until for use in uses}
-        # A bucket that no gradient came for was reduced early: next time it may be used first.
-        starts = (max(at, final.get(bucket, 0)) for at, bucket in self._reductions)
-        latest = list(accumulate(starts, max))
-        return Trace(
-            tuple(use._replace(reduced=bisect_right(latest, i)) for i, use in enumerate(uses))
-        )
 
 
 def describe_parting(

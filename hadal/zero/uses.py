@@ -1,11 +1,11 @@
-"""The buckets that are gathered on use, and the units that use them.
+"""The buckets that are gathered on use: the units that use them, and the codes that announce them.
 
-Tests: tests/zero/test_gathering.py
+Tests: tests/zero/test_gathering.py, tests/zero/test_rounds.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,10 +15,16 @@ from hadal.zero.grouping import Unit
 
 
 class Uses:
-    """The buckets whose weights are gathered on use, by number; those of each unit."""
+    """The buckets whose weights are gathered on use, by number; those of each unit.
+
+    A gather is announced by its bucket's number, plus the number of buckets if it is exact. Higher
+    codes are gradients to reduce once more.
+    """
 
     def __init__(self) -> None:
         self._of: dict[Unit, list[Bucket]] = {}
+        self.reduce: Callable[[int], None] = lambda _: None
+        """Takes part in such a reduction."""
         self.take([])
 
     def take(self, buckets: list[Bucket]) -> None:
@@ -79,6 +85,48 @@ class Uses:
         """Return the bucket whose full buffer a tensor looks into, if any."""
         held = self._fulls.get(id(_storage_of(tensor)))
         return None if held is None else held[1]
+
+    # ---- announcements ---------------------------------------------------------------------------
+
+    def code_of_reduction(self, number: int) -> int:
+        """Return the code that announces another reduction of gradients."""
+        return 2 * len(self.buckets) + number
+
+    def code_of(self, number: int, *, exact: bool) -> int:
+        """Return the code that announces a gather; if nothing is rounded, every gather is exact."""
+        return number + len(self.buckets) if exact and self.buckets[number].rounds else number
+
+    def _is_reduction(self, code: int) -> bool:
+        return code >= self.code_of_reduction(0)
+
+    def _called(self, code: int) -> tuple[Bucket, bool]:
+        """Return the bucket of a code, and True if its gather is exact."""
+        return self.buckets[code % len(self.buckets)], code >= len(self.buckets)
+
+    def name(self, code: int) -> str:
+        """Return the name of what a code announces."""
+        is_reduction = self._is_reduction(code)
+        return "gradients that come late" if is_reduction else self._called(code)[0].name
+
+    def gather(self, code: int) -> None:
+        """Make a bucket's weights readable here, or reduce gradients."""
+        if self._is_reduction(code):
+            self.reduce(code - self.code_of_reduction(0))
+        else:
+            bucket, exact = self._called(code)
+            bucket.unshard(exact=exact)
+
+    def lend_to(self, code: int, askers: Collection[int]) -> None:
+        """Lend this rank's shard, unless no rank that it gathers the bucket with has asked.
+
+        They all know which ranks asked, so all take part or none does. In a reduction all do.
+        """
+        if self._is_reduction(code):
+            self.gather(code)
+            return
+        bucket, exact = self._called(code)
+        if any(asker in bucket.gatherers_of(exact=exact) for asker in askers):
+            bucket.serve(exact=exact)
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

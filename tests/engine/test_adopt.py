@@ -166,7 +166,7 @@ def train_changed(stage: int, changes: list[str], threshold: int = 0, kind: str 
                 for m in model.modules()
                 if any(p is q for p in cut for q in m._parameters.values())
             ]
-            units = {unit.module for unit in engine._parts.runtime.gathering.units}
+            units = {unit.module for unit in engine._parts.runtime.gathering.uses.units}
             assert all(hooked(owner, units) for owner in owners)
         train(engine, range(2 * number, 2 * number + 2))
     found = engine.state_dict()

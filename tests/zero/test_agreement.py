@@ -10,7 +10,7 @@ from ranks import RankPools
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects
 from hadal.errors import MismatchError
-from hadal.zero.agreement import END_OF_ACCESS, END_OF_BACKWARD, END_OF_FORWARD, Agreement
+from hadal.zero.agreement import Agreement, Marker
 
 
 class Log:
@@ -38,7 +38,7 @@ def walk(paths: list[list[int]]) -> list[tuple[str, int]]:
     for bucket in paths[ranks.rank]:
         log.agreement.request(bucket)
         assert log.moves[-1] == ("gather", bucket) or ("gather", bucket) in log.moves
-    log.agreement.finish(END_OF_FORWARD)
+    log.agreement.finish(Marker.END_OF_FORWARD)
     assert log.gathered == paths[ranks.rank]
     orders = gather_objects(log.order, ranks)
     assert all(order == orders[0] for order in orders), orders
@@ -76,7 +76,7 @@ def test_any_paths_end(world: int, ranks: RankPools) -> None:
     ranks(world).run(walk_at_random, 25)
 
 
-def end_differently(paths: list[list[int]], markers: list[int]) -> str:
+def end_differently(paths: list[list[int]], markers: list[Marker]) -> str:
     ranks, log = Ranks.world(), Log()
     for bucket in paths[ranks.rank]:
         log.agreement.request(bucket)
@@ -87,8 +87,8 @@ def end_differently(paths: list[list[int]], markers: list[int]) -> str:
 
 @pytest.mark.parametrize("paths", [[[], []], [[1], []], [[0], [2, 3]]])
 def test_programs_that_differ_are_told_on_every_rank(paths, ranks: RankPools) -> None:
-    messages = ranks(2).run(end_differently, paths, [END_OF_FORWARD, END_OF_BACKWARD])
+    messages = ranks(2).run(end_differently, paths, [Marker.END_OF_FORWARD, Marker.END_OF_BACKWARD])
     for message in messages:
         assert "rank 0: the end of a forward, rank 1: the end of a backward" in message
-    messages = ranks(2).run(end_differently, paths, [END_OF_ACCESS, END_OF_FORWARD])
+    messages = ranks(2).run(end_differently, paths, [Marker.END_OF_ACCESS, Marker.END_OF_FORWARD])
     assert "rank 0: the end of GatheredParameters or of a step" in messages[1]

@@ -76,7 +76,7 @@ def test_a_module_that_takes_no_hooks_has_its_weights_refreshed_in_the_step():
         for p in m.parameters()
     }
     runtime: Any = SimpleNamespace(
-        bucket_of=kept, gradients=[], gathering=SimpleNamespace(units=[])
+        bucket_of=kept, gradients=[], gathering=SimpleNamespace(uses=SimpleNamespace(units=[]))
     )
     hooks = Hooks(model, runtime)
     hooks.watch_refreshes(find_units(model, dict.fromkeys(kept, 0), LeafModules()))
