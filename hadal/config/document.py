@@ -46,10 +46,11 @@ value of every key and its origin, and exits with 1 if `hadal.initialize` would 
 `"$schema": "./ds_config.schema.json"` as the first key of a configuration, editors such as VS Code
 complete and check it.
 
-**Values.** Wherever a number is expected, a string that spells it is accepted too (`"8"`, `"1e-4"`,
-`"5e8"`). An integer may have a zero fraction (`8.0`), except counts of scheduler updates. A switch
-is `true` or `false`, never `1` or `"true"`. The same rule applies in every section and to the
-arguments of torch's own classes. (`amp` also accepts Apex's words `"True"` and `"False"`.)
+**Values.** Wherever a number is expected, a string that spells it as JSON does is accepted too
+(`"8"`, `"1e-4"`, `"5e8"`). An integer may have a zero fraction (`8.0`), except counts of scheduler
+updates. A switch is `true` or `false`, never `1` or `"true"`. The same rule applies in every
+section and to the arguments of torch's own classes. (`amp` also accepts Apex's words `"True"` and
+`"False"`.)
 
 **Status.** **acts**: does what its description says. **not built yet**: refused if its value would
 change anything. **no effect**: accepted; logs a note if it differs from the default. Sections that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from hadal.units import nbytes_of
 
 # Sizes and counts end up in 64-bit integers; the largest that is printed as a default is 2^63 - 1.
 _TOO_LARGE = 1 << 63
+_JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def whole(value: Any) -> Any:
@@ -56,12 +58,13 @@ def whole_or_never(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
+    """Convert a string that is a number of JSON's, such as "8" and "1e-3"; no other form counts."""
     if not isinstance(value, str):
         return value
-    try:
-        return int(value)
-    except ValueError:
-        return float(value)
+    value = value.strip()
+    if not _JSON_NUMBER.fullmatch(value):
+        raise ValueError("not a number")
+    return float(value) if set(value) & set(".eE") else int(value)
 
 
 def spelled_numbers(value: Any) -> Any:

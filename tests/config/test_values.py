@@ -101,3 +101,9 @@ def test_lists_and_alternatives_follow_the_rule():
     assert config.amp.loss_scale == 128.0
     assert config.zero_optimization.stage == 2
     assert (config.train_batch_size, config.gradient_clipping) == (8, 1.0)
+
+
+@pytest.mark.parametrize("text", ["1_000", "\uff18", "+8", "0x8", "08", "8.", "inf", "nan", ""])
+def test_a_number_in_a_string_is_one_of_jsons(text):
+    for name in ("train_batch_size", "gradient_clipping"):
+        assert only_fault({**BASE, name: text})[0] == name
