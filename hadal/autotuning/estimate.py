@@ -82,7 +82,7 @@ DEFAULT_BUFFERS = Buffers(9, 14 << 19, 5 * 100_000_000 * _FP32_NBYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ShardTiers:
     """The tiers in which a rank's shards are stored between uses."""
 
     weights: Tier = Tier.DEVICE
@@ -187,10 +187,10 @@ def counted(model: nn.Module, persistence_numel: int = 0) -> Model:
 
 
 def states_of(
-    stage: int, model: Model, job: JobSize, cost: Cost = HALF, rest: Placement | None = None
+    stage: int, model: Model, job: JobSize, cost: Cost = HALF, rest: ShardTiers | None = None
 ) -> States:
     """Return a rank's state between steps, with the gradients before one; within 1 % (padding)."""
-    rest, cut = rest or Placement(), STAGES[stage]
+    rest, cut = rest or ShardTiers(), STAGES[stage]
     return States(
         _weights(cut, model, job, cost, rest),
         _gradients(cut, model, job, cost, rest),
@@ -199,7 +199,7 @@ def states_of(
     )
 
 
-def _weights(cut: Partition, model: Model, job: JobSize, cost: Cost, rest: Placement) -> TierBytes:
+def _weights(cut: Partition, model: Model, job: JobSize, cost: Cost, rest: ShardTiers) -> TierBytes:
     if not cut.weights:
         return TierBytes(cost.weight * model.numel)
     sharded = model.numel - model.persistent
@@ -211,7 +211,7 @@ def _weights(cut: Partition, model: Model, job: JobSize, cost: Cost, rest: Place
 
 
 def _gradients(
-    cut: Partition, model: Model, job: JobSize, cost: Cost, rest: Placement
+    cut: Partition, model: Model, job: JobSize, cost: Cost, rest: ShardTiers
 ) -> TierBytes:
     """Return the gradients of an update, once all are accumulated."""
     whole, shard = (cost.gradient * math.ceil(model.trained / n) for n in (1, job.cuts))
@@ -222,7 +222,7 @@ def _gradients(
 
 
 def _optimizer(
-    cut: Partition, model: Model, job: JobSize, cost: Cost, rest: Placement
+    cut: Partition, model: Model, job: JobSize, cost: Cost, rest: ShardTiers
 ) -> TierBytes:
     numel = math.ceil(model.trained / (job.cuts if cut.optimizer else 1))
     off = _part_off(rest, numel)
@@ -234,7 +234,7 @@ def _optimizer(
     return found
 
 
-def _buffers(cut: Partition, model: Model, job: JobSize, cost: Cost, rest: Placement) -> TierBytes:
+def _buffers(cut: Partition, model: Model, job: JobSize, cost: Cost, rest: ShardTiers) -> TierBytes:
     found = 0
     off = _part_off(rest, math.ceil(model.trained / (job.cuts if cut.optimizer else 1)))
     if off and rest.optimizer is Tier.DISK:
@@ -246,7 +246,7 @@ def _buffers(cut: Partition, model: Model, job: JobSize, cost: Cost, rest: Place
     return TierBytes(host=found)
 
 
-def _part_off(rest: Placement, count: int) -> int:
+def _part_off(rest: ShardTiers, count: int) -> int:
     """Return how many of the optimizer's elements are offloaded."""
     return 0 if rest.optimizer is Tier.DEVICE else round(rest.ratio * count)
 
@@ -257,7 +257,7 @@ def _parts_master(weights: Tier, optimizer: Tier) -> bool:
 
 
 def device_nbytes(
-    stage: int, model: Model, job: JobSize, cost: Cost = HALF, rest: Placement | None = None
+    stage: int, model: Model, job: JobSize, cost: Cost = HALF, rest: ShardTiers | None = None
 ) -> int:
     """Return the bytes of model states on one device at a stage, within 1 % (padding)."""
     return states_of(stage, model, job, cost, rest).total.device
@@ -268,7 +268,7 @@ def layer_nbytes(model: Model, cost: Cost = HALF) -> int:
     return (cost.weight + cost.gradient) * model.largest
 
 
-def layers_take_turns(stage: int, job: JobSize, rest: Placement) -> bool:
+def layers_take_turns(stage: int, job: JobSize, rest: ShardTiers) -> bool:
     """Return whether layers are unsharded one at a time, rather than all being on one device."""
     return STAGES[stage].weights and (job.cuts > 1 or rest.weights is not Tier.DEVICE)
 
@@ -320,14 +320,14 @@ class MemoryFit(Enum):
 
 def held_by(plan: MemoryPlan, model: Model, job: JobSize, cost: Cost = HALF) -> TierBytes:
     """Return one rank's model states under a plan, by tier."""
-    rest = Placement(plan.weights, plan.optimizer)
+    rest = ShardTiers(plan.weights, plan.optimizer)
     return states_of(plan.stage, model, job, cost, rest).total
 
 
 def peak_nbytes(plan: MemoryPlan, model: Model, job: JobSize, cost: Cost = HALF) -> int:
     """Return a device's peak bytes: its model states, and the largest layer unsharded."""
     held = held_by(plan, model, job, cost).device
-    takes_turns = layers_take_turns(plan.stage, job, Placement(plan.weights, plan.optimizer))
+    takes_turns = layers_take_turns(plan.stage, job, ShardTiers(plan.weights, plan.optimizer))
     return held + takes_turns * layer_nbytes(model, cost)
 
 
@@ -363,7 +363,7 @@ def estimate_zero2_model_states_mem_needs(
         additional_buffer_factor: factor on host memory, to leave room for other uses.
     """
     job = JobSize(num_gpus_per_node, num_nodes)
-    row = _row(2, Model(total_params), job, HALF, Placement(optimizer=_host_if(cpu_offload)))
+    row = _row(2, Model(total_params), job, HALF, ShardTiers(optimizer=_host_if(cpu_offload)))
     return int(additional_buffer_factor * row.host_whole), row.device
 
 
@@ -390,7 +390,7 @@ def estimate_zero3_model_states_mem_needs(
         additional_buffer_factor: factor on host memory, to leave room for other uses.
     """
     model, job = Model(total_params, 0, largest_layer_params), JobSize(num_gpus_per_node, num_nodes)
-    rest = Placement(_host_if(cpu_offload and cpu_offload_params), _host_if(cpu_offload))
+    rest = ShardTiers(_host_if(cpu_offload and cpu_offload_params), _host_if(cpu_offload))
     row = _row(3, model, job, HALF, rest)
     host = row.host_born_sharded if zero_init else row.host_whole
     return int(additional_buffer_factor * host), row.device, layer_nbytes(model)
@@ -463,7 +463,7 @@ def _print_zero2(model: Model, job: JobSize, factor: float) -> None:
     lines = ["  per device     | host, per node | disk, per node | options"]
     for precision, cost in _PRECISIONS:
         for tier in _TIERS:
-            row = _row(2, model, job, cost, Placement(optimizer=tier))
+            row = _row(2, model, job, cost, ShardTiers(optimizer=tier))
             cells = (row.device, factor * row.host_whole, row.disk)
             lines.append(_line(cells, precision, optimizer=tier))
     _print("ZeRO-2", model, job, lines)
@@ -473,7 +473,7 @@ def _print_zero3(model: Model, job: JobSize, factor: float) -> None:
     lines = ["  per device     | host, per node | no zero.Init   | disk, per node | options"]
     for precision, cost in _PRECISIONS:
         for weights, optimizer in _RESTS:
-            row = _row(3, model, job, cost, Placement(weights, optimizer))
+            row = _row(3, model, job, cost, ShardTiers(weights, optimizer))
             hosts = (factor * row.host_born_sharded, factor * row.host_whole)
             cells = (row.device, *hosts, row.disk)
             lines.append(_line(cells, precision, optimizer=optimizer, param=weights))
@@ -503,7 +503,7 @@ class _Row(NamedTuple):
     disk: int
 
 
-def _row(stage: int, model: Model, job: JobSize, cost: Cost, rest: Placement) -> _Row:
+def _row(stage: int, model: Model, job: JobSize, cost: Cost, rest: ShardTiers) -> _Row:
     held = states_of(stage, model, job, cost, rest).total
     in_turn = layers_take_turns(stage, job, rest)
     resting = job.devices_per_node * held.host

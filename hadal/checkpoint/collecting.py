@@ -36,6 +36,7 @@ from hadal.comm.collectives import max_
 from hadal.errors import CheckpointError
 from hadal.offload.tensors import StoredSlice
 from hadal.optim.pieces import HeldTensor
+from hadal.zero.boxes import Placement
 from hadal.zero.bucket import Bucket
 from hadal.zero.layout import share_out
 from hadal.zero.views import flattened
@@ -378,6 +379,9 @@ class Head:
     buckets: tuple[SavedBucket, ...]
     groups: tuple[SavedGroup, ...]
     aliases: dict[str, str]
+    placements: dict[str, Placement]
+    """Those of tensors that are not whole, or have another name in the whole model."""
+    unknown: frozenset[str]
 
 
 def head_of(live: Live) -> Head:
@@ -390,6 +394,8 @@ def head_of(live: Live) -> Head:
             for one, names in zip(options, live.group_names(), strict=True)
         ),
         {alias: first for first, *others in live.names().values() for alias in others},
+        {name: one for name, one in live.placements().items() if not one.is_plain(name)},
+        live.unknown_places(),
     )
 
 
@@ -404,6 +410,8 @@ def describe(head: Head, rows: Iterable[Rows], ranks: Sequence[int]) -> ModelPar
         state=merged_state(row.state for row in rows),
         groups=head.groups,
         aliases=head.aliases,
+        placements=head.placements,
+        unknown=head.unknown,
     )
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from hadal.checkpoint.shards import DTYPE_OF, DTYPES
+from hadal.zero.boxes import Box, Placement
 from hadal.zero.layout import Slot
 
 WEIGHT, MASTER, BUFFER = "weight", "master", "buffer"
@@ -129,6 +130,11 @@ class ModelPart:
     groups: tuple[SavedGroup, ...]
     aliases: Mapping[str, str]
     """Other names of tied parameters, mapped to the names they are saved under."""
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    """The parts of the whole model's tensors that parameters and buffers are, by name; those that
+    are missing here are whole, and called so in the whole model."""
+    unknown: frozenset[str] | None = frozenset()
+    """The names of those that are parts of which nothing says which; None: perhaps all of them."""
 
 
 def part_as_json(part: ModelPart) -> dict[str, Any]:
@@ -165,7 +171,19 @@ def part_as_json(part: ModelPart) -> dict[str, Any]:
             {"names": list(group.names), "options": group.options} for group in part.groups
         ],
         "aliases": dict(part.aliases),
+        "boxes": {name: _placement_as_json(one) for name, one in part.placements.items()},
+        "unknown": sorted(part.unknown or ()),
     }
+
+
+def _placement_as_json(placement: Placement) -> list[Any]:
+    boxes = placement.boxes
+    return [placement.along, [[one.name, one.shape, one.offsets, one.sizes] for one in boxes]]
+
+
+def _placement_of_json(along: Any, boxes: Any) -> Placement:
+    rows = (Box(str(name), *map(_shape, numbers)) for name, *numbers in boxes)
+    return Placement(tuple(rows), _count(along))
 
 
 def part_of_json(content: Any) -> ModelPart:
@@ -219,6 +237,11 @@ def part_of_json(content: Any) -> ModelPart:
             for row in content["param_groups"]
         ),
         aliases={str(one): str(other) for one, other in dict(content["aliases"]).items()},
+        placements={
+            str(name): _placement_of_json(*row) for name, row in content.get("boxes", {}).items()
+        },
+        # Before format 9 no part said what it was.
+        unknown=frozenset(map(str, content["unknown"])) if "unknown" in content else None,
     )
 
 

@@ -13,10 +13,11 @@ from hadal.errors import CheckpointError
 
 INDEX = "index.json"
 # Since 7 a bucket's slots record the order of their elements if that is not row-major; since 8 the
-# files are in a folder of their own, which is named after the save's mark.
-FORMAT = 8
+# files are in a folder of their own, which is named after the save's mark; since 9 the parts of a
+# model say which boxes of its tensors they hold.
+FORMAT = 9
 _WITH_FOLDER = 8
-_READ = (4, 5, 6, 7, FORMAT)
+_READ = (4, 5, 6, 7, 8, FORMAT)
 MARK = re.compile(r"[0-9a-f]{16}")
 """The mark of a save."""
 _HEAD = {"format": FORMAT, "checksum": CHECKSUM}

@@ -198,7 +198,7 @@ def _holdings(source: Source) -> list[Holding]:
 def _paths(source: StoredSource | DeepSpeedSource | DcpSource) -> list[Location]:
     if not isinstance(source, StoredSource):
         return list(source.files)
-    return [source.home / name for name in source.files]
+    return [source.files.home / name for name in source.files]
 
 
 def _damage(source: StoredSource | DeepSpeedSource | DcpSource, tell: Tell) -> Iterator[str]:
@@ -210,7 +210,7 @@ def _damage(source: StoredSource | DeepSpeedSource | DcpSource, tell: Tell) -> I
         checks += [(partial(check_pickle, path), path.stat().st_size) for path in source.files]
     else:
         for name, seal in source.files.items():
-            path = source.home / name
+            path = source.files.home / name
             checks.append((partial(check_file, path, seal, whole=True), seal.nbytes))
     for check, nbytes in checks:
         try:

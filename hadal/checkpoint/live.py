@@ -19,9 +19,11 @@ from hadal.checkpoint.shards import Writing
 from hadal.comm import Ranks
 from hadal.listener import Listener
 from hadal.optim.step import OptimizerStepper
+from hadal.zero.boxes import ATTRIBUTE, Placement, placement_of
 from hadal.zero.bucket import Bucket
 from hadal.zero.layout import Slot
 from hadal.zero.runtime import ZeroRuntime
+from hadal.zero.sharing import is_model_part
 
 # `torch.compile(model)` puts this into the path of everything it wraps.
 _WRAPPED = "_orig_mod"
@@ -122,6 +124,31 @@ class Live:
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(plain_name(name))
         return names
+
+    def placements(self) -> dict[str, Placement]:
+        """Return what each parameter and buffer is of the whole model, by its first saved name.
+
+        Raises:
+            UsageError: an attribute says so wrongly; the message names the parameter.
+        """
+        values = [(names[0], parameter) for parameter, names in self.names().items()]
+        shapes: dict[Tensor, tuple[int, ...]] = {
+            parameter: slot.shape
+            for bucket in self.runtime.buckets
+            for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
+        }
+        return {
+            name: placement_of(value, name, shapes.get(value))
+            for name, value in (*values, *self.buffers())
+        }
+
+    def unknown_places(self) -> frozenset[str]:
+        """Return the names of parameters that are marked as parts, and do not say which."""
+        return frozenset(
+            names[0]
+            for parameter, names in self.names().items()
+            if self.parts > 1 and is_model_part(parameter) and not hasattr(parameter, ATTRIBUTE)
+        )
 
     def unmanaged(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters that are in no bucket, by their first names."""

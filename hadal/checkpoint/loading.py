@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -29,9 +29,10 @@ from hadal.checkpoint.fitting import Fit, GroupFit, exact_kind, fit_groups, fit_
 from hadal.checkpoint.formats.dcp import is_dcp
 from hadal.checkpoint.formats.dcp_source import DcpSource
 from hadal.checkpoint.index import INDEX
+from hadal.checkpoint.joined import Asked, JoinedSource
 from hadal.checkpoint.live import COUNTERS, LISTENERS, Live, plain_name
 from hadal.checkpoint.moments import StatePlan, plan_state
-from hadal.checkpoint.opening import open_source
+from hadal.checkpoint.opening import AnySource, joined, open_source
 from hadal.checkpoint.source import RankState, Source
 from hadal.checkpoint.storage import Location
 from hadal.checkpoint.stored import StoredSource
@@ -138,19 +139,61 @@ def load(folder: Location, live: Live, wanted: Wanted) -> Loaded:
     with ExitStack() as stack:
         with together(world, what):
             names = live.group_names() if _wants_optimizer(wanted) else None
-            source = open_source(folder, live.part, names)
-            stack.callback(source.close)
-        marks = set(gather_objects(source.mark, world))
+            opened = open_source(folder, names=names)
+            stack.callback(opened.close)
+            asked = _asked_by(live)
+        # One rank of each part tells what it asks for, if there may be other parts.
+        is_told = live.ranks.rank == 0 and (live.parts > 1 or opened.parts > 1)
+        told = {box.name for one in asked.placements.values() for box in one.boxes if is_told}
+        found = gather_objects((opened.mark, told), world)
+        verify = None
         with together(world, what):
-            if len(marks) > 1:
+            if len({mark for mark, _ in found}) > 1:
                 raise CheckpointError(f"the ranks see different checkpoints under {folder}")
             is_local = live.rules.is_node_local
-            if live.rules.verifies and not isinstance(source, StoredSource):
-                source.verify(*((0, 1) if is_local else (world.rank, world.size)))
-        verify = None
-        if live.rules.verifies and isinstance(source, StoredSource) and not is_local:
-            verify = partial(source.verify, world.rank, world.size, room=_room(world))
+            if live.rules.verifies and not isinstance(opened, StoredSource):
+                opened.verify(*((0, 1) if is_local else (world.rank, world.size)))
+            elsewhere = frozenset(name for _, names in found for name in names)
+            source = _fitted(opened, replace(asked, elsewhere=elsewhere), live)
+            stack.callback(source.close)
+            if live.rules.verifies and isinstance(opened, StoredSource) and not is_local:
+                whole = source if isinstance(source, StoredSource) else opened
+                verify = partial(whole.verify, world.rank, world.size, room=_room(world))
         return load_from(source, live, wanted, what, verify)
+
+
+def _asked_by(live: Live) -> Asked:
+    """Return what this rank's part of the model asks of a checkpoint."""
+    aliases = {first: others for first, *others in live.names().values()}
+    return Asked(live.placements(), aliases, frozenset(), live.part, live.parts)
+
+
+def _fitted(source: AnySource, asked: Asked, live: Live) -> Source:
+    """Return the saved part that is this rank's, or what this rank asks of all parts.
+
+    Raises:
+        CheckpointError: the checkpoint is in other parts, and nothing says what each of them is.
+    """
+    boxes = {name: one for name, one in asked.placements.items() if not one.is_plain(name)}
+    if not isinstance(source, StoredSource):
+        is_same = live.parts == 1 and not boxes
+    else:
+        source = source.of_part(live.part) if source.parts == live.parts else source
+        saved = {name for name, kind in source.entries if kind in (WEIGHT, MASTER, BUFFER)}
+        has_names = live.parts == 1 or saved == asked.placements.keys()
+        is_same = source.parts == live.parts and source.part.placements == boxes and has_names
+        # Parts of which nothing says what they are fit each other alone.
+        is_same |= source.parts == live.parts and bool(source.unknown or live.unknown_places())
+    if is_same:
+        return source
+    if unknown := live.unknown_places():
+        raise CheckpointError(
+            f"{source.path} holds a model in {source.parts} model-parallel parts, but this one has"
+            f" {live.parts}, and nothing says which part of the whole model {few(sorted(unknown))}"
+            " is here: set parameter.hadal_box (hadal.zero.boxes) before initialize, or load it"
+            " with the model-parallel size that saved it"
+        )
+    return joined(source, asked)
 
 
 def _room(world: Ranks) -> int:
@@ -174,7 +217,7 @@ def load_from(
             if (
                 live.rules.verifies
                 and live.rules.is_node_local
-                and isinstance(source, StoredSource)
+                and isinstance(source, StoredSource | JoinedSource)
             ):
                 source.verify(spread=False, room=_room(live.world))
             _try_schedule(source, live, wanted, undo)
@@ -189,7 +232,7 @@ def load_from(
     _log_differences(source, plan, live, wanted)
     _change(source, plan, live, wanted)
     scalars = None if wanted.module_only else source.scalars
-    jobs = source.jobs if isinstance(source, StoredSource) else ()
+    jobs = source.jobs if isinstance(source, StoredSource | JoinedSource) else ()
     return Loaded(scalars, plan.client_state, jobs)
 
 
@@ -217,11 +260,6 @@ def _plan(source: Source, live: Live, wanted: Wanted) -> _LoadPlan:
 
 
 def _planned(source: Source, live: Live, wanted: Wanted) -> _LoadPlan:
-    if source.parts != live.parts:
-        raise CheckpointError(
-            f"{source.path} holds a model in {source.parts} model-parallel parts, but this one"
-            f" has {live.parts}; load it with the model-parallel size that saved it"
-        )
     if source.scalars is not None and not _is_usable(source.scalars, live.scalars):
         raise ValueError(f"the engine's counters are {source.scalars}")
     plan = _LoadPlan(_fit(source, live))

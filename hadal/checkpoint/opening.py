@@ -13,10 +13,13 @@ from hadal.checkpoint.files import Given, is_file, is_folder, location_of
 from hadal.checkpoint.formats.dcp import is_dcp
 from hadal.checkpoint.formats.dcp_source import DcpSource
 from hadal.checkpoint.index import INDEX
+from hadal.checkpoint.joined import Asked, JoinedSource, Places, Saved
 from hadal.checkpoint.source import Source
 from hadal.checkpoint.storage import Location, RemotePath
 from hadal.checkpoint.stored import StoredSource
-from hadal.errors import CheckpointError, NotBuiltYetError
+from hadal.errors import CheckpointError
+
+AnySource = StoredSource | DeepSpeedSource | DcpSource
 
 
 def folder_of(path: Given, tag: str | None = None) -> Location:
@@ -48,7 +51,7 @@ def is_checkpoint(folder: Location) -> bool:
 
 def open_source(
     folder: Location, part: int = 0, names: Sequence[Sequence[str]] | None = None
-) -> StoredSource | DeepSpeedSource | DcpSource:
+) -> AnySource:
     """Open a checkpoint; `part` selects one part of a model saved in model-parallel parts.
 
     `names` lists the parameters of each param group, for a checkpoint that does not store them.
@@ -64,21 +67,30 @@ def open_source(
     return StoredSource(folder, part)
 
 
+def joined(source: AnySource, asked: Asked | None = None) -> JoinedSource:
+    """Return all parts of a checkpoint as one: the whole model, or what one part asks for.
+
+    Raises:
+        CheckpointError: nothing says what the parts are, or tensors do not fit.
+    """
+    if not isinstance(source, StoredSource):
+        return JoinedSource([Saved(source, Places({}))], asked)
+    parts = [source.of_part(number) for number in range(source.parts)]
+    saved = [Saved(part, Places(part.part.placements, part.unknown)) for part in parts]
+    return JoinedSource(saved, asked)
+
+
 def opened(path: Given, tag: str | None = None, part: int | None = None) -> Source:
     """Open the checkpoint that a path and a tag refer to, or one part of it.
 
     Raises:
-        CheckpointError: it is damaged, not a checkpoint, or has no such part.
-        NotBuiltYetError: it holds several parts, and `part` is None.
+        CheckpointError: it is damaged, not a checkpoint, has no such part, or has several and does
+            not say what each of them is.
     """
     source = open_source(folder_of(path, tag), part or 0)
     parts = source.parts
-    if part is None and parts > 1:
-        source.close()
-        raise NotBuiltYetError(
-            f"{source.path} holds a model in {parts} model-parallel parts, and joining them is not"
-            f" built yet; read them one by one: pass part= (--part of a command) 0 to {parts - 1}"
-        )
+    if part is None and isinstance(source, StoredSource) and source.is_in_boxes:
+        return joined(source)
     if part is not None and not 0 <= part < parts:
         source.close()
         raise CheckpointError(f"{source.path} holds a whole model and has no part {part}")

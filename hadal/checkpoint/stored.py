@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -25,22 +26,18 @@ from hadal.checkpoint.contents import (
     part_of_json,
     state_key,
 )
-from hadal.checkpoint.direct import Kept
-from hadal.checkpoint.files import Seal, check_file, exists, parsing_errors, storage_of
+from hadal.checkpoint.files import parsing_errors
 from hadal.checkpoint.folders import CLIENT, rank_file
 from hadal.checkpoint.index import INDEX, mark_in, read_index, seals_of, strict_json
 from hadal.checkpoint.keep import JOBS
 from hadal.checkpoint.plain import decoded, decoded_state
-from hadal.checkpoint.shards import DTYPES, Header, read_header, read_tensors
+from hadal.checkpoint.shards import read_tensors
 from hadal.checkpoint.source import OWN, Entry, RankState
-from hadal.checkpoint.storage import Location, StoredFile
-from hadal.device.memory import is_host_memory
+from hadal.checkpoint.storage import Location
+from hadal.checkpoint.stored_files import Dtypes, SavedFiles
 from hadal.errors import CheckpointError
-from hadal.offload.buffers import memory_of
 from hadal.zero.layout import Slot
 from hadal.zero.views import shaped
-
-_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class _Chunk(NamedTuple):
@@ -89,25 +86,39 @@ class StoredSource:
 
     def __init__(self, folder: Location, part: int = 0) -> None:
         self.path = folder
-        self.home = folder
-        """The folder of the files."""
         content = read_index(folder)
-        with self._reading(INDEX):
-            self._read(content, part)
+        with self._reading_index():
+            self._read(content)
+            self._choose(part)
 
-    def _read(self, content: dict[str, Any], part: int) -> None:
+    def of_part(self, part: int) -> StoredSource:
+        """Return another part of the same checkpoint, which shares its open files.
+
+        Raises:
+            CheckpointError: there is no such part, or the index is inconsistent.
+        """
+        other = copy(self)
+        with other._reading_index():
+            other._choose(part)
+        return other
+
+    def _reading_index(self) -> AbstractContextManager[None]:
+        return parsing_errors(f"{self.path / INDEX} is damaged")
+
+    def _read(self, content: dict[str, Any]) -> None:
         parts = [part_of_json(row) for row in content["parts"]]
-        ranks = sorted(rank for one in parts for rank in one.ranks)
+        ranks = sorted({rank for one in parts for rank in one.ranks})
+        self._parts = parts
         self.world_size, self.parts = content["world_size"], len(parts)
         if ranks != list(range(len(ranks))) or len(ranks) != self.world_size or not ranks:
             raise ValueError(f"world_size is {self.world_size!r}, but the ranks are {ranks[:8]}")
         names = [rank_file(rank) for rank in ranks]
         has_client = CLIENT in content["files"]
-        self._seals = seals_of(content, names + [CLIENT] * has_client, self.path / INDEX)
-        self._here = frozenset(map(str, content["here"]))
+        seals = seals_of(content, names + [CLIENT] * has_client, self.path / INDEX)
         self.mark = str(content["save"])
-        if (mark := mark_in(content)) is not None:
-            self.home = self.path / mark
+        mark = mark_in(content)
+        home = self.path if mark is None else self.path / mark
+        self._files = SavedFiles(home, seals, frozenset(map(str, content["here"])))
         self.jobs = tuple(map(str, content.get(JOBS, ())))
         """The jobs of the run that saved it, the last of which did; see `keep.JOBS`."""
         self.stage = int(content["stage"])
@@ -116,6 +127,9 @@ class StoredSource:
         self.scalars = decoded(content["scalars"])
         self.schedule = decoded(content["schedule"])
         self._client = content["client_state"]
+
+    def _choose(self, part: int) -> None:
+        parts = self._parts
         if not 0 <= part < len(parts):
             raise CheckpointError(
                 f"{self.path} holds a model in {len(parts)} model-parallel parts, but part {part}"
@@ -128,10 +142,6 @@ class StoredSource:
             name: {key: decoded_state(value) for key, value in values.items()}
             for name, values in self.part.state.items()
         }
-        self._files: dict[str, StoredFile] = {}
-        self._kept: dict[str, Kept] = {}
-        self._looked_at: set[str] = set()
-        self._headers: dict[str, Header] = {}
         # The latest value that was not saved in row-major order, with its (name, kind).
         self._in_rows: tuple[tuple[str, str], Tensor] | None = None
         self._runs: dict[tuple[str, int], list[SavedSlice]] = {}
@@ -151,6 +161,18 @@ class StoredSource:
             raise ValueError(f"{kind} of {name} is listed twice")
         self._entries[name, kind] = entry
         self._place[name, kind] = place
+
+    @property
+    def is_in_boxes(self) -> bool:
+        """Return whether there are several parts, or one whose tensors are not its own."""
+        return self.parts > 1 or bool(self.part.placements)
+
+    @property
+    def unknown(self) -> frozenset[str]:
+        """The names of parts of tensors of which nothing says which parts they are."""
+        if self.part.unknown is not None:
+            return self.part.unknown
+        return frozenset(name for name, _ in self.entries) if self.parts > 1 else frozenset()
 
     def _enter_singles(self) -> None:
         for one in self.part.singles:
@@ -216,7 +238,7 @@ class StoredSource:
         slot = self._reordered(name, kind)
         bounds = (start, stop) if slot is None else (0, slot.numel)
         for chunk, _, _, _ in self._cuts(name, kind, *bounds):
-            self._expect_tensor(rank_file(self.part.ranks[chunk.rank]), chunk.tensor, chunk.stored)
+            self._files.expect(self._file_of(chunk), chunk.tensor, chunk.stored)
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """Return elements of a value, in host memory.
@@ -242,12 +264,11 @@ class StoredSource:
 
     def _read_as_stored(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """Return elements of a value, in the order of the file."""
-        cuts, dtype = self._cuts(name, kind, start, stop), self.entries[name, kind].dtype
-        if len(cuts) == 1:
-            return self._cut(*cuts[0][:2], stop - start).to(dtype)
+        dtype = self.entries[name, kind].dtype
         found = torch.empty(stop - start, dtype=dtype)
-        for chunk, offset, target, numel in cuts:
-            found[target : target + numel].copy_(self._cut(chunk, offset, numel))
+        for chunk, offset, target, numel in self._cuts(name, kind, start, stop):
+            out, dtypes = found[target : target + numel], Dtypes(chunk.stored, dtype)
+            self._files.fill(out, self._file_of(chunk), chunk.tensor, offset, dtypes)
         return found
 
     def read_own(self, name: str, kind: str, rank: int) -> Tensor:
@@ -257,26 +278,9 @@ class StoredSource:
             entry = self.entries[name, kind]
             return self.read(name, kind, 0, entry.numel).view(entry.shape)
         holder = rank if place.rank is None else place.rank
-        path = rank_file(self.part.ranks[holder])
-        self._expect_tensor(path, place.tensor, place.dtype, place.shape)
-        return self._whole(path, place.tensor)
-
-    def _whole(self, name: str, tensor: str) -> Tensor:
-        """Read a whole tensor of a file, in its shape."""
-        with self._reading(name):
-            row = self._header_of(name).rows[tensor]
-            dtype = _TORCH_DTYPES[row.dtype]
-            # Checked before allocating: a damaged header can claim any size.
-            self._expect_tensor(name, tensor, dtype)
-            found = torch.empty(row.shape, dtype=dtype)
-            self._fill(found.view(-1), name, row.begin)
-            return found
-
-    def _fill(self, out: Tensor, name: str, begin: int) -> None:
-        """Fill a 1-D tensor of the host with the bytes of a file from `begin` on."""
-        if out.numel():
-            out_bytes = memory_of(out.view(torch.uint8))
-            self._open(name).read_into(out_bytes, begin, self._kept.get(name))
+        path = rank_file(self.part.ranks[holder % len(self.part.ranks)])
+        self._files.expect(path, place.tensor, place.dtype, place.shape)
+        return self._files.whole(path, place.tensor)
 
     def has_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> bool:
         """Return whether a bucket with the layout `slots` was saved; check its files' headers."""
@@ -287,7 +291,7 @@ class StoredSource:
         ):
             return False
         for one in self._saved_by_ranks(kind, slots, start, stop):
-            self._expect_tensor(self._file_of(one), one.tensor, one.stored, (one.numel,))
+            self._files.expect(self._file_of(one), one.tensor, one.stored, (one.numel,))
         return True
 
     def read_slice(self, kind: str, slots: Sequence[Slot], start: int, out: Tensor) -> None:
@@ -296,23 +300,10 @@ class StoredSource:
         for one in self._saved_by_ranks(kind, slots, start, stop):
             first, last = max(one.start, start), min(one.stop, stop)
             out[done - start : first - start].zero_()
-            self._read_part(one, first, out[first - start : last - start])
+            part, dtypes = out[first - start : last - start], Dtypes(one.stored, one.dtype)
+            self._files.fill(part, self._file_of(one), one.tensor, first - one.start, dtypes)
             done = last
         out[done - start :].zero_()
-
-    def _read_part(self, one: SavedSlice, first: int, out: Tensor) -> None:
-        """Read elements of one rank's slice of a bucket, from `first` on."""
-        name = self._file_of(one)
-        with self._reading(name):
-            low = self._begin_of(name, one.tensor) + (first - one.start) * one.stored.itemsize
-            if is_host_memory(out.device) and out.dtype == one.dtype == one.stored:
-                self._fill(out, name, low)
-                return
-            high, offset = low + out.numel() * one.stored.itemsize, 0
-            for block in self._open(name).blocks(low, high, self._kept.get(name)):
-                values = torch.frombuffer(block, dtype=one.stored)
-                out[offset : offset + values.numel()].copy_(values.to(one.dtype))
-                offset += values.numel()
 
     def _saved_by_ranks(
         self, kind: str, slots: Sequence[Slot], start: int, stop: int
@@ -323,41 +314,30 @@ class StoredSource:
         found = _overlapping(run, [one.start for one in run], start, stop)
         return [one for several in found for one in several.between(start, stop)]
 
-    def _file_of(self, one: SavedSlice) -> str:
+    def _file_of(self, one: SavedSlice | _Chunk) -> str:
         return rank_file(self.part.ranks[one.rank])
 
     def take_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> Tensor | None:
         """Return the elements as `verify` has kept them, if they are one rank's whole slice."""
         for one in self._saved_by_ranks(kind, slots, start, stop):
-            name = self._file_of(one)
-            if (one.start, one.stop) == (start, stop) and name in self._kept:
-                found = self._kept[name].whole(*self._extent_of(name, one))
+            if (one.start, one.stop) == (start, stop):
+                name = self._file_of(one)
+                found = self._files.taken(name, self._extent_of(name, one))
                 return None if found is None else found.view(one.dtype)
         return None
 
     def _extent_of(self, name: str, one: SavedSlice) -> tuple[int, int]:
         """Return the (start, stop) of the bytes of one rank's slice in its file."""
-        begin = self._begin_of(name, one.tensor)
-        return begin, begin + one.numel * one.stored.itemsize
+        row = self._files.expect(name, one.tensor, one.stored, (one.numel,))
+        return row.begin, row.stop
 
     def _remembered(self, name: str) -> Iterator[tuple[int, int]]:
         """Yield the (start, stop) of the bytes of a file that hold optimizer state of buckets."""
         for several in self.part.slices:
             for one in several.between(several.start, several.stop):
-                is_here = self._file_of(one) == name and one.tensor in self._header_of(name).rows
+                is_here = self._file_of(one) == name and one.tensor in self._files.header(name).rows
                 if is_here and state_key(one.kind) is not None:
                     yield self._extent_of(name, one)
-
-    def _begin_of(self, name: str, tensor: str) -> int:
-        """Return the position of a tensor's first byte in a file."""
-        return self._header_of(name).rows[tensor].begin
-
-    def _header_of(self, name: str) -> Header:
-        """Return a file's header, which is read once."""
-        if name not in self._headers:
-            self._look_at(name)
-            self._headers[name] = read_header(self.home / name, self._seals[name].head_nbytes)
-        return self._headers[name]
 
     def _cuts(
         self, name: str, kind: str, start: int, stop: int
@@ -375,23 +355,13 @@ class StoredSource:
             for cut in cuts_of(extents, start, stop)
         ]
 
-    def _cut(self, chunk: _Chunk, offset: int, numel: int) -> Tensor:
-        path = rank_file(self.part.ranks[chunk.rank])
-        self._expect_tensor(path, chunk.tensor, chunk.stored)
-        with self._reading(path):
-            row = self._header_of(path).rows[chunk.tensor]
-            if not 0 <= offset <= offset + numel <= prod(row.shape):
-                raise ValueError(f"{chunk.tensor} has no elements {offset} to {offset + numel}")
-            cut = torch.empty(numel, dtype=chunk.stored)
-            self._fill(cut, path, row.begin + offset * chunk.stored.itemsize)
-            return cut
-
     def own(self, rank: int) -> RankState | None:
         """Return a rank's random generators, loader position and modules' extra state."""
-        path = rank_file(self.part.ranks[rank])
-        with self._reading(path):
-            saved = strict_json(self._header_of(path).texts[OWN], self.home / path)
-            tensors = _LazyTensors(self._header_of(path).rows, partial(self._whole, path))
+        path = rank_file(self.part.ranks[rank % len(self.part.ranks)])
+        with self._files.reading(path):
+            header = self._files.header(path)
+            saved = strict_json(header.texts[OWN], self._files.home / path)
+            tensors = _LazyTensors(header.rows, partial(self._files.whole, path))
             values = [saved[key] for key in ("loader", "random")]
             # Earlier versions did not save these.
             values += [saved.get("extra", {"dict": []}), saved.get("exchange")]
@@ -400,18 +370,17 @@ class StoredSource:
     def client_state(self) -> dict[str, Any]:
         """Return the caller's own values."""
         tensors: Mapping[str, Tensor] = {}
-        if CLIENT in self._seals:
-            self._look_at(CLIENT)
-            tensors = read_tensors(self.home / CLIENT)[0]
-        with self._reading(INDEX):
+        if CLIENT in self._files:
+            tensors = read_tensors(self._files.use(CLIENT))[0]
+        with self._reading_index():
             return dict(decoded(self._client, tensors))
 
     # ---- files -----------------------------------------------------------------------------------
 
     @property
-    def files(self) -> Mapping[str, Seal]:
+    def files(self) -> SavedFiles:
         """The files of all ranks, with their seals."""
-        return self._seals
+        return self._files
 
     def verify(
         self, share: int = 0, shares: int = 1, *, spread: bool = True, room: int = 0
@@ -425,62 +394,18 @@ class StoredSource:
             CheckpointError: a file is missing or damaged.
         """
         # The rank files first: at the same world size each rank verifies its own.
-        names = sorted(self._seals, key=lambda name: (name == CLIENT, name))[share::shares]
+        names = sorted(self._files, key=lambda name: (name == CLIENT, name))[share::shares]
         if not spread:
-            names = sorted(self._looked_at)
+            names = sorted(self._files.used)
         for name in names:
-            self._look_at(name)
-            with self._reading(name):
-                kept = Kept(room, self._remembered(name))
-            check_file(self.home / name, self._seals[name], whole=True, kept=kept)
-            room, kept.room = kept.room, 0
-            self._kept[name] = kept
-
-    def _look_at(self, name: str) -> None:
-        if name not in self._looked_at:
-            if name not in self._here and not exists(self.home / name):
-                raise CheckpointError(
-                    f"{self.home / name} is on another node: the checkpoint was saved with"
-                    " checkpoint.use_node_local_storage. Load it with the same number of ranks on"
-                    " the same nodes at the same stage, or copy all nodes' files into one folder"
-                )
-            check_file(self.home / name, self._seals[name], whole=False)
-            self._looked_at.add(name)
-
-    def _open(self, name: str) -> StoredFile:
-        """Return a file to read from."""
-        if name not in self._files:
-            self._look_at(name)
-            self._files[name] = storage_of(self.home).open(self.home / name)
-        return self._files[name]
-
-    def _expect_tensor(
-        self, name: str, tensor: str, dtype: torch.dtype, shape: tuple[int, ...] | None = None
-    ) -> None:
-        with self._reading(name):
-            found = self._header_of(name).rows.get(tensor)
-            if found is None:
-                raise ValueError(f"it has no tensor {tensor}")
-            if found.dtype != DTYPES[dtype] or (shape is not None and found.shape != shape):
-                raise ValueError(
-                    f"{tensor} is {found.dtype} of shape {found.shape}, expected {DTYPES[dtype]}"
-                    f"{'' if shape is None else f' of shape {shape}'}"
-                )
-            nbytes = prod(found.shape) * dtype.itemsize
-            if found.stop - found.begin != nbytes or found.stop > self._seals[name].nbytes:
-                raise ValueError(
-                    f"{tensor} needs {nbytes} bytes, but has bytes {found.begin} to {found.stop} of"
-                    f" a file of {self._seals[name].nbytes}"
-                )
-
-    def _reading(self, name: str) -> AbstractContextManager[None]:
-        folder = self.path if name == INDEX else self.home
-        return parsing_errors(f"{folder / name} is damaged")
+            self._files.use(name)
+            with self._files.reading(name):
+                apart = [*self._remembered(name)]
+            room = self._files.verify(name, room, apart)
 
     def close(self) -> None:
         """Free what is kept of the files."""
-        self._files.clear()
-        self._kept.clear()
+        self._files.close()
         self._in_rows = None
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         Cost,
         JobSize,
         Model,
-        Placement,
+        ShardTiers,
         States,
         TierBytes,
     )
@@ -146,7 +146,7 @@ def _show_stages(model: Model, parsed: argparse.Namespace) -> None:
         HALF,
         PLANS,
         JobSize,
-        Placement,
+        ShardTiers,
         best_plan,
         held_by,
         peak_nbytes,
@@ -165,7 +165,7 @@ def _show_stages(model: Model, parsed: argparse.Namespace) -> None:
         for plan in PLANS
     ]
     _show(_TITLES, rows, f"{_said(model, job)}, bf16 or fp16 with Adam, GB per rank", memory)
-    _tell_rest(model, job, HALF, Placement(), stage=3)
+    _tell_rest(model, job, HALF, ShardTiers(), stage=3)
 
 
 # ---- one configuration ---------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class _Plan(NamedTuple):
 
     stage: int
     cost: Cost
-    rest: Placement
+    rest: ShardTiers
     job: JobSize
     optimizer: str
 
@@ -210,7 +210,7 @@ def held_of(config: Config, model: Model, devices_per_node: int, nodes: int) -> 
 
 
 def _plan(config: Config, devices_per_node: int, nodes: int) -> _Plan:
-    from hadal.autotuning.estimate import JobSize, Placement
+    from hadal.autotuning.estimate import JobSize, ShardTiers
     from hadal.zero.policy import STAGES
 
     zero = config.zero_optimization
@@ -226,7 +226,7 @@ def _plan(config: Config, devices_per_node: int, nodes: int) -> _Plan:
     away = (weights.device, weights.max_in_cpu) if weights is not None else ("none", 0)
     tiers = _tiers()
     cost = _cost(config)
-    rest = Placement(
+    rest = ShardTiers(
         tiers[away[0]] if is_sharded else tiers["none"],
         tiers[off[0]],
         away[1],
@@ -351,7 +351,7 @@ def _tell_rest(
     model: Model,
     job: JobSize,
     cost: Cost,
-    rest: Placement,
+    rest: ShardTiers,
     *,
     stage: int,
     held: TierBytes | None = None,

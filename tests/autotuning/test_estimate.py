@@ -24,7 +24,7 @@ from hadal.autotuning.estimate import (
     Cost,
     JobSize,
     Model,
-    Placement,
+    ShardTiers,
     TierBytes,
     counted,
     device_nbytes,
@@ -111,7 +111,7 @@ def disk_of_a_rank(stage: int, precision: str, weights: Tier, path: str) -> tupl
 def test_an_engine_has_the_estimated_bytes_on_disk(
     stage: int, weights: Tier, precision: str, cost: Cost, ranks: RankPools, tmp_path: Path
 ) -> None:
-    rest = Placement(weights, Tier.DISK, in_host_numel=100_000)
+    rest = ShardTiers(weights, Tier.DISK, in_host_numel=100_000)
     for numel, nbytes in ranks(2).run(disk_of_a_rank, stage, precision, weights, str(tmp_path)):
         held = states_of(stage, Model(numel), JobSize(2), cost, rest).total
         pages = 2 * 4 * 3 * 4096  # two generations of four kinds in at most three buckets
@@ -170,7 +170,7 @@ def test_an_offloaded_optimizer(stage: int, numel: int, devices: int) -> None:
     model, job = Model(numel), JobSize(devices)
     shard = math.ceil(numel / (devices if stage else 1))
     for tier, place, copies in ((Tier.HOST, 1, 1), (Tier.DISK, 2, 2)):
-        rest = Placement(optimizer=tier)
+        rest = ShardTiers(optimizer=tier)
         weights, gradients, optimizer, buffers = states_of(stage, model, job, HALF, rest)
         assert weights == states_of(stage, model, job).weights
         assert gradients == TierBytes(device=2 * numel if stage < 2 else 0, host=2 * shard)
@@ -182,7 +182,7 @@ def test_an_offloaded_optimizer(stage: int, numel: int, devices: int) -> None:
 
 
 def test_a_partly_offloaded_optimizer() -> None:
-    rest = Placement(optimizer=Tier.HOST, ratio=0.75)
+    rest = ShardTiers(optimizer=Tier.HOST, ratio=0.75)
     _, gradients, optimizer, _ = states_of(3, Model(8000), JobSize(2), HALF, rest)
     assert optimizer == TierBytes(device=12 * 1000, host=12 * 3000)
     assert gradients == TierBytes(device=2 * 1000, host=2 * 3000)
@@ -192,15 +192,15 @@ def test_a_partly_offloaded_optimizer() -> None:
 def test_offloaded_weights(numel: int, frozen: int, devices: int) -> None:
     model, job = Model(numel, frozen, persistent=1000), JobSize(devices)
     shard = math.ceil((numel + frozen - 1000) / devices)
-    host, disk = Placement(Tier.HOST), Placement(Tier.DISK)
+    host, disk = ShardTiers(Tier.HOST), ShardTiers(Tier.DISK)
     assert states_of(3, model, job, HALF, host).weights == TierBytes(2000, 2 * shard)
     assert states_of(3, model, job, HALF, disk).weights == TierBytes(2000, disk=2 * 2 * shard)
-    some_stay = states_of(3, model, job, HALF, Placement(Tier.DISK, in_host_numel=50)).weights
+    some_stay = states_of(3, model, job, HALF, ShardTiers(Tier.DISK, in_host_numel=50)).weights
     assert some_stay == TierBytes(2000, 2 * min(shard, 50), 2 * 2 * max(0, shard - 50))
     # Only stage 3 can put them there.
     assert states_of(2, model, job, HALF, host) == states_of(2, model, job)
     # In fp32 they are the masters of an optimizer that rests beside them on the host.
-    both = states_of(3, model, job, FULL, Placement(Tier.HOST, Tier.HOST))
+    both = states_of(3, model, job, FULL, ShardTiers(Tier.HOST, Tier.HOST))
     assert both.optimizer == TierBytes(host=8 * math.ceil(numel / devices))
     assert both.total == TierBytes(
         4000, sum(kind.host for kind in (both.weights, both.gradients, both.optimizer))

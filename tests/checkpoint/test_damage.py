@@ -189,7 +189,7 @@ PLANS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "not finite": (lambda tag: not_finite(tag / INDEX), INDEX),
     "deep": (lambda tag: (tag / INDEX).write_text("[" * 100_000), INDEX),
     "version": (lambda tag: (tag / INDEX).write_text('{"format": 10}'), "index.json has format 10"),
-    "sealed: version": (lambda tag: resealed(tag, format=9), "index.json has format 9"),
+    "sealed: version": (lambda tag: resealed(tag, format=10), "index.json has format 10"),
     "sealed: world": (lambda tag: resealed(tag, world_size=10**30), "world_size"),
     "sealed: climbing": (lambda tag: resealed(tag, files=CLIMBING), INDEX),
     "sealed: sizes": (lambda tag: resealed(tag, files=SEALS), ONE),

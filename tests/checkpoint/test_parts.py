@@ -8,14 +8,27 @@ from typing import Any
 import pytest
 import torch
 from cases import diagonal
-from engine.parts import PARTS, ROWS, WIDTH, Part, core, engine_over, megatron, sequences_of
+from engine.parts import (
+    PARTS,
+    ROWS,
+    WIDTH,
+    Part,
+    core,
+    engine_over,
+    megatron,
+    mine,
+    sequences_of,
+    whole_model,
+)
 from engine.toys import assert_equal
 from ranks import RankPools
 from torch import Tensor, nn
 
 from hadal import comm
+from hadal.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
 from hadal.errors import CheckpointError
-from hadal.utils import safe_get_full_fp32_param
+from hadal.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from hadal.zero.boxes import Box
 
 KEYS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -97,6 +110,111 @@ def test_parts_go_on_bit_for_bit_and_load_with_fewer_replicas(
 ) -> None:
     ranks(4).run(go_on, str(tmp_path), stage, dtype)
     ranks(2).run(load_with_fewer_replicas, str(tmp_path), (stage + 2) % 4, dtype)
+
+
+class Named(nn.Module):
+    """A part of `Whole` that says which boxes of its tensors it has, under names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Part(comm.get_rank() % PARTS)
+        dims, whole = {"up.weight": 0, "up.bias": 0, "down.weight": 1}, whole_model().state_dict()
+        for name, parameter in self.inner.named_parameters():
+            shape = tuple(whole[name].shape)
+            box = Box.whole(name, shape)
+            if name in dims:
+                box = Box.cut(name, shape, dims[name], comm.get_rank() % PARTS, PARTS)
+            parameter.hadal_box = box  # type: ignore[attr-defined]
+
+    def forward(self, values: Tensor) -> Tensor:
+        out: Tensor = self.inner(values)
+        return out
+
+
+def named_engine(stage: int, dtype: str, **changes: Any) -> Any:
+    wishes = {"mpu": core(), "optimizer": adam}
+    return engine_over(stage, Named(), wishes=wishes, **KEYS[dtype], **changes)
+
+
+def whole_engine(stage: int, dtype: str) -> Any:
+    changes = {"train_batch_size": None, **KEYS[dtype]}
+    return engine_over(stage, whole_model(), wishes={"mpu": None, "optimizer": adam}, **changes)
+
+
+def all_of(engine: Any) -> dict[str, Tensor]:
+    """Weights, masters and both moments of each parameter."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in engine.module.named_parameters():
+        plain = name.removeprefix("inner.")
+        found[plain] = safe_get_full_fp32_param(parameter)
+        for key in ("exp_avg", "exp_avg_sq"):
+            found[f"{plain}.{key}"] = safe_get_full_optimizer_state(parameter, key)
+    weights = {f"{n.removeprefix('inner.')}.weights": v for n, v in engine.state_dict().items()}
+    return found | weights
+
+
+def my_part(whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    dims, part = {"up.weight": 0, "up.bias": 0, "down.weight": 1}, comm.get_rank() % PARTS
+    found = {}
+    for name, value in whole.items():
+        of = ".".join(name.split(".")[:2])
+        found[name] = mine(value, part, dims[of]) if of in dims else value
+    return found
+
+
+def save_in_parts(folder: str, stage: int, dtype: str) -> None:
+    engine = named_engine(stage, dtype)
+    train(engine, range(4))
+    engine.save_checkpoint(folder, "parts", client_state={"epoch": 3})
+    found = all_of(engine)
+    if comm.get_rank() < PARTS:
+        torch.save(found, Path(folder, f"part{comm.get_rank()}.pt"))
+    engine.destroy()
+
+
+def load_whole(folder: str, stage: int, dtype: str) -> None:
+    engine = whole_engine(stage, dtype)
+    _, client_state = engine.load_checkpoint(folder, "parts")
+    assert client_state == {"epoch": 3} and engine.global_steps == 2
+    found = all_of(engine)
+    for part in range(PARTS):
+        saved = torch.load(Path(folder, f"part{part}.pt"))
+        dims = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+        for name, value in saved.items():
+            of = ".".join(name.split(".")[:2])
+            here = mine(found[name], part, dims[of]) if of in dims else found[name]
+            assert torch.equal(here, value), name
+    train(engine, range(4, 6))
+    engine.save_checkpoint(folder, "whole")
+    found = all_of(engine)
+    if comm.get_rank() == 0:
+        torch.save(found, Path(folder, "whole.pt"))
+    engine.destroy()
+
+
+def load_in_parts(folder: str, stage: int, dtype: str) -> None:
+    engine = named_engine(stage, dtype)
+    engine.load_checkpoint(folder, "whole")
+    assert_equal(all_of(engine), my_part(torch.load(Path(folder, "whole.pt"))))
+    assert engine.global_steps == 4
+    train(engine, range(6, 8))
+    engine.destroy()
+
+
+@diagonal(dtype=list(KEYS), stage=[0, 1, 2, 3])
+def test_parts_in_boxes_load_whole_and_back(
+    stage: int, dtype: str, ranks: RankPools, tmp_path: Path
+) -> None:
+    """Two parts on four ranks, the whole model on two, and two parts on four again."""
+    ranks(4).run(save_in_parts, str(tmp_path), stage, dtype)
+    ranks(2).run(load_whole, str(tmp_path), (stage + 1) % 4, dtype)
+    ranks(4).run(load_in_parts, str(tmp_path), (stage + 2) % 4, dtype)
+    exact = get_fp32_state_dict_from_zero_checkpoint(tmp_path, "parts")
+    assert exact.keys() == whole_model().state_dict().keys()
+    for part in range(PARTS):
+        saved = torch.load(tmp_path / f"part{part}.pt")
+        of_part = mine(exact["down.weight"], part, 1)
+        assert torch.equal(of_part, saved["down.weight"])
 
 
 class Alone:

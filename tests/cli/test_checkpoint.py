@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import hadal
 from hadal import comm
 from hadal.cli.main import main
-from hadal.errors import NotBuiltYetError
+from hadal.errors import CheckpointError
 from hadal.utils import get_fp32_state_dict_from_zero_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -163,7 +163,7 @@ def test_parts_of_a_model_leave_one_by_one(
     assert "elements of weights in 2 parts" in capsys.readouterr().out
     target = tmp_path / "out"
     assert main(["checkpoint", "export", str(tmp_path), str(target)]) == 1
-    assert "2 model-parallel parts, and joining them is not built" in capsys.readouterr().err
+    assert "nothing says which part of the whole model down.weight" in capsys.readouterr().err
     assert main(["checkpoint", "export", str(tmp_path), str(target), "--part", "2"]) == 1
     assert "in 2 model-parallel parts, but part 2 is requested" in capsys.readouterr().err
     for part in range(2):
@@ -175,7 +175,7 @@ def test_parts_of_a_model_leave_one_by_one(
             assert_equal({name: found[name] for name in whole}, whole)
             assert len(found) == len(whole)
         assert_equal(get_fp32_state_dict_from_zero_checkpoint(tmp_path, part=part), whole)
-    with pytest.raises(NotBuiltYetError, match="read them one by one"):
+    with pytest.raises(CheckpointError, match="read the parts one by one"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path)
 
 

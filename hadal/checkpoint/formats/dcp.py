@@ -23,13 +23,13 @@ from torch import Tensor
 from hadal.checkpoint.contents import BUFFER, state_key
 from hadal.checkpoint.export import ExportedValue, tied_names, values_to_export
 from hadal.checkpoint.files import is_file, system_errors
-from hadal.checkpoint.formats.boxes import rows_of, start_of
 from hadal.checkpoint.formats.drafts import drafted_folder
 from hadal.checkpoint.huggingface import Value
 from hadal.checkpoint.plain import decoded, encoded
 from hadal.checkpoint.source import Source
 from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError
+from hadal.zero.boxes import rows_of
 
 METADATA = ".metadata"
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -186,8 +186,9 @@ class _Writer:
         value, kind = one.exported
         names = [self._enter(path) for path in (one.path, *one.aliases)]
         chunks = []
-        for box in rows_of(value.shape, max(_CHUNK_NBYTES // value.dtype.itemsize, 1)):
-            start = start_of(box, value.shape)
+        limit = max(_CHUNK_NBYTES // value.dtype.itemsize, 1)
+        for box in rows_of(value.name, value.shape, limit):
+            start = box.start
             # A copy: torch.save would write all of the storage that a view belongs to.
             chunk = torch.empty(box.numel, dtype=value.dtype)
             for piece, first in zip(

@@ -14,6 +14,7 @@ import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
@@ -22,10 +23,10 @@ from torch import Tensor
 
 from hadal.checkpoint.deepspeed.pickles import Attributes
 from hadal.checkpoint.files import inside, open_file, parsing_errors, read_small
-from hadal.checkpoint.formats.boxes import Box
 from hadal.checkpoint.formats.dcp import METADATA, Path_
 from hadal.checkpoint.storage import Location, StoredFile
 from hadal.errors import CheckpointError, NotBuiltYetError
+from hadal.zero.boxes import Box
 
 _LIMIT = 1 << 32
 _BUFFER_NBYTES = 1 << 16
@@ -155,12 +156,16 @@ def _understood(index: Any, folder: Location) -> Contents:
         if not hasattr(entry, "chunks"):
             values[path] = items[name, None]
             continue
+        # Without a name: tied tensors are those with the same chunks.
         chunks = tuple(
-            StoredChunk(Box(tuple(one.offsets), tuple(one.sizes)), items[name, one.offsets])
+            StoredChunk(
+                Box("", tuple(entry.size), tuple(one.offsets), tuple(one.sizes)),
+                items[name, one.offsets],
+            )
             for one in entry.chunks
         )
         stored = StoredTensor(tuple(entry.size), entry.properties.state[0], chunks)
-        if sum(one.box.numel for one in chunks) != Box((), stored.shape).numel:
+        if sum(one.box.numel for one in chunks) != prod(stored.shape):
             raise ValueError(f"the chunks of {name} are not all of it")
         tensors[path] = stored
     return Contents(tensors, values)

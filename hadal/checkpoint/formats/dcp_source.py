@@ -19,7 +19,6 @@ from torch import Tensor
 
 from hadal.checkpoint.contents import BUFFER, WEIGHT, SavedGroup, state_kind
 from hadal.checkpoint.files import nbytes_at, open_file, parsing_errors
-from hadal.checkpoint.formats.boxes import runs_of
 from hadal.checkpoint.formats.dcp import METADATA, MODEL, OPTIMIZER, TRAINING, Path_
 from hadal.checkpoint.formats.dcp_files import (
     StoredChunk,
@@ -227,7 +226,7 @@ class DcpSource(ForeignSource):
         found = torch.empty(stop - start, dtype=stored.dtype)
         for chunk in stored.chunks:
             position = 0
-            for low, high in runs_of(chunk.box, stored.shape):
+            for low, high in chunk.box.runs():
                 first, last = max(low, start), min(high, stop)
                 if first < last:
                     place = position + first - low

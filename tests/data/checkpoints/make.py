@@ -3,9 +3,10 @@
     PYTHONPATH=OLD OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 tests/data/checkpoints/make.py NAME
 
 `OLD` is a checkout of an older version: 306f727 was the first to write format 4, 0652087 format 5,
-780e98a format 6, and 6db1025 format 7. With the checkpoint goes what that version itself reports
-of it: weights, masters, moments, counters, and the random numbers and batches that come next. A
-checkpoint that is here is never written anew: a test shows that today's library loads it.
+780e98a format 6, 6db1025 format 7, and f29c7cc format 8. With the checkpoint goes what that
+version itself reports of it: weights, masters, moments, counters, and the random numbers and
+batches that come next. A checkpoint that is here is never written anew: a test shows that today's
+library loads it.
 """
 
 from __future__ import annotations

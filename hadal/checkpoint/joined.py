@@ -1,0 +1,403 @@
+"""Parts of a model as one `Source`: what another set of parts, or one whole model, asks of them.
+
+Each part of a checkpoint says by boxes which elements of the whole model's tensors it holds, and so
+does each part of the model that loads. So what was saved by any pipeline stages, slices of layers
+and experts loads into any others.
+
+Tests: tests/checkpoint/test_joined.py, tests/checkpoint/test_parts.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hadal.checkpoint.contents import MASTER, WEIGHT, SavedGroup
+from hadal.checkpoint.source import Entry, ForeignSource, RankState, Source
+from hadal.checkpoint.storage import Location
+from hadal.checkpoint.stored import StoredSource
+from hadal.errors import CheckpointError, few
+from hadal.zero.boxes import Box, Placement, boxes_between
+from hadal.zero.layout import strides_of
+
+# At most so many elements are read to have some that lie among them.
+_HULL_NUMEL = 1 << 22
+_NEXT = "\n  "
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The parts of the whole model's tensors that one part of a model consists of."""
+
+    of: Mapping[str, Placement]
+    """By the part's own names; a name that is missing here is the whole tensor of that name."""
+    unknown: frozenset[str] = frozenset()
+    """Names of parts of tensors of which nothing says which parts they are."""
+
+    def find(self, name: str, shape: Sequence[int]) -> Placement:
+        """Return the placement of a tensor of this name and shape."""
+        return self.of.get(name) or Placement((Box.whole(name, shape),))
+
+
+class Saved(NamedTuple):
+    """A part that was saved, and its places in the whole model."""
+
+    source: Source
+    places: Places
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The tensors that one part of the running model asks for."""
+
+    placements: Mapping[str, Placement]
+    """Of all its parameters and buffers, by its own names."""
+    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The other names of tied parameters, by the first."""
+    elsewhere: frozenset[str] = frozenset()
+    """The whole model's names that other parts ask for."""
+    part: int = 0
+    parts: int = 1
+
+
+class _Holder(NamedTuple):
+    """A box of a whole tensor in one saved part."""
+
+    part: int
+    name: str
+    """The part's own name."""
+    entry: Entry
+    box: Box
+    inner: Box
+    """The box's place in the value of this name."""
+
+
+class _Step(NamedTuple):
+    """A read of a box of a saved value into a box of what is asked for."""
+
+    holder: _Holder
+    there: Box
+    offset: int
+    """Of the region in the elements asked for; then the region, and the place in it."""
+    region: Box
+    here: Box
+
+
+class JoinedSource(ForeignSource):
+    """Saved parts of a model, as the values that one part asks for; all of them whole by default.
+
+    Raises:
+        CheckpointError: a tensor has another shape there, the saved parts contradict each other, or
+            nothing says which part of the model something is.
+    """
+
+    def __init__(self, saved: Sequence[Saved], asked: Asked | None = None) -> None:
+        self._saved = saved
+        first = saved[0].source
+        self.path: Location = first.path
+        self._part = 0 if asked is None else asked.part % len(saved)
+        self.parts = 1 if asked is None else asked.parts
+        self.world_size = self.parts * (first.world_size // first.parts)
+        self.optimizer, self.scalars, self.schedule = first.optimizer, first.scalars, first.schedule
+        self.jobs: tuple[str, ...] = getattr(first, "jobs", ())
+        self._expect_known(asked)
+        self._named: dict[str, list[_Holder]] = {}
+        self._holders: dict[tuple[str, str], list[_Holder]] = {}
+        self._odd: dict[tuple[str, str], _Holder] = {}
+        self._kinds: dict[str, dict[str, None]] = {}
+        self._aliases: dict[str, str] = {}
+        for number in self._in_turn():
+            self._enter(number)
+        self._asked = self._resolved(asked)
+        self.entries: Mapping[tuple[str, str], Entry] = dict(self._entries_of())
+        self.aliases: Mapping[str, str] = self._aliases
+        if asked is not None:
+            self.aliases = {}
+            self.entries = {**dict(self._unasked(asked)), **self.entries}
+        self.state: Mapping[str, Mapping[str, Any]] = self._merged_state()
+        self.groups: Sequence[SavedGroup] = self._merged_groups()
+
+    @property
+    def _main(self) -> Source:
+        """The part whose state of ranks is taken."""
+        return self._saved[self._part].source
+
+    def _in_turn(self) -> Iterator[int]:
+        """Yield the saved parts, from this one's number on: ranks begin with different files."""
+        for number in range(len(self._saved)):
+            yield (self._part + number) % len(self._saved)
+
+    # ---- what there is ---------------------------------------------------------------------------
+
+    def _expect_known(self, asked: Asked | None) -> None:
+        names = {name for one in self._saved for name in one.places.unknown}
+        if names:
+            here = "is wanted whole" if asked is None else f"this one has {self.parts}"
+            raise CheckpointError(
+                f"{self.path} holds a model in {len(self._saved)} model-parallel parts, but"
+                f" {here}, and nothing says which part of the whole model"
+                f" {few(sorted(names))} is in each. Set parameter.hadal_box (hadal.zero.boxes)"
+                " before initialize and save again; load it with the model-parallel size that saved"
+                f" it; or read the parts one by one: part= (--part of a command) 0 to"
+                f" {len(self._saved) - 1}"
+            )
+
+    def _enter(self, number: int) -> None:
+        """Enter the boxes that a saved part holds."""
+        source, places = self._saved[number]
+        for (name, kind), entry in source.entries.items():
+            own = source.entries.get((name, WEIGHT)) or source.entries.get((name, MASTER), entry)
+            placement = places.find(name, own.shape)
+            if placement.shape != own.shape:
+                raise CheckpointError(
+                    f"{source.path} is damaged: {name} of part {number} has the shape {own.shape},"
+                    f" and boxes of {placement.shape}"
+                )
+            for box, inner in placement.rows(name):
+                holder = _Holder(number, name, entry, box, inner)
+                self._named.setdefault(box.name, []).append(holder)
+                self._kinds.setdefault(box.name, {})[kind] = None
+                if entry.shape != own.shape:
+                    self._odd.setdefault((box.name, kind), holder)
+                else:
+                    self._holders.setdefault((box.name, kind), []).append(holder)
+        for alias, name in source.aliases.items():
+            entry = source.entries.get((name, WEIGHT)) or source.entries[name, MASTER]
+            boxes = places.find(name, entry.shape).boxes
+            if len(boxes) == 1:
+                self._aliases.setdefault(alias, boxes[0].name)
+
+    def _shape_of(self, name: str) -> tuple[int, ...]:
+        """Return a whole tensor's shape, on which all parts must agree."""
+        shapes = {one.box.shape for one in self._named[name]}
+        if len(shapes) > 1:
+            raise CheckpointError(
+                f"{self.path} is damaged: its parts give {name} the shapes {sorted(shapes)}"
+            )
+        return shapes.pop()
+
+    def _resolved(self, asked: Asked | None) -> dict[str, Placement]:
+        """Return what is asked for, by the names that it has in the saved parts.
+
+        Raises:
+            CheckpointError: a whole tensor has another shape in the checkpoint.
+        """
+        if asked is None:
+            whole = {name: self._shape_of(name) for name in self._named}
+            return {name: Placement((Box.whole(name, whole[name]),)) for name in whole}
+        found, misshapen = {}, []
+        for name, placement in asked.placements.items():
+            boxes = []
+            for box in placement.boxes:
+                others = asked.aliases.get(name, ()) if box.name == name else ()
+                known = [self._aliases.get(one, one) for one in (box.name, *others)]
+                there = next((one for one in known if one in self._named), None)
+                if there is None:
+                    break
+                if (shape := self._shape_of(there)) != box.shape:
+                    misshapen.append(f"{name} is of {box.shape}, but of {shape} in the checkpoint")
+                    break
+                boxes.append(replace(box, name=there))
+            else:
+                found[name] = Placement(tuple(boxes), placement.along)
+        if misshapen:
+            raise CheckpointError(
+                f"{self.path} does not fit the model: shapes of whole tensors differ:\n "
+                f" {few(misshapen, joint=_NEXT)}."
+            )
+        return found
+
+    def _entries_of(self) -> Iterator[tuple[tuple[str, str], Entry]]:
+        """Yield the values asked for, with their shapes here."""
+        for name, placement in self._asked.items():
+            for kind in self._kinds[placement.boxes[0].name]:
+                keys = [(box.name, kind) for box in placement.boxes]
+                holders = [one for key in keys for one in self._holders.get(key, ())]
+                if holders:
+                    dtypes = {one.entry.dtype for one in holders}
+                    if len(dtypes) > 1:
+                        raise CheckpointError(
+                            f"{self.path} is damaged: {kind} of {name} is of {dtypes}"
+                        )
+                    is_rounded = all(one.entry.is_rounded for one in holders)
+                    yield (name, kind), Entry(placement.shape, dtypes.pop(), is_rounded)
+                elif keys[0] in self._odd:
+                    yield (name, kind), self._odd[keys[0]].entry
+
+    def _unasked(self, asked: Asked) -> Iterator[tuple[tuple[str, str], Entry]]:
+        """Yield the values that no part asks for, whole."""
+        here = {box.name for placement in self._asked.values() for box in placement.boxes}
+        for name in self._named.keys() - here - asked.elsewhere - self._asked.keys():
+            whole = Placement((Box.whole(name, self._shape_of(name)),))
+            for kind in self._kinds[name]:
+                if holders := self._holders.get((name, kind)):
+                    yield (name, kind), Entry(whole.shape, holders[0].entry.dtype)
+
+    def _merged_state(self) -> dict[str, dict[str, Any]]:
+        """Return the state that is not per element, on which the parts of a tensor must agree."""
+        merged: dict[str, dict[str, Any]] = {}
+        for name, placement in self._asked.items():
+            found = merged.setdefault(name, {})
+            holders = [one for box in placement.boxes for one in self._named[box.name]]
+            for part, own in dict.fromkeys((one.part, one.name) for one in holders):
+                for key, value in self._saved[part].source.state.get(own, {}).items():
+                    if not bool(found.setdefault(key, value) == value):
+                        raise CheckpointError(
+                            f"{self.path}: {key} is {found[key]} for one part of {name} and"
+                            f" {value} for another; pass load_optimizer_states=False"
+                        )
+        return {name: values for name, values in merged.items() if values}
+
+    def _merged_groups(self) -> list[SavedGroup]:
+        """Return the saved param groups, with the names asked for; equal ones as one."""
+        names_of: dict[str, list[str]] = {}
+        for name, placement in self._asked.items():
+            for box in placement.boxes:
+                names_of.setdefault(box.name, []).append(name)
+        groups: list[tuple[int, Any, dict[str, None]]] = []
+        for source, places in self._saved:
+            for number, group in enumerate(source.groups):
+                like = [one for one in groups if one[:2] == (number, group.options)]
+                if not like:
+                    groups.append((number, group.options, {}))
+                    like = groups[-1:]
+                for own in group.names:
+                    entry = source.entries.get((own, WEIGHT)) or source.entries.get((own, MASTER))
+                    for box in () if entry is None else places.find(own, entry.shape).boxes:
+                        like[0][2].update(dict.fromkeys(names_of.get(box.name, ())))
+        groups.sort(key=lambda one: one[0])
+        return [SavedGroup(options, tuple(names)) for _, options, names in groups]
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def _steps(self, name: str, kind: str, start: int, stop: int) -> Iterator[_Step]:
+        """Yield the reads that bring elements [start, stop) of a value.
+
+        Raises:
+            CheckpointError: no part holds some of them.
+        """
+        placement, offset = self._asked[name], 0
+        for region in boxes_between(name, placement.shape, start, stop):
+            for box, inner in placement.rows(name):
+                common = region.within(inner)
+                if common is None:
+                    continue
+                wanted = common.relative_to(inner).of_whole(box)
+                for holder, piece in self._pieces(kind, wanted):
+                    here = piece.relative_to(box).of_whole(inner).relative_to(region)
+                    there = piece.relative_to(holder.box).of_whole(holder.inner)
+                    yield _Step(holder, there, offset, region, here)
+            offset += region.numel
+
+    def _pieces(self, kind: str, wanted: Box) -> Iterator[tuple[_Holder, Box]]:
+        """Yield the boxes that make up a box of a whole tensor, each once, and who holds them."""
+        left = [wanted]
+        for holder in self._holders.get((wanted.name, kind), ()):
+            rest: list[Box] = []
+            for box in left:
+                common = box.within(holder.box)
+                if common is not None:
+                    yield holder, common
+                rest += box.without(holder.box)
+            left = rest
+            if not left:
+                return
+        raise CheckpointError(
+            f"{self.path}: no part of the model holds {kind} of {wanted.name} at {left[0].offsets},"
+            f" {left[0].sizes} elements of {left[0].shape}; save all parts of the model, at the"
+            " same time"
+        )
+
+    def _expect_uncut(self, name: str, kind: str) -> _Holder:
+        """Return who holds state of another shape than its tensor's, which no box cuts."""
+        holder, placement = self._odd[self._asked[name].boxes[0].name, kind], self._asked[name]
+        if not holder.box.is_whole or not all(box.is_whole for box in placement.boxes):
+            raise CheckpointError(
+                f"{self.path}: {kind} of {name} has the shape {holder.entry.shape} and is not kept"
+                " per element, so other parts of the model cannot have it; load it with the"
+                " model-parallel size that saved it, or pass load_optimizer_states=False"
+            )
+        return holder
+
+    def _is_odd(self, name: str, kind: str) -> bool:
+        key = (self._asked[name].boxes[0].name, kind)
+        return key in self._odd and key not in self._holders
+
+    def expect(self, name: str, kind: str, start: int, stop: int) -> None:
+        """Check that the elements can be read."""
+        self._expect_within(name, kind, start, stop)
+        if self._is_odd(name, kind):
+            holder = self._expect_uncut(name, kind)
+            self._saved[holder.part].source.expect(holder.name, kind, start, stop)
+            return
+        for step in self._steps(name, kind, start, stop):
+            first, source = step.there.start, self._saved[step.holder.part].source
+            source.expect(step.holder.name, kind, first, first + step.there.hull)
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        """Return elements of a value, in host memory."""
+        self._expect_within(name, kind, start, stop)
+        if self._is_odd(name, kind):
+            holder = self._expect_uncut(name, kind)
+            return self._saved[holder.part].source.read(holder.name, kind, start, stop)
+        found = torch.empty(stop - start, dtype=self.entries[name, kind].dtype)
+        for step in self._steps(name, kind, start, stop):
+            target = found[step.offset : step.offset + step.region.numel].view(step.region.sizes)
+            self._copy(step, kind, target[_slices(step.here)])
+        return found
+
+    def _copy(self, step: _Step, kind: str, target: Tensor) -> None:
+        """Fill a target with a box of a saved value, reading what lies between its elements too."""
+        holder, strides = step.holder, strides_of(step.there.shape, ())
+        for piece in step.there.pieces(_HULL_NUMEL):
+            source, first = self._saved[holder.part].source, piece.start
+            hull = source.read(holder.name, kind, first, first + piece.hull)
+            values = hull.as_strided(piece.sizes, strides, hull.storage_offset())
+            target[_slices(piece.relative_to(step.there))].copy_(values)
+
+    def read_own(self, name: str, kind: str, rank: int) -> Tensor:
+        """Return a whole value in its shape; if each rank has its own, that of `rank`."""
+        placement = self._asked[name]
+        holders = self._holders.get((placement.boxes[0].name, kind), ())
+        if placement.boxes[0].is_whole and holders and holders[0].box.is_whole:
+            holder = holders[0]
+            source = self._saved[holder.part].source
+            if holder.inner.is_whole and placement.shape == holder.box.shape:
+                return source.read_own(holder.name, kind, rank)
+        return super().read_own(name, kind, rank)
+
+    def own(self, rank: int) -> RankState | None:
+        """Return the own state of a rank of the part; other parts' modules add theirs."""
+        found = self._main.own(rank)
+        if found is None:
+            return None
+        extra = dict(found.extra)
+        for number in self._in_turn():
+            other = self._saved[number].source.own(rank)
+            extra = {**({} if other is None else other.extra), **extra}
+        return replace(found, extra=extra, exchange=None)
+
+    def client_state(self) -> dict[str, Any]:
+        """Return the caller's own values."""
+        return self._main.client_state()
+
+    def verify(self, *, spread: bool, room: int) -> None:
+        """Compare files with their checksums as `StoredSource.verify` does; not other formats'."""
+        source = self._saved[0].source
+        if isinstance(source, StoredSource):
+            source.verify(spread=spread, room=room)
+
+    def close(self) -> None:
+        """Close all files."""
+        for source, _ in self._saved:
+            source.close()
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    """Return the index of a box in its tensor."""
+    pairs = zip(box.offsets, box.sizes, strict=True)
+    return tuple(slice(offset, offset + size) for offset, size in pairs)
