@@ -1,8 +1,9 @@
 """Full weights of a model under training on one rank, gathered bucket by bucket.
 
 All ranks gather each bucket in turn; rank 0 copies what it needs before the next one. The other
-ranks need memory for one bucket, rank 0 for what it keeps. If the model is in model-parallel
-parts, the first rank of each part does what rank 0 does.
+ranks need memory for one bucket, rank 0 for what it keeps. If a program's own model is in
+model-parallel parts, the first rank of each part does what rank 0 does; slices of layers that Hadal
+cut are joined.
 
 Tests: tests/engine/test_giving.py
 """
@@ -21,6 +22,7 @@ from hadal.checkpoint.live import Live, plain_name, plain_slots
 from hadal.checkpoint.storage import Location
 from hadal.checkpoint.together import together
 from hadal.zero.bucket import Bucket
+from hadal.zero.sharing import slice_of
 
 _PIECE_NUMEL = 1 << 22
 
@@ -41,7 +43,8 @@ class ModelWeights:
         """Yield name, shape and dtype of each value, in the order of `cuts`."""
         for holder in self.holders:
             for name, tensor in self._members(holder):
-                yield Value(name, tuple(tensor.shape), tensor.dtype)
+                cut = slice_of(tensor)
+                yield Value(name, tuple(tensor.shape if cut is None else cut.shape), tensor.dtype)
 
     def cuts(self) -> Iterator[Tensor]:
         """Yield each value that has elements; it is valid until the next one is requested.
@@ -53,7 +56,8 @@ class ModelWeights:
             with self.live.runtime.whole(gathered):
                 for _, tensor in self._members(holder):
                     if tensor.numel():
-                        yield tensor.detach()
+                        cut = slice_of(tensor)
+                        yield tensor.detach() if cut is None else cut.whole(tensor)
 
     def _members(self, holder: Bucket | tuple[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         if not isinstance(holder, Bucket):
@@ -108,15 +112,25 @@ def consolidated(live: Live, *, exclude_frozen: bool = False) -> OrderedDict[str
     values = list(weights.values())
     named = (value.name for value in values if value.numel)
     for name, tensor in zip(named, weights.cuts(), strict=True):
-        if live.ranks.rank == 0:
+        if _is_writer(live):
             kept[name] = tensor.to("cpu", copy=True)
-    if live.ranks.rank != 0:
+    if not _is_writer(live):
         return None
     for value in values:
         if not value.numel:
             kept[value.name] = torch.empty(value.shape, dtype=value.dtype)
     kept |= {alias: kept[name] for alias, name in weights.aliases.items()}
     return OrderedDict((name, kept[name]) for name in _in_model(live.module) if name in kept)
+
+
+def _is_joined(live: Live) -> bool:
+    """Return whether the parts of a model are slices that Hadal can join."""
+    return any(slice_of(parameter) is not None for parameter in live.names())
+
+
+def _is_writer(live: Live) -> bool:
+    """Return whether this rank gets the weights: the first of its part, or of all parts."""
+    return live.ranks.rank == 0 and (live.part == 0 or not _is_joined(live))
 
 
 def _in_model(module: nn.Module) -> Iterator[str]:
@@ -137,19 +151,19 @@ def write_consolidated(
 ) -> None:
     """Write the full model in the Hugging Face layout. All ranks must call it.
 
-    If the model is in model-parallel parts, each part is written into its own folder `mp_rank_NN`:
-    only the program knows how the parts fit together.
+    If a program's own model is in model-parallel parts, each part is written into its own folder
+    `mp_rank_NN`: only the program knows how the parts fit together.
 
     Raises:
         CheckpointError: on every rank: it cannot be written.
     """
-    if live.parts > 1:
+    if live.parts > 1 and not _is_joined(live):
         folder = folder / f"mp_rank_{live.part:02d}"
     weights = weights_of(live, exclude_frozen=exclude_frozen)
     cuts = weights.cuts()
     with together(live.world, f"{folder / filename} was not written"):
         try:
-            if live.ranks.rank == 0:
+            if _is_writer(live):
                 values = list(weights.values())
                 copies = _copies(cuts)
                 write_model(folder, filename, values, copies, weights.aliases, max_shard_nbytes)

@@ -29,6 +29,7 @@ _PARAMETERS = "hadal.compat.parameters"
 _EFFICIENCY = "hadal.compat.efficiency"
 _LOSSES = "hadal.compat.losses"
 _MONITORS = "hadal.compat.monitors"
+_TENSORS = "hadal.compat.tensor_parallel"
 _TOPOLOGY = "hadal.pipeline.topology"
 _SAFE = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state"
@@ -59,6 +60,7 @@ _COLLECTIVES = {
 _ALIKE: dict[str, dict[str, str]] = {
     "deepspeed": {
         "hadal": "add_config_arguments",
+        "hadal.engine.tensor": "tp_model_init",
         _ENGINE: "DeepSpeedEngine initialize",
         _COMM: "init_distributed",
         _ACCELERATOR: "get_accelerator",
@@ -122,6 +124,14 @@ _ALIKE: dict[str, dict[str, str]] = {
         _MONITORS: "check_comet_availability check_tb_availability check_wandb_availability"
     },
     "deepspeed.monitor.wandb": {_MONITORS: "WandbMonitor"},
+    "deepspeed.module_inject.autotp_config": {
+        _TENSORS: "AutoTPPresets",
+        "hadal.tensor_parallel.rules": "PartitionType",
+    },
+    "deepspeed.module_inject.layers": {_TENSORS: "is_autotp_training_mode set_autotp_mode"},
+    "deepspeed.module_inject.tp_shard": {
+        _TENSORS: "get_shard_size get_shard_size_list set_num_kv_heads set_tp_grain_size"
+    },
     "deepspeed.ops.adagrad": {_OPTIMIZERS: "DeepSpeedCPUAdagrad"},
     "deepspeed.ops.adam": {_OPTIMIZERS: "DeepSpeedCPUAdam FusedAdam"},
     "deepspeed.ops.lamb": {_OPTIMIZERS: "FusedLamb"},
@@ -327,6 +337,17 @@ _OTHERS: dict[str, str] = {
     "deepspeed.checkpoint.ds_to_universal.parse_arguments": (
         "hadal.cli.ds_to_universal:parse_arguments"
     ),
+    **{
+        f"deepspeed.module_inject.layers.{name}": f"hadal.tensor_parallel.layers:{home}"
+        for name, home in {
+            "LinearAllreduce": "RowLinear",
+            "LinearLayer": "ColumnLinear",
+            "TensorParallel_Layer": "SlicedLayer",
+            "VocabParallelEmbedding": "VocabularyEmbedding",
+        }.items()
+    },
+    "deepspeed.module_inject.auto_tp.PartitionType": "hadal.tensor_parallel.rules:PartitionType",
+    "deepspeed.module_inject.auto_tp.TPLayerSpec": "hadal.tensor_parallel.rules:LayerRule",
     "deepspeed.DeepSpeedConfigError": "hadal.errors:ConfigError",
     "deepspeed.dist": "deepspeed.comm",
     "deepspeed.OnDevice": f"{_ZERO}:OnDevice",

@@ -79,6 +79,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
         "jsonl_monitor": {"enabled": True, "output_path": "runs", "job_name": "first"},
     },
     "monitor": {"csv_monitor": {"enabled": True}, "monitor": {"extra": False}},
+    "tensor_parallel": {"tensor_parallel": {"autotp_size": 2}},
     "autotuning": {"autotuning": {"enabled": True, "metric": "throughput"}},
     "flops_profiler": {
         "flops_profiler": {"enabled": True, "profile_step": 5, "output_file": "profile.json"},

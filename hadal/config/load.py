@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hadal.config.advice import tell_advice
@@ -42,9 +42,10 @@ class Circumstances:
     client_optimizer: bool = False
     client_scheduler: bool = False
     rounds_early: bool = False
+    tensor_parallel_size: int | None = None
 
 
-def load_config(
+def load_config(  # noqa: PLR0913 - what a program may know before
     source: Source,
     *,
     world_size: int = 1,
@@ -53,13 +54,15 @@ def load_config(
     client_optimizer: bool = False,
     client_scheduler: bool = False,
     rounds_early: bool = False,
+    tensor_parallel_size: int | None = None,
     allow_unbuilt: bool = False,
 ) -> Config:
     """Load a dict, a file or a base64 text; raise one `ConfigError` that lists every fault.
 
     `sequence_parallel_size` and `data_parallel_size` are what the program knows about its ranks,
-    for example from an mpu; None leaves them to the keys of the same names. `rounds_early` is the
-    meaning of null for `data_types.early_rounding`. Logs nothing; see `log_notes`.
+    for example from an mpu; None leaves them to the keys of the same names, and
+    `tensor_parallel_size` to `tensor_parallel.autotp_size`. `rounds_early` is the meaning of null
+    for `data_types.early_rounding`. Logs nothing; see `log_notes`.
     """
     brought = Circumstances(
         world_size,
@@ -68,6 +71,7 @@ def load_config(
         client_optimizer,
         client_scheduler,
         rounds_early,
+        tensor_parallel_size,
     )
     found = examine(source, brought)
     found.report.settle(found.name, allow_unbuilt=allow_unbuilt)
@@ -128,7 +132,8 @@ def _checked(
 
 def _infer(values: dict[str, Any], brought: Circumstances, report: Report) -> tuple[str, ...]:
     """Fill in values that follow from the others; return their paths."""
-    inferred = list(_infer_batch(values, brought, report))
+    slices = list(_infer_slices(values, brought, report))
+    inferred = slices + list(_infer_batch(values, brought, report))
     shared = brought.sequence_parallel_size
     if shared is not None and shared != 1 and "sequence_parallel_size" not in values:
         values["sequence_parallel_size"] = shared
@@ -149,6 +154,31 @@ def _infer(values: dict[str, Any], brought: Circumstances, report: Report) -> tu
     return tuple(inferred)
 
 
+def _infer_slices(
+    values: dict[str, Any], brought: Circumstances, report: Report
+) -> tuple[str, ...]:
+    """Fill in the tensor-parallel ranks that the program asked for before."""
+    path, asked = "tensor_parallel.autotp_size", brought.tensor_parallel_size
+    if asked is None or report.is_faulty(("tensor_parallel",)):
+        return ()
+    field = Config.model_fields["tensor_parallel"]
+    section = values.get("tensor_parallel") or default_of(field)
+    if section.is_switched:
+        if section.autotp_size != asked:
+            report.fault(
+                path, f"{section.autotp_size} differs from the tp_size of tp_model_init, {asked}"
+            )
+        return ()
+    values["tensor_parallel"] = section.model_copy(update={"autotp_size": asked})
+    return (path,)
+
+
+def _slices(values: Mapping[str, Any]) -> int:
+    """Return the number of ranks that share a layer."""
+    section = values.get("tensor_parallel")
+    return section.autotp_size if section is not None and section.is_on else 1
+
+
 def _infer_batch(values: dict[str, Any], brought: Circumstances, report: Report) -> tuple[str, ...]:
     ranks = _data_parallel_ranks(values, brought, report)
     open_keys = tuple(key for key in BATCH_KEYS if values.get(key) is None)
@@ -164,12 +194,32 @@ def _infer_batch(values: dict[str, Any], brought: Circumstances, report: Report)
         elif _is_tuned(values):
             values[BATCH_KEYS[1]] = 1
             report.note(BATCH_KEYS[1], "no batch size is given and autotuning is on; using 1")
-    sizes = complete(Given(*(values.get(key) for key in BATCH_KEYS)), ranks)
+    given = Given(*(values.get(key) for key in BATCH_KEYS))
+    given = _without_copies(given, values, ranks, report)
+    sizes = complete(given, ranks)
     if isinstance(sizes, Sizes):
         values |= dict(zip(BATCH_KEYS, (sizes.train, sizes.micro, sizes.accumulation), strict=True))
         return open_keys
     report.fault(sizes.path, sizes.message)
     return ()
+
+
+def _without_copies(given: Given, values: Mapping[str, Any], ranks: int, report: Report) -> Given:
+    """Return the sizes without a batch that counts the samples of all tensor-parallel ranks.
+
+    They read the same samples. DeepSpeed, and transformers for it, count each of them.
+    """
+    slices = _slices(values)
+    if given.train is None or given.micro is None or given.accumulation is None:
+        return given
+    if slices == 1 or given.train != given.micro * given.accumulation * ranks * slices:
+        return given
+    report.note(
+        BATCH_KEYS[0],
+        f"{given.train} counts the samples of all {slices} ranks of tensor_parallel.autotp_size,"
+        f" which read the same ones; an update reads {given.train // slices}",
+    )
+    return replace(given, train=None)
 
 
 def _elastic_batch(
@@ -219,9 +269,16 @@ def _data_parallel_ranks(values: Mapping[str, Any], brought: Circumstances, repo
             f"{asked} differs from {shared}, which the program passes (by an mpu or a mesh); leave"
             " it out",
         )
-    if world % shared:
-        report.fault(shared_key, f"{shared} does not divide the {world} ranks; use a divisor")
-    ranks = brought.data_parallel_size or max(1, world // shared)
+    slices = _slices(values)
+    if world % slices:
+        path = "tensor_parallel.autotp_size"
+        report.fault(path, f"{slices} does not divide the {world} ranks; use a divisor")
+    elif world // slices % shared:
+        among = f" / {slices} of tensor_parallel.autotp_size" if slices > 1 else ""
+        report.fault(
+            shared_key, f"{shared} does not divide the {world} ranks{among}; use a divisor"
+        )
+    ranks = brought.data_parallel_size or max(1, world // slices // shared)
     wanted = values.get(data_key)
     if wanted is not None and asked is None and brought.sequence_parallel_size is None:
         report.note_idle(data_key, f"{wanted} has no effect without {shared_key}")
@@ -236,7 +293,7 @@ def _tell_blocks(config: Config, brought: Circumstances, report: Report) -> None
     # Of one rank nothing is shared, whatever the sizes of blocks.
     if brought.world_size == 1 or report.is_faulty(("zero_optimization", "sequence_parallel_size")):
         return
-    ranks = brought.world_size
+    ranks = brought.world_size // max(1, _slices({"tensor_parallel": config.tensor_parallel}))
     if brought.data_parallel_size is not None:
         ranks = brought.data_parallel_size * config.sequence_parallel_size
     for fault in blocks_that_do_not_fit(config, ranks):

@@ -1,57 +1,110 @@
 """`tensor_parallel`: splitting single layers over ranks.
 
-Tests: tests/config/test_every_key.py
+Tests: tests/tensor_parallel/test_rules.py
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator
 
 from hadal.config.section import NO_EFFECT, Mark, Section, key, section
 from hadal.config.values import Boolean, Integer, Texts, lowered
 
+Shape: TypeAlias = tuple[int | tuple[int, ...], ...]
+"""A fused weight: the number of equal parts of a dimension, their sizes, or -1 for what it is."""
+
+
+def shape_fault(shape: Shape | None, dim: int) -> str | None:
+    """Return why a weight cannot be cut along dimension `dim` of this shape; None: it can."""
+    if shape is None:
+        return None
+    told = f"shape {list(shape)}"
+    if not 0 <= dim < len(shape):
+        return f"partition_dim {dim} is no dimension of {told}; expected 0..{len(shape) - 1}"
+    if len(shape) != 2:
+        return f"{told} has {len(shape)} dimensions; expected the 2 of a linear layer's weight"
+    for place, entry in enumerate(shape):
+        sizes = entry if isinstance(entry, tuple) else (entry,)
+        if isinstance(entry, tuple) and place != dim:
+            return f"{told} lists parts in dimension {place}, and dimension {dim} is cut"
+        least = 1 if isinstance(entry, tuple) else -1
+        if not sizes or not all(isinstance(one, int) and one and one >= least for one in sizes):
+            return f"{told} has an entry {entry!r}; expected lengths above 0, or -1 for one of them"
+    return None
+
+
+def _nested(value: Any) -> Any:
+    """Return lists, and lists in them, as tuples."""
+    return tuple(map(_nested, value)) if isinstance(value, list | tuple) else value
+
 
 class TensorParallelDegree(Section):
     """The degree, given a second time."""
 
     tp_size: Integer = key(1, "Ranks that share a layer; 1, or the same as autotp_size.", ge=1)
-    tp_grain_size: Integer = key(1, "Shards are multiples of this many elements.", ge=1)
-    mpu: Any = key(None, "Object that describes the ranks; passed by programs only.")
-    tp_group: Any = key(None, "Process group; passed by programs only.")
+    tp_grain_size: Integer = key(
+        1,
+        "Slices of layers that are not cut between heads are multiples of this many rows; the last "
+        "rank has what is left over.",
+        ge=1,
+    )
+    mpu: Any = key(
+        None,
+        "Object with Megatron's methods; passed by programs only. Its tensor-parallel ranks are "
+        "compared with those of autotp_size.",
+    )
+    tp_group: Any = key(
+        None,
+        "Process group of the ranks that share a layer; passed by programs only. Expected are "
+        "consecutive ranks, as many as autotp_size.",
+    )
 
 
 class SplitLayer(Section):
-    """Rule for splitting the parameters that match a pattern."""
+    """Rule for the parameters that match a pattern."""
 
-    patterns: Texts = key((), "Regular expressions matched from the start of a name.")
-    partition_type: Annotated[Literal["column", "row", "skip"], BeforeValidator(lowered)] = key(
-        "column", "column splits outputs, row splits inputs and sums, skip does not split."
+    patterns: Texts = key(
+        (), "Regular expressions, matched from the start of a parameter's full name."
     )
-    shape: tuple[Any, ...] | None = key(
-        None, "View of a fused weight before the split: lengths, or -1; at most one nested list."
+    partition_type: Annotated[Literal["column", "row", "skip"], BeforeValidator(lowered)] = key(
+        "column",
+        "column cuts outputs, row cuts inputs and sums what the ranks compute, skip cuts nothing.",
+    )
+    shape: Annotated[tuple[Any, ...] | None, BeforeValidator(_nested)] = key(
+        None,
+        "Parts that are fused in a weight, each of which is cut: [3, -1] for three equal ones, "
+        "[[16, 4, 4], -1] for their rows.",
     )
     partition_dim: Integer | None = key(
-        None, "Dimension of that shape to split; null is 0 for column and 1 for row.", ge=0
+        None, "Dimension of that shape that is cut; null is 0 for column and 1 for row.", ge=0
     )
-    model_types: Texts | None = key(None, "Model types to which the rule applies; null is all.")
-    gather_output: Boolean = key(False, "column: gather the whole output on every rank.")
-    grad_allreduce: Boolean = key(False, "skip: sum the gradient over the ranks.")
+    model_types: Texts | None = key(
+        None, "Types of models (`model.config.model_type`) that the rule is for; null is all."
+    )
+    gather_output: Boolean = key(False, "column: every rank gets the whole output.")
+    grad_allreduce: Boolean = key(
+        False,
+        "skip: the gradient is summed over the ranks. For parameters that each rank uses on its "
+        "own slice of values, such as norms of single heads.",
+    )
 
 
 class PartitionConfig(Section):
-    """Custom rules, which take precedence over the model's."""
+    """Custom rules, which replace the plan of the model."""
 
-    use_default_specs: Boolean = key(True, "Add the preset's rules.")
+    use_default_specs: Boolean = key(True, "Add the rules of preset_model after these.")
     layer_specs: tuple[SplitLayer, ...] = key((), "Rules, in order; the first match applies.")
-    tp_size: Integer = key(1, "Overridden by autotp_size.", ge=1)
+    tp_size: Integer = key(1, "Overridden by autotp_size.", ge=1, mark=NO_EFFECT)
     embedding_partition_dim: Integer = key(1, "Dimension of embeddings.", mark=NO_EFFECT)
-    lm_head_patterns: Texts = key(("lm_head", "embed_out"), "Names of the output layer.")
+    lm_head_patterns: Texts = key(
+        ("lm_head", "embed_out"), "Names of the output layer, which is cut by its vocabulary."
+    )
     strict_mode: Boolean = key(False, "Refuse a linear layer that matches no rule.")
 
 
 class TensorParallel(Section):
-    """Splits linear layers over ranks by the model's plan, a preset or custom rules."""
+    """Cuts linear layers over ranks by the model's plan, a preset or custom rules."""
 
     switch: ClassVar[str | None] = "autotp_size"
     off: ClassVar[tuple[Any, ...]] = (0, 1)
@@ -62,23 +115,51 @@ class TensorParallel(Section):
 
     autotp_size: Integer = key(
         0,
-        "Ranks that share a layer; 0 and 1 are off.",
+        "Ranks that share a layer, consecutive ones; 0 and 1 are off. They divide the number of "
+        "ranks, and read the same samples.",
         ge=0,
-        mark=Mark(status="not built yet", off=(1,)),
     )
     preset_model: (
         Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None
-    ) = key(None, "Rules made for one family of models.")
-    tp_overlap_comm: Boolean = key(False, "Overlap the sum of row-split outputs with computation.")
-    dtype: Any = key("torch.float16", "Dtype of the split model.")
+    ) = key(None, "Rules made for one family of models, instead of the model's plan.")
+    tp_overlap_comm: Boolean = key(
+        False,
+        "Sum the gradient of a column layer's input while that of its weight is computed. Without "
+        "it, layers with the same input share one sum.",
+    )
+    dtype: Any = key(
+        "torch.float16",
+        'Dtype of the model ("bf16", "fp16", "fp32" or a torch.dtype). It is compared with the '
+        "one in which the model computes, and changes nothing.",
+    )
     tp: TensorParallelDegree = section(TensorParallelDegree, "The degree, given a second time.")
-    injection_policy_tuple: tuple[Any, ...] | None = key(None, "Names of row-split layers.")
-    keep_module_on_host: Boolean = key(False, "Keep the shards in host memory.")
-    kernel_inject: Boolean = key(False, "Replace modules with inference kernels.")
+    injection_policy_tuple: tuple[Any, ...] | None = key(
+        None,
+        "Ends of the names of row layers; the other linear layers of blocks are columns. For "
+        "models without a plan.",
+    )
+    keep_module_on_host: Boolean = key(
+        False,
+        "Keep the slices in host memory. Use `zero_optimization.offload_param`.",
+        mark=NO_EFFECT,
+    )
+    kernel_inject: Boolean = key(False, "Replace modules with inference kernels.", mark=NO_EFFECT)
     vocab_parallel_lm_head: Boolean | None = key(
-        None, "Split the output layer by vocabulary; null follows the model's plan."
+        None,
+        "Cut the output layer by vocabulary, and with it an embedding that has the same weight. "
+        "true: the loss is computed from slices of the logits in training, so that whole logits "
+        "never exist; its `logits` are then this rank's slice. null: as the model's plan says, "
+        "with whole logits. false: a tied output layer stays whole.",
     )
     vocab_parallel_ce_backend: Literal["torch", "liger"] = key(
-        "torch", "Cross-entropy implementation for such an output."
+        "torch",
+        "Implementation of that loss.",
+        mark=Mark(status="not built yet", only=("liger",)),
+    )
+    sequence_parallel: Boolean = key(
+        False,
+        "Cut what lies between the layers (norms, dropout, residuals) by the sequence: the same "
+        "bytes are sent, and each rank stores its share of these activations. Hadal's own; for "
+        "decoders of transformers.",
     )
     partition_config: PartitionConfig | None = key(None, "Custom rules.")

@@ -56,8 +56,15 @@ from hadal.engine.precision import (
 )
 from hadal.engine.recomputed import recomputed_modules, tell_recomputed
 from hadal.engine.report import tell_state
+from hadal.engine.tensor import cut_over_ranks, size_asked_for
 from hadal.engine.tiers import disk_steps_of, warn_of_one_thread
-from hadal.engine.topology import Topology, TopologyWish, make_topology, topology_wish_of
+from hadal.engine.topology import (
+    Topology,
+    TopologyWish,
+    make_topology,
+    topology_wish_of,
+    with_slices,
+)
 from hadal.engine.wishes import (
     Groups,
     OptimizerMaker,
@@ -146,7 +153,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         source = with_schedule(args, source, lr_scheduler is not None)
         admitted = _admit(model, wishes, source, wish, world, engine_type)
     _log_collectives(admitted.config)
-    topology = make_topology(wish, admitted.config, world)
+    topology = make_topology(with_slices(wish, admitted.config), admitted.config, world)
     is_kept = not memory_is_tuned() and keep_freed_memory(current_device())
     engine = _assemble(admitted, wishes, topology, world, engine_type)
     if is_kept:
@@ -192,6 +199,7 @@ def _admit(
         world_size=ranks.size,
         sequence_parallel_size=wish.sequence_parallel_size,
         data_parallel_size=wish.data_parallel_size,
+        tensor_parallel_size=size_asked_for(model),
         client_optimizer=wishes.optimizer is not None,
         client_scheduler=wishes.schedule is not None,
         rounds_early=engine_type.rounds_early,
@@ -231,7 +239,7 @@ def _assemble(
     model, config, groups = admitted.model, admitted.config, admitted.groups
     optimizer, ranks = admitted.optimizer, topology.sharding
     device = current_device()
-    check_same_keys(_common(config), world)
+    _cut(admitted, topology, world)
     batches = batch_sizes_of(config, topology)
     setting = setting_of(config, model, world, device, batches, topology)
     listeners = tuple(filter(None, (make(setting) for make in LISTENERS.values())))
@@ -302,6 +310,12 @@ def _assemble(
     )
 
 
+def _cut(admitted: _Admitted, topology: Topology, world: Ranks) -> None:
+    """Cut the model over its tensor-parallel ranks, if all ranks were asked for the same."""
+    check_same_keys(_common(admitted.config), world)
+    cut_over_ranks(admitted.model, admitted.optimizer, admitted.config, topology, world)
+
+
 def _among_parts(topology: Topology, world: Ranks) -> AbstractContextManager[None]:
     """Return a context that spreads a part's failure to all other parts."""
     if topology.model_parallel is None:
@@ -310,8 +324,13 @@ def _among_parts(topology: Topology, world: Ranks) -> AbstractContextManager[Non
 
 
 def _common(config: Config) -> dict[str, Any]:
-    """Return the keys that must be the same on all ranks; each rank may have its own disk."""
+    """Return the keys that must be the same on all ranks.
+
+    Each rank may have its own disk, and each has an object of its own for groups of ranks.
+    """
     values = config.as_dict()
+    degree = {**values["tensor_parallel"]["tp"], "mpu": None, "tp_group": None}
+    values["tensor_parallel"] = {**values["tensor_parallel"], "tp": degree}
     zero = values["zero_optimization"]
     for name in ("offload_param", "offload_optimizer"):
         if zero.get(name):

@@ -21,8 +21,9 @@ _log = logging.getLogger(__name__)
 class WeightsOut:
     """Export of an engine's weights. All ranks must call each method.
 
-    Rank 0 gets them one bucket at a time; the other ranks need memory for one bucket. If the model
-    is in model-parallel parts, the first rank of those that hold a part gets that part.
+    Rank 0 gets them one bucket at a time; the other ranks need memory for one bucket. If a
+    program's own model is in model-parallel parts, the first rank of those that hold a part gets
+    that part; slices of layers that `tensor_parallel.autotp_size` cut are joined.
     """
 
     def __init__(self, session: Session) -> None:
@@ -42,8 +43,8 @@ class WeightsOut:
         """Write the model, in the dtypes that it computes in, in Hugging Face layout.
 
         Args:
-            save_dir: the directory, created if it does not exist, or a URL. Model-parallel parts go
-                into `mp_rank_00`, `mp_rank_01` and so on below it.
+            save_dir: the directory, created if it does not exist, or a URL. A program's own
+                model-parallel parts go into `mp_rank_00`, `mp_rank_01` and so on below it.
             save_filename: the file, or the base name of several files. If it does not end in
                 `.safetensors`, `torch.save` writes it, and rank 0 holds a whole file in memory.
             exclude_frozen_parameters: leave out parameters that are not trained.

@@ -118,6 +118,14 @@ def topology_wish_of(mpu: Any, mesh_param: Any, world: Ranks) -> TopologyWish:
     return TopologyWish(mpu, data, shared)
 
 
+def with_slices(wish: TopologyWish, config: Config) -> TopologyWish:
+    """Return the wish with the tensor-parallel ranks that the configuration asks for."""
+    section = config.tensor_parallel
+    if not section.is_on or wish.cuts_the_model:
+        return wish
+    return replace(wish, tensor_parallel_size=section.autotp_size)
+
+
 def _wish_of_mesh(mesh_param: Any, world: Ranks) -> TopologyWish:
     sizes = tuple(mesh_param) if isinstance(mesh_param, Sequence) else ()
     whole = all(isinstance(size, int) and size > 0 for size in sizes)

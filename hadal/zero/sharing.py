@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -184,6 +184,22 @@ def is_model_part(parameter: nn.Parameter) -> bool:
     """Return whether a parameter is split over model-parallel ranks, by Megatron's marks."""
     marks = ("model_parallel", "tensor_model_parallel")
     return any(getattr(parameter, mark, False) is True for mark in marks)
+
+
+class SliceOf(Protocol):
+    """The whole of a parameter that is cut over tensor-parallel ranks."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+
+    def whole(self, mine: Tensor) -> Tensor:
+        """Return the whole of all ranks' slices, which all of them must call together."""
+
+
+def slice_of(parameter: Tensor) -> SliceOf | None:
+    """Return what a parameter is a slice of; None if it is whole, or only its program knows."""
+    found: SliceOf | None = getattr(parameter, "hadal_slice", None)
+    return found
 
 
 def is_tied_copy(parameter: nn.Parameter) -> bool:

@@ -117,3 +117,30 @@ def test_the_best_model_comes_back_and_is_evaluated_alone(
         assert found["alone"] == pytest.approx(found["after"], abs=1e-5)
         assert found["after"] == pytest.approx(plain["after"], abs=1e-4)
         assert found["predicted"] == plain["predicted"]
+
+
+def _cut(folder: Path, stage: int | None) -> dict[str, Any]:
+    t = load("trainer_runs")
+    if stage is None:
+        return t.cut(folder, None, batch=1)
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    slices = {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": zero}
+    return t.cut(folder, {**t.STAGE_2, **slices}, batch=2)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_model_that_is_cut_over_ranks_trains_alike(
+    clients: RankPool, tmp_path: Path, stage: int
+) -> None:
+    # Two ranks with slices read one batch of two; two ranks with whole models one of one each.
+    plain = clients.run(_cut, tmp_path / "plain", None, timeout=180)
+    for found, expected in zip(
+        clients.run(_cut, tmp_path / "cut", stage, timeout=180), plain, strict=True
+    ):
+        assert (found["width"], expected["width"]) == (8, 16)
+        assert close(found["losses"], expected["losses"], 1e-5)
+        assert close(found["norms"], expected["norms"], 1e-4)
+        assert abs(found["evaluation"] - expected["evaluation"]) < 1e-5
+        assert found["resumed"] == found["losses"][2:]
+        for one, other in zip(found["saved"], expected["saved"], strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=0)

@@ -86,6 +86,17 @@ MODELS: dict[str, transformers.PretrainedConfig] = {
         eos_token_id=2,
         pad_token_id=0,
     ),
+    "two heads": transformers.LlamaConfig(
+        vocab_size=_VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=_VOCABULARY,
         n_positions=32,
@@ -331,4 +342,36 @@ def run_preempted(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         told[name] = logged(trainer, "loss", told["step"])
         trainer.model_wrapped.destroy()
         barrier()
+    return told
+
+
+def cut(folder: Path, config: dict[str, Any] | None, batch: int) -> dict[str, Any]:
+    """Train a model whose key-value heads two ranks can share, save it, load it, and go on."""
+    forget()
+    base = save_base(folder, "two heads")
+    data = Sequences(64, 1)
+    more: dict[str, Any] = {"per_device_train_batch_size": batch}
+    args = arguments(folder / "run", config, **more)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=Sequences(8, 2))
+    trainer.train()
+    told: dict[str, Any] = {
+        "losses": logged(trainer, "loss"),
+        "norms": logged(trainer, "grad_norm"),
+        "evaluation": trainer.evaluate()["eval_loss"],
+        "width": trainer.model.model.layers[0].self_attn.q_proj.weight.shape[0],
+    }
+    trainer.save_model(str(folder / "saved"))
+    barrier()
+    trainer.accelerator.free_memory()
+    again = arguments(folder / "again", config, save_strategy="no", **more)
+    resumed = Trainer(
+        model=AutoModelForCausalLM.from_pretrained(base), args=again, train_dataset=data
+    )
+    resumed.train(resume_from_checkpoint=str(folder / "run/checkpoint-2"))
+    told["resumed"] = logged(resumed, "loss", after=2)
+    resumed.accelerator.free_memory()
+    forget()
+    saved = AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.float32)
+    told["saved"] = [parameter.detach() for parameter in saved.parameters()]
     return told

@@ -30,6 +30,7 @@ EVERYDAY = {
     *("comms_logger", "disable_python_gc", "compile", "checkpoint", "datastates_ckpt"),
     "sparse_attention",
     "compression_training",
+    "tensor_parallel",
 }
 # Rows of these sections that belong to a feature of its own, by the feature.
 _ZERO = "zero_optimization."

@@ -15,7 +15,6 @@ UNBUILT = {
         "hybrid_engine.enabled",
         "nebula.enabled",
         "expert_parallel.enabled",
-        "tensor_parallel.autotp_size",
         "compile.deepcompile",
         "weight_quantization.enabled",
         "pipeline.activation_checkpoint_interval",

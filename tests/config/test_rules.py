@@ -261,7 +261,7 @@ CONTRADICTIONS = [
         "cannot be combined with others",
     ),
     (
-        {"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}},
+        {"tensor_parallel": {"autotp_size": 1, "tp": {"tp_size": 4}}},
         "tensor_parallel.tp.tp_size",
         "leave it out",
     ),

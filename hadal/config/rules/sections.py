@@ -26,6 +26,7 @@ from hadal.config.plain import shown
 from hadal.config.rules.rule import reading
 from hadal.config.section import Section
 from hadal.config.sparse_attention import SparseAttention
+from hadal.config.tensor_parallel import shape_fault
 from hadal.config.top_level import Config
 from hadal.errors import Fault
 
@@ -339,6 +340,30 @@ def _two_degrees(config: Config) -> Iterator[Fault]:
         )
 
 
+@reading("tensor_parallel")
+def _layer_specs(config: Config) -> Iterator[Fault]:
+    section, path = config.tensor_parallel, "tensor_parallel.partition_config"
+    custom = section.partition_config
+    if custom is None or not section.is_on:
+        return
+    for number, spec in enumerate(custom.layer_specs):
+        here = f"{path}.layer_specs[{number}]"
+        natural = 1 if spec.partition_type == "row" else 0
+        dim = natural if spec.partition_dim is None else spec.partition_dim
+        fault = shape_fault(spec.shape, dim)
+        if fault is not None:
+            yield Fault(f"{here}.shape", fault)
+        for pattern in spec.patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield Fault(f"{here}.patterns", f"{pattern!r} is no regular expression: {error}")
+        if spec.gather_output and spec.partition_type != "column":
+            yield Fault(f"{here}.gather_output", 'only "column" has outputs to gather; remove it')
+        if spec.grad_allreduce and spec.partition_type != "skip":
+            yield Fault(f"{here}.grad_allreduce", 'only "skip" leaves a parameter whole; remove it')
+
+
 @reading("compression_training")
 def _compression_groups(config: Config) -> Iterator[Fault]:
     compression = config.compression_training
@@ -475,6 +500,7 @@ RULES = (
     _elastic,
     _compile_passes,
     _two_degrees,
+    _layer_specs,
     _compression_groups,
     _layer_reduction,
     _bits,

@@ -1,0 +1,247 @@
+"""Tensor parallelism in an engine: the model is cut before its optimizer and buckets are made.
+
+Tests: tests/tensor_parallel/test_training.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import gather_objects
+from hadal.comm.faults import is_same_everywhere, told_to_all
+from hadal.comm.mpu import tensor_group_of
+from hadal.config import Config
+from hadal.config.report import written
+from hadal.config.tensor_parallel import TensorParallel
+from hadal.engine.topology import Topology
+from hadal.errors import (
+    ConfigError,
+    Fault,
+    MismatchError,
+    ModelError,
+    NotBuiltYetError,
+    UsageError,
+    few,
+)
+from hadal.optim.muon import Muon
+from hadal.sequence.cross_entropy import vocab_parallel_cross_entropy
+from hadal.tensor_parallel.apply import Sliced, cut_model, share_values
+from hadal.tensor_parallel.plan import plan_cuts
+from hadal.zero import init
+from hadal.zero.sharing import is_model_part
+
+_PATH = "tensor_parallel"
+_DTYPES = {
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
+}
+
+
+class AskedSlices(NamedTuple):
+    """The arguments of `tp_model_init`."""
+
+    size: int
+    dtype: torch.dtype
+    group_size: int | None
+    """The ranks of the group that the program gave; None: none was given."""
+
+
+_asked: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def tp_model_init(
+    model: nn.Module,
+    tp_size: int,
+    dtype: torch.dtype,
+    config: Any = None,
+    tp_group: dist.ProcessGroup | None = None,
+) -> nn.Module:
+    """Remember that `initialize` cuts this model over `tp_size` ranks; return it as it is.
+
+    Args:
+        model: the model that `initialize` will get.
+        tp_size: the ranks that share a layer; as `tensor_parallel.autotp_size`.
+        dtype: the dtype in which the model will compute.
+        config: the configuration; it is read by `initialize`.
+        tp_group: the ranks that share a layer; consecutive ones.
+
+    Raises:
+        ModelError: the model is known with other arguments.
+    """
+    del config
+    wanted = AskedSlices(
+        tp_size, dtype, None if tp_group is None else dist.get_world_size(tp_group)
+    )
+    if wanted.group_size not in (None, tp_size):
+        raise ModelError(
+            f"tp_model_init(tp_size={tp_size}) got a tp_group of {wanted.group_size} ranks; give a"
+            " group of that many"
+        )
+    known = _asked.setdefault(model, wanted)
+    if known != wanted:
+        raise ModelError(
+            f"tp_model_init was called for this model with {known}, and now with {wanted}; call it"
+            " once"
+        )
+    return model
+
+
+def size_asked_for(model: nn.Module) -> int | None:
+    """Return the ranks that `tp_model_init` asked for; None if it was not called."""
+    asked = _asked.get(model)
+    return None if asked is None else asked.size
+
+
+def cut_over_ranks(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    config: Config,
+    topology: Topology,
+    world: Ranks,
+) -> None:
+    """Cut a model over its tensor-parallel ranks, if the configuration says so. All must call it.
+
+    Raises:
+        ModelError: the rules, the model and the ranks do not fit each other.
+        ConfigError: the program's group, dtype or other keys contradict the section.
+    """
+    section, ranks = config.tensor_parallel, topology.tensor_parallel
+    if not section.is_on:
+        return
+    with told_to_all(world, "initialize"):
+        _check(model, section, config, topology)
+        _check_optimizer(optimizer)
+        assert ranks is not None
+        plan = plan_cuts(model, section, ranks.size)
+    share_values(model, ranks)
+    loss = vocab_parallel_cross_entropy
+    for one in cut_model(model, plan, section, ranks, loss):
+        one.parameter.hadal_slice = one  # type: ignore[attr-defined]
+        _cut_state(optimizer, one)
+    _compare_first_inputs(model, ranks)
+
+
+def _check_optimizer(optimizer: Optimizer | None) -> None:
+    if isinstance(optimizer, Muon):
+        raise NotBuiltYetError(
+            f"{_PATH}.autotp_size: Muon orthogonalises whole matrices, which is not built yet for"
+            " slices of them; use another optimizer, or leave the key out"
+        )
+
+
+def _cut_state(optimizer: Optimizer | None, one: Sliced) -> None:
+    """Cut state that an optimizer made before its parameter was cut (Adagrad's sums)."""
+    state = {} if optimizer is None else optimizer.state.get(one.parameter, {})
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == one.shape:
+            state[name] = one.cut.take(value, one.ranks.rank)
+
+
+def _compare_first_inputs(model: nn.Module, ranks: Ranks) -> None:
+    """Compare what the ranks of one model pass to its first forward: half a model on each of two
+    batches is no training."""
+
+    def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        handle.remove()
+        named = {**{f"argument {n}": value for n, value in enumerate(args)}, **kwargs}
+        digests = {name: _digest(value) for name, value in named.items()}
+        if is_same_everywhere(repr(digests), ranks):
+            return
+        found = gather_objects(digests, ranks)
+        names = list(dict.fromkeys(name for one in found for name in one))
+        differing = [n for n in names if len({one.get(n) for one in found}) > 1]
+        raise MismatchError(
+            f"{_PATH}.autotp_size: ranks {ranks.numbers} share one model and read the same samples,"
+            f" but {few(differing)} of the first forward differ between them; give the sampler"
+            " engine.topology.data_parallel's rank and size, or use engine.deepspeed_io"
+        )
+
+    handle = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
+
+
+def _digest(value: Any) -> str:
+    told = hashlib.blake2b(digest_size=8)
+    leaf: Any
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            told.update(repr((leaf.dtype, tuple(leaf.shape))).encode())
+            told.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        elif isinstance(leaf, bool | int | float | str | None):
+            told.update(repr(leaf).encode())
+    return told.hexdigest()
+
+
+def _check(model: nn.Module, section: TensorParallel, config: Config, topology: Topology) -> None:
+    ranks, size = topology.tensor_parallel, section.autotp_size
+    faults = list(_faults_of_groups(section, ranks))
+    asked = _asked.get(model)
+    computes = torch.float16 if config.fp16.enabled else None
+    computes = torch.bfloat16 if config.bf16.enabled else computes
+    given = {"it": _dtype_of(section), "tp_model_init": asked and asked.dtype}
+    for where, dtype in given.items():
+        if None not in (computes, dtype) and dtype != computes:
+            told = f"{where} gives {dtype}, and the model computes in {computes}; make them equal"
+            faults.append(Fault(f"{_PATH}.dtype", told))
+    if faults:
+        raise ConfigError(written("the configuration", tuple(faults)), tuple(faults))
+    if ranks is None or ranks.size != size:
+        raise UsageError(
+            f"{_PATH}.autotp_size: {size}, and the mpu that initialize got has"
+            f" {ranks.size if ranks else 1} tensor-parallel ranks; make them equal"
+        )
+    if topology.pipe is not None:
+        raise NotBuiltYetError(
+            f"{_PATH}.autotp_size: cutting the layers of pipeline stages is not built yet; leave"
+            " the key out"
+        )
+    for name, parameter in model.named_parameters():
+        if is_model_part(parameter):
+            raise UsageError(
+                f"{_PATH}.autotp_size: parameter {name} is a part already (it is marked"
+                " tensor_model_parallel or model_parallel); leave the key out, or give the whole"
+                " model"
+            )
+        if init.born_among(parameter) is not None:
+            raise UsageError(
+                f"{_PATH}.autotp_size: parameter {name} was born sharded (in hadal.zero.Init), and"
+                " a layer that is cut over ranks is shared by fewer of them; build the model"
+                " without zero.Init"
+            )
+
+
+def _faults_of_groups(section: TensorParallel, ranks: Ranks | None) -> Any:
+    groups = {"tp_group": section.tp.tp_group}
+    if section.tp.mpu is not None:
+        groups["mpu"] = tensor_group_of(section.tp.mpu)
+    expected = () if ranks is None else ranks.numbers
+    for name, group in groups.items():
+        if group is None:
+            continue
+        found = tuple(dist.get_process_group_ranks(group))
+        if found != expected:
+            yield Fault(
+                f"{_PATH}.tp.{name}",
+                f"has the ranks {found}; expected {expected}, consecutive ranks as many as"
+                " autotp_size",
+            )
+
+
+def _dtype_of(section: TensorParallel) -> torch.dtype | None:
+    """Return the dtype that the section gives; None if it does not."""
+    given = section.dtype
+    if "dtype" not in section.model_fields_set or isinstance(given, torch.dtype):
+        return given if isinstance(given, torch.dtype) else None
+    if str(given) not in _DTYPES:
+        fault = Fault(f"{_PATH}.dtype", f'{given!r} is not "bf16", "fp16" or "fp32"')
+        raise ConfigError(written("the configuration", (fault,)), (fault,))
+    return _DTYPES[str(given)]
