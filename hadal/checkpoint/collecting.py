@@ -110,14 +110,23 @@ Values = Tensor | StoredSlice
 
 
 @dataclass(slots=True)
+class PartRows:
+    """The index entries of one rank in a part: what some ranks share."""
+
+    mine: Rows = field(default_factory=Rows)
+    """Entries of tensors that this rank alone has."""
+    replicated: Rows = field(default_factory=Rows)
+    """Entries of tensors that all of these ranks have; each folder's holders write them once."""
+
+
+@dataclass(slots=True)
 class RankContents:
     """The tensors that one rank writes, and their index entries."""
 
     tensors: dict[str, Values]
-    mine: Rows
-    """Entries of tensors that this rank alone has."""
-    replicated: Rows
-    """Entries of tensors that all ranks have; each folder's holders write them once."""
+    parts: dict[tuple[int, ...], PartRows]
+    """By the ranks of the world that share the same parameters: those with the dense ones first,
+    then those with the same experts."""
 
 
 def find_own_values(live: Live) -> set[str]:
@@ -150,21 +159,28 @@ def collect(
             hold less than one full copy of the model states.
     """
     _expect_whole_copies(live, holders)
-    contents = RankContents({}, Rows(), Rows())
-    collecting = _Collecting(live.ranks.rank, holders, contents)
+    contents = RankContents({}, {})
+    parts = {
+        ranks.numbers: _Collecting(ranks.rank, holders.among(ranks.numbers), contents.tensors)
+        for ranks in (live.ranks, *(bucket.ranks for bucket in live.runtime.buckets))
+    }
+    contents.parts.update((ranks, part.rows) for ranks, part in parts.items())
     for number, bucket in enumerate(live.runtime.buckets):
         if bucket.trainable or not without_frozen:
-            collecting.add_bucket(number, bucket)
+            parts[bucket.ranks.numbers].add_bucket(number, bucket)
     singles = [(BUFFER, name, value) for name, value in live.buffers()]
     singles += [
         (WEIGHT, name, parameter.detach())
         for name, parameter in live.unmanaged()
         if parameter.requires_grad or not without_frozen
     ]
-    collecting.add_replicated(singles, own_values)
+    parts[live.ranks.numbers].add_replicated(singles, own_values)
     if live.stepper is not None:
         numbers = {bucket: number for number, bucket in enumerate(live.runtime.buckets)}
-        collecting.add_state(live, numbers)
+        for held in live.stepper.held():
+            parts[held.bucket.ranks.numbers].add_state(live, held, numbers[held.bucket])
+        for part in parts.values():
+            part.add_replicated(part.everywhere)
     return contents
 
 
@@ -183,12 +199,15 @@ def _expect_whole_copies(live: Live, holders: Holders) -> None:
 
 
 class _Collecting:
-    """A builder of one rank's share."""
+    """A builder of one rank's share of a part; `rank` is its index among the part's ranks."""
 
-    def __init__(self, rank: int, holders: Holders, contents: RankContents) -> None:
+    def __init__(self, rank: int, holders: Holders, tensors: dict[str, Values]) -> None:
         self._rank = rank
         self._holders = holders
-        self._contents = contents
+        self._tensors = tensors
+        self.rows = PartRows()
+        self.everywhere: list[tuple[str, str, Tensor]] = []
+        """State of another shape than its parameter that all of the part's ranks have."""
 
     def add_bucket(self, number: int, bucket: Bucket) -> None:
         """Add a bucket's weights, and its masters if it keeps them."""
@@ -211,15 +230,15 @@ class _Collecting:
 
         Values that are the rounding of `master` are not stored.
         """
-        rows, first, last = self._contents.mine, start, start + values.numel()
+        rows, first, last = self.rows.mine, start, start + values.numel()
         replicas = bucket.sharing.replicas
         low, high = first, last
         if not _is_cut(bucket):
-            rows = self._contents.replicated
+            rows = self.rows.replicated
             low, high = self._holders.cut(bucket.layout.numel)
         elif replicas is not None:
             # Each folder has full copies of the states; ranks with this shard each write a slice.
-            rows = self._contents.replicated
+            rows = self.rows.replicated
             low, high = self._holders.among(replicas.numbers).cut(values.numel())
             low, high = start + low, start + high
         first, last = max(first, low), min(last, high)
@@ -230,7 +249,7 @@ class _Collecting:
         if master is not None and is_rounding(values[mine], master[mine]):
             row = row._replace(rounds=master.dtype)
         else:
-            self._contents.tensors[row.tensor] = values[mine]
+            self._tensors[row.tensor] = values[mine]
         rows.slices.append(row)
 
     def add_replicated(
@@ -249,28 +268,24 @@ class _Collecting:
             if is_own or holder == self._holders.number:
                 rank = None if is_own else self._rank
                 row = Single(rank, kind, name, tuple(value.shape), value.dtype)
-                self._contents.replicated.singles.append(row)
-                self._contents.tensors[row.tensor] = value
+                self.rows.replicated.singles.append(row)
+                self._tensors[row.tensor] = value
 
     # ---- the optimizer's memory ------------------------------------------------------------------
 
-    def add_state(self, live: Live, numbers: dict[Bucket, int]) -> None:
-        """Add the optimizer's state of the tensors that it steps on this rank."""
+    def add_state(self, live: Live, held: HeldTensor, number: int) -> None:
+        """Add the optimizer's state of a tensor that it steps on this rank, in a bucket."""
         assert live.stepper is not None and live.optimizer is not None  # the caller has checked
-        everywhere: list[tuple[str, str, Tensor]] = []
-        for held in live.stepper.held():
-            known = live.optimizer.state.get(held.values, {})
-            slices = live.stepper.slices(held)
-            self._add_elements(held, numbers[held.bucket], known, slices)
-            odd = self._add_plain(held, known)
-            if _is_cut(held.bucket):
-                for kind, name, value in odd:
-                    row = Single(self._rank, kind, name, tuple(value.shape), value.dtype)
-                    self._contents.mine.singles.append(row)
-                    self._contents.tensors[row.tensor] = value
-            else:
-                everywhere += odd
-        self.add_replicated(everywhere)
+        known = live.optimizer.state.get(held.values, {})
+        self._add_elements(held, number, known, live.stepper.slices(held))
+        odd = self._add_plain(held, known)
+        if not _is_cut(held.bucket):
+            self.everywhere += odd
+            return
+        for kind, name, value in odd:
+            row = Single(self._rank, kind, name, tuple(value.shape), value.dtype)
+            self.rows.mine.singles.append(row)
+            self._tensors[row.tensor] = value
 
     def _add_elements(
         self,
@@ -307,7 +322,7 @@ class _Collecting:
             )
         if plain:
             is_cut = _is_cut(held.bucket)
-            rows = self._contents.mine if is_cut else self._contents.replicated
+            rows = self.rows.mine if is_cut else self.rows.replicated
             if is_cut or self._holders.number == 0:
                 rows.state += [(name, plain) for name in names]
         return odd
@@ -384,8 +399,19 @@ class Head:
     unknown: frozenset[str]
 
 
-def head_of(live: Live) -> Head:
-    """Return the layout of the model's buckets, and its parameters' groups and names."""
+def head_of(live: Live, ranks: Collection[int]) -> Head:
+    """Return the layout of the model's buckets, and its parameters' groups and names.
+
+    Names are those of the part that these ranks of the world share.
+    """
+    elsewhere = {
+        plain_name(slot.name)
+        for bucket in live.runtime.buckets
+        if bucket.ranks.numbers != ranks
+        for slot in bucket.layout.slots
+    }
+    here = [names for names in live.names().values() if elsewhere.isdisjoint(names)]
+    placements = live.placements()
     options = [] if live.optimizer is None else map(_options, live.optimizer.param_groups)
     return Head(
         tuple(map(_saved_bucket, live.runtime.buckets)),
@@ -393,9 +419,13 @@ def head_of(live: Live) -> Head:
             SavedGroup(one, tuple(names))
             for one, names in zip(options, live.group_names(), strict=True)
         ),
-        {alias: first for first, *others in live.names().values() for alias in others},
-        {name: one for name, one in live.placements().items() if not one.is_plain(name)},
-        live.unknown_places(),
+        {alias: first for first, *others in here for alias in others},
+        {
+            name: one
+            for name, one in placements.items()
+            if name not in elsewhere and not one.is_plain(name)
+        },
+        live.unknown_places() - elsewhere,
     )
 
 

@@ -21,6 +21,7 @@ from hadal.checkpoint.huggingface import Value, write_model
 from hadal.checkpoint.live import Live, plain_name, plain_slots
 from hadal.checkpoint.storage import Location
 from hadal.checkpoint.together import together
+from hadal.errors import NotBuiltYetError
 from hadal.zero.bucket import Bucket
 from hadal.zero.sharing import slice_of
 
@@ -71,7 +72,16 @@ class ModelWeights:
 
 
 def weights_of(live: Live, *, exclude_frozen: bool = False) -> ModelWeights:
-    """Return a model's weights and buffers; nothing is gathered yet."""
+    """Return a model's weights and buffers; nothing is gathered yet.
+
+    Raises:
+        NotBuiltYetError: no rank has all experts.
+    """
+    if live.has_experts:
+        raise NotBuiltYetError(
+            "the whole weights of a model whose experts are spread over ranks are not built yet:"
+            " call engine.save_checkpoint, and `hadal checkpoint export` for one file"
+        )
     runtime = live.runtime
     frozen = {p for p in live.names() if exclude_frozen and not live.is_trained(p)}
     loose = [(name, p) for name, p in live.unmanaged() if p not in frozen]

@@ -101,7 +101,8 @@ class JoinedSource(ForeignSource):
         self.path: Location = first.path
         self._part = 0 if asked is None else asked.part % len(saved)
         self.parts = 1 if asked is None else asked.parts
-        self.world_size = self.parts * (first.world_size // first.parts)
+        self.ranks_of_part = first.ranks_of_part
+        self.world_size = self.parts * self.ranks_of_part
         self.optimizer, self.scalars, self.schedule = first.optimizer, first.scalars, first.schedule
         self.jobs: tuple[str, ...] = getattr(first, "jobs", ())
         self._expect_known(asked)

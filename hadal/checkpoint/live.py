@@ -108,6 +108,11 @@ class Live:
         return self.runtime.ranks
 
     @property
+    def has_experts(self) -> bool:
+        """True if some parameters are on fewer ranks than the others."""
+        return any(bucket.ranks != self.ranks for bucket in self.runtime.buckets)
+
+    @property
     def loads_on_use(self) -> bool:
         """True if any state must be loaded before use (because it is on a disk, or encoded)."""
         return any(bucket.loads_on_use for bucket in self.runtime.buckets)

@@ -143,7 +143,8 @@ def load(folder: Location, live: Live, wanted: Wanted) -> Loaded:
             stack.callback(opened.close)
             asked = _asked_by(live)
         # One rank of each part tells what it asks for, if there may be other parts.
-        is_told = live.ranks.rank == 0 and (live.parts > 1 or opened.parts > 1)
+        is_told = live.has_experts or live.ranks.rank == 0
+        is_told &= live.parts > 1 or opened.parts > 1 or live.has_experts
         told = {box.name for one in asked.placements.values() for box in one.boxes if is_told}
         found = gather_objects((opened.mark, told), world)
         verify = None
@@ -184,7 +185,7 @@ def _fitted(source: AnySource, asked: Asked, live: Live) -> Source:
         is_same = source.parts == live.parts and source.part.placements == boxes and has_names
         # Parts of which nothing says what they are fit each other alone.
         is_same |= source.parts == live.parts and bool(source.unknown or live.unknown_places())
-    if is_same:
+    if is_same and not live.has_experts:
         return source
     if unknown := live.unknown_places():
         raise CheckpointError(
@@ -271,7 +272,7 @@ def _planned(source: Source, live: Live, wanted: Wanted) -> _LoadPlan:
     if live.optimizer is not None and live.stepper is not None and _wants_optimizer(wanted):
         plan.memory = plan_state(live.optimizer, live.stepper.held(), plan.fit.found, source)
     plan.client_state = source.client_state()
-    plan.own = source.own(live.ranks.rank % _ranks_of(source))
+    plan.own = source.own(live.ranks.rank % source.ranks_of_part)
     if not wanted.module_only and plan.own is not None:
         try:
             randomness.check(plan.own.random)
@@ -285,11 +286,6 @@ def _planned(source: Source, live: Live, wanted: Wanted) -> _LoadPlan:
 
 def _wants_optimizer(wanted: Wanted) -> bool:
     return wanted.optimizer and not wanted.module_only
-
-
-def _ranks_of(source: Source) -> int:
-    """Return the number of ranks that saved each part."""
-    return source.world_size // source.parts
 
 
 def _fit(source: Source, live: Live) -> Fit:
@@ -385,7 +381,7 @@ def _try_loader(
     if wanted.module_only or plan.own is None or plan.own.loader is None or live.loader is None:
         return
     state = dict(plan.own.loader)
-    if _ranks_of(source) != live.ranks.size:
+    if source.ranks_of_part != live.ranks.size:
         # One replica's stream state is meaningless with another number of replicas.
         state.pop("stream", None)
         state.pop("sampler", None)
@@ -457,7 +453,7 @@ def _change(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) -> None
     if _wants_schedule(source, live, wanted):
         _load_schedule(source, live)
     if plan.own is not None and not wanted.module_only:
-        randomness.restore(plan.own.random, live.ranks.rank // _ranks_of(source))
+        randomness.restore(plan.own.random, live.ranks.rank // source.ranks_of_part)
 
 
 def _read(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) -> None:
@@ -470,7 +466,7 @@ def _read(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) -> None:
             for reading in plan_bucket(bucket, found, source, uses_masters=uses_masters):
                 reading.run(source)
     for value, name, kind in plan.wholes:
-        value.copy_(source.read_own(name, kind, live.ranks.rank % _ranks_of(source)))
+        value.copy_(source.read_own(name, kind, live.ranks.rank % source.ranks_of_part))
     if live.optimizer is not None and _wants_optimizer(wanted):
         _restore_optimizer(live, live.optimizer, source, plan)
 
@@ -479,7 +475,7 @@ def _fits_exchange(source: Source, own: RankState | None, live: Live) -> bool:
     """Return whether each rank can continue with its own optimizer's unsent updates."""
     if live.runtime.exchange is None or own is None or own.exchange is None:
         return False
-    return _ranks_of(source) == live.ranks.size and live.runtime.exchange.fits(own.exchange)
+    return source.ranks_of_part == live.ranks.size and live.runtime.exchange.fits(own.exchange)
 
 
 def _restore_optimizer(live: Live, optimizer: Optimizer, source: Source, plan: _LoadPlan) -> None:
@@ -507,7 +503,7 @@ def _load_by(custom: CustomLoad, source: Source, plan: _LoadPlan, live: Live) ->
         kind = BUFFER if (saved, BUFFER) in source.entries else WEIGHT
         if kind == WEIGHT:
             kind = exact_kind(saved, source, uses_masters=live.rules.uses_masters)
-        value = source.read_own(saved, kind, live.ranks.rank % _ranks_of(source))
+        value = source.read_own(saved, kind, live.ranks.rank % source.ranks_of_part)
         state[called.get(name, name)] = value.clone()
     with live.runtime.whole(live.runtime.buckets):
         custom(src=state, dst=live.module)
@@ -576,7 +572,7 @@ def _differences_of_place(source: Source, own: RankState, live: Live) -> list[st
             f"the {holder} has a training loader but the {lacks} has none; the position in the data"
             " is not restored (create the loader before load_checkpoint)"
         )
-    saved, here = _ranks_of(source), live.ranks.size
+    saved, here = source.ranks_of_part, live.ranks.size
     if saved != here:
         lines.append(
             f"saved by {saved} ranks and loaded by {here}: each rank restores the random generators"

@@ -23,8 +23,8 @@ from hadal.checkpoint import folders, randomness
 from hadal.checkpoint.collecting import (
     Head,
     Holders,
+    PartRows,
     RankContents,
-    Rows,
     collect,
     describe,
     find_own_values,
@@ -94,13 +94,13 @@ class _RankReport(NamedTuple):
     """One rank's description of its share, for all other ranks."""
 
     part: int
-    place: int
-    """The rank's index among the ranks of the part."""
+    """The model-parallel part that it holds."""
     folder_ranks: tuple[int, ...]
     """The ranks that write into the same folder."""
-    mine: Rows
-    replicated: Rows
-    head: Head | None
+    rows: dict[tuple[int, ...], PartRows]
+    """As `RankContents.parts`."""
+    heads: dict[tuple[int, ...], Head]
+    """Of those that it is the first rank of."""
 
 
 @dataclass(slots=True)
@@ -191,7 +191,7 @@ class SaveJob:
             CheckpointError: they cannot be written; the message names the file.
         """
         seals = self._write_into(folder, rank)
-        none = RankContents({}, self.contents.mine, self.contents.replicated)
+        none = RankContents({}, self.contents.parts)
         plain = Plain(None, {})
         staged = {folder / name: seal for name, seal in seals.items()}
         return replace(self, contents=none, own=plain, client=plain, staged=staged)
@@ -247,19 +247,25 @@ class SaveJob:
             folders.retire(self.path, replaced, self.mark)
 
     def _parts(self) -> list[Any]:
-        """Return each part of the model, as this folder's index describes it."""
+        """Return each part of the model, as this folder's index describes it.
+
+        The dense parameters of all model-parallel parts come first, then experts.
+        """
+        keys = {
+            (place > 0, report.part, ranks)
+            for report in self.reports
+            for place, ranks in enumerate(report.rows)
+        }
         parts = []
-        for number in range(1 + max(report.part for report in self.reports)):
-            of_part = [(rank, one) for rank, one in enumerate(self.reports) if one.part == number]
-            of_part.sort(key=lambda pair: pair[1].place)
-            head = of_part[0][1].head
-            assert head is not None  # the first rank of each part reports it
+        for _, _, ranks in sorted(keys):
+            of_part = [self.reports[rank] for rank in ranks]
             # Replicated values are read from this folder if it has them.
-            in_folder = [one for _, one in of_part if one.folder_ranks == self.folder_ranks] or [
-                one for _, one in of_part if one.folder_ranks == of_part[0][1].folder_ranks
+            in_folder = [one for one in of_part if one.folder_ranks == self.folder_ranks] or [
+                one for one in of_part if one.folder_ranks == of_part[0].folder_ranks
             ]
-            rows = [one.mine for _, one in of_part] + [one.replicated for one in in_folder]
-            parts.append(describe(head, rows, [rank for rank, _ in of_part]))
+            rows = [one.rows[ranks].mine for one in of_part]
+            rows += [one.rows[ranks].replicated for one in in_folder]
+            parts.append(describe(of_part[0].heads[ranks], rows, ranks))
         return parts
 
 
@@ -297,10 +303,9 @@ def begin(request: SaveRequest, live: Live) -> SaveJob:
         own, client = _own(live), _client(request.client_state)
         index = _index(live, request, mark, client)
         contents = collect(live, own_values, holders, without_frozen=request.without_frozen)
-    head = head_of(live) if ranks.rank == 0 else None
-    report = _RankReport(
-        live.part, ranks.rank, folder_ranks, contents.mine, contents.replicated, head
-    )
+    first_of = [some for some in contents.parts if some[0] == world.rank]
+    heads = {some: head_of(live, some) for some in first_of}
+    report = _RankReport(live.part, folder_ranks, contents.parts, heads)
     # A rank that writes an index needs all reports; with one folder that is the first rank.
     gather = gather_objects if has_several else gather_objects_at_first
     reports = gather(report, world)

@@ -74,7 +74,9 @@ class Source(Protocol):
     world_size: int
     """The number of ranks that saved it."""
     parts: int
-    """The number of model-parallel parts."""
+    """The number of parts: of the model, and beside them sets of experts."""
+    ranks_of_part: int
+    """The number of ranks that saved each part of the model."""
 
     def expect(self, name: str, kind: str, start: int, stop: int) -> None:
         """Check that elements can be read, before anything is changed.

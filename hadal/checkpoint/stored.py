@@ -110,6 +110,7 @@ class StoredSource:
         ranks = sorted({rank for one in parts for rank in one.ranks})
         self._parts = parts
         self.world_size, self.parts = content["world_size"], len(parts)
+        self.ranks_of_part = len(parts[0].ranks)
         if ranks != list(range(len(ranks))) or len(ranks) != self.world_size or not ranks:
             raise ValueError(f"world_size is {self.world_size!r}, but the ranks are {ranks[:8]}")
         names = [rank_file(rank) for rank in ranks]

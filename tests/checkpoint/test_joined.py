@@ -26,7 +26,8 @@ MOMENT = state_kind("exp_avg")
 class InMemory(ForeignSource):
     """A part of a model that is in memory."""
 
-    path, parts, world_size, optimizer = Path("memory"), 1, 1, "Adam"
+    path, parts, world_size, ranks_of_part = Path("memory"), 1, 1, 1
+    optimizer = "Adam"
     scalars = schedule = None
 
     def __init__(

@@ -105,6 +105,7 @@ class DeepSpeedSource(ForeignSource):
     ) -> None:
         model, files = self._model, self._files
         self.world_size, self.parts = int(model["dp_world_size"]), 1
+        self.ranks_of_part = self.world_size
         self.optimizer: str | None = _optimizer_of(model["ds_config"])
         self.version = str(model.get("ds_version"))
         self.is_universal = files.values is not None

@@ -80,7 +80,7 @@ class DcpSource(ForeignSource):
     def _read(self, names: Sequence[Sequence[str]] | None) -> None:
         own = self._contents.values.get(TRAINING)
         self._training = {} if own is None else self._own_state(own)
-        self.world_size = int(self._training.get("world_size", 1))
+        self.world_size = self.ranks_of_part = int(self._training.get("world_size", 1))
         self.optimizer: str | None = self._training.get("optimizer")
         self.scalars: Any = self._training.get("scalars")
         self.schedule: Any = self._training.get("schedule")
