@@ -19,6 +19,8 @@ _LOG = "hadal.compat.log"
 _ELASTICITY = "hadal.compat.elasticity"
 _ZERO = "hadal.compat.zero"
 _GROUPS = "hadal.compat.groups"
+_EXPERTS = "hadal.compat.experts"
+_EXPERT_GROUPS = "hadal.compat.expert_groups"
 _BUILDERS = "hadal.compat.builders"
 _LEAVES = "hadal.compat.leaves"
 _KINDS = "hadal.compat.kinds"
@@ -115,6 +117,21 @@ _ALIKE: dict[str, dict[str, str]] = {
     },
     "deepspeed.elasticity": {_ELASTICITY: "compute_elastic_config"},
     "deepspeed.elasticity.config": {_ELASTICITY: "ElasticityError ElasticityIncompatibleWorldSize"},
+    "deepspeed.moe.experts": {"hadal.moe": "Experts"},
+    "deepspeed.moe.layer": {"hadal.moe": "MoE"},
+    "deepspeed.moe.mappings": {_EXPERTS: "drop_tokens gather_tokens"},
+    "deepspeed.moe.sharded_moe": {
+        "hadal.moe": "MOELayer TopKGate",
+        _EXPERTS: "TUTEL_INSTALLED einsum gumbel_rsample multiplicative_jitter top1gating"
+        " top2gating topkgating",
+    },
+    "deepspeed.moe.sharded_moe.dist": {"hadal.comm": "all_reduce"},
+    "deepspeed.moe.utils": {
+        "hadal.moe": "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group"
+        " split_params_into_different_moe_groups_for_optimizer",
+        "hadal.moe.param_groups": "split_params_grads_into_shared_and_expert_params"
+        " split_params_into_shared_and_expert_params",
+    },
     "deepspeed.monitor.comet": {_MONITORS: "CometMonitor Event EventsLogScheduler"},
     "deepspeed.monitor.config": {_MONITORS: "DeepSpeedMonitorConfig get_monitor_config"},
     "deepspeed.monitor.csv_monitor": {_MONITORS: "csvMonitor"},
@@ -384,6 +401,33 @@ _OTHERS: dict[str, str] = {
             "get_sequence_parallel_rank",
             "get_sequence_parallel_world_size",
         )
+    },
+    **{
+        f"deepspeed.utils.groups.{name}": f"{_EXPERT_GROUPS}:{home}"
+        for name, home in {
+            "_create_expert_and_data_parallel": "create",
+            "_get_expert_broadcast_src_rank": "data_parallel_src_rank",
+            "_get_expert_parallel_ranks": "ranks_of",
+            **{
+                f"_get_expert_{name}": name
+                for name in (
+                    "data_parallel_group",
+                    "data_parallel_group_dict",
+                    "data_parallel_group_ranks",
+                    "data_parallel_rank",
+                    "data_parallel_world_size",
+                    "parallel_group",
+                    "parallel_group_dict",
+                    "parallel_group_ranks",
+                    "parallel_rank",
+                    "parallel_src_rank",
+                    "parallel_world_size",
+                )
+            },
+            "_get_max_expert_parallel_group": "max_expert_parallel_group",
+            "_get_max_expert_size": "max_expert_size",
+            "_get_max_expert_size_name": "max_expert_size_name",
+        }.items()
     },
     "deepspeed.DeepSpeedOptimizerCallable": f"{_KINDS}:OptimizerCallable",
     "deepspeed.DeepSpeedSchedulerCallable": f"{_KINDS}:SchedulerCallable",

@@ -156,6 +156,9 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
             "quantize_groups": 8,
         },
     },
+    "expert_parallel": {
+        "expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"},
+    },
     "elasticity": {
         "elasticity": {
             "enabled": True,

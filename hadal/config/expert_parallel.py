@@ -1,25 +1,32 @@
 """`expert_parallel`: distributing the experts of a mixture over ranks.
 
-Tests: tests/config/test_every_key.py
+Tests: tests/config/test_every_key.py, tests/moe/test_blocks.py
 """
 
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from annotated_types import Ge
 
-from hadal.config.section import AUTO_IS_A_WORD, UNBUILT, Section, key
+from hadal.config.section import AUTO_IS_A_WORD, NO_EFFECT, Mark, Section, key
 from hadal.config.values import Boolean, Integer, Number, Text
 
 _Auto: TypeAlias = Literal["auto"]
 _ATTRIBUTE = "Attribute of the block: "
+_SHARED = "Without effect: the model's own code computes experts that process every token. "
+_WORD_WITHOUT_EFFECT = Mark(status="no effect", auto_is_a_word=True)
 
 
 class ExpertParallel(Section):
-    """Finds expert blocks in the model and distributes the experts over ranks."""
+    """Distributes the experts of transformers models over ranks; their code stays as it is.
+
+    Blocks are found by their structure: a router beside experts whose weights are stacked in
+    three-dimensional parameters. Nothing is dropped. Keys of the router replace it by one that
+    follows them, and the model's own settings for those that are left out.
+    """
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Distribute experts.", mark=UNBUILT)
+    enabled: Boolean = key(False, "Distribute experts.")
     autoep_size: Integer = key(
         1, "Ranks that share the experts; 1 keeps all of them on each rank.", ge=1
     )
@@ -27,58 +34,96 @@ class ExpertParallel(Section):
     preset_model: (
         Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3"]
         | None
-    ) = key(None, "Preset of names for one family of models.")
+    ) = key(None, "Family that the model must be of; null accepts any with such blocks.")
     use_grouped_mm: Boolean = key(True, "Multiply all experts in one grouped product; false loops.")
-    disable_triton_grouped_mm: Boolean = key(False, "Use only torch's products.")
-    moe_layer_pattern: Text | None = key(None, "Regular expression for the names of blocks.")
-    router_pattern: Text | None = key(None, _ATTRIBUTE + "the router.")
-    expert_pattern: Text | None = key(None, _ATTRIBUTE + "the experts.")
+    disable_triton_grouped_mm: Boolean = key(
+        False, "Without effect: only torch's products are used.", mark=NO_EFFECT
+    )
+    moe_layer_pattern: Text | None = key(
+        None, "Regular expression for the end of the names of blocks; null takes all."
+    )
+    router_pattern: Text | None = key(None, _ATTRIBUTE + "the router; null is gate.")
+    expert_pattern: Text | None = key(None, _ATTRIBUTE + "the experts; null is experts.")
     score_func: Literal["auto", "softmax", "sigmoid"] = key(
         "auto", "Score function of the router.", mark=AUTO_IS_A_WORD
     )
     score_apply: Literal["auto", "pre", "post"] = key(
-        "auto", "Apply scores to the experts' inputs (pre) or outputs (post).", mark=AUTO_IS_A_WORD
+        "auto",
+        "Apply scores to the experts' inputs (pre) or outputs (post, auto).",
+        mark=AUTO_IS_A_WORD,
     )
     route_norm: Boolean | None = key(
         None, "Normalize the chosen scores to sum to 1; null follows the model."
     )
-    route_scale: Number = key(1.0, "Factor applied to the scores.")
+    route_scale: Number = key(
+        1.0, "Factor of the weights, if neither routed_scaling_factor nor the model has one."
+    )
     top_k: _Auto | Annotated[Integer, Ge(1)] = key(
         "auto", "Experts per token.", mark=AUTO_IS_A_WORD
     )
     routed_scaling_factor: _Auto | Number = key(
-        "auto", "Factor applied to the experts' output.", mark=AUTO_IS_A_WORD
+        "auto", "Factor of the weights; auto follows the model.", mark=AUTO_IS_A_WORD
     )
     num_expert_groups: Integer | None = key(
         None, "Number of expert groups; it must divide the number of experts.", ge=1
     )
     num_limited_groups: Integer | None = key(None, "Number of groups that a token may use.", ge=1)
     load_balance_coeff: None = key(None, "Must be null.")
-    expert_w1: Text | None = key(None, _ATTRIBUTE + "the gate's weight.")
-    expert_w2: Text | None = key(None, _ATTRIBUTE + "the down weight.")
-    expert_w3: Text | None = key(None, _ATTRIBUTE + "the up weight; null if fused with the gate.")
+    expert_w1: Text | None = key(
+        None, "Attribute of the experts: the gate's weight, or gate and up; null is gate_up_proj."
+    )
+    expert_w2: Text | None = key(
+        None, "Attribute of the experts: the down weight; null is down_proj."
+    )
+    expert_w3: Text | None = key(
+        None, "Attribute of the experts: the up weight; null if fused with the gate."
+    )
     num_experts_attr: Text | None = key(
-        None, "Key of the model's config for the number of experts."
+        None, "Attribute of the model's config that must have the number of experts."
     )
-    top_k_attr: Text | None = key(None, "Key of the model's config for experts per token.")
-    has_shared_experts: Boolean | None = key(None, "Some experts process every token.")
-    shared_experts_pattern: Text | None = key(None, _ATTRIBUTE + "those experts.")
-    shared_experts_gate_pattern: Text | None = key(None, _ATTRIBUTE + "their gate.")
-    validate_folding_routing: Boolean = key(False, "Enable additional runtime checks.")
+    top_k_attr: Text | None = key(
+        None, "Attribute of the model's config for experts per token, if top_k is auto."
+    )
+    has_shared_experts: Boolean | None = key(
+        None, _SHARED + "Some experts process every token.", mark=NO_EFFECT
+    )
+    shared_experts_pattern: Text | None = key(
+        None, _SHARED + _ATTRIBUTE + "those experts.", mark=NO_EFFECT
+    )
+    shared_experts_gate_pattern: Text | None = key(
+        None, _SHARED + _ATTRIBUTE + "their gate.", mark=NO_EFFECT
+    )
+    validate_folding_routing: Boolean = key(
+        False, "Without effect: no ranks are shared with tensor parallelism.", mark=NO_EFFECT
+    )
     combine_impl: Literal["auto", "weighted_sum", "legacy_bmm", "fused_weighted_sum"] = key(
-        "auto", "Implementation that combines the experts' outputs.", mark=AUTO_IS_A_WORD
+        "auto",
+        "Without effect: outputs are summed in fp32, in the order of a token's choices.",
+        mark=_WORD_WITHOUT_EFFECT,
     )
-    async_split_plan: Boolean = key(False, "Copy the split sizes asynchronously.")
+    async_split_plan: Boolean = key(
+        False, "Without effect: the host waits for the split sizes.", mark=NO_EFFECT
+    )
     row_weighting_impl: Literal["auto", "eager", "fused"] = key(
-        "auto", "Implementation that weights rows.", mark=AUTO_IS_A_WORD
+        "auto", "Without effect: rows are weighted by torch.", mark=_WORD_WITHOUT_EFFECT
     )
     gate_up_impl: Literal["separate", "fused"] = key(
-        "separate", "Compute gate and up as one product (fused) or two."
+        "separate",
+        "Without effect: gate and up are one product if the model has them in one weight.",
+        mark=NO_EFFECT,
     )
-    comm_backend: Literal["comm", "deepep"] = key("comm", "Library that exchanges tokens.")
-    comm_num_sm: Integer = key(12, "Multiprocessors given to that library.", ge=1)
-    comm_qp_margin: Integer = key(4, "Additional queue pairs for it.", ge=0)
-    comm_max_tokens_per_rank: Integer = key(0, "Tokens in a micro-batch; required by deepep.", ge=0)
+    comm_backend: Literal["comm", "deepep"] = key(
+        "comm", "Without effect: the process group exchanges tokens.", mark=NO_EFFECT
+    )
+    comm_num_sm: Integer = key(
+        12, "Without effect, as comm_backend: multiprocessors.", ge=1, mark=NO_EFFECT
+    )
+    comm_qp_margin: Integer = key(
+        4, "Without effect, as comm_backend: queue pairs.", ge=0, mark=NO_EFFECT
+    )
+    comm_max_tokens_per_rank: Integer = key(
+        0, "Without effect, as comm_backend: tokens in a micro-batch.", ge=0, mark=NO_EFFECT
+    )
     expert_activation: Literal["swiglu", "geglu_tanh", "swiglu_clamped", "swiglu_oai"] | None = key(
-        None, "Activation of an expert; null is the preset's."
+        None, "Activation of an expert; null is the model's."
     )

@@ -41,7 +41,7 @@ from hadal.config.plain import plain
 from hadal.config.progressive_layer_drop import ProgressiveLayerDrop
 from hadal.config.quantize_training import QuantizeTraining
 from hadal.config.scheduler import Scheduler
-from hadal.config.section import NO_EFFECT, UNBUILT, key, section
+from hadal.config.section import NO_EFFECT, key, section
 from hadal.config.sparse_attention import SparseAttention
 from hadal.config.tensor_parallel import TensorParallel
 from hadal.config.tensorboard import TensorBoard
@@ -134,7 +134,9 @@ class General(Batch, Communication):
         False, "Disable Python's cycle collector until the engine's `destroy`."
     )
     use_data_before_expert_parallelism: Boolean = key(
-        False, "Order the ranks of expert groups by data first.", mark=UNBUILT
+        False,
+        "Consecutive ranks hold copies of the same experts; false: they share one copy of all "
+        "experts.",
     )
 
 

@@ -35,6 +35,7 @@ from hadal.engine.checks import (
 )
 from hadal.engine.compressing import check_scores, prepare_model
 from hadal.engine.engine import Engine
+from hadal.engine.experts import distribute_experts, make_groups_of_experts
 from hadal.engine.features import LISTENERS, opened_monitor, setting_of
 from hadal.engine.later_groups import LaterGroups
 from hadal.engine.loader import ShardedLoader
@@ -154,6 +155,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         admitted = _admit(model, wishes, source, wish, world, engine_type)
     _log_collectives(admitted.config)
     topology = make_topology(with_slices(wish, admitted.config), admitted.config, world)
+    make_groups_of_experts(admitted.model, admitted.config, topology)
     is_kept = not memory_is_tuned() and keep_freed_memory(current_device())
     engine = _assemble(admitted, wishes, topology, world, engine_type)
     if is_kept:
@@ -210,6 +212,7 @@ def _admit(
     log_notes(config)
     check_parameters(model.named_parameters(), current_device(), ranks)
     prepare_model(config, model)
+    distribute_experts(model, config, wish, ranks)
     optimizer = make_optimizer(wishes, config, model)
     is_chosen = wishes.optimizer is not None or config.optimizer is not None
     groups = members_of_groups(model, optimizer, ranks)

@@ -245,6 +245,16 @@ def _recomputed(setting: Setting) -> Listener | None:
     return wing.RecomputedModules(setting.model, modules, wing.Recomputation(section, ranks))
 
 
+def _experts(setting: Setting) -> Listener | None:
+    write = _write(setting)
+    if write is None or all(getattr(p, "allreduce", True) for p in setting.model.parameters()):
+        return None
+    from hadal.moe.load import ExpertLoad, loads_of  # for this alone
+
+    loads, ranks = loads_of(setting.model), setting.topology.sharding
+    return ExpertLoad(loads, ranks, write, setting.device) if loads else None
+
+
 def _slices(setting: Setting) -> Listener | None:
     topology, model = setting.topology, setting.model
     if topology.sequence_parallel is None or topology.is_from_program:
@@ -330,6 +340,7 @@ LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
     "eigenvalue": _eigenvalues,
     "wall_clock_breakdown": _clocks,
     "steps_per_print": _reporter,
+    "expert_parallel": _experts,
     # What a report has beside the scalars is written before the monitors close their files.
     "jsonl_monitor": _journal,
     "monitor": _monitors,

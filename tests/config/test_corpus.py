@@ -14,7 +14,6 @@ UNBUILT = {
     "many_sections": {
         "hybrid_engine.enabled",
         "nebula.enabled",
-        "expert_parallel.enabled",
         "compile.deepcompile",
         "weight_quantization.enabled",
         "pipeline.activation_checkpoint_interval",

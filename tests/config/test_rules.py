@@ -393,6 +393,22 @@ CONTRADICTIONS = [
         "expert_parallel.load_balance_coeff",
         "expected null",
     ),
+    (
+        {"expert_parallel": {"enabled": True, "num_expert_groups": 2}},
+        "expert_parallel.num_limited_groups",
+        "add it",
+    ),
+    (
+        {
+            "expert_parallel": {
+                "enabled": True,
+                "num_expert_groups": 2,
+                "num_limited_groups": 3,
+            }
+        },
+        "expert_parallel.num_limited_groups",
+        "3 is more than num_expert_groups 2",
+    ),
     ({"hybrid_engine": {"max_out_tokens": 0}}, "hybrid_engine.max_out_tokens", "> 0"),
     ({"elasticity": {"enabled": True}}, "elasticity.max_train_batch_size", "add it"),
     (elastic(micro_batch_sizes=[2, 0]), "elasticity.micro_batch_sizes", "each an integer"),

@@ -13,7 +13,7 @@ from hadal.config.top_level import Config
 
 TABLE = Path(__file__).with_name("keys.csv").read_text(encoding="utf-8").splitlines()
 ROWS = [row["path"] for row in csv.DictReader(TABLE)]
-UNBUILT = re.compile(r"^(weight_quantization|nebula|hybrid_engine|expert_parallel)\.")
+UNBUILT = re.compile(r"^(weight_quantization|nebula|hybrid_engine)\.")
 
 
 def page_rows() -> dict[str, str]:

@@ -12,15 +12,15 @@ from .faults import BASE, only_fault, with_zero
 
 
 def test_the_message_says_what_to_do():
-    assert only_fault({**BASE, "use_data_before_expert_parallelism": True}) == (
-        "use_data_before_expert_parallelism",
+    assert only_fault({**BASE, "compile": {"deepcompile": True}}) == (
+        "compile.deepcompile",
         "true is not built yet; leave it out or give false",
     )
 
 
 def test_a_real_fault_beside_makes_it_an_ordinary_error():
     with pytest.raises(ConfigError) as caught:
-        load_config({**BASE, "use_data_before_expert_parallelism": True, "fp16": {"enabled": 3}})
+        load_config({**BASE, "compile": {"deepcompile": True}, "fp16": {"enabled": 3}})
     assert not isinstance(caught.value, UnbuiltConfigError)
     assert len(caught.value.faults) == 2
 

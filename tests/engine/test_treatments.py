@@ -223,13 +223,23 @@ def of_experts(optimizer: str = "AdamW", **zero: Any) -> None:
 
 
 def of_unknown_experts() -> None:
+    model = TwoExperts(2, 0)
+    for parameter in model.experts.parameters():
+        parameter.group_name = "mine"  # type: ignore[attr-defined]
+    engine_of(0, model)
+
+
+def of_too_many_ranks() -> None:
     engine_of(0, TwoExperts(7, 0))
 
 
 def test_experts_that_cannot_be(ranks: RankPools) -> None:
     for error in ranks(2).raises(of_unknown_experts):
         assert isinstance(error, UsageError)
-        assert "'ep_size_7'" in str(error)
+        assert "'mine'" in str(error)
+    for error in ranks(2).raises(of_too_many_ranks):
+        assert isinstance(error, UsageError)
+        assert "experts over 7 ranks" in str(error)
     for error in ranks(4).raises(of_second_copies):
         assert isinstance(error, ConfigError)
         assert "zero_hpz_partition_size  not built yet for experts over 2" in str(error)

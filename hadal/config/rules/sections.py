@@ -487,6 +487,20 @@ def _folders_of_monitors(config: Config) -> Iterator[Fault]:
             )
 
 
+@reading("expert_parallel")
+def _expert_groups(config: Config) -> Iterator[Fault]:
+    section = config.expert_parallel
+    groups, limited = section.num_expert_groups, section.num_limited_groups
+    if section.enabled and (groups is None) != (limited is None):
+        missing = "num_expert_groups" if groups is None else "num_limited_groups"
+        yield Fault(f"expert_parallel.{missing}", "needed beside the other of the two; add it")
+    elif section.enabled and groups is not None and limited is not None and limited > groups:
+        yield Fault(
+            "expert_parallel.num_limited_groups",
+            f"{limited} is more than num_expert_groups {groups}; lower it",
+        )
+
+
 RULES = (
     _curriculum,
     _eigenvalue,
@@ -507,4 +521,5 @@ RULES = (
     _old_quantization,
     _pruning,
     _folders_of_monitors,
+    _expert_groups,
 )

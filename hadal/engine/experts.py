@@ -1,0 +1,100 @@
+"""Experts that are distributed over ranks: their groups, which must exist before their buckets.
+
+Tests: tests/moe/test_training.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+from hadal.checkpoint.live import plain_name
+from hadal.comm import Ranks
+from hadal.comm.expert_groups import expert_groups, expert_tables, make_expert_groups
+from hadal.config import Config
+from hadal.config.report import written
+from hadal.engine.topology import Topology, TopologyWish
+from hadal.engine.treatments import expert_group_of
+from hadal.errors import ConfigError, Fault, NotBuiltYetError
+from hadal.zero.boxes import ATTRIBUTE, Box
+from hadal.zero.init import born_among
+
+_NAME = re.compile(r"ep_size_(\d+)")
+
+
+def make_groups_of_experts(model: nn.Module, config: Config, topology: Topology) -> None:
+    """Make the groups that the model's parameters name. All ranks must call it together.
+
+    Other names are the program's own, which makes them itself. Each expert's parameters say which
+    expert of the whole model it is, for checkpoints.
+
+    Raises:
+        UsageError: a number of ranks does not divide those with the same dense parameters.
+    """
+    names = {expert_group_of(parameter) for parameter in model.parameters()}
+    found = (_NAME.fullmatch(name) for name in names if name is not None)
+    sizes = sorted(int(match[1]) for match in found if match)
+    for size in sizes:
+        make_expert_groups(
+            size, topology.sharding, data_first=config.use_data_before_expert_parallelism
+        )
+    if any(size > 1 for size in sizes):
+        for parameter, box in _boxes(model):
+            setattr(parameter, ATTRIBUTE, box)
+
+
+def _boxes(model: nn.Module) -> Iterator[tuple[nn.Parameter, Box]]:
+    """Yield the experts' parameters that are here, and what they are of the whole model."""
+    from hadal.moe.blocks import DistributedExperts  # for this alone
+    from hadal.moe.layer import MOELayer
+
+    for path, module in model.named_modules():
+        if isinstance(module, MOELayer) and module.ep_size > 1:
+            first = expert_groups(module.ep_group_name).parallel.rank * module.num_local_experts
+            for number, expert in enumerate(module.experts.deepspeed_experts, first):
+                for name, parameter in expert.named_parameters():
+                    whole = f"{path}.experts.deepspeed_experts.{number}.{name}"
+                    yield parameter, Box.whole(plain_name(whole), tuple(parameter.shape))
+        elif isinstance(module, DistributedExperts):
+            rank = expert_groups(module.expert_group_name).parallel.rank
+            for name, parameter in module.named_parameters():
+                shape = (module.total_experts, *parameter.shape[1:])
+                offsets = (rank * len(parameter), *(0 for _ in parameter.shape[1:]))
+                whole = plain_name(f"{path}.{name}")
+                yield parameter, Box(whole, shape, offsets, tuple(parameter.shape))
+
+
+def distribute_experts(model: nn.Module, config: Config, wish: TopologyWish, ranks: Ranks) -> None:
+    """Leave this rank's slice of the experts of a model, if `expert_parallel` asks for it.
+
+    Raises:
+        ConfigError: the ranks cannot share experts evenly.
+        ModelError: the model has no such blocks, or their sizes do not fit.
+        NotBuiltYetError: the model is split over ranks in other ways, or was born sharded.
+    """
+    section = config.expert_parallel
+    if not section.enabled:
+        return
+    size = section.autoep_size
+    if ranks.size % size:
+        path = "expert_parallel.autoep_size"
+        faults = (Fault(path, f"{size} does not divide the {ranks.size} ranks; lower it"),)
+        raise ConfigError(written("the configuration", faults), faults)
+    if wish.cuts_the_model or wish.tensor_parallel_size > 1:
+        raise NotBuiltYetError(
+            "expert_parallel for models whose layers are split over ranks is not built yet; leave"
+            " the section out"
+        )
+    if any(born_among(parameter) is not None for parameter in model.parameters()):
+        raise NotBuiltYetError(
+            "expert_parallel for models whose parameters were created sharded (zero.Init) is not"
+            " built yet; create the model outside of it"
+        )
+    from hadal.moe.blocks import ExpertPlace, distribute  # for this alone
+
+    data_first = config.use_data_before_expert_parallelism
+    parallel, _ = expert_tables(range(ranks.size), size, data_first=data_first)
+    mine = next(group for group in parallel if ranks.rank in group)
+    distribute(model, section, ExpertPlace(size, mine.index(ranks.rank)))

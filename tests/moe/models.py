@@ -1,0 +1,45 @@
+"""Small models with layers of experts, whose weights do not depend on who has which."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hadal import comm
+from hadal.moe import MoE
+from hadal.moe.layer import layers_of
+
+WIDTH = 6
+EXPERTS = 4
+
+
+def an_expert() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH))
+
+
+def filled(model: nn.Module, place: int = 0) -> nn.Module:
+    """Give the model weights by name; `place`: among the ranks that share its experts."""
+    generator = torch.Generator().manual_seed(5)
+    for _, parameter in sorted(model.named_parameters()):
+        if getattr(parameter, "allreduce", True):
+            with torch.no_grad():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    for number, (_, layer) in enumerate(layers_of(model)):
+        first = place * layer.num_local_experts
+        for local, expert in enumerate(layer.experts.deepspeed_experts):
+            generator.manual_seed(100 * number + first + local)
+            for parameter in expert.parameters():
+                with torch.no_grad():
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    return model
+
+
+def layer_of(ep_size: int, **options: object) -> MoE:
+    given = {"num_experts": EXPERTS, "k": 2, "min_capacity": 0, "drop_tokens": False, **options}
+    layer = MoE(WIDTH, an_expert(), ep_size=ep_size, **given)  # type: ignore[arg-type]
+    filled(layer, comm.get_rank() % ep_size)
+    return layer
+
+
+def tokens_of(rank: int, rows: int = 7) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rank))
