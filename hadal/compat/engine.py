@@ -396,6 +396,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     An engine that already trains the same parameters is destroyed first, because programs create a
     second one for their model and continue with that.
     """
+    from hadal.compat.pipeline import PipelineEngine  # it derives from the engine here
+
     watch_parameters()
     if isinstance(model, nn.Module):
         _destroy_engines_of(model)
@@ -414,6 +416,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         mesh_param,
         config_params,
         engine_type=DeepSpeedEngine,
+        pipeline_engine_type=PipelineEngine,
     )
     assert isinstance(engine, DeepSpeedEngine)  # the class requested above
     given = choose_config(args, config, config_params)

@@ -33,6 +33,7 @@ _LOSSES = "hadal.compat.losses"
 _MONITORS = "hadal.compat.monitors"
 _TENSORS = "hadal.compat.tensor_parallel"
 _TOPOLOGY = "hadal.pipeline.topology"
+_PIPELINE = "hadal.pipeline"
 _SAFE = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state"
     " safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state"
@@ -68,6 +69,7 @@ _ALIKE: dict[str, dict[str, str]] = {
         _ACCELERATOR: "get_accelerator",
         _CONFIG: "DeepSpeedConfig",
         _LOG: "log_dist logger",
+        _PIPELINE: "PipelineModule",
     },
     "deepspeed.accelerator": {
         _ACCELERATOR: "get_accelerator is_current_accelerator_supported set_accelerator"
@@ -201,15 +203,24 @@ _ALIKE: dict[str, dict[str, str]] = {
     "deepspeed.runtime.fp16.onebit.lamb": {_OPTIMIZERS: "OnebitLamb"},
     "deepspeed.runtime.fp16.onebit.zoadam": {_OPTIMIZERS: "ZeroOneAdam"},
     "deepspeed.runtime.fp16.unfused_optimizer": {_KINDS: "FP16_UnfusedOptimizer"},
+    "deepspeed.pipe": {_PIPELINE: "LayerSpec PipelineModule TiedLayerSpec"},
     "deepspeed.runtime.pipe": {_TOPOLOGY: "ProcessTopology"},
-    "deepspeed.runtime.pipe.engine": {_ENGINE: "DeepSpeedEngine"},
+    "deepspeed.runtime.pipe.engine": {
+        _ENGINE: "DeepSpeedEngine",
+        "hadal.compat.pipeline": "PipelineEngine",
+    },
+    "deepspeed.runtime.pipe.module": {
+        _PIPELINE: "LayerSpec PipelineModule",
+        "hadal": "PipelineError",
+    },
     "deepspeed.runtime.pipe.schedule": {
         "hadal.pipeline.schedule": "BackwardPass BufferOpInstruction CommitP2P DataParallelSchedule"
         " ForwardPass InferenceSchedule LoadMicroBatch OptimizerStep PipeInstruction PipeSchedule"
         " RecvActivation RecvGrad ReduceGrads ReduceTiedGrads SendActivation SendGrad TrainSchedule"
     },
     "deepspeed.runtime.pipe.topology": {
-        _TOPOLOGY: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"
+        _TOPOLOGY: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
+        _PIPELINE: "PipelineParallelGrid",
     },
     "deepspeed.runtime.lr_schedules": {
         "hadal.optim.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",

@@ -128,6 +128,11 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "progressive_layer_drop": {
         "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.001},
     },
+    "pipeline": {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 32,
+        "pipeline": {"activation_checkpoint_interval": 1},
+    },
     "eigenvalue": {
         "eigenvalue": {"enabled": True, "layer_name": "transformer.h", "layer_num": 12},
     },

@@ -3,12 +3,14 @@
 Tests: tests/config/test_every_key.py
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-from hadal.config.section import UNBUILT, Mark, Section, key
+from hadal.config.section import NO_EFFECT, Mark, Section, key
 from hadal.config.values import Boolean, Integer, Text
 
-_MODULE_SAYS = "Also an argument of the pipeline module."
+
+def _of_module(argument: str, **more: Any) -> Mark:
+    return Mark(status="not built yet", why=f"give PipelineModule {argument} instead", **more)
 
 
 class Pipeline(Section):
@@ -16,18 +18,34 @@ class Pipeline(Section):
 
     stages: Literal["auto"] | Integer = key(
         "auto",
-        _MODULE_SAYS,
-        mark=Mark(status="not built yet", auto_is_a_word=True),
+        "The number of stages; it is an argument of the pipeline module.",
+        mark=_of_module("num_stages=", auto_is_a_word=True),
     )
-    partition: Text = key("best", _MODULE_SAYS, mark=UNBUILT)
-    seed_layers: Boolean = key(False, _MODULE_SAYS, mark=UNBUILT)
+    partition: Text = key(
+        "best",
+        "How layers are split into stages; it is an argument of the pipeline module.",
+        mark=_of_module("partition_method="),
+    )
+    seed_layers: Boolean = key(
+        False,
+        "Seed each layer; it is an argument of the pipeline module.",
+        mark=_of_module("seed_layers="),
+    )
     activation_checkpoint_interval: Integer = key(
-        0, "Layers between stored activations; 0 leaves it to the module.", ge=0, mark=UNBUILT
+        0,
+        "Layers that are recomputed together in backward, by the pipeline module's function or else"
+        " with the options of `activation_checkpointing`; 0 leaves it to the module.",
+        ge=0,
     )
     pipe_partitioned: Boolean = key(
-        True, "Shard activations between stages over tensor-parallel ranks.", mark=UNBUILT
+        True,
+        "Send the first tensor between stages in slices, one for each rank of the topology's axis"
+        " `model`; these must all have the same activations.",
     )
-    grad_partitioned: Boolean = key(
-        True, "Shard gradients between stages in the same way.", mark=UNBUILT
+    grad_partitioned: Boolean = key(True, "Send the gradient of that tensor in the same way.")
+    use_reentrant: Boolean = key(
+        True,
+        "Recompute by a second backward inside the first. Recomputation here never does, and its"
+        " results are the same.",
+        mark=NO_EFFECT,
     )
-    use_reentrant: Boolean = key(True, "Use reentrant recomputation.", mark=UNBUILT)

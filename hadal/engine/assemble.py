@@ -5,10 +5,11 @@ Tests: tests/engine/test_engine.py, tests/engine/test_checks.py
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -30,7 +31,9 @@ from hadal.engine.checks import (
     check_same,
     check_same_keys,
     check_scheduler,
+    is_in_stages,
     members_of_groups,
+    tell_of_no_stages,
     tell_untrained,
 )
 from hadal.engine.compressing import check_scores, prepare_model
@@ -57,7 +60,6 @@ from hadal.engine.precision import (
 )
 from hadal.engine.recomputed import recomputed_modules, tell_recomputed
 from hadal.engine.report import tell_state
-from hadal.engine.tensor import cut_over_ranks, size_asked_for
 from hadal.engine.tiers import disk_steps_of, warn_of_one_thread
 from hadal.engine.topology import (
     Topology,
@@ -89,6 +91,9 @@ from hadal.zero.policy import Precision
 from hadal.zero.runtime import ZeroRuntime
 from hadal.zero.sanity import Sanity
 
+if TYPE_CHECKING:
+    from hadal.engine.pipeline import PipelineEngine
+
 
 def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     args: Any = None,
@@ -106,13 +111,15 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     config_params: Any = None,
     *,
     engine_type: type[Engine] = Engine,
+    pipeline_engine_type: type[PipelineEngine] | None = None,
 ) -> tuple[Engine, Optimizer | None, ShardedLoader | None, Any]:
     """Make an engine that trains `model` as the configuration says. All ranks must call it.
 
     Args:
         args: a namespace whose `deepspeed_config` may name the configuration, and whose
             `lr_schedule` a schedule if nothing else does (see `add_tuning_arguments`).
-        model: the module to train; its weights and buffers on rank 0 are sent to all ranks.
+        model: the module to train; its weights and buffers on rank 0 are sent to all ranks that
+            hold them. A `hadal.pipeline.PipelineModule` is trained in stages.
         optimizer: an optimizer over the model's parameters, or a callable that makes one from
             `model_parameters`; it replaces the `optimizer` section.
         model_parameters: parameters, or param groups, to train; by default all that require
@@ -131,6 +138,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             second says how many consecutive ranks share each sequence.
         config_params: an older name of `config`.
         engine_type: the class of the engine, if a program adds methods of its own.
+        pipeline_engine_type: the same for a model in stages.
 
     Returns:
         The engine, its optimizer, the loader over `training_data` and the schedule; None for each
@@ -148,7 +156,15 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     world = Ranks.world()
     hush(world.rank)
     wishes = Wishes(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
+    if is_in_stages(model):
+        from hadal.engine import pipeline  # for this alone
+
+        engine_type = pipeline_engine_type or pipeline.PipelineEngine
     with told_to_all(world, "initialize"):
+        if is_in_stages(model):
+            from hadal.engine.stages import groups_of_stages  # for this alone
+
+            mpu = groups_of_stages(model, mpu)
         wish = topology_wish_of(mpu, mesh_param, world)
         source = choose_config(args, config, config_params)
         source = with_schedule(args, source, lr_scheduler is not None)
@@ -201,11 +217,17 @@ def _admit(
         world_size=ranks.size,
         sequence_parallel_size=wish.sequence_parallel_size,
         data_parallel_size=wish.data_parallel_size,
-        tensor_parallel_size=size_asked_for(model),
+        tensor_parallel_size=_slices_asked_for(model),
         client_optimizer=wishes.optimizer is not None,
         client_scheduler=wishes.schedule is not None,
         rounds_early=engine_type.rounds_early,
     )
+    if is_in_stages(model):
+        from hadal.engine.stages import prepare_stage  # for this alone
+
+        prepare_stage(model, config)
+    elif ranks.rank == 0:
+        tell_of_no_stages(config)
     check_scheduler(config, told_elasticity())
     check_places(config)
     open_log(config, ranks.rank)
@@ -262,7 +284,7 @@ def _assemble(
     readers = topology.data_parallel
     seed = seed_of_program(world) if engine_type.seeds_data else 0
     loading = make_loading(wishes, config, readers, seed, listeners)
-    loader = make_loader(wishes, loading, world)
+    loader = make_loader(wishes, loading, world, shuffle=not is_in_stages(model))
     hooks = Hooks(model, runtime)
     hooks.watch_refreshes(adopter.uses())
 
@@ -316,7 +338,16 @@ def _assemble(
 def _cut(admitted: _Admitted, topology: Topology, world: Ranks) -> None:
     """Cut the model over its tensor-parallel ranks, if all ranks were asked for the same."""
     check_same_keys(_common(admitted.config), world)
-    cut_over_ranks(admitted.model, admitted.optimizer, admitted.config, topology, world)
+    if admitted.config.tensor_parallel.is_on:
+        from hadal.engine.tensor import cut_over_ranks  # for this alone
+
+        cut_over_ranks(admitted.model, admitted.optimizer, admitted.config, topology, world)
+
+
+def _slices_asked_for(model: nn.Module) -> int | None:
+    """Return the ranks that `tp_model_init` asked for; None if nobody called it."""
+    tensor = sys.modules.get("hadal.engine.tensor")
+    return None if tensor is None else tensor.size_asked_for(model)
 
 
 def _among_parts(topology: Topology, world: Ranks) -> AbstractContextManager[None]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -37,6 +38,9 @@ from hadal.zero import access, init
 from hadal.zero.kinds import is_foreign, refusal_of
 from hadal.zero.layout import order_of
 from hadal.zero.sharing import Sharing
+
+if TYPE_CHECKING:
+    from hadal.pipeline import PipelineModule
 
 _log = logging.getLogger(__name__)
 
@@ -306,3 +310,18 @@ def check_scheduler(config: Config, told: str | None) -> None:
                 f"elasticity.{key}: {own}, but the scheduler expects {value} ({name}); make them"
                 " equal"
             )
+
+
+def is_in_stages(model: Any) -> TypeGuard[PipelineModule]:
+    """Return whether a model is a `PipelineModule`, without importing that class."""
+    known = sys.modules.get("hadal.pipeline.module")
+    return known is not None and isinstance(model, known.PipelineModule)
+
+
+def tell_of_no_stages(config: Config) -> None:
+    """Warn of keys that a model without stages does not follow."""
+    if config.pipeline.activation_checkpoint_interval:
+        _log.warning(
+            "pipeline.activation_checkpoint_interval acts on a PipelineModule alone, and the model"
+            " is none: nothing is recomputed by it; see activation_checkpointing.modules"
+        )

@@ -6,6 +6,7 @@ Tests: tests/engine/test_treatments.py
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -18,7 +19,7 @@ from hadal.engine.tiers import Offloading
 from hadal.engine.topology import expert_sharing_of
 from hadal.errors import ConfigError, Fault
 from hadal.zero.grouping import Treatment
-from hadal.zero.sharing import Sharing
+from hadal.zero.sharing import Sharing, Tied
 
 Named = Iterable[tuple[str, nn.Parameter]]
 _GROUPS = "zero_optimization.groups"
@@ -57,6 +58,9 @@ class Treatments:
             UsageError: it belongs to groups of experts that do not exist.
             ConfigError: model states are shared in a way that is not built for experts.
         """
+        tied: Tied | None = getattr(parameter, "hadal_tied", None)
+        if tied is not None:
+            return replace(self._sharings[None], tied=tied)
         name = expert_group_of(parameter)
         if name is not None and name not in self._sharings:
             dense, groups = self._sharings[None], expert_groups(name)

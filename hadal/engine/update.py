@@ -14,7 +14,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from hadal.comm.collectives import gather_objects
+from hadal.comm.collectives import gather_objects, sum_
 from hadal.device import HostCopy, is_host_memory, read_on_host, start_reading
 from hadal.engine.listeners import MeanGradients, options_of
 from hadal.engine.nonfinite import SkippedInARow, warn_of_nonfinite
@@ -44,6 +44,8 @@ def part_of_norm(parts: Parts) -> Callable[[], Tensor] | None:
     model = parts.topology.parts
     if not parts.computes_norm or not is_host_memory(device_of_sum(gradients)):
         return None
+    if any(one.bucket.sharing.tied is not None for one in gradients):
+        return None  # their sums over the stages come first
 
     def make() -> Tensor:
         part = sum_of_squares(gradients, model)
@@ -127,6 +129,14 @@ def moved_scale(before: ScaleState, found: Finding, number: int, parts: Parts) -
     return after
 
 
+def _sum_tied(parts: Parts) -> None:
+    """Add up the mean gradients of copies on several stages, each rank its own slice of them."""
+    found = [(one.bucket.sharing.tied, one) for one in parts.runtime.gradients]
+    tied = [(tie, one) for tie, one in found if tie is not None]
+    for tie, one in sorted(tied, key=lambda pair: pair[0].key):
+        sum_(one.mean, tie.ranks, f"the sum of the gradients of {tie.key} over stages")
+
+
 def _reason_of(found: Finding) -> str:
     if found.is_asked:
         return "the program asked for it"
@@ -154,6 +164,7 @@ class Updates:
         self._tell_skipped()
         self._look_back()
         total = parts.runtime.reduce_all(part_of_norm(parts))
+        _sum_tied(parts)
         for listener in session.listeners:
             listener.before_update(MeanGradients(parts.model, parts.runtime))
         options = options_of(training.optimizer) if session.listeners else None

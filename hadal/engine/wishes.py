@@ -216,9 +216,12 @@ def _chosen_order(
     return None
 
 
-def make_loader(wishes: Wishes, loading: Loading, world: Ranks) -> ShardedLoader | None:
+def make_loader(
+    wishes: Wishes, loading: Loading, world: Ranks, *, shuffle: bool
+) -> ShardedLoader | None:
     """Make the loader over the caller's data set, if there is one. All ranks must call it."""
     if wishes.training_data is None:
         return None
     with told_to_all(world, "initialize"):
-        return loading.training_loader(wishes.training_data, Reading(pin_memory=True))
+        reading = Reading(pin_memory=True, shuffle=shuffle)
+        return loading.training_loader(wishes.training_data, reading)

@@ -1,5 +1,23 @@
 """Models split into stages: the splits, the places of ranks, and the steps of each stage.
 
-Arithmetic so far: an engine that trains by it is not built yet. From the bottom up: `partition.py`,
-`topology.py`, `schedule.py`.
+`hadal.initialize` returns a `PipelineEngine` for a `PipelineModule`.
 """
+
+from hadal.pipeline.grid import PipelineParallelGrid
+from hadal.pipeline.module import PipelineModule
+from hadal.pipeline.specs import LayerSpec, TiedLayerSpec
+from hadal.pipeline.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
+
+__all__ = [
+    "LayerSpec",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineModule",
+    "PipelineParallelGrid",
+    "ProcessTopology",
+    "TiedLayerSpec",
+]

@@ -263,6 +263,12 @@ class PipelineModule(nn.Module):
         """Return the bounds of each stage's layers."""
         return self.parts
 
+    @property
+    def has_ties(self) -> bool:
+        """True if any module is on several stages."""
+        owners = owners_of(self._layer_specs, self.parts, self.num_stages)
+        return any(len(stages) > 1 for stages in owners.values())
+
     def stage_owner(self, layer_idx: int) -> int:
         """Return the stage that has a layer.
 

@@ -307,6 +307,8 @@ def _kind(
 def _target(kind: _Kind, largest: int, limits: Limits) -> int:
     if kind.row_numel:
         return 0  # each table alone
+    if kind.sharing is not None and kind.sharing.tied is not None:
+        return limits.bucket_numel  # on all stages alike, whatever units they have beside it
     return limits.bucket_numel if kind.policy.weights else min(largest, limits.bucket_numel)
 
 

@@ -33,6 +33,15 @@ class Hops(NamedTuple):
     """The ranks of my node."""
 
 
+class Tied(NamedTuple):
+    """Copies of the same parameters on several stages, whose gradients are added up."""
+
+    key: str
+    """The name that the copies share; those of one name are in buckets of one layout."""
+    ranks: Ranks
+    """A rank of each stage that has a copy."""
+
+
 @dataclass(frozen=True)
 class Sharing:
     """The ranks that share one bucket, by their role."""
@@ -54,6 +63,9 @@ class Sharing:
     averaged_over: Ranks | None = None
     """The ranks whose samples the mean gradient is over; None: `ranks`. Experts see the samples of
     all data-parallel ranks, and fewer ranks hold each of them."""
+
+    tied: Tied | None = None
+    """Stages of a pipeline that have copies of the same parameters; None: they are here alone."""
 
     @classmethod
     def over(cls, ranks: Ranks) -> Sharing:

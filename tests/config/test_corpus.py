@@ -16,7 +16,6 @@ UNBUILT = {
         "nebula.enabled",
         "compile.deepcompile",
         "weight_quantization.enabled",
-        "pipeline.activation_checkpoint_interval",
     },
 }
 TUNED = {

@@ -1,0 +1,376 @@
+"""The engine of a model in stages: it trains by whole batches.
+
+Tests: tests/engine/test_pipeline.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from hadal.comm.collectives import broadcast_, gather_codes, gather_objects, sum_
+from hadal.engine.engine import Engine
+from hadal.engine.loader import RepeatingLoader
+from hadal.engine.parts import Parts
+from hadal.errors import (
+    CommunicationError,
+    NotBuiltYetError,
+    PipelineError,
+    UsageError,
+)
+from hadal.pipeline.executor import Executor, chunks_of
+from hadal.pipeline.module import PipelineModule
+from hadal.pipeline.schedule import InferenceSchedule, TrainSchedule
+from hadal.pipeline.wires import DataEndedError
+
+Batch = Any
+BatchFunction = Callable[[Any], Any]
+
+
+class PipelineEngine(Engine):
+    """An engine of one stage, made by `hadal.initialize` for a `PipelineModule`.
+
+    All ranks call `train_batch` and `eval_batch` equally often.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        module = parts.model
+        assert isinstance(module, PipelineModule)  # `initialize` chooses the class by it
+        first, last = module.mpu().is_first_stage, module.mpu().is_last_stage
+        casting = replace(
+            parts.casting,
+            inputs=parts.casting.inputs if first else None,
+            outputs=parts.casting.outputs if last else None,
+        )
+        super().__init__(replace(parts, casting=casting))
+        self.grid = module.mpu()
+        self.num_stages, self.stage_id = module.num_stages, module.stage_id
+        names = [module.chunk_name(number) for number in range(len(module.parts) - 1)]
+        work = _StageWork(self, module)
+        self._work = work
+        slices, section = self.grid.slices, parts.config.pipeline
+        sends_slices = section.pipe_partitioned, section.grad_partitioned
+        shared = [slices if wanted and slices.size > 1 else None for wanted in sends_slices]
+        chunks = chunks_of(self.grid.pipe, names, parts.device, (shared[0], shared[1]))
+        self._executor = Executor(work, chunks, keeps_layout=not module.dynamic_shape)
+        self._session.cycle.boundary = False
+        self.total_loss: Tensor | None = None
+        """The sum of the last batch's losses, on the last stage."""
+        self.agg_train_loss: Tensor | None = None
+        """The mean loss of the last batch over all samples."""
+        self.loss: Tensor | None = None
+        """The loss of the last micro-batch, on the last stage."""
+        self._additional: dict[str, Tensor] | None = None
+        self.training_loader: Any = None
+        if parts.loader is not None:
+            self.set_dataloader(RepeatingLoader(parts.loader))
+
+    # ---- who this is -----------------------------------------------------------------------------
+
+    @property
+    def _stages(self) -> PipelineModule:
+        assert isinstance(self.module, PipelineModule)
+        return self.module
+
+    @property
+    def micro_batches(self) -> int:
+        """The micro-batches of one update."""
+        return self.gradient_accumulation_steps()
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The samples of a micro-batch on one rank."""
+        return self.train_micro_batch_size_per_gpu()
+
+    def is_first_stage(self) -> bool:
+        """Return True if this stage reads the inputs."""
+        return self.grid.is_first_stage
+
+    def is_last_stage(self) -> bool:
+        """Return True if this stage computes the loss."""
+        return self.grid.is_last_stage
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """Return this stage's number."""
+        return self.stage_id
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return True during the last backward of an update, and in the update."""
+        return bool(self._session.cycle.boundary)
+
+    # ---- data ------------------------------------------------------------------------------------
+
+    def set_dataloader(self, loader: Iterable[Batch]) -> None:
+        """Read micro-batches, pairs of inputs and labels, from a loader from now on."""
+        self.training_loader = loader
+        self._work.batches = iter(loader)
+
+    def set_dataiterator(self, iterator: Iterator[Batch]) -> None:
+        """Read micro-batches from an iterator from now on. The stages in the middle read none."""
+        self.training_loader = None
+        self._work.batches = iterator
+
+    def set_batch_fn(self, fn: BatchFunction | None) -> None:
+        """Call `fn` on each micro-batch that is read; it returns the pair."""
+        self._work.batch_fn = fn
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Do nothing: tensors of any dtype are sent between stages as they are."""
+
+    def reset_activation_shape(self) -> None:
+        """Let the next micro-batches have other shapes. All ranks must call it."""
+        self._executor.forget_layouts()
+
+    # ---- training and evaluation -----------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Batch] | None = None) -> Tensor:
+        """Train on one batch, of `micro_batches` micro-batches; return its mean loss on all ranks.
+
+        Args:
+            data_iter: micro-batches, as `set_dataiterator` takes them.
+
+        Raises:
+            StopIteration: the data of any stage has ended; nothing was trained.
+            PipelineError: another stage has failed; the text is its error.
+            UsageError: gradients are switched off.
+        """
+        if not torch.is_grad_enabled():
+            raise UsageError("train_batch() was called under torch.no_grad(); use eval_batch()")
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self._session.expect_alive()
+        self.train()
+        cycle = self._session.cycle
+        steps = TrainSchedule(self.micro_batches, self.num_stages, self.stage_id)
+        losses = self._followed(steps, self.micro_batches, trains=True)
+        means, self.agg_train_loss = self._mean_loss(losses)
+        cycle.losses = list(means.unbind())
+        cycle.boundary = True
+        try:
+            super().step()
+        finally:
+            cycle.boundary = False
+            self._session.counters.micro_steps = 0
+        return self.agg_train_loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Batch] | None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Evaluate micro-batches, without gradients.
+
+        Args:
+            data_iter: the micro-batches; stages in the middle read none.
+            return_logits: return also the last micro-batch's output; None on other stages.
+            compute_loss: compute losses, or else return the outputs themselves.
+            reduce_output: "avg": their mean over micro-batches and ranks; None: the list of
+                them, on the last stage alone.
+            bcast_loss: give the mean loss to all stages; otherwise they get None.
+            num_micro_batches: the number of micro-batches; by default that of an update.
+
+        Raises:
+            NotBuiltYetError: another `reduce_output`.
+            StopIteration, PipelineError: as `train_batch`.
+        """
+        if reduce_output not in ("avg", None):
+            raise NotBuiltYetError(
+                f"eval_batch(reduce_output={reduce_output!r}) is not built yet; give 'avg' or None"
+            )
+        self._session.expect_alive()
+        count = num_micro_batches or self.micro_batches
+        was_training, before = self.module.training, self._work.batches
+        self.eval()
+        self._work.batches, self._work.computes_loss = data_iter, compute_loss
+        try:
+            steps = InferenceSchedule(count, self.num_stages, self.stage_id)
+            with torch.no_grad():
+                found: Any = self._followed(steps, count, trains=False)
+        finally:
+            self._work.batches, self._work.computes_loss = before, True
+            self.train(was_training)
+        outputs, self._work.outputs = self._work.outputs, None
+        found = self._reduced(found, reduce_output, spreads=compute_loss and bcast_loss)
+        if self.monitor.enabled and compute_loss and bcast_loss and isinstance(found, Tensor):
+            event = ("Train/Samples/eval_loss", float(found.float().mean()), self.global_samples)
+            self.monitor.write_events([event])
+        return (found, outputs) if return_logits else found
+
+    def _followed(self, steps: Any, count: int, *, trains: bool) -> list[Any]:
+        """Follow a schedule; after a failure on any stage, raise on all of them.
+
+        After it the stages can begin anew.
+        """
+        pipe, fault = self.grid.pipe, None
+        found: list[Any] = []
+        try:
+            found = self._executor.run(steps, count, trains=trains)
+        except CommunicationError:
+            raise  # a rank is gone, or programs differ: there is nobody to agree with
+        except Exception as error:
+            fault = error
+        told = gather_codes(int(fault is not None), pipe, "the stages to end a batch")
+        if not any(told):
+            return found
+        self._executor.end()
+        if trains:
+            self._session.cycle.boundary = False
+            self.zero_grad()
+        if isinstance(fault, DataEndedError):
+            raise StopIteration(str(fault)) from None
+        if fault is not None:
+            raise fault
+        stages = [stage for stage, code in enumerate(told) if code]
+        raise PipelineError(f"stages {stages} stopped at the end of a batch; their errors say why")
+
+    def _mean_loss(self, losses: list[Any]) -> tuple[Tensor, Tensor]:
+        """Return each micro-batch's loss here, and the mean over all samples, on all stages."""
+        pipe, data = self.grid.pipe, self.grid.data
+        row = torch.zeros(self.micro_batches, dtype=torch.float32, device=self.device)
+        mean = torch.zeros((), dtype=torch.float32, device=self.device)
+        if self.is_last_stage():
+            self.loss = losses[-1]
+            row = torch.stack([loss.float().reshape(()) for loss in losses])
+            self.total_loss = row.sum()
+            mean = row.mean()
+            sum_(mean, data, "the sum of the losses")
+            mean /= data.size
+        last = pipe.size - 1
+        broadcast_(row, last, pipe, "the losses of the last stage")
+        broadcast_(mean, last, pipe, "the mean loss")
+        self._share_additional()
+        return row, mean
+
+    def _share_additional(self) -> None:
+        last = self._stages.get_additional_losses() if self.is_last_stage() else None
+        if type(self._stages).get_additional_losses is PipelineModule.get_additional_losses:
+            return
+        values = {name: float(value) for name, value in (last or {}).items()}
+        found: Mapping[str, float] = gather_objects(values, self.grid.pipe)[-1]
+        self._additional = {name: torch.tensor(value) for name, value in found.items()} or None
+
+    def get_additional_losses(self) -> dict[str, Tensor] | None:
+        """Return the module's further losses of the last batch, by name; None if it has none."""
+        return self._additional
+
+    def _reduced(self, found: list[Any], how: str | None, *, spreads: bool) -> Any:
+        """Return the mean of the last stage's results, on all stages if it is a loss."""
+        if how is None:
+            return found if self.is_last_stage() else None
+        mean: Any = None
+        if self.is_last_stage():
+            mean = _mean(found)
+            for tensor in mean if isinstance(mean, tuple) else (mean,):
+                sum_(tensor, self.grid.data, "the sum of results")
+                tensor /= self.grid.data.size
+        if not spreads:
+            return mean
+        pipe, last = self.grid.pipe, self.grid.pipe.size - 1
+        shape = gather_objects(None if mean is None else tuple(mean.shape), pipe)[-1]
+        if not self.is_last_stage():
+            mean = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        broadcast_(mean, last, pipe, "the results of the last stage")
+        return mean
+
+    # ---- what the schedule does itself -----------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `PipelineError`: a stage has no input of its own."""
+        raise _refused("forward")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `PipelineError`: `train_batch` runs backwards."""
+        raise _refused("backward")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `PipelineError`: `train_batch` makes updates."""
+        raise _refused("step")
+
+    def run_forward(self, value: Any, chunk: int) -> Any:
+        """Return the output of a chunk of this stage, for the executor."""
+        return super().forward(value, chunk=chunk)
+
+    def run_backward(self, root: Tensor | None, loss: Tensor | None, *, is_last: bool) -> None:
+        """Run a backward of this stage, for the executor."""
+        self._session.cycle.boundary = is_last
+        if root is None:
+            root = torch.zeros((), device=self.device, requires_grad=True)
+        # The gradients that were received have all factors already.
+        self._backwards.run(root, retain_graph=False, divides=loss is not None)
+
+
+class _StageWork:
+    """The computation of one stage, as the executor calls it."""
+
+    def __init__(self, engine: PipelineEngine, module: PipelineModule) -> None:
+        self._engine = engine
+        self._module = module
+        self.batches: Iterator[Batch] | None = None
+        self.batch_fn: BatchFunction | None = None
+        self.computes_loss = True
+        self.outputs: Any = None
+        """The last output, on the last stage, outside of training."""
+
+    def load(self) -> tuple[Any, Any]:
+        if self.batches is None:
+            raise UsageError(
+                "train_batch() has no data: give data_iter=, or training_data= to initialize, or"
+                " call set_dataiterator() or set_dataloader()"
+            )
+        batch = next(self.batches)
+        batch = batch if self.batch_fn is None else self.batch_fn(batch)
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise UsageError(
+                f"a micro-batch is a {type(batch).__name__}; expected a pair of inputs and labels."
+                " set_batch_fn() takes a function that makes one"
+            )
+        first, last = self._engine.is_first_stage(), self._engine.is_last_stage()
+        inputs, labels = (self._moved(part) for part in batch)
+        return inputs if first else None, labels if last else None
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().to(self._engine.device)
+        if isinstance(value, tuple | list):
+            return tuple(self._moved(item) for item in value)
+        if isinstance(value, dict):
+            return {key: self._moved(item) for key, item in value.items()}
+        return value
+
+    def forward(self, chunk: int, value: Any) -> Any:
+        return self._engine.run_forward(value, chunk)
+
+    def loss(self, outputs: Any, labels: Any) -> Any:
+        if not torch.is_grad_enabled():
+            self.outputs = outputs
+        if self._module.loss_fn is None or not self.computes_loss:
+            return outputs
+        return self._module.loss_fn(outputs, labels)
+
+    def backward(self, root: Tensor | None, loss: Tensor | None, *, is_last: bool) -> None:
+        self._engine.run_backward(root, loss, is_last=is_last)
+
+    def place(self, chunk: int) -> str:
+        index = self._module.curr_layer
+        return self._module.layer_name(self._module.chunks[chunk][0] if index is None else index)
+
+
+def _mean(found: list[Any]) -> Any:
+    """Return the mean of tensors, or of tuples of tensors, in float32."""
+    if isinstance(found[0], Tensor):
+        return torch.stack([one.float() for one in found]).mean(0)
+    return tuple(_mean(list(same)) for same in zip(*found, strict=True))
+
+
+def _refused(name: str) -> PipelineError:
+    return PipelineError(
+        f"engine.{name}() is not there for a model in stages; call train_batch() or eval_batch()"
+    )
