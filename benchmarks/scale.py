@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -334,7 +335,7 @@ def measure(case: Case, options: argparse.Namespace) -> Found:
         engine.step()
         sent, numel = copy(traffic), sum(p.numel() for p in engine.module.parameters())
         in_update = sent.rendezvous - in_micro_step
-        start = min(seconds), calls[0]
+        start = min(seconds, default=math.nan), calls[0]
         found = Found(numel, *start, held, sent, in_micro_step, in_update, peak - rests)
         engine.destroy()
     return found
@@ -407,13 +408,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[Case, Found]:
     add("--blocks", type=int, default=4)
     add("--width", type=int, default=256)
     add("--rank", type=int, default=0, help="which rank is measured, modulo their number")
-    add("--repeat", type=int, default=3, help="starts, of which the fastest is shown")
+    add("--repeat", type=int, default=3, help="timed starts, of which the fastest is shown")
     add("--json", type=Path, metavar="FILE", help="write every measurement as JSON")
     add("--plot", type=Path, metavar="FILE", help="draw bytes held and sent (PNG)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # what is there already holds no tensor of a step, and need not be looked at
     cases = [
         Case(world, stage, dtype, way == "pairs", route, options.node)
         for way in options.ways
@@ -424,6 +423,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[Case, Found]:
         if route == "plain" or (stage == 3 and world % options.node == 0 and world > options.node)
     ]
     measure(cases[0], options)  # what is imported at first use is no part of any case
+    gc.collect()
+    gc.freeze()  # what is there already holds no tensor of a step, and need not be looked at
     results = {}
     for case in cases:
         results[case] = measure(case, options)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 
 ROOT = Path(__file__).parents[2]
 WORLDS, MANY = (2, 64), 64
+WAYS = ("collectives", "pairs")
 WIDTH, BLOCKS = 64, 2
 MODEL = BLOCKS * (8 * WIDTH**2 + 7 * WIDTH)
 # Elements of each bucket (a block) that only fill the last shards up, at most: 16 bytes for a rank.
@@ -41,49 +43,57 @@ ACROSS = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The benchmark's rows: in a process of its own, for its fake process group."""
-    file = tmp_path_factory.mktemp("scale") / "scale.json"
-    arguments = [f"--worlds={','.join(map(str, WORLDS))}", f"--width={WIDTH}"]
-    arguments += [f"--blocks={BLOCKS}", "--repeat=1", "--ways=collectives,pairs", f"--json={file}"]
-    arguments += [f"--node={NODE}", f"--routes={','.join(ACROSS)}"]
-    subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/scale.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        check=True,
-    )
-    keys = ("world", "stage", "dtype", "pairs")
-    return {
-        (*(row[key] for key in keys), *([row["route"]] if row["route"] != "plain" else [])): row
-        for row in json.loads(file.read_text())
-    }
+def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """The benchmark's row of a case; run once for each way, forked for its fake process group."""
+    folder = tmp_path_factory.mktemp("scale")
+
+    @cache
+    def rows(way: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+        file = folder / f"{way}.json"
+        arguments = [f"--worlds={','.join(map(str, WORLDS))}", f"--width={WIDTH}"]
+        arguments += [f"--blocks={BLOCKS}", "--repeat=0", f"--ways={way}", f"--json={file}"]
+        if way == "pairs":
+            arguments += [f"--node={NODE}", f"--routes={','.join(ACROSS)}"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = forks.run([str(ROOT / "benchmarks/scale.py"), *arguments], env=env, timeout=300)
+        assert done.returncode == 0, done.stderr
+        keys = ("world", "stage", "dtype", "route")
+        return {tuple(row[key] for key in keys): row for row in json.loads(file.read_text())}
+
+    def row(way: str, world: int, stage: int, dtype: str, route: str = "plain") -> dict[str, Any]:
+        return rows(way)[world, stage, dtype, route]
+
+    return row
 
 
 @pytest.mark.parametrize("dtype", NBYTES)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_rank_holds_its_share_and_no_more(found, world: int, stage: int, dtype: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_holds_its_share_and_no_more(
+    found, way: str, world: int, stage: int, dtype: str
+) -> None:
     """Every kind of state, measured in storages, for either way of travelling."""
-    for pairs in (False, True):
-        held = found[world, stage, dtype, pairs]["held"]
-        for kind, nbytes, cut_from in zip(KINDS, NBYTES[dtype], CUT_FROM, strict=True):
-            share = world if stage >= cut_from else 1
-            least, most = MODEL * nbytes // share, (MODEL + PADDING) * nbytes // share
-            assert least <= held[kind] <= most, kind
+    held = found(way, world, stage, dtype)["held"]
+    for kind, nbytes, cut_from in zip(KINDS, NBYTES[dtype], CUT_FROM, strict=True):
+        share = world if stage >= cut_from else 1
+        least, most = MODEL * nbytes // share, (MODEL + PADDING) * nbytes // share
+        assert least <= held[kind] <= most, kind
 
 
 @pytest.mark.parametrize("dtype", NBYTES)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_rank_sends_two_passes_or_three(found, world: int, stage: int, dtype: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_sends_two_passes_or_three(
+    found, way: str, world: int, stage: int, dtype: str
+) -> None:
     """Ring-equivalent bytes of a step: the model twice, at stage 3 once more but for one block."""
     itemsize = NBYTES[dtype][0]
-    for pairs in (False, True):
-        nbytes = found[world, stage, dtype, pairs]["traffic"]["nbytes"]
-        least = TRIPS[stage] * MODEL // BLOCKS * itemsize * (world - 1) // world
-        most = TRIPS[stage] * (MODEL + PADDING) // BLOCKS * itemsize * (world - 1) // world
-        assert least <= nbytes <= most
+    nbytes = found(way, world, stage, dtype)["traffic"]["nbytes"]
+    least = TRIPS[stage] * MODEL // BLOCKS * itemsize * (world - 1) // world
+    most = TRIPS[stage] * (MODEL + PADDING) // BLOCKS * itemsize * (world - 1) // world
+    assert least <= nbytes <= most
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -92,14 +102,14 @@ def test_calls_do_not_grow_with_the_ranks(found, stage: int) -> None:
 
     In pairs there are world - 1 messages in the place of each collective.
     """
-    few, many = (found[world, stage, "bf16", False] for world in WORLDS)
+    few, many = (found("collectives", world, stage, "bf16") for world in WORLDS)
     # At stage 0 one all-reduce makes both trips.
     assert few["traffic"]["collectives"] == (TRIPS[stage] if stage else BLOCKS)
     assert few["traffic"]["collectives"] == many["traffic"]["collectives"]
     for count, expected in RENDEZVOUS.items():
         assert few[count] == many[count] == expected
     assert many["start_calls"] <= few["start_calls"]
-    pairs = found[MANY, stage, "bf16", True]["traffic"]
+    pairs = found("pairs", MANY, stage, "bf16")["traffic"]
     assert pairs["messages"] == TRIPS[stage] * (MANY - 1)
 
 
@@ -107,7 +117,6 @@ def test_calls_do_not_grow_with_the_ranks(found, stage: int) -> None:
 @pytest.mark.parametrize("route", ACROSS)
 def test_what_leaves_a_node(found, route: str, dtype: str) -> None:
     """A second copy on each node, copies of everything, two hops: each sends what it promises."""
-    key = (MANY, 3, dtype, True) + ((route,) if route != "plain" else ())
-    across = found[key]["traffic"]["across"] / NBYTES[dtype][0]
+    across = found("pairs", MANY, 3, dtype, route)["traffic"]["across"] / NBYTES[dtype][0]
     least = ACROSS[route] * MODEL / BLOCKS
     assert least <= across <= ACROSS[route] * (MODEL + PADDING) / BLOCKS
