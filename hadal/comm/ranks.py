@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from hadal.comm.functions import all_gather_object, labelled
 from hadal.comm.neighbours import Circle, identity, meet
@@ -26,6 +29,9 @@ _blocks = WeakKeyDictionary()
 _host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _circles: WeakKeyDictionary[dist.ProcessGroup, Circle] = WeakKeyDictionary()
+
+_made: Counter[tuple[int, ...]] = Counter()
+"""How many groups of some ranks of the world this process has made. It never falls."""
 
 
 @dataclass(frozen=True)
@@ -135,31 +141,37 @@ def _block_and_row(
 
 
 def _new_group(numbers: list[int], backend: str | None = None) -> dist.ProcessGroup:
-    """Make a group of these ranks, which all call it; others may be making another one.
-
-    If only some ranks make one, torch names it by their numbers and by how many groups there are:
-    the name of a destroyed group may come again, and with it that group's old addresses. Here all
-    ranks of the world number their groups, so no name comes twice.
-    """
+    """Make a group of these ranks, which all call it; others may be making another one."""
     is_local = len(numbers) < dist.get_world_size()
-    with _unbound() if is_local else nullcontext():
+    with _made_by_some(numbers) if is_local else nullcontext():
         made = dist.new_group(numbers, backend=backend, use_local_synchronization=is_local)
     return cast(dist.ProcessGroup, made)  # this rank is in it
 
 
 @contextmanager
-def _unbound() -> Iterator[None]:
-    """Make groups inside the block without splitting the world's communicator.
+def _made_by_some(numbers: Sequence[int]) -> Iterator[None]:
+    """Make a group inside the block that depends on its own ranks alone.
 
-    NCCL splits one with all of its ranks. torch does so for each group if the world is bound to a
-    device (`device_id`), and would wait for ranks that do not make this one.
+    Its name: torch takes the ranks' numbers and how many groups this process has. Ranks that are in
+    more groups than others (the first and last stage share a tied weight) would name it differently
+    and wait for each other, and a destroyed group's name would come again, with its old addresses.
+    Here it is their numbers and how many groups of just these ranks were made, which all know.
+
+    Its communicator: NCCL splits the world's with all of its ranks. torch does so for each group if
+    the world is bound to a device (`device_id`), and would wait for ranks that do not make it.
     """
     world: Any = dist.group.WORLD
-    bound, world.bound_device_id = world.bound_device_id, None
+    _made[tuple(numbers)] += 1
+    joined = "_".join(str(number) for number in numbers)
+    text = f"{joined} {_made[tuple(numbers)]}"
+    name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    bound, named = world.bound_device_id, distributed_c10d._hash_ranks_to_str
+    world.bound_device_id = None
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:
         yield
     finally:
-        world.bound_device_id = bound
+        world.bound_device_id, distributed_c10d._hash_ranks_to_str = bound, named
 
 
 def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -62,6 +62,22 @@ def test_no_group_finds_where_the_ranks_of_another_were(ranks: RankPools) -> Non
     assert len(set(first)) == 3
 
 
+def make_more_on_the_ends() -> list[int]:
+    """Groups of some ranks, while the first and the last rank are in one more than the others."""
+    world, found = Ranks.world(), []
+    for _ in range(2):
+        if world.rank in (0, 3):
+            world.some([0, 3])
+        for size in (2, 1):
+            start = world.rank // size * size
+            found.append(world.some(range(start, start + size)).size)
+    return found
+
+
+def test_some_ranks_may_be_in_more_groups_than_others(ranks: RankPools) -> None:
+    assert ranks(4).run(make_more_on_the_ends, timeout=60) == [[2, 1, 2, 1]] * 4
+
+
 def test_without_a_process_group_there_is_no_world() -> None:
     assert not comm.is_initialized()
     assert (comm.get_rank(), comm.get_world_size()) == (0, 1)
