@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hadal.checkpoint.live import plain_name
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import is_same_everywhere, told_to_all
@@ -37,6 +38,7 @@ from hadal.sequence.cross_entropy import vocab_parallel_cross_entropy
 from hadal.tensor_parallel.apply import Sliced, cut_model, share_values
 from hadal.tensor_parallel.plan import plan_cuts
 from hadal.zero import init
+from hadal.zero.boxes import ATTRIBUTE, Box, Placement
 from hadal.zero.sharing import is_model_part
 
 _PATH = "tensor_parallel"
@@ -125,10 +127,22 @@ def cut_over_ranks(
         plan = plan_cuts(model, section, ranks.size)
     share_values(model, ranks)
     loss = vocab_parallel_cross_entropy
+    names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
     for one in cut_model(model, plan, section, ranks, loss):
         one.parameter.hadal_slice = one  # type: ignore[attr-defined]
+        setattr(one.parameter, ATTRIBUTE, _placement(one, names[one.parameter]))
         _cut_state(optimizer, one)
     _compare_first_inputs(model, ranks)
+
+
+def _placement(one: Sliced, name: str) -> Placement:
+    """Return what this rank holds of a whole parameter: a box of each part that is fused in it."""
+    dim, boxes = one.cut.dim, []
+    for first, length in one.cut.spans(one.ranks.rank):
+        offsets, sizes = [0] * len(one.shape), [*one.shape]
+        offsets[dim], sizes[dim] = first, length
+        boxes.append(Box(name, one.shape, tuple(offsets), tuple(sizes)))
+    return Placement(tuple(boxes), dim)
 
 
 def _check_optimizer(optimizer: Optimizer | None) -> None:
