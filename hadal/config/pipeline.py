@@ -37,6 +37,15 @@ class Pipeline(Section):
         " with the options of `activation_checkpointing`; 0 leaves it to the module.",
         ge=0,
     )
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = key(
+        "1f1b",
+        "The order of forwards and backwards. `1f1b`: they alternate. `gpipe`: all forwards come"
+        " first, which needs the memory of all micro-batches. `interleaved`: each stage has several"
+        " parts of the model (`PipelineModule(chunks=)`), so stages wait for each other as many"
+        " times less. `zero_bubble`: linear layers compute their weights' gradients while their"
+        " stage would wait (ZB-H1), for a third of the waiting; every stage needs the memory of"
+        " the first one. Losses and weights are the same.",
+    )
     pipe_partitioned: Boolean = key(
         True,
         "Send the first tensor between stages in slices, one for each rank of the topology's axis"

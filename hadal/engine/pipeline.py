@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hadal.comm.collectives import broadcast_, gather_codes, gather_objects, sum_
+from hadal.engine.casting import Casting, cast_floats
 from hadal.engine.engine import Engine
 from hadal.engine.loader import RepeatingLoader
 from hadal.engine.parts import Parts
@@ -23,8 +24,10 @@ from hadal.errors import (
     UsageError,
 )
 from hadal.pipeline.executor import Executor, chunks_of
+from hadal.pipeline.later_weights import Later, LaterWeights
 from hadal.pipeline.module import PipelineModule
-from hadal.pipeline.schedule import InferenceSchedule, TrainSchedule
+from hadal.pipeline.orders import OrderedSchedule, check_schedule, forward_order, order_of
+from hadal.pipeline.schedule import InferenceSchedule, PipeSchedule, TrainSchedule
 from hadal.pipeline.wires import DataEndedError
 
 Batch = Any
@@ -40,19 +43,15 @@ class PipelineEngine(Engine):
     def __init__(self, parts: Parts) -> None:
         module = parts.model
         assert isinstance(module, PipelineModule)  # `initialize` chooses the class by it
-        first, last = module.mpu().is_first_stage, module.mpu().is_last_stage
-        casting = replace(
-            parts.casting,
-            inputs=parts.casting.inputs if first else None,
-            outputs=parts.casting.outputs if last else None,
-        )
-        super().__init__(replace(parts, casting=casting))
+        # The whole model's inputs and outputs are cast, not those of a stage between others.
+        super().__init__(replace(parts, casting=replace(parts.casting, inputs=None, outputs=None)))
         self.grid = module.mpu()
         self.num_stages, self.stage_id = module.num_stages, module.stage_id
         names = [module.chunk_name(number) for number in range(len(module.parts) - 1)]
-        work = _StageWork(self, module)
-        self._work = work
         slices, section = self.grid.slices, parts.config.pipeline
+        self._schedule = section.schedule
+        work = _StageWork(self, module, parts.casting, puts_off=section.schedule == "zero_bubble")
+        self._work = work
         sends_slices = section.pipe_partitioned, section.grad_partitioned
         shared = [slices if wanted and slices.size > 1 else None for wanted in sends_slices]
         chunks = chunks_of(self.grid.pipe, names, parts.device, (shared[0], shared[1]))
@@ -145,8 +144,8 @@ class PipelineEngine(Engine):
         self._session.expect_alive()
         self.train()
         cycle = self._session.cycle
-        steps = TrainSchedule(self.micro_batches, self.num_stages, self.stage_id)
-        losses = self._followed(steps, self.micro_batches, trains=True)
+        steps = self._training_steps()
+        losses = self._followed(steps, trains=True)
         means, self.agg_train_loss = self._mean_loss(losses)
         cycle.losses = list(means.unbind())
         cycle.boundary = True
@@ -191,9 +190,9 @@ class PipelineEngine(Engine):
         self.eval()
         self._work.batches, self._work.computes_loss = data_iter, compute_loss
         try:
-            steps = InferenceSchedule(count, self.num_stages, self.stage_id)
+            steps = self._evaluation_steps(count)
             with torch.no_grad():
-                found: Any = self._followed(steps, count, trains=False)
+                found: Any = self._followed(steps, trains=False)
         finally:
             self._work.batches, self._work.computes_loss = before, True
             self.train(was_training)
@@ -204,7 +203,35 @@ class PipelineEngine(Engine):
             self.monitor.write_events([event])
         return (found, outputs) if return_logits else found
 
-    def _followed(self, steps: Any, count: int, *, trains: bool) -> list[Any]:
+    def _training_steps(self) -> PipeSchedule:
+        count, stages, stage = self.micro_batches, self.num_stages, self.stage_id
+        if self._schedule == "1f1b":
+            return TrainSchedule(count, stages, stage)
+        chunks = len(self._stages.chunks)
+        order = order_of(self._schedule, count, stages, stage, chunks)
+        return OrderedSchedule(count, stages, stage, order, chunks)
+
+    def _evaluation_steps(self, count: int) -> PipeSchedule:
+        stages, stage, chunks = self.num_stages, self.stage_id, len(self._stages.chunks)
+        if chunks == 1:
+            return InferenceSchedule(count, stages, stage)
+        return OrderedSchedule(count, stages, stage, forward_order(count, stages, chunks), chunks)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples of an update, and so its micro-batches.
+
+        Raises:
+            UsageError: the ranks cannot share it, or the schedule has no such number.
+        """
+        super().set_train_batch_size(train_batch_size)
+        check_schedule(self._schedule, self.micro_batches, self.num_stages)
+
+    def destroy(self) -> None:
+        """Free everything that belongs to the engine; the module keeps its weights."""
+        self._work.close()
+        super().destroy()
+
+    def _followed(self, steps: PipeSchedule, *, trains: bool) -> list[Any]:
         """Follow a schedule; after a failure on any stage, raise on all of them.
 
         After it the stages can begin anew.
@@ -212,7 +239,7 @@ class PipelineEngine(Engine):
         pipe, fault = self.grid.pipe, None
         found: list[Any] = []
         try:
-            found = self._executor.run(steps, count, trains=trains)
+            found = self._executor.run(steps, trains=trains)
         except CommunicationError:
             raise  # a rank is gone, or programs differ: there is nobody to agree with
         except Exception as error:
@@ -310,9 +337,13 @@ class PipelineEngine(Engine):
 class _StageWork:
     """The computation of one stage, as the executor calls it."""
 
-    def __init__(self, engine: PipelineEngine, module: PipelineModule) -> None:
+    def __init__(
+        self, engine: PipelineEngine, module: PipelineModule, casting: Casting, *, puts_off: bool
+    ) -> None:
         self._engine = engine
         self._module = module
+        self._casting = casting
+        self._later = LaterWeights(module) if puts_off else None
         self.batches: Iterator[Batch] | None = None
         self.batch_fn: BatchFunction | None = None
         self.computes_loss = True
@@ -334,7 +365,11 @@ class _StageWork:
             )
         first, last = self._engine.is_first_stage(), self._engine.is_last_stage()
         inputs, labels = (self._moved(part) for part in batch)
-        return inputs if first else None, labels if last else None
+        return self._cast(inputs, self._casting.inputs) if first else None, labels if last else None
+
+    @staticmethod
+    def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+        return value if dtype is None else cast_floats(value, dtype)
 
     def _moved(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -349,6 +384,7 @@ class _StageWork:
         return self._engine.run_forward(value, chunk)
 
     def loss(self, outputs: Any, labels: Any) -> Any:
+        outputs = self._cast(outputs, self._casting.outputs)
         if not torch.is_grad_enabled():
             self.outputs = outputs
         if self._module.loss_fn is None or not self.computes_loss:
@@ -357,6 +393,13 @@ class _StageWork:
 
     def backward(self, root: Tensor | None, loss: Tensor | None, *, is_last: bool) -> None:
         self._engine.run_backward(root, loss, is_last=is_last)
+
+    def put_off(self) -> list[Later]:
+        return [] if self._later is None else self._later.take()
+
+    def close(self) -> None:
+        if self._later is not None:
+            self._later.close()
 
     def place(self, chunk: int) -> str:
         index = self._module.curr_layer

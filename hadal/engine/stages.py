@@ -13,8 +13,9 @@ from hadal.activation_checkpointing import Recomputation
 from hadal.compression.compress import is_on
 from hadal.config import Config
 from hadal.config.report import written
-from hadal.errors import ConfigError, Fault, NotBuiltYetError, UsageError
+from hadal.errors import ConfigError, Fault, UsageError
 from hadal.pipeline import PipelineModule, PipelineParallelGrid
+from hadal.pipeline.orders import check_schedule
 from hadal.zero.sharing import Tied
 
 # Features that see a whole model, or change its inputs but not the labels, which are elsewhere.
@@ -57,11 +58,6 @@ def prepare_stage(module: PipelineModule, config: Config) -> None:
     faults = tuple(_faults(module, config))
     if faults:
         raise ConfigError(written("the configuration", faults), faults)
-    if len(module.chunks) > 1:
-        raise NotBuiltYetError(
-            f"PipelineModule(chunks={len(module.chunks)}): an engine of several parts for each"
-            " stage is not built yet; leave chunks out"
-        )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UsageError(
             f"{module.chunk_name(module.stage_id)} has no trainable parameters: use another"
@@ -97,6 +93,7 @@ def _faults(module: PipelineModule, config: Config) -> Iterator[Fault]:
         yield Fault("zero_optimization.groups", why)
     if config.sequence_parallel_size > 1:
         yield Fault("sequence_parallel_size", "not built yet for a model in stages; leave it out")
+    yield from _faults_of_schedule(module, config)
     for path in _UNBUILT:
         section: Any = reduce(getattr, path.split("."), config)
         on = is_on(section) if path == "compression_training" else section and section.enabled
@@ -105,3 +102,19 @@ def _faults(module: PipelineModule, config: Config) -> Iterator[Fault]:
     if module.has_ties and config.sparse_gradients:
         why = "true, but copies of tied weights on several stages add up dense gradients; leave out"
         yield Fault("sparse_gradients", why)
+
+
+def _faults_of_schedule(module: PipelineModule, config: Config) -> Iterator[Fault]:
+    path, schedule, chunks = "pipeline.schedule", config.pipeline.schedule, len(module.chunks)
+    if (schedule == "interleaved") != (chunks > 1):
+        yield Fault(
+            path,
+            f'"{schedule}", but PipelineModule has chunks={chunks}: "interleaved" and chunks=2 or'
+            " more belong together",
+        )
+    if schedule == "interleaved" and module.num_stages == 1:
+        yield Fault(path, '"interleaved" needs at least 2 stages; leave it and chunks out')
+    try:
+        check_schedule(schedule, config.gradient_accumulation_steps, module.num_stages)
+    except UsageError as error:
+        yield Fault("gradient_accumulation_steps", str(error))

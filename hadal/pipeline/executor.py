@@ -21,8 +21,10 @@ from torch import Tensor
 
 from hadal.comm import Ranks
 from hadal.errors import CommunicationError, PipelineError, UsageError
+from hadal.pipeline.later_weights import Later, gradients_of
 from hadal.pipeline.schedule import (
     BackwardPass,
+    BackwardWeights,
     ForwardPass,
     LoadMicroBatch,
     PipeInstruction,
@@ -52,6 +54,9 @@ class Computation(Protocol):
 
         `loss`: the micro-batch's own, if the root is that; `is_last`: no other backward follows.
         """
+
+    def put_off(self) -> list[Later]:
+        """Return what the last backward has left to compute: of weights, if the schedule asks."""
 
     def place(self, chunk: int) -> str:
         """Return the layer at which a chunk's forward is, for errors."""
@@ -87,6 +92,8 @@ class _Slot:
     gradients: list[Tensor] = field(default_factory=list)
     """Of the output; the root's backward passes them on."""
     sent: list[Sent] = field(default_factory=list)
+    later: list[Later] = field(default_factory=list)
+    """Gradients of weights that are not computed yet."""
 
 
 @dataclass(slots=True)
@@ -187,6 +194,7 @@ class Executor:
             LoadMicroBatch: self._load,
             ForwardPass: self._forward,
             BackwardPass: self._backward,
+            BackwardWeights: self._backward_weights,
             RecvActivation: self._receive_activation,
             RecvGrad: self._receive_gradient,
             # What they send has left as soon as it was computed.
@@ -199,9 +207,7 @@ class Executor:
         for chunk in self._chunks:
             chunk.forget(is_training=True)
 
-    def run(
-        self, steps: Iterable[Sequence[PipeInstruction]], micro_batches: int, *, trains: bool
-    ) -> list[Any]:
+    def run(self, steps: Iterable[Sequence[PipeInstruction]], *, trains: bool) -> list[Any]:
         """Follow the instructions of one batch; return the last stage's losses or outputs.
 
         Instructions that are not about a micro-batch are left to the caller. If it raises, `end`
@@ -212,13 +218,13 @@ class Executor:
             DataEndedError: another stage's data has ended.
         """
         self._batch += 1
-        self._trains, self._backwards = trains, micro_batches * len(self._chunks)
-        self._results = []
+        self._trains, self._results = trains, []
         for chunk in self._chunks:
             chunk.done.clear()
             if not trains:
                 chunk.forget(is_training=False)
         todo = [one for step in steps for one in step if type(one) in self._acts]
+        self._backwards = sum(isinstance(one, BackwardPass | BackwardWeights) for one in todo)
         doing = _Doing(self._work, self._chunks)
         try:
             self._post_ahead(todo)
@@ -355,9 +361,9 @@ class Executor:
 
     def _backward(self, chunk: Chunk, place: _Place, errand: Errand) -> None:
         slot = self._slots[place]
-        self._backwards -= 1
-        self._work.backward(slot.root, slot.loss, is_last=not self._backwards)
+        self._run_backward(slot.root, slot.loss)
         slot.root = slot.loss = None
+        slot.later = self._work.put_off()
         slot.gradients.clear()
         if chunk.gradients_out is not None:
             given = [
@@ -366,6 +372,20 @@ class Executor:
             ]
             slot.sent.append(chunk.gradients_out.send(errand, given))
             slot.received.clear()
+
+    def _backward_weights(self, chunk: Chunk, place: _Place, errand: Errand) -> None:
+        slot = self._slots[place]
+        gradients = gradients_of(slot.later)
+        slot.later = []
+        root: Tensor | None = None
+        if gradients:
+            values = list(gradients.values())
+            root = _Seam.apply(values, *gradients)  # type: ignore[no-untyped-call]
+        self._run_backward(root, None)
+
+    def _run_backward(self, root: Tensor | None, loss: Tensor | None) -> None:
+        self._backwards -= 1
+        self._work.backward(root, loss, is_last=not self._backwards)
 
 
 class _Doing:
@@ -397,6 +417,7 @@ _DEEDS: Mapping[type[PipeInstruction], str] = {
     LoadMicroBatch: "reading",
     ForwardPass: "the forward",
     BackwardPass: "the backward",
+    BackwardWeights: "the backward of weights",
     RecvActivation: "receiving the activation",
     RecvGrad: "receiving the gradient",
 }

@@ -66,6 +66,10 @@ class BackwardPass(BufferOpInstruction):
     """Compute the gradients of the stage's weights and of its input."""
 
 
+class BackwardWeights(BufferOpInstruction):
+    """Compute the gradients of the stage's weights that `BackwardPass` has left out."""
+
+
 class SendActivation(BufferOpInstruction):
     """Send an output to the next stage."""
 

@@ -22,6 +22,7 @@ from hadal.pipeline import (
     PipelineModule,
     PipeModelDataParallelTopology,
     TiedLayerSpec,
+    executor,
 )
 
 WORDS, WIDTH, ROWS, LENGTH, MICRO, UPDATES = 7, 4, 2, 3, 4, 3
@@ -135,10 +136,11 @@ def train_whole(dtype: str, replicas: int) -> tuple[list[float], list[float], di
     return losses, norms, dict(masters.named_parameters())
 
 
-def train(stages: int, zero: int, dtype: str, **more: Any) -> None:
+def train(stages: int, zero: int, dtype: str, chunks: int = 1, **more: Any) -> None:
     replicas = comm.get_world_size() // stages
     tiny = {"stage": zero, "reduce_bucket_size": TINY["reduce_bucket_size"]}
-    engine = engine_of(stages, {"zero_optimization": tiny, **KEYS[dtype], **more})
+    module = module_of(stages, chunks=chunks)
+    engine = engine_of(stages, {"zero_optimization": tiny, **KEYS[dtype], **more}, module)
     data = batches(engine.grid.data_parallel_id, replicas)
     found = [engine.train_batch(data) for _ in range(UPDATES)]
     losses, norms, masters = train_whole(dtype, replicas)
@@ -175,6 +177,49 @@ def test_stages_and_replicas_equal_one_process(stages: int, ranks: RankPools) ->
 def test_recomputed_stages_equal_one_process(ranks: RankPools) -> None:
     section = {"activation_checkpoint_interval": 2, "use_reentrant": False}
     ranks(2).run(train_all, 2, [(1, "fp32")], {"pipeline": section})
+
+
+SCHEDULES = [("gpipe", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 3)]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_schedules_equal_one_process(schedule: str, chunks: int, ranks: RankPools) -> None:
+    keys = {"pipeline": {"schedule": schedule}, "chunks": chunks}
+    ranks(2).run(train_all, 2, [(0, "fp32"), (1, "bf16"), (2, "fp16")], keys)
+    keys["pipeline"] |= {"activation_checkpoint_interval": 1}
+    ranks(2).run(train_all, 2, [(1, "fp32")], keys)
+
+
+def count_put_off() -> int:
+    """The gradients of weights that this stage computes later, in one update."""
+    found, original = 0, executor.gradients_of
+
+    def count(put_off: Any) -> Any:
+        nonlocal found
+        found += len(put_off)
+        return original(put_off)
+
+    engine = engine_of(2, {"pipeline": {"schedule": "zero_bubble"}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "gradients_of", count)
+        engine.train_batch(batches(0, 1))
+    engine.destroy()
+    assert not any("forward" in vars(layer) for layer in engine.module.modules())
+    return found
+
+
+def test_linear_layers_compute_their_weights_later(ranks: RankPools) -> None:
+    assert ranks(2).run(count_put_off) == [MICRO, MICRO]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), often(SCHEDULES[:3], SCHEDULES[2]))
+def test_schedules_of_replicas_equal_one_process(
+    schedule: str, chunks: int, ranks: RankPools
+) -> None:
+    keys = {"pipeline": {"schedule": schedule}, "chunks": chunks}
+    ranks(4).run(train_all, 2, [(2, "fp32")], keys)
+    if chunks == 1:
+        ranks(4).run(train_all, 4, [(1, "fp32")], keys)
 
 
 def count_recomputed() -> tuple[int, int]:
@@ -382,8 +427,10 @@ def refuse() -> None:
         engine_of(2, {}, PipelineModule(specs, num_stages=2, partition_method="uniform"))
     with pytest.raises(UsageError, match="leave mpu out"):
         hadal.initialize(model=module_of(2), config={}, mpu=object())
-    with pytest.raises(NotBuiltYetError, match="chunks=2"):
-        engine_of(2, {}, module_of(2, chunks=2))
+    refused(ConfigError, "has chunks=2", chunks=2)
+    refused(ConfigError, "has chunks=1", {"pipeline": {"schedule": "interleaved"}})
+    odd = {"pipeline": {"schedule": "interleaved"}, "gradient_accumulation_steps": 3}
+    refused(ConfigError, "choose a multiple of 2", odd, chunks=2)
     engine = engine_of(2, {})
     with pytest.raises((UsageError, PipelineError), match="has no data"):
         engine.train_batch()

@@ -87,6 +87,9 @@ class PlainWork:
         if root is not None:
             root.backward()
 
+    def put_off(self) -> list[Any]:
+        return []
+
     def place(self, chunk: int) -> str:
         return self.module.layer_name(self.module.curr_layer or 0)
 
@@ -109,10 +112,10 @@ def train(kind: str) -> None:
     stage = module.stage_id
     found: list[Tensor] = []
     for _ in range(2):
-        found += executor.run(TrainSchedule(MICRO, stages, stage), MICRO, trains=True)
+        found += executor.run(TrainSchedule(MICRO, stages, stage), trains=True)
         assert work.lasts[-MICRO:] == [False] * (MICRO - 1) + [True]
     with torch.no_grad():
-        seen = executor.run(InferenceSchedule(MICRO, stages, stage), MICRO, trains=False)
+        seen = executor.run(InferenceSchedule(MICRO, stages, stage), trains=False)
     whole = nn.Sequential(*layers(kind))
     losses = []
     for number in range(3 * MICRO):
@@ -157,13 +160,13 @@ def fail(kind: str) -> str:
         module.layer(2).linear = forward_of(forward)
     told = ""
     try:
-        executor.run(TrainSchedule(MICRO, 2, module.stage_id), MICRO, trains=True)
+        executor.run(TrainSchedule(MICRO, 2, module.stage_id), trains=True)
     except (ValueError, UsageError, PipelineError) as error:
         told = f"{type(error).__name__}: {error}"
     comm.barrier()
     executor.end()
     work.batches = iter([data(n) for n in range(MICRO)])
-    executor.run(TrainSchedule(MICRO, 2, module.stage_id), MICRO, trains=True)
+    executor.run(TrainSchedule(MICRO, 2, module.stage_id), trains=True)
     return told
 
 
@@ -194,7 +197,7 @@ def refuse() -> None:
     given[1].kind = "set"
     module = PipelineModule(given, num_stages=2, partition_method="uniform")
     work = PlainWork(module, [data(0)])
-    executor_of(module, work).run(TrainSchedule(1, 2, module.stage_id), 1, trains=True)
+    executor_of(module, work).run(TrainSchedule(1, 2, module.stage_id), trains=True)
 
 
 def test_values_that_cannot_be_sent_are_refused(ranks: RankPools) -> None:

@@ -1,0 +1,160 @@
+"""How long stages of a pipeline wait for each other, by schedule.
+
+Run it with `torchrun --nproc-per-node 2 benchmarks/pipeline.py`. See ``benchmarks/README.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hadal
+from hadal.comm import get_rank, get_world_size
+from hadal.pipeline import LayerSpec, PipelineModule
+from hadal.pipeline.orders import idle_share, order_of
+
+_SCHEDULES = {"1f1b": 1, "gpipe": 1, "zero_bubble": 1, "interleaved": 2}
+_GOAL = 1.1
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.backward_time = backward
+        time.sleep(forward)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        time.sleep(ctx.backward_time)
+        return gradient, None, None
+
+
+class Sleeper(nn.Module):
+    """Takes 20 ms forward and 40 ms backward, divided by the layers of a stage."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.times = 0.02 / share, 0.04 / share
+
+    def forward(self, value: Tensor) -> Tensor:
+        found: Tensor = _Sleep.apply(value * self.scale, *self.times)  # type: ignore[no-untyped-call]
+        return found
+
+
+class Layer(nn.Module):
+    """A linear layer: its forward and both parts of its backward are equally much work."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+
+    def forward(self, value: Tensor) -> Tensor:
+        found: Tensor = self.linear(value)
+        return found
+
+
+def mean(outputs: Tensor, labels: Tensor) -> Tensor:
+    """The loss."""
+    return (outputs - labels).square().mean()
+
+
+def engine_of(schedule: str, layers: list[LayerSpec], rows: int, micro_batches: int) -> Any:
+    """Return the engine of this stage."""
+    module = PipelineModule(
+        layers,
+        num_stages=get_world_size(),
+        loss_fn=mean,
+        partition_method="uniform",
+        chunks=_SCHEDULES[schedule],
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": micro_batches,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        "pipeline": {"schedule": schedule},
+    }
+    return hadal.initialize(model=module, config=config)[0]
+
+
+def seconds(engine: Any, batch: tuple[Tensor, Tensor], micro_batches: int) -> float:
+    """Return the wall time of one batch."""
+    hadal.comm.barrier()
+    start = time.perf_counter()
+    engine.train_batch(iter([batch] * micro_batches))
+    return time.perf_counter() - start
+
+
+def main() -> int:
+    """Measure all schedules in turn, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=4, help="of each stage")
+    parser.add_argument("--width", type=int, default=1024, help="of linear layers")
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--json", help="a file for the figures")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    hadal.init_distributed()
+    stages, count = get_world_size(), options.micro_batches
+    sleepers = [LayerSpec(Sleeper, options.layers) for _ in range(options.layers * stages)]
+    linears = [LayerSpec(Layer, options.width) for _ in range(options.layers * stages)]
+    values = {"sleeps": torch.zeros(1, 4), "computes": torch.randn(options.rows, options.width)}
+    kinds = {"sleeps": sleepers, "computes": linears}
+    engines = {
+        (kind, name): engine_of(name, layers, len(values[kind]), count)
+        for kind, layers in kinds.items()
+        for name in _SCHEDULES
+    }
+    found: dict[tuple[str, str], list[float]] = {key: [] for key in engines}
+    for turn in range(options.rounds + 1):
+        for key, engine in list(engines.items())[:: 1 if turn % 2 else -1]:
+            value = values[key[0]]
+            taken = seconds(engine, (value, value), count)
+            if turn:
+                found[key].append(taken)
+    rows = []
+    for (kind, name), taken in found.items():
+        chunks = _SCHEDULES[name]
+        orders = [order_of(name, count, stages, stage, chunks) for stage in range(stages)]
+        idle = idle_share(orders, chunks)
+        ideal = count * 0.06 / (1 - idle) if kind == "sleeps" and name != "zero_bubble" else None
+        time_taken = statistics.median(taken)
+        against = statistics.median(
+            one / usual for one, usual in zip(taken, found[kind, "1f1b"], strict=True)
+        )
+        rows.append({
+            "layers": kind, "schedule": name, "seconds": time_taken, "of 1f1b": against,
+            "idle": idle, "of ideal": None if ideal is None else time_taken / ideal,
+        })  # fmt: skip
+    if get_rank():
+        return 0
+    print(f"{stages} stages, {count} micro-batches, medians of {options.rounds} rounds")
+    print(f"{'layers':10}{'schedule':13}{'s':>8}{'of 1f1b':>9}{'idle':>7}{'of ideal':>10}")
+    for row in rows:
+        ideal = "" if row["of ideal"] is None else f"{row['of ideal']:.3f}"
+        print(
+            f"{row['layers']:10}{row['schedule']:13}{row['seconds']:8.3f}{row['of 1f1b']:9.3f}"
+            f"{row['idle']:7.1%}{ideal:>10}"
+        )
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(rows, file, indent=1)
+    missed = [row for row in rows if row["of ideal"] is not None and row["of ideal"] > _GOAL]
+    for row in missed:
+        print(f"missed: {row['schedule']} took {row['of ideal']:.3f} of its ideal time")
+    return int(bool(missed) and options.strict)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
