@@ -12,11 +12,12 @@ import torch
 from ranks import RankPools
 
 import hadal
+from hadal.autotuning import collectives as bench
+from hadal.autotuning.collectives import KINDS, WAYS, Trial, numel_of_memory, numels_between, sweep
 from hadal.cli import bench_comm, deepspeed
 from hadal.cli.main import command_line, main
-from hadal.comm import Ranks, bench
+from hadal.comm import Ranks
 from hadal.comm.bandwidth import bus_factor
-from hadal.comm.bench import KINDS, WAYS, Trial, numel_of_memory, numels_between, sweep
 from hadal.errors import UsageError
 
 
