@@ -46,12 +46,17 @@ def start_coded_gather(
 class Messages:
     """Encoders of one bucket's gradients, one for each rank that receives a slice of them.
 
-    With `decay`, the error of a message is added to the next one to the same rank.
+    With `decay`, the error of a message is added to the next one to the same rank, and forgotten
+    after so many `updates`.
     """
 
-    def __init__(self, codec: Codec, decay: float | None = None) -> None:
+    def __init__(
+        self, codec: Codec, decay: float | None = None, updates: int | None = None
+    ) -> None:
         self.codec = codec
         self._decay = decay
+        self._most_updates = updates
+        self._updates = 0
         self._errors: dict[tuple[int, int], ErrorFeedback] = {}
 
     def encode(self, values: Tensor, out: Tensor, hop: int, place: int) -> None:
@@ -64,6 +69,12 @@ class Messages:
             self._errors[key] = ErrorFeedback(self.codec, values.dtype, self._decay)
         self._errors[key].encode(values, out)
 
+    def begin_update(self) -> None:
+        """Count an update; forget the residuals once their time is over."""
+        if self._updates == self._most_updates:
+            self.drop()
+        self._updates += 1
+
     def rescale(self, factor: float) -> None:
         """Scale the residuals, as values will be `factor` times as large from now on."""
         for error in self._errors.values():
@@ -71,6 +82,7 @@ class Messages:
 
     def drop(self) -> None:
         """Forget the residuals."""
+        self._updates = 0
         self._errors.clear()
 
     @property

@@ -29,6 +29,8 @@ class Pending:
         self.label = label
         self.works = works
         self.done = False
+        self.phases = 0
+        """The number of its phases that were waited for."""
         self._acts = deque(() if act is None else (act,))
 
     def then(self, act: Callable[[], object]) -> Pending:
@@ -45,6 +47,7 @@ class Pending:
             with watched(self.label, self.works):
                 for work in self.works:
                     work.wait()
+            self.phases += 1
             self._go_on()
         except CommunicationError:
             raise  # it names itself

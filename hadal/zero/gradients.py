@@ -11,15 +11,8 @@ import torch
 from torch import Tensor
 
 from hadal.comm import Ranks
-from hadal.comm.coded import (
-    Messages,
-    start_coded_reduce_scatter,
-)
-from hadal.comm.collectives import (
-    slice_of,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from hadal.comm.coded import Messages, start_coded_reduce_scatter
+from hadal.comm.collectives import slice_of, start_all_reduce, start_reduce_scatter
 from hadal.comm.factors import Factors, sum_into
 from hadal.comm.pending import Pending
 from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
@@ -116,10 +109,11 @@ class Gradients:
         self.bucket = bucket
         self.reduction = reduction
         """The reduction of the next update's gradients; changed between two updates."""
-        self._is_of_copy = False
+        self.is_of_copy = False
+        """True: the mean is one copy's, and the second hop is still to come."""
         self.partitioned = bucket.partition.gradients
-        self._messages = self._make_messages()
-        self._updates = 0
+        self.messages = self._make_messages()
+        """The encoders of gradients; None if they travel uncoded."""
         self.state = Arrival.EMPTY
         self.full: Tensor | None = None
         precision = bucket.precision
@@ -128,21 +122,20 @@ class Gradients:
         self._copies = _copies_of(bucket.device)
         self._filled = bytearray(len(bucket.parameters))
         self._host = HostMean.of(bucket)
-        self._lands_next = True
         self._mean: Tensor | None = None
         self._mean_holds = False
         self._kept: Tensor | None = None
         self._late: dict[int, Tensor] = {}
         self._pending: Pending | None = None
-        self._is_in_first_phase = False
 
     def _make_messages(self) -> Messages | None:
-        """Return the encoders of gradients; None if they travel uncoded."""
         transport = self.bucket.transport
         if transport.reduce is None or not self.partitioned:
             return None
         feedback = transport.feedback
-        return Messages(transport.reduce, None if feedback is None else feedback.decay)
+        if feedback is None:
+            return Messages(transport.reduce)
+        return Messages(transport.reduce, feedback.decay, feedback.updates)
 
     @property
     def mean(self) -> Tensor:
@@ -315,11 +308,6 @@ class Gradients:
         self._kept = self.mean.clone()
         full.zero_()
 
-    @property
-    def is_of_copy(self) -> bool:
-        """Return True if the mean is one copy's: the second hop is still to come."""
-        return self._is_of_copy
-
     def start_reduce(self, *, last: bool = True) -> None:
         """Begin to average the collected gradients. Missing ones count as zero.
 
@@ -338,53 +326,33 @@ class Gradients:
         for index, view in enumerate(self._views):
             if not self._filled[index]:
                 view.zero_()
-        self._count_update()
+        if self.messages is not None and not self._mean_holds:
+            self.messages.begin_update()
         self._pending = self._start(self.full, self._label)
-        self._is_in_first_phase = True
-        if self._messages is not None:
+        if self.messages is not None:
             self._free_full()  # it is encoded
-        self._is_of_copy = self.bucket.sharing.replicas is not None
-        self._lands_next = last or not (self.partitioned and self.bucket.offload.sums_on_device)
+        self.is_of_copy = self.bucket.sharing.replicas is not None
         self.state = Arrival.REDUCING
-        if last and self._is_of_copy:
+        if last and self.is_of_copy:
             self._pending.then(self._start_second_hop)
-
-    def _count_update(self) -> None:
-        """Forget residuals before a reduction, once their time is over."""
-        feedback = self.bucket.transport.feedback
-        if self._mean_holds or feedback is None:
-            return  # not the first one of an update
-        if self._updates == feedback.updates:
-            self.forget_residuals()
-        self._updates += 1
-
-    def forget_residuals(self) -> None:
-        """Forget the residuals of coded gradients, which will not be sent any more."""
-        self._updates = 0
-        if self._messages is not None:
-            self._messages.drop()
-
-    def rescale_residuals(self, factor: float) -> None:
-        """Scale the residuals: the loss scale, and so the gradients, changed by `factor`."""
-        if self._messages is not None:
-            self._messages.rescale(factor)
+        if last or not (self.partitioned and self.bucket.offload.sums_on_device):
+            self._pending.then(self.land)
 
     @property
     def residuals(self) -> list[Tensor]:
         """Return the residuals of coded gradients, to be sent with the next ones."""
-        return [] if self._messages is None else self._messages.residuals
+        return [] if self.messages is None else self.messages.residuals
 
     def start_second_hop(self) -> None:
         """Begin to average the mean of this copy over all copies."""
         if self._host is not None:
             self._host.wait()
-        self._pending = self._start_second_hop()
-        self._lands_next = True
+        self._pending = self._start_second_hop().then(self.land)
         self.state = Arrival.REDUCING
 
     def _start_second_hop(self) -> Pending:
         self._free_full()
-        self._is_of_copy = False
+        self.is_of_copy = False
         replicas = self.bucket.sharing.replicas
         assert replicas is not None and self._mean is not None  # there is more than one copy
         return self._start_whole(self._mean, replicas, Factors.of_mean(replicas.size), self._label)
@@ -431,12 +399,12 @@ class Gradients:
         if bucket.row_numel:
             rows = RowWire(wire, factors, bucket.row_numel)
             return start_rows_reduce_scatter(full, out, shards, rows, accumulate, label)
-        if self._messages is not None:
+        if self.messages is not None:
             nodes = bucket.sharing.coded_hops
             hops = (shards,) if nodes is None else (nodes.inside, nodes.across)
             factor = factors.before * factors.after
             return start_coded_reduce_scatter(
-                full, out, hops, self._messages, factor, accumulate, label
+                full, out, hops, self.messages, factor, accumulate, label
             )
         return start_reduce_scatter(full, out, shards, wire, accumulate, label, factors)
 
@@ -445,7 +413,6 @@ class Gradients:
         while self._pending is not None:
             self._await_brought()
             self._pending.advance()
-            self._is_in_first_phase = False
             if self._pending.done:
                 self.finish_reduce()
             if not through:
@@ -453,7 +420,7 @@ class Gradients:
 
     def advance_first_hop(self) -> None:
         """Wait for the first phase of the reduction that is under way, if it was not waited for."""
-        if self._is_in_first_phase:
+        if self._pending is not None and not self._pending.phases:
             self.advance()
 
     def finish_reduce(self) -> None:
@@ -463,8 +430,6 @@ class Gradients:
         self._await_brought()
         self._pending.wait()
         self._pending = None
-        if self._lands_next:
-            self.land()
         self._mean_holds = True
         self.state = Arrival.MEAN
         if self._kept is not None:
@@ -558,7 +523,7 @@ class Gradients:
         self._make_copies()
         self.finish_reduce()
         self.state = Arrival.EMPTY
-        self._mean_holds = self._is_of_copy = False
+        self._mean_holds = self.is_of_copy = False
         self._kept = None
         self._late.clear()
         self._filled[:] = bytes(len(self._filled))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from hadal.comm import Ranks
+from hadal.comm.coded import Messages
 from hadal.comm.collectives import broadcast_, max_
 from hadal.device import is_in_backward, will_collect
 from hadal.errors import UsageError
@@ -556,14 +557,18 @@ class ZeroRuntime:
     def forget_residuals(self) -> bool:
         """Forget the residuals of coded gradients; return True if there were any."""
         held = any(gradients.residuals for gradients in self.gradients)
-        for gradients in self.gradients:
-            gradients.forget_residuals()
+        for messages in self._messages:
+            messages.drop()
         return held
 
     def rescale_residuals(self, factor: float) -> None:
         """Scale the residuals: the loss scale, and so the gradients, changed by `factor`."""
-        for gradients in self.gradients:
-            gradients.rescale_residuals(factor)
+        for messages in self._messages:
+            messages.rescale(factor)
+
+    @property
+    def _messages(self) -> list[Messages]:
+        return [g.messages for g in self.gradients if g.messages is not None]
 
     # ---- parameters that come to be trained later ------------------------------------------------
 
