@@ -680,11 +680,6 @@ class Bucket:
             first = self.span[0] + start
             absorb_into(values, self.full[first : first + values.numel()])
 
-    def take_back(self) -> None:
-        """Copy values that were assigned (`parameter.data = tensor`) into their place here."""
-        self._refresh.end()
-        self._views.take_back()
-
     def check_links(self) -> None:
         """Raise `ModelError` for a parameter that no longer looks where this bucket put it."""
         if self.state is not Weights.ARRIVING:

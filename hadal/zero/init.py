@@ -60,10 +60,9 @@ LEAVING_NBYTES = 1 << 25
 class _Nursery:
     """The parameters that were born sharded and that no engine has taken over yet.
 
-    Owns their buckets. If a parameter is shown in another dtype than it was given in, its bucket
-    keeps the given values as masters, so that a later initialisation and `initialize` find the
-    exact ones. If the program casts a parameter, its values are cast too; if it gives one other
-    strides (channels_last), the values get them too.
+    Owns their buckets, which hold the values as they were given, whatever dtype they are shown in:
+    a later initialisation and `initialize` find the exact ones. If the program casts a parameter,
+    its values are cast too; if it gives one other strides (channels_last), the values get them too.
     """
 
     def __init__(self) -> None:
@@ -78,10 +77,10 @@ class _Nursery:
         """The dtype that the program has cast a parameter to."""
         self._orders: Attached[tuple[int, ...]] = Attached("order")
         """The order of its dimensions in memory, if the program has changed it."""
-        # The gathered masters that parameters look at instead of their own bucket's buffer.
+        # The gathered values that parameters look at instead of their own bucket's buffer.
         self._given: dict[Bucket, Tensor] = {}
-        # Born in a context that is still open: shown in the dtype that they were given in.
-        self._young: set[Bucket] = set()
+        # The dtype that shows a bucket's parameters once their context has ended.
+        self._shown: dict[Bucket, torch.dtype] = {}
 
     def bear(
         self,
@@ -89,9 +88,8 @@ class _Nursery:
         name: str,
         sharing: Sharing,
         offload: Offload,
-        dtype: torch.dtype | None,
     ) -> list[Bucket]:
-        """Shard the values of new parameters over the ranks, to be shown in `dtype`."""
+        """Shard the values of new parameters over the ranks."""
         alike: dict[tuple[torch.dtype, nn.Parameter | None], list[nn.Parameter]] = {}
         for parameter in dict.fromkeys(parameters):
             known = parameter in self.bucket_of or is_foreign(parameter)
@@ -100,26 +98,22 @@ class _Nursery:
                 alike.setdefault((parameter.dtype, alone), []).append(parameter)
         buckets = []
         for number, ((given, _), members) in enumerate(alike.items()):
-            shown = dtype or given
-            # Only trained buckets have masters: param group 0 stands for that.
-            group = -1 if shown == given else 0
-            described = [Member(f"{name}[{number}]", parameter, group) for parameter in members]
+            described = [Member(f"{name}[{number}]", parameter, -1) for parameter in members]
             plan = BucketPlan(name, _CUT_WEIGHTS, described, [])
-            precision = Precision(shown, given, shown, shown)
+            precision = Precision(given, given, given, given)
             device = current_device()
             bucket = Bucket(plan, precision, sharing, device, offload, leaving=self.leaving)
             for parameter in bucket.parameters:
                 self.bucket_of[parameter] = bucket
             access.register(self, bucket.parameters)
-            self._young.add(bucket)
-            self._hide(bucket)
+            bucket.hide()
             buckets.append(bucket)
         return buckets
 
-    def show(self, buckets: Iterable[Bucket]) -> None:
+    def show(self, buckets: Iterable[Bucket], dtype: torch.dtype) -> None:
         """Show parameters in the dtype of their context, which ends."""
         for bucket in buckets:
-            self._young.discard(bucket)
+            self._shown[bucket] = dtype
             if all(self.bucket_of.get(p) is bucket for p in bucket.parameters):
                 self._hide(bucket)
 
@@ -160,7 +154,9 @@ class _Nursery:
                 continue
             self._link(bucket)
             if bucket in self._unread:
-                given = torch.empty(bucket.layout.numel, dtype=_given(bucket), device=bucket.device)
+                given = torch.empty(
+                    bucket.layout.numel, dtype=bucket.precision.master, device=bucket.device
+                )
                 pending = finished("")
             else:
                 given, pending = self._start_gather(bucket)
@@ -172,10 +168,12 @@ class _Nursery:
 
     def _start_gather(self, bucket: Bucket) -> tuple[Tensor, Pending]:
         """Begin to gather values as given: 1-D, in the layout of the bucket."""
-        given = torch.empty(bucket.layout.numel, dtype=_given(bucket), device=bucket.device)
+        given = torch.empty(
+            bucket.layout.numel, dtype=bucket.precision.master, device=bucket.device
+        )
         reading = bucket.offload.as_one(bucket.ranks, f"reading {bucket.name}")
         with reading, bucket.present(writes=False):
-            given[bucket.span[0] : bucket.span[1]].copy_(_values_of(bucket))
+            given[bucket.span[0] : bucket.span[1]].copy_(bucket.shard)
         return given, start_all_gather(given, bucket.ranks, f"the gather of {bucket.name}")
 
     def _gather_unread(self, bucket: Bucket) -> None:
@@ -212,11 +210,13 @@ class _Nursery:
     def _hide(self, bucket: Bucket) -> None:
         """Let parameters look at placeholders, of the dtypes that the program expects."""
         bucket.hide()
-        self._show_nothing(bucket, in_given=bucket in self._young)
+        self._show_nothing(bucket, self._dtype_of(bucket))
 
-    def _show_nothing(self, bucket: Bucket, *, in_given: bool) -> None:
-        dtype = bucket.precision.master if in_given else bucket.precision.compute
-        if dtype != bucket.precision.compute or any(p in self._casts for p in bucket.parameters):
+    def _dtype_of(self, bucket: Bucket) -> torch.dtype:
+        return self._shown.get(bucket, bucket.precision.master)
+
+    def _show_nothing(self, bucket: Bucket, dtype: torch.dtype) -> None:
+        if dtype != bucket.precision.master or any(p in self._casts for p in bucket.parameters):
             nan = torch.full((), torch.nan, dtype=dtype, device=bucket.device)
             self._show(
                 bucket,
@@ -266,7 +266,7 @@ class _Nursery:
         order = order_of(parameter.shape, parameter.stride())
         if order is not None:  # else it is a placeholder
             self._orders[parameter] = order
-        if parameter.dtype in (bucket.precision.compute, bucket.precision.master):
+        if parameter.dtype in (self._dtype_of(bucket), bucket.precision.master):
             self._casts.pop(parameter)
         else:
             self._casts[parameter] = parameter.dtype
@@ -279,21 +279,18 @@ class _Nursery:
         slots = zip(bucket.parameters, bucket.layout.slots, bucket.views_of(given), strict=True)
         written = []
         for parameter, slot, view in slots:
-            if parameter in unread:
-                continue
-            written.append((slot.offset, slot.stop))
-            if parameter.data_ptr() != view.data_ptr() and parameter.shape == view.shape:
-                view.copy_(parameter.detach())
+            if parameter not in unread:
+                written.append((slot.offset, slot.stop))
+                _take_edits(parameter, view)
         label = f"rank 0's first values of {bucket.name}"
         cutting = bucket.sharing.start_cutting(given, label)
         writing = bucket.offload.as_one(bucket.ranks, f"writing {bucket.name}")
         low, high = bucket.span
         with writing, bucket.present():
-            kept = _values_of(bucket)
+            kept = bucket.shard
             for start, stop in written if unread else [bucket.span]:
                 start, stop = max(start, low), min(stop, high)
                 kept[start - low : max(start, stop) - low].copy_(given[start : max(start, stop)])
-            bucket.write_back(0, high - low)
         bucket.outdate()
         self._hide(bucket)
         self.leaving.add(cutting, given.nbytes)
@@ -314,14 +311,17 @@ class _Nursery:
         for bucket in cut:
             self._link(bucket)
             bucket.unshard()
-            self._show(bucket, bucket.views_of(bucket.full))
+            dtype = self._dtype_of(bucket)
+            self._show(bucket, [view.to(dtype) for view in bucket.views_of(bucket.full)])
         try:
             yield
         finally:
             for bucket in cut:
-                for parameter in bucket.parameters:
+                views = bucket.views_of(bucket.full)
+                for parameter, view in zip(bucket.parameters, views, strict=True):
                     self._note_form(bucket, parameter)
-                bucket.take_back()
+                    _take_edits(parameter, view)
+                bucket.reveal()
                 bucket.reshard()
                 self._hide(bucket)
 
@@ -340,7 +340,7 @@ class _Nursery:
             bucket.rename([names.get(parameter, slot.name) for parameter, slot in slots])
             if not self._is_whole(bucket):
                 self._link(bucket)
-                self._show_nothing(bucket, in_given=True)
+                self._show_nothing(bucket, bucket.precision.master)
 
     @contextmanager
     def taking_over(self, parameters: Sequence[nn.Parameter]) -> Iterator[bool]:
@@ -359,18 +359,21 @@ class _Nursery:
         for bucket in buckets:
             if all(self.bucket_of.get(parameter) is not bucket for parameter in bucket.parameters):
                 self._given.pop(bucket, None)
-                self._young.discard(bucket)
+                self._shown.pop(bucket, None)
                 bucket.leave_disk()
 
 
-def _given(bucket: Bucket) -> torch.dtype:
-    """Return the dtype that a bucket's parameters were given in."""
-    return bucket.precision.master if bucket.trainable else bucket.precision.compute
+def _take_edits(parameter: nn.Parameter, given: Tensor) -> None:
+    """Put what a program has made of a parameter's values into their place, `given`.
 
-
-def _values_of(bucket: Bucket) -> Tensor:
-    """Return this rank's slice of the values as given, while they are present."""
-    return bucket.shard if bucket.master is None else bucket.master
+    Elements that a cast alone has changed keep their precision.
+    """
+    values = parameter.detach()
+    if values.data_ptr() == given.data_ptr() or values.shape != given.shape:
+        return
+    if values.dtype != given.dtype:
+        values = torch.where(given.to(values.dtype) == values, given, values.to(given.dtype))
+    given.copy_(values)
 
 
 def _is_placeholder(parameter: nn.Parameter) -> bool:
@@ -563,9 +566,9 @@ class Init:
 
     def _bear_all(self, module: nn.Module) -> None:
         fresh = [p for p in module.parameters() if p not in _nursery.bucket_of]
-        name, dtype = type(module).__name__, self._birth.dtype
+        name = type(module).__name__
         with unwatched():
-            self._born += _nursery.bear(fresh, name, self._sharing, self._offload, dtype)
+            self._born += _nursery.bear(fresh, name, self._sharing, self._offload)
         for parameter in fresh if self._asked else ():
             _nursery.asked[parameter] = self._asked
         if not self._birth.gathers_in_apply:
@@ -574,8 +577,9 @@ class Init:
     def _show(self) -> None:
         """Show the parameters born here in the wanted dtype, after all initialisations."""
         born, self._born = self._born, []
-        with unwatched():
-            _nursery.show(born)
+        if self._birth.dtype is not None:
+            with unwatched():
+                _nursery.show(born, self._birth.dtype)
 
 
 def MiCS_Init(  # noqa: PLR0913 - the name and the signature are DeepSpeed's

@@ -67,13 +67,6 @@ class Views:
             parameter.data = value
             self._versions[index] = parameter._version
 
-    def take_back(self) -> None:
-        """Copy values that were assigned (`parameter.data = tensor`) into their place."""
-        for parameter, view in zip(self._parameters, self._into_full, strict=True):
-            if parameter.data_ptr() != view.data_ptr() and parameter.shape == view.shape:
-                view.copy_(parameter.detach())
-        self.look_into_full()
-
     def release(self) -> None:
         """Give every parameter memory of its own, with its present (whole) values."""
         for parameter in self._parameters:
