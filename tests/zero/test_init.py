@@ -581,11 +581,11 @@ class Weighed(nn.Linear):
         Weighed.peak = max(Weighed.peak, held_nbytes())
 
 
-def build_deep(leaving: int) -> tuple[int, int]:
+def build_deep(leaving: int, dtype: torch.dtype | None) -> tuple[int, int]:
     init._nursery.leaving = Leaving(leaving)
     gc.collect()
     already, Weighed.peak = held_nbytes(), 0
-    with hadal.zero.Init():
+    with hadal.zero.Init(dtype=dtype):
         model = nn.Sequential(*(nn.Sequential(Weighed(), nn.ReLU()) for _ in range(DEPTH)))
     gc.collect()
     numel = sum(parameter.numel() for parameter in model.parameters())
@@ -597,16 +597,16 @@ def build_deep(leaving: int) -> tuple[int, int]:
     return Weighed.peak - already, held - already
 
 
-@pytest.mark.parametrize("layers_leaving", [0, 2])
+@pytest.mark.parametrize(("layers_leaving", "dtype"), [(0, None), (2, torch.bfloat16)])
 def test_the_peak_is_the_shards_and_the_largest_module(
-    layers_leaving: int, ranks: RankPools
+    layers_leaving: int, dtype: torch.dtype | None, ranks: RankPools
 ) -> None:
-    """And what rank 0 keeps for those that have not taken it yet."""
+    """And what rank 0 keeps for those that have not taken it yet; whatever dtype is shown."""
     layer = 4 * (WIDTH**2 + WIDTH)
     small = 64 * 1024  # bytes: placeholders, the generator's state, padding
     leaving = layers_leaving * layer
     for world in (2, 3):
-        for peak, held in ranks(world).run(build_deep, leaving):
+        for peak, held in ranks(world).run(build_deep, leaving, dtype):
             shards = DEPTH * layer / world
             assert shards <= held <= shards + small
             assert peak <= shards + layer + leaving + small < DEPTH * layer
