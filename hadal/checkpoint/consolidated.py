@@ -3,7 +3,7 @@
 All ranks gather each bucket in turn; rank 0 copies what it needs before the next one. The other
 ranks need memory for one bucket, rank 0 for what it keeps. If a program's own model is in
 model-parallel parts, the first rank of each part does what rank 0 does; slices of layers that Hadal
-cut are joined.
+cut are joined, and experts come from all ranks that share them.
 
 Tests: tests/engine/test_giving.py
 """
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from hadal.checkpoint.huggingface import Value, write_model
 from hadal.checkpoint.live import Live, plain_name, plain_slots
+from hadal.checkpoint.spread import Spread, spread_experts
 from hadal.checkpoint.storage import Location
 from hadal.checkpoint.together import together
-from hadal.errors import NotBuiltYetError
 from hadal.zero.bucket import Bucket
 from hadal.zero.sharing import slice_of
 
@@ -39,11 +39,16 @@ class ModelWeights:
     """Other names of tied parameters, mapped to their names in `values`."""
     excluded: frozenset[str]
     """Parameters of these buckets to leave out."""
+    spread: dict[Tensor, Spread]
+    """Parameters of experts that are on several ranks."""
 
     def values(self) -> Iterator[Value]:
         """Yield name, shape and dtype of each value, in the order of `cuts`."""
         for holder in self.holders:
             for name, tensor in self._members(holder):
+                if tensor in self.spread:
+                    yield from self.spread[tensor].values(tensor.dtype)
+                    continue
                 cut = slice_of(tensor)
                 yield Value(name, tuple(tensor.shape if cut is None else cut.shape), tensor.dtype)
 
@@ -56,7 +61,9 @@ class ModelWeights:
             gathered = [holder] if isinstance(holder, Bucket) else []
             with self.live.runtime.whole(gathered):
                 for _, tensor in self._members(holder):
-                    if tensor.numel():
+                    if tensor.numel() and tensor in self.spread:
+                        yield from self.spread[tensor].wholes(tensor)
+                    elif tensor.numel():
                         cut = slice_of(tensor)
                         yield tensor.detach() if cut is None else cut.whole(tensor)
 
@@ -72,16 +79,11 @@ class ModelWeights:
 
 
 def weights_of(live: Live, *, exclude_frozen: bool = False) -> ModelWeights:
-    """Return a model's weights and buffers; nothing is gathered yet.
+    """Return a model's weights and buffers; no weights are gathered yet. A collective.
 
     Raises:
-        NotBuiltYetError: no rank has all experts.
+        ModelError: ranks have different experts, and nothing says which.
     """
-    if live.has_experts:
-        raise NotBuiltYetError(
-            "the whole weights of a model whose experts are spread over ranks are not built yet:"
-            " call engine.save_checkpoint, and `hadal checkpoint export` for one file"
-        )
     runtime = live.runtime
     frozen = {p for p in live.names() if exclude_frozen and not live.is_trained(p)}
     loose = [(name, p) for name, p in live.unmanaged() if p not in frozen]
@@ -101,9 +103,8 @@ def weights_of(live: Live, *, exclude_frozen: bool = False) -> ModelWeights:
         kept = first.get(parameter, names[0])
         if parameter not in frozen:
             aliases |= {name: kept for name in names if name != kept}
-    return ModelWeights(
-        live, sorted(holders, key=_itemsize, reverse=True), aliases, frozenset(excluded)
-    )
+    holders.sort(key=_itemsize, reverse=True)
+    return ModelWeights(live, holders, aliases, frozenset(excluded), spread_experts(live))
 
 
 def _itemsize(holder: Bucket | tuple[str, Tensor]) -> int:
@@ -130,7 +131,9 @@ def consolidated(live: Live, *, exclude_frozen: bool = False) -> OrderedDict[str
         if not value.numel:
             kept[value.name] = torch.empty(value.shape, dtype=value.dtype)
     kept |= {alias: kept[name] for alias, name in weights.aliases.items()}
-    return OrderedDict((name, kept[name]) for name in _in_model(live.module) if name in kept)
+    wholes = {live.names()[p][0]: one.names for p, one in weights.spread.items()}  # type: ignore[index]
+    order = (whole for name in _in_model(live.module) for whole in wholes.get(name, (name,)))
+    return OrderedDict((name, kept[name]) for name in order if name in kept)
 
 
 def _is_joined(live: Live) -> bool:

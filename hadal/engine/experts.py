@@ -15,7 +15,7 @@ from hadal.comm import Ranks
 from hadal.comm.expert_groups import expert_groups, expert_tables, make_expert_groups
 from hadal.config import Config
 from hadal.config.report import written
-from hadal.engine.topology import Topology, TopologyWish
+from hadal.engine.topology import Topology, TopologyWish, with_slices
 from hadal.engine.treatments import expert_group_of
 from hadal.errors import ConfigError, Fault, NotBuiltYetError
 from hadal.zero.boxes import ATTRIBUTE, Box
@@ -72,29 +72,32 @@ def distribute_experts(model: nn.Module, config: Config, wish: TopologyWish, ran
     Raises:
         ConfigError: the ranks cannot share experts evenly.
         ModelError: the model has no such blocks, or their sizes do not fit.
-        NotBuiltYetError: the model is split over ranks in other ways, or was born sharded.
+        NotBuiltYetError: an mpu splits the model over ranks, or it was born sharded.
     """
     section = config.expert_parallel
     if not section.enabled:
         return
-    size = section.autoep_size
-    if ranks.size % size:
-        path = "expert_parallel.autoep_size"
-        faults = (Fault(path, f"{size} does not divide the {ranks.size} ranks; lower it"),)
-        raise ConfigError(written("the configuration", faults), faults)
-    if wish.cuts_the_model or wish.tensor_parallel_size > 1:
+    if wish.cuts_the_model:
         raise NotBuiltYetError(
-            "expert_parallel for models whose layers are split over ranks is not built yet; leave"
-            " the section out"
+            "expert_parallel.enabled: with an mpu whose ranks hold parts of the model it is not"
+            " built yet; leave the section out, or the mpu and give tensor_parallel.autotp_size"
         )
     if any(born_among(parameter) is not None for parameter in model.parameters()):
         raise NotBuiltYetError(
-            "expert_parallel for models whose parameters were created sharded (zero.Init) is not"
-            " built yet; create the model outside of it"
+            "expert_parallel.enabled: for models whose parameters were created sharded (zero.Init)"
+            " it is not built yet; create the model outside of it"
         )
+    size, slices = section.autoep_size, with_slices(wish, config).tensor_parallel_size
+    # Consecutive ranks hold slices of the same layers; they all have the same experts.
+    copies, number = ranks.size // slices, ranks.rank // slices
+    if copies % size:
+        path = "expert_parallel.autoep_size"
+        alike = f" (of {ranks.size}) that hold the same dense parameters" if slices > 1 else ""
+        faults = (Fault(path, f"{size} does not divide the {copies} ranks{alike}; lower it"),)
+        raise ConfigError(written("the configuration", faults), faults)
     from hadal.moe.blocks import ExpertPlace, distribute  # for this alone
 
     data_first = config.use_data_before_expert_parallelism
-    parallel, _ = expert_tables(range(ranks.size), size, data_first=data_first)
-    mine = next(group for group in parallel if ranks.rank in group)
-    distribute(model, section, ExpertPlace(size, mine.index(ranks.rank)))
+    parallel, _ = expert_tables(range(copies), size, data_first=data_first)
+    mine = next(group for group in parallel if number in group)
+    distribute(model, section, ExpertPlace(size, mine.index(number)))

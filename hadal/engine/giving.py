@@ -23,7 +23,8 @@ class WeightsOut:
 
     Rank 0 gets them one bucket at a time; the other ranks need memory for one bucket. If a
     program's own model is in model-parallel parts, the first rank of those that hold a part gets
-    that part; slices of layers that `tensor_parallel.autotp_size` cut are joined.
+    that part; slices of layers that `tensor_parallel.autotp_size` cut are joined, and experts come
+    from all ranks that share them.
     """
 
     def __init__(self, session: Session) -> None:

@@ -237,12 +237,12 @@ def _refuse_parts(
     for one in gradients:
         if one.bucket.sharing.everyone != one.bucket.ranks:
             raise NotBuiltYetError(
-                f"{type(optimizer).__name__} is not built yet for experts that are spread over"
-                f" ranks ({one.bucket.name}); choose Adam, AdamW or Lamb"
+                f"optimizer.type: {type(optimizer).__name__} is not built yet for experts that are"
+                f" spread over ranks ({one.bucket.name}); choose Adam, AdamW or Lamb"
             )
     if parts is not None and parts.ranks.size > 1:
         raise NotBuiltYetError(
-            f"{type(optimizer).__name__} is not built yet for model-parallel models: parameters"
-            " that all parts hold would get each part's magnitudes and drift apart; choose Adam,"
-            " AdamW or Lamb"
+            f"optimizer.type: {type(optimizer).__name__} is not built yet for model-parallel"
+            " models: parameters that all parts hold would get each part's magnitudes and drift"
+            " apart; choose Adam, AdamW or Lamb"
         )

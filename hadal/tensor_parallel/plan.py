@@ -29,6 +29,7 @@ from hadal.tensor_parallel.rules import (
     plan_of,
     preset,
     rules_of_plan,
+    without_experts,
 )
 
 _log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def rules_for(model: nn.Module, section: TensorParallel) -> tuple[LayerRule, ...
     if section.injection_policy_tuple is not None:
         return guessed_rules(model, section.injection_policy_tuple)
     try:
-        planned = rules_of_plan(plan_of(model))
+        planned = rules_of_plan(without_experts(plan_of(model)))
     except ModelError:
         kind = model_type_of(model)
         if kind not in PRESETS:

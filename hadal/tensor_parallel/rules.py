@@ -172,6 +172,7 @@ _STYLES: dict[str, dict[str, Any]] = {
     "embedding_rowwise": {"partition_type": SKIP, "cuts_vocabulary": True},
     "replicated_with_grad_allreduce": {"partition_type": SKIP, "grad_allreduce": True},
 }
+_STACKS = frozenset({"moe_tp_experts"})
 STYLES = frozenset(_STYLES)
 """The styles of transformers' plans that have a rule."""
 
@@ -200,6 +201,16 @@ def rules_of_plan(plan: Mapping[str, str]) -> tuple[LayerRule, ...] | None:
         for name, style in plan.items()
     )
     return rules or None
+
+
+def without_experts(plan: Mapping[str, str]) -> dict[str, str]:
+    """Return a plan without its modules of stacked experts: each rank has these whole."""
+    stacks = [name for name, style in plan.items() if style.lower() in _STACKS]
+    return {
+        name: style
+        for name, style in plan.items()
+        if not any(name == stack or name.startswith(f"{stack}.") for stack in stacks)
+    }
 
 
 def plan_of(model: Any) -> dict[str, str]:

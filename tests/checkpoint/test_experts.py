@@ -10,10 +10,11 @@ import torch
 from engine.test_treatments import TwoExperts
 from engine.toys import TINY, batch_of, engine_of, loss_of
 from ranks import RankPools
+from safetensors.torch import load_file
 
 from hadal import comm
 from hadal.comm.expert_groups import make_expert_groups
-from hadal.errors import NotBuiltYetError
+from hadal.errors import ModelError
 from hadal.utils import get_fp32_state_dict_from_zero_checkpoint
 from hadal.zero.boxes import Box
 from hadal.zero.state import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -103,7 +104,10 @@ def export(folder: str) -> None:
     engine, _ = engine_over(2, 1)
     _train(engine)
     engine.save_checkpoint(folder, "tag")
-    with pytest.raises(NotBuiltYetError, match="hadal checkpoint export"):
+    assert engine.save_16bit_model(folder)
+    for parameter in engine.module.parameters():
+        vars(parameter).pop("hadal_box", None)
+    with pytest.raises(ModelError, match=r"nothing says which are in experts\.0\."):
         engine.save_16bit_model(folder)
 
 
@@ -111,3 +115,6 @@ def test_an_export_has_all_experts(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(export, str(tmp_path))
     whole = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "tag")
     assert whole.keys() == dict(TwoExperts(SIZE, None).named_parameters()).keys()
+    weights = load_file(tmp_path / "model.safetensors")
+    assert weights.keys() == whole.keys()
+    assert all(torch.equal(weights[name], value) for name, value in whole.items())

@@ -245,7 +245,7 @@ def test_experts_that_cannot_be(ranks: RankPools) -> None:
         assert "zero_hpz_partition_size  not built yet for experts over 2" in str(error)
     for error in ranks(2).raises(of_signs):
         assert isinstance(error, NotBuiltYetError)
-        assert "OneBitAdam is not built yet for experts" in str(error)
+        assert "optimizer.type: OneBitAdam is not built yet for experts" in str(error)
 
 
 def of_second_copies() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine.toys import engine_of
 from ranks import RankPools
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hadal import comm
@@ -35,10 +36,14 @@ def mixtral() -> nn.Module:
 
 def engine_over(kind: str, ep_size: int, stage: int) -> tuple[Any, int]:
     place = comm.get_rank() % ep_size
+    keys: dict[str, Any] = {
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    }
     if kind == "deepspeed":
-        return engine_of(stage, filled(Mixture(ep_size), place)), place
-    keys = {"expert_parallel": {"enabled": ep_size > 1, "autoep_size": ep_size}}
-    return engine_of(stage, mixtral(), **(keys if ep_size > 1 else {})), place
+        return engine_of(stage, filled(Mixture(ep_size), place), **keys), place
+    if ep_size > 1:
+        keys["expert_parallel"] = {"enabled": True, "autoep_size": ep_size}
+    return engine_of(stage, mixtral(), **keys), place
 
 
 def step(engine: Any, kind: str, number: int) -> None:
@@ -78,6 +83,11 @@ def save(folder: str, kind: str, ep_size: int, stage: int) -> dict[str, Tensor]:
     for number in range(2):
         step(engine, kind, number)
     engine.save_checkpoint(folder)
+    assert engine.save_16bit_model(f"{folder}/weights")
+    whole = engine._consolidated_16bit_state_dict()
+    assert (whole is not None) == (comm.get_rank() == 0)
+    if whole is not None:
+        torch.save(whole, f"{folder}/whole.pt")
     return state_of(engine, place, ep_size)
 
 
@@ -111,5 +121,15 @@ def test_experts_move_to_other_ranks(
     whole: dict[str, Tensor] = {}
     for found in ranks(here[0]).run(save, str(tmp_path), kind, *here[1:]):
         whole |= found
+    weights = load_file(tmp_path / "weights" / "model.safetensors")
+    model = Mixture(1) if kind == "deepspeed" else mixtral()
+    assert weights.keys() == model.state_dict().keys()
+    loaded = torch.load(tmp_path / "whole.pt")
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in weights.items())
+    for name, value in weights.items():
+        for n, row in enumerate(value if ".mlp.experts." in name else [value]):
+            number = n if ".mlp.experts." in name else 0
+            assert torch.equal(row, whole[f"{name}[{number}]"]), name
     loaded = ranks(there[0]).run(load, str(tmp_path), kind, *there[1:], whole)
     assert set().union(*loaded) == set(whole)
