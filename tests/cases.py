@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 from contracts.cover import pairwise_cover
+
+RARE_TESTS = Path(__file__).with_name("rare_tests.txt")
+
+
+@cache
+def rare_tests() -> frozenset[str]:
+    """Tests that are slow by their name in `rare_tests.txt`: with an id that case, else all."""
+    lines = RARE_TESTS.read_text().splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))
 
 
 def rarely(*values: Any, **more: Any) -> Any:

@@ -18,6 +18,7 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 
 import costs
+from cases import rare_tests
 from ranks import RankPool, RankPools
 
 # Tests start many processes that import the same modules: each is compiled once.
@@ -79,7 +80,13 @@ def _starts_programs(item: pytest.Item) -> bool:
     return False
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    listed = rare_tests()
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if name in listed or name.partition("[")[0] in listed:
+            item.add_marker("slow")
     if config.getoption("--quick"):
         config.hook.pytest_deselected(items=[item for item in items if not _is_quick(item)])
         items[:] = filter(_is_quick, items)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-from cases import diagonal, often, pairs, rarely
+from cases import RARE_TESTS, diagonal, often, pairs, rare_tests, rarely
 
 FACTORS = {"stage": range(4), "precision": ["fp32", "bf16", "fp16"], "model": ["tied", "frozen"]}
 
@@ -43,3 +43,20 @@ def test_what_is_chosen_runs_often() -> None:
     assert often([(1, "a"), (2, "b")], (2, "b")) == [rarely(1, "a"), (2, "b")]
     with pytest.raises(AssertionError, match="c"):
         often(["a", "b"], "c")
+
+
+def test_rare_tests_are_those_of_files_in_order() -> None:
+    lines = RARE_TESTS.read_text().splitlines()
+    listed = [line for line in lines if line in rare_tests()]
+    assert listed == sorted(set(listed))
+    for name in listed:
+        file, _, test = name.partition("::")
+        assert f"def {test.partition('[')[0]}(" in (RARE_TESTS.parent / file).read_text(), name
+
+
+def test_a_rare_test_is_slow(request: pytest.FixtureRequest) -> None:
+    """Of this run's own tests, none that is listed has run without the mark."""
+    for item in request.session.items:
+        name = item.nodeid.removeprefix("tests/")
+        if {name, name.partition("[")[0]} & rare_tests():
+            assert item.get_closest_marker("slow") is not None, name

@@ -18,7 +18,7 @@ _STORED_ON_S3 = [pytest.mark.slow, s3.needed]
 @pytest.mark.parametrize(
     ("storage", "kills", "stages"),
     [
-        ("local", 6, "3"),
+        ("local", 3, "3"),
         rarely("local", 24, "0123"),
         pytest.param("s3", 12, "03", marks=_STORED_ON_S3),
     ],
