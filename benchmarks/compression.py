@@ -1,11 +1,14 @@
 """Accuracy, bytes and speed of a BERT before and after compression.
 
 A BERT classifies pieces of Python's standard library by the package they come from. Test pieces are
-from files that training has not seen. See `docs/compression.md`.
+from files that training has not seen. Each seed orders the samples and the dropout of all trainings
+that begin with the same model, so their accuracies are compared in pairs. See
+`docs/compression.md`.
 
-    python benchmarks/compression.py quantize
-    python benchmarks/compression.py prune
-    python benchmarks/compression.py shorten
+    python benchmarks/compression.py quantize --seeds 5
+    python benchmarks/compression.py prune --seeds 5
+    python benchmarks/compression.py shorten --seeds 5
+    python benchmarks/compression.py speed --width 768
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import copy
 import json
 import re
+import statistics
 import sysconfig
 import time
 from collections import Counter
@@ -26,6 +30,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import hadal
 from hadal.compression import (
+    compute_in_integers,
     distillation_loss,
     hidden_state_loss,
     init_compression,
@@ -87,7 +92,9 @@ def train(
     techniques: dict[str, Any] | None = None,
     teacher: nn.Module | None = None,
     rate: float = 5e-4,
+    seed: int = 1,
 ) -> Any:
+    torch.manual_seed(seed)
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
@@ -101,7 +108,7 @@ def train(
     engine, *_ = hadal.initialize(model=model, config=config)
     engine.train()
     x, y = texts.train
-    drawn = torch.Generator().manual_seed(1)
+    drawn = torch.Generator().manual_seed(seed)
     begin = time.monotonic()
     for step in range(updates):
         rows = torch.randint(len(y), (BATCH,), generator=drawn)
@@ -151,7 +158,9 @@ def bits(technique: str, params: dict[str, Any], **shared: Any) -> dict[str, Any
     }
 
 
-def quantized(of: nn.Module, texts: Texts, updates: int, weight: int, activation: int) -> nn.Module:
+def quantized(
+    of: nn.Module, texts: Texts, updates: int, weight: int, activation: int, seed: int = 1
+) -> nn.Module:
     techniques = {
         **bits(
             "weight_quantization",
@@ -164,7 +173,7 @@ def quantized(of: nn.Module, texts: Texts, updates: int, weight: int, activation
     config = {"compression_training": techniques}
     model = init_compression(copy.deepcopy(of), config)
     if updates:
-        train(model, texts, updates, techniques, rate=3e-4).destroy()
+        train(model, texts, updates, techniques, rate=3e-4, seed=seed).destroy()
     redundancy_clean(model, config)
     left = pack_weights(model)
     assert not left, left
@@ -199,14 +208,14 @@ PRUNING = {
 }
 
 
-def pruned(of: nn.Module, texts: Texts, updates: int) -> nn.Module:
+def pruned(of: nn.Module, texts: Texts, updates: int, seed: int) -> nn.Module:
     config = {"compression_training": PRUNING}
     model = init_compression(copy.deepcopy(of), config)
-    train(model, texts, updates, PRUNING, teacher=of, rate=5e-4).destroy()
+    train(model, texts, updates, PRUNING, teacher=of, seed=seed).destroy()
     return redundancy_clean(model, config)
 
 
-def shortened(of: nn.Module, texts: Texts, updates: int, width: int) -> nn.Module:
+def shortened(of: nn.Module, texts: Texts, updates: int, width: int, seed: int) -> nn.Module:
     section = {
         "enabled": True,
         "keep_number_layer": 6,
@@ -216,7 +225,7 @@ def shortened(of: nn.Module, texts: Texts, updates: int, width: int) -> nn.Modul
     }
     techniques = {"layer_reduction": section}
     student = init_compression(bert(6, width), {"compression_training": techniques}, of)
-    train(student, texts, updates, techniques, teacher=of, rate=5e-4).destroy()
+    train(student, texts, updates, techniques, teacher=of, seed=seed).destroy()
     return student
 
 
@@ -235,38 +244,80 @@ def plain(arguments: argparse.Namespace, texts: Texts, layers: int) -> nn.Module
     return model
 
 
+def in_integers(model: nn.Module) -> nn.Module:
+    model = copy.deepcopy(model)
+    left = compute_in_integers(model)
+    assert not left, left
+    return model
+
+
+def show_speed(texts: Texts, width: int) -> None:
+    """The forwards of models that were never trained."""
+    models = {"dense": bert(4, width)}
+    for weight in (8, 4):
+        name = f"{weight}-bit weights, 8-bit inputs"
+        models[name] = quantized(models["dense"], texts, 0, weight, 8)
+        models[f"{name}, as integers"] = in_integers(models[name])
+    times = seconds(list(models.values()), texts)
+    for (name, each), took in zip(models.items(), times, strict=True):
+        row = {"model": name, "nbytes": nbytes(each), "forward_ms": round(1000 * took, 2)}
+        print(json.dumps({**row, "faster": round(times[0] / took, 2)}), flush=True)
+
+
+def compressed(
+    goal: str, model: nn.Module, texts: Texts, more: int, width: int, seed: int
+) -> dict[str, nn.Module]:
+    """Models trained on with one seed: first without compression, then with it."""
+    longer = copy.deepcopy(model)
+    train(longer, texts, more, rate=3e-4, seed=seed).destroy()
+    models = {"dense, trained as long": longer}
+    if goal == "quantize":
+        packed = quantized(longer, texts, 0, 8, 8)
+        models["8-bit weights, 8-bit inputs, not trained on"] = packed
+        models["the same, multiplied as integers"] = in_integers(packed)
+        for weight in (8, 4, 2):
+            name = f"{weight}-bit weights, 8-bit inputs"
+            models[name] = quantized(model, texts, more, weight, 8, seed)
+    elif goal == "prune":
+        models["half the heads and FFN rows"] = pruned(model, texts, more, seed)
+    else:
+        torch.manual_seed(seed)
+        models["6 layers"] = shortened(model, texts, more, width, seed)
+    return models
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("goal", choices=["quantize", "prune", "shorten"])
+    parser.add_argument("goal", choices=["quantize", "prune", "shorten", "speed"])
     parser.add_argument("--updates", type=int, default=600)
     parser.add_argument("--more", type=int, default=200, help="updates with compression")
+    parser.add_argument("--seeds", type=int, default=1, help="trainings of each kind")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--folder", type=Path, default=Path("compression_benchmark"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     texts = Texts()
     print(f"{len(texts.train[1])} pieces to train, {len(texts.test[1])} to test")
+    if arguments.goal == "speed":
+        show_speed(texts, arguments.width)
+        return
     model = plain(arguments, texts, 12 if arguments.goal == "shorten" else 4)
     print(f"before: {accuracy(model, texts):.2f} %", flush=True)
-    # Compression trains on; so does what it is compared with.
-    longer = copy.deepcopy(model)
-    train(longer, texts, arguments.more, rate=3e-4).destroy()
-    models = {"dense": model, "dense, trained as long": longer}
-    if arguments.goal == "quantize":
-        models["8-bit weights, 8-bit inputs, not trained on"] = quantized(longer, texts, 0, 8, 8)
-        for pair in ((8, 8), (4, 8), (2, 8)):
-            name = f"{pair[0]}-bit weights, {pair[1]}-bit inputs"
-            models[name] = quantized(model, texts, arguments.more, *pair)
-    elif arguments.goal == "prune":
-        models["half the heads and FFN rows"] = pruned(model, texts, arguments.more)
-    else:
-        torch.manual_seed(0)
-        models["6 layers"] = shortened(model, texts, arguments.more, arguments.width)
+    found: dict[str, list[float]] = {}
+    for seed in range(1, arguments.seeds + 1):
+        models = compressed(arguments.goal, model, texts, arguments.more, arguments.width, seed)
+        for name, each in models.items():
+            found.setdefault(name, []).append(round(accuracy(each, texts), 2))
+            print(f"seed {seed}: {name}: {found[name][-1]:.2f} %", flush=True)
     times = seconds(list(models.values()), texts)
+    dense = next(iter(found.values()))
     for (name, each), took in zip(models.items(), times, strict=True):
+        lost = [before - after for before, after in zip(dense, found[name], strict=True)]
         row = {
             "model": name,
-            "accuracy": round(accuracy(each, texts), 2),
+            "accuracy": round(statistics.mean(found[name]), 2),
+            "points_lost": round(statistics.mean(lost), 2),
+            "of_each_seed": [round(one, 2) for one in lost],
             "nbytes": nbytes(each),
             "forward_ms": round(1000 * took, 2),
             "faster": round(times[0] / took, 2),

@@ -3,14 +3,19 @@
     python examples/46_fewer_bits.py
 
 The model keeps its classes and the names in its state dict. At the end its weights are the
-quantized ones.
+quantized ones, and then integers: the layer whose inputs are quantized multiplies them.
 """
 
 import torch
 from torch import nn
 
 import hadal
-from hadal.compression import init_compression, redundancy_clean
+from hadal.compression import (
+    compute_in_integers,
+    init_compression,
+    pack_weights,
+    redundancy_clean,
+)
 
 config = {
     "train_micro_batch_size_per_gpu": 64,
@@ -57,6 +62,11 @@ def main() -> None:
     assert torch.equal(model(x), expected)
     values = model[2].weight.unique().numel()
     assert values <= 16 * 2**4
+
+    assert pack_weights(model) == []
+    assert compute_in_integers(model) == ["0"]  # its inputs are not quantized
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
     print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}; 4,096 weights have {values} values")
 
 

@@ -21,7 +21,7 @@ from hadal.compression.compress import (
 )
 from hadal.compression.distillation import distillation_loss, hidden_state_loss
 from hadal.compression.files import load_packed, save_packed
-from hadal.compression.packed import pack_weights, unpack_weights
+from hadal.compression.packed import compute_in_integers, pack_weights, unpack_weights
 from hadal.compression.pretrained import register_with_transformers
 from hadal.compression.report import CompressionReport, compression_report
 
@@ -29,6 +29,7 @@ __all__ = [
     "CompressionReport",
     "CompressionScheduler",
     "compression_report",
+    "compute_in_integers",
     "distillation_loss",
     "hidden_state_loss",
     "init_compression",

@@ -44,7 +44,7 @@ def save_packed(model: nn.Module, folder: str | Path) -> Path:
     inputs = {
         name: asdict(module.compression.activation)
         for name, module in compressed_modules(model)
-        if module.compression.activation is not None
+        if module.compression.activation is not None and module.compression.activation_is_on
     }
     told = {"shared": shared, "inputs": inputs, "shapes": shapes_of(model), "halves": halves}
     note = json.dumps({"version": 1, **told})

@@ -199,13 +199,25 @@ class Compressed(nn.Module):
     def effective_input(self, x: Tensor) -> Tensor:
         """Return the input that this forward computes with."""
         rule = self.compression.activation
-        if rule is None or not self.compression.activation_is_on:
+        if rule is None or not self.compression.activation_is_on or not x.numel():
             return x
         if self.activation_quantizer is not None:
             return self.activation_quantizer(x, rule.bits)  # type: ignore[no-any-return]
         groups = self.input_groups(x)
         shown = quantize(x.detach(), rule.bits, groups, symmetric=rule.symmetric)
         return straight_through(x, shown)
+
+    def input_range(self, x: Tensor) -> tuple[int, Tensor]:
+        """Return the bits of an input, and the largest magnitude of each token, or of the range.
+
+        The input is quantized around zero.
+        """
+        rule = self.compression.activation
+        assert rule is not None
+        if self.activation_quantizer is None:
+            return rule.bits, x.abs().amax(-1, keepdim=True)
+        low, high = self.activation_quantizer.x_min_max.to(x.dtype).unbind()
+        return rule.bits, torch.maximum(low.abs(), high)
 
     def input_groups(self, x: Tensor) -> int:
         """Return the number of groups of an input: one for each token."""

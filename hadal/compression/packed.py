@@ -16,7 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hadal.compression.layers import CompressedConv2d, CompressedEmbedding, CompressedLinear
-from hadal.compression.packing import CodeLayout, Codes, Grid, encode, levels_of
+from hadal.compression.packing import (
+    CodeLayout,
+    Codes,
+    Grid,
+    encode,
+    levels_of,
+    scale_of_rows,
+    signed_levels,
+)
+from hadal.compression.quantizers import symmetric_levels
 from hadal.errors import ModelError
 
 _GRID = "weight_grid"
@@ -83,6 +92,28 @@ class PackedEmbedding(Packed, nn.Embedding):
 
 class PackedQuantizedLinear(Packed, CompressedLinear):
     """`CompressedLinear`, whose input is quantized, with a packed weight."""
+
+    in_integers = False
+    """Whether forwards that need no gradients multiply integers (`compute_in_integers`)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the product."""
+        if not self._multiplies_integers(input):
+            return super().forward(input)
+        bits, high = self.input_range(input)
+        levels, step = symmetric_levels(input, bits, high)
+        rows = levels.to(torch.int8).reshape(-1, self.in_features)
+        sums = torch._int_mm(rows, signed_levels(self.weight_codes, self.layout).t())
+        # Sums have up to 24 bits and more, so that fp16 overflows before they are scaled.
+        found = sums.to(torch.promote_types(input.dtype, torch.float32))
+        found = found.view(*input.shape[:-1], -1).mul_(step)
+        found = found.mul_(scale_of_rows(self.weight_scale, self.layout))
+        return (found if self.bias is None else found.add_(self.bias)).to(input.dtype)
+
+    def _multiplies_integers(self, input: Tensor) -> bool:
+        is_ready = self.in_integers and self.compression.activation_is_on
+        has_gradients = self.training or torch.is_grad_enabled()
+        return is_ready and not has_gradients and input.is_cpu and input.numel() > 0
 
 
 class PackedQuantizedConv2d(Packed, CompressedConv2d):
@@ -162,6 +193,37 @@ def unpack_weights(model: nn.Module) -> None:
             del module._buffers[name]
         module.__class__ = _plain(module)  # type: ignore[assignment]
         module.register_parameter("weight", made[key])
+
+
+def compute_in_integers(model: nn.Module) -> list[str]:
+    """Let packed linear layers multiply integers; return what still multiplies numbers.
+
+    A linear layer can whose weight and input are symmetric and have at most 8 bits, with a scale
+    for the whole weight or for even numbers of rows. It does so on CPUs, in evaluation, where
+    gradients are off. The sums are exact, so outputs differ by the rounding of sums otherwise.
+
+    Args:
+        model: a model after `pack_weights` or `load_packed`, changed in place.
+
+    Returns:
+        The full names of the other packed linear layers and convolutions.
+    """
+    left = []
+    for name, module in packed_modules(model):
+        if isinstance(module, PackedQuantizedLinear) and _has_integers(module):
+            module.in_integers = True
+        elif not isinstance(module, PackedEmbedding):
+            left.append(name)
+    return left
+
+
+def _has_integers(module: PackedQuantizedLinear) -> bool:
+    layout, rule = module.layout, module.compression.activation
+    if rule is None or not rule.symmetric or module.weight_zero is not None:
+        return False
+    # Sums of more products might not fit 32 bits.
+    fits = layout.bits <= 8 and layout.columns < 2**17
+    return fits and layout.shape[0] % layout.groups == 0
 
 
 def packed_modules(model: nn.Module) -> Iterator[tuple[str, Packed]]:
@@ -245,4 +307,5 @@ def _hold(module: nn.Module, codes: Codes) -> None:
 def _plain(module: Packed) -> type[nn.Module]:
     found = next(plain for plain, kind in _KINDS.items() if kind is type(module))
     del module.layout
+    module.__dict__.pop("in_integers", None)
     return found

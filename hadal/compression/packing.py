@@ -115,18 +115,34 @@ def decode(packed: Tensor, layout: CodeLayout, scale: Tensor, zero: Tensor | Non
         zero: (groups,); None if every group is around zero.
     """
     levels = levels_of(packed, layout, scale.dtype).reshape(layout.groups, -1)
-    found = levels * scale.unsqueeze(1)
+    found = levels.mul_(scale.unsqueeze(1))
     if zero is not None:
-        found = found + zero.unsqueeze(1)
+        found.add_(zero.unsqueeze(1))
     return found.view(layout.shape)
 
 
 def levels_of(packed: Tensor, layout: CodeLayout, dtype: torch.dtype) -> Tensor:
-    """Return the integers that packed rows stand for, in a dtype; (rows, columns)."""
+    """Return the integers that packed rows stand for, in a floating dtype; (rows, columns)."""
     levels = unpack(packed, layout.bits, layout.columns).to(dtype)
     if layout.stride != 1:
-        levels = levels * layout.stride
-    return levels + layout.first if layout.first else levels
+        levels.mul_(layout.stride)
+    return levels.add_(layout.first) if layout.first else levels
+
+
+def signed_levels(packed: Tensor, layout: CodeLayout) -> Tensor:
+    """Return the integers that packed rows of at most 8 bits stand for, as int8; (rows, columns).
+
+    Only for weights around zero: others have integers up to 255.
+    """
+    codes = unpack(packed, layout.bits, layout.columns).view(torch.int8)
+    # Codes from 128 on are negative now; int8 wraps around, so the sums are right.
+    return (codes if layout.stride == 1 else codes * layout.stride) + layout.first
+
+
+def scale_of_rows(scale: Tensor, layout: CodeLayout) -> Tensor:
+    """Return the scale of each row, (rows,), or the only one, (1,); groups are whole rows."""
+    each = layout.shape[0] // layout.groups
+    return scale if layout.groups == 1 else scale.repeat_interleave(each)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -109,17 +109,33 @@ def _scale_and_zero(
 def _rounded(
     x: Tensor, bits: int, low: Tensor, high: Tensor, *, symmetric: bool, noise: Tensor | None
 ) -> Tensor:
-    steps: int = 2**bits
-    scale, zero, is_flat = _scale_and_zero(bits, low, high, symmetric=symmetric)
-    divisor = torch.where(is_flat, torch.ones_like(scale), scale)
-    level = (x - zero) / divisor if not symmetric else x / divisor
-    if noise is not None:
-        level = level + noise
-    first, last = (-steps // 2, steps // 2 - 1) if symmetric else (0, steps - 1)
-    found = level.round().clamp(first, last) * scale
     if symmetric:
-        return found
-    return torch.where(is_flat, x, found + zero)
+        levels, scale = symmetric_levels(x, bits, high, noise)
+        return levels.mul_(scale)
+    scale, zero, is_flat = _scale_and_zero(bits, low, high, symmetric=False)
+    divisor = torch.where(is_flat, torch.ones_like(scale), scale)
+    level = ((x - zero) / divisor).add_(0 if noise is None else noise)
+    found = level.round_().clamp_(0, 2**bits - 1).mul_(scale).add_(zero)
+    return torch.where(is_flat, x, found)
+
+
+def symmetric_levels(
+    x: Tensor, bits: int, high: Tensor, noise: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return integers, in the dtype of `x`, and the scale that makes values around zero of them.
+
+    Args:
+        x: any shape, floating point.
+        bits: 3 or more.
+        high: the largest magnitude of each group; broadcast to `x`.
+        noise: is added before rounding, in the shape of `x`.
+    """
+    steps: int = 2**bits
+    scale = 2 * high / steps
+    level = x / torch.where(scale == 0, torch.ones_like(scale), scale)
+    if noise is not None:
+        level.add_(noise)
+    return level.round_().clamp_(-steps // 2, steps // 2 - 1), scale
 
 
 def _ternary(x: Tensor, groups: int) -> Tensor:

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from compression.test_files import halve_at_random
 from compression.test_shrinking import heads
 from compression.toys import Bert, config, weights
 from hadal.cli.main import main
 from hadal.compression import init_compression, load_packed, pack_weights, redundancy_clean
 from hadal.compression.export import _parts, export_packed
+from hadal.compression.halves import is_half_zero
 from hadal.errors import UsageError
 
 NOW = {"quantize_weight_in_forward": True}
@@ -87,6 +89,24 @@ def test_torchao_loads_the_same_values(tmp_path: Path, bits, groups):
     assert torch.equal(loaded(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits)
     weight = loaded.bert.encoder.layer[0].output.dense.weight
     assert isinstance(weight, torchao.IntxUnpackedToInt8Tensor)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "torchao"])
+def test_weights_of_which_half_are_zero_stay_so(tmp_path: Path, layout):
+    """The form that a GPU's sparse kernels take (2:4)."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip(layout.replace("-", "_"))
+    model = tiny()
+    for part in model.bert.encoder.modules():
+        if isinstance(part, torch.nn.Linear):
+            halve_at_random(part)
+    packed(model, config(*EIGHT))
+    assert export_packed(model, tmp_path, layout) == []
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits)
+    weight = loaded.bert.encoder.layer[0].output.dense.weight
+    weight = weight.dequantize() if layout == "torchao" else weight
+    assert is_half_zero(weight.detach())
 
 
 def test_a_pruned_model_is_packed_and_keeps_its_shapes(tmp_path: Path):

@@ -45,6 +45,13 @@ def test_a_saved_model_computes_the_same_elsewhere(tmp_path: Path, calibration):
         load_packed(Bert(layers=1), path)
 
 
+def test_inputs_that_were_not_quantized_yet_are_not_elsewhere_either(tmp_path: Path):
+    wishes = config(inputs(8, ["attention"], schedule_offset=5))
+    model = redundancy_clean(init_compression(Bert().eval(), wishes), wishes)
+    save(model, tmp_path)
+    assert torch.equal(load_packed(Bert().eval(), tmp_path)(TOKENS), model(TOKENS))
+
+
 def test_tied_weights_are_written_once(tmp_path: Path):
     model = Bert()
     model.head = torch.nn.Linear(16, 12, bias=False)

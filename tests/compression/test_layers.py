@@ -101,6 +101,14 @@ def test_a_static_range_is_a_running_one():
     assert list(model.state_dict()) == ["0.weight", "0.bias", "0.activation_quantizer.x_min_max"]
 
 
+@pytest.mark.parametrize("calibration", ["dynamic", "static"])
+def test_an_empty_input_has_an_empty_output(calibration):
+    """An expert without tokens, for one."""
+    wishes = config(inputs(8, ["0"], range_calibration=calibration))
+    model = init_compression(nn.Sequential(nn.Linear(4, 6)), wishes).train()
+    assert model(torch.empty(0, 4)).shape == (0, 6)
+
+
 def test_a_recomputed_forward_moves_a_range_once():
     model = built(inputs(8, modules="*", range_calibration="static"))
     model(INPUT)

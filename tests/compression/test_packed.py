@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from compression.toys import TOKENS, Bert, config, inputs, weights
-from hadal.compression import init_compression, pack_weights, redundancy_clean, unpack_weights
+from hadal.compression import (
+    compute_in_integers,
+    init_compression,
+    pack_weights,
+    redundancy_clean,
+    unpack_weights,
+)
+from hadal.compression.layers import compressed_modules
 from hadal.compression.packed import PackedEmbedding, PackedLinear, load_state, packed_modules
 from hadal.errors import ModelError
 
@@ -58,6 +65,65 @@ def test_inputs_stay_quantized():
     assert torch.equal(model(TOKENS), before)
     query = model.bert.encoder.layer[0].attention.self["query"]
     assert query.compression.activation_is_on
+
+
+@pytest.mark.parametrize("calibration", ["dynamic", "static"])
+@pytest.mark.parametrize(("bits", "groups"), [(8, 1), (8, 16), (4, 4), (2, 1), (1, 1)])
+def test_integers_are_multiplied_to_the_same_outputs(bits, groups, calibration):
+    """Against float64 sums of the same quantized numbers, in which integers are exact too."""
+    made = weights(bits, bits, modules=["attention"], quantize_groups=groups, **NOW)
+    model = cleaned(made, inputs(8, ["attention"], range_calibration=calibration))
+    for _, module in compressed_modules(model):
+        if module.activation_quantizer is not None:
+            module.activation_quantizer.x_min_max.copy_(torch.tensor([-1.5, 1.25]))
+    pack_weights(model)
+    before = model(TOKENS)
+    query = model.bert.encoder.layer[0].attention.self["query"]
+    x = torch.randn(3, 5, 16)
+    exact = query.effective_input(x).double() @ query.weight.double().t() + query.bias.double()
+    plain = query(x)
+    assert compute_in_integers(model) == []
+    assert torch.equal(model(TOKENS), before)  # gradients are on
+    with torch.no_grad():
+        found = query(x)
+        torch.testing.assert_close(found, exact.float(), rtol=3e-7, atol=3e-7)
+        assert not torch.equal(found, plain) or bits < 8
+        torch.testing.assert_close(model(TOKENS), before, rtol=0, atol=0.02)
+        assert query(x[:0]).shape == (0, 5, 16)
+    unpack_weights(model)
+    assert "in_integers" not in vars(query)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_integers_do_not_overflow_in_half_precision(dtype):
+    wishes = config(weights(8, 8, modules=["0"], **NOW), inputs(8, ["0"]))
+    layer = nn.Sequential(nn.Linear(64, 8)).to(dtype).eval()
+    torch.nn.init.constant_(layer[0].weight, 0.5)
+    model = redundancy_clean(init_compression(layer, wishes), wishes)
+    pack_weights(model)
+    assert compute_in_integers(model) == []
+    x = torch.ones(2, 64, dtype=dtype)
+    with torch.no_grad():
+        found = model(x)
+    assert found.dtype == dtype  # an integer is at most 127 of the 128 steps on each side
+    expected = layer[0].bias.float() + 64 * 0.5 * (127 / 128) ** 2
+    torch.testing.assert_close(found, expected.to(dtype).expand(2, 8))
+
+
+def test_what_has_no_integers_is_named():
+    kinds = {"quantization_type": "asymmetric"}
+    model = cleaned(
+        weights(8, 8, modules=["bert", "classifier"], quantize_groups=8, **NOW),
+        inputs(8, ["attention", "classifier"], **kinds),
+    )
+    pack_weights(model)
+    left = compute_in_integers(model)
+    assert left == [name for name, _ in packed_modules(model) if "embed" not in name]
+    model = cleaned(
+        weights(8, 8, modules=["bert"], quantize_groups=64, **NOW), inputs(8, ["attention"])
+    )
+    pack_weights(model)
+    assert "bert.encoder.layer.0.attention.self.query" in compute_in_integers(model)
 
 
 def test_a_packed_state_dict_goes_into_a_model_that_is_not_packed():
