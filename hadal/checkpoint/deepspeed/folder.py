@@ -19,9 +19,10 @@ _MODEL = re.compile(r"zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_model_sta
 _OPTIMIZER = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt"
 )
-_ELSEWHERE = re.compile(
-    r"layer_\d+.*model_states\.pt|expp_rank_\d+_.*_optim_states\.pt|offloaded_tensors"
+_EXPERT = re.compile(
+    r"(?:layer_(?P<layer>\d+)_)?expert_(?P<number>\d+)_mp_rank_(?P<part>\d+)_model_states\.pt"
 )
+_ELSEWHERE = re.compile(r"layer_\d+.*model_states\.pt|offloaded_tensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class Files:
     """One for each rank; none if nothing was sharded, or in the universal format."""
     values: Path | None
     """The folder of the universal format, with one folder for each parameter."""
+    experts: tuple[Path, ...] = ()
+    """One for each expert of each layer of experts."""
 
 
 def is_deepspeed(folder: Path) -> bool:
@@ -51,15 +54,23 @@ def files_of(folder: Path) -> Files:
 
     Raises:
         CheckpointError: some are missing.
-        NotBuiltYetError: it holds model-parallel parts, a pipeline, or experts.
+        NotBuiltYetError: it holds model-parallel parts or a pipeline.
     """
     model: dict[int, Path] = {}
     optimizer: dict[int, Path] = {}
+    experts: dict[int, dict[int, Path]] = {}
     with system_errors(folder, "read"):
         names = sorted(path.name for path in folder.iterdir())
     for name in names:
+        expert = _EXPERT.fullmatch(name)
+        if expert is not None:
+            if int(expert["part"]) != 0:
+                _refuse(folder / name, "one of several model-parallel parts")
+            layer = experts.setdefault(int(expert["layer"] or 0), {})
+            layer[int(expert["number"])] = folder / name
+            continue
         if _ELSEWHERE.fullmatch(name):
-            _refuse(folder / name, "part of a pipeline, of experts, or of state on disk")
+            _refuse(folder / name, "part of a pipeline, or of state on disk")
         found = _WHOLE.fullmatch(name) or _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
         if found is None:
             continue
@@ -75,16 +86,21 @@ def files_of(folder: Path) -> Files:
         rows[rank] = folder / name
     values = folder / "zero"
     return Files(
-        model=_in_order(folder, "model", model),
-        optimizer=_in_order(folder, "optim", optimizer),
+        model=_in_order(folder, "model states of rank", model),
+        optimizer=_in_order(folder, "optim states of rank", optimizer),
         values=values if values.is_dir() else None,
+        experts=tuple(
+            path
+            for layer, found in sorted(experts.items())
+            for path in _in_order(folder, f"states of layer {layer}'s expert", found)
+        ),
     )
 
 
-def _in_order(folder: Path, kind: str, found: dict[int, Path]) -> tuple[Path, ...]:
+def _in_order(folder: Path, what: str, found: dict[int, Path]) -> tuple[Path, ...]:
     for rank in range(max(found, default=-1) + 1):
         if rank not in found:
-            raise CheckpointError(f"{folder} has no {kind} states of rank {rank}")
+            raise CheckpointError(f"{folder} has no {what} {rank}")
     return tuple(found[rank] for rank in range(len(found)))
 
 

@@ -23,7 +23,7 @@ from hadal.checkpoint.deepspeed.pickles import check_pickle, read_pickle
 from hadal.checkpoint.files import inside, parsing_errors
 from hadal.checkpoint.plain import encoded
 from hadal.checkpoint.source import Entry, ForeignSource
-from hadal.errors import CheckpointError
+from hadal.errors import CheckpointError, NotBuiltYetError
 
 OWN_KEYS = frozenset(
     {
@@ -44,6 +44,7 @@ OWN_KEYS = frozenset(
         "dp_world_size",
         "mp_world_size",
         "num_experts",
+        "ds_autoep_layers",
         "checkpoint_parallel_dimensions",
         "ds_config",
         "ds_version",
@@ -77,7 +78,8 @@ class DeepSpeedSource(ForeignSource):
     """A checkpoint that DeepSpeed's `save_checkpoint` or `ds_to_universal` wrote.
 
     At stage 0 DeepSpeed saves its optimizer without names: `names` lists the parameters of each
-    param group, in order; without it the source has only weights and buffers.
+    param group, in order; without it the source has only weights and buffers. So has that of a
+    model with layers of experts.
 
     Raises:
         CheckpointError: a file is missing, damaged, or names something not known to be harmless.
@@ -91,10 +93,15 @@ class DeepSpeedSource(ForeignSource):
         self._values: dict[tuple[str, str], _FileValue] = {}
         self._files = files_of(folder)
         models = [read_pickle(path) for path in self._files.model]
-        rows = [read_pickle(path) for path in self._files.optimizer]
+        experts = [read_pickle(path) for path in self._files.experts]
+        # Of a model with experts only what all ranks have in common is read.
+        optimizers = self._files.optimizer[:1] if experts else self._files.optimizer
+        rows = [read_pickle(path) for path in optimizers]
         what = f"{folder} cannot be understood as a DeepSpeed checkpoint, or is damaged"
         with parsing_errors(what):
             self._model: Mapping[str, Any] = models[0]
+            if experts:
+                self._add_experts(experts)
             self._read(models, [row["optimizer_state_dict"] for row in rows], names)
 
     def _read(
@@ -109,7 +116,7 @@ class DeepSpeedSource(ForeignSource):
         self.optimizer: str | None = _optimizer_of(model["ds_config"])
         self.version = str(model.get("ds_version"))
         self.is_universal = files.values is not None
-        if optimizers and len(optimizers) != self.world_size:
+        if optimizers and len(optimizers) != self.world_size and not files.experts:
             raise CheckpointError(
                 f"{self.path} was saved by {self.world_size} ranks and has the optimizer states of"
                 f" {len(optimizers)}"
@@ -138,6 +145,18 @@ class DeepSpeedSource(ForeignSource):
         self.mark = f"{self.scalars['counters']} {zlib.crc32(repr(rows).encode()):08x}"
         """An identifier that distinguishes this checkpoint from another of the same name."""
 
+    def _add_experts(self, experts: Sequence[Mapping[str, Tensor]]) -> None:
+        counts = self._model.get("num_experts")
+        if isinstance(counts, list) and sum(counts) != len(experts):
+            raise CheckpointError(
+                f"{self.path} has the files of {len(experts)} experts, and its model states count"
+                f" {sum(counts)}; copy all of its files"
+            )
+        module = dict(self._model["module"])
+        for states in experts:
+            module |= states
+        self._model = {**self._model, "module": module}
+
     def _common_state(self, optimizers: Sequence[Any]) -> Mapping[str, Any]:
         """Return the optimizer state that is common to all parameters."""
         if self._files.values is not None:
@@ -151,6 +170,13 @@ class DeepSpeedSource(ForeignSource):
         first: Mapping[str, Any],
         names: Sequence[Sequence[str]] | None,
     ) -> TrainedValues:
+        if self._files.experts:
+            if names is not None:
+                raise NotBuiltYetError(
+                    f"{self.path} is of a model with experts, of which DeepSpeed's optimizer state"
+                    " is not read yet; pass load_optimizer_states=False to load the weights alone"
+                )
+            return TrainedValues()
         if self._files.values is not None:
             return self._universal(self._files.values, first)
         if optimizers:
@@ -277,6 +303,11 @@ class DeepSpeedSource(ForeignSource):
             "DeepSpeed wrote it, which saves neither random generators nor the training loader's"
             " position: these stay as they are"
         ]
+        if self._files.experts:
+            notes.append(
+                "of a model with experts only the weights are read, in the dtype that it computed"
+                " in: masters begin with these"
+            )
         if self.stage == 0 and self.scalars["scale"][0] != 1 and self.state:
             notes.append(
                 "at stage 0 in fp16 DeepSpeed divides gradients, and so the moments, by the loss"
@@ -338,6 +369,7 @@ class DeepSpeedSource(ForeignSource):
 def all_files(files: Files) -> Iterator[Path]:
     """Yield all files of a checkpoint."""
     yield from files.model
+    yield from files.experts
     yield from files.optimizer
     if files.values is not None:
         yield from sorted(files.values.rglob("*.pt"))
