@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 # Methods that another kind of engine has.
-_PIPELINE = "belongs to pipeline engines, which are not built yet. Call engine(batch),"
+_PIPELINE = (
+    "belongs to pipeline engines, which initialize returns for a hadal.pipeline.PipelineModule."
+    " With this model call engine(batch),"
+)
 _ELSEWHERE = {
     "train_batch": f"{_PIPELINE} engine.backward(loss) and engine.step() for each micro-batch",
     "eval_batch": f"{_PIPELINE} after engine.eval() and inside torch.no_grad()",
