@@ -392,6 +392,17 @@ def _draw(results: dict[Case, Found], file: Path) -> None:
     figure.savefig(file)
 
 
+def _show_degrees(plot: Path | None) -> None:
+    from degrees import Job
+    from degrees_table import compute, draw, lines
+
+    job = Job()
+    found = compute(job)
+    print("\n".join(lines(found, job)))
+    if plot:
+        draw(found, job, plot)
+
+
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
@@ -411,7 +422,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[Case, Found]:
     add("--repeat", type=int, default=3, help="timed starts, of which the fastest is shown")
     add("--json", type=Path, metavar="FILE", help="write every measurement as JSON")
     add("--plot", type=Path, metavar="FILE", help="draw bytes held and sent (PNG)")
+    add(
+        "--degrees",
+        action="store_true",
+        help="the degrees of parallelism of large models, on paper",
+    )
     options = parser.parse_args(arguments)
+    if options.degrees:
+        _show_degrees(options.plot)
+        return {}
     torch.set_num_threads(1)
     cases = [
         Case(world, stage, dtype, way == "pairs", route, options.node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -120,3 +121,17 @@ def test_what_leaves_a_node(found, route: str, dtype: str) -> None:
     across = found("pairs", MANY, 3, dtype, route)["traffic"]["across"] / NBYTES[dtype][0]
     least = ACROSS[route] * MODEL / BLOCKS
     assert least <= across <= ACROSS[route] * (MODEL + PADDING) / BLOCKS
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_arithmetic_of_degrees_is_what_is_measured(found, world: int, stage: int) -> None:
+    """`benchmarks/degrees.py` has ZeRO's passes, and what leaves a node, as they are counted."""
+    arithmetic = runpy.run_path(str(ROOT / "benchmarks/degrees.py"), run_name="degrees")
+    wire = arithmetic["ring"](range(world), NODE, 2 * MODEL)
+    passes = arithmetic["zero_passes"](stage, 1, BLOCKS)
+    traffic = found("collectives", world, stage, "bf16")["traffic"]
+    padded = (MODEL + PADDING) / MODEL
+    for counted, said in ((traffic["nbytes"], sum(wire)), (traffic["across"], wire.between)):
+        # Each collective's bytes are rounded down.
+        assert said * passes - 4 * BLOCKS <= counted <= said * passes * padded
