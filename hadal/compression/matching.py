@@ -80,9 +80,13 @@ def _named(
     faults: list[Fault],
 ) -> Iterator[tuple[str, nn.Module]]:
     if pattern == "*":
-        for name, module in modules:
-            if isinstance(module, kinds) and why_not(module) is None:
-                yield name, module
+        every = [(name, module) for name, module in modules if isinstance(module, kinds)]
+        usable = [(name, module) for name, module in every if why_not(module) is None]
+        if not usable:
+            known = ", ".join(kind.__name__ for kind in kinds)
+            because = "".join(f"; {name}: {why_not(module)}" for name, module in every[:3])
+            faults.append(Fault(where, f"'*' names no module of {known}{because}"))
+        yield from usable
         return
     try:
         search = re.compile(pattern).search

@@ -234,6 +234,11 @@ def _score_shape(module: nn.Module, rule: PruneRule) -> tuple[int, ...]:
 @torch.no_grad()
 def _fix_mask(name: str, module: Compressed, rule: PruneRule) -> None:
     weight = module.weight
+    if weight.is_meta:
+        raise UsageError(
+            f"init_compression: {rule.technique} chooses by {name}.weight, which is on the meta"
+            " device and has no values; load the weights before"
+        )
     # A sharded weight keeps its shape, without values.
     if weight.untyped_storage().nbytes() < math.prod(weight.shape) * weight.element_size():
         raise UsageError(

@@ -112,3 +112,10 @@ def test_classes_that_cannot_be_changed_are_refused(part, reason):
     # A star leaves them out.
     init_compression(model, config(weights(8, 8, modules="*")))
     assert [name for name, _ in compressed_modules(model)] == ["1"]
+
+
+def test_a_star_that_names_nothing_is_refused():
+    norm = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    for model, reason in ((nn.Sequential(norm), "; 0: its class Parametrized"), (nn.GELU(), "")):
+        with pytest.raises(ConfigError, match=rf"'\*' names no module of .*Embedding{reason}"):
+            init_compression(model, config(weights(8, 8, modules=["*"])))

@@ -11,7 +11,7 @@ from torch import nn
 from compression.toys import INPUT, TOKENS, WEIGHT, Bert, config, linear, section, weights
 from hadal.compression import init_compression, redundancy_clean
 from hadal.compression.layers import Compressed
-from hadal.errors import ConfigError
+from hadal.errors import ConfigError, UsageError
 
 SPARSE = "compression_training.sparse_pruning"
 KEPT = {"dense_ratio": 0.5}
@@ -177,3 +177,8 @@ def test_a_ratio_out_of_range_is_refused(ratio):
 def test_keys_of_another_method_are_told(caplog):
     built(sparse(schedule_offset_end=7))
     assert 'schedule_offset_end have no effect with method "l1"' in caplog.text
+
+
+def test_weights_without_values_cannot_be_chosen():
+    with pytest.raises(UsageError, match=r"chooses by 0\.weight, which is on the meta device"):
+        built(sparse("l1", 0.5, ["0"]), model=nn.Sequential(nn.Linear(4, 4, device="meta")))
