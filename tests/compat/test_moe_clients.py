@@ -1,4 +1,4 @@
-"""Programs with experts under DeepSpeed's names."""
+"""Programs with experts under DeepSpeed's names: a vision model, and one with a Megatron's mpu."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from engine.parts import WIDTH
+from engine.parts import PARTS, WIDTH, Part, core, sequences_of, whole_model
+from moe.models import filled
+from moe.test_training import global_name
 from ranks import RankPools
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hadal import comm
 from hadal.compat.alias import alias
 
-CLASSES = 4
+CLASSES, EXPERTS, UPDATES = 4, 2, 3
+ADAM = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}
 
 
 class Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
@@ -108,3 +112,99 @@ def learn_pictures(stage: int) -> float:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_vision_model_with_experts_trains(stage: int, ranks: RankPools) -> None:
     assert all(loss == loss < 10 for loss in ranks(2).run(learn_pictures, stage))
+
+
+class Layered(nn.Module):
+    """A feed-forward block, whole or one of its slices, and experts behind it."""
+
+    def __init__(self, block: nn.Module, ep_size: int) -> None:
+        super().__init__()
+        self.block = block
+        self.experts = alias("deepspeed.moe.layer").MoE(
+            WIDTH,
+            nn.Linear(WIDTH, WIDTH),
+            num_experts=EXPERTS,
+            ep_size=ep_size,
+            k=2,
+            drop_tokens=False,
+            top2_2nd_expert_sampling=False,
+        )
+
+    def forward(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        values = values + self.block(values)
+        more, balance, _ = self.experts(values)
+        return values + more, balance
+
+
+def layered(block: nn.Module, ep_size: int, place: int) -> Layered:
+    model = Layered(block, ep_size)
+    filled(model.experts, place)
+    return model
+
+
+def loss_of(model: Any, step: int, reader: int) -> Tensor:
+    inputs, targets = sequences_of(step, reader)
+    outputs, balance = model(inputs)
+    return (outputs - targets).square().mean() + 0.1 * balance
+
+
+def through_megatron(stage: int) -> dict[str, Any]:
+    """Four ranks: two slices of the block, two readers, whose ranks share the experts."""
+    mpu = core()
+    part, reader = comm.get_rank() % PARTS, comm.get_rank() // PARTS
+    groups = alias("deepspeed.utils.groups")
+    model = layered(Part(part), 2, reader)
+    split = alias("deepspeed.moe.utils").split_params_into_different_moe_groups_for_optimizer
+    engine, *_ = alias("deepspeed").initialize(
+        model=model,
+        model_parameters=split({"params": list(model.parameters()), "name": "all"}),
+        mpu=mpu,
+        config={
+            "train_micro_batch_size_per_gpu": len(sequences_of(0, 0)[0]),
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1},
+            },
+            "gradient_clipping": 0.1,
+            "zero_optimization": {"stage": stage},
+        },
+    )
+    assert mpu.get_pipeline_model_parallel_world_size() == 1
+    assert groups._get_expert_parallel_world_size("ep_size_2") == 2
+    assert groups._get_expert_parallel_rank("ep_size_2") == reader
+    assert groups._get_expert_data_parallel_world_size("ep_size_2") == 1
+    losses, norms = [], []
+    for step in range(UPDATES):
+        loss = loss_of(engine, step, reader)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(float(engine.get_global_grad_norm()))
+    weights = {global_name(n, reader, 1): v.clone() for n, v in engine.module.state_dict().items()}
+    engine.destroy()
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_megatron_with_slices_and_experts_trains_as_one_process(
+    stage: int, ranks: RankPools
+) -> None:
+    model = layered(whole_model(), 1, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    losses, norms = [], []
+    for step in range(UPDATES):
+        found = [loss_of(model, step, reader) for reader in range(2)]
+        torch.stack(found).mean().backward()
+        losses.append([loss.item() for loss in found])
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = model.state_dict()
+    for rank, one in enumerate(ranks(4).run(through_megatron, stage)):
+        assert one["losses"] == pytest.approx([row[rank // PARTS] for row in losses], rel=1e-5)
+        assert one["norms"] == pytest.approx(norms, rel=1e-5)
+        for name, value in one["weights"].items():
+            whole = wanted[name]
+            if whole.shape != value.shape:
+                whole = whole.chunk(PARTS, 0 if ".up." in name else 1)[rank % PARTS]
+            torch.testing.assert_close(value, whole, rtol=1e-5, atol=1e-6)
