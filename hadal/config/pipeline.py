@@ -16,15 +16,27 @@ def _of_module(argument: str, **more: Any) -> Mark:
 class Pipeline(Section):
     """Options of a model that is split into pipeline stages."""
 
+    auto: Boolean = key(
+        False,
+        "Cut a causal language model of transformers into `stages` as it is, between its blocks.",
+    )
     stages: Literal["auto"] | Integer = key(
         "auto",
-        "The number of stages; it is an argument of the pipeline module.",
-        mark=_of_module("num_stages=", auto_is_a_word=True),
+        "The number of stages, with `auto`. A PipelineModule has its own number: `auto` or the same"
+        " here.",
+        mark=Mark(auto_is_a_word=True),
+    )
+    chunks: Integer = key(
+        1,
+        "Parts of the model on each stage, with `auto`, for the schedule `interleaved`. A"
+        " PipelineModule has its own `chunks`.",
+        ge=1,
     )
     partition: Text = key(
         "best",
-        "How layers are split into stages; it is an argument of the pipeline module.",
-        mark=_of_module("partition_method="),
+        "How layers are split into stages, with `auto`: `parameters` (or `best`: equally many"
+        " elements), `uniform` (equally many layers) or `type:` and a regular expression of"
+        " classes. A PipelineModule has its `partition_method`.",
     )
     seed_layers: Boolean = key(
         False,

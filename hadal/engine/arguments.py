@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hadal.config.reading import read
@@ -155,3 +156,10 @@ def with_schedule(args: Any, source: Any, brings_schedule: bool) -> Any:
                 " leave one of them out"
             )
     return {**raw, "scheduler": section}
+
+
+def asks_for_stages(source: Any) -> bool:
+    """Return whether the configuration may ask to cut the model; it is not checked yet."""
+    _, raw = read(source)
+    section = raw.get("pipeline")
+    return isinstance(section, Mapping) and bool(section.get("auto"))

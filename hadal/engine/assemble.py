@@ -22,7 +22,7 @@ from hadal.comm.start import memory_is_tuned, told_elasticity
 from hadal.config import Config, load_config, log_notes
 from hadal.device import current_device, give_back_freed_memory, keep_freed_memory
 from hadal.engine.adopt import Adopter
-from hadal.engine.arguments import choose_config, with_schedule
+from hadal.engine.arguments import asks_for_stages, choose_config, with_schedule
 from hadal.engine.checks import (
     check_birth,
     check_model,
@@ -31,9 +31,9 @@ from hadal.engine.checks import (
     check_same,
     check_same_keys,
     check_scheduler,
+    check_without_stages,
     is_in_stages,
     members_of_groups,
-    tell_of_no_stages,
     tell_untrained,
 )
 from hadal.engine.compressing import check_scores, prepare_model
@@ -156,6 +156,14 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     world = Ranks.world()
     hush(world.rank)
     wishes = Wishes(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
+    with told_to_all(world, "initialize"):
+        source = choose_config(args, config, config_params)
+        source = with_schedule(args, source, lr_scheduler is not None)
+        is_cut = asks_for_stages(source)
+    if is_cut:
+        from hadal.engine.stages import cut_by_configuration  # for this alone
+
+        model, wishes = cut_by_configuration(model, source, wishes)
     if is_in_stages(model):
         from hadal.engine import pipeline  # for this alone
 
@@ -166,8 +174,6 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
 
             mpu = groups_of_stages(model, mpu)
         wish = topology_wish_of(mpu, mesh_param, world)
-        source = choose_config(args, config, config_params)
-        source = with_schedule(args, source, lr_scheduler is not None)
         admitted = _admit(model, wishes, source, wish, world, engine_type)
     _log_collectives(admitted.config)
     topology = make_topology(with_slices(wish, admitted.config), admitted.config, world)
@@ -226,8 +232,8 @@ def _admit(
         from hadal.engine.stages import prepare_stage  # for this alone
 
         prepare_stage(model, config)
-    elif ranks.rank == 0:
-        tell_of_no_stages(config)
+    else:
+        check_without_stages(config, ranks.rank)
     check_scheduler(config, told_elasticity())
     check_places(config)
     open_log(config, ranks.rank)

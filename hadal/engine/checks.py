@@ -318,9 +318,19 @@ def is_in_stages(model: Any) -> TypeGuard[PipelineModule]:
     return known is not None and isinstance(model, known.PipelineModule)
 
 
-def tell_of_no_stages(config: Config) -> None:
-    """Warn of keys that a model without stages does not follow."""
-    if config.pipeline.activation_checkpoint_interval:
+def check_without_stages(config: Config, rank: int) -> None:
+    """Warn, on rank 0, of keys that a model without stages does not follow.
+
+    Raises:
+        ConfigError: stages are asked for.
+    """
+    stages = config.pipeline.stages
+    if stages != "auto" and stages > 1:
+        raise ConfigError(
+            f"pipeline.stages: {stages}, but the model is no PipelineModule; set pipeline.auto to"
+            " true to cut a causal language model of transformers, or leave the key out"
+        )
+    if config.pipeline.activation_checkpoint_interval and rank == 0:
         _log.warning(
             "pipeline.activation_checkpoint_interval acts on a PipelineModule alone, and the model"
             " is none: nothing is recomputed by it; see activation_checkpointing.modules"

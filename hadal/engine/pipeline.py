@@ -358,6 +358,7 @@ class _StageWork:
             )
         batch = next(self.batches)
         batch = batch if self.batch_fn is None else self.batch_fn(batch)
+        batch = self._module.pair_of(batch)
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise UsageError(
                 f"a micro-batch is a {type(batch).__name__}; expected a pair of inputs and labels."
@@ -376,7 +377,7 @@ class _StageWork:
             return value.detach().to(self._engine.device)
         if isinstance(value, tuple | list):
             return tuple(self._moved(item) for item in value)
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             return {key: self._moved(item) for key, item in value.items()}
         return value
 

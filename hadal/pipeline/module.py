@@ -114,6 +114,8 @@ class PipelineModule(nn.Module):
         self.chunks = [range(*self.parts[number : number + 2]) for number in own]
         """The layers of each chunk of this stage."""
         self._forwards = [0] * chunks
+        self.renamed: dict[nn.Parameter, str] = {}
+        """Names in the whole model of parameters that have another one on this stage."""
         self._functions: dict[int, Callable[[Any], Any]] = {}
         self.fwd_map: dict[str, int] = {}
         self.tied_modules = nn.ModuleDict()
@@ -238,6 +240,10 @@ class PipelineModule(nn.Module):
         Subclasses override it. It is called on the last stage, after the loss.
         """
         return None
+
+    def pair_of(self, batch: Any) -> Any:
+        """Return the inputs and the labels of a micro-batch; here it is that pair already."""
+        return batch
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each layer of this stage in place, as `nn.Module.compile`."""

@@ -227,8 +227,7 @@ def test_all_keys_that_do_nothing_are_logged_in_one_line(caplog):
 @pytest.mark.parametrize(
     ("keys", "path"),
     [
-        ({"pipeline": {"stages": 2}}, "pipeline.stages"),
-        ({"pipeline": {"partition": "uniform"}}, "pipeline.partition"),
+        ({"pipeline": {"seed_layers": True}}, "pipeline.seed_layers"),
         ({"moe": {}}, "moe"),
         ({"weight_quantization": {"enabled": True}}, "weight_quantization.enabled"),
         ({"weight_quantization": {"q_groups": 2}}, "weight_quantization.enabled"),

@@ -1,0 +1,283 @@
+"""A decoder of transformers in stages, as it is: each stage keeps its own blocks of the model.
+
+A stage calls the model's own forward. Blocks of other stages are passed over, a stage that is not
+the first one gives the hidden states in place of embeddings, and one that is not the last one ends
+before the final norm. So masks, rotary angles and types of blocks are the model's own business.
+
+Tests: tests/pipeline/test_decoder.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hadal.errors import ModelError, UsageError, few
+from hadal.pipeline.grid import group_of
+from hadal.pipeline.module import PipelineModule
+from hadal.pipeline.ties import Tie
+from hadal.pipeline.topology import ProcessTopology
+
+_HIDDEN = "hidden"
+_CARRIED = ("attention_mask", "position_ids")
+"""Inputs that every block reads, which are sent along."""
+_PLAIN = (str, int, float, bool, type(None))
+
+
+class PassedBlock(nn.Module):
+    """A block of another stage: returns its hidden states as they are."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(block).items():
+            if not name.startswith("_") and isinstance(value, _PLAIN):
+                setattr(self, name, value)  # models ask blocks for their type of attention
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the hidden states."""
+        return hidden_states
+
+
+class DecoderBlocks(nn.ModuleList):
+    """All blocks of the model by their numbers, of which only some run."""
+
+    def __init__(self, blocks: list[nn.Module], note: Callable[[int], None]) -> None:
+        super().__init__(blocks)
+        self._note = note
+        self._passed = [PassedBlock(block) for block in blocks]
+        self.running = range(0)
+        """The blocks that the next forward runs."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for number, passed in enumerate(self._passed):
+            if number in self.running:
+                self._note(number)
+                yield super().__getitem__(number)
+            else:
+                yield passed
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return list(self)[index]
+        return self._passed[index] if index not in self.running else super().__getitem__(index)
+
+
+class DecoderModule(PipelineModule):
+    """A causal language model of transformers as a list: embedding, blocks, and norm with head.
+
+    Micro-batches are dictionaries as the model takes them, with `labels`; or pairs of such a
+    dictionary, or of token ids, and labels. Parameters keep the model's own names. The model is cut
+    in place: a stage loses the blocks of the others. All ranks must create it.
+
+    Args:
+        model: a decoder with `embed_tokens`, `layers` and `norm`, and a head.
+        num_stages, topology, partition_method, chunks: as of `PipelineModule`.
+
+    Raises:
+        ModelError: the model is another one, or does more than its blocks to the hidden states.
+        UsageError: as `PipelineModule`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        *,
+        partition_method: str = "parameters",
+        chunks: int = 1,
+    ) -> None:
+        decoder = check_decoder(model)
+        whole: Any = model
+        self._whole = whole, decoder  # no submodules: only their children are
+        head = nn.ModuleList([decoder.norm, whole.lm_head])
+        super().__init__(
+            [decoder.embed_tokens, *decoder.layers, head],
+            num_stages=num_stages,
+            topology=topology,
+            partition_method=partition_method,
+            chunks=chunks,
+        )
+        self.loss_fn = self._loss
+
+    @property
+    def has_ties(self) -> bool:
+        """True if the head is the embedding, and these are on several stages."""
+        return self._is_tied and self.stage_owner(0) != self.stage_owner(len(self._layer_specs) - 1)
+
+    def train(self, mode: bool = True) -> DecoderModule:
+        """Set training mode, of the model itself, too."""
+        self._whole[0].training = self._whole[1].training = mode
+        super().train(mode)
+        return self
+
+    def _build(self) -> None:
+        model, decoder = self._whole
+        own = {index for chunk in self.chunks for index in chunk}
+        last = len(self._layer_specs) - 1
+        self._functions = {
+            index: self._layer_specs[index]  # type: ignore[misc]
+            for index in sorted(own)
+        }
+        self._is_tied = decoder.embed_tokens.weight is model.lm_head.weight
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        name = names[decoder.embed_tokens.weight]
+        blocks = [
+            block if number + 1 in own else PassedBlock(block)
+            for number, block in enumerate(decoder.layers)
+        ]
+        decoder.layers = DecoderBlocks(blocks, self._note)
+        if 0 not in own:
+            if self._is_tied and last in own:
+                self.renamed = {model.lm_head.weight: name}
+            decoder.embed_tokens = nn.Identity()
+        if last not in own:
+            decoder.norm, model.lm_head = nn.Identity(), nn.Identity()
+        for name, child in model.named_children():
+            self.add_module(name, child)
+
+    def _tie(self) -> dict[str, Tie]:
+        """Return the tie of the embedding and the head, if this stage has one of the two."""
+        model, decoder = self._whole
+        stages = [self.stage_owner(0), self.stage_owner(len(self._layer_specs) - 1)]
+        if not self.has_ties or self.stage_id not in stages:
+            return {}
+        holder = nn.Module()  # the weight alone: a head may have a bias, too
+        is_first = self.stage_id == stages[0]
+        holder.weight = (decoder.embed_tokens if is_first else model.lm_head).weight
+        ranks = group_of([self.mpu().stage_to_global(stage) for stage in stages])
+        return {"embed_tokens": Tie("embed_tokens", holder, ("weight",), ranks)}
+
+    def _note(self, number: int) -> None:
+        self.curr_layer = number + 1
+
+    def forward(self, forward_input: Any, chunk: int = 0) -> Any:
+        """Return the hidden states after a chunk of this stage's blocks; logits after the last."""
+        model, decoder = self._whole
+        layers = self.chunks[chunk]
+        is_first, is_last = 0 in layers, len(self._layer_specs) - 1 in layers
+        self._forwards[chunk] += 1
+        decoder.layers.running = range(layers.start - 1, layers.stop - 1)
+        self.curr_layer = layers.start
+        given = inputs_of(forward_input) if is_first else dict(forward_input)
+        carried = {name: given[name] for name in _CARRIED if given.get(name) is not None}
+        if not is_first:
+            given["inputs_embeds"] = given.pop(_HIDDEN)
+        if is_last:
+            return model(**given, use_cache=False).logits
+        with _without_norm(decoder):
+            hidden = decoder(**given, use_cache=False).last_hidden_state
+        return {_HIDDEN: hidden, **carried}
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Refuse to recompute blocks together: the model does so itself.
+
+        Raises:
+            UsageError: `interval` is not 0.
+        """
+        if interval:
+            raise UsageError(
+                f"pipeline.activation_checkpoint_interval is {interval}, but the blocks of a"
+                " transformers model are called by the model itself: leave the key out, and use"
+                " activation_checkpointing.modules or model.gradient_checkpointing_enable()"
+            )
+
+    def pair_of(self, batch: Any) -> Any:
+        """Return the inputs and the labels of a micro-batch."""
+        if not isinstance(batch, Mapping):
+            return batch
+        if "labels" not in batch:
+            raise UsageError(
+                f"a micro-batch has {few(list(batch))} and no labels, from which the loss comes;"
+                " give labels, for example a copy of input_ids"
+            )
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        return inputs, batch["labels"]
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        model = self._whole[0]
+        size = model.config.get_text_config().vocab_size
+        found: Tensor = model.loss_function(logits=logits, labels=labels, vocab_size=size)
+        return found
+
+
+def check_decoder(model: nn.Module) -> Any:
+    """Return the decoder inside a causal language model.
+
+    Raises:
+        ModelError: it cannot be cut between its blocks.
+    """
+    kind = type(model).__name__
+    get_decoder: Any = getattr(model, "get_decoder", lambda: None)
+    decoder = get_decoder()
+    parts = ("embed_tokens", "layers", "norm")
+    missing = [f"decoder.{name}" for name in parts if not hasattr(decoder, name)]
+    missing += [name for name in ("lm_head", "loss_function", "config") if not hasattr(model, name)]
+    if missing:
+        raise ModelError(
+            f"pipeline.auto cuts causal language models of transformers between their blocks;"
+            f" {kind} has no {few(missing)}. Write it as a PipelineModule"
+        )
+    loose = [name for name, _ in model.named_parameters(recurse=False)]
+    loose += [name for name, _ in decoder.named_parameters(recurse=False)]
+    if loose or getattr(model.config, "output_router_logits", False):
+        what = few(loose) if loose else "config.output_router_logits"
+        raise ModelError(
+            f"pipeline.auto: {kind} has {what} outside of its blocks, which no stage would have"
+            " alone. Write it as a PipelineModule"
+        )
+    _check_between_blocks(model, decoder)
+    return decoder
+
+
+def _check_between_blocks(model: nn.Module, decoder: Any) -> None:
+    """Raise `ModelError` if the decoder changes hidden states outside of its blocks."""
+    device, dtype = decoder.norm.weight.device, decoder.norm.weight.dtype
+    width = decoder.norm.weight.shape[-1]
+    hidden = torch.linspace(-1, 1, 2 * width, device=device).view(1, 2, width).to(dtype)
+    layers = decoder.layers
+    decoder.layers = DecoderBlocks(list(layers), lambda _: None)
+    modes = {module: module.training for module in decoder.modules()}
+    decoder.train()
+    try:
+        with torch.no_grad(), _without_norm(decoder), torch.random.fork_rng():
+            found = decoder(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        is_same = found.shape == hidden.shape and torch.equal(found, hidden)
+    finally:
+        decoder.layers = layers
+        for module, mode in modes.items():
+            module.training = mode
+    if not is_same:
+        raise ModelError(
+            f"pipeline.auto: {type(model).__name__} scales, drops or adds to its embeddings outside"
+            " of its blocks, which every stage would do again. Write it as a PipelineModule"
+        )
+
+
+@contextmanager
+def _without_norm(decoder: Any) -> Iterator[None]:
+    norm, decoder._modules["norm"] = decoder.norm, nn.Identity()
+    try:
+        yield
+    finally:
+        decoder._modules["norm"] = norm
+
+
+def inputs_of(given: Any) -> dict[str, Any]:
+    """Return the model's inputs of a micro-batch: token ids, and what goes along with them.
+
+    Raises:
+        UsageError: there are others, which would not reach the other stages.
+    """
+    inputs = {"input_ids": given} if isinstance(given, Tensor) else dict(given)
+    others = inputs.keys() - {"input_ids", *_CARRIED}
+    if others or "input_ids" not in inputs:
+        raise UsageError(
+            f"a micro-batch of a decoder in stages has {few(sorted(inputs))}; expected input_ids,"
+            f" labels, and perhaps {' and '.join(_CARRIED)}"
+        )
+    return inputs
