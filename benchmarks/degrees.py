@@ -9,7 +9,7 @@ Sources: ZeRO (Rajbhandari et al. 2020) for states and their passes; Megatron-LM
 PipeDream-Flush (Narayanan et al. 2021) for stages; GShard (Lepikhin et al. 2020) for experts;
 Ulysses (Jacobs et al. 2023) for sequences.
 
-Tests: tests/engine/test_degrees.py
+Tests: tests/engine/test_degree_costs.py
 """
 
 from __future__ import annotations

@@ -1,172 +1,238 @@
-"""`benchmarks/degrees.py`: what it says of a degree is what ranks of a small model send."""
+"""Two kinds of parallelism at once, two ranks of each: one process's losses, norms and weights."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
+import costs
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from moe.models import EXPERTS, WIDTH, layer_of, tokens_of
+from cases import rarely
 from ranks import RankPools
-from tensor_parallel.models import batch_of, model_of
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
 
 import hadal
-from engine.test_pipeline import MICRO, batches, engine_of
-from hadal.moe import dispatch
-from hadal.pipeline import wires
-from hadal.tensor_parallel import across
+from engine.toys import tiny_at
+from hadal import comm
+from hadal.errors import ConfigError
 
-FILE = Path(__file__).parents[2] / "benchmarks/degrees.py"
-
-
-def arithmetic() -> ModuleType:
-    if "degrees" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("degrees", FILE)
-        assert spec is not None and spec.loader is not None
-        sys.modules["degrees"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["degrees"])
-    return sys.modules["degrees"]
-
-
-degrees = arithmetic()
-powers = st.sampled_from((1, 2, 4, 8))
-
-
-def test_the_models_have_their_sizes() -> None:
-    assert degrees.DENSE.parameters == 70_553_706_496  # as published for Llama 3 70B
-    assert 100e9 < degrees.EXPERTS.parameters < 106e9
-    assert degrees.EXPERTS.active < 13e9
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
+WORDS, ROWS, LENGTH, UPDATES, MICROS, CLIP = 32, 2, 8, 3, 2, 0.3
+# eps: where a gradient is all but zero, Adam would enlarge how fp32 rounds it.
+ADAM: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": {},
+    "data, tensor": {"tensor_parallel": {"autotp_size": 2}},
+    "data, experts": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+    "data, sequence": {"sequence_parallel_size": 2},
+}
+LAYOUTS["tensor, experts"] = LAYOUTS["data, tensor"] | LAYOUTS["data, experts"]
+LAYOUTS["sequence, tensor"] = LAYOUTS["data, sequence"] | LAYOUTS["data, tensor"]
+LAYOUTS["sequence, experts"] = LAYOUTS["data, sequence"] | LAYOUTS["data, experts"]
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+BF16 = {"bf16": {"enabled": True}}
 
 
-@given(powers, powers, powers, st.sampled_from((0, 1, 2, 3)))
-def test_all_ranks_hold_every_state_at_least_once(
-    data: int, tensor: int, pipeline: int, stage: int
-) -> None:
-    """And a higher ZeRO stage holds no more."""
-    shape, job = degrees.DENSE, degrees.Job()
-    layout = degrees.Layout(data, stage, tensor, pipeline)
-    held = degrees.held_by(shape, layout, job)
-    states = held.weights + held.gradients + held.optimizer
-    assert states * layout.world >= 16 * shape.parameters * (1 - 1e-9)
-    if (data, tensor, pipeline) == (1, 1, 1):
-        assert states == pytest.approx(16 * shape.parameters)
-    if stage:
-        lower = degrees.held_by(shape, degrees.Layout(data, stage - 1, tensor, pipeline), job)
-        assert states <= lower.weights + lower.gradients + lower.optimizer
+def mixtral(seed: int = 0) -> Any:
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.MixtralConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=4,
+        attn_implementation="sdpa",
+    )
+    model = transformers.MixtralForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # A clear choice of experts, which rounding does not change.
+            parameter.mul_(20.0 if ".gate." in name else 3.0)
+    return model
 
 
-@given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 8))
-def test_links_get_what_is_sent(size: int, stride: int, node: int) -> None:
-    ranks = range(0, size * stride, stride)
-    for wire in (degrees.ring(ranks, node, 1.0), degrees.exchange(ranks, node, 1.0)):
-        assert sum(wire) == pytest.approx((size - 1) / size)
-        assert min(wire) >= 0
-        if ranks[-1] < node:
-            assert wire.between == 0
-        if stride >= node:
-            assert wire.inside == pytest.approx(0)
+def imported() -> None:
+    mixtral()
 
 
-def test_degrees_that_do_not_fit_are_faults() -> None:
-    job = degrees.Job()
-    for keys, told in (
-        ({"pipeline": 3}, "layers"),
-        ({"tensor": 3}, "key heads"),
-        ({"data": 3}, "2048 sequences for 3 replicas"),
-    ):
-        layout = degrees.Layout(**{"data": 8, "stage": 1, **keys})
-        with pytest.raises(ValueError, match=told):
-            degrees.cost_of(degrees.DENSE, layout, job)
-    layout = degrees.Layout(8, 1, experts=16)
-    assert "replicas for expert ranks" in layout.fault(degrees.EXPERTS, job)
+@pytest.fixture(scope="module", autouse=True)
+def _imported(ranks: RankPools) -> None:
+    """Many tests share the ranks, and the time that they take to import transformers."""
+    with costs.aside():
+        mixtral()
+        ranks(4).run(imported)
 
 
-def sums(recomputes: bool) -> tuple[int, int]:
-    """The all-reduces of activations in a micro-batch on two tensor-parallel ranks."""
-    model = model_of("llama").train()
+def batch_of(step: int, reader: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + reader)
+    tokens = torch.randint(WORDS, (ROWS, LENGTH), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+Found = dict[str, Any]
+
+
+@cache
+def alone(readers: int) -> Found:
+    """One process that reads all samples, without an engine."""
+    model = mixtral()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    losses, norms = [], []
+    for update in range(UPDATES):
+        for micro in range(update * MICROS, (update + 1) * MICROS):
+            found = [model(**batch_of(micro, reader)).loss for reader in range(readers)]
+            loss = torch.stack(found).mean()
+            (loss / MICROS).backward()
+            losses.append(loss.item())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "weights": dict(model.state_dict())}
+
+
+def engine_in(layout: str, stage: int, zero: Found, keys: Found, seed: int = 0) -> Any:
     config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "tensor_parallel": {"autotp_size": 2},
-        "activation_checkpointing": {"modules": "units"} if recomputes else {},
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": MICROS,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_gather_16bit_weights_on_model_save": True,
+            **tiny_at(stage),
+            **zero,
+        },
+        **LAYOUTS[layout],
+        **keys,
     }
-    engine = hadal.initialize(model=model, config=config)[0]
-    batch = batch_of(0, 0, length=8)
-    expected = (2, 8, model.config.hidden_size)
-    seen: list[tuple[int, ...]] = []
-    whole = across.all_reduce
-
-    def all_reduce(tensor: torch.Tensor, *args: Any, **rest: Any) -> Any:
-        seen.append(tuple(tensor.shape))
-        return whole(tensor, *args, **rest)
-
-    with patch.object(across, "all_reduce", all_reduce):
-        engine.backward(engine(**batch).loss)
-    return seen.count(expected), model.config.num_hidden_layers
+    return hadal.initialize(model=mixtral(seed), config=config)[0]
 
 
-def exchanges(recomputes: bool) -> list[int]:
-    """The bytes that a rank sends in each exchange of tokens, for one layer of experts."""
-    layer = layer_of(2)
-    tokens = tokens_of(hadal.comm.get_rank()).requires_grad_()
-    seen: list[int] = []
-    given_to = dispatch._exchanged
-
-    def exchanged(rows: torch.Tensor, *rest: Any) -> torch.Tensor:
-        seen.append(rows.nbytes)
-        return given_to(rows, *rest)
-
-    with patch.object(dispatch, "_exchanged", exchanged):
-        call = (lambda x: checkpoint(layer, x, use_reentrant=False)) if recomputes else layer
-        call(tokens)[0].square().sum().backward()
-    return seen
-
-
-def messages() -> list[int]:
-    """The bytes of values that a stage sends in an update."""
-    engine = engine_of(2, {})
-    seen: list[int] = []
-    start = wires.start_send
-
-    def start_send(tensor: torch.Tensor, *rest: Any) -> Any:
-        if tensor.is_floating_point():
-            seen.append(tensor.nbytes)
-        return start(tensor, *rest)
-
-    data = list(batches(0, 1))
-    engine.train_batch(iter(data[:MICRO]))
-    with patch.object(wires, "start_send", start_send):
-        engine.train_batch(iter(data[MICRO : 2 * MICRO]))
-    return seen
+def train(engine: Any, first: int = 0, updates: int = UPDATES) -> Found:
+    """Mean losses over readers, norms, and on rank 0 the whole weights."""
+    data, losses, norms = engine.topology.data_parallel, [], []
+    for micro in range(first * MICROS, (first + updates) * MICROS):
+        loss = engine(**batch_of(micro, data.rank)).loss
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().float().clone()
+        comm.all_reduce(total)
+        losses.append(float(total) / comm.get_world_size())
+        if micro % MICROS == MICROS - 1:
+            norms.append(float(engine.get_global_grad_norm()))
+    return {
+        "losses": losses,
+        "norms": norms,
+        "readers": data.size,
+        "weights": engine._consolidated_16bit_state_dict(),
+    }
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_tensor_ranks_sum_as_often_as_said(recomputes: bool, ranks: RankPools) -> None:
-    for count, blocks in ranks(2).run(sums, recomputes):
-        assert count == degrees.tensor_sums(blocks, recomputes=recomputes, ends=2)
+def trained(layout: str, stage: int, zero: Found, keys: Found) -> Found:
+    engine = engine_in(layout, stage, zero, keys)
+    found = train(engine)
+    engine.destroy()
+    return found
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_experts_get_tokens_as_often_as_said(recomputes: bool, ranks: RankPools) -> None:
-    """Each exchange forth of both ranks together has every token's rows once."""
-    found = ranks(2).run(exchanges, recomputes)
-    calls = degrees.expert_exchanges(1, recomputes=recomputes)
-    assert [len(seen) for seen in found] == [calls, calls]
-    rows = 2 * 7 * 2 * WIDTH * 4  # ranks, tokens, experts of a token, fp32
-    assert EXPERTS == 4 and sum(seen[0] for seen in found) == rows
+@pytest.mark.parametrize(
+    ("layout", "stage", "zero", "keys"),
+    [
+        ("tensor, experts", 1, {}, {}),
+        ("tensor, experts", 3, OFFLOADED, {}),
+        ("sequence, tensor", 2, {}, {}),
+        ("sequence, experts", 3, {}, {}),
+        ("data, tensor", 2, OFFLOADED, {}),
+        ("data, experts", 2, {}, BF16),
+        rarely("tensor, experts", 2, {}, {}),
+        rarely("tensor, experts", 0, {}, {}),
+        rarely("sequence, tensor", 1, OFFLOADED, {}),
+        rarely("sequence, tensor", 3, {}, {}),
+        rarely("sequence, tensor", 2, {}, BF16),
+        rarely("sequence, experts", 1, {}, {}),
+        rarely("sequence, experts", 2, OFFLOADED, {}),
+        rarely("sequence, experts", 2, {}, BF16),
+        rarely("data, tensor", 3, {}, {}),
+        rarely("data, tensor", 1, {}, BF16),
+        rarely("data, experts", 2, OFFLOADED, {}),
+        rarely("data, experts", 3, {}, {}),
+        rarely("tensor, experts", 2, {}, BF16),
+        rarely("data, sequence", 3, OFFLOADED, {}),
+    ],
+)
+def test_two_kinds_at_once_train_as_one_process(
+    layout: str, stage: int, zero: Found, keys: Found, ranks: RankPools
+) -> None:
+    found = ranks(4).run(trained, layout, stage, zero, keys)
+    readers = found[0]["readers"]
+    # What bf16 rounds is far more than the ways to compute differ: its reference rounds alike.
+    expected = ranks(readers).run(trained, "data", stage, {}, keys)[0] if keys else alone(readers)
+    coarse = 5e-3 if keys else 1e-6
+    assert max(expected["norms"]) > CLIP
+    for one in found:
+        assert one["losses"] == pytest.approx(expected["losses"], rel=coarse)
+        assert one["norms"] == pytest.approx(expected["norms"], rel=10 * coarse)
+    weights, wanted, start = found[0]["weights"], expected["weights"], mixtral().state_dict()
+    assert weights.keys() == wanted.keys()
+    error = sum(float((weights[n].float() - wanted[n].float()).square().sum()) for n in wanted)
+    moved = sum(float((wanted[n].float() - start[n]).square().sum()) for n in wanted)
+    assert error**0.5 <= (0.15 if keys else 1e-5) * moved**0.5
+    if not keys:
+        for name, value in weights.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-6, atol=2e-6)
 
 
-def test_stages_send_what_is_said(ranks: RankPools) -> None:
-    """An activation or a gradient for each micro-batch, of one size."""
-    first, last = ranks(2).run(messages)
-    assert first == last and len(first) == MICRO and len(set(first)) == 1
+def refused() -> str:
+    with pytest.raises(ConfigError) as caught:
+        engine_in(
+            "tensor, experts", 1, {}, {"expert_parallel": {"enabled": True, "autoep_size": 4}}
+        )
+    return str(caught.value)
+
+
+def test_experts_are_shared_by_ranks_with_the_same_slices(ranks: RankPools) -> None:
+    for told in ranks(4).run(refused):
+        assert "expert_parallel.autoep_size" in told
+        assert "4 does not divide the 2 ranks (of 4) that hold the same dense parameters" in told
+
+
+def saved_and_loaded(folder: str, here: str, there: str, stages: tuple[int, int]) -> list[Found]:
+    engine = engine_in(here, stages[0], {}, {})
+    train(engine, updates=1)
+    engine.save_checkpoint(folder)
+    first = train(engine, 1)
+    engine.destroy()
+    engine = engine_in(there, stages[1], {}, {}, seed=7)
+    assert engine.load_checkpoint(folder)[0] is not None
+    second = train(engine, 1)
+    engine.destroy()
+    return [first, second]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "stages"),
+    [
+        ("tensor, experts", "sequence, tensor", (2, 3)),
+        ("data, experts", "tensor, experts", (3, 1)),
+        rarely("sequence, experts", "tensor, experts", (1, 2)),
+        rarely("sequence, tensor", "sequence, experts", (0, 3)),
+        rarely("tensor, experts", "data", (3, 0)),
+        rarely("data, tensor", "data, experts", (2, 1)),
+    ],
+)
+def test_a_checkpoint_of_one_layout_goes_on_in_another(
+    here: str, there: str, stages: tuple[int, int], tmp_path: Path, ranks: RankPools
+) -> None:
+    for first, second in ranks(4).run(saved_and_loaded, str(tmp_path), here, there, stages):
+        if first["readers"] == second["readers"]:
+            assert second["losses"] == pytest.approx(first["losses"], rel=1e-6)
+            assert second["norms"] == pytest.approx(first["norms"], rel=1e-5)
