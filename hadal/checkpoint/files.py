@@ -14,6 +14,7 @@ import re
 import secrets
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
@@ -37,6 +38,8 @@ _Folder = TypeVar("_Folder", Path, RemotePath, Location)
 Given = str | os.PathLike[str] | RemotePath
 """A location as users give it: text, which may be a URL, or a path."""
 _READ_NBYTES = 1 << 20
+# The number of files that are copied at a time.
+_AT_ONCE = 4
 _LOCAL, _REMOTE = LocalStorage(), FsspecStorage()
 # One slash is enough: `pathlib` makes one of two.
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://?(?P<rest>.+)", re.DOTALL)
@@ -216,8 +219,8 @@ class _Blocks:
             yield from file.blocks(self._head_nbytes, file.nbytes)
 
 
-def upload_file(origin: Path, path: Location, seal: Seal | None = None) -> Seal:
-    """Write a copy of a file of this machine, as `write_file` does; it must have this seal.
+def copy_file(origin: Location, path: Location, seal: Seal | None = None) -> Seal:
+    """Write a copy of a file, as `write_file` does; it must have this seal.
 
     Raises:
         CheckpointError: it cannot be written, does not read back as written, or has another seal.
@@ -228,6 +231,29 @@ def upload_file(origin: Path, path: Location, seal: Seal | None = None) -> Seal:
             f"{origin} is damaged: what was read for {path} is not what was written; check its disk"
         )
     return found
+
+
+def copy_folder(origin: Location, target: Location, last: str | None = None) -> None:
+    """Write copies of all files below a folder, several at a time, `last` after the others.
+
+    Raises:
+        CheckpointError: one cannot be read or written.
+    """
+    others = [name for name in _names_below(origin) if name != last]
+    with ThreadPoolExecutor(_AT_ONCE, "hadal-copy") as pool:
+        for _ in pool.map(lambda name: copy_file(origin / name, inside(target, name)), others):
+            pass
+    if last is not None:
+        copy_file(origin / last, target / last)
+
+
+def _names_below(folder: Location) -> Iterator[str]:
+    """Yield the names of the files in a folder and in those below it, relative to it."""
+    for item in items_of(folder):
+        if item.is_folder:
+            yield from (f"{item.name}/{name}" for name in _names_below(folder / item.name))
+        else:
+            yield item.name
 
 
 def check_file(path: Location, seal: Seal, *, whole: bool, kept: Kept | None = None) -> None:

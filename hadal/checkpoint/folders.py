@@ -176,8 +176,8 @@ def _folder_of_tag(load_dir: Location, tag: str) -> Location | None:
 
 
 def is_complete(folder: Location) -> bool:
-    """Return whether a folder is a checkpoint of Hadal or, on this machine, of DeepSpeed."""
-    return is_file(folder / INDEX) or (isinstance(folder, Path) and is_deepspeed(folder))
+    """Return whether a folder is a checkpoint of Hadal or of DeepSpeed."""
+    return is_file(folder / INDEX) or is_deepspeed(folder)
 
 
 def all_of(folder: Location, *, with_links: bool = True) -> list[Location]:

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from hadal.checkpoint.files import (
+    copy_file,
     items_of,
     new_mark,
     open_new,
     storage_of,
     system_errors,
-    upload_file,
     write_file,
 )
 from hadal.checkpoint.local import draft_of, sync_folder
@@ -217,4 +217,4 @@ def _write_pickle(
         with open_new(draft) as file:
             torch.save(state, file)
         state.clear()
-        upload_file(draft, path)
+        copy_file(draft, path)

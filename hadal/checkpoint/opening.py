@@ -6,8 +6,10 @@ Tests: tests/checkpoint/test_export.py
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from hadal.checkpoint import folders
+from hadal.checkpoint.deepspeed.folder import is_deepspeed
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
 from hadal.checkpoint.files import Given, is_file, is_folder, location_of
 from hadal.checkpoint.formats.dcp import is_dcp
@@ -15,7 +17,7 @@ from hadal.checkpoint.formats.dcp_source import DcpSource
 from hadal.checkpoint.index import INDEX
 from hadal.checkpoint.joined import Asked, JoinedSource, Places, Saved
 from hadal.checkpoint.source import Source
-from hadal.checkpoint.storage import Location, RemotePath
+from hadal.checkpoint.storage import Location
 from hadal.checkpoint.stored import StoredSource
 from hadal.errors import CheckpointError
 
@@ -62,7 +64,7 @@ def open_source(
     if not is_file(folder / INDEX):
         if is_dcp(folder):
             return DcpSource(folder, names)
-        if not isinstance(folder, RemotePath):
+        if isinstance(folder, Path) or is_deepspeed(folder):
             return DeepSpeedSource(folder, names)
     return StoredSource(folder, part)
 

@@ -31,7 +31,7 @@ from hadal.checkpoint.collecting import (
     head_of,
 )
 from hadal.checkpoint.contents import part_as_json
-from hadal.checkpoint.files import Seal, check_file, new_mark, system_errors, upload_file
+from hadal.checkpoint.files import Seal, check_file, copy_file, new_mark, system_errors
 from hadal.checkpoint.folders import CLIENT, rank_file
 from hadal.checkpoint.index import write_index
 from hadal.checkpoint.keep import JOBS, prune
@@ -200,8 +200,7 @@ class SaveJob:
         """Write this rank's files and return their seals."""
         home, began = self.path / self.mark, time.monotonic()
         seals = {
-            path.name: upload_file(path, home / path.name, seal)
-            for path, seal in self.staged.items()
+            path.name: copy_file(path, home / path.name, seal) for path, seal in self.staged.items()
         } or self._write_into(home, rank)
         return _Written(seals, time.monotonic() - began)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,16 @@ from ranks import RankPools
 from safetensors.torch import load
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from checkpoint.deepspeed_cases import toy
-from hadal.checkpoint.files import items_of, location_of, read_small, storage_of
+from checkpoint.deepspeed_cases import toy, unpack
+from hadal.checkpoint.files import copy_folder, items_of, location_of, read_small, storage_of
 from hadal.cli.main import main
 from hadal.cli.zero_to_fp32 import main as zero_to_fp32
 from hadal.utils import get_fp32_state_dict_from_zero_checkpoint
 
 from . import s3
 from .test_dcp import engine_of, state_of, train
+from .test_from_deepspeed import assert_holds
+from .test_from_deepspeed import engine_of as theirs_of
 
 pytest.importorskip("fsspec")
 _LIMIT = 1 << 30
@@ -68,6 +71,7 @@ def through_urls(root: str, folder: str) -> None:
     to_hugging_face(root, engine, exact)
     to_dcp(root, folder, exact)
     to_universal(root, folder, exact)
+    from_deepspeed(root, folder)
     damaged(root)
     engine.destroy()
 
@@ -129,6 +133,37 @@ def to_universal(root: str, folder: str, exact: dict[str, torch.Tensor]) -> None
     for name in ("inner.weight", "inner.bias"):
         content = read_small(location_of(f"{place}/{name}/fp32.pt"), _LIMIT)
         assert torch.equal(torch.load(io.BytesIO(content))["param"], exact[name])
+    # The way back: `latest_universal` names it.
+    other = engine_of(2, "bf16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", folder)
+        assert other.load_checkpoint(out)[1] == {"epoch": 1}
+        assert told("verify", f"{out}/global_step2_universal")[0] == 0
+    assert list(Path(folder).glob("hadal-*")) == []  # the copies are removed
+    assert_equal(state_of(other), exact)
+    other.destroy()
+
+
+def from_deepspeed(root: str, folder: str) -> None:
+    """A checkpoint of DeepSpeed behind a URL is one as in a directory."""
+    case, url = "stage2_bf16_world2", f"{root}/theirs"
+    saved = unpack(case, Path(folder, case))
+    copy_folder(saved.folder, location_of(url))
+    code, text = told("inspect", url, "--json")
+    (report,) = json.loads(text)
+    assert (code, report["tag"], report["faults"]) == (0, saved.tag, [])
+    assert report["writer"].startswith("DeepSpeed") and report["file_count"] == 3
+    engine = theirs_of(case, 3)
+    assert engine.load_checkpoint(url)[1] == toy.client_state()
+    assert_holds(engine, saved)
+    engine.destroy()
+    out = ("export", url, f"{root}/turned", "--format", "deepspeed-universal")
+    assert told(*out)[0] == 0
+    assert names_at(f"{root}/turned") == [f"{saved.tag}_universal", "latest_universal"]
+    part = location_of(f"{url}/{saved.tag}/mp_rank_00_model_states.pt")
+    storage_of(part).replace(part, read_small(part, _LIMIT)[:-1000])
+    code, text = told("verify", url)
+    assert code == 1 and "mp_rank_00_model_states.pt is damaged" in text.replace("\n", " ")
 
 
 def damaged(root: str) -> None:

@@ -49,7 +49,7 @@ def upload_behind(place: str, stage: int, **staging: Any) -> None:
     train(engine, range(2))
     saved = engine.state_dict()
     with pytest.MonkeyPatch.context() as patch:
-        gate = Gate(patch, "upload_file" if is_on_disk else "write_tensors")
+        gate = Gate(patch, "copy_file" if is_on_disk else "write_tensors")
         engine.save_checkpoint(url, client_state={"step": 2})
         losses = train(engine, range(2, 4))
         if is_on_disk:
@@ -138,7 +138,7 @@ def test_a_failed_upload_leaves_nothing_behind(ranks: RankPools, tmp_path: Path)
 
 def test_the_end_of_the_program_uploads_what_is_staged(tmp_path: Path) -> None:
     section = f'"async_save": True, "staging": {{"folder": "{tmp_path}/staging"}}'
-    script = SCRIPT.replace('"async_save": True', section).replace("write_tensors", "upload_file")
+    script = SCRIPT.replace('"async_save": True', section).replace("write_tensors", "copy_file")
     done = forks.run(["-c", script, str(tmp_path / "saved")], env=os.environ, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "saved" / "latest").read_text() == "global_step0"

@@ -6,11 +6,11 @@ Tests: tests/checkpoint/test_deepspeed.py
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hadal.checkpoint.files import system_errors
+from hadal.checkpoint.files import items_of, system_errors
+from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError, NotBuiltYetError
 
 LATEST_UNIVERSAL = "latest_universal"
@@ -39,14 +39,10 @@ class Files:
     """One for each expert of each layer of experts."""
 
 
-def is_deepspeed(folder: Path) -> bool:
+def is_deepspeed(folder: Location) -> bool:
     """Return whether a folder looks like a DeepSpeed checkpoint."""
-    # Another job may remove the folder between the two looks.
-    with system_errors(folder, "read"), suppress(FileNotFoundError):
-        if folder.is_dir():
-            names = [path.name for path in folder.iterdir()]
-            return any(_WHOLE.fullmatch(name) or _MODEL.fullmatch(name) for name in names)
-    return False
+    names = [item.name for item in items_of(folder)]
+    return any(_WHOLE.fullmatch(name) or _MODEL.fullmatch(name) for name in names)
 
 
 def files_of(folder: Path) -> Files:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,9 +22,10 @@ from hadal.checkpoint.deepspeed import layouts
 from hadal.checkpoint.deepspeed.folder import Files, files_of
 from hadal.checkpoint.deepspeed.layouts import TrainedValues
 from hadal.checkpoint.deepspeed.pickles import check_pickle, read_pickle
-from hadal.checkpoint.files import inside, parsing_errors
+from hadal.checkpoint.files import copy_folder, inside, parsing_errors
 from hadal.checkpoint.plain import encoded
 from hadal.checkpoint.source import Entry, ForeignSource
+from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError, NotBuiltYetError
 
 OWN_KEYS = frozenset(
@@ -77,7 +80,8 @@ class _FileValue(NamedTuple):
 class DeepSpeedSource(ForeignSource):
     """A checkpoint that DeepSpeed's `save_checkpoint` or `ds_to_universal` wrote.
 
-    At stage 0 DeepSpeed saves its optimizer without names: `names` lists the parameters of each
+    One behind a URL is copied to a temporary directory of this machine (`TMPDIR`) until `close`. At
+    stage 0 DeepSpeed saves its optimizer without names: `names` lists the parameters of each
     param group, in order; without it the source has only weights and buffers. So has that of a
     model with layers of experts.
 
@@ -86,18 +90,25 @@ class DeepSpeedSource(ForeignSource):
         NotBuiltYetError: the format is not supported.
     """
 
-    path: Path
-
-    def __init__(self, folder: Path, names: Sequence[Sequence[str]] | None = None) -> None:
+    def __init__(self, folder: Location, names: Sequence[Sequence[str]] | None = None) -> None:
         self.path = folder
         self._values: dict[tuple[str, str], _FileValue] = {}
-        self._files = files_of(folder)
+        with ExitStack() as stack:
+            if not isinstance(folder, Path):
+                # Its files are mapped into memory, which only a disk's can be.
+                copy = Path(stack.enter_context(TemporaryDirectory(prefix="hadal-")))
+                copy_folder(folder, copy)
+            self._files = files_of(folder if isinstance(folder, Path) else copy)
+            self._open(names)
+            self._kept = stack.pop_all()
+
+    def _open(self, names: Sequence[Sequence[str]] | None) -> None:
         models = [read_pickle(path) for path in self._files.model]
         experts = [read_pickle(path) for path in self._files.experts]
         # Of a model with experts only what all ranks have in common is read.
         optimizers = self._files.optimizer[:1] if experts else self._files.optimizer
         rows = [read_pickle(path) for path in optimizers]
-        what = f"{folder} cannot be understood as a DeepSpeed checkpoint, or is damaged"
+        what = f"{self.path} cannot be understood as a DeepSpeed checkpoint, or is damaged"
         with parsing_errors(what):
             self._model: Mapping[str, Any] = models[0]
             if experts:
@@ -342,8 +353,9 @@ class DeepSpeedSource(ForeignSource):
         return {key: value for key, value in self._model.items() if key not in OWN_KEYS}
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files; remove the copies of those behind a URL."""
         self._values, self._model = {}, {}
+        self._kept.close()
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Compare files with the checksums in them: each `shares`-th file from `share` on."""

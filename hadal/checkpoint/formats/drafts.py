@@ -9,11 +9,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hadal.checkpoint.files import (
+    copy_folder,
     exists,
     is_file,
     is_folder,
@@ -21,13 +21,10 @@ from hadal.checkpoint.files import (
     new_mark,
     storage_of,
     system_errors,
-    upload_file,
 )
 from hadal.checkpoint.local import sync_folder
 from hadal.checkpoint.storage import Location, RemotePath
 from hadal.errors import CheckpointError
-
-_AT_ONCE = 4
 
 
 @contextmanager
@@ -49,7 +46,10 @@ def drafted_folder(target: Location, last: str) -> Iterator[Path]:
         _refuse_others(target, last)
         with tempfile.TemporaryDirectory(prefix="hadal-") as folder:
             yield Path(folder)
-            _upload(Path(folder), target, last)
+            with system_errors(target, "written"):
+                for place in (target / last, target):
+                    storage_of(target).remove(place)
+            copy_folder(Path(folder), target, last)
         return
     target = Path(os.path.abspath(target))
     _refuse_others(target, last)
@@ -96,16 +96,3 @@ def _sync_tree(folder: Path) -> None:
             with open(os.path.join(place, name), "rb") as file:
                 os.fsync(file.fileno())
         sync_folder(Path(place))
-
-
-def _upload(draft: Path, target: RemotePath, last: str) -> None:
-    """Upload what is in a directory, several files at a time, `last` after the others."""
-    with system_errors(target, "written"):
-        for place in (target / last, target):
-            storage_of(target).remove(place)
-    names = [str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file()]
-    with ThreadPoolExecutor(_AT_ONCE, "hadal-export") as pool:
-        others = [name for name in sorted(names) if name != last]
-        for _ in pool.map(lambda name: upload_file(draft / name, target / name), others):
-            pass
-    upload_file(draft / last, target / last)

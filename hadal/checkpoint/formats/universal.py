@@ -332,7 +332,7 @@ class _Patterns:
     )
     _VOCABULARY = "vocabulary_parameter_patterns"
 
-    def __init__(self, info: Mapping[str, Any], path: Path) -> None:
+    def __init__(self, info: Mapping[str, Any], path: Location) -> None:
         if info.get("parameter_with_sub_params") or info.get("affine_map"):
             raise NotBuiltYetError(
                 f"{path} has parameters made of sub-parameters of different sizes, which is not"
