@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,30 +15,10 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes, gather_objects
 from hadal.errors import MismatchError, ModelError, few
 from hadal.zero.bucket import Bucket
+from hadal.zero.edits import digest
 from hadal.zero.gradients import Gradients
 
 _log = logging.getLogger(__name__)
-
-_BLOCK_NUMEL = 1 << 20
-_SHIFT = 31
-
-
-def digest(values: Tensor) -> int:
-    """Return a number that is equal for two 1-D tensors of the same bits, and else almost never.
-
-    Their bytes are a multiple of 8. Works on any device, a block at a time.
-    """
-    words = values.detach().view(torch.int64)
-    total = 0
-    for number, block in enumerate(words.split(_BLOCK_NUMEL)):
-        # Odd factors: none makes two different words alike. Sums wrap around, and lose high bits
-        # that come in pairs (two changed signs): these are put among the low ones too.
-        mixed = (block >> _SHIFT).bitwise_and_((1 << (64 - _SHIFT)) - 1).bitwise_xor_(block)
-        places = torch.arange(1, 2 * block.numel(), 2, device=block.device)
-        sums = (total, number, int((mixed * places).sum()), int(mixed.sum()))
-        # Not `hash`, for which -1 and -2 are alike.
-        total = int.from_bytes(hashlib.blake2b(repr(sums).encode(), digest_size=8).digest(), "big")
-    return total
 
 
 class _Gather(NamedTuple):
@@ -89,7 +68,7 @@ class Sanity:
         gather, gathers = _Gather(bucket.name, places), self._report.gathers
         count, known = gathers.get(gather, (0, [0] * bucket.layout.world_size))
         slices = full.split(bucket.layout.shard_numel) if full.numel() else ()
-        seen = [hash((old, digest(part))) for old, part in zip(known, slices, strict=False)]
+        seen = [hash((old, int(digest(part)))) for old, part in zip(known, slices, strict=False)]
         gathers[gather] = (count + 1, seen)
 
     def came(self, gradients: Gradients, index: int) -> None:
@@ -128,9 +107,9 @@ class Sanity:
                 for slot in bucket.layout.slots:
                     if slot.numel:
                         # Up to the next boundary: padding holds zeros on every rank.
-                        words = max(1, 8 // bucket.full.itemsize)
+                        words = max(1, 4 // bucket.full.itemsize)
                         stop = -(-slot.stop // words) * words
-                        yield slot.name, digest(bucket.full[slot.offset : stop])
+                        yield slot.name, int(digest(bucket.full[slot.offset : stop]))
 
     def _faulty_weights(self) -> Iterator[str]:
         for bucket in self._buckets:
