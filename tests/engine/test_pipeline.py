@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from cases import often
-from ranks import RankPools
+from ranks import RankPool, RankPools, RanksFailed
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -16,7 +20,14 @@ import hadal
 from engine.toys import TINY
 from hadal import comm
 from hadal.engine.pipeline import PipelineEngine
-from hadal.errors import ConfigError, MismatchError, NotBuiltYetError, PipelineError, UsageError
+from hadal.errors import (
+    CommunicationError,
+    ConfigError,
+    MismatchError,
+    NotBuiltYetError,
+    PipelineError,
+    UsageError,
+)
 from hadal.pipeline import (
     LayerSpec,
     PipelineModule,
@@ -460,3 +471,35 @@ def resume(folder: Any) -> None:
 
 def test_a_run_resumes(ranks: RankPools, tmp_path: Any) -> None:
     ranks(2).run(resume, tmp_path)
+
+
+class Killed(nn.Linear):
+    """Its process ends without a word in the third forward."""
+
+    calls = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(value)
+
+
+def lose_a_stage() -> None:
+    specs = [LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(Killed, WIDTH, WIDTH)]
+    module = PipelineModule(specs, num_stages=2, loss_fn=nn.MSELoss())
+    engine = engine_of(2, {}, module)
+    data = [(torch.ones(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)) for _ in range(MICRO)]
+    engine.train_batch(iter(data))
+
+
+def test_a_killed_stage_ends_the_others_by_name(fresh_ranks: Callable[[int], RankPool]) -> None:
+    began = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        fresh_ranks(2).run(lose_a_stage, timeout=60)
+    assert time.monotonic() - began < 50
+    error = caught.value.errors[0]
+    assert isinstance(error, CommunicationError)
+    places = r"the (activation from stage 0|gradient from stage 1) \(layer [01]\) \(rank [01]\) to"
+    assert re.search(places, str(error)), error
+    assert re.search(r"micro-batch \d of batch 1", str(error)), error
