@@ -17,7 +17,7 @@ from typing import BinaryIO
 from hadal.launcher.ending import BY_TORCH, TRACEBACK, last_lines
 from hadal.launcher.frames import Lines
 
-HOLD_S = 5.0
+HOLD_S = 10.0
 """A rank that still runs this long after a traceback has survived it: the traceback is shown."""
 _TAIL_LINES = 20
 _LONGEST_NBYTES = 1 << 20

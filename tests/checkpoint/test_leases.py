@@ -15,6 +15,7 @@ import pytest
 
 from hadal.checkpoint import folders, leases
 from hadal.checkpoint.leases import Lease, holder_of, is_alive, lease_of
+from hadal.checkpoint.storage import StorageItem
 from hadal.errors import CheckpointError
 
 from .listing import home_of
@@ -218,14 +219,13 @@ def test_a_folder_that_another_job_removes_meanwhile_is_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "theirs").mkdir()
-    is_dir = Path.is_dir
+    listed = folders.items_of
 
-    def removed_behind(path: Path) -> bool:
-        found = is_dir(path)
-        if found and path.name == "theirs":
-            path.rmdir()
+    def removed_behind(path: Path) -> list[StorageItem]:
+        found = listed(path)
+        (tmp_path / "theirs").rmdir()
         return found
 
-    monkeypatch.setattr(Path, "is_dir", removed_behind)
+    monkeypatch.setattr(folders, "items_of", removed_behind)
     assert folders.all_of(tmp_path) == []
     assert not (tmp_path / "theirs").exists()
