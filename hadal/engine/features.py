@@ -22,8 +22,11 @@ from hadal.compression.compress import is_on, tell_missing_teacher, with_old_for
 from hadal.compression.report import compression_report
 from hadal.compression.training import CompressionTechniques
 from hadal.config import Config
+from hadal.data_efficiency.batching import PATH as BATCHING
 from hadal.data_efficiency.batching import BatchingByTokens
 from hadal.data_efficiency.layer_drop import LayerDrop
+from hadal.data_efficiency.ordered import ExpectsLoader
+from hadal.data_efficiency.sampler import PATH as CURRICULUM
 from hadal.data_efficiency.seqlen import LengthCurriculum, Write
 from hadal.data_efficiency.token_drop import TokenDrop
 from hadal.engine.batches import BatchSizes
@@ -118,6 +121,15 @@ def _batching(setting: Setting) -> Listener | None:
     if not section.enabled:
         return None
     return BatchingByTokens(section, setting.batches.accumulation, _write(setting))
+
+
+def _ordered(setting: Setting) -> Listener | None:
+    sampling = setting.config.data_efficiency.data_sampling
+    is_curriculum = sampling.curriculum_learning.enabled
+    if not (is_curriculum or sampling.dynamic_batching.enabled):
+        return None
+    tells = setting.world.rank == 0
+    return ExpectsLoader(CURRICULUM if is_curriculum else BATCHING, tells=tells)
 
 
 def _layer_drop(setting: Setting) -> Listener | None:
@@ -332,6 +344,7 @@ class _OwnLog(Listener):
 LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
     # What changes inputs comes before what counts their tokens.
     "curriculum_learning": _lengths,
+    "data_efficiency.data_sampling": _ordered,
     "data_efficiency.data_sampling.dynamic_batching": _batching,
     "progressive_layer_drop": _layer_drop,
     "activation_checkpointing": _recomputed,

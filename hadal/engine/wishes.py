@@ -6,7 +6,7 @@ Tests: tests/engine/test_arguments.py
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from hadal.config import Config
 from hadal.data_efficiency import batching as by_tokens
 from hadal.data_efficiency.lengths import lengths_of
 from hadal.data_efficiency.metric_files import Origin
+from hadal.data_efficiency.ordered import ExpectsLoader
 from hadal.data_efficiency.sampler import PATH as CURRICULUM
 from hadal.data_efficiency.sampler import CurriculumOrder, Taking
 from hadal.device import current_device
@@ -179,14 +180,16 @@ def make_loading(
         wishes.collate_fn,
         can_pin=current_device().type != "cpu",
         seed=seed,
-        chosen=_chosen_order(config, sharding, _batching(listeners)),
+        chosen=_chosen_order(config, sharding, tuple(listeners)),
     )
 
 
 def _chosen_order(
-    config: Config, sharding: Sharding, batching: by_tokens.BatchingByTokens | None
+    config: Config, sharding: Sharding, listeners: Sequence[Listener]
 ) -> ChosenOrder | None:
     """Return the order by metrics, or by tokens, if one is on."""
+    batching = _batching(listeners)
+    expecting = [one for one in listeners if isinstance(one, ExpectsLoader)]
     section = config.data_efficiency
     sampling = section.data_sampling
     taking = Taking(
@@ -197,8 +200,13 @@ def _chosen_order(
         sharding.drop_last,
     )
 
+    def made(order: Order) -> Order:
+        for one in expecting:
+            one.is_made = True
+        return order
+
     def by_metrics(dataset: Any) -> Order:
-        return CurriculumOrder(section, Origin.of(dataset), taking)
+        return made(CurriculumOrder(section, Origin.of(dataset), taking))
 
     def in_packs(dataset: Any) -> Order:
         folder = sampling.dynamic_batching.metrics_path
@@ -206,7 +214,7 @@ def _chosen_order(
         order = by_tokens.PackedOrder(section, lengths, taking)
         if batching is not None:
             batching.order = order
-        return order
+        return made(order)
 
     workers, pins = sampling.num_workers, sampling.pin_memory
     if sampling.curriculum_learning.enabled:
