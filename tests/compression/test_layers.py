@@ -144,6 +144,30 @@ def test_a_module_keeps_everything_but_its_class():
     assert isinstance(head, CompressedLinear)
 
 
+def test_adapters_of_peft_stay_as_they_are():
+    """The base layer is quantized; the adapter is trained and merged as before."""
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)
+    model = peft.get_peft_model(Bert(), adapters)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    built(weights(4, 4, modules=["query.base_layer"], **NOW), model=model)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == trained
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    layer = model.base_model.model.bert.encoder.layer[0].attention.self["query"]
+    assert isinstance(layer.base_layer, CompressedLinear)
+    assert not any(isinstance(one, CompressedLinear) for one in layer.lora_A.modules())
+    tokens = torch.arange(6).view(1, 6)
+    model(tokens).square().mean().backward()
+    grads = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert grads == set(trained)
+    x = torch.randn(2, 16)
+    low = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    change = x @ low[0].t() @ low[1].t() * layer.scaling["default"]
+    torch.testing.assert_close(layer(x), layer.base_layer(x) + change)
+    assert not torch.equal(layer.base_layer(x), nn.functional.linear(x, layer.base_layer.weight))
+
+
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_changed_modules_can_be_copied(make):
     model = built(weights(4, 4, modules="*"), inputs(8, modules="*", range_calibration="static"))

@@ -142,6 +142,43 @@ def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path):
     engine.destroy()
 
 
+def bits_seen(engine, steps: range) -> list[int | None]:
+    """The bits in an evaluation, and in the forward of each update after it."""
+    engine.eval()
+    with torch.no_grad():
+        engine(TOKENS)
+    found = [bits_of(engine)[0]]
+    engine.train()
+    for step in steps:
+        train(engine, range(step, step + 1))
+        found.append(bits_of(engine)[0])
+    return found
+
+
+def save_in_mid_schedule(folder: str) -> list[int | None]:
+    engine = engine_with(FALLING, stage=2)
+    train(engine, range(3))
+    engine.save_checkpoint(folder)
+    found = bits_seen(engine, range(3, 6))
+    engine.destroy()
+    return found
+
+
+def go_on(folder: str, stage: int) -> list[int | None]:
+    engine = engine_with(FALLING, stage=stage)
+    engine.load_checkpoint(folder)
+    found = bits_seen(engine, range(3, 6))
+    engine.destroy()
+    return found
+
+
+def test_the_schedule_goes_on_at_another_number_of_ranks(ranks: RankPools, tmp_path: Path):
+    told, same = ranks(2).run(save_in_mid_schedule, str(tmp_path))
+    assert told == same == [6, 6, 6, 5]
+    assert ranks(1).run(go_on, str(tmp_path), 3) == [told]
+    assert ranks(2).run(go_on, str(tmp_path), 0) == [told, told]
+
+
 def test_updates_that_overflow_do_not_count():
     fp16 = {"enabled": True, "initial_scale_power": 26, "hysteresis": 1}
     engine = engine_with(weights(8, 3, 1), fp16=fp16)
@@ -154,7 +191,13 @@ def test_updates_that_overflow_do_not_count():
     engine.destroy()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+SIXTEEN_BITS = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 64.0}},
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_every_stage_trains_alike(ranks: RankPools, dtype):
     found = [ranks(2).run(losses_of, stage, dtype) for stage in range(4)]
     assert all(each == found[0] for each in found)
@@ -162,8 +205,7 @@ def test_every_stage_trains_alike(ranks: RankPools, dtype):
 
 def losses_of(stage: int, dtype: str) -> list[float]:
     static = inputs(8, ["intermediate"], range_calibration="static")
-    changes = {} if dtype == "fp32" else {"bf16": {"enabled": True}}
-    engine = engine_with(FALLING, static, stage=stage, **changes)
+    engine = engine_with(FALLING, static, stage=stage, **SIXTEEN_BITS.get(dtype, {}))
     losses = train(engine, range(5))
     ranges = engine.module.bert.encoder.layer[0].intermediate["dense"].activation_quantizer
     mine = ranges.x_min_max.float().tolist()
