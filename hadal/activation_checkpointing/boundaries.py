@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from hadal.device import Stamp, at_end_of_backward, graph_task, synchronize
 
@@ -72,6 +73,7 @@ class BlockBoundaries:
         self._number = number
         self._device = device
         self._begun: Stamp | None = None
+        self._hooks: list[RemovableHandle] = []
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -85,15 +87,21 @@ class BlockBoundaries:
         self._begun = self._home.reach(self._device)
         self._home.report_at_end()
 
-    def entered(self, tensor: Tensor) -> Tensor:
-        """Return an input as the block shall see it: its gradient ends the block's backward."""
-        if not tensor.requires_grad:
-            return tensor
-        seen = tensor.view_as(tensor)
-        seen.register_hook(self._end)
-        return seen
+    def end_at(self, inputs: Sequence[Tensor]) -> None:
+        """Let the first complete gradient of an input end the block's backward.
+
+        A node of the graph would do so too, but gradients of an input that other blocks use as well
+        would then be summed in another order.
+        """
+        for tensor in inputs:
+            if tensor.requires_grad:
+                hook = tensor.register_hook(self._end)
+                if tensor.is_leaf:  # it outlives the graph
+                    self._hooks.append(hook)
 
     def _end(self, _: Tensor) -> None:
         begun, self._begun = self._begun, None
         if begun is not None:
             self._home.add("backward", self._number, begun, self._home.reach(self._device))
+        while self._hooks:
+            self._hooks.pop().remove()

@@ -70,12 +70,11 @@ class Recomputation:
         names = [name for name, value in kwargs.items() if _is_stored(value)]
         others = {name: value for name, value in kwargs.items() if name not in names}
         given = [*args, *(kwargs[name] for name in names)]
-        block = self._boundaries.block([value for value in given if isinstance(value, Tensor)])
-        if block is not None:
-            given = [block.entered(v) if isinstance(v, Tensor) else v for v in given]
-
         count = len(args)
         tensors = [value for value in given if isinstance(value, Tensor)]
+        block = self._boundaries.block(tensors)
+        if block is not None:
+            block.end_at(tensors)
         outer, inner = (None, None) if around is None else around(tensors)
 
         # Refers to no tensor that is stored: autograd alone does.

@@ -73,7 +73,7 @@ class RecomputedModules(Listener):
             message = recomputed_elsewhere(self._model, list(self._modules))
             if message is not None:
                 raise UsageError(message)
-        if not self._caches or not getattr(self._model.config, "use_cache", False):
+        if not self._caches:
             return None
         return forward._replace(kwargs={**forward.kwargs, "use_cache": False})
 
@@ -233,8 +233,10 @@ class BudgetedModules(RecomputedModules):
 
 
 def _takes_cache(model: nn.Module) -> bool:
-    """Return whether a model of transformers may keep keys and values in training."""
-    if not hasattr(getattr(model, "config", None), "use_cache"):
+    """Return whether a model of transformers, or a part of it, may keep keys and values."""
+    config = getattr(model, "config", None)
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    if not any(hasattr(one, "use_cache") for one in (config, *parts)):
         return False
     names = inspect.signature(model.forward).parameters.values()
     return any(one.name == "use_cache" or one.kind is one.VAR_KEYWORD for one in names)
