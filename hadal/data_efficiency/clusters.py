@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hadal.data_efficiency.indexed import IndexedRows, smallest_dtype
+from hadal.data_efficiency.shuffling import shuffle
 from hadal.errors import UsageError
 
 Ids = npt.NDArray[Any]
 """Numbers of samples, in the smallest unsigned type for the data set."""
 _PART = 1 << 20
-_WIDE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +115,6 @@ def admitted(
         found[place : place + len(some)] = some + start
         place += len(some)
     return found
-
-
-def shuffle(ids: Ids, generator: np.random.Generator) -> None:
-    """Shuffle in place: the order that `generator.shuffle` gives numbers of any type."""
-    if len(ids) > _WIDE:
-        generator.shuffle(ids)
-        return
-    # numpy swaps numbers of 8 bytes faster than any others.
-    wide = ids.astype(np.int64)
-    generator.shuffle(wide)
-    ids[:] = wide
 
 
 def state_of_generator(generator: np.random.Generator) -> tuple[Any, ...]:

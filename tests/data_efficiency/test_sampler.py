@@ -18,7 +18,6 @@ import hadal
 from hadal import comm
 from hadal.config import load_config
 from hadal.config.data_efficiency import DataEfficiency
-from hadal.data_efficiency import clusters
 from hadal.data_efficiency.analysis import analyze
 from hadal.data_efficiency.indexed import IndexedRows, RowsBuilder
 from hadal.data_efficiency.metric_files import Origin, read_rows, write_row
@@ -294,20 +293,6 @@ def test_files_of_a_data_set_with_as_many_samples_are_refused(tmp_path: Path) ->
     (tmp_path / "a/length/length_origin.json").write_text("{")
     with pytest.raises(UsageError, match=r"index_to_sample_path: .*origin\.json is damaged"):
         engine_with(tmp_path, data=IndexedRows(tmp_path / "one"), sampling=changes)
-
-
-@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32, np.int64])
-@pytest.mark.parametrize("wide", [0, 1 << 24])
-def test_an_order_does_not_depend_on_the_type(
-    kind: type, wide: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(clusters, "_WIDE", wide)
-    one, other = np.random.default_rng(7), np.random.default_rng(7)
-    ids, expected = np.arange(200, dtype=kind), np.arange(200)
-    clusters.shuffle(ids, one)
-    other.shuffle(expected)
-    assert ids.tolist() == expected.tolist() and ids.dtype == kind
-    assert one.bit_generator.state == other.bit_generator.state
 
 
 def test_an_analysis_of_many_samples_is_not_ambiguous(
