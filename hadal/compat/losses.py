@@ -257,8 +257,12 @@ def _reduced(
 
 
 def _check_backend(name: str, backend: str, built: tuple[str, ...]) -> None:
-    if backend not in built:
-        raise unbuilt(f"{name}(backend={backend!r})")
+    if backend in built:
+        return
+    told = " or ".join(f"backend={one!r}" for one in built)
+    if backend in ("liger", "triton"):
+        raise unbuilt(f"{name}(backend={backend!r})", f"Give {told}, which needs no kernels")
+    raise UsageError(f"{name}: backend={backend!r} is unknown; give {told}")
 
 
 def _check_slice(

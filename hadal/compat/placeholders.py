@@ -11,12 +11,31 @@ from typing import Any, NoReturn
 from hadal.compat.surface import NameKind
 from hadal.errors import NotBuiltYetError
 
+_WHOLE_SEQUENCES = (
+    "The key sequence_parallel_size splits the sequences of transformers' models; other attention"
+    " can be wrapped in hadal.sequence.DistributedAttention"
+)
+_INSTEAD = {
+    "deepspeed.sequence.fpdt_layer.": (
+        "For long sequences use sequence_parallel_size (a ring where ranks outnumber heads),"
+        " hadal.sequence.TiledMLP, hadal.sequence.linear_cross_entropy and"
+        " activation_checkpointing.cpu_checkpointing"
+    ),
+    "deepspeed.sequence.auto": _WHOLE_SEQUENCES,
+    "deepspeed.compile.init_sp.": _WHOLE_SEQUENCES,
+    "deepspeed.compile.passes.sp_compile.": _WHOLE_SEQUENCES,
+}
+"""What does the same here, by the beginning of a name."""
 
-def unbuilt(name: str) -> NotBuiltYetError:
-    """Return the error for a name that has no home yet."""
+
+def unbuilt(name: str, instead: str | None = None) -> NotBuiltYetError:
+    """Return the error for a name that has no home yet, and what to use instead."""
+    if instead is None:
+        found = (remedy for start, remedy in _INSTEAD.items() if name.startswith(start))
+        instead = next(found, "Do without it")
     return NotBuiltYetError(
         f"{name} is not built yet: the name can be imported, but has no implementation."
-        " Do without it, or run this program with DeepSpeed itself"
+        f" {instead}, or run this program with DeepSpeed itself"
     )
 
 

@@ -36,8 +36,12 @@ def test_logits_in_pieces() -> None:
         found.sum().backward()
         expected.sum().backward()
         torch.testing.assert_close(mine.grad, other.grad)
-    with pytest.raises(NotBuiltYetError, match="backend='triton'"):
-        losses.chunked_cross_entropy(logits, target, backend="triton")
+    for call in (losses.chunked_cross_entropy, losses.vocab_parallel_cross_entropy):
+        for kernels in ("triton", "liger"):
+            with pytest.raises(NotBuiltYetError, match=rf"'{kernels}'.* Give .*backend='torch'"):
+                call(logits, target, backend=kernels)
+        with pytest.raises(UsageError, match="backend='tirton' is unknown; give"):
+            call(logits, target, backend="tirton")
     assert losses.triton_backend_available() is False
 
 

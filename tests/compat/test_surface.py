@@ -91,6 +91,25 @@ def test_what_has_no_home_says_so_when_it_is_used() -> None:
     assert unbuilt > 100
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("fpdt_layer.FPDT_Attention", "activation_checkpointing.cpu_checkpointing"),
+        ("fpdt_layer._FPDTGPUOffloadingAttentionImpl_", "sequence_parallel_size"),
+        ("auto_sp.auto_wrap_model_for_sp", "sequence_parallel_size"),
+        ("autosp_vit.UlyssesSPViTAttention", "DistributedAttention"),
+    ],
+)
+def test_what_is_for_long_sequences_names_what_to_use_instead(name: str, instead: str) -> None:
+    module, _, leaf = name.partition(".")
+    stands = getattr(alias(f"deepspeed.sequence.{module}"), leaf)
+    with pytest.raises(NotBuiltYetError, match=rf"{leaf} is not built yet.*{instead}"):
+        stands()
+    if leaf.startswith("_"):
+        with pytest.raises(NotBuiltYetError, match="apply is not built yet"):
+            stands.apply()
+
+
 def test_names_that_are_the_same_lead_to_one_object() -> None:
     modules = surface.modules()
     for module in modules.values():
