@@ -6,6 +6,7 @@ A call's inputs are the only tensors that autograd saves for it. `InputKeeper.ar
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -24,7 +25,19 @@ from hadal.config.activation_checkpointing import ActivationCheckpointing
 from hadal.device import Event, SideStream, is_host_memory, saved_tensors_hooks_here
 from hadal.errors import UsageError
 
+_log = logging.getLogger(__name__)
+
 _LABEL = "the gather of a recomputed block's inputs"
+
+
+def tell_unshared(options: ActivationCheckpointing, ranks: Ranks | None) -> None:
+    """Log that inputs will not be sharded, where the options ask for it and no ranks share them."""
+    if options.partition_activations and (ranks is None or ranks.size == 1):
+        _log.warning(
+            "activation_checkpointing.partition_activations has no effect: one rank holds the whole"
+            " model. Pass the object that knows the tensor-parallel ranks (an mpu) to configure or"
+            " to initialize, or leave the key out"
+        )
 
 
 class HostLimits(NamedTuple):

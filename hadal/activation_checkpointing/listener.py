@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from hadal.activation_checkpointing.budget import (
     MeasuredBackward,
@@ -76,6 +77,19 @@ class RecomputedModules(Listener):
         if not self._caches:
             return None
         return forward._replace(kwargs={**forward.kwargs, "use_cache": False})
+
+    def on_error(self, error: BaseException) -> None:
+        """Let torch's error about a recomputation say which module it was, and what to do."""
+        if not isinstance(error, CheckpointError):
+            return
+        # Backward goes from the last module to the first.
+        name = next((one.name for one in self._placed if one.is_again), "a module")
+        error.args = (
+            f"activation_checkpointing.modules: {name} computed something else when it was"
+            " recomputed in backward (a cache, a counter, or a tensor that was changed in place);"
+            " let its forward depend on its inputs alone, or leave it out of the patterns."
+            f"\n{error}",
+        )
 
     def close(self) -> None:
         """Give the modules their own forwards back."""
@@ -203,7 +217,8 @@ class BudgetedModules(RecomputedModules):
         }
         for one in self._placed:
             one.recomputation = ways.get(self.verdict.choices[one.name])
-        self._tell("\n".join(table(self._steps, self.verdict)))
+        level = logging.INFO if self.verdict.fits else logging.WARNING
+        self._tell("\n".join(table(self._steps, self.verdict)), level)
 
     def _check(self, peak: int) -> None:
         assert self.verdict is not None  # it was chosen
@@ -215,9 +230,9 @@ class BudgetedModules(RecomputedModules):
             self._budget -= peak - self._around.budget
             self._choose()
 
-    def _tell(self, message: str) -> None:
+    def _tell(self, message: str, level: int = logging.INFO) -> None:
         if self._around.world.rank == 0:
-            _log.info("activation_checkpointing.memory_budget: %s", message)
+            _log.log(level, "activation_checkpointing.memory_budget: %s", message)
 
     def _stop(self) -> None:
         if self._meter is not None:
@@ -225,6 +240,7 @@ class BudgetedModules(RecomputedModules):
 
     def on_error(self, error: BaseException) -> None:
         """End a measurement; the next update is measured instead."""
+        super().on_error(error)
         self._stop()
         self._meter = self._calls = None
         self._backwards = []

@@ -50,6 +50,9 @@ def chosen(
             f" give patterns, such as {_examples(modules)}"
         )
         return {}, [Fault(PATH, message)]
+    if not wish:
+        message = 'an empty list recomputes nothing; give "units" or patterns, or leave the key out'
+        return {}, [Fault(PATH, message)]
     found: dict[str, nn.Module] = {}
     faults: list[Fault] = []
     for pattern in wish:
@@ -64,6 +67,8 @@ def chosen(
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
     if type(module).__name__ == pattern:
         return True
+    if not name:
+        return False  # the whole model; its class names it
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -127,6 +132,8 @@ class Recomputed:
         """How the module is recomputed; None: it is not."""
         self.around: Callable[[str, list[Tensor]], Contexts] | None = None
         """Makes the contexts of each call, from the module's name and its inputs."""
+        self.is_again = False
+        """True: its latest call was a recomputation."""
         self._is_told = False
         self._module = module
         self._before = module.__dict__.get("forward")
@@ -154,7 +161,11 @@ class Recomputed:
                 " torch.utils.checkpoint; leave it out of the patterns, or remove that call"
             )
         around = None if self.around is None else functools.partial(self.around, self.name)
-        return self.recomputation.run(self._forward, args, kwargs, around)
+        return self.recomputation.run(self._noting, args, kwargs, around)
+
+    def _noting(self, *args: Any, **kwargs: Any) -> Any:
+        self.is_again = is_in_node()
+        return self._forward(*args, **kwargs)
 
     def _tell_inside(self) -> None:
         if self._is_told:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hadal.activation_checkpointing import Recomputation
+from hadal.activation_checkpointing import Recomputation, tell_unshared
 from hadal.activation_checkpointing.random_states import reseed_parts, seed_parts
 from hadal.comm import Ranks, get_world_size, is_initialized
 from hadal.comm.mpu import cuts_the_model, tensor_group_of
@@ -40,12 +40,7 @@ class _State:
             found = get_tensor_model_parallel_group()
             group = found if self.mpu is None else tensor_group_of(self.mpu)
             ranks = None if group is None else Ranks.of(group)
-            if ranks is None or ranks.size == 1:
-                _log.warning(
-                    "activation_checkpointing.partition_activations has no effect: one rank holds"
-                    " the whole model. Pass the object that knows the tensor-parallel ranks (an"
-                    " mpu) to configure or to initialize, or leave the key out"
-                )
+        tell_unshared(options, ranks)
         self.recomputation = Recomputation(options, ranks)
 
 

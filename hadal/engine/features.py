@@ -250,6 +250,8 @@ def _recomputed(setting: Setting) -> Listener | None:
         return None
     from hadal import activation_checkpointing as wing  # for this alone
 
+    if setting.world.rank == 0:
+        wing.tell_unshared(section, ranks)
     budget = budget_of(setting.config, setting.device)
     if budget is not None:
         around = wing.Surroundings(setting.device, setting.world, budget)
@@ -272,10 +274,26 @@ def _slices(setting: Setting) -> Listener | None:
     if topology.sequence_parallel is None or topology.is_from_program:
         return None
     if not hasattr(getattr(model, "config", None), "_attn_implementation"):
-        return None  # the program splits sequences itself
+        _tell_unsplit(setting)
+        return None
     from hadal.sequence.training import SequenceSlices  # for this alone
 
     return SequenceSlices.of(model, topology.sequence_parallel.group)
+
+
+def _tell_unsplit(setting: Setting) -> None:
+    """Log that the program must split sequences, unless its model exchanges heads already."""
+    from hadal.sequence import DistributedAttention  # for this alone
+
+    model = setting.model
+    if setting.world.rank or any(isinstance(m, DistributedAttention) for m in model.modules()):
+        return
+    logging.getLogger(__name__).warning(
+        "sequence_parallel_size: %s has no config._attn_implementation, by which models of"
+        " transformers choose their attention, so its sequences are not split: split them in the"
+        " program, and wrap the attention in hadal.sequence.DistributedAttention",
+        type(model).__name__,
+    )
 
 
 def _journal(setting: Setting) -> Listener | None:

@@ -63,6 +63,21 @@ def padded(batch: Mapping[str, Any], size: int) -> dict[str, Any]:
     return found
 
 
+def check_padding(mask: Tensor) -> None:
+    """Raise an error if a mask [batch, length] masks positions before others that count.
+
+    Slices attend causally, without the mask: only what is at the end is seen by none.
+    """
+    begins = (mask[:, :-1] == 0) & (mask[:, 1:] != 0)
+    if bool(begins.any()):
+        sample = int(begins.any(1).nonzero()[0])
+        raise SequenceError(
+            f"attention_mask of sample {sample} masks positions before others; sequences that ranks"
+            " share are padded at the end: set the tokenizer's padding_side = 'right', or give"
+            " position_ids that begin at 0 after the padding"
+        )
+
+
 def is_cut(value: Any) -> bool:
     """Return True if a batch's value is split along the sequence."""
     return isinstance(value, Tensor) and value.dim() >= 2

@@ -35,6 +35,8 @@ class _Slice(NamedTuple):
     """The first column."""
     rows: int
     """How many rows fill `ROWS_NUMEL` on the rank with most columns: the same on all ranks."""
+    total: int
+    """All ranks' columns."""
 
 
 def _slice_of(size: int, group: Group, start: int | None) -> _Slice:
@@ -46,7 +48,7 @@ def _slice_of(size: int, group: Group, start: int | None) -> _Slice:
                 " rest; pass the group"
             )
         _check_sizes([size])
-        return _Slice(None, 0, max(1, ROWS_NUMEL // size))
+        return _Slice(None, 0, max(1, ROWS_NUMEL // size), size)
     ranks = Ranks.of(group)
     found = torch.empty(ranks.size, dtype=torch.int64, device="cpu")
     mine = torch.tensor([size], device="cpu")
@@ -54,7 +56,21 @@ def _slice_of(size: int, group: Group, start: int | None) -> _Slice:
     sizes = found.tolist()
     _check_sizes(sizes)
     first = sum(sizes[: ranks.rank]) if start is None else start
-    return _Slice(group, first, max(1, ROWS_NUMEL // max(sizes)))
+    return _Slice(group, first, max(1, ROWS_NUMEL // max(sizes)), sum(sizes))
+
+
+def _check_targets(target: Tensor, ignore_index: int, total: int) -> None:
+    """Raise an error for targets without a column; on an accelerator that would wait for it."""
+    if target.is_floating_point() or target.is_complex():
+        raise SequenceError(f"targets of {target.dtype}; expected integers, the vocabulary's rows")
+    if target.device.type != "cpu":
+        return
+    wrong = target[(target != ignore_index) & ((target < 0) | (target >= total))]
+    if wrong.numel():
+        raise SequenceError(
+            f"a target is {int(wrong.max())}, in a vocabulary of {total}; expected 0 to"
+            f" {total - 1}, or {ignore_index} (ignore_index) where none counts"
+        )
 
 
 def _check_sizes(sizes: list[int]) -> None:
@@ -97,8 +113,9 @@ def linear_cross_entropy(  # noqa: PLR0913 - of a layer, a loss and a split
     Raises:
         SequenceError: shapes do not fit, or the reduction is unknown.
     """
-    _check(hidden, weight, target, reduction)
+    _check(hidden, weight, bias, target, reduction)
     vocab = _slice_of(weight.shape[0], vocab_group, vocab_start)
+    _check_targets(target, ignore_index, vocab.total)
     rows = rows or vocab.rows
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     if reduction == "none":
@@ -146,6 +163,7 @@ def vocab_parallel_cross_entropy(
             f" {tuple(logits.shape[:-1])}, and got {tuple(target.shape)}"
         )
     vocab = _slice_of(logits.shape[-1], vocab_group, vocab_start)
+    _check_targets(target, ignore_index, vocab.total)
     flat, targets = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     found: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         flat, targets, ignore_index, vocab.rows, vocab
@@ -206,7 +224,9 @@ def reduce_losses(losses: Tensor, target: Tensor, ignore_index: int, reduction: 
     return total
 
 
-def _check(hidden: Tensor, weight: Tensor, target: Tensor, reduction: str) -> None:
+def _check(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: str
+) -> None:
     _check_reduction(reduction)
     fits = weight.dim() == 2 and hidden.dim() and hidden.shape[-1] == weight.shape[1]
     if not fits or hidden.shape[:-1] != target.shape:
@@ -214,6 +234,11 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, reduction: str) -> No
             f"linear_cross_entropy got hidden states {tuple(hidden.shape)}, a weight"
             f" {tuple(weight.shape)} and targets {tuple(target.shape)}; expected [..., size],"
             " [vocabulary, size] and [...]"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise SequenceError(
+            f"linear_cross_entropy got a bias {tuple(bias.shape)}; expected [{weight.shape[0]}], a"
+            " value for each row of the weight"
         )
 
 

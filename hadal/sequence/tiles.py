@@ -62,7 +62,8 @@ def sequence_tiled_compute(  # noqa: PLR0913 - the signature is DeepSpeed's
         shards: number of tiles; a shorter sequence has one for each position.
         kwargs_to_shard: tensors [batch, seqlen, ...]; None is passed on.
         kwargs_to_pass: arguments that every tile receives whole.
-        grad_requiring_tensor_key: accepted and not needed; autograd finds what requires gradients.
+        grad_requiring_tensor_key: one of the arguments' names; not needed, as autograd finds what
+            requires gradients.
         compute_params: the same.
         output_unshard_dimension: dimension along which outputs are joined.
         output_reduction: None joins the outputs; "sum" adds them up; "mean" averages, where each
@@ -72,6 +73,11 @@ def sequence_tiled_compute(  # noqa: PLR0913 - the signature is DeepSpeed's
         SequenceError: a tensor has another length, or `shards` or the reduction is none.
     """
     _check_reduction(output_reduction, (None, "mean", "sum"))
+    names = [*kwargs_to_shard, *kwargs_to_pass]
+    if grad_requiring_tensor_key is not None and grad_requiring_tensor_key not in names:
+        raise SequenceError(
+            f"grad_requiring_tensor_key is {grad_requiring_tensor_key!r}; expected one of {names}"
+        )
     lengths = lengths_of(seqlen, shards)
     pieces = [dict[str, Any]() for _ in lengths]
     for name, value in kwargs_to_shard.items():
@@ -170,7 +176,14 @@ class TiledMLP:
                 " or [length, hidden]"
             )
         tiles = x.split(lengths_of(x.shape[-2], shards), dim=-2)
-        return torch.cat([recomputed(fn, self, tile) for tile in tiles], dim=-2)
+        found = [recomputed(fn, self, tile) for tile in tiles]
+        for output, tile in zip(found, tiles, strict=True):
+            if output.shape[:-1] != tile.shape[:-1]:
+                raise SequenceError(
+                    f"the function of TiledMLP returned the shape {tuple(output.shape)} for a tile"
+                    f" of shape {tuple(tile.shape)}; expected a row for each position"
+                )
+        return torch.cat(found, dim=-2)
 
 
 class TiledFusedLogitsLoss:
@@ -210,13 +223,24 @@ class TiledFusedLogitsLoss:
         lengths = lengths_of(x.shape[1], shards)
         tiles = list(_tiles_of(x, y, mask, lengths))
         if output_reduction == "sum":
-            return torch.stack([recomputed(fn, self, *tile) for tile in tiles]).sum()
+            sums = [recomputed(fn, self, *tile) for tile in tiles]
+            _check_losses(sums)
+            return torch.stack(sums).sum()
         counts = [_targets_in(*tile[1:]) for tile in tiles]
         losses = [
             recomputed(fn, self, tile[0], *_never_empty(count, *tile[1:]))
             for tile, count in zip(tiles, counts, strict=True)
         ]
+        _check_losses(losses)
         return _weighted_mean(losses, torch.stack(counts))
+
+
+def _check_losses(losses: Sequence[Tensor]) -> None:
+    if losses[0].dim():
+        raise SequenceError(
+            "the function of TiledFusedLogitsLoss returned the shape"
+            f" {tuple(losses[0].shape)}; expected a loss without dimensions"
+        )
 
 
 def _weighted_mean(losses: Sequence[Tensor], counts: Tensor) -> Tensor:

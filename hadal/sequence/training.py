@@ -22,7 +22,14 @@ from hadal.comm import Ranks
 from hadal.comm.functions import all_gather_object, labelled
 from hadal.errors import SequenceError
 from hadal.listener import Forward, Listener
-from hadal.sequence.batches import is_cut, length_of, padded, slice_of_rank, tokens_of
+from hadal.sequence.batches import (
+    check_padding,
+    is_cut,
+    length_of,
+    padded,
+    slice_of_rank,
+    tokens_of,
+)
 from hadal.sequence.huggingface import attach, detach, is_attached
 from hadal.sequence.loss import whole_value
 from hadal.sequence.tiles import IGNORED
@@ -114,6 +121,10 @@ class SequenceSlices(Listener):
                 f"sequence_parallel_size: attention_mask has the shape {tuple(mask.shape)};"
                 " expected [batch, length], as masks between positions cannot be split over ranks"
             )
+        # Looking at a mask waits for an accelerator: once, at the first batch.
+        looks = not self._is_compared or (isinstance(mask, Tensor) and mask.device.type == "cpu")
+        if looks and isinstance(mask, Tensor) and batch.get("position_ids") is None:
+            check_padding(mask)
         if labels is not None and self._loss is None:
             self._take_loss()
         assert length is not None

@@ -213,6 +213,12 @@ def _check_shapes(
             f"attention between query {shapes[0]}, key {shapes[1]} and value {shapes[2]} is not"
             " built yet; give all three as [batch, heads, length, D], key and value alike"
         )
+    dtypes = {one.dtype for one in (query, key, value)}
+    if len(dtypes) > 1 or not query.is_floating_point():
+        raise ModelError(
+            f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype};"
+            " expected one floating dtype"
+        )
     heads, own = query.shape[1], len(layout.layout)
     if own not in (1, heads):
         raise ModelError(

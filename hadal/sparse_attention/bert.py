@@ -200,6 +200,8 @@ class SparseAttentionUtils:
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:
             raise ModelError("pad_to_block_size needs input_ids or inputs_embeds; give one of them")
+        if block_size < 1:
+            raise ModelError(f"block_size is {block_size}; give the block of the pattern")
         batch, length = given.shape[:2]
         more = -length % block_size
         if more:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Protocol
 
 import torch
@@ -46,8 +47,8 @@ class SparsityConfig:
         self, num_heads: int, block: int = 16, different_layout_per_head: bool = False
     ) -> None:
         for name, value in (("num_heads", num_heads), ("block", block)):
-            if value < 1:
-                raise ModelError(f"{name} is {value}; give 1 or more")
+            if not isinstance(value, Integral) or value < 1:
+                raise ModelError(f"{name} is {value!r}; give 1 or more")
         self.num_heads = num_heads
         self.block = block
         self.different_layout_per_head = different_layout_per_head

@@ -141,7 +141,7 @@ def key_mask(given: Tensor, mode: str, query: Tensor) -> Tensor:
     Raises:
         ModelError: the shape or the mode is another.
     """
-    _check_mode(mode, "key_padding_mask_mode")
+    check_mode(mode, "key_padding_mask_mode")
     batch, length = query.shape[0], query.shape[2]
     found = given.reshape(given.shape[0], -1) if given.dim() > 1 else given[None]
     if found.shape[0] not in (1, batch) or given.numel() != found.shape[0] * given.shape[-1]:
@@ -187,7 +187,7 @@ def pair_mask(given: Tensor, mode: str, query: Tensor, name: str = "attn_mask") 
     Raises:
         ModelError: the shape or the mode is another.
     """
-    _check_mode(mode, f"{name}_mode")
+    check_mode(mode, f"{name}_mode")
     batch, heads, length, _ = query.shape
     found = given
     while found.dim() > 4:
@@ -208,6 +208,7 @@ def pair_mask(given: Tensor, mode: str, query: Tensor, name: str = "attn_mask") 
     return PairMask(found, multiplies=mode == "mul" or found.dtype is torch.bool)
 
 
-def _check_mode(mode: str, name: str) -> None:
+def check_mode(mode: str, name: str) -> None:
+    """Raise NotBuiltYetError if the mode of a mask is not a known one."""
     if mode not in ("add", "mul"):
         raise NotBuiltYetError(f'{name} is {mode!r}; choose "add" or "mul"')

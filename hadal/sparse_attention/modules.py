@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hadal.errors import ModelError, NotBuiltYetError
 from hadal.sparse_attention.attention import BlockLayout, sparse_attention
 from hadal.sparse_attention.layouts import FixedSparsityConfig, SparsityConfig
-from hadal.sparse_attention.masks import Masks, key_mask, pair_mask
+from hadal.sparse_attention.masks import Masks, check_mode, key_mask, pair_mask
 
 
 class SparseSelfAttention(nn.Module):
@@ -36,7 +36,8 @@ class SparseSelfAttention(nn.Module):
             pattern has those of all ranks.
 
     Raises:
-        ModelError: the pattern does not fit `max_seq_length`.
+        ModelError: the pattern does not fit `max_seq_length`, or is none.
+        NotBuiltYetError: a mode of a mask is another.
     """
 
     master_layout: Tensor
@@ -53,6 +54,14 @@ class SparseSelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         config = FixedSparsityConfig(num_heads=4) if sparsity_config is None else sparsity_config
+        if not isinstance(config, SparsityConfig):
+            raise ModelError(
+                f"sparsity_config is a {type(config).__name__}; give a SparsityConfig, such as"
+                " FixedSparsityConfig(num_heads), or that of a JSON by"
+                " hadal.sparse_attention.from_config(config, num_heads)"
+            )
+        check_mode(key_padding_mask_mode, "key_padding_mask_mode")
+        check_mode(attn_mask_mode, "attn_mask_mode")
         self.sparsity_config = config
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
@@ -152,10 +161,10 @@ class SparseSelfAttention(nn.Module):
             ModelError: a shape does not fit.
             NotBuiltYetError: query, key and value differ in shape.
         """
-        length = query.shape[2]
-        if key.shape[2] != length and key.shape[-1] == length:
+        length = query.shape[-2]
+        if key.shape[-2] != length and key.shape[-1] == length:
             key = key.transpose(-2, -1)
-        if not query.shape == key.shape == value.shape:
+        if query.dim() != 4 or not query.shape == key.shape == value.shape:
             raise NotBuiltYetError(
                 f"attention between query {tuple(query.shape)}, key {tuple(key.shape)} and value"
                 f" {tuple(value.shape)} is not built yet: SparseSelfAttention is for"
@@ -182,5 +191,13 @@ def _makes_its_own(config: SparsityConfig) -> bool:
 
 def _layout_of(config: SparsityConfig, length: int) -> Tensor:
     if _makes_its_own(config):
-        return config.make_layout(length).to("cpu").bool()
+        found = config.make_layout(length)
+        count, shape = length // config.block, tuple(found.shape)
+        if shape not in ((1, count, count), (config.num_heads, count, count)):
+            raise ModelError(
+                f"{type(config).__name__}.make_layout({length}) returned a layout of shape {shape};"
+                f" expected [{config.num_heads}, {count}, {count}]: heads, and a row and a column"
+                f" for each block of {config.block} tokens"
+            )
+        return found.to("cpu").bool()
     return config.distinct_layout(length)

@@ -126,7 +126,7 @@ def test_a_host_counts_the_bytes_of_tensors() -> None:
 @pytest.mark.claims("activation_checkpointing")
 def test_a_share_is_of_the_device() -> None:
     there = hadal.device.total_memory(torch.device("cpu")).total
-    for budget, expected in ((0.5, there // 2), (12345, 12345), (None, None)):
+    for budget, expected in ((0.5, there // 2), (12345678, 12345678), (None, None)):
         section = {"activation_checkpointing": {"memory_budget": budget}}
         config = load_config({"train_batch_size": 1, **section})
         assert budget_of(config, torch.device("cpu")) == expected
@@ -142,7 +142,7 @@ def _within(stage: int) -> None:
     plain = engine_of(None, stage)
     expected = losses_of(plain, updates=6)
     plain.destroy()
-    for budget, choice in ((1 << 50, STORED), (2, RECOMPUTED)):
+    for budget, choice in ((1 << 50, STORED), (1 << 20, RECOMPUTED)):
         engine = engine_of({"memory_budget": budget}, stage)
         assert losses_of(engine, updates=6) == expected
         verdict = listener_of(engine).verdict
@@ -166,6 +166,21 @@ def test_a_table_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "blocks.1" in caplog.text and "blocks.0" not in caplog.text
     assert "recomputation ms  choice" in caplog.text
     assert "peak measured: " in caplog.text
+
+
+@pytest.mark.parametrize("budget", [1.5, 80, 16384])
+def test_neither_a_share_nor_bytes(budget: float) -> None:
+    section = {"activation_checkpointing": {"memory_budget": budget}}
+    with pytest.raises(hadal.ConfigError, match=rf"memory_budget.*{budget} is neither a share"):
+        load_config({"train_batch_size": 1, **section})
+
+
+def test_a_budget_that_nothing_fits_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of({"memory_budget": 1 << 20})
+    with caplog.at_level(logging.WARNING, "hadal"):
+        losses_of(engine)
+    engine.destroy()
+    assert "no choice fits into activation_checkpointing.memory_budget: raise it" in caplog.text
 
 
 def test_a_model_without_blocks_is_refused() -> None:

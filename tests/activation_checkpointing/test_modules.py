@@ -13,7 +13,7 @@ import torch
 from engine.parts import Megatron
 from ranks import RankPools
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import hadal
 from hadal import comm
@@ -41,11 +41,11 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Blocks between two layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: type[Block] = Block) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(6, 12)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(blocks() for _ in range(3))
         self.last = nn.Linear(12, 4)
         self.recomputes = False
 
@@ -59,7 +59,13 @@ class Model(nn.Module):
         return self.last(hidden)
 
 
-def engine_of(section: dict[str, Any] | None, stage: int = 0, mpu: Any = None, **keys: Any) -> Any:
+def engine_of(
+    section: dict[str, Any] | None,
+    stage: int = 0,
+    mpu: Any = None,
+    blocks: type[Block] = Block,
+    **keys: Any,
+) -> Any:
     zero = {"stage": stage, "reduce_bucket_size": 200}
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = 0
@@ -71,7 +77,7 @@ def engine_of(section: dict[str, Any] | None, stage: int = 0, mpu: Any = None, *
         **({} if section is None else {"activation_checkpointing": section}),
         **keys,
     }
-    engine, _, _, _ = hadal.initialize(model=Model(), config=config, mpu=mpu)
+    engine, _, _, _ = hadal.initialize(model=Model(blocks), config=config, mpu=mpu)
     return engine
 
 
@@ -189,6 +195,8 @@ MISTAKES = [
     (["block.*"], "'block.*' matches no module's name or class; did you mean 'blocks"),
     (["Decoder"], "names here are 'blocks'"),
     (["blocks"], "blocks is a ModuleList, which is never called; give 'blocks.*'"),
+    ([], 'an empty list recomputes nothing; give "units" or patterns, or leave the key out'),
+    ([""], "'' matches no module's name or class"),
     (["Block", "blocks.1.up"], "blocks.1.up would be recomputed twice: blocks.1"),
 ]
 
@@ -199,6 +207,30 @@ def test_patterns_that_cannot_be_meant(patterns: list[str], message: str) -> Non
     with pytest.raises(ConfigError, match=r"activation_checkpointing\.modules") as caught:
         engine_of({"modules": patterns})
     assert message in str(caught.value)
+
+
+class Fickle(Block):
+    """Another computation at every second call, as with a cache or a counter."""
+
+    def forward(self, hidden: Tensor, *, scale: float = 1.0) -> Tensor:
+        if self.forwards % 2 == 0:
+            return super().forward(hidden, scale=scale)
+        self.forwards += 1
+        return hidden * scale
+
+
+def test_a_module_that_computes_something_else_again_is_named() -> None:
+    engine = engine_of({"modules": "units"}, blocks=Fickle)
+    loss = engine(torch.randn(5, 6)).sum()
+    with pytest.raises(CheckpointError, match=r"blocks\.2 computed something else .* leave it out"):
+        engine.backward(loss)
+    engine.destroy()
+
+
+def test_slices_that_no_ranks_share_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "hadal"):
+        engine_of({"modules": "units", "partition_activations": True}).destroy()
+    assert "partition_activations has no effect: one rank holds the whole model" in caplog.text
 
 
 def test_a_model_without_blocks() -> None:

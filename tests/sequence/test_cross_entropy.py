@@ -289,6 +289,19 @@ def test_what_does_not_fit_is_an_error() -> None:
         linear_cross_entropy(hidden, weight, target, reduction="all")
     with pytest.raises(SequenceError, match=r"need targets of shape \(2, 5\), and got \(5,\)"):
         vocab_parallel_cross_entropy(torch.zeros(2, 5, WORDS), target[0])
+    for wrong, message in (
+        (
+            target + WORDS,
+            rf"a target is \d+, in a vocabulary of {WORDS}; expected 0 to {WORDS - 1}, or -100",
+        ),
+        (target.float(), r"targets of torch.float32; expected integers"),
+    ):
+        with pytest.raises(SequenceError, match=message):
+            linear_cross_entropy(hidden, weight, wrong)
+        with pytest.raises(SequenceError, match=message):
+            vocab_parallel_cross_entropy(hidden @ weight.t(), wrong)
+    with pytest.raises(SequenceError, match=rf"a bias \(3,\); expected \[{WORDS}\]"):
+        linear_cross_entropy(hidden, weight, target, torch.zeros(3))
     with pytest.raises(SequenceError, match="begins at 4, but no group of ranks shares the rest"):
         linear_cross_entropy(hidden, weight, target, vocab_start=4)
     with pytest.raises(SequenceError, match="backend is 'triton'"):

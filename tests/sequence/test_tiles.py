@@ -253,6 +253,18 @@ def test_tiles_under_a_loss_scale(stage: int, ranks: RankPools) -> None:
             lambda m, x, y: sequence_tiled_compute(mlp, 9, 2, {"x": x}, {"self": m}),
             r"x has the shape \(2, 7, 6\); expected \[batch, 9, ...\]",
         ),
+        (
+            lambda m, x, y: sequence_tiled_compute(mlp, 7, 2, {"x": x}, {"self": m}, "hidden"),
+            r"grad_requiring_tensor_key is 'hidden'; expected one of \['x', 'self'\]",
+        ),
+        (
+            lambda m, x, y: TiledMLP.apply(lambda m, x: x.sum(), m, x, 2),
+            r"the function of TiledMLP returned the shape \(\) for a tile of shape \(2, 4, 6\)",
+        ),
+        (
+            lambda m, x, y: TiledFusedLogitsLoss.apply(lambda m, x, y: x, m, x, y, None, 2),
+            r"returned the shape \(2, 4, 6\); expected a loss without dimensions",
+        ),
     ],
 )
 def test_what_does_not_fit_is_an_error(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import RankPools
 from torch import Tensor, nn
 
 import hadal
 from hadal import comm
 from hadal.errors import SequenceError
+from hadal.sequence import DistributedAttention
 from hadal.sparse_attention import use_sparse_attention
 from sequence.models import WORDS, llama, tokens
 
@@ -284,6 +287,10 @@ def _refused(kind: str) -> None:
     given = batch(0, 0, 11)
     if kind == "mask":
         given["attention_mask"] = torch.ones(2, 1, 11, 11)
+    if kind == "left":
+        given.pop("position_ids", None)
+        given["attention_mask"] = torch.ones(2, 11, dtype=torch.long)
+        given["attention_mask"][1, :3] = 0
     if kind == "nothing":
         del given["input_ids"]
     if kind in ("other", "longer"):
@@ -306,6 +313,7 @@ def _refused(kind: str) -> None:
         ),
         ("both ways", "attends in both directions"),
         ("mask", r"attention_mask has the shape \(2, 1, 11, 11\); expected \[batch, length\]"),
+        ("left", r"attention_mask of sample 1 masks .* before .*padding_side = 'right'"),
         ("nothing", "got no input_ids or inputs_embeds"),
         ("other", r"ranks 0 and 1 share sequences and got different ones .*ParallelismConfig"),
         ("longer", r"different ones \(of shapes \(2, 11\) and \(2, 12\)\)"),
@@ -317,3 +325,51 @@ def test_what_cannot_be_split_is_an_error(kind: str, message: str, ranks: RankPo
         assert isinstance(error, SequenceError), error
         with pytest.raises(SequenceError, match=message):
             raise error
+
+
+def _told(model: nn.Module) -> list[str]:
+    lines: list[str] = []
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Heard(logging.WARNING)
+    logging.getLogger("hadal").addHandler(handler)
+    try:
+        hadal.initialize(model=model, config=config_of(2, 1, 1))[0].destroy()
+    finally:
+        logging.getLogger("hadal").removeHandler(handler)
+    return [line for line in lines if "sequence_parallel_size" in line]
+
+
+def _models_of_a_program() -> None:
+    found = _told(nn.Linear(2, 2))
+    if comm.get_rank() == 0:
+        assert len(found) == 1
+        assert "Linear has no config._attn_implementation" in found[0]
+        assert "hadal.sequence.DistributedAttention" in found[0]
+    own = nn.Sequential(nn.Linear(2, 2), DistributedAttention(torch.add, dist.group.WORLD))
+    assert _told(own) == []
+
+
+def test_a_model_whose_sequences_only_the_program_can_split_is_told(ranks: RankPools) -> None:
+    ranks(2).run(_models_of_a_program)
+
+
+def _padded_at_the_beginning() -> None:
+    given = batch(0, 0, 11)
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, :3] = 0
+    given["labels"] = given["labels"].masked_fill(mask == 0, -100)
+    places = torch.arange(11).repeat(2, 1)
+    places[1] = torch.cat([torch.arange(3), torch.arange(8)])
+    given |= {"attention_mask": mask, "position_ids": places}
+    expected = llama()(**given, use_cache=False).loss
+    engine = hadal.initialize(model=llama(), config=config_of(2, 1, 1))[0]
+    torch.testing.assert_close(engine(**given).loss, expected)
+    engine.destroy()
+
+
+def test_padding_at_the_beginning_needs_positions(ranks: RankPools) -> None:
+    ranks(2).run(_padded_at_the_beginning)

@@ -413,6 +413,11 @@ def test_rows_without_keys_give_zero_and_a_short_key_mask_masks_the_rest():
     assert module(*operands, key_padding_mask=mask[:, None, None]).equal(expected)
 
 
+class Wrong(SparsityConfig):
+    def make_layout(self, seq_len):
+        return torch.ones(2, 3, 3)
+
+
 def test_bad_input_is_refused_by_name():
     module = SparseSelfAttention(max_seq_length=64)
     query, key, value = operands_of()
@@ -426,6 +431,20 @@ def test_bad_input_is_refused_by_name():
         module(query, key, value, key_padding_mask=torch.ones(3, 64))
     with pytest.raises(NotImplementedError, match='attn_mask_mode is \'x\'; choose "add" or "mul"'):
         SparseSelfAttention(attn_mask_mode="x")(query, key, value, attn_mask=torch.ones(64, 64))
+    with pytest.raises(NotImplementedError, match="key_padding_mask_mode is 'times'"):
+        SparseSelfAttention(key_padding_mask_mode="times")
+    with pytest.raises(NotImplementedError, match=r"query \(2, 64, 8\).*\[batch, heads, length"):
+        module(query[:, 0], key[:, 0], value[:, 0])
+    with pytest.raises(ModelError, match=r"torch.float16.*expected one floating dtype"):
+        module(query, key.half(), value)
+    with pytest.raises(ModelError, match=r"torch.int64.*expected one floating dtype"):
+        module(query.long(), key.long(), value.long())
+    with pytest.raises(ModelError, match=r"sparsity_config is a dict; .*from_config"):
+        SparseSelfAttention({"mode": "fixed"})
+    with pytest.raises(ModelError, match="num_heads is '4'; give 1 or more"):
+        FixedSparsityConfig(num_heads="4")
+    with pytest.raises(ModelError, match=r"Wrong.make_layout\(64\) .* \(2, 3, 3\); expected"):
+        SparseSelfAttention(Wrong(num_heads=2), max_seq_length=64)
     own = FixedSparsityConfig(2, different_layout_per_head=True, num_different_global_patterns=2)
     with pytest.raises(ModelError, match=r"4 heads from head_offset 0 on.*num_heads=4"):
         SparseSelfAttention(own, max_seq_length=128)(*operands_of(128))

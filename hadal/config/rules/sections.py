@@ -209,12 +209,27 @@ def _profiled_steps(config: Config) -> Iterator[Fault]:
 def _contiguous_checkpoints(config: Config) -> Iterator[Fault]:
     section, path = config.activation_checkpointing, "activation_checkpointing"
     if section.contiguous_memory_optimization:
-        yield from _missing(section, path, "number_checkpoints")
+        if section.number_checkpoints is None:
+            yield Fault(
+                f"{path}.number_checkpoints",
+                "needed by contiguous_memory_optimization: give the number of recomputed blocks",
+            )
         if not section.partition_activations:
             yield Fault(
                 f"{path}.contiguous_memory_optimization",
                 "needs partition_activations; enable that too",
             )
+
+
+@reading("activation_checkpointing.memory_budget")
+def _budget(config: Config) -> Iterator[Fault]:
+    budget = config.activation_checkpointing.memory_budget
+    if budget is not None and 1 < budget < 1 << 20:
+        yield Fault(
+            "activation_checkpointing.memory_budget",
+            f"{budget:g} is neither a share of the device (up to 1, such as 0.9) nor as many bytes"
+            " as a model takes (a MiB and more); give one of the two",
+        )
 
 
 @reading("sparse_attention")
@@ -510,6 +525,7 @@ RULES = (
     _layer_drop,
     _profiled_steps,
     _contiguous_checkpoints,
+    _budget,
     _sparse_layout,
     _elastic,
     _compile_passes,
