@@ -132,8 +132,6 @@ class Layout:
         holders = self.data * self.sequence
         if shape.experts > 1 and self.tensor > 1:
             return "tensor slices leave experts whole: each of these ranks would compute the same"
-        if self.experts > 1 and self.pipeline > 1:
-            return "experts over ranks beside stages are not built yet"
         if job.sequences % (self.data * self.micro_batch):
             return f"{job.sequences} sequences for {self.data} replicas"
         for what, total, ranks in (
@@ -410,6 +408,7 @@ WAYS: dict[Shape, tuple[Way, ...]] = {
         Way("experts, ZeRO 3", (3,), experts=(2, 4, 8, 16, 32, 64)),
         Way("experts, sequence, ZeRO 3", (3,), experts=(2, 4, 8, 16, 32, 64), sequence=(2, 4, 8)),
         Way("pipeline, ZeRO 1", (1,), pipeline=(2, 4, 11)),
+        Way("experts, pipeline, ZeRO 1", (1,), (1,), (2, 4, 11), (2, 4, 8, 16, 32, 64)),
     ),
 }
 

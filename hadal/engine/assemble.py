@@ -161,7 +161,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         source = with_schedule(args, source, lr_scheduler is not None)
         is_cut = asks_for_stages(source)
     if is_cut:
-        from hadal.engine.stages import cut_by_configuration  # for this alone
+        from hadal.engine.auto_stages import cut_by_configuration  # for this alone
 
         model, wishes = cut_by_configuration(model, source, wishes)
     if is_in_stages(model):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -15,11 +16,15 @@ from hadal.comm import Ranks
 from hadal.comm.expert_groups import expert_groups, expert_tables, make_expert_groups
 from hadal.config import Config
 from hadal.config.report import written
+from hadal.engine.checks import is_in_stages
 from hadal.engine.topology import Topology, TopologyWish, with_slices
 from hadal.engine.treatments import expert_group_of
 from hadal.errors import ConfigError, Fault, NotBuiltYetError
 from hadal.zero.boxes import ATTRIBUTE, Box
 from hadal.zero.init import born_among
+
+if TYPE_CHECKING:
+    from hadal.pipeline import PipelineModule
 
 _NAME = re.compile(r"ep_size_(\d+)")
 
@@ -77,7 +82,10 @@ def distribute_experts(model: nn.Module, config: Config, wish: TopologyWish, ran
     section = config.expert_parallel
     if not section.enabled:
         return
-    if wish.cuts_the_model:
+    grid = None
+    if is_in_stages(model):
+        grid, model = model.mpu(), _whole_model(model)
+    elif wish.cuts_the_model:
         raise NotBuiltYetError(
             "expert_parallel.enabled: with an mpu whose ranks hold parts of the model it is not"
             " built yet; leave the section out, or the mpu and give tensor_parallel.autotp_size"
@@ -90,9 +98,12 @@ def distribute_experts(model: nn.Module, config: Config, wish: TopologyWish, ran
     size, slices = section.autoep_size, with_slices(wish, config).tensor_parallel_size
     # Consecutive ranks hold slices of the same layers; they all have the same experts.
     copies, number = ranks.size // slices, ranks.rank // slices
+    if grid is not None:
+        copies, number = grid.sharing.size, grid.sharing.rank
     if copies % size:
         path = "expert_parallel.autoep_size"
-        alike = f" (of {ranks.size}) that hold the same dense parameters" if slices > 1 else ""
+        is_part = copies < ranks.size
+        alike = f" (of {ranks.size}) that hold the same dense parameters" if is_part else ""
         faults = (Fault(path, f"{size} does not divide the {copies} ranks{alike}; lower it"),)
         raise ConfigError(written("the configuration", faults), faults)
     from hadal.moe.blocks import ExpertPlace, distribute  # for this alone
@@ -100,4 +111,17 @@ def distribute_experts(model: nn.Module, config: Config, wish: TopologyWish, ran
     data_first = config.use_data_before_expert_parallelism
     parallel, _ = expert_tables(range(copies), size, data_first=data_first)
     mine = next(group for group in parallel if number in group)
-    distribute(model, section, ExpertPlace(size, mine.index(number)))
+    place = ExpertPlace(size, mine.index(number))
+    distribute(model, section, place, may_have_none=grid is not None)
+
+
+def _whole_model(module: PipelineModule) -> nn.Module:
+    from hadal.pipeline.decoder import DecoderModule  # for this alone
+
+    if not isinstance(module, DecoderModule):
+        raise NotBuiltYetError(
+            "expert_parallel.enabled: finding blocks of experts in the layers of a PipelineModule"
+            " is not built yet; make them with hadal.moe.MoE(ep_size=) and leave the section out,"
+            " or let pipeline.auto cut a model of transformers"
+        )
+    return module.whole_model

@@ -260,7 +260,7 @@ class PipelineEngine(Engine):
 
     def _mean_loss(self, losses: list[Any]) -> tuple[Tensor, Tensor]:
         """Return each micro-batch's loss here, and the mean over all samples, on all stages."""
-        pipe, data = self.grid.pipe, self.grid.data
+        pipe, readers = self.grid.pipe, self.grid.sharing
         row = torch.zeros(self.micro_batches, dtype=torch.float32, device=self.device)
         mean = torch.zeros((), dtype=torch.float32, device=self.device)
         if self.is_last_stage():
@@ -268,8 +268,8 @@ class PipelineEngine(Engine):
             row = torch.stack([loss.float().reshape(()) for loss in losses])
             self.total_loss = row.sum()
             mean = row.mean()
-            sum_(mean, data, "the sum of the losses")
-            mean /= data.size
+            sum_(mean, readers, "the sum of the losses")
+            mean /= readers.size
         last = pipe.size - 1
         broadcast_(row, last, pipe, "the losses of the last stage")
         broadcast_(mean, last, pipe, "the mean loss")
@@ -296,8 +296,8 @@ class PipelineEngine(Engine):
         if self.is_last_stage():
             mean = _mean(found)
             for tensor in mean if isinstance(mean, tuple) else (mean,):
-                sum_(tensor, self.grid.data, "the sum of results")
-                tensor /= self.grid.data.size
+                sum_(tensor, self.grid.sharing, "the sum of results")
+                tensor /= self.grid.sharing.size
         if not spreads:
             return mean
         pipe, last = self.grid.pipe, self.grid.pipe.size - 1

@@ -5,26 +5,17 @@ Tests: tests/engine/test_pipeline.py
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import reduce
 from typing import Any
-
-from torch import nn
-from torch.optim import Optimizer
 
 from hadal.activation_checkpointing import Recomputation
 from hadal.compression.compress import is_on
 from hadal.config import Config
-from hadal.config.pipeline import Pipeline
-from hadal.config.reading import read
 from hadal.config.report import written
-from hadal.engine.wishes import Wishes
 from hadal.errors import ConfigError, Fault, UsageError
 from hadal.pipeline import PipelineModule, PipelineParallelGrid
-from hadal.pipeline.decoder import DecoderModule
 from hadal.pipeline.orders import check_schedule
-from hadal.zero import init
 from hadal.zero.boxes import Box
 from hadal.zero.sharing import Tied
 
@@ -41,58 +32,6 @@ _UNBUILT = (
     "progressive_layer_drop",
     "quantize_training",
 )
-
-
-def cut_by_configuration(
-    model: nn.Module | None, source: Any, wishes: Wishes
-) -> tuple[nn.Module | None, Wishes]:
-    """Return the model in stages, if `pipeline.auto` asks for that, with what it has of the wishes.
-
-    All ranks must call it.
-
-    Raises:
-        ConfigError: the number of stages is missing.
-        UsageError: the caller brings an optimizer of the whole model's parameters.
-        ModelError: the model cannot be cut.
-    """
-    _, raw = read(source)
-    try:
-        section = Pipeline.model_validate(raw.get("pipeline") or {})
-    except ValueError:
-        return model, wishes  # it is told with all other faults
-    if not section.auto or model is None or isinstance(model, PipelineModule):
-        return model, wishes
-    if section.stages == "auto":
-        fault = Fault("pipeline.stages", '"auto", but pipeline.auto needs the number of stages')
-        raise ConfigError(written("the configuration", (fault,)), (fault,))
-    if isinstance(wishes.optimizer, Optimizer):
-        raise UsageError(
-            "initialize(optimizer=...) has parameters that other stages will hold; name it in the"
-            " configuration, or give a function that makes it"
-        )
-    if any(init.born_among(parameter) is not None for parameter in model.parameters()):
-        raise UsageError(
-            "pipeline.auto: the model was made in zero.Init, and stages hold their weights whole;"
-            " leave zero.Init out"
-        )
-    method = "parameters" if section.partition == "best" else section.partition
-    found = DecoderModule(model, section.stages, partition_method=method, chunks=section.chunks)
-    own = set(found.parameters())
-    given = wishes.model_parameters
-    return found, replace(wishes, model_parameters=_own_among(given, own))
-
-
-def _own_among(given: Any, own: Container[nn.Parameter]) -> Any:
-    """Return the parameters, or param groups, without those of other stages."""
-    if given is None:
-        return None
-    found: list[Any] = []
-    for one in given:
-        if isinstance(one, dict):
-            found.append({**one, "params": [p for p in one["params"] if p in own]})
-        elif one in own:
-            found.append(one)
-    return found
 
 
 def groups_of_stages(module: PipelineModule, mpu: Any) -> PipelineParallelGrid:
@@ -155,8 +94,6 @@ def _faults(module: PipelineModule, config: Config) -> Iterator[Fault]:
     if config.zero_optimization.groups:
         why = "not built yet for a model in stages, which may lack a group's modules; leave it out"
         yield Fault("zero_optimization.groups", why)
-    if config.sequence_parallel_size > 1:
-        yield Fault("sequence_parallel_size", "not built yet for a model in stages; leave it out")
     stages = config.pipeline.stages
     if stages not in ("auto", module.num_stages):
         why = f"{stages}, but the PipelineModule has {module.num_stages} stages; leave the key out"

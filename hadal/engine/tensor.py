@@ -34,9 +34,10 @@ from hadal.errors import (
     few,
 )
 from hadal.optim.muon import Muon
+from hadal.pipeline.decoder import DecoderModule
 from hadal.sequence.cross_entropy import vocab_parallel_cross_entropy
 from hadal.tensor_parallel.apply import Sliced, cut_model, share_values
-from hadal.tensor_parallel.plan import plan_cuts
+from hadal.tensor_parallel.plan import CutPlan, plan_cuts
 from hadal.zero import init
 from hadal.zero.boxes import ATTRIBUTE, Box, Placement
 from hadal.zero.sharing import is_model_part
@@ -104,6 +105,21 @@ def size_asked_for(model: nn.Module) -> int | None:
     return None if asked is None else asked.size
 
 
+def plan_before_stages(model: nn.Module, section: TensorParallel) -> CutPlan:
+    """Return what `cut_over_ranks` will cut of the stages of a model that is whole yet.
+
+    Raises:
+        ModelError: the rules, the model and the ranks do not fit each other.
+        NotBuiltYetError: keys that need a whole model.
+    """
+    if section.sequence_parallel:
+        raise NotBuiltYetError(
+            f"{_PATH}.sequence_parallel: cutting sequences between the slices of layers is not"
+            " built yet for a model in stages; leave the key out"
+        )
+    return plan_cuts(model, section, section.autotp_size)
+
+
 def cut_over_ranks(
     model: nn.Module,
     optimizer: Optimizer | None,
@@ -124,11 +140,15 @@ def cut_over_ranks(
         _check(model, section, config, topology)
         _check_optimizer(optimizer)
         assert ranks is not None
-        plan = plan_cuts(model, section, ranks.size)
+        stage = model if isinstance(model, DecoderModule) else None
+        whole = model if stage is None else stage.whole_model
+        plan = plan_cuts(model, section, ranks.size) if stage is None else stage.plan.among(whole)
     share_values(model, ranks)
     loss = vocab_parallel_cross_entropy
     names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
-    for one in cut_model(model, plan, section, ranks, loss):
+    if stage is not None:
+        names |= stage.renamed
+    for one in cut_model(whole, plan, section, ranks, loss, is_stage=stage is not None):
         one.parameter.hadal_slice = one  # type: ignore[attr-defined]
         setattr(one.parameter, ATTRIBUTE, _placement(one, names[one.parameter]))
         _cut_state(optimizer, one)
@@ -213,10 +233,11 @@ def _check(model: nn.Module, section: TensorParallel, config: Config, topology: 
             f"{_PATH}.autotp_size: {size}, and the mpu that initialize got has"
             f" {ranks.size if ranks else 1} tensor-parallel ranks; make them equal"
         )
-    if topology.pipe is not None:
+    if topology.pipe is not None and not isinstance(model, DecoderModule):
         raise NotBuiltYetError(
-            f"{_PATH}.autotp_size: cutting the layers of pipeline stages is not built yet; leave"
-            " the key out"
+            f"{_PATH}.autotp_size: cutting the layers of a PipelineModule is not built yet; leave"
+            " the key out and let the layers cut themselves, or let pipeline.auto cut a model of"
+            " transformers"
         )
     for name, parameter in model.named_parameters():
         if is_model_part(parameter):

@@ -146,11 +146,14 @@ class SetRouter(nn.Module):
         return logits, weights, experts
 
 
-def find_blocks(model: nn.Module, section: ExpertParallel) -> list[ExpertBlock]:
+def find_blocks(
+    model: nn.Module, section: ExpertParallel, *, may_have_none: bool = False
+) -> list[ExpertBlock]:
     """Return the blocks that the names of the section, or of transformers, find.
 
     Raises:
-        ModelError: there are none, or the model is not of the preset's family.
+        ModelError: there are none, and it may not be so, or the model is not of the preset's
+            family.
     """
     router, experts = section.router_pattern or "gate", section.expert_pattern or "experts"
     first, down, _ = _names(section)
@@ -163,7 +166,7 @@ def find_blocks(model: nn.Module, section: ExpertParallel) -> list[ExpertBlock]:
             continue
         if _is_stack(inner, first) and _is_stack(inner, down):
             found.append(ExpertBlock(name, outer, inner))
-    if not found:
+    if not found and not may_have_none:
         raise ModelError(
             f"expert_parallel: no block of {type(model).__name__} has a router ({router!r}) beside"
             f" experts ({experts!r}) with weights {first!r} and {down!r} of three dimensions"
@@ -201,13 +204,17 @@ def _check_preset(model: nn.Module, preset: str | None) -> None:
         )
 
 
-def distribute(model: nn.Module, section: ExpertParallel, place: ExpertPlace) -> list[ExpertBlock]:
+def distribute(
+    model: nn.Module, section: ExpertParallel, place: ExpertPlace, *, may_have_none: bool = False
+) -> list[ExpertBlock]:
     """Leave this rank's slice of the experts in each block, marked as experts' parameters.
+
+    `may_have_none`: the model is a stage, and the blocks may be on others.
 
     Raises:
         ModelError: blocks or sizes do not fit the section.
     """
-    blocks = find_blocks(model, section)
+    blocks = find_blocks(model, section, may_have_none=may_have_none)
     for block in blocks:
         if not isinstance(block.experts, DistributedExperts):
             _slice_experts(block, model, section, place)

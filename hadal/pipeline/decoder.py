@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,16 @@ class DecoderBlocks(nn.ModuleList):
         return self._passed[index] if index not in self.running else super().__getitem__(index)
 
 
+class Sequences(Protocol):
+    """Slices of sequences over ranks, in training."""
+
+    def cut(self, inputs: Mapping[str, Any], labels: Tensor) -> tuple[dict[str, Any], Any]:
+        """Return this rank's slice of a micro-batch, and keywords of the loss function."""
+
+    def whole_loss(self, part: Tensor) -> Tensor:
+        """Return the loss of whole sequences, with the gradient of this rank's part."""
+
+
 class DecoderModule(PipelineModule):
     """A causal language model of transformers as a list: embedding, blocks, and norm with head.
 
@@ -76,6 +86,7 @@ class DecoderModule(PipelineModule):
     Args:
         model: a decoder with `embed_tokens`, `layers` and `norm`, and a head.
         num_stages, topology, partition_method, chunks: as of `PipelineModule`.
+        plan: which layers of the whole model become slices over ranks; the caller applies it.
 
     Raises:
         ModelError: the model is another one, or does more than its blocks to the hidden states.
@@ -90,6 +101,7 @@ class DecoderModule(PipelineModule):
         *,
         partition_method: str = "parameters",
         chunks: int = 1,
+        plan: Any = None,
     ) -> None:
         decoder = check_decoder(model)
         whole: Any = model
@@ -103,6 +115,15 @@ class DecoderModule(PipelineModule):
             chunks=chunks,
         )
         self.loss_fn = self._loss
+        self.plan = plan
+        self.sequences: Sequences | None = None
+        """Ranks that share each sequence; None: none do."""
+
+    @property
+    def whole_model(self) -> nn.Module:
+        """The model itself, whose blocks of other stages are passed over."""
+        found: nn.Module = self._whole[0]
+        return found
 
     @property
     def has_ties(self) -> bool:
@@ -188,20 +209,29 @@ class DecoderModule(PipelineModule):
 
     def pair_of(self, batch: Any) -> Any:
         """Return the inputs and the labels of a micro-batch."""
-        if not isinstance(batch, Mapping):
+        if isinstance(batch, Mapping):
+            if "labels" not in batch:
+                raise UsageError(
+                    f"a micro-batch has {few(list(batch))} and no labels, from which the loss"
+                    " comes; give labels, for example a copy of input_ids"
+                )
+            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            batch = inputs, batch["labels"]
+        if self.sequences is None or not self.training:
             return batch
-        if "labels" not in batch:
-            raise UsageError(
-                f"a micro-batch has {few(list(batch))} and no labels, from which the loss comes;"
-                " give labels, for example a copy of input_ids"
-            )
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        return inputs, batch["labels"]
+        inputs, labels = batch
+        return self.sequences.cut(with_positions(inputs_of(inputs)), labels)
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Any) -> Tensor:
         model = self._whole[0]
         size = model.config.get_text_config().vocab_size
-        found: Tensor = model.loss_function(logits=logits, labels=labels, vocab_size=size)
+        # Of a slice of sequences the labels are shifted already.
+        given = labels if isinstance(labels, Mapping) else {"labels": labels}
+        found: Tensor = model.loss_function(
+            logits=logits, vocab_size=size, **{"labels": None, **given}
+        )
+        if isinstance(labels, Mapping) and self.sequences is not None:
+            return self.sequences.whole_loss(found)
         return found
 
 
@@ -265,6 +295,15 @@ def _without_norm(decoder: Any) -> Iterator[None]:
         yield
     finally:
         decoder._modules["norm"] = norm
+
+
+def with_positions(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a micro-batch with positions, which slices of its sequences must know."""
+    if inputs.get("position_ids") is not None:
+        return inputs
+    words = inputs["input_ids"]
+    numbers = torch.arange(words.shape[1], device=words.device)
+    return {**inputs, "position_ids": numbers.expand(words.shape[0], -1)}
 
 
 def inputs_of(given: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Tests: tests/pipeline/test_module.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -30,7 +31,7 @@ def group_of(numbers: Sequence[int]) -> Ranks:
 
 
 class PipelineParallelGrid:
-    """This rank's groups in a topology with the axes `pipe`, `data` and perhaps `model`.
+    """This rank's groups in a topology: axes `pipe` and `data`, perhaps `sequence` and `model`.
 
     All ranks must create it. It is an object for `initialize(mpu=...)`.
 
@@ -76,7 +77,11 @@ class PipelineParallelGrid:
         """Ranks with the stages of one model, the first stage first."""
         self.slices = group_of(self._mine(self.slice_groups))
         """Ranks that hold slices of the same layers."""
-        self.replica = group_of(topology.filter_match(**self._outside_of_a_replica(place)))
+        self.sequence = group_of(self._mine(topology.get_axis_comm_lists("sequence")))
+        """Ranks that share each sequence."""
+        self.sharing = group_of(topology.filter_match(**_places(place, "pipe", "model")))
+        """Ranks with the same parameters: samples times slices of sequences."""
+        self.replica = group_of(topology.filter_match(**_places(place, "data", "sequence")))
         """Ranks with all parts of one model: stages, times slices of their layers."""
         self.dp_group, self.pp_group = list(self.data.numbers), list(self.pipe.numbers)
         self.slice_group = list(self.slices.numbers)
@@ -88,10 +93,6 @@ class PipelineParallelGrid:
         """Return the list that holds this rank; alone along an axis that does not exist."""
         found = (ranks for ranks in lists if self.global_rank in ranks)
         return next(found, [self.global_rank])
-
-    @staticmethod
-    def _outside_of_a_replica(place: object) -> dict[str, int]:
-        return {"data": place.data} if hasattr(place, "data") else {}
 
     def _neighbours(self) -> Iterator[tuple[int, int]]:
         """Yield each rank with that of the next stage; the last stage's next one is the first."""
@@ -162,6 +163,24 @@ class PipelineParallelGrid:
         """Return their numbers in the world."""
         return list(self.dp_group)
 
+    # ---- slices of sequences ---------------------------------------------------------------------
+
+    def get_sequence_parallel_rank(self) -> int:
+        """Return this rank's place among those that share each sequence."""
+        return self.sequence.rank
+
+    def get_sequence_parallel_world_size(self) -> int:
+        """Return the number of ranks that share each sequence."""
+        return self.sequence.size
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup:
+        """Return the ranks that share each sequence."""
+        return self.sequence.group
+
+    def get_sequence_data_parallel_group(self) -> dist.ProcessGroup:
+        """Return the ranks with the same parameters."""
+        return self.sharing.group
+
     # ---- parts of one model ----------------------------------------------------------------------
 
     def get_model_parallel_rank(self) -> int:
@@ -193,6 +212,11 @@ class PipelineParallelGrid:
     get_tensor_model_parallel_rank = get_slice_parallel_rank
     get_tensor_model_parallel_world_size = get_slice_parallel_world_size
     get_tensor_model_parallel_group = get_slice_parallel_group
+
+
+def _places(place: Any, *axes: str) -> dict[str, int]:
+    """Return the place along those of these axes that exist."""
+    return {axis: getattr(place, axis) for axis in axes if hasattr(place, axis)}
 
 
 def _default_topology(size: int) -> ProcessTopology:

@@ -83,11 +83,21 @@ def cut_model(
     section: TensorParallel,
     ranks: Ranks,
     loss: SliceLoss | None = None,
+    *,
+    is_stage: bool = False,
 ) -> list[Sliced]:
     """Cut a model as planned; return the parameters that were cut.
 
-    All ranks must call it, with the same values. `loss` is the cross entropy of logits that are cut
-    by the vocabulary.
+    All ranks must call it, with the same values.
+
+    Args:
+        model: the whole model, or a stage of it.
+        plan: what is cut.
+        section: the options.
+        ranks: the ranks that share the layers.
+        loss: the cross entropy of logits that are cut by the vocabulary.
+        is_stage: the output layer may be on another stage, and the loss is computed after the
+            model's forward.
 
     Raises:
         ModelError: the model is not one whose loss, or sequences, can be cut as the section says.
@@ -115,17 +125,24 @@ def cut_model(
         told = ", ".join(f"{count} {kind}" for kind, count in found.items())
         _log.info("tensor parallel: %s are cut over %d ranks", told, ranks.size)
     if section.vocab_parallel_lm_head and loss is not None:
-        outputs = [one.layer for one in plan.layers if one.name == plan.head]
-        if not outputs:
-            raise ModelError(
-                "tensor_parallel.vocab_parallel_lm_head: no output layer was found; give its name"
-                " in tensor_parallel.partition_config.lm_head_patterns"
-            )
-        assert isinstance(outputs[0], ColumnLinear)
-        OutputSlices(model, outputs[0], group, loss)
+        for output in _outputs(plan):
+            OutputSlices(model, output, group, loss, is_after=is_stage)
     if section.sequence_parallel:
         cut_sequences(model, plan, group)
     return sliced
+
+
+def _outputs(plan: CutPlan) -> Iterator[ColumnLinear]:
+    """Yield the output layer, unless another stage has it."""
+    if plan.head is None:
+        raise ModelError(
+            "tensor_parallel.vocab_parallel_lm_head: no output layer was found; give its name in"
+            " tensor_parallel.partition_config.lm_head_patterns"
+        )
+    for one in plan.layers:
+        if one.name == plan.head:
+            assert isinstance(one.layer, ColumnLinear)
+            yield one.layer
 
 
 def _sliced(plan: CutPlan, ranks: Ranks) -> Iterator[Sliced]:

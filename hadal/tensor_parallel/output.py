@@ -29,9 +29,17 @@ class OutputSlices:
     """
 
     def __init__(
-        self, model: nn.Module, output: ColumnLinear, group: TensorGroup, loss: SliceLoss
+        self,
+        model: nn.Module,
+        output: ColumnLinear,
+        group: TensorGroup,
+        loss: SliceLoss,
+        *,
+        is_after: bool = False,
     ) -> None:
         """Take the place of the model's loss function.
+
+        `is_after`: it is called after the model's forward, which gets no labels.
 
         Raises:
             ModelError: the model has none that is known.
@@ -50,17 +58,20 @@ class OutputSlices:
         self._whole: Callable[..., Tensor] = known
         self._loss = loss
         self._names = list(inspect.signature(owner.forward).parameters)
-        self._is_used = False
+        self._is_used, self._is_after = False, is_after
         owner.loss_function = self  # type: ignore[assignment]
         owner.register_forward_pre_hook(self._before, with_kwargs=True)
         owner.register_forward_hook(self._after, always_call=True)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         labels = {**dict(zip(self._names, args, strict=False)), **kwargs}.get("labels")
-        self._output.gather_output = not module.training or labels is None
+        is_asked = self._is_after or labels is not None
+        self._output.gather_output = not (module.training and is_asked)
         self._is_used = False
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._is_after:
+            return
         if not self._output.gather_output and not self._is_used and output is not None:
             raise ModelError(
                 f"{_KEY}: {type(module).__name__} computed its loss without its loss_function, from"

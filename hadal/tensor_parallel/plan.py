@@ -79,6 +79,16 @@ class CutPlan:
     head: str | None = None
     """The output layer, if it is cut by its vocabulary."""
 
+    def among(self, model: nn.Module) -> CutPlan:
+        """Return the part of the plan that is about a stage's modules, which have their names."""
+        modules, parameters = set(model.modules()), set(model.parameters())
+        kept = {
+            kind: [one for one in getattr(self, kind) if one.layer in modules]
+            for kind in ("layers", "embeddings", "biases")
+        }
+        summed = {name: one for name, one in self.summed.items() if one in parameters}
+        return CutPlan(self.size, self.heads, summed=summed, head=self.head, **kept)
+
     def parents(self) -> dict[str, list[CutLayer]]:
         """Return the modules around cut layers, and these layers."""
         found: dict[str, list[CutLayer]] = {}

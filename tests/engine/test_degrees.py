@@ -38,7 +38,7 @@ OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 BF16 = {"bf16": {"enabled": True}}
 
 
-def mixtral(seed: int = 0) -> Any:
+def mixtral(seed: int = 0, *, tied: bool = False) -> Any:
     import transformers
 
     torch.manual_seed(seed)
@@ -51,6 +51,7 @@ def mixtral(seed: int = 0) -> Any:
         num_key_value_heads=4,
         num_local_experts=4,
         attn_implementation="sdpa",
+        tie_word_embeddings=tied,
     )
     model = transformers.MixtralForCausalLM(config)
     with torch.no_grad():
@@ -82,9 +83,9 @@ Found = dict[str, Any]
 
 
 @cache
-def alone(readers: int) -> Found:
+def alone(readers: int, tied: bool = False) -> Found:
     """One process that reads all samples, without an engine."""
-    model = mixtral()
+    model = mixtral(tied=tied)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     losses, norms = [], []
     for update in range(UPDATES):

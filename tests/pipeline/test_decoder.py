@@ -170,7 +170,7 @@ def refuse() -> None:
     refused(ConfigError, "needs the number of stages", model_of("llama"), {"auto": True})
     refused(ConfigError, "set pipeline.auto", model_of("llama"), {"stages": 2})
     refused(ModelError, "Linear has no", nn.Linear(2, 2), auto)
-    refused(UsageError, "must divide", model_of("llama"), {"auto": True, "stages": 3})
+    refused(ConfigError, "multiple of 3", model_of("llama"), {"auto": True, "stages": 3})
     refused(UsageError, "into 12 stages", model_of("llama"), {**auto, "chunks": 6})
     refused(UsageError, "itself", model_of("llama"), {**auto, "activation_checkpoint_interval": 1})
     model = model_of("llama")

@@ -1,0 +1,170 @@
+"""`pipeline.auto`: a decoder is cut into stages, beside the other degrees of the configuration.
+
+Tests: tests/pipeline/test_decoder.py, tests/engine/test_stage_degrees.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hadal.comm import Ranks
+from hadal.config import Config
+from hadal.config.reading import read
+from hadal.config.report import written
+from hadal.engine.tensor import plan_before_stages, size_asked_for
+from hadal.engine.wishes import Wishes
+from hadal.errors import ConfigError, Fault, UsageError
+from hadal.moe.blocks import find_blocks
+from hadal.pipeline import PipelineModule
+from hadal.pipeline.decoder import DecoderModule
+from hadal.pipeline.topology import ProcessTopology
+from hadal.sequence.batches import is_cut, padded, slice_of_rank
+from hadal.sequence.huggingface import attach
+from hadal.sequence.loss import whole_value
+from hadal.sequence.tiles import IGNORED
+from hadal.zero import init
+
+_SECTIONS = ("pipeline", "tensor_parallel", "expert_parallel", "sequence_parallel_size")
+
+
+class _Degrees(NamedTuple):
+    """How many ranks share one copy of a model, by kind."""
+
+    stages: int
+    sequence: int
+    slices: int
+
+
+def cut_by_configuration(
+    model: nn.Module | None, source: Any, wishes: Wishes
+) -> tuple[nn.Module | None, Wishes]:
+    """Return the model in stages, if `pipeline.auto` asks for that, with what it has of the wishes.
+
+    All ranks must call it.
+
+    Raises:
+        ConfigError: the number of stages is missing, or the degrees do not fit the ranks.
+        UsageError: the caller brings an optimizer of the whole model's parameters.
+        ModelError: the model cannot be cut.
+    """
+    _, raw = read(source)
+    try:
+        config = Config.model_validate({name: raw[name] for name in _SECTIONS if name in raw})
+    except ValueError:
+        return model, wishes  # it is told with all other faults
+    section = config.pipeline
+    if not section.auto or model is None or isinstance(model, PipelineModule):
+        return model, wishes
+    topology = _topology(_degrees(config), Ranks.world().size)
+    _check(model, wishes)
+    tensor, experts = config.tensor_parallel, config.expert_parallel
+    plan = plan_before_stages(model, tensor) if tensor.is_on else None
+    if experts.enabled:
+        find_blocks(model, experts)  # a stage may have none
+    method = "parameters" if section.partition == "best" else section.partition
+    found = DecoderModule(
+        model, topology=topology, partition_method=method, chunks=section.chunks, plan=plan
+    )
+    if config.sequence_parallel_size > 1:
+        found.sequences = StageSequences(found.whole_model, found.mpu().sequence)
+    own = set(found.parameters())
+    given = wishes.model_parameters
+    return found, replace(wishes, model_parameters=_own_among(given, own))
+
+
+def _degrees(config: Config) -> _Degrees:
+    stages = config.pipeline.stages
+    if stages == "auto":
+        raise _refused("pipeline.stages", '"auto", but pipeline.auto needs the number of stages')
+    tensor = config.tensor_parallel
+    slices = tensor.autotp_size if tensor.is_on else 1
+    return _Degrees(stages, config.sequence_parallel_size, slices)
+
+
+def _topology(degrees: _Degrees, size: int) -> ProcessTopology:
+    """Return the grid of ranks: slices of layers are nearest to each other, then sequences."""
+    stages, sequence, slices = degrees
+    together = stages * sequence * slices
+    if size % together:
+        others = {"sequence_parallel_size": sequence, "tensor_parallel.autotp_size": slices}
+        told = "".join(f" x {count} of {key}" for key, count in others.items() if count > 1)
+        raise _refused(
+            "pipeline.stages",
+            f"{stages} stages{told} need a multiple of {together} ranks, and there are {size}",
+        )
+    axes = {"pipe": stages, "data": size // together, "sequence": sequence, "model": slices}
+    kept = {axis: count for axis, count in axes.items() if count > 1 or axis in ("pipe", "data")}
+    return ProcessTopology(list(kept), list(kept.values()))
+
+
+def _refused(path: str, why: str) -> ConfigError:
+    faults = (Fault(path, why),)
+    return ConfigError(written("the configuration", faults), faults)
+
+
+def _check(model: nn.Module, wishes: Wishes) -> None:
+    if isinstance(wishes.optimizer, Optimizer):
+        raise UsageError(
+            "initialize(optimizer=...) has parameters that other stages will hold; name it in the"
+            " configuration, or give a function that makes it"
+        )
+    if any(init.born_among(parameter) is not None for parameter in model.parameters()):
+        raise UsageError(
+            "pipeline.auto: the model was made in zero.Init, and stages hold their weights whole;"
+            " leave zero.Init out"
+        )
+    if size_asked_for(model) is not None:
+        raise UsageError(
+            "pipeline.auto: tp_model_init was called for the model, which will be cut into stages"
+            " first; leave the call out, and set tensor_parallel.autotp_size"
+        )
+
+
+def _own_among(given: Any, own: Container[nn.Parameter]) -> Any:
+    """Return the parameters, or param groups, without those of other stages."""
+    if given is None:
+        return None
+    found: list[Any] = []
+    for one in given:
+        if isinstance(one, dict):
+            found.append({**one, "params": [p for p in one["params"] if p in own]})
+        elif one in own:
+            found.append(one)
+    return found
+
+
+class StageSequences:
+    """Slices of the sequences of a stage's micro-batches in training, and the loss of the whole.
+
+    All ranks of a sequence read the same micro-batches. Its attention exchanges heads.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._ranks = ranks
+        attach(model, ranks.group, disable_in_eval=True)
+
+    def cut(self, inputs: Mapping[str, Any], labels: Tensor) -> tuple[dict[str, Any], Any]:
+        """Return this rank's slice of a micro-batch, and what `loss` needs of its labels.
+
+        Args:
+            inputs: token ids [batch, length], and what goes along with them.
+            labels: [batch, length].
+        """
+        size, rank = self._ranks.size, self._ranks.rank
+        whole = padded({**inputs, "labels": labels}, size)
+        targets = whole["shift_labels"]
+        count = (targets != IGNORED).sum().clamp(min=1)
+        mine = {
+            name: slice_of_rank(value, rank, size) if is_cut(value) else value
+            for name, value in whole.items()
+        }
+        return mine, {"shift_labels": mine.pop("shift_labels"), "num_items_in_batch": count}
+
+    def whole_loss(self, part: Tensor) -> Tensor:
+        """Return the loss of whole sequences, with the gradient of this rank's part."""
+        return whole_value(part, self._ranks.group)
