@@ -33,7 +33,7 @@ _SECTIONS = ("pipeline", "tensor_parallel", "expert_parallel", "sequence_paralle
 
 
 class _Degrees(NamedTuple):
-    """How many ranks share one copy of a model, by kind."""
+    """Numbers of ranks that share one copy of a model, by kind."""
 
     stages: int
     sequence: int
