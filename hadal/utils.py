@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hadal.lazy import importer_of
 
 if TYPE_CHECKING:
     from hadal.checkpoint.fp32 import (
@@ -49,14 +50,13 @@ __all__ = [
 ]
 _OF_CHECKPOINTS = ("_zero_checkpoint", "_state_dict")
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'hadal.utils' has no attribute {name!r}")
-    room = "hadal.checkpoint.fp32" if name.endswith(_OF_CHECKPOINTS) else "hadal.zero.state"
-    value = getattr(importlib.import_module(room), name)
-    globals()[name] = value
-    return value
+__getattr__ = importer_of(
+    __name__,
+    {
+        name: "hadal.checkpoint.fp32" if name.endswith(_OF_CHECKPOINTS) else "hadal.zero.state"
+        for name in __all__
+    },
+)
 
 
 def __dir__() -> list[str]:

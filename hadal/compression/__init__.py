@@ -11,19 +11,28 @@ packed           stored as integers of a few bits, and dequantized in each forwa
 
 The trained weights stay as they are until `redundancy_clean`. A module of the model keeps its
 parameters, hooks and place; only its class becomes a subclass that computes with effective weights.
+
+Tests: tests/compression/test_compress.py
 """
 
-from hadal.compression.compress import (
-    CompressionScheduler,
-    init_compression,
-    redundancy_clean,
-    student_initialization,
-)
-from hadal.compression.distillation import distillation_loss, hidden_state_loss
-from hadal.compression.files import load_packed, save_packed
-from hadal.compression.packed import compute_in_integers, pack_weights, unpack_weights
-from hadal.compression.pretrained import register_with_transformers
-from hadal.compression.report import CompressionReport, compression_report
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hadal.lazy import importer_of
+
+if TYPE_CHECKING:
+    from hadal.compression.compress import (
+        CompressionScheduler,
+        init_compression,
+        redundancy_clean,
+        student_initialization,
+    )
+    from hadal.compression.distillation import distillation_loss, hidden_state_loss
+    from hadal.compression.files import load_packed, save_packed
+    from hadal.compression.packed import compute_in_integers, pack_weights, unpack_weights
+    from hadal.compression.pretrained import register_with_transformers
+    from hadal.compression.report import CompressionReport, compression_report
 
 __all__ = [
     "CompressionReport",
@@ -41,3 +50,27 @@ __all__ = [
     "student_initialization",
     "unpack_weights",
 ]
+
+__getattr__ = importer_of(
+    __name__,
+    {
+        "CompressionReport": "hadal.compression.report",
+        "CompressionScheduler": "hadal.compression.compress",
+        "compression_report": "hadal.compression.report",
+        "compute_in_integers": "hadal.compression.packed",
+        "distillation_loss": "hadal.compression.distillation",
+        "hidden_state_loss": "hadal.compression.distillation",
+        "init_compression": "hadal.compression.compress",
+        "load_packed": "hadal.compression.files",
+        "pack_weights": "hadal.compression.packed",
+        "redundancy_clean": "hadal.compression.compress",
+        "register_with_transformers": "hadal.compression.pretrained",
+        "save_packed": "hadal.compression.files",
+        "student_initialization": "hadal.compression.compress",
+        "unpack_weights": "hadal.compression.packed",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -27,7 +27,6 @@ from hadal.compression.packed import remember
 from hadal.compression.packing import Grid, grid_of
 from hadal.compression.pretrained import describe
 from hadal.compression.pruning import Pruned, Whole, as_it_is, begin, matrix_shape, prunings_of
-from hadal.compression.pruning import is_on as prunes
 from hadal.compression.relations import cuts_of
 from hadal.compression.report import note_sizes
 from hadal.compression.rules import ActivationRule, Bits, PruneRule, WeightRule
@@ -109,12 +108,6 @@ def with_old_form(
     )
     found = read.compression_training.weight_quantization
     return section.model_copy(update={"weight_quantization": found})
-
-
-def is_on(section: CompressionTraining) -> bool:
-    """Return whether any technique is on that changes modules."""
-    quantizes = section.weight_quantization.is_on or section.activation_quantization.is_on
-    return quantizes or prunes(section)
 
 
 def prepare(model: nn.Module, section: CompressionTraining, whole: Whole = as_it_is) -> None:
@@ -323,7 +316,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     del mpu
     section, whole = section_of(deepspeed_config), _inner(model)
     changed = list(compressed_modules(whole))
-    if is_on(section) and not changed:
+    if section.changes_modules and not changed:
         raise UsageError(
             f"redundancy_clean: {type(whole).__name__} has no compressed modules; call"
             " init_compression before training"

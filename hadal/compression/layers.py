@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hadal.compression.masks import as_weight, chosen, masked_heads
+from hadal.compression.names import mask_name, score_name
 from hadal.compression.quantizers import quantize, quantize_in_range, straight_through
 from hadal.compression.rules import ActivationRule, Bits, BlockRule, PruneRule, WeightRule
 from hadal.device import is_in_backward
@@ -67,29 +68,6 @@ class Compression:
         """Return whether the weight has fewer bits after `updates` applied updates than now."""
         found = None if self.weight is None else self.weight.at(updates, self.slowdowns)
         return found is not None and self.bits is not None and found.bits < self.bits.bits
-
-
-_SCORES = {
-    "sparse_pruning": "sparse_mask_scores",
-    "row_pruning": "row_mask_scores",
-    "head_pruning": "head_pruning_scores",
-    "channel_pruning": "channel_mask_scores",
-}
-
-
-def score_name(technique: str) -> str:
-    """Return the name of a module's trained scores, as in DeepSpeed's checkpoints."""
-    return _SCORES[technique]
-
-
-def is_score(name: str) -> bool:
-    """Return whether a parameter of this full name holds trained scores."""
-    return name.rpartition(".")[2] in _SCORES.values()
-
-
-def mask_name(technique: str) -> str:
-    """Return the name of a module's fixed mask, as in DeepSpeed's checkpoints."""
-    return f"{technique}_mask"
 
 
 class RunningRange(nn.Module):

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
-from hadal.compression.layers import Compressed, compressed_modules, mask_name
+from hadal.compression.layers import Compressed, compressed_modules
 from hadal.compression.masks import MOST, Blocks, thresholds
+from hadal.compression.names import mask_name
 from hadal.compression.pruning import BLOCK_SCORES, score_of_blocks
 from hadal.compression.rules import BlockRule
 

@@ -19,12 +19,11 @@ from hadal.compression.layers import (
     Compressed,
     change,
     compressible,
-    mask_name,
-    score_name,
     why_not,
 )
 from hadal.compression.masks import Blocks, as_matrix, rows_of
 from hadal.compression.matching import Match, matches_of
+from hadal.compression.names import mask_name, score_name
 from hadal.compression.quantizers import largest
 from hadal.compression.rules import BlockRule, PruneRule
 from hadal.config.compression_training import CompressionTraining, SparsePruningShared
@@ -50,11 +49,6 @@ Whole = Callable[[Iterable[Any]], AbstractContextManager[Any]]
 def as_it_is(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
     """Return a context that leaves parameters as they are."""
     return nullcontext(parameters)
-
-
-def is_on(section: CompressionTraining) -> bool:
-    """Return whether anything is pruned."""
-    return any(getattr(section, technique).is_on for technique in TECHNIQUES)
 
 
 def prunes_blocks(section: CompressionTraining) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hadal.compression.layers import Compressed, mask_name, score_name
+from hadal.compression.layers import Compressed
+from hadal.compression.names import mask_name, score_name
 from hadal.compression.packed import cut_grid
 from hadal.compression.pruning import BLOCK_SCORES
 from hadal.compression.relations import CutDimension

@@ -284,3 +284,12 @@ class CompressionTraining(Section):
     row_pruning: RowPruningSection = section(RowPruningSection, "Fewer rows.")
     head_pruning: HeadPruningSection = section(HeadPruningSection, "Fewer heads.")
     channel_pruning: ChannelPruningSection = section(ChannelPruningSection, "Fewer channels.")
+
+    @property
+    def changes_modules(self) -> bool:
+        """True if any technique is on that changes modules: all but fewer layers."""
+        return any(
+            technique.is_on
+            for name in type(self).model_fields
+            if name != "layer_reduction" and isinstance(technique := getattr(self, name), Section)
+        )

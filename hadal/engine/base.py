@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from hadal.config import Config
-from hadal.data_efficiency.batching import BatchingByTokens
 from hadal.engine.listeners import options_of
 from hadal.engine.loader import Reading, ShardedLoader
 from hadal.engine.parts import Parts
@@ -170,7 +169,7 @@ class EngineBase(nn.Module):
                 the middle of an update.
         """
         batches = self._session.batches.with_train(train_batch_size)
-        if any(isinstance(one, BatchingByTokens) for one in self._session.listeners):
+        if any(one.name == "dynamic_batching" for one in self._session.listeners):
             raise UsageError(
                 "set_train_batch_size: dynamic_batching makes packs for the train_batch_size of the"
                 " configuration; change it there, and initialize again"

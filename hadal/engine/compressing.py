@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from hadal.compression.compress import is_on, prepare, with_old_form
-from hadal.compression.layers import is_prepared, is_score
+from hadal.compression.names import is_score
 from hadal.config import Config
 from hadal.errors import UsageError
 from hadal.zero.access import GatheredParameters
@@ -25,11 +24,16 @@ def prepare_model(config: Config, model: nn.Module) -> None:
     Raises:
         ConfigError: the groups of `compression_training` do not fit the model.
     """
-    section = with_old_form(config.compression_training, config.quantize_training)
-    if not is_on(section) or is_prepared(model):
+    section, old = config.compression_training, config.quantize_training
+    if not (section.changes_modules or (old and old.enabled)):
+        return
+    from hadal.compression.compress import prepare, with_old_form  # for this alone
+    from hadal.compression.layers import is_prepared
+
+    if is_prepared(model):
         return
     # Masks are chosen by whole weights, one at a time: these may have been born sharded.
-    prepare(model, section, GatheredParameters)
+    prepare(model, with_old_form(section, old), GatheredParameters)
 
 
 def check_scores(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> None:

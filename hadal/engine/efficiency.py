@@ -6,13 +6,14 @@ Tests: tests/data_efficiency/test_seqlen.py, tests/data_efficiency/test_sampler.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from hadal.data_efficiency.pacing import CustomPace, Pacer
-from hadal.data_efficiency.sampler import CurriculumOrder
-from hadal.data_efficiency.seqlen import LengthCurriculum
 from hadal.engine.loader import PostProcess
 from hadal.engine.session import Session
 from hadal.errors import UsageError
+
+if TYPE_CHECKING:
+    from hadal.data_efficiency.pacing import CustomPace, Pacer
 
 
 class Efficiency:
@@ -74,6 +75,9 @@ class Efficiency:
 
     def _pacers(self) -> dict[str, Pacer]:
         """Return the schedules of difficulties by metric."""
+        from hadal.data_efficiency.sampler import CurriculumOrder  # for this alone
+        from hadal.data_efficiency.seqlen import LengthCurriculum
+
         loader = self._session.loader
         order = None if loader is None else loader.given_order
         found = dict(order.pacers) if isinstance(order, CurriculumOrder) else {}

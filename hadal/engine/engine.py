@@ -10,17 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from hadal.data_efficiency.batching import BatchingByTokens
-from hadal.data_efficiency.layer_drop import LayerDrop
-from hadal.data_efficiency.seqlen import LengthCurriculum
-from hadal.data_efficiency.token_drop import TokenDrop
 from hadal.device import give_back_freed_memory
 from hadal.engine.backward import Backwards
 from hadal.engine.base import EngineBase
 from hadal.engine.checkpoints import Checkpoints
 from hadal.engine.collector import hold_collector
 from hadal.engine.compile import compile_module
-from hadal.engine.curvature import BlockEigenvalues
 from hadal.engine.direct import DirectBackward
 from hadal.engine.efficiency import Efficiency
 from hadal.engine.giving import WeightsOut
@@ -36,6 +31,11 @@ from hadal.optim.schedules import needs_metric
 from hadal.zero import access, place
 
 if TYPE_CHECKING:
+    from hadal.data_efficiency.batching import BatchingByTokens
+    from hadal.data_efficiency.layer_drop import LayerDrop
+    from hadal.data_efficiency.seqlen import LengthCurriculum
+    from hadal.data_efficiency.token_drop import TokenDrop
+    from hadal.engine.curvature import BlockEigenvalues
     from hadal.profiling import FlopsProfiler
 
 # A part of torch's message if a transform of torch.func meets hooks on saved tensors.
@@ -403,31 +403,31 @@ class Engine(EngineBase):
     @property
     def length_curriculum(self) -> LengthCurriculum | None:
         """The curriculum by sequence length, if `curriculum_learning` is on."""
-        found: LengthCurriculum | None = self._named(LengthCurriculum.name)
+        found: LengthCurriculum | None = self._named("curriculum_learning")
         return found
 
     @property
     def layer_drop(self) -> LayerDrop | None:
         """The keep probability of layers, if `progressive_layer_drop` is on."""
-        found: LayerDrop | None = self._named(LayerDrop.name)
+        found: LayerDrop | None = self._named("progressive_layer_drop")
         return found
 
     @property
     def token_drop(self) -> TokenDrop | None:
         """The schedule of kept tokens, if `data_efficiency.data_routing.random_ltd` is on."""
-        found: TokenDrop | None = self._named(TokenDrop.name)
+        found: TokenDrop | None = self._named("random_ltd")
         return found
 
     @property
     def dynamic_batching(self) -> BatchingByTokens | None:
         """Batches by tokens, if `data_efficiency.data_sampling.dynamic_batching` is on."""
-        found: BatchingByTokens | None = self._named(BatchingByTokens.name)
+        found: BatchingByTokens | None = self._named("dynamic_batching")
         return found
 
     @property
     def eigenvalues(self) -> BlockEigenvalues | None:
         """The curvature of the model's blocks, if `eigenvalue` is on."""
-        found: BlockEigenvalues | None = self._named(BlockEigenvalues.name)
+        found: BlockEigenvalues | None = self._named("eigenvalue")
         return found
 
     def _named(self, name: str) -> Any:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -18,21 +18,9 @@ from hadal.autotuning.measuring import Experiment
 from hadal.comm import Ranks
 from hadal.comm.faults import told_to_all
 from hadal.comm.summary import end_of_log
-from hadal.compression.compress import is_on, tell_missing_teacher, with_old_form
-from hadal.compression.report import compression_report
-from hadal.compression.training import CompressionTechniques
 from hadal.config import Config
-from hadal.data_efficiency.batching import PATH as BATCHING
-from hadal.data_efficiency.batching import BatchingByTokens
-from hadal.data_efficiency.layer_drop import LayerDrop
-from hadal.data_efficiency.ordered import ExpectsLoader
-from hadal.data_efficiency.sampler import PATH as CURRICULUM
-from hadal.data_efficiency.seqlen import LengthCurriculum, Write
-from hadal.data_efficiency.token_drop import TokenDrop
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, Throughput
-from hadal.engine.compressing import ParameterValues
-from hadal.engine.curvature import BlockEigenvalues
 from hadal.engine.precision import scale_rule_of
 from hadal.engine.progress import updates_of
 from hadal.engine.recomputed import budget_of, recomputed_modules
@@ -46,6 +34,9 @@ from hadal.monitor.opening import open_writers, sections_on
 from hadal.monitor.run import describe_run
 from hadal.monitor.training import ScalarScope, TrainingEvents
 from hadal.optim.loss_scale import ScaleRule
+
+if TYPE_CHECKING:
+    from hadal.data_efficiency.seqlen import Write
 
 _log = logging.getLogger("hadal.compression")
 
@@ -113,6 +104,8 @@ def _lengths(setting: Setting) -> Listener | None:
     section, readers = setting.config.curriculum_learning, setting.batches.data_parallel_size
     if section is None or not section.enabled:
         return None
+    from hadal.data_efficiency.seqlen import LengthCurriculum  # for this alone
+
     return LengthCurriculum(section, setting.model, readers, _write(setting))
 
 
@@ -120,6 +113,8 @@ def _batching(setting: Setting) -> Listener | None:
     section = setting.config.data_efficiency.data_sampling.dynamic_batching
     if not section.enabled:
         return None
+    from hadal.data_efficiency.batching import BatchingByTokens  # for this alone
+
     return BatchingByTokens(section, setting.batches.accumulation, _write(setting))
 
 
@@ -128,14 +123,19 @@ def _ordered(setting: Setting) -> Listener | None:
     is_curriculum = sampling.curriculum_learning.enabled
     if not (is_curriculum or sampling.dynamic_batching.enabled):
         return None
+    from hadal.data_efficiency.ordered import ExpectsLoader  # for this alone
+
+    part = "curriculum_learning" if is_curriculum else "dynamic_batching"
     tells = setting.world.rank == 0
-    return ExpectsLoader(CURRICULUM if is_curriculum else BATCHING, tells=tells)
+    return ExpectsLoader(f"data_efficiency.data_sampling.{part}", tells=tells)
 
 
 def _layer_drop(setting: Setting) -> Listener | None:
     section = setting.config.progressive_layer_drop
     if section is None or not section.enabled:
         return None
+    from hadal.data_efficiency.layer_drop import LayerDrop  # for this alone
+
     return LayerDrop(section, setting.model, _write(setting))
 
 
@@ -149,20 +149,29 @@ def _token_drop(setting: Setting) -> Listener | None:
             f" {setting.topology.sequence_parallel_size} ranks share each one; switch one of the"
             " two off"
         )
+    from hadal.data_efficiency.token_drop import TokenDrop  # for this alone
+
     rank, samples = setting.topology.data_parallel.rank, setting.batches.train
     return TokenDrop(section, setting.model, samples, rank, _write(setting))
 
 
 def _compression(setting: Setting) -> Listener | None:
-    old = setting.config.quantize_training
-    section = with_old_form(setting.config.compression_training, old)
-    if old is not None and old.enabled and setting.world.rank == 0:
+    section, old = setting.config.compression_training, setting.config.quantize_training
+    is_old = old is not None and old.enabled
+    if not (section.changes_modules or section.layer_reduction.is_on or is_old):
+        return None
+    from hadal.compression.compress import tell_missing_teacher, with_old_form  # for this alone
+    from hadal.compression.training import CompressionTechniques
+    from hadal.engine.compressing import ParameterValues
+
+    section = with_old_form(section, old)
+    if is_old and setting.world.rank == 0:
         _log.warning(
             "quantize_training is read as compression_training.weight_quantization of all suitable"
             " modules; write that section, which says which modules, and more"
         )
     tell_missing_teacher(setting.model, section)
-    if not is_on(section):
+    if not section.changes_modules:
         return None
     return CompressionTechniques(
         section, setting.model, setting.topology.sharding, ParameterValues()
@@ -181,6 +190,8 @@ def _eigenvalues(setting: Setting) -> Listener | None:
             f"{path}: a block's second derivatives are not built yet for a model, or sequences,"
             f" that are split over several ranks; switch {path} off"
         )
+    from hadal.engine.curvature import BlockEigenvalues  # for this alone
+
     writes = setting.monitor.enabled
     write = setting.monitor.write_events if writes else None
     return BlockEigenvalues(section, setting.model, topology.data_parallel, write, path)
@@ -313,6 +324,8 @@ def _journal(setting: Setting) -> Listener | None:
         return cast(Mapping[str, Any], found.as_dict())
 
     def compression(engine: Any) -> Mapping[str, Any] | None:
+        from hadal.compression.report import compression_report  # for this alone
+
         found = engine and compression_report(engine)
         return found.as_dict() if found and found.rows else None
 

@@ -10,7 +10,6 @@ from functools import reduce
 from typing import Any
 
 from hadal.activation_checkpointing import Recomputation
-from hadal.compression.compress import is_on
 from hadal.config import Config
 from hadal.config.report import written
 from hadal.errors import ConfigError, Fault, UsageError
@@ -101,8 +100,8 @@ def _faults(module: PipelineModule, config: Config) -> Iterator[Fault]:
     yield from _faults_of_schedule(module, config)
     for path in _UNBUILT:
         section: Any = reduce(getattr, path.split("."), config)
-        on = is_on(section) if path == "compression_training" else section and section.enabled
-        if on:
+        switch = "changes_modules" if path == "compression_training" else "enabled"
+        if getattr(section, switch, False):
             yield Fault(path, "not built yet for a model in stages; switch it off")
     if module.has_ties and config.sparse_gradients:
         why = "true, but copies of tied weights on several stages add up dense gradients; leave out"

@@ -6,7 +6,7 @@ Tests: tests/engine/test_arguments.py
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +21,6 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_
 from hadal.comm.faults import told_to_all
 from hadal.config import Config
-from hadal.data_efficiency import batching as by_tokens
-from hadal.data_efficiency.lengths import lengths_of
-from hadal.data_efficiency.metric_files import Origin
-from hadal.data_efficiency.ordered import ExpectsLoader
-from hadal.data_efficiency.sampler import PATH as CURRICULUM
-from hadal.data_efficiency.sampler import CurriculumOrder, Taking
 from hadal.device import current_device
 from hadal.engine.loader import ChosenOrder, Loading, Reading, ShardedLoader
 from hadal.engine.sampler import Sharding
@@ -35,7 +29,6 @@ from hadal.listener import Listener
 from hadal.optim.build import build_optimizer
 from hadal.optim.muon import muon_groups
 from hadal.optim.schedules import build_schedule
-from hadal.order import Order
 
 _log = logging.getLogger(__name__)
 
@@ -159,14 +152,13 @@ def seed_of_program(world: Ranks) -> int:
     return int(shared)
 
 
-def _batching(listeners: Iterable[Listener]) -> by_tokens.BatchingByTokens | None:
-    return next((one for one in listeners if isinstance(one, by_tokens.BatchingByTokens)), None)
-
-
 def scaled_by_batch(schedule: Any, optimizer: Optimizer, listeners: Iterable[Listener]) -> Any:
     """Return the schedule as scaled by the size of each batch, if there is a listener for that."""
-    batching = _batching(listeners)
-    return schedule if batching is None else batching.scaled(schedule, optimizer)
+    for one in listeners:
+        if one.name == "dynamic_batching":
+            batching: Any = one
+            return batching.scaled(schedule, optimizer)
+    return schedule
 
 
 def make_loading(
@@ -180,48 +172,19 @@ def make_loading(
         wishes.collate_fn,
         can_pin=current_device().type != "cpu",
         seed=seed,
-        chosen=_chosen_order(config, sharding, tuple(listeners)),
+        chosen=_chosen_order(config, sharding, listeners),
     )
 
 
 def _chosen_order(
-    config: Config, sharding: Sharding, listeners: Sequence[Listener]
+    config: Config, sharding: Sharding, listeners: Iterable[Listener]
 ) -> ChosenOrder | None:
-    """Return the order by metrics, or by tokens, if one is on."""
-    batching = _batching(listeners)
-    expecting = [one for one in listeners if isinstance(one, ExpectsLoader)]
-    section = config.data_efficiency
-    sampling = section.data_sampling
-    taking = Taking(
-        sharding.batch_size,
-        sharding.replicas,
-        sharding.replica,
-        config.gradient_accumulation_steps,
-        sharding.drop_last,
-    )
+    sampling = config.data_efficiency.data_sampling
+    if not (sampling.curriculum_learning.enabled or sampling.dynamic_batching.enabled):
+        return None
+    from hadal.engine.chosen_orders import chosen_order  # for this alone
 
-    def made(order: Order) -> Order:
-        for one in expecting:
-            one.is_made = True
-        return order
-
-    def by_metrics(dataset: Any) -> Order:
-        return made(CurriculumOrder(section, Origin.of(dataset), taking))
-
-    def in_packs(dataset: Any) -> Order:
-        folder = sampling.dynamic_batching.metrics_path
-        lengths = lengths_of(dataset, folder, writes=sharding.replica == 0)
-        order = by_tokens.PackedOrder(section, lengths, taking)
-        if batching is not None:
-            batching.order = order
-        return made(order)
-
-    workers, pins = sampling.num_workers, sampling.pin_memory
-    if sampling.curriculum_learning.enabled:
-        return ChosenOrder(CURRICULUM, by_metrics, workers, pins)
-    if batching is not None:
-        return ChosenOrder(by_tokens.PATH, in_packs, workers, pins, batching.note)
-    return None
+    return chosen_order(config, sharding, tuple(listeners))
 
 
 def make_loader(

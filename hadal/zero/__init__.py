@@ -16,9 +16,9 @@ Tests: tests/zero/test_access.py, tests/compat/test_names.py
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from hadal.lazy import importer_of
 from hadal.zero.access import GatheredParameters
 from hadal.zero.external import register_external_parameter, unregister_external_parameter
 from hadal.zero.init import Init, MiCS_Init
@@ -49,11 +49,15 @@ __all__ = [
     "unregister_external_parameter",
 ]
 
+__getattr__ = importer_of(
+    __name__,
+    {
+        name: "hadal.compat.tiling" if name == "TiledLinear" else "hadal.autotuning.estimate"
+        for name in __all__
+        if name not in globals()
+    },
+)
 
-def __getattr__(name: str) -> Any:
-    """Import a public name that is defined elsewhere when it is first accessed."""
-    if name not in __all__:
-        raise AttributeError(f"module 'hadal.zero' has no attribute {name!r}")
-    home = "hadal.compat.tiling" if name == "TiledLinear" else "hadal.autotuning.estimate"
-    value = globals()[name] = getattr(importlib.import_module(home), name)
-    return value
+
+def __dir__() -> list[str]:
+    return __all__
