@@ -129,7 +129,6 @@ def weights_of(folder: str, tied: bool) -> Found:
     return dict(model.state_dict())
 
 
-@pytest.mark.claims("pipeline.auto")
 @pytest.mark.parametrize(
     ("layout", "zero", "keys", "tied"),
     [
