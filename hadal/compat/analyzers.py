@@ -23,7 +23,7 @@ from hadal.data_efficiency.chunks import (
     split_span,
 )
 from hadal.data_efficiency.indexed import IndexedRows, RowsBuilder, bin_path
-from hadal.data_efficiency.measures import IDS, BatchMeasures, Measure, measures_of
+from hadal.data_efficiency.measures import IDS, BatchMeasures, Measure, added_up, measures_of
 from hadal.data_efficiency.metric_files import (
     Origin,
     write_accumulated,
@@ -50,8 +50,7 @@ class _Mapped(NamedTuple):
         if not measure.accumulates:
             return joined(self.kept, self.spans, measure.key)
         found = [self.kept.load(span)[measure.key] for span in self.spans]
-        total: Values = sum(found[1:], found[0])
-        return total
+        return added_up(measure.name, found)
 
     def ids(self) -> Values | None:
         """Return the samples' ids; None: they are the samples' places."""
@@ -78,6 +77,17 @@ class _Analysis:
         self.save_path = str(save_path)
         self._work = work
         self._folder = Path(save_path)
+        sizes = {"num_workers": num_workers, "num_threads": num_threads}
+        for name, size in {**sizes, "batch_size": work.batch_size}.items():
+            if size < 1:
+                raise UsageError(f"{name} is {size}; expected 1 or more")
+        if not (hasattr(work.dataset, "__len__") and hasattr(work.dataset, "__getitem__")):
+            raise UsageError(
+                "samples are analyzed by index, and"
+                f" {type(work.dataset).__name__} has none; give a data set with a length and items"
+            )
+        if not len(work.dataset):
+            raise UsageError("the data set has no samples; there is nothing to measure")
         if not 0 <= worker_id < num_workers:
             raise UsageError(
                 f"worker_id is {worker_id}, and num_workers {num_workers}; expected an id from 0 to"
@@ -251,10 +261,9 @@ class DataAnalyzer(_Analysis):
             return
         for measure in self._work.measures:
             if measure.accumulates:
-                sums = [rows.numbers for rows in self._all(measure, _ADDED)]
                 wide = np.uint64 if measure.dtype == np.uint64 else np.int64
-                total: Values = np.asarray(np.sum(np.stack(sums), axis=0, dtype=wide))
-                write_accumulated(self._folder, measure.name, total)
+                sums = [rows.numbers.astype(wide) for rows in self._all(measure, _ADDED)]
+                write_accumulated(self._folder, measure.name, added_up(measure.name, sums))
             else:
                 self._reduce(measure)
 
@@ -408,8 +417,8 @@ class DistributedDataAnalyzer(_Analysis):
             UsageError: a function does not return what its metric is to have, on any rank.
         """
         failed: Exception | None = None
-        mapped = self._mapped(0, self._own_span())
         try:
+            mapped = self._mapped(0, self._own_span())
             compute_kept(self._work, mapped.spans, mapped.kept, self.num_threads)
         except Exception as error:
             failed = error
@@ -431,8 +440,8 @@ class DistributedDataAnalyzer(_Analysis):
             return
         parts = [part for part in found if part is not None]
         if measure.accumulates:
-            total = sum(part[0] for part in parts)
-            write_accumulated(self._folder, measure.name, np.asarray(total))
+            total = added_up(measure.name, [part[0] for part in parts])
+            write_accumulated(self._folder, measure.name, total)
             return
         values = np.concatenate([part[0] for part in parts])
         has_ids = parts[0][1] is not None

@@ -189,6 +189,6 @@ class DataEfficiency(Section):
     }
 
     enabled: Boolean = key(False, _MASTER)
-    seed: Integer = key(1234, "Seed of the sampler.")
+    seed: Integer = key(1234, "Seed of the sampler.", ge=0)
     data_sampling: DataSampling = section(DataSampling, "The sampler.")
     data_routing: DataRouting = section(DataRouting, "Tokens inside the model.")

@@ -66,8 +66,11 @@ def analyze(
         The distribution of each metric.
 
     Raises:
-        UsageError: a metric is unknown or has no model, or the data set cannot be read.
+        UsageError: no metric is given, one is unknown or has no model, the model cannot take the
+            data set's tokens, or the data set cannot be read or the folder written.
     """
+    if not metrics:
+        raise UsageError(f"no metric is given; expected some of {', '.join(METRICS)}")
     unknown = [name for name in metrics if name not in METRICS]
     if unknown:
         raise UsageError(f"no metric is called {unknown[0]}; expected {', '.join(METRICS)}")

@@ -63,16 +63,26 @@ class PackedOrder:
         self._expected: Mapping[str, Any] | None = None
         first = self.packs(0)
         if not len(first):
-            raise UsageError(
-                f"{PATH}: {len(lengths)} samples make no update of train_batch_size"
-                f" {self._update} packs; lower train_batch_size, which counts packs, or"
-                f" max_tokens ({self._section.max_tokens})"
-            )
+            raise UsageError(f"{PATH}: {self._why_none(first)}")
         _tell_left_out(first, len(lengths), self._section)
         self._batches = len(first) // taking.stride
         base = self._section.base_batch_size
         self.base: float = base or len(first.ids) / (len(first) // self._update)
         """The samples of an update with the configured learning rate."""
+
+    def _why_none(self, packs: Packs) -> str:
+        section, lengths = self._section, self._lengths
+        if len(lengths) and len(packs.too_long) == len(lengths):
+            return (
+                f"all {len(lengths)} samples are longer than max_tokens ({section.max_tokens}), the"
+                f" shortest has {lengths.min()}; raise max_tokens"
+            )
+        least = section.min_batch_size
+        smaller = f", or min_batch_size ({least})" if least > 1 else ""
+        return (
+            f"{len(lengths)} samples make no update of train_batch_size {self._update} packs; lower"
+            f" train_batch_size, which counts packs, or max_tokens ({section.max_tokens}){smaller}"
+        )
 
     def packs(self, epoch: int) -> Packs:
         """Return the packs of an epoch, in order."""

@@ -114,6 +114,9 @@ class KeptChunks:
     """Results of chunks in a folder, from the first until all are put together.
 
     A kill loses only the chunks under way. Results of other work (`identity`) are removed.
+
+    Raises:
+        UsageError: the folder cannot be made.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
@@ -122,7 +125,12 @@ class KeptChunks:
         told = folder / _IDENTITY
         if not told.is_file() or told.read_text("utf-8") != known:
             shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+            try:
+                folder.mkdir(parents=True)
+            except OSError as error:
+                raise UsageError(
+                    f"{folder} cannot be made: {error.strerror}; give another folder"
+                ) from error
             _put(told, lambda path: path.write_text(known, "utf-8"))
 
     def _path(self, span: Span) -> Path:

@@ -199,11 +199,12 @@ class SampleStream:
         """Return the samples of the next batch, and a cluster if one was made for it.
 
         Raises:
-            UsageError: no sample is admitted yet.
+            UsageError: no sample is admitted yet, or a difficulty that admits samples falls.
         """
         self.step += 1
         made = None
         if difficulties != self.difficulties:
+            self._expect_no_fall(difficulties)
             made = self._admit(difficulties)
             self.difficulties = difficulties
         sizes = np.array([len(cluster.ids) for cluster in self.clusters], dtype=np.int64)
@@ -227,6 +228,18 @@ class SampleStream:
         found = np.concatenate(taken)
         self.generator.shuffle(found)
         return found.tolist(), made
+
+    def _expect_no_fall(self, difficulties: Difficulties) -> None:
+        """Refuse what would admit samples twice, once the difficulty rises again."""
+        for metric in self.metrics:
+            now = difficulties[metric.name]
+            before = self.difficulties.get(metric.name, now)
+            if metric.rows is not None and now < before:
+                raise UsageError(
+                    f"{self.path}.curriculum_metrics.{metric.name}: the difficulty falls from"
+                    f" {before} to {now} in step {self.step}; return one that does not fall, since"
+                    ' samples stay admitted, or choose the clustering_type "single_cluster"'
+                )
 
     def _admit(self, difficulties: dict[str, int]) -> Cluster | None:
         ids = self._admitted(self.difficulties, difficulties)

@@ -18,7 +18,8 @@ from hadal.data_efficiency.packing import Ids
 from hadal.errors import UsageError
 
 _log = logging.getLogger(__name__)
-_WHERE = "data_efficiency.data_sampling.dynamic_batching.metrics_path"
+_PATH = "data_efficiency.data_sampling.dynamic_batching"
+_WHERE = f"{_PATH}.metrics_path"
 _NAMES = ("input_ids", "tokens")
 _GIVEN = ("lengths", "sizes")
 
@@ -35,8 +36,8 @@ def length_of(sample: Any) -> int:
     found = _sequence(sample)
     if found is None:
         raise UsageError(
-            f"dynamic_batching cannot find the length of a {type(sample).__name__}; give the data"
-            " set an attribute `lengths` with the tokens of each sample"
+            f"{_PATH}: cannot find the length of a sample, which is {type(sample).__name__}; give"
+            " the data set an attribute `lengths` with the tokens of each sample"
         )
     return len(found)
 
@@ -88,12 +89,15 @@ def lengths_of(dataset: Sequence[Any], folder: str | None, *, writes: bool) -> I
         writes: whether to write what was measured into the folder.
 
     Raises:
-        UsageError: the file is of another data set, or samples have no length.
+        UsageError: the attribute or file is of another data set or holds no lengths, samples have
+            no length, or the folder cannot be made.
     """
     count = len(dataset)
-    given = next((getattr(dataset, n) for n in _GIVEN if hasattr(dataset, n)), None)
-    if given is not None:
-        return _checked(np.asarray(given), count, f"the lengths of {type(dataset).__name__}")
+    for name in _GIVEN:
+        given = getattr(dataset, name, None)
+        if given is not None:
+            told = f"{_PATH}: the attribute {name} of {type(dataset).__name__}"
+            return _checked(np.asarray(given), count, told)
     if folder is not None and is_measured(folder):
         return _checked(read_lengths(folder), count, f"{_WHERE}: {path_of(folder)}")
     found = measured(dataset, length_of)
@@ -110,7 +114,12 @@ def measured(dataset: Sequence[Any], measure: Callable[[Any], int]) -> Ids:
 def write_lengths(folder: str | Path, lengths: Ids) -> None:
     """Write lengths where `lengths_of` looks for them: one row for each sample."""
     path = path_of(folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"{_WHERE}: {path.parent} cannot be made: {error.strerror}; give a folder"
+        ) from error
     with RowsBuilder(path, smallest_dtype(0, int(lengths.max(initial=0)))) as builder:
         builder.add_all(lengths.reshape(-1, 1))
         builder.end_document()
@@ -122,5 +131,12 @@ def _checked(found: Any, count: int, what: str) -> Ids:
         raise UsageError(
             f"{what} has {found.size} lengths, and the data set {count} samples; measure this data"
             " set"
+        )
+    is_number = found.dtype.kind in "iuf"
+    wrong = np.flatnonzero((found < 0) | (found % 1 != 0)) if is_number else range(count)
+    if len(wrong):
+        raise UsageError(
+            f"{what} has {found[wrong[0]].item()!r} for sample {wrong[0]}; expected whole numbers,"
+            " 0 or more: the tokens of each sample"
         )
     return found.astype(np.int64)  # type: ignore[no-any-return]

@@ -6,6 +6,8 @@ Tests: tests/compat/test_analyzers.py
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -93,7 +95,8 @@ def measures_of(
     """Return the metrics that DeepSpeed's analysers are given as lists.
 
     Raises:
-        UsageError: the lists differ in length, or a type or dtype is unknown.
+        UsageError: the lists are empty or differ in length, a name comes twice or is none of a
+            folder, an entry is no function, or a type or dtype is unknown.
     """
     counts = {
         "metric_names": len(names),
@@ -105,15 +108,31 @@ def measures_of(
     if len(set(counts.values())) > 1:
         told = ", ".join(f"{name} has {count}" for name, count in counts.items())
         raise UsageError(f"expected lists of one length, one entry for each metric: {told}")
+    if not names:
+        raise UsageError("no metric is given; metric_names, and the other lists, are empty")
+    _expect_names(names)
     made = []
     for number, (name, function, kind) in enumerate(zip(names, functions, types, strict=True)):
         if kind not in (SINGLE, ACCUMULATED):
             raise UsageError(
                 f'metric {name} has type "{kind}"; expected "{SINGLE}" or "{ACCUMULATED}"'
             )
+        if not callable(function):
+            raise UsageError(
+                f"metric {name} has no function, but {type(function).__name__}; expected one of a"
+                " batch"
+            )
         dtype = None if dtypes is None else _dtype(name, dtypes[number])
         made.append(Measure(name, function, kind == ACCUMULATED, dtype))
     return made
+
+
+def _expect_names(names: Sequence[str]) -> None:
+    for number, name in enumerate(names):
+        if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
+            raise UsageError(f"metric_names has {json.dumps(name)}; expected names of folders")
+        if name in names[:number]:
+            raise UsageError(f"metric_names has {name} twice; each metric has files of its own")
 
 
 def _dtype(metric: str, dtype: Any) -> np.dtype[Any]:
@@ -156,9 +175,9 @@ class BatchMeasures:
             ids = self._ids(batch, span)
             if ids is not None:
                 found.setdefault(IDS, []).append(ids)
-        added = {measure.key for measure in self.measures if measure.accumulates}
+        added = {measure.key: measure.name for measure in self.measures if measure.accumulates}
         return {
-            key: sum(each[1:], each[0]) if key in added else np.concatenate(each)
+            key: added_up(added[key], each) if key in added else np.concatenate(each)
             for key, each in found.items()
         }
 
@@ -188,6 +207,22 @@ class BatchMeasures:
                 for each in self.measures
             ],
         }
+
+
+def added_up(metric: str, parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Return the sum of a metric's results.
+
+    Raises:
+        UsageError: they have several shapes.
+    """
+    shapes = list(dict.fromkeys(part.shape for part in parts))
+    if len(shapes) > 1:
+        raise UsageError(
+            f"the function of metric {metric} returned shapes {list(shapes[0])} and"
+            f" {list(shapes[1])}; expected one shape for all batches, since they are added up"
+        )
+    total: npt.NDArray[Any] = sum(parts[1:], parts[0])
+    return total
 
 
 def _told(function: Any) -> str:

@@ -16,7 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hadal.data_efficiency.clusters import Ids, Metric
-from hadal.data_efficiency.indexed import IndexedRows, RowsBuilder, smallest_dtype
+from hadal.data_efficiency.indexed import (
+    IndexedRows,
+    RowsBuilder,
+    bin_path,
+    idx_path,
+    smallest_dtype,
+)
 from hadal.errors import UsageError
 
 _log = logging.getLogger(__name__)
@@ -65,13 +71,22 @@ def read_rows(path: str, where: str) -> IndexedRows:
     try:
         rows = IndexedRows(path, is_whole=True)
     except UsageError as error:
-        raise UsageError(f"{where}: {error}") from error
+        raise UsageError(f"{where}: {error}{_hint_of(path)}") from error
     if rows.dtype.kind not in "iu":
         raise UsageError(
             f"{where}: {path} holds {rows.dtype}, expected whole numbers; give the files of an"
             " analysis"
         )
     return rows
+
+
+def _hint_of(path: str) -> str:
+    """Return the remedy for a path without files."""
+    ending = Path(path).suffix
+    if ending in (".bin", ".idx") and Path(path).is_file():
+        return f"; leave {ending} out of the path"
+    is_there = bin_path(path).exists() or idx_path(path).exists()
+    return "" if is_there else "; `hadal data analyze` writes the files of metrics"
 
 
 def write_row(path: Path, values: Ids) -> None:
@@ -250,11 +265,16 @@ def read_metric(
     here = f"{where}.index_to_sample_path"
     ids = read_rows(samples, here)
     _check_origin(here, samples, data)
-    lowest, highest = _range_of(ids)
+    lowest, highest, total = _summary(ids)
     if ids.count != data.samples or lowest < 0 or highest >= max(data.samples, 1):
         raise UsageError(
             f"{here}: {samples} is of {ids.count} samples, numbered from {lowest} to {highest}, and"
             f" the data set has {data.samples}; analyze this data set"
+        )
+    if total != ids.count * (ids.count - 1) // 2:
+        raise UsageError(
+            f"{here}: {samples} does not have each of the {data.samples} samples once; give"
+            " <metric>_index_to_sample or <metric>_index_to_sample_percentile_merged of an analysis"
         )
     if is_percentile:
         return Metric(name, is_percentile, maximum, ids)
@@ -276,10 +296,16 @@ def _parts(rows: IndexedRows) -> Iterator[Values]:
         yield rows.read(max(0, start - 1), min(start + _PART, rows.count))
 
 
-def _range_of(rows: IndexedRows) -> tuple[int, int]:
-    """Return the lowest and the highest number; 0 and 0 if there are none."""
-    ends = [(int(part.min()), int(part.max())) for part in _parts(rows)]
-    return min((low for low, _ in ends), default=0), max((high for _, high in ends), default=0)
+def _summary(rows: IndexedRows) -> tuple[int, int, int]:
+    """Return the lowest and the highest number (0 and 0 if there are none), and the sum of all."""
+    lows, highs, total = [0] * (not rows.count), [0] * (not rows.count), 0
+    for start in range(0, rows.count, _PART):
+        part = rows.read(start, min(start + _PART, rows.count))
+        lows.append(int(part.min()))
+        highs.append(int(part.max()))
+        # Their sum shows what else the numbers are: values of a metric repeat.
+        total += int(part.sum(dtype=np.int64))
+    return min(lows), max(highs), total
 
 
 def _is_ascending(rows: IndexedRows) -> bool:

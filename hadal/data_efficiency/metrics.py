@@ -105,13 +105,24 @@ class ModelLoss:
     in_processes: bool = False
 
     def values(self, rows: IndexedRows, start: int, stop: int) -> Whole:
-        """Return the losses of the rows; 0 for one with less than two tokens."""
+        """Return the losses of the rows; 0 for one with less than two tokens.
+
+        Raises:
+            UsageError: the model fails on these rows.
+        """
         found = np.zeros(stop - start, np.int64)
         training = self.model.training
         self.model.eval()
         with torch.no_grad():
             for numbers in self._batches(rows, start, stop):
-                losses = self._losses([rows[start + int(number)] for number in numbers])
+                try:
+                    losses = self._losses([rows[start + int(number)] for number in numbers])
+                except (IndexError, RuntimeError) as error:
+                    raise UsageError(
+                        f"the model {type(self.model).__name__} of the loss failed on rows of"
+                        f" {rows.prefix} ({error}); give a model whose vocabulary has all of its"
+                        " tokens, and which returns logits [rows, length, words]"
+                    ) from error
                 found[numbers] = np.rint(_LOSS_SCALE * losses.cpu().numpy()).astype(np.int64)
         self.model.train(training)
         return found

@@ -74,11 +74,12 @@ def difficulty_at(rule: PaceRule, step: int) -> int:
 class Pacer:
     """Difficulty of one metric during training: a schedule, or the caller's function."""
 
-    def __init__(self, rule: PaceRule, where: str) -> None:
+    def __init__(self, rule: PaceRule, where: str, least: int | None = None) -> None:
         self.rule = rule
         self.current = rule.first
         """The difficulty of the last step that was asked for."""
         self._where = where
+        self._least = least
         self._custom: CustomPace | None = None
 
     def set_custom(self, custom: CustomPace) -> None:
@@ -103,7 +104,8 @@ class Pacer:
         """Return the difficulty of a step, and remember it. A custom one stays at the maximum.
 
         Raises:
-            UsageError: the schedule is custom and has no function, or it returned no integer.
+            UsageError: the schedule is custom and has no function, or it returned no integer, or
+                one that is too small.
         """
         if self.rule.kind != "custom":
             self.current = difficulty_at(self.rule, step)
@@ -123,5 +125,10 @@ class Pacer:
             raise UsageError(
                 f"{self._where}: the custom schedule returned {value!r} for step {step}; expected"
                 " an integer"
+            )
+        if self._least is not None and int(value) < self._least:
+            raise UsageError(
+                f"{self._where}: the custom schedule returned {value} for step {step}; expected"
+                f" {self._least} or more"
             )
         return int(value)

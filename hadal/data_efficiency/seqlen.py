@@ -49,7 +49,7 @@ class LengthCurriculum(Listener):
     def __init__(
         self, section: CurriculumLearning, model: nn.Module, readers: int, write: Write | None
     ) -> None:
-        self.pacer = Pacer(pace_rule_of(section), "curriculum_learning")
+        self.pacer = Pacer(pace_rule_of(section), "curriculum_learning", least=1)
         self.tokens = 0
         """Tokens in training forwards so far, over all ranks; 0 if inputs are not token ids."""
         self._readers = readers

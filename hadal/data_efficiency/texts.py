@@ -198,10 +198,17 @@ class ParquetTexts:
         _parquet()
 
     def ranges(self) -> list[TextRange]:
-        """Return the row groups of all files."""
+        """Return the row groups of all files.
+
+        Raises:
+            UsageError: a file is no Parquet file.
+        """
         found = []
         for number, file in enumerate(self.files):
-            told = _parquet().ParquetFile(file).metadata
+            try:
+                told = _parquet().ParquetFile(file).metadata
+            except (OSError, ValueError) as error:  # pyarrow's own errors are of these kinds
+                raise UsageError(f"{file} is no Parquet file, or damaged: {error}") from error
             for group in range(told.num_row_groups):
                 size = told.row_group(group).total_byte_size
                 found.append(TextRange(number, group, group + 1, size))

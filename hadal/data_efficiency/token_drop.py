@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from hadal.data_efficiency.seqlen import Write
 from hadal.errors import UsageError
 from hadal.listener import Forward, Listener, Update
 
+_log = logging.getLogger(__name__)
 _PATH = "data_efficiency.data_routing.random_ltd"
 ModelType = TypeVar("ModelType", bound=nn.Module)
 
@@ -69,8 +71,39 @@ class TokenKeeping:
     mask_name: str | None
     is_causal: bool
     rank: int
+    last: int = 1
+    """Tokens at the end of the schedule."""
     kept: int | None = None
     """Tokens of each sequence in this forward; None: all."""
+    is_told: bool = False
+    """True if sequences that do not fit the schedule were told."""
+
+    def tell(self, name: str, length: int, rows: int) -> None:
+        """Log once that a layer's sequences do not fit the schedule."""
+        kept = self.kept
+        if self.is_told or kept is None or (length <= self.last and kept < length):
+            return
+        if kept >= self.last:
+            return  # the end of the schedule
+        self.is_told = True
+        schedule = f"{_PATH}.random_ltd_schedule"
+        what = f"layer {name} sees {length} tokens of {rows} sequences"
+        if kept >= length:
+            _log.warning(
+                "%s: %s, and keeps %d: none is dropped; lower min_value, or check that"
+                " hidden_state_order is that of the layers' hidden states",
+                schedule,
+                what,
+                kept,
+            )
+        else:
+            _log.warning(
+                "%s: %s, more than max_value %d: tokens are dropped to the end; raise max_value to"
+                " the length of sequences",
+                schedule,
+                what,
+                self.last,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +133,7 @@ class TokenDroppingLayer(ChangedLayer):
         rows, length = hidden.shape[:2]
         if keeping.order == "seq_batch_dim":
             rows, length = length, rows
+        keeping.tell(place.name, length, rows)
         if kept >= length:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -174,6 +208,7 @@ class TokenDrop(Listener):
             section.model_mask_name,
             section.model_type == "decoder",
             rank,
+            self.rule.last,
         )
         self._knows_layers = section.total_layer_num is not None
         self._is_adopted = False
@@ -184,7 +219,8 @@ class TokenDrop(Listener):
         """Let the converted layers of `random_ltd_layer_id` drop tokens.
 
         Raises:
-            UsageError: a number is missing among the converted layers, or two layers have it.
+            UsageError: a number is missing among the converted layers, two layers have it, or there
+                are more than `total_layer_num`.
         """
         found: dict[int, list[tuple[str, Any]]] = {}
         for name, layer in changed_layers(model, TokenDroppingLayer):
@@ -208,8 +244,13 @@ class TokenDrop(Listener):
             ((name, layer),) = found[number]
             arguments = positional_names(layer)
             layer.dropping_place = LayerPlace(self._keeping, name, number, arguments)
+        layers = sum(map(len, found.values()))
+        if self.rule.layers < layers and self._knows_layers:
+            raise UsageError(
+                f"{_PATH}.total_layer_num is {self.rule.layers}, and {layers} layers were"
+                " converted; give the number of all layers, or leave it out"
+            )
         if not self._knows_layers:
-            layers = sum(map(len, found.values()))
             self.rule = replace(self.rule, layers=layers)
         self._is_adopted = True
 

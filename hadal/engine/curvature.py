@@ -148,6 +148,7 @@ class BlockEigenvalues(Listener):
             loss = _loss_of(output) if self.loss_of is None else self.loss_of(output)
             blocks = blocks_of(model, section.layer_name, section.layer_num)
             parameters = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
+            _expect_trained(parameters, f"{self._path}.layer_name", section.layer_name)
             flat = [p for own in parameters for p in own]
             try:
                 found = torch.autograd.grad(loss, flat, create_graph=True, allow_unused=True)
@@ -207,6 +208,14 @@ def _without_hooks(model: nn.Module) -> nn.Module:
             f"eigenvalue computes on a copy of {type(model).__name__}, which cannot be copied"
             f" ({error}); keep what cannot be copied out of the module, or switch eigenvalue off"
         ) from error
+
+
+def _expect_trained(parameters: list[list[nn.Parameter]], path: str, name: str) -> None:
+    if not any(parameters):
+        raise UsageError(
+            f"{path}: no parameter of the blocks of {name} requires gradients; unfreeze a block,"
+            " name another list, or switch eigenvalue off"
+        )
 
 
 def _expect_gradients(

@@ -63,13 +63,18 @@ class Efficiency:
                 `curriculum_step`, of this very batch, also if workers read ahead.
 
         Raises:
-            UsageError: the engine has no training loader.
+            UsageError: the engine has no training loader, or this is no function.
         """
         loader = self._session.loader
         if loader is None:
             raise UsageError(
                 "set_data_post_process_func: the engine has no training loader; give training_data"
                 " to initialize, or call engine.deepspeed_io first"
+            )
+        if not callable(post_process_func):
+            raise UsageError(
+                "set_data_post_process_func: expected a function of the batch and its state, got"
+                f" {type(post_process_func).__name__}"
             )
         loader.post_process = post_process_func
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hadal.data_efficiency.seqlen import Write
 
 _log = logging.getLogger("hadal.compression")
+_data_log = logging.getLogger("hadal.data_efficiency")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +134,38 @@ def _ordered(setting: Setting) -> Listener | None:
 def _layer_drop(setting: Setting) -> Listener | None:
     section = setting.config.progressive_layer_drop
     if section is None or not section.enabled:
+        _tell_idle(setting, "drop_layers", "progressive_layer_drop")
         return None
     from hadal.data_efficiency.layer_drop import LayerDrop  # for this alone
 
     return LayerDrop(section, setting.model, _write(setting))
 
 
+def _tell_idle(setting: Setting, caller: str, path: str) -> None:
+    """Log that layers were changed by `drop_layers` or `convert_to_random_ltd`, which is off."""
+    if not any(hasattr(type(layer), "made_of") for layer in setting.model.modules()):
+        return
+    from hadal.data_efficiency.layer_drop import DroppableLayer  # for this alone
+    from hadal.data_efficiency.layers import changed_layers
+    from hadal.data_efficiency.token_drop import TokenDroppingLayer
+
+    change = DroppableLayer if caller == "drop_layers" else TokenDroppingLayer
+    kinds = {type(layer).__name__ for _, layer in changed_layers(setting.model, change)}
+    if kinds and setting.world.rank == 0:
+        _data_log.warning(
+            "%s changed the layers %s, but %s.enabled is not true: all layers run on all tokens;"
+            " set it, or leave the call out",
+            caller,
+            ", ".join(sorted(kinds)),
+            path,
+        )
+
+
 def _token_drop(setting: Setting) -> Listener | None:
     section = setting.config.data_efficiency.data_routing.random_ltd
     if not section.enabled:
+        path = "data_efficiency.data_routing.random_ltd"
+        _tell_idle(setting, "convert_to_random_ltd", path)
         return None
     if setting.topology.sequence_parallel_size > 1:
         raise UsageError(

@@ -45,6 +45,8 @@ class FirstUpdate(Listener):
         if self._has_compared or not forward.is_training or not torch.is_grad_enabled():
             return
         self._has_compared = True
+        if any(one.name == "dynamic_batching" for one in self._listeners):
+            return  # batch sizes count packs of samples
         micro = self._batches.micro
         found = batch_size((*forward.args, *forward.kwargs.values()), micro)
         if found != micro:

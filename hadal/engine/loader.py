@@ -203,12 +203,21 @@ class ShardedLoader:
         while True:
             loads, self._resumes = self._loads, False
             for batch in self._stream() if self._is_stream else self._batches():
-                yield batch if self.post_process is None else self.post_process(batch, self._told())
+                yield batch if self.post_process is None else self._processed(batch)
                 if self._loads != loads:
                     break
             if self._loads == loads:
                 break
         self._next_epoch()
+
+    def _processed(self, batch: Any) -> Any:
+        assert self.post_process is not None
+        changed = self.post_process(batch, self._told())
+        if changed is None:
+            raise UsageError(
+                "set_data_post_process_func: post_process_func returned None; return the batch"
+            )
+        return changed
 
     def _next_epoch(self) -> None:
         self._epoch += 1

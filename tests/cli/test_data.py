@@ -85,6 +85,8 @@ def test_faults_are_told(corpus: Path, capsys: pytest.CaptureFixture[str]) -> No
     for words, message in (
         (["--metrics", "loss"], "the metric loss needs a model"),
         (["--metrics", "lenght"], "no metric is called lenght; expected length, rarity, loss"),
+        (["--metrics", ","], "no metric is given; expected some of length, rarity, loss"),
+        (["-o", str(corpus / "corpus.txt")], "unfinished_length cannot be made: Not a directory"),
     ):
         assert main(["data", "analyze", prefix, "-o", str(corpus / "a"), *words]) == 1
         assert message in capsys.readouterr().err

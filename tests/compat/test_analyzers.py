@@ -25,6 +25,7 @@ from hadal.errors import UsageError
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/analyzer.json").read_text())
 MODULE = alias("deepspeed.runtime.data_pipeline.data_sampling.data_analyzer")
 COUNT = 23
+LISTS = ("metric_names", "metric_functions", "metric_types", "metric_dtypes")
 SINGLE, ACCUMULATED = "single_value_per_sample", "accumulate_value_over_samples"
 
 
@@ -292,10 +293,20 @@ def test_what_other_functions_found_is_not_taken(tmp_path: Path) -> None:
         ({"worker_id": 1}, "worker_id is 1, and num_workers 1"),
         ({"num_workers": 2}, "there is no process group; call init_distributed"),
         ({"custom_map_init": print}, "give all three"),
+        ({"metric_functions": [5]}, "metric val has no function, but int; expected one of a batch"),
+        ({"metric_names": ["a/b"]}, 'metric_names has "a/b"; expected names of folders'),
+        ({name: [] for name in LISTS}, "no metric is given"),
+        ({"batch_size": 0}, "batch_size is 0; expected 1 or more"),
+        ({"num_threads": 0}, "num_threads is 0; expected 1 or more"),
+        ({"num_workers": 0}, "num_workers is 0; expected 1 or more"),
+        ({"save_path": "/proc/none"}, r"/proc/none/\.unfinished_worker0_thread0 cannot be made"),
+        ({"dataset": []}, "the data set has no samples; there is nothing to measure"),
+        ({"dataset": iter([1])}, "analyzed by index, and list_iterator has none; give a data set"),
     ],
 )
 def test_faults(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {
+        "dataset": Numbers(),
         "metric_names": ["val"],
         "metric_functions": [value],
         "metric_types": [SINGLE],
@@ -304,7 +315,23 @@ def test_faults(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
         "save_path": str(tmp_path),
     }
     with pytest.raises(UsageError, match=message):
-        MODULE.DataAnalyzer(Numbers(), **{**given, **changes}).run_map_reduce()
+        MODULE.DataAnalyzer(**{**given, **changes}).run_map_reduce()
+
+
+def test_metrics_need_names_of_their_own_and_sums_of_one_shape(tmp_path: Path) -> None:
+    def pieces(batch: Tensor) -> Tensor:
+        return torch.ones(len(batch), dtype=torch.int64)
+
+    given: dict[str, Any] = {"metric_functions": [value, pieces], "batch_size": 3}
+    given |= {"save_path": str(tmp_path), "metric_dtypes": [torch.int64] * 2}
+    with pytest.raises(UsageError, match="metric_names has val twice"):
+        MODULE.DataAnalyzer(
+            Numbers(), metric_names=["val", "val"], metric_types=[SINGLE] * 2, **given
+        )
+    with pytest.raises(UsageError, match=r"metric sum .* shapes \[3\] and \[[12]\].* added up"):
+        MODULE.DataAnalyzer(
+            Numbers(), metric_names=["val", "sum"], metric_types=[SINGLE, ACCUMULATED], **given
+        ).run_map_reduce()
 
 
 def test_custom_functions_replace_the_map_and_the_reduce(tmp_path: Path) -> None:

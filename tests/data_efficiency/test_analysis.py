@@ -128,6 +128,18 @@ def test_faults(data: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=message):
             analyze(tmp_path / name, tmp_path / "a", ["rarity"])
     assert not (tmp_path / "a/rarity").exists()
+    (tmp_path / "file").write_text("")
+    for folder, message in (
+        (tmp_path / "file", "file/.unfinished_length cannot be made: Not a directory"),
+        (tmp_path / "a", "no metric is given; expected some of length, rarity, loss"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            analyze(data, folder, ["length"] if folder.name == "file" else [])
+    small = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3))
+    with pytest.raises(
+        UsageError, match=r"the model Sequential of the loss failed on rows of .*ind"
+    ):
+        analyze(data, tmp_path / "a", ["loss"], model=small)
 
 
 def test_chunks_hold_all_rows(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

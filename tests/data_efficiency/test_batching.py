@@ -252,7 +252,7 @@ def test_lengths_of_samples() -> None:
     assert length_of((torch.zeros(()), ids, ids[:2])) == 5
     assert length_of({"label": 1, "text": [1, 2, 3]}) == 3
     assert length_of({"text": [1, 2, 3], "input_ids": ids}) == 5
-    with pytest.raises(UsageError, match=r"cannot find the length of a int; give .* `lengths`"):
+    with pytest.raises(UsageError, match=r"of a sample, which is int; give .* `lengths`"):
         length_of(7)
 
 
@@ -292,8 +292,46 @@ def test_faults_are_told(tmp_path: Path) -> None:
     section["data_sampling"]["curriculum_learning"] = {"enabled": True, "curriculum_metrics": {}}
     with pytest.raises(ConfigError, match="chooses the samples of each batch, too; switch one"):
         load_config({"train_batch_size": 4, "data_efficiency": section})
-    with pytest.raises(UsageError, match="60 samples make no update of train_batch_size 4 packs"):
+    none = r"60 samples make no update of train_batch_size 4 packs; "
+    with pytest.raises(UsageError, match=none + r".*max_tokens \(1000\).*min_batch_size \(20\)"):
         order_of(max_tokens=1000, min_batch_size=20)
+    section = load_config({"train_batch_size": 4, "data_efficiency": section_of()})
+    longer = r"all 3 samples are longer than max_tokens \(24\), the shortest has 30; raise"
+    with pytest.raises(UsageError, match=longer):
+        PackedOrder(section.data_efficiency, np.array([40, 30, 50]), Taking(1, 1, 0, 4, False))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([3] * 59, r"of Texts has 59 lengths, and the data set 60 samples"),
+        ([-3] * 60, r"of Texts has -3 for sample 0; expected whole numbers, 0 or more"),
+        ([3.0] * 59 + [2.5], r"of Texts has 2\.5 for sample 59; expected whole numbers"),
+        (["a"] * 60, r"of Texts has 'a' for sample 0; expected whole numbers"),
+    ],
+)
+def test_lengths_that_are_none_are_told(lengths: list[Any], message: str) -> None:
+    class Texts(list[Any]):
+        pass
+
+    data = Texts([None] * 60)
+    data.lengths = lengths  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=rf"^{KEYS}: the attribute lengths {message}"):
+        lengths_of(data, None, writes=False)
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    folder = str(tmp_path / "file")
+    with pytest.raises(UsageError, match=rf"^{KEYS}\.metrics_path: {folder}/seqlen cannot be made"):
+        lengths_of([[1, 2]] * 3, folder, writes=True)
+
+
+def test_packs_are_no_batch_of_a_wrong_size(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_with()
+    train(engine, 1)
+    engine.destroy()
+    assert "train_micro_batch_size_per_gpu is" not in caplog.text
 
 
 def test_mistakes_in_training_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -232,3 +232,6 @@ def test_parquet(tmp_path: Path) -> None:
         read(source_of([tmp_path / "a.parquet"], None, "txt", "line"))
     with pytest.raises(UsageError, match='column "id" is int64, expected texts'):
         read(source_of([tmp_path / "a.parquet"], None, "id", "line"))
+    (tmp_path / "b.parquet").write_text("no table")
+    with pytest.raises(UsageError, match=r"b\.parquet is no Parquet file, or damaged: .* magic"):
+        read(source_of([tmp_path / "b.parquet"], None, "text", "line"))

@@ -187,6 +187,12 @@ def test_changed_layers_can_be_copied_and_keep_names(make):
     assert type(model.blocks[0]).__name__ == "Block"
 
 
+def test_layers_that_nothing_drops_are_told(caplog):
+    engine = engine_of(0, drop_layers(Blocks(), Block))
+    engine.destroy()
+    assert "progressive_layer_drop.enabled is not true" in caplog.text
+
+
 def test_a_model_that_cannot_drop_is_refused():
     with pytest.raises(UsageError, match=r"Blocks.forward takes no progressive_layer_drop and no"):
         engine_with(Blocks())

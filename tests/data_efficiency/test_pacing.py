@@ -86,5 +86,9 @@ def test_a_custom_schedule_says_what_is_wrong():
     pacer.set_custom(lambda step: 0.5 * step)
     with pytest.raises(UsageError, match=r"x\.y: .* returned 1.5 for step 3; expected an integer"):
         pacer.at(3)
+    lengths = Pacer(PaceRule("custom", 8, 24), "x.y", least=1)
+    lengths.set_custom(lambda step: 0)
+    with pytest.raises(UsageError, match=r"x\.y: .* returned 0 for step 3; expected 1 or more"):
+        lengths.at(3)
     with pytest.raises(UsageError, match=r'schedule_type is "fixed_linear"; set it to "custom"'):
         Pacer(LINEAR, "x").set_custom(lambda step: step)

@@ -29,6 +29,10 @@ MEASURES = {
     "ma": np.array([(7 * i + 3) % 20 + 1 for i in range(COUNT)]),
     "mb": np.array([i // 4 % 10 + 1 for i in range(COUNT)]),
 }
+FALLING = {
+    "schedule_type": "fixed_discrete",
+    "schedule_config": {"difficulty": [9, 2, 3], "max_step": [2, 4]},
+}
 STREAMS = json.loads((Path(__file__).parents[1] / "data/curriculum_streams.json").read_text())
 KEYS = "data_efficiency.data_sampling.curriculum_learning"
 METRIC = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.<metric>"
@@ -303,6 +307,43 @@ def test_an_analysis_of_many_samples_is_not_ambiguous(
     assert not caplog.text
 
 
+@pytest.mark.parametrize("kind", ["sample_to_metric", "index_to_metric"])
+def test_numbers_that_are_no_samples_are_refused(folder: Path, kind: str) -> None:
+    values = MEASURES["ma"] if kind == "sample_to_metric" else np.arange(COUNT) // 2
+    write_row(folder / f"ma_{kind}", values)
+    metrics = metrics_of(folder, "value")
+    metrics["ma"]["index_to_sample_path"] = str(folder / f"ma_{kind}")
+    expected = rf"metrics\.ma\.index_to_sample_path: .*ma_{kind} does not have each of the 120 sam"
+    with pytest.raises(UsageError, match=expected + r".* give .*_index_to_sample or "):
+        engine_with(folder, sampling={"curriculum": {"curriculum_metrics": metrics}})
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_an_ending_in_a_path_is_told(folder: Path, ending: str) -> None:
+    metrics = metrics_of(folder, "value")
+    metrics["ma"]["index_to_sample_path"] += ending
+    expected = (
+        rf"metrics\.ma\.index_to_sample_path: .*\{ending}\.idx does not exist.* leave {ending}"
+    )
+    with pytest.raises(UsageError, match=expected):
+        engine_with(folder, sampling={"curriculum": {"curriculum_metrics": metrics}})
+    metrics["ma"]["index_to_sample_path"] = str(folder / "none")
+    with pytest.raises(UsageError, match=r"none\.idx does not exist.* `hadal data analyze` writes"):
+        engine_with(folder, sampling={"curriculum": {"curriculum_metrics": metrics}})
+
+
+def test_a_difficulty_that_falls_is_told(folder: Path) -> None:
+    metrics = metrics_of(folder, "value")
+    metrics["ma"] |= {"schedule_type": "custom", "max_difficulty": 20}
+    engine = engine_with(folder, sampling={"curriculum": {"curriculum_metrics": metrics}})
+    engine.set_custom_curriculum_learning_schedule({"ma": lambda step: [8, 9, 5][step - 1]})
+    batches = iter(engine.training_dataloader)
+    with pytest.raises(UsageError, match=r"metrics\.ma: .* falls from 9 to 5 in step 3"):
+        for _ in range(12):
+            next(batches)
+    engine.destroy()
+
+
 def test_values_need_a_row_each(folder: Path) -> None:
     metrics = metrics_of(folder, "value")
     metrics["ma"]["index_to_metric_path"] = str(folder / "mb_index_to_metric")
@@ -313,6 +354,7 @@ def test_values_need_a_row_each(folder: Path) -> None:
 def test_no_sample_yet_is_told(folder: Path) -> None:
     metrics = metrics_of(folder, "value")
     metrics["ma"] |= {"min_difficulty": 0, "max_difficulty": 1}
+    metrics["ma"]["schedule_config"] = {"total_curriculum_step": 10, "difficulty_step": 1}
     engine = engine_with(folder, sampling={"curriculum": {"curriculum_metrics": metrics}})
     with pytest.raises(UsageError, match=r"no sample of 120 is admitted .* step 1 \(ma 0\); raise"):
         next(iter(engine.training_dataloader))
@@ -332,6 +374,11 @@ def test_batches_are_changed_without_a_curriculum_too() -> None:
     engine = engine_of(0, nn.Linear(1, 1), {"training_data": Numbers()})
     engine.set_data_post_process_func(lambda batch, state: (batch * 0, dict(state)))
     assert next(iter(engine.training_dataloader))[0].sum() == 0
+    engine.set_data_post_process_func(lambda batch, state: None)
+    with pytest.raises(UsageError, match=r"post_process_func returned None; return the batch"):
+        next(iter(engine.training_dataloader))
+    with pytest.raises(UsageError, match=r"expected a function of the batch .*, got Tensor"):
+        engine.set_data_post_process_func(torch.zeros(2))
     engine.destroy()
     engine = engine_of(0)
     with pytest.raises(UsageError, match="the engine has no training loader; give training_data"):
@@ -350,14 +397,38 @@ def test_batches_are_changed_without_a_curriculum_too() -> None:
         ("index_to_metric_path", None),
         ("min_difficulty", None),
         ("schedule_type", None),
+        ("schedule_config.difficulty_step", 1000),
+        ("max_difficulty", 0),
     ],
 )
 def test_faults_are_told_by_path(folder: Path, name: str, value: Any) -> None:
     section = section_of(folder, "value")
-    section["data_sampling"]["curriculum_learning"]["curriculum_metrics"]["ma"][name] = value
+    metric = section["data_sampling"]["curriculum_learning"]["curriculum_metrics"]["ma"]
+    if name == "max_difficulty":
+        metric |= {"difficulty_type": "percentile", "min_difficulty": 0}
+    *outer, last = name.split(".")
+    (metric[outer[0]] if outer else metric)[last] = value
     with pytest.raises(ConfigError) as caught:
         load_config({"train_batch_size": 1, "data_efficiency": section})
     assert f"{KEYS}.curriculum_metrics.ma.{name}" in {fault.path for fault in caught.value.faults}
+
+
+def test_a_curriculum_needs_metrics_and_levels_that_rise(folder: Path) -> None:
+    for changes, path, message in (
+        ({"curriculum_metrics": {}}, f"{KEYS}.curriculum_metrics", "give at least one metric"),
+        (
+            {"curriculum_metrics": {"ma": {**metrics_of(folder, "value")["ma"], **FALLING}}},
+            f"{KEYS}.curriculum_metrics.ma.schedule_config.difficulty",
+            "expected levels that do not fall, got [9, 2, 3]",
+        ),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            order_of(folder, "value", curriculum=changes)
+        told = {fault.path: fault.message for fault in caught.value.faults}
+        assert message in told[path]
+    section = {**section_of(folder, "value"), "seed": -1}
+    with pytest.raises(ConfigError, match=r"data_efficiency\.seed .* >= 0, got -1"):
+        load_config({"train_batch_size": 1, "data_efficiency": section})
 
 
 @pytest.mark.parametrize("values", [[3, 1, 2], [70000, 1], [256]])

@@ -250,6 +250,11 @@ FAULTS: list = [
     ({"max_difficulty": 4}, "curriculum_learning.max_difficulty", "less than min_difficulty 8"),
     ({"schedule_config": {}}, "curriculum_learning.schedule_config.difficulty_step", "add it"),
     (
+        {"schedule_config": {"total_curriculum_step": 5, "difficulty_step": 1000}},
+        "curriculum_learning.schedule_config.difficulty_step",
+        "1000 is more than max_difficulty",
+    ),
+    (
         {
             "schedule_type": "fixed_discrete",
             "schedule_config": {"difficulty": [8, 16, 64], "max_step": [5, 5]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -374,6 +375,36 @@ def test_layers_that_do_not_fit_are_told():
     with pytest.raises(UsageError, match=r"random_ltd\.enabled is not true"):
         convert_to_random_ltd(engine, nn.Linear)
     engine.destroy()
+
+
+def test_a_total_that_the_model_exceeds_is_told():
+    with pytest.raises(
+        UsageError, match=r"random_ltd\.total_layer_num is 3, and 4 layers were con"
+    ):
+        engine_with(convert_to_random_ltd(Net(), Layer), section(total_layer_num=3))
+
+
+@pytest.mark.parametrize(
+    ("order", "length", "message"),
+    [
+        ("seq_batch_dim", 16, r"sees 2 tokens of 16 sequences, and keeps 8: .*hidden_state_order"),
+        ("batch_seq_dim", 4, r"sees 4 tokens of 2 sequences, and keeps 8: .*min_value"),
+        ("batch_seq_dim", 40, r"sees 40 tokens .* max_value 16: .* to the end; .*raise max_value"),
+    ],
+)
+def test_a_length_that_does_not_fit_is_told_once(caplog, order, length, message):
+    model = convert_to_random_ltd(Net(), Layer)
+    engine = engine_with(model, section(first=8, hidden_state_order=order))
+    for _ in range(2):
+        engine(torch.randn(2, length, 8))
+    engine.destroy()
+    assert len(re.findall(message, caplog.text)) == 1
+
+
+def test_layers_that_nothing_drops_are_told(caplog):
+    engine = engine_of(0, convert_to_random_ltd(Net(), Layer))
+    engine.destroy()
+    assert "random_ltd.enabled is not true" in caplog.text and "Layer" in caplog.text
 
 
 def test_a_mask_that_is_not_given_is_told():

@@ -212,6 +212,16 @@ def test_what_has_no_second_derivative_is_told() -> None:
     engine.destroy()
 
 
+def test_frozen_blocks_are_told() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Net())
+    model[1].layer.requires_grad_(False)
+    engine = engine_of(configured(layer_name="1.layer"), model=model)
+    engine.backward(engine(inputs()))
+    with pytest.raises(UsageError, match=r"^eigenvalue\.layer_name: no parameter of the blocks of"):
+        engine.step()
+    engine.destroy()
+
+
 def test_an_update_without_a_training_forward_is_told() -> None:
     engine = engine_of(configured())
     engine.eval()

@@ -6,10 +6,17 @@ Tests: tests/config/test_rules.py
 from __future__ import annotations
 
 from hadal.config.report import Report
-from hadal.config.rules import batch, optimizers, precision, sections, zero
+from hadal.config.rules import batch, data_efficiency, optimizers, precision, sections, zero
 from hadal.config.top_level import Config
 
-RULES = (*batch.RULES, *precision.RULES, *zero.RULES, *optimizers.RULES, *sections.RULES)
+RULES = (
+    *batch.RULES,
+    *precision.RULES,
+    *zero.RULES,
+    *optimizers.RULES,
+    *data_efficiency.RULES,
+    *sections.RULES,
+)
 
 
 def tell_contradictions(config: Config, report: Report) -> None:

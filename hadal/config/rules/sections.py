@@ -7,167 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import PurePosixPath
 
 from hadal.config.compression_training import CompressionTraining, SparsePruningShared
-from hadal.config.curriculum_learning import CurriculumLearning, PaceConfig
-from hadal.config.data_efficiency import (
-    CurriculumMetric,
-    DataEfficiency,
-    DataRouting,
-    DataSampling,
-    DynamicBatching,
-    LtdSchedule,
-    LtdScheduleConfig,
-)
 from hadal.config.elasticity import Elasticity
 from hadal.config.plain import shown
-from hadal.config.rules.rule import reading
+from hadal.config.rules.rule import missing, reading
 from hadal.config.section import Section
 from hadal.config.sparse_attention import SparseAttention
 from hadal.config.tensor_parallel import shape_fault
 from hadal.config.top_level import Config
 from hadal.errors import Fault
-
-_SAMPLING = "data_efficiency.data_sampling"
-_LTD = "data_efficiency.data_routing.random_ltd"
-_PACE_NEEDS = {
-    "fixed_linear": ("total_curriculum_step", "difficulty_step"),
-    "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
-    "fixed_discrete": ("difficulty", "max_step"),
-    "custom": (),
-}
-
-
-def _missing(section: Section, path: str, *names: str) -> Iterator[Fault]:
-    for name in names:
-        if getattr(section, name) is None:
-            yield Fault(f"{path}.{name}", "required while the section is on; add it")
-
-
-def _pace(section: CurriculumLearning | CurriculumMetric, path: str) -> Iterator[Fault]:
-    """Check a difficulty schedule, whose required keys depend on its type."""
-    yield from _missing(section, path, "min_difficulty", "max_difficulty", "schedule_type")
-    here, pace = f"{path}.schedule_config", section.schedule_config or PaceConfig()
-    yield from _missing(pace, here, *_PACE_NEEDS[section.schedule_type or "custom"])
-    yield from _pace_levels(pace, here)
-    first, last = section.min_difficulty, section.max_difficulty
-    if first is not None and last is not None and first > last:
-        yield Fault(
-            f"{path}.max_difficulty", f"{last} is less than min_difficulty {first}; raise it"
-        )
-
-
-def _pace_levels(pace: PaceConfig, here: str) -> Iterator[Fault]:
-    levels, steps = pace.difficulty, pace.max_step
-    if levels is not None and steps is not None and len(levels) != len(steps) + 1:
-        yield Fault(
-            f"{here}.difficulty",
-            f"expected one level more than the {len(steps)} steps of max_step, got {len(levels)}",
-        )
-    if any(before >= after for before, after in pairwise(steps or ())):
-        yield Fault(f"{here}.max_step", f"expected ascending steps, got {shown(list(steps or ()))}")
-
-
-@reading("curriculum_learning")
-def _curriculum(config: Config) -> Iterator[Fault]:
-    section = config.curriculum_learning
-    if section is not None and section.enabled:
-        yield from _missing(section, "curriculum_learning", "curriculum_type")
-        yield from _pace(section, "curriculum_learning")
-
-
-@reading("data_efficiency")
-def _sampling(config: Config) -> Iterator[Fault]:
-    path = _SAMPLING
-    sampling = config.data_efficiency.data_sampling
-    curriculum, batching = sampling.curriculum_learning, sampling.dynamic_batching
-    if curriculum.enabled:
-        yield from _missing(curriculum, f"{path}.curriculum_learning", "curriculum_metrics")
-        for name, metric in (curriculum.curriculum_metrics or {}).items():
-            here = f"{path}.curriculum_learning.curriculum_metrics.{name}"
-            yield from _pace(metric, here)
-            yield from _missing(metric, here, "difficulty_type", "clustering_type")
-            if metric.clustering_type == "schedule_based":
-                yield from _missing(metric, here, "index_to_sample_path")
-            if (metric.clustering_type, metric.difficulty_type) == ("schedule_based", "value"):
-                yield from _missing(metric, here, "index_to_metric_path")
-    if batching.enabled:
-        yield from _batching(batching, f"{path}.dynamic_batching")
-        if curriculum.enabled:
-            yield Fault(
-                f"{path}.dynamic_batching.enabled",
-                f"{path}.curriculum_learning chooses the samples of each batch, too; switch one of"
-                " the two off",
-            )
-
-
-def _batching(batching: DynamicBatching, path: str) -> Iterator[Fault]:
-    yield from _missing(batching, path, "max_tokens")
-    least, most = batching.min_batch_size, batching.max_batch_size
-    if most is not None and most < least:
-        yield Fault(f"{path}.max_batch_size", f"{most} is less than min_batch_size {least}")
-
-
-@reading("data_efficiency")
-def _token_dropping(config: Config) -> Iterator[Fault]:
-    ltd, path = config.data_efficiency.data_routing.random_ltd, _LTD
-    if not ltd.enabled:
-        return
-    yield from _missing(ltd, path, "random_ltd_layer_id", "model_type", "hidden_state_order")
-    yield from _missing(ltd, path, "random_ltd_schedule")
-    ids, count, total = ltd.random_ltd_layer_id, ltd.random_ltd_layer_num, ltd.total_layer_num
-    if ids is not None:
-        if count is not None and len(ids) != count:
-            yield Fault(
-                f"{path}.random_ltd_layer_num",
-                f"{count} differs from the {len(ids)} layers of random_ltd_layer_id;"
-                f" give {len(ids)}",
-            )
-        if not ids or min(ids) < 0 or any(a >= b for a, b in pairwise(ids)):
-            yield Fault(
-                f"{path}.random_ltd_layer_id",
-                f"expected ascending numbers of layers, got {shown(list(ids))}",
-            )
-        if total is not None and total < len(ids):
-            yield Fault(
-                f"{path}.total_layer_num",
-                f"{total} is less than the {len(ids)} layers of random_ltd_layer_id; raise it",
-            )
-    if ltd.random_ltd_schedule is not None:
-        yield from _kept_tokens(ltd.random_ltd_schedule, f"{path}.random_ltd_schedule")
-
-
-def _kept_tokens(schedule: LtdSchedule, path: str) -> Iterator[Fault]:
-    yield from _missing(schedule, path, "min_value", "max_value", "schedule_type")
-    pace, first, last = schedule.schedule_config, schedule.min_value, schedule.max_value
-    here = f"{path}.schedule_config"
-    yield from _missing(pace or LtdScheduleConfig(), here, "require_steps", "seq_per_step")
-    if first is not None and last is not None and first > last:
-        yield Fault(f"{path}.max_value", f"{last} is less than min_value {first}; raise it")
-
-
-@reading("data_efficiency")
-def _outer_switches(config: Config) -> Iterator[Fault]:
-    """Refuse a switch that is off around a technique that is on."""
-    outer = config.data_efficiency
-    sampling, routing = outer.data_sampling, outer.data_routing
-    inner: dict[str, tuple[DataSampling | DataRouting, bool]] = {
-        f"{_SAMPLING}.curriculum_learning": (sampling, sampling.curriculum_learning.enabled),
-        f"{_SAMPLING}.dynamic_batching": (sampling, sampling.dynamic_batching.enabled),
-        _LTD: (routing, routing.random_ltd.enabled),
-    }
-    for path, (middle, is_on) in inner.items():
-        around: tuple[tuple[str, DataEfficiency | DataSampling | DataRouting], ...]
-        around = (("data_efficiency", outer), (path.rpartition(".")[0], middle))
-        for where, section in around:
-            is_off = "enabled" in section.model_fields_set and not section.enabled
-            if is_on and is_off:
-                yield Fault(
-                    f"{where}.enabled",
-                    f"false contradicts {path}.enabled, which is true; change one of the two",
-                )
 
 
 @reading("eigenvalue", "quantize_training")
@@ -187,13 +37,6 @@ def _eigenvalue(config: Config) -> Iterator[Fault]:
                 f"{path}.layer_num",
                 "required while the section is on; give the number of blocks in layer_name",
             )
-
-
-@reading("progressive_layer_drop")
-def _layer_drop(config: Config) -> Iterator[Fault]:
-    section = config.progressive_layer_drop
-    if section is not None and section.enabled:
-        yield from _missing(section, "progressive_layer_drop", "theta", "gamma")
 
 
 @reading("autotuning.start_profile_step", "autotuning.end_profile_step")
@@ -388,14 +231,14 @@ def _compression_groups(config: Config) -> Iterator[Fault]:
             continue
         if getattr(technique.shared_parameters, "method", "") == "snip_momentum":
             continue  # in all modules
-        yield from _missing(technique, path, "different_groups")
+        yield from missing(technique, path, "different_groups")
         for group, content in (technique.different_groups or {}).items():
             here = f"{path}.different_groups.{group}.params"
             params = content.params
             if params is None:
                 yield Fault(here, "required while the technique is on; add it")
             else:
-                yield from _missing(params, here, *_bits_or_share(params))
+                yield from missing(params, here, *_bits_or_share(params))
 
 
 def _bits_or_share(params: Section) -> tuple[str, ...]:
@@ -409,7 +252,7 @@ def _layer_reduction(config: Config) -> Iterator[Fault]:
     section = config.compression_training.layer_reduction
     if not section.enabled:
         return
-    yield from _missing(section, path, "module_name_prefix", "teacher_layer")
+    yield from missing(section, path, "module_name_prefix", "teacher_layer")
     kept, chosen = section.keep_number_layer, section.teacher_layer
     if kept is not None and chosen is not None and kept != len(chosen):
         yield Fault(
@@ -467,7 +310,7 @@ def _pruning(config: Config) -> Iterator[Fault]:
     path = "compression_training"
     heads = config.compression_training.head_pruning.shared_parameters
     if heads.enabled:
-        yield from _missing(heads, f"{path}.head_pruning.shared_parameters", "num_heads")
+        yield from missing(heads, f"{path}.head_pruning.shared_parameters", "num_heads")
     sparse = config.compression_training.sparse_pruning.shared_parameters
     end = sparse.schedule_offset_end
     if sparse.enabled and end is not None and end < sparse.schedule_offset:
@@ -507,8 +350,8 @@ def _expert_groups(config: Config) -> Iterator[Fault]:
     section = config.expert_parallel
     groups, limited = section.num_expert_groups, section.num_limited_groups
     if section.enabled and (groups is None) != (limited is None):
-        missing = "num_expert_groups" if groups is None else "num_limited_groups"
-        yield Fault(f"expert_parallel.{missing}", "needed beside the other of the two; add it")
+        other = "num_expert_groups" if groups is None else "num_limited_groups"
+        yield Fault(f"expert_parallel.{other}", "needed beside the other of the two; add it")
     elif section.enabled and groups is not None and limited is not None and limited > groups:
         yield Fault(
             "expert_parallel.num_limited_groups",
@@ -517,12 +360,7 @@ def _expert_groups(config: Config) -> Iterator[Fault]:
 
 
 RULES = (
-    _curriculum,
     _eigenvalue,
-    _sampling,
-    _token_dropping,
-    _outer_switches,
-    _layer_drop,
     _profiled_steps,
     _contiguous_checkpoints,
     _budget,
