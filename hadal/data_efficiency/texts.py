@@ -266,7 +266,10 @@ class DatasetTexts:
         try:
             if Path(name).is_dir() and any(Path(name).glob("*.json")):
                 found = datasets.load_from_disk(name)
-                found = found[split] if isinstance(found, datasets.DatasetDict) else found
+                if isinstance(found, datasets.DatasetDict):
+                    if split not in found:
+                        raise ValueError(f"there is no such split; expected {', '.join(found)}")
+                    found = found[split]
             else:
                 found = datasets.load_dataset(name, split=split)
         except Exception as error:

@@ -31,6 +31,7 @@ EVERYDAY = {
     "sparse_attention",
     "compression_training",
     "tensor_parallel",
+    *("data_efficiency", "curriculum_learning", "progressive_layer_drop", "eigenvalue"),
 }
 # Rows of these sections that belong to a feature of its own, by the feature.
 _ZERO = "zero_optimization."

@@ -276,6 +276,7 @@ def test_names_that_were_ignored_in_silence(section, old, new, value):
     assert path == f"{section}.{old}"
 
 
+@pytest.mark.claims("data_efficiency.curriculum_learning", "data_efficiency.random_ltd")
 def test_old_places_in_data_efficiency():
     config = load_config(
         {

@@ -235,3 +235,15 @@ def test_parquet(tmp_path: Path) -> None:
     (tmp_path / "b.parquet").write_text("no table")
     with pytest.raises(UsageError, match=r"b\.parquet is no Parquet file, or damaged: .* magic"):
         read(source_of([tmp_path / "b.parquet"], None, "text", "line"))
+
+
+@pytest.mark.runs("datasets")
+def test_data_sets_on_the_disk(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_dict({"text": WORDS})
+    whole.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"valid": whole}).save_to_disk(tmp_path / "several")
+    assert read(DatasetTexts.load(str(tmp_path / "one"), "train")) == WORDS
+    assert read(DatasetTexts.load(str(tmp_path / "several"), "valid")) == WORDS
+    with pytest.raises(UsageError, match=r"several, split train: .* no such split; expected valid"):
+        DatasetTexts.load(str(tmp_path / "several"), "train")

@@ -101,6 +101,7 @@ def first(order: CurriculumOrder, count: int, done: int = 0) -> list[Any]:
 
 @pytest.mark.parametrize("case", STREAMS)
 @pytest.mark.claims(
+    METRIC,
     *(f"{METRIC}.{name}_difficulty" for name in ("min", "max")),
     f"{METRIC}.difficulty_type",
     f"{METRIC}.clustering_type",
@@ -123,6 +124,38 @@ def test_streams_are_those_of_deepspeed(folder: Path, case: str) -> None:
     for name, row in expected["clusters"].items():
         assert read_rows(str(written / name), "x").numbers.tolist() == row
     assert len(order) == 60
+
+
+@pytest.mark.parametrize(
+    ("kind", "pace", "expected"),
+    [
+        ("fixed_linear", {"total_curriculum_step": 4, "difficulty_step": 5}, [5, 10, 15, 20, 20]),
+        (
+            "fixed_root",
+            {"total_curriculum_step": 4, "difficulty_step": 2, "root_degree": 2},
+            [10, 14, 16, 20, 20],
+        ),
+        ("fixed_discrete", {"difficulty": [3, 7, 20, 9], "max_step": [1, 3, 4]}, [3, 7, 7, 20, 20]),
+    ],
+)
+@pytest.mark.claims(
+    f"{METRIC}.schedule_config.total_curriculum_step",
+    f"{METRIC}.schedule_config.difficulty_step",
+    f"{METRIC}.schedule_config.root_degree",
+    f"{METRIC}.schedule_config.difficulty",
+    f"{METRIC}.schedule_config.max_step",
+)
+def test_each_schedule_admits_by_its_own_keys(
+    folder: Path, kind: str, pace: dict[str, Any], expected: list[int]
+) -> None:
+    metrics = metrics_of(folder, "value")
+    metrics["ma"] |= {"schedule_type": kind, "schedule_config": pace}
+    metrics["ma"] |= {"min_difficulty": 1, "max_difficulty": 20}
+    order = order_of(folder, "value", curriculum={"curriculum_metrics": metrics})
+    told = [(each.indices, each.state["current_difficulties"]["ma"]) for each in first(order, 10)]
+    assert [difficulty for _, difficulty in told[::2]] == expected
+    for indices, difficulty in told:
+        assert MEASURES["ma"][indices].max() <= difficulty
 
 
 @pytest.mark.parametrize("case", ["value", "two_metrics", "single_cluster"])

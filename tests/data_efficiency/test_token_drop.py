@@ -230,6 +230,9 @@ def test_an_encoder_needs_a_mask_for_each_sequence():
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("first", [False, True], ids=["after", "before initialize"])
 @pytest.mark.claims(
+    "data_efficiency",
+    "data_efficiency.data_routing",
+    KEYS,
     f"{KEYS}.enabled",
     f"{KEYS}.random_ltd_layer_id",
     f"{KEYS}.model_mask_name",
@@ -422,6 +425,7 @@ FAULTS = [
     ({"total_layer_num": 1}, "total_layer_num", "1 is less than the 2 layers"),
     ({"model_type": "both"}, "model_type", "encoder"),
     ({"hidden_state_order": None}, "hidden_state_order", "add it"),
+    ({"layer_token_lr_schedule": {"enabled": True}}, "layer_token_lr_schedule.enabled", "false"),
     ({"random_ltd_schedule": None}, "random_ltd_schedule", "add it"),
     ({"first": 0}, "random_ltd_schedule.min_value", ">= 1"),
     ({"first": 32}, "random_ltd_schedule.max_value", "16 is less than min_value 32"),
@@ -435,6 +439,24 @@ def test_faults_are_told_by_path(changes, path, message):
         load_config(source)
     faults = {fault.path: fault.message for fault in caught.value.faults}
     assert message in faults[f"{KEYS}.{path}"]
+
+
+@pytest.mark.claims(
+    f"{KEYS}.layer_token_lr_schedule",
+    f"{KEYS}.layer_token_lr_schedule.enabled",
+    f"{KEYS}.layer_token_lr_schedule.total_layer_tokens",
+    f"{KEYS}.layer_token_lr_schedule.warmup_type",
+    f"{KEYS}.layer_token_lr_schedule.warmup_layer_tokens",
+    f"{KEYS}.global_batch_size",
+    f"{KEYS}.micro_batch_size",
+)
+def test_what_changes_nothing_says_so():
+    """DeepSpeed writes the batch sizes itself; the others are of a schedule that cannot be on."""
+    sizes = {"global_batch_size": 64, "micro_batch_size": 2}
+    rate = {"total_layer_tokens": 10, "warmup_type": "linear", "warmup_layer_tokens": 5}
+    ltd = section(**sizes, layer_token_lr_schedule={"enabled": False, **rate})
+    config = load_config({"train_batch_size": 1, "data_efficiency": around(ltd)})
+    assert config.notes == tuple(f"{KEYS}.{name}: {sizes[name]} has no effect" for name in sizes)
 
 
 @pytest.mark.claims("data_efficiency.enabled", "data_efficiency.data_routing.enabled")

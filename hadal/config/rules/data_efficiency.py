@@ -111,8 +111,11 @@ def _metric_levels(metric: CurriculumMetric, path: str) -> Iterator[Fault]:
             f"expected 1 or more for percentiles, of which it is the number, got {last}",
         )
     levels = (metric.schedule_config or PaceConfig()).difficulty or ()
+    # A level that reaches the maximum is the last one.
+    end = next((n for n, level in enumerate(levels) if last is not None and level >= last), None)
+    used = levels[: None if end is None else end + 1]
     admits = metric.clustering_type == "schedule_based"
-    if admits and any(before > after for before, after in pairwise(levels)):
+    if admits and any(before > after for before, after in pairwise(used)):
         yield Fault(
             f"{path}.schedule_config.difficulty",
             f"expected levels that do not fall, got {shown(list(levels))}",
