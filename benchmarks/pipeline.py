@@ -38,7 +38,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """Takes 20 ms forward and 40 ms backward, divided by the layers of a stage."""
+    """Takes 20 ms forward and 40 ms backward, divided by the layers of a stage: one for a chunk."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -93,36 +93,10 @@ def seconds(engine: Any, batch: tuple[Tensor, Tensor], micro_batches: int) -> fl
     return time.perf_counter() - start
 
 
-def main() -> int:
-    """Measure all schedules in turn, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=4, help="of each stage")
-    parser.add_argument("--width", type=int, default=1024, help="of linear layers")
-    parser.add_argument("--rows", type=int, default=512)
-    parser.add_argument("--json", help="a file for the figures")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    hadal.init_distributed()
-    stages, count = get_world_size(), options.micro_batches
-    sleepers = [LayerSpec(Sleeper, options.layers) for _ in range(options.layers * stages)]
-    linears = [LayerSpec(Layer, options.width) for _ in range(options.layers * stages)]
-    values = {"sleeps": torch.zeros(1, 4), "computes": torch.randn(options.rows, options.width)}
-    kinds = {"sleeps": sleepers, "computes": linears}
-    engines = {
-        (kind, name): engine_of(name, layers, len(values[kind]), count)
-        for kind, layers in kinds.items()
-        for name in _SCHEDULES
-    }
-    found: dict[tuple[str, str], list[float]] = {key: [] for key in engines}
-    for turn in range(options.rounds + 1):
-        for key, engine in list(engines.items())[:: 1 if turn % 2 else -1]:
-            value = values[key[0]]
-            taken = seconds(engine, (value, value), count)
-            if turn:
-                found[key].append(taken)
+def rows_of(
+    found: dict[tuple[str, str], list[float]], count: int, stages: int
+) -> list[dict[str, Any]]:
+    """Return a row for each kind of layers and schedule."""
     rows = []
     for (kind, name), taken in found.items():
         chunks = _SCHEDULES[name]
@@ -137,6 +111,40 @@ def main() -> int:
             "layers": kind, "schedule": name, "seconds": time_taken, "of 1f1b": against,
             "idle": idle, "of ideal": None if ideal is None else time_taken / ideal,
         })  # fmt: skip
+    return rows
+
+
+def main() -> int:
+    """Measure all schedules in turn, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=4, help="linear ones of each stage")
+    parser.add_argument("--width", type=int, default=1024, help="of linear layers")
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--json", help="a file for the figures")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    hadal.init_distributed()
+    stages, count = get_world_size(), options.micro_batches
+    values = {"sleeps": torch.zeros(1, 4), "computes": torch.randn(options.rows, options.width)}
+    engines = {}
+    for name, chunks in _SCHEDULES.items():
+        kinds = {
+            "sleeps": [LayerSpec(Sleeper, chunks)] * (chunks * stages),
+            "computes": [LayerSpec(Layer, options.width)] * (options.layers * stages),
+        }
+        for kind, layers in kinds.items():
+            engines[kind, name] = engine_of(name, layers, len(values[kind]), count)
+    found: dict[tuple[str, str], list[float]] = {key: [] for key in engines}
+    for turn in range(options.rounds + 1):
+        for key, engine in list(engines.items())[:: 1 if turn % 2 else -1]:
+            value = values[key[0]]
+            taken = seconds(engine, (value, value), count)
+            if turn:
+                found[key].append(taken)
+    rows = rows_of(found, count, stages)
     if get_rank():
         return 0
     print(f"{stages} stages, {count} micro-batches, medians of {options.rounds} rounds")
