@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _FORMATS = ("text", "jsonl", "parquet", "dataset")
 _BARS = 100
+_LONG = 10
+"""A distribution whose maximum is as many times its 95th percentile is drawn logarithmically."""
 _DOCUMENTS = ("line", "paragraph", "file")
 
 
@@ -349,17 +351,25 @@ def figure_of(name: str, values: Any, counts: Any) -> Figure:
     upper, lower = figure.subplots(2, sharex=True, height_ratios=[2, 1])
     # Whole numbers: an edge is between two of them.
     low, high = int(values[0]), int(values[-1])
-    width = max(1, -(-(high - low + 1) // _BARS))
-    edges = np.arange(low, high + width + 1, width) - 0.5
+    summary = _summary(values, counts)
+    edges: Any
+    is_long = low >= 0 and high > _LONG * max(1, summary["p95"])
+    if is_long:
+        whole = np.geomspace(max(1, low), high + 1, _BARS)
+        edges = np.unique([low, *np.rint(whole)]) - 0.5
+        upper.set_xscale("symlog", linthresh=1)
+    else:
+        width = max(1, -(-(high - low + 1) // _BARS))
+        edges = np.arange(low, high + width + 1, width) - 0.5
     heights, _ = np.histogram(values, edges, weights=counts)
-    upper.bar(edges[:-1], heights, width, align="edge", color=COLOURS[0], linewidth=0)
-    upper.set_ylabel("samples" if width == 1 else f"samples per {width:,} values")
+    upper.bar(edges[:-1], heights, np.diff(edges), align="edge", color=COLOURS[0], linewidth=0)
+    per = "per bar" if is_long else "" if width == 1 else f"per {width:,} values"
+    upper.set_ylabel(f"samples {per}".strip())
     shares = np.cumsum(counts) / counts.sum()
     lower.step([low - 0.5, *values], [0, *shares], where="post", color=COLOURS[0], linewidth=2)
     lower.set_ylabel("share up to here")
     lower.set_ylim(0, 1.02)
-    lower.set_xlabel(name)
-    summary = _summary(values, counts)
+    lower.set_xlabel(f"{name} (logarithmic)" if is_long else name)
     for axis in (upper, lower):
         for label in ("p5", "median", "p95"):
             axis.axvline(summary[label], color=INK, linewidth=0.9, linestyle=(0, (4, 3)))

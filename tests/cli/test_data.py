@@ -92,6 +92,16 @@ def test_faults_are_told(corpus: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert message in capsys.readouterr().err
 
 
+def test_a_long_tail_leaves_room_for_the_others() -> None:
+    pytest.importorskip("matplotlib")
+    values = np.array([0, *range(10, 60), 100_000])
+    figure: Any = data.figure_of("length", values, np.ones(len(values), np.int64))
+    upper, lower = figure.axes
+    heights = [bar.get_height() for bar in upper.patches]
+    assert sum(heights) == len(values) and max(heights) <= 8
+    assert upper.get_xscale() == "symlog" and lower.get_xlabel() == "length (logarithmic)"
+
+
 def test_the_picture_has_every_sample() -> None:
     pytest.importorskip("matplotlib")
     values, counts = np.array([-3, 2, 900]), np.array([5, 10, 1])
