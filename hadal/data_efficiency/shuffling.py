@@ -10,6 +10,7 @@ Tests: tests/data_efficiency/test_shuffling.py
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -50,17 +51,19 @@ def _swap_block(numbers: npt.NDArray[Any], generator: np.random.Generator) -> in
     # beyond the place to swap with.
     bits = (1 << last.bit_length()) - 1
     draws = min(_BLOCK, last - (bits >> 1))
-    drawn = generator.integers(0, _LIMIT, draws, dtype=np.uint32)
+    drawn = _drawn(generator, draws)
     drawn &= np.uint32(bits)
     lowest = last - draws
     taken = drawn <= lowest
-    near = np.flatnonzero((drawn > lowest) & (drawn <= last))
+    # Numbers that are not beyond the lowest wrap around, and are large.
+    near = np.flatnonzero(drawn - np.uint32(lowest + 1) < np.uint32(draws))
     for index in near.tolist():
         # Whether it is beyond depends on the swaps before it.
         taken[index] = int(drawn[index]) <= last - np.count_nonzero(taken[:index])
-    places = drawn.take(np.flatnonzero(taken)).astype(np.int64)
+    small = drawn.take(np.flatnonzero(taken))
+    places = small.astype(np.int64)
     start = 0
-    for alone in [*_alone(places, lowest if len(near) else last), len(places)]:
+    for alone in [*_alone(small, lowest if len(near) else last), len(places)]:
         part = places[start:alone]
         top = numbers[last - alone + 1 : last - start + 1][::-1]
         found = numbers.take(part)
@@ -73,7 +76,18 @@ def _swap_block(numbers: npt.NDArray[Any], generator: np.random.Generator) -> in
     return len(places)
 
 
-def _alone(places: npt.NDArray[np.int64], lowest: int) -> list[int]:
+def _drawn(generator: np.random.Generator, count: int) -> npt.NDArray[np.uint32]:
+    """Return `count` numbers of 32 bits, as the generator draws them one by one."""
+    source = generator.bit_generator
+    is_whole = isinstance(source, np.random.PCG64) and count % 2 == 0 and sys.byteorder == "little"
+    if is_whole and not source.state["has_uint32"]:
+        # It draws 64 bits, and gives their lower half first.
+        raw: npt.NDArray[np.uint64] = source.random_raw(count // 2)
+        return raw.view(np.uint32)
+    return generator.integers(0, _LIMIT, count, dtype=np.uint32)
+
+
+def _alone(places: npt.NDArray[np.uint32], lowest: int) -> list[int]:
     """Return which swaps cannot be made with those before them.
 
     These are the swaps with a place above `lowest`, which another swap of the block may change, and
@@ -81,7 +95,7 @@ def _alone(places: npt.NDArray[np.int64], lowest: int) -> list[int]:
     """
     ordered = np.sort(places)
     twice = ordered[1:][ordered[1:] == ordered[:-1]].tolist()
-    found = set(np.flatnonzero(places > lowest).tolist())
+    found = set(np.flatnonzero(places > np.uint32(lowest)).tolist())
     for place in twice:
         found.update(np.flatnonzero(places == place)[1:].tolist())
     return sorted(found)
