@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
+from torch.utils.data import default_collate
 
 from hadal.config.data_efficiency import DataEfficiency, DynamicBatching
 from hadal.data_efficiency.packing import (
@@ -152,6 +153,21 @@ class PackedOrder:
     def load_state_dict(self, state: Any) -> None:
         """Expect the packs of a checkpoint."""
         self._expected = state
+
+
+def stacked(samples: list[Any]) -> Any:
+    """Return torch's default batch of a pack.
+
+    Raises:
+        UsageError: the samples differ in length.
+    """
+    try:
+        return default_collate(samples)
+    except RuntimeError as error:
+        raise UsageError(
+            f"{PATH}: the samples of a pack cannot be stacked ({error}); give initialize a"
+            " collate_fn that pads or joins samples of different lengths"
+        ) from error
 
 
 def _tell_left_out(packs: Packs, count: int, section: DynamicBatching) -> None:

@@ -57,5 +57,6 @@ def chosen_order(
     if sampling.curriculum_learning.enabled:
         return ChosenOrder(CURRICULUM, by_metrics, workers, pins)
     if batching is not None:
-        return ChosenOrder(by_tokens.PATH, in_packs, workers, pins, batching.note)
+        path, note, stacked = by_tokens.PATH, batching.note, by_tokens.stacked
+        return ChosenOrder(path, in_packs, workers, pins, note, stacked)
     return None

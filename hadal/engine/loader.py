@@ -392,6 +392,8 @@ class ChosenOrder:
     pin_memory: bool
     on_batch: Callable[[Any], None] | None = None
     """Follows the loader, as `ShardedLoader.on_batch`."""
+    collate_fn: Collate | None = None
+    """Makes batches unless the program gives one; None: torch's `default_collate`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,6 +434,7 @@ class Loading:
         reading = replace(
             reading,
             sampler=chosen.make(dataset),
+            collate_fn=reading.collate_fn or self.collate_fn or chosen.collate_fn,
             workers=reading.workers or chosen.workers,
             pin_memory=chosen.pin_memory,
         )

@@ -327,6 +327,14 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         lengths_of([[1, 2]] * 3, folder, writes=True)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_packs_that_cannot_be_stacked_are_told(workers: int) -> None:
+    engine = engine_with(wishes={"collate_fn": None}, num_workers=workers)
+    with pytest.raises(UsageError, match=rf"{KEYS}: .* stacked \(.*; give initialize a collate_fn"):
+        list(engine.training_dataloader)
+    engine.destroy()
+
+
 def test_packs_are_no_batch_of_a_wrong_size(caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_with()
     train(engine, 1)
