@@ -597,7 +597,7 @@ def _differences_of_engine(source: Source, live: Live) -> Iterator[str]:
     if states - set(live.listeners):
         yield (
             f"it holds the state of listeners {few(sorted(states - set(live.listeners)))}, which"
-            " the engine lacks; add them before load_checkpoint"
+            " the engine lacks; add them, or switch on their sections, before load_checkpoint"
         )
     if stateful - states:
         yield f"it lacks the state of listeners {few(sorted(stateful - states))}: they start anew"

@@ -90,8 +90,11 @@ def _hint_of(path: str) -> str:
 
 
 def write_row(path: Path, values: Ids) -> None:
-    """Write one row as `path`.bin and `path`.idx: complete, or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write one row as `path`.bin and `path`.idx: complete, or not at all.
+
+    Raises:
+        UsageError: the files cannot be written.
+    """
     with RowsBuilder(path, smallest_dtype(0, int(values.max(initial=0)))) as builder:
         builder.add(values)
         builder.end_document()

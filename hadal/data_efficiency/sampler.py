@@ -13,6 +13,7 @@ from hadal.config.data_efficiency import CurriculumMetric, DataEfficiency
 from hadal.data_efficiency.clusters import Metric, SampleStream
 from hadal.data_efficiency.metric_files import Origin, read_metric, write_row
 from hadal.data_efficiency.pacing import Pacer, pace_rule_of
+from hadal.errors import UsageError
 from hadal.order import Picked
 
 PATH = "data_efficiency.data_sampling.curriculum_learning"
@@ -96,7 +97,10 @@ class CurriculumOrder:
         difficulties = {name: pacer.at(step) for name, pacer in self.pacers.items()}
         samples, made = self._stream.next(difficulties)
         if made is not None and self._folder is not None:
-            write_row(self._folder / made.name, made.ids)
+            try:
+                write_row(self._folder / made.name, made.ids)
+            except UsageError as error:
+                raise UsageError(f"{PATH}.data_cluster_path: {error}; give a folder") from error
         return samples
 
     def _state(self) -> dict[str, Any]:

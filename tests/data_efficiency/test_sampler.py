@@ -365,6 +365,15 @@ def test_an_ending_in_a_path_is_told(folder: Path, ending: str) -> None:
         engine_with(folder, sampling={"curriculum": {"curriculum_metrics": metrics}})
 
 
+def test_a_cluster_path_that_cannot_be_written_is_told(folder: Path) -> None:
+    (folder / "file").write_text("")
+    order = order_of(folder, "value", curriculum={"data_cluster_path": str(folder / "file")})
+    with pytest.raises(
+        UsageError, match=rf"{KEYS}\.data_cluster_path: .*file/cluster_ma.* cannot be"
+    ):
+        first(order, 1)
+
+
 def test_a_difficulty_that_falls_is_told(folder: Path) -> None:
     metrics = metrics_of(folder, "value")
     metrics["ma"] |= {"schedule_type": "custom", "max_difficulty": 20}
