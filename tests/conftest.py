@@ -92,10 +92,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = filter(_is_quick, items)
 
 
-def pytest_collection_finish() -> None:
-    """Thousands of collected tests live to the end: collections of garbage pass over them."""
+_frozen_modules = 0
+
+
+def _freeze() -> None:
+    """Make collections of garbage pass over what lives to the end: collected tests and modules."""
+    global _frozen_modules
     gc.collect()
     gc.freeze()
+    _frozen_modules = len(sys.modules)
+
+
+def pytest_collection_finish() -> None:
+    _freeze()
 
 
 _SPENT = "processor seconds"
@@ -138,6 +147,8 @@ def _by_itself() -> Iterator[None]:
     """No test hangs on those before it: it draws the same numbers, and finds no process group."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+    if len(sys.modules) >= _frozen_modules + 50:
+        _freeze()
     yield
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():

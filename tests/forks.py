@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SERVERS = 4
+SERVERS = 3
 _LENGTH = struct.Struct("!II")  # of a request: its bytes, and how many files come with it
 _NUMBER = struct.Struct("!i")
 

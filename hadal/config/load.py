@@ -115,7 +115,10 @@ def _checked(
     prepared = prepare(Config, modernise(raw, report), report)
     values = validate(prepared, report)
     inferred = _infer(values, brought, report)
-    config = Config.model_construct(**values)
+    defaults = {
+        name: default_of(field) for name, field in Config.model_fields.items() if name not in values
+    }
+    config = Config.model_construct(set(values), **defaults, **values)
     tell_contradictions(config, report)
     _tell_blocks(config, brought, report)
     ignored = _ignored(config, brought, report)

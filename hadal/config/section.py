@@ -140,9 +140,24 @@ class Section(BaseModel):
 SectionType = TypeVar("SectionType", bound=Section)
 
 
+class _Default:
+    """Makes a section's default once; sections are frozen, so all configurations share it."""
+
+    __slots__ = ("kind", "made")
+
+    def __init__(self, kind: type[Section]) -> None:
+        self.kind = kind
+        self.made: Section | None = None
+
+    def __call__(self) -> Section:
+        if self.made is None:
+            self.made = self.kind.model_construct()
+        return self.made
+
+
 def section(kind: type[SectionType], meaning: str, *, mark: Mark = ACTS) -> Any:
     """Declare a section that has its defaults if the JSON leaves it out."""
-    return Field(default_factory=kind.model_construct, description=meaning, json_schema_extra=mark)
+    return Field(default_factory=_Default(kind), description=meaning, json_schema_extra=mark)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,4 +193,6 @@ def mark_of(field: FieldInfo) -> Mark:
 
 def default_of(field: FieldInfo) -> Any:
     """Return the value of a key that the JSON leaves out."""
+    if isinstance(field.default_factory, _Default):
+        return field.default_factory()  # pydantic would inspect its signature at each call
     return field.get_default(call_default_factory=True, validated_data={})
