@@ -385,9 +385,19 @@ def _expect_whole(name: str, module: Compressed) -> None:
         )
 
 
-def _inner(model: nn.Module) -> nn.Module:
-    inner = getattr(model, "module", None)
-    return inner if isinstance(inner, nn.Module) else model
+def _inner(model: Any) -> nn.Module:
+    """Return the module of an engine or a wrapper, or the model itself.
+
+    Raises:
+        UsageError: it is not a module.
+    """
+    inner = model if isinstance(model, type) else getattr(model, "module", model)
+    if isinstance(inner, nn.Module):
+        return inner
+    if isinstance(model, nn.Module):
+        return model
+    kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    raise UsageError(f"expected a torch.nn.Module to compress, got {kind}")
 
 
 class CompressionScheduler:

@@ -54,13 +54,19 @@ def matches_of(
 
     A pattern is searched in full names; `*` is every module of `kinds` that can be changed.
     """
-    modules = [(name, module) for name, module in model.named_modules() if compressible(module)]
+    everything = list(model.named_modules())
+    modules = [(name, module) for name, module in everything if compressible(module)]
     found: list[Match] = []
     owners: dict[str, str] = {}
     for group, section in groups.items():
+        if not section.modules:
+            where = f"compression_training.{technique}.different_groups.{group}.modules"
+            faults.append(
+                Fault(where, '[] names no module; give ["*"] for all, or remove the group')
+            )
         for index, pattern in enumerate(section.modules):
             where = f"compression_training.{technique}.different_groups.{group}.modules[{index}]"
-            named = list(_named(modules, pattern, kinds, where, faults))
+            named = list(_named(modules, pattern, kinds, where, faults, everything))
             for name, module in named:
                 if name in owners:
                     faults.append(
@@ -78,6 +84,7 @@ def _named(
     kinds: tuple[type[nn.Module], ...],
     where: str,
     faults: list[Fault],
+    everything: list[tuple[str, nn.Module]],
 ) -> Iterator[tuple[str, nn.Module]]:
     if pattern == "*":
         every = [(name, module) for name, module in modules if isinstance(module, kinds)]
@@ -95,7 +102,12 @@ def _named(
         return
     named = [(name, module) for name, module in modules if search(name)]
     if not named:
-        faults.append(Fault(where, f"{pattern!r} names no module{_near(pattern, modules)}"))
+        others = [(name, module) for name, module in everything if search(name)]
+        what = "names no module" + _near(pattern, modules)
+        if others:
+            kind, known = type(others[0][1]).__name__, ", ".join(one.__name__ for one in kinds)
+            what = f"names {others[0][0]}: it is {kind}; this technique knows {known}"
+        faults.append(Fault(where, f"{pattern!r} {what}"))
     for name, module in named:
         reason = why_not(module)
         if not isinstance(module, kinds):

@@ -94,3 +94,10 @@ def test_a_wrapped_model_is_changed_inside():
     outer.module = Bert()
     assert init_compression(outer, config(weights(8, 8))) is outer
     assert isinstance(outer.module.bert.encoder.layer[0].attention.self["key"], Compressed)
+
+
+@pytest.mark.parametrize(("given", "told"), [(Bert, "the class Bert"), ("bert", "str")])
+def test_what_is_no_module_is_refused(given, told):
+    for call in (init_compression, redundancy_clean):
+        with pytest.raises(UsageError, match=f"expected a torch.nn.Module to compress, got {told}"):
+            call(given, config(weights(8, 8)))

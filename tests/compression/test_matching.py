@@ -119,3 +119,17 @@ def test_a_star_that_names_nothing_is_refused():
     for model, reason in ((nn.Sequential(norm), "; 0: its class Parametrized"), (nn.GELU(), "")):
         with pytest.raises(ConfigError, match=rf"'\*' names no module of .*Embedding{reason}"):
             init_compression(model, config(weights(8, 8, modules=["*"])))
+
+
+def test_modules_that_no_technique_knows_are_told_by_their_kind():
+    model = nn.ModuleDict({"linear": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+    (message,) = faults(weights(8, 8, modules=["norm"]), model=model).values()
+    knows = "this technique knows Linear, Conv2d, Embedding"
+    assert message == f"'norm' names norm: it is LayerNorm; {knows}"
+
+
+def test_a_group_without_patterns_is_refused():
+    (path, message), *none = faults(weights(8, 8, modules=[])).items()
+    assert not none
+    assert path == "compression_training.weight_quantization.different_groups.g.modules"
+    assert message.startswith('[] names no module; give ["*"] for all')
