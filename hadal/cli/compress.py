@@ -85,6 +85,8 @@ def run_export(parsed: argparse.Namespace) -> int:
     from hadal.compression import init_compression, pack_weights, redundancy_clean
     from hadal.compression.export import export_packed
 
+    if parsed.out.resolve() == parsed.model.resolve():
+        raise CommandError(f"{parsed.out} holds the model itself; give another folder for OUT")
     evaluate = None if parsed.eval is None else _function(parsed.eval)
     model = _model(parsed.model)
     before = copy.deepcopy(model)

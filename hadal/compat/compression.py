@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hadal.compat.tools import recursive_getattr
-from hadal.compression.compress import init_compression, read_config, section_of
+from hadal.compression.compress import init_compression, section_of
 from hadal.compression.layers import change, compressible, why_not
 from hadal.compression.quantizers import in_steps, largest, quantize, quantize_in_range
 from hadal.config.compression_training import CompressionTraining
+from hadal.config.reading import read
 from hadal.config.section import Section, child_of
 from hadal.errors import ConfigError, Fault, UsageError
 
@@ -200,7 +201,7 @@ def check_deepspeed_config(config: Any) -> Mapping[str, Any]:
     Raises:
         ConfigError: it is neither.
     """
-    return read_config(config)
+    return config if isinstance(config, Mapping) else read(config)[1]
 
 
 def get_compression_config(param_dict: Any) -> dict[str, Any]:

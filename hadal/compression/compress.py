@@ -5,11 +5,9 @@ Tests: tests/compression/test_compress.py
 
 from __future__ import annotations
 
-import json
 import logging
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +24,15 @@ from hadal.compression.matching import Match, matches_of
 from hadal.compression.packed import remember
 from hadal.compression.packing import Grid, grid_of
 from hadal.compression.pretrained import describe
-from hadal.compression.pruning import Pruned, Whole, as_it_is, begin, matrix_shape, prunings_of
+from hadal.compression.pruning import (
+    Pruned,
+    Whole,
+    as_it_is,
+    begin,
+    matrix_shape,
+    prunes_blocks,
+    prunings_of,
+)
 from hadal.compression.relations import cuts_of
 from hadal.compression.report import note_sizes
 from hadal.compression.rules import ActivationRule, Bits, PruneRule, WeightRule
@@ -35,6 +41,7 @@ from hadal.compression.student import take_over_layers
 from hadal.config.compression_training import CompressionTraining
 from hadal.config.load import load_config
 from hadal.config.quantize_training import QuantizeTraining
+from hadal.config.reading import read
 from hadal.config.report import written
 from hadal.errors import ConfigError, Fault, UsageError
 
@@ -53,31 +60,10 @@ def section_of(config: Any) -> CompressionTraining:
     """
     if isinstance(config, CompressionTraining):
         return config
-    raw = read_config(config)
-    read = ("compression_training", "quantize_training")
-    loaded = load_config({"train_batch_size": 1, **{name: raw.get(name) or {} for name in read}})
+    _, raw = read(config)
+    used = ("compression_training", "quantize_training")
+    loaded = load_config({"train_batch_size": 1, **{name: raw.get(name) or {} for name in used}})
     return with_old_form(loaded.compression_training, loaded.quantize_training)
-
-
-def read_config(config: Any) -> Mapping[str, Any]:
-    """Return the configuration of a dict, or of a JSON file.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    raw = config
-    if isinstance(config, (str, Path)):
-        try:
-            raw = json.loads(Path(config).read_text("utf-8"))
-        except OSError as error:
-            raise ConfigError(
-                f"{config}: {error.strerror}; give the path of the configuration, or a dict"
-            ) from error
-    if not isinstance(raw, Mapping):
-        raise ConfigError(
-            f"expected a dict or the path of a configuration, got {type(config).__name__}"
-        )
-    return raw
 
 
 def with_old_form(
@@ -404,7 +390,11 @@ class CompressionScheduler:
     """Schedule of a model's techniques for programs that train it without an engine."""
 
     def __init__(self, model: nn.Module, compression_config: Any) -> None:
-        section_of(compression_config)
+        if prunes_blocks(section_of(compression_config)):
+            _log.warning(
+                "CompressionScheduler: snip_momentum prunes by the optimizer's momentum, which it"
+                " does not see, so no block will be pruned; train with hadal.initialize"
+            )
         self.model = model
         self.training_steps = 0
 

@@ -64,12 +64,28 @@ def test_a_configuration_without_techniques_changes_nothing(tmp_path: Path):
 def test_what_cannot_be_done_is_told():
     with pytest.raises(UsageError, match="Bert has no compressed modules; call init_compression"):
         redundancy_clean(Bert(), config(weights(8, 8)))
-    with pytest.raises(
-        ConfigError, match="expected a dict or the path of a configuration, got int"
-    ):
+    with pytest.raises(ConfigError, match="is of type int; pass a dict, a path or base64 text"):
         init_compression(Bert(), 3)
-    with pytest.raises(ConfigError, match="No such file or directory"):
+    with pytest.raises(ConfigError, match=r'"/nope.json" is neither an existing file'):
         init_compression(Bert(), "/nope.json")
+
+
+def test_files_are_read_as_configurations_are(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(f"// with comments\n{json.dumps(config(weights(8, 8)))}")
+    assert any(compressed_modules(init_compression(Bert(), file)))
+    file.write_text("{")
+    with pytest.raises(ConfigError, match=r"config.json, line 1, column 2: "):
+        init_compression(Bert(), file)
+
+
+def test_a_schedule_without_momentum_is_told(caplog):
+    shared = {"method": "snip_momentum", "dense_ratio": 0.5, "schedule_offset_end": 4}
+    sparse = {"shared_parameters": {"enabled": True, "schedule_offset": 0, **shared}}
+    wishes = {"compression_training": {"sparse_pruning": sparse}}
+    CompressionScheduler(init_compression(Bert(), wishes), wishes)
+    assert "snip_momentum prunes by the optimizer's momentum" in caplog.text
+    assert "no block will be pruned" in caplog.text
 
 
 @pytest.mark.claims(

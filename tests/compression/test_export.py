@@ -142,6 +142,8 @@ def test_the_command_quantizes_and_compares(tmp_path: Path, capsys, monkeypatch)
     assert torch.equal(loaded(input_ids=TOKENS).logits, expected(input_ids=TOKENS).logits)
     assert main([*command, "--bits", "8"]) == 0
     assert main([*command, "--bits", "8", "--eval", "nope:nope"]) == 1
+    assert main(["compress", "export", "dense", "./dense", "--bits", "8"]) == 1
+    assert "holds the model itself" in capsys.readouterr().err
     assert main(["compress", "export", "nope", "small", "--bits", "8"]) == 1
     assert "nope has no config.json" in capsys.readouterr().err
     (tmp_path / "config.json").write_text('{"train_batch_size": 1}')
