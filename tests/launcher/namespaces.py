@@ -95,6 +95,11 @@ class Hosts:
         self._sshds[name].wait()
 
     def start_sshd(self, name: str) -> None:
+        """Start the host's sshd, and return once it takes connections."""
+        self._start_sshd(name)
+        self._wait_for(name)
+
+    def _start_sshd(self, name: str) -> None:
         assert SSHD is not None
         options = [
             f"HostKey={self.folder}/host_key",
@@ -126,7 +131,7 @@ class Hosts:
         told = [f"{self.address(each)} {each}" for each in self.names]
         (own / "hosts").write_text("\n".join(["127.0.0.1 localhost", *told]) + "\n")
         (own / "resolv.conf").write_text("")
-        self.start_sshd(name)
+        self._start_sshd(name)
 
     def _wait_for(self, name: str) -> None:
         deadline = time.monotonic() + _UP_S

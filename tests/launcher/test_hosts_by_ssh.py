@@ -108,7 +108,9 @@ def staying(hosts: Hosts, folder: Path, *options: str, **variables: str) -> subp
     (folder / "stay.py").write_text(STAY)
     words = [*flags(hosts, *options), "--num_gpus", 1, "--num_nodes", 2, "stay.py", folder]
     job = start(*words, folder=folder, HADAL_GRACE_S="1", **variables)
-    wait_for(lambda: (folder / "up0").exists() and (folder / "up1").exists())
+    up = (folder / "up0", folder / "up1")
+    wait_for(lambda: job.poll() is not None or all(each.exists() for each in up))
+    assert job.returncode is None, job.communicate()[1]
     return job
 
 
