@@ -23,8 +23,6 @@ from hadal.comm.mpu import model_group_of
 from hadal.compat.accelerator import get_accelerator
 from hadal.compat.log import log_dist
 from hadal.device import current_device, memory_use, widest_float
-from hadal.errors import UsageError
-from hadal.zero.access import is_kept_by_engine
 from hadal.zero.sharing import is_model_part
 
 
@@ -126,14 +124,9 @@ def clip_grad_norm_(
     every model-parallel rank, the rest on the first. All of these ranks must call it.
 
     Raises:
-        UsageError: an engine trains one of them: its gradients are not in `.grad`.
+        UsageError: an engine trains one of them, and its configuration clips nothing.
     """
     given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if any(is_kept_by_engine(parameter) for parameter in given):
-        raise UsageError(
-            "clip_grad_norm_ got parameters that an engine trains, whose gradients are not in"
-            " .grad: give gradient_clipping in the configuration, which clips all of them together"
-        )
     if mpu is None:
         return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
     total = _norm_over_parts(given, float(norm_type), Ranks.of(model_group_of(mpu)))

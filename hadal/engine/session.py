@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hadal.checkpoint.live import COUNTERS, Live
+from hadal.engine.clipping import watch_clipping
 from hadal.engine.direct import DirectBackward
 from hadal.engine.first_update import FirstUpdate
 from hadal.engine.listeners import Listeners
@@ -86,6 +87,7 @@ class Session:
                 )
 
         training.optimizer.register_step_pre_hook(refuse)
+        watch_clipping(self)
 
     def expect_training(self) -> Training:
         """Return the training, made now if it was deferred until there is something to train."""

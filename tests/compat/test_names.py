@@ -488,7 +488,7 @@ def test_of_a_checkpoint_of_hadal_files_are_made_that_tell_what_is_read_from_the
 
 def test_gradients_of_an_engine_are_not_clipped_for_nothing() -> None:
     engine = initialize(model=model_of(), config=config_of(1))[0]
-    with pytest.raises(UsageError, match="give gradient_clipping in the configuration"):
+    with pytest.raises(UsageError, match=r'write "gradient_clipping": 1\.0 in the conf'):
         clip_grad_norm_(engine.parameters(), 1.0)
     own = nn.Parameter(torch.ones(4))
     own.grad = torch.full((4,), 3.0)
