@@ -217,6 +217,43 @@ def losses_of(stage: int, dtype: str) -> list[float]:
     return losses
 
 
+STATIC = inputs(8, ["intermediate"], range_calibration="static")
+HALF = {"dense_ratio": 0.5}
+SNIP = {"method": "snip_momentum", "block_pattern": "4x1", "schedule_offset_end": 4, **HALF}
+COMPILED = {
+    "quantized": [weights(4, 3, 1, rounding="stochastic"), STATIC],
+    "after updates": [weights(8, 4, 1, quantize_weight_in_forward=False), STATIC],
+    "sparse": [section("sparse_pruning", {**SNIP, "schedule_offset": 1}, {}, None)],
+    "without rows and heads": [
+        section("row_pruning", {"method": "topk"}, HALF, ["intermediate.dense"]),
+        section("head_pruning", {"method": "topk", "num_heads": 4}, HALF, ["attention.output"]),
+    ],
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, about itself
+@pytest.mark.parametrize(
+    "techniques",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("sparse", "after updates") else [])
+        for name in COMPILED
+    ],
+)
+def test_a_compiled_model_is_compressed_alike(techniques):
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        engine = engine_with(*COMPILED[techniques], stage=3, train_micro_batch_size_per_gpu=4)
+        if is_compiled:
+            engine.compile(backend="aot_eager")
+        found.append(train(engine, range(4)))
+        engine.destroy()
+        torch.compiler.reset()
+    plain, compiled = found
+    assert compiled == pytest.approx(plain, rel=1e-6)
+    assert compiled[-1] < compiled[0]
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_cleaning_ends_the_training_of_an_engine(ranks: RankPools, stage):
     first, second = ranks(2).run(clean_and_evaluate, stage)
