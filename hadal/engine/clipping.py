@@ -57,7 +57,7 @@ def _refuse(
     function: str, parameters: Iterable[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Raise `UsageError` if an engine trains one of the parameters, or warn if it clips anyway."""
-    for session, parameter in _trained(parameters):
+    for session, parameter in trained_by_engines(parameters):
         parts = session.parts
         names = (name for name, one in parts.model.named_parameters() if one is parameter)
         where = f"rank {parts.ranks.rank}: torch.nn.utils.{function} got the gradient of"
@@ -86,7 +86,8 @@ def _refuse(
         return
 
 
-def _trained(parameters: Iterable[Tensor]) -> Iterator[tuple[Session, nn.Parameter]]:
+def trained_by_engines(parameters: Iterable[Tensor]) -> Iterator[tuple[Session, nn.Parameter]]:
+    """Yield the parameters whose gradients an engine holds, and its session."""
     sessions = [session for session in _sessions if not session.cycle.destroyed]
     for parameter in parameters if sessions else ():
         if parameter.grad is None and parameter.requires_grad:

@@ -21,6 +21,7 @@ from hadal.engine.clipping import watch_clipping
 from hadal.engine.direct import DirectBackward
 from hadal.engine.first_update import FirstUpdate
 from hadal.engine.listeners import Listeners
+from hadal.engine.other_optimizers import watch_optimizers
 from hadal.engine.parts import Counters, Cycle, Finding, Parts, Training
 from hadal.engine.undecided import Undecided
 from hadal.errors import UsageError
@@ -88,6 +89,7 @@ class Session:
 
         training.optimizer.register_step_pre_hook(refuse)
         watch_clipping(self)
+        watch_optimizers()
 
     def expect_training(self) -> Training:
         """Return the training, made now if it was deferred until there is something to train."""
