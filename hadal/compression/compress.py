@@ -50,6 +50,7 @@ _log = logging.getLogger("hadal.compression")
 _WEIGHTS = (nn.Linear, nn.Conv2d, nn.Embedding)
 _INPUTS = (nn.Linear, nn.Conv2d)
 _students: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_teachers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def section_of(config: Any) -> CompressionTraining:
@@ -247,7 +248,17 @@ def init_compression(
             )
         student_initialization(model, teacher_model, section)
     prepare(_inner(model), section)
+    if teacher_model is not None:
+        _teachers.add(_inner(teacher_model))
     return model
+
+
+def is_teacher(model: nn.Module) -> bool:
+    """Return whether a model was given to `init_compression` as a teacher, which stays as it is.
+
+    Programs give student and teacher the same configuration for their engines.
+    """
+    return model in _teachers
 
 
 def student_initialization(

@@ -21,16 +21,18 @@ from hadal.zero.views import flattened
 def prepare_model(config: Config, model: nn.Module) -> None:
     """Prepare a model that `init_compression` was not called for, before its optimizer is made.
 
+    A teacher that it was called with stays as it is.
+
     Raises:
         ConfigError: the groups of `compression_training` do not fit the model.
     """
     section, old = config.compression_training, config.quantize_training
     if not (section.changes_modules or (old and old.enabled)):
         return
-    from hadal.compression.compress import prepare, with_old_form  # for this alone
+    from hadal.compression.compress import is_teacher, prepare, with_old_form  # for this alone
     from hadal.compression.layers import is_prepared
 
-    if is_prepared(model):
+    if is_prepared(model) or is_teacher(model):
         return
     # Masks are chosen by whole weights, one at a time: these may have been born sharded.
     prepare(model, with_old_form(section, old), GatheredParameters)

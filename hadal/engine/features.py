@@ -184,10 +184,16 @@ def _compression(setting: Setting) -> Listener | None:
     is_old = old is not None and old.enabled
     if not (section.changes_modules or section.layer_reduction.is_on or is_old):
         return None
-    from hadal.compression.compress import tell_missing_teacher, with_old_form  # for this alone
+    from hadal.compression.compress import (  # for this alone
+        is_teacher,
+        tell_missing_teacher,
+        with_old_form,
+    )
     from hadal.compression.training import CompressionTechniques
     from hadal.engine.compressing import ParameterValues
 
+    if is_teacher(setting.model):
+        return None
     section = with_old_form(section, old)
     if is_old and setting.world.rank == 0:
         _log.warning(

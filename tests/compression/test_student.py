@@ -9,8 +9,9 @@ import torch
 from engine.toys import engine_of
 from torch import nn
 
-from compression.toys import TOKENS, Bert
+from compression.toys import TOKENS, Bert, config, weights
 from hadal.compression import init_compression, student_initialization
+from hadal.compression.layers import compressed_modules
 from hadal.config import load_config
 from hadal.errors import ConfigError, ModelError, UsageError
 
@@ -118,3 +119,18 @@ def test_a_model_that_took_nothing_over_is_told(caplog):
     caplog.clear()
     engine_of(0, init_compression(student(), wishes(), teacher()), **wishes()).destroy()
     assert "teacher_model" not in caplog.text
+
+
+def test_a_teacher_stays_as_it_is_in_an_engine(caplog):
+    quantized = config(weights(2, 2, modules=["attention"]), wishes()["compression_training"])
+    source = teacher()
+    expected = source(TOKENS)
+    small = init_compression(student(), quantized, source)
+    engine = engine_of(0, source.eval(), **quantized, optimizer=None)
+    assert torch.equal(engine(TOKENS), expected)
+    assert not list(compressed_modules(engine.module))
+    assert "teacher_model" not in caplog.text
+    engine.destroy()
+    engine = engine_of(0, small, **quantized)
+    assert list(compressed_modules(engine.module))
+    engine.destroy()

@@ -102,6 +102,7 @@ optimizer = torch.optim.AdamW(
 model, optimizer, _, _ = deepspeed.initialize(
     args=args, model=model, optimizer=optimizer, dist_init_required=True
 )
+teacher_model, _, _, _ = deepspeed.initialize(args=args, model=teacher_model)
 losses = []
 drawn = torch.Generator().manual_seed(rank)
 for _ in range(4):
