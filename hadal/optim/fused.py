@@ -33,40 +33,35 @@ from hadal.optim.elementwise import (
 )
 from hadal.optim.own import Group, State
 
+_FLAGS = ("decoupled", "maximize", "nesterov")
+
 
 def begin_adam(
-    group: Group, state: State, zeros: Zeros, *, decoupled: bool, corrected: bool = True
+    group: Group,
+    state: State,
+    zeros: Zeros,
+    *,
+    decoupled: bool | None = None,
+    corrected: bool = True,
 ) -> SliceUpdate:
-    """Begin an update of Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019)."""
+    """Begin an update of Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019).
+
+    The group has `decoupled_weight_decay` if `decoupled` is None.
+    """
     names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
     for name in names:
         if name not in state:
             state[name] = zeros()
     beta1, beta2 = group["betas"]
-    rule = AdamRule(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decoupled=decoupled,
-        maximize=bool(group["maximize"]),
-    )
-
+    decoupled = group.get("decoupled_weight_decay") if decoupled is None else decoupled
+    rule = AdamRule(**_numbers(group, AdamRule, beta1=beta1, beta2=beta2, decoupled=decoupled))
     count = _count(state, state["exp_avg"].device)
     return SliceUpdate(tuple(state[name] for name in names), _Adam(rule, corrected), number=count)
 
 
 def begin_sgd(group: Group, state: State, zeros: Zeros) -> SliceUpdate:
     """Begin an update of SGD, with the momentum of Sutskever et al. 2013 if there is any."""
-    rule = SgdRule(
-        lr=float(group["lr"]),
-        momentum=float(group["momentum"]),
-        dampening=float(group["dampening"]),
-        weight_decay=float(group["weight_decay"]),
-        nesterov=bool(group["nesterov"]),
-        maximize=bool(group["maximize"]),
-    )
+    rule = SgdRule(**_numbers(group, SgdRule))
     is_first = state.get("momentum_buffer") is None
     if rule.momentum and is_first:
         state["momentum_buffer"] = zeros()
@@ -80,16 +75,19 @@ def begin_adagrad(group: Group, state: State, zeros: Zeros) -> SliceUpdate:
     """Begin an update of Adagrad (Duchi et al. 2011)."""
     if "sum" not in state:
         state["sum"] = zeros().fill_(group["initial_accumulator_value"])
-    rule = AdagradRule(
-        lr=float(group["lr"]),
-        lr_decay=float(group["lr_decay"]),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        maximize=bool(group["maximize"]),
-    )
-
+    rule = AdagradRule(**_numbers(group, AdagradRule))
     count = _count(state, state["sum"].device)
     return SliceUpdate((state["sum"],), _Adagrad(rule), number=count)
+
+
+def _numbers(
+    group: Group, rule: type[AdamRule | SgdRule | AdagradRule], **more: Any
+) -> dict[str, Any]:
+    """Return the fields of a rule, from a param group, whose rates may be tensors, and `more`."""
+    given = {**group, **more}
+    return {
+        name: bool(given[name]) if name in _FLAGS else float(given[name]) for name in rule._fields
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +146,8 @@ def _count(state: State, device: torch.device) -> Tensor:
     return counted
 
 
-def _begin_torch_adam(group: Group, state: State, zeros: Zeros) -> SliceUpdate:
-    decoupled = bool(group.get("decoupled_weight_decay"))
-    return begin_adam(group, state, zeros, decoupled=decoupled)
-
-
 BEGINNERS: Mapping[type[Optimizer], Beginner] = {
-    torch.optim.Adam: _begin_torch_adam,
+    torch.optim.Adam: begin_adam,
     torch.optim.AdamW: partial(begin_adam, decoupled=True),
     torch.optim.Adagrad: begin_adagrad,
     torch.optim.SGD: begin_sgd,
@@ -193,5 +186,4 @@ class UncorrectedAdam(ElementwiseOptimizer):
 
     def begin(self, group: Group, state: State, zeros: Zeros) -> SliceUpdate:
         """Begin an update of one slice."""
-        decoupled = bool(group["decoupled_weight_decay"])
-        return begin_adam(group, state, zeros, decoupled=decoupled, corrected=False)
+        return begin_adam(group, state, zeros, corrected=False)

@@ -17,14 +17,13 @@ from hadal.comm import Ranks
 from hadal.comm.faults import told_to_all
 from hadal.errors import CommunicationError, OffloadError
 from hadal.offload.buffers import BufferPool, LooseBuffers
-from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import UNIT_NUMEL, DiskTensor, one_update
 from hadal.offload.walk import Pace, Stop, walk
 from hadal.optim.elementwise import Beginner, SliceUpdate, Zeros, count_up
 from hadal.optim.own import Group, State
 from hadal.optim.pieces import Piece
 from hadal.optim.state_on_disk import BegunT, DiskState
-from hadal.optim.workspace import Item, Workspace, Workspaces, blocks
+from hadal.optim.workspace import Item, Workspace, block_numel, blocks
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 
@@ -133,7 +132,7 @@ class Deferred:
 def step_on_disk(
     on_disk: Mapping[Gradients, DiskState],
     begin: Beginner,
-    workspaces: Workspaces,
+    workspace: Workspace,
     steps: DiskSteps,
     buffers: PartBuffers,
 ) -> None:
@@ -143,16 +142,16 @@ def step_on_disk(
         OffloadError: the disk failed on some rank; nothing has changed on any rank.
     """
     with update_on_disk([*on_disk.values()]):
-        begun, workspace = begin_on_disk(on_disk, begin, steps), workspaces.on(torch.device("cpu"))
+        begun, numel = begin_on_disk(on_disk, begin, steps), block_numel(torch.device("cpu"))
         count_up(update for pieces in begun.values() for _, update, _ in pieces)
         whole = {one: state.stop() for one, state in on_disk.items()}
         with rewriting_in_turn() as rewriting:
-            for one, stop, values in walk_parts(whole, workspace.numel, steps, buffers):
+            for one, stop, values in walk_parts(whole, numel, steps, buffers):
                 rewriting(one.bucket)
                 one.bucket.absorb_edits_into(values[0], stop.start)
                 for piece, update, runs in begun[one]:
                     start, owned = of_piece(stop, values, piece, runs)
-                    _step_owned(one, update, start, owned, workspace, workspaces.sending)
+                    _step_owned(one, update, start, owned, workspace)
 
 
 def _runs_of(states: Iterable[DiskState]) -> Iterator[DiskTensor]:
@@ -278,13 +277,13 @@ def _step_owned(
     start: int,
     owned: Sequence[Tensor],
     workspace: Workspace,
-    sending: Crossing | None,
 ) -> None:
     """Step masters and state, which start at `start` of the span, block by block."""
-    for low, high in blocks(start, start + owned[0].numel(), workspace.numel):
+    numel = block_numel(owned[0].device)
+    for low, high in blocks(start, start + owned[0].numel(), numel):
         block = [run[low - start : high - start] for run in owned]
         workspace.apply([Item(update, one.mean[low:high], block)])
-        one.bucket.put_weights(low, block[0], sending)
+        one.bucket.put_weights(low, block[0], workspace.sending)
 
 
 def _restore_weights(states: Iterable[DiskState], error: BaseException) -> None:

@@ -31,7 +31,7 @@ from hadal.optim.own import Group
 from hadal.optim.pieces import HeldTensor, Piece, lay_pieces
 from hadal.optim.state_on_disk import DiskState, DiskStates
 from hadal.optim.whole import WholeParameters, hand_over
-from hadal.optim.workspace import Item, Multiplier, Workspaces, block_numel, blocks, scale_
+from hadal.optim.workspace import Item, Multiplier, Workspace, block_numel, blocks, scale_
 from hadal.zero import place
 from hadal.zero.bucket import Bucket, refresh_all, write_back_all
 from hadal.zero.gradients import Gradients
@@ -284,23 +284,23 @@ class FlatStepper(BaseStepper):
             )
             return
         ordered = _in_order(self._gradients)
-        workspaces = Workspaces(multiplier, sending_of(ordered), overflowed)
+        workspace = Workspace(multiplier, sending_of(ordered), overflowed)
         known = self._on_disk()
         on_disk = {one: known[one] for one in ordered if one in known}
         if on_disk:
-            step_on_disk(on_disk, begin, workspaces, self._steps, self._part_buffers)
+            step_on_disk(on_disk, begin, workspace, self._steps, self._part_buffers)
             for one in on_disk:
                 one.bucket.start_refresh()
         in_memory = [one for one in ordered if one not in on_disk]
         if any(one.bucket.disk_weights is not None for one in in_memory):
             bring_weights_to_disk(
-                in_memory, lambda one: self._step_buckets([one], begin, workspaces)
+                in_memory, lambda one: self._step_buckets([one], begin, workspace)
             )
             for one in in_memory:
                 one.bucket.start_refresh()
         else:
             for some in _together(in_memory):
-                self._step_buckets(some, begin, workspaces)
+                self._step_buckets(some, begin, workspace)
                 for one in some:
                     one.bucket.start_refresh()
         if overflowed is not None:
@@ -319,7 +319,7 @@ class FlatStepper(BaseStepper):
             torch._foreach_sub_(counts, [overflowed.to(torch.float32)] * len(counts))
 
     def _step_buckets(
-        self, gradients: Sequence[Gradients], begin: Beginner, workspaces: Workspaces
+        self, gradients: Sequence[Gradients], begin: Beginner, workspace: Workspace
     ) -> None:
         """Cast, scale, step and write back: a cache-sized block at a time, or several buckets."""
         begun = [
@@ -328,21 +328,21 @@ class FlatStepper(BaseStepper):
             for piece in self._pieces[one]
         ]
         count_up(update for *_, update in begun)
-        workspace = workspaces.on(gradients[0].bucket.steps_on)
         if len(gradients) > 1:
             workspace.apply(
                 [_item(one, piece, update, piece.start, piece.stop) for one, piece, update in begun]
             )
             write_back_all([(one.bucket, piece.start, piece.stop) for one, piece, _ in begun])
             return
+        numel = block_numel(gradients[0].bucket.steps_on)
         for one, piece, update in begun:
             bucket = one.bucket
-            for start, stop in blocks(piece.start, piece.stop, workspace.numel):
+            for start, stop in blocks(piece.start, piece.stop, numel):
                 item = _item(one, piece, update, start, stop)
                 if is_host_memory(bucket.device):
                     bucket.absorb_edits_into(item.owned[0], start)
                 workspace.apply([item])
-                bucket.write_back(start, stop, workspaces.sending)
+                bucket.write_back(start, stop, workspace.sending)
 
     def _begun(self, one: Gradients, piece: Piece, begin: Beginner) -> SliceUpdate:
         dtype = one.bucket.precision.state_dtype

@@ -74,23 +74,22 @@ class Item(NamedTuple):
 
 
 class Workspace:
-    """The workspace of one update on a device, with a buffer for each tensor that must be cast."""
+    """The workspace of one update, with a buffer for each tensor that must be cast.
+
+    `sending` is the path of new weights to the device, if updates are made on the host.
+    """
 
     def __init__(
-        self, device: torch.device, multiplier: Multiplier, overflowed: Tensor | None = None
+        self,
+        multiplier: Multiplier,
+        sending: Crossing | None = None,
+        overflowed: Tensor | None = None,
     ) -> None:
-        self.numel = block_numel(device)
-        self._device = device
+        self.sending = sending
         self._multiplier = multiplier
-        # 0 means an infinite norm: x / inf equals x * 0.
-        self._divisor: Tensor
-        if isinstance(multiplier, Tensor):
-            self._divisor = multiplier.reciprocal().to(torch.float32)
-        else:
-            inverse = 1 / multiplier if multiplier else float("inf")
-            self._divisor = torch.full((), inverse, dtype=torch.float32, device=device)
+        self._divisors: dict[torch.device, Tensor] = {}
         self._overflowed = None if overflowed is None else overflowed.to(torch.float32)
-        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[torch.device, int, torch.dtype], Tensor] = {}
 
     def apply(self, items: Sequence[Item]) -> None:
         """Make the updates of some blocks; those with the same rule share one kernel call."""
@@ -123,10 +122,10 @@ class Workspace:
         if all(block.dtype == dtype for block in blocks):
             return list(blocks)
         stops = [*accumulate(_aligned(block.numel()) for block in blocks)]
-        buffer = self._buffers.get((place, dtype))
+        key = blocks[0].device, place, dtype
+        buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < stops[-1]:
-            buffer = torch.empty(stops[-1], dtype=dtype, device=self._device)
-            self._buffers[place, dtype] = buffer
+            buffer = self._buffers[key] = blocks[0].new_empty(stops[-1], dtype=dtype)
         starts = [0, *stops[:-1]]
         laid = [buffer[s : s + b.numel()] for s, b in zip(starts, blocks, strict=True)]
         torch._foreach_copy_(laid, list(blocks))
@@ -142,30 +141,20 @@ class Workspace:
         if dtype == torch.float64:
             # A float32 divisor would be too coarse.
             return [scale_(one, self._multiplier) for one in laid], None
-        return laid, self._divisor
+        return laid, self._divisor_on(laid[0].device)
+
+    def _divisor_on(self, device: torch.device) -> Tensor:
+        if device not in self._divisors:
+            factor = self._multiplier
+            if isinstance(factor, Tensor):
+                inverse = factor.reciprocal().to(torch.float32)
+            else:
+                # 0 means an infinite norm: x / inf equals x * 0.
+                number = 1 / factor if factor else float("inf")
+                inverse = torch.full((), number, dtype=torch.float32, device=device)
+            self._divisors[device] = inverse
+        return self._divisors[device]
 
 
 def _aligned(numel: int) -> int:
     return -(-numel // _ALIGNED_NUMEL) * _ALIGNED_NUMEL
-
-
-class Workspaces:
-    """The workspaces of one update, one for each device that makes updates."""
-
-    def __init__(
-        self,
-        multiplier: Multiplier,
-        sending: Crossing | None = None,
-        overflowed: Tensor | None = None,
-    ) -> None:
-        self._multiplier = multiplier
-        self._overflowed = overflowed
-        self.sending = sending
-        """The path of new weights to the device, if updates are made on the host."""
-        self._workspaces: dict[torch.device, Workspace] = {}
-
-    def on(self, device: torch.device) -> Workspace:
-        """Return the workspace of a device."""
-        if device not in self._workspaces:
-            self._workspaces[device] = Workspace(device, self._multiplier, self._overflowed)
-        return self._workspaces[device]

@@ -41,8 +41,8 @@ def stepped(threads: int) -> list[Tensor]:
     group |= {"amsgrad": False, "maximize": False}
     state = {"exp_avg": first, "exp_avg_sq": second, "step": torch.tensor(3.0)}
     update = begin_adam(group, state, lambda: torch.zeros(0), decoupled=True)
-    place = workspace.Workspace(CPU, 0.3)
-    for start, stop in workspace.blocks(0, NUMEL, place.numel):
+    place = workspace.Workspace(0.3)
+    for start, stop in workspace.blocks(0, NUMEL, workspace.block_numel(CPU)):
         owned = [one[start:stop] for one in (values, first, second)]
         place.apply([workspace.Item(update, gradient[start:stop], owned)])
         weights[start:stop].copy_(values[start:stop])
@@ -70,7 +70,7 @@ def test_gradients_that_are_not_scaled_are_not_rewritten(
     update = begin_adam(
         {**group, "amsgrad": False, "maximize": False}, {}, lambda: torch.zeros(64), decoupled=True
     )
-    workspace.Workspace(CPU, multiplier).apply(
+    workspace.Workspace(multiplier).apply(
         [workspace.Item(update, gradient, [values, *update.state])]
     )
     assert [scale is not None for scale in scales] == [divides]
