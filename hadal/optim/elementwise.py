@@ -41,14 +41,18 @@ class Block(NamedTuple):
     """The number of the update as a float32 scalar."""
 
 
+def _by_stepper(blocks: Sequence[Block], scaling: Scaling) -> None:
+    raise NotImplementedError("an update that is not made in blocks")
+
+
 class SliceUpdate(NamedTuple):
     """One update of a slice of elements: begun once, then applied to each of its blocks."""
 
     state: tuple[Tensor, ...]
     """The optimizer's state, each as long as the slice."""
-    apply: Callable[[Sequence[Block], Scaling], None]
+    apply: Callable[[Sequence[Block], Scaling], None] = _by_stepper
     """The function that updates blocks in place, all of one dtype. If several updates have an equal
-    one, it may get the blocks of all of them."""
+    one, it may get the blocks of all of them. Without it the stepper makes the update itself."""
     in_float32: bool = False
     """True if 16-bit blocks must be cast first, because `apply` rounds more than once."""
     number: Tensor | None = None

@@ -31,7 +31,7 @@ from hadal.errors import MismatchError, OptimizerError
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import DiskTensor
 from hadal.offload.walk import Stop
-from hadal.optim.elementwise import Zeros
+from hadal.optim.elementwise import SliceUpdate, Zeros
 from hadal.optim.on_disk import (
     Deferred,
     DiskSteps,
@@ -91,10 +91,10 @@ class Lamb(OwnOptimizer):
     def step_parameter(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
         """Make one update of a whole parameter."""
         own = parameter.detach()
-        moments = _begin(group, self.state[parameter], partial(torch.zeros_like, own))
-        values = _Values(own, *moments.state)
+        state = self.state[parameter]
+        values = _Values(own, *_begin(group, state, partial(torch.zeros_like, own)).state)
         _learn([values], [gradient], group)
-        (update,) = updates = _updates([values], group, moments.updates)
+        (update,) = updates = _updates([values], group, float(state["step"]))
         norms = _Norms(own.device)
         norms.add([0], [own], updates)
         ratio = _trust_ratios(norms.square_sums(1), [group])[0]
@@ -113,26 +113,18 @@ class _Values(NamedTuple):
         return _Values(*(values[start:stop] for values in self))
 
 
-class _Moments(NamedTuple):
-    """The moments of a tensor, in an update."""
-
-    state: tuple[Tensor, Tensor]
-    updates: float
-    """The number of updates in the moments, with this one."""
-
-
-_Begun = tuple[Piece, _Moments, list[DiskTensor]]
+_Begun = tuple[Piece, SliceUpdate, list[DiskTensor]]
 """A begun update of a piece, with the first and second moments on the disk."""
 
 
-def _begin(group: Group, state: State, zeros: Zeros) -> _Moments:
-    """Return the moments of a tensor, created on first use, with this update counted."""
+def _begin(group: Group, state: State, zeros: Zeros) -> SliceUpdate:
+    """Begin an update of a tensor's moments, created on first use, and count it."""
     if not state:
         state["step"] = torch.zeros(())
         state["exp_avg"] = zeros()
         state["exp_avg_sq"] = zeros()
     state["step"] += 1
-    return _Moments((state["exp_avg"], state["exp_avg_sq"]), float(state["step"]))
+    return SliceUpdate((state["exp_avg"], state["exp_avg_sq"]), number=state["step"])
 
 
 def _learn(blocks: Sequence[_Values], gradients: Sequence[Tensor], group: Group) -> None:
@@ -351,7 +343,7 @@ class LambStepper(BaseStepper):
                 begun[one] = [(piece, self._begin_in_memory(piece), []) for piece in pieces]
         return begun
 
-    def _begin_in_memory(self, piece: Piece) -> _Moments:
+    def _begin_in_memory(self, piece: Piece) -> SliceUpdate:
         values = piece.values.detach()
         state = self._optimizer.state[piece.values]
         return _begin(self._group(piece), state, partial(torch.zeros_like, values))
@@ -394,7 +386,7 @@ class LambStepper(BaseStepper):
             elif pieces:  # otherwise there is only padding
                 whole[one] = state.stop(written)
         block = block_numel(torch.device("cpu"))
-        for one, stop, values in walk_parts(whole, block, self._steps, self._part_buffers):
+        for one, stop, values in walk_parts(whole, block, self._steps, self._pool_of):
             one.bucket.absorb_edits_into(values[0], stop.start)
             here = [of_piece(stop, values, piece, runs) for piece, _, runs in begun[one]]
             yield one, self._slices_of(one, begun[one], here), (stop.start, values[0])
@@ -408,8 +400,10 @@ class LambStepper(BaseStepper):
             first = begin + start
             fragments = [*one.bucket.layout.fragments(first, first + values[0].numel())]
             rows = self._first_rows[one]
-            piece_slice = _Values(*values), start, fragments, rows, self._group(piece), own.updates
-            found.append(_StepSlice(*piece_slice))
+            assert own.number is not None  # `_begin` has counted it
+            count = float(own.number)
+            group = self._group(piece)
+            found.append(_StepSlice(_Values(*values), start, fragments, rows, group, count))
         return found
 
 

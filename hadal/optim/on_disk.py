@@ -19,10 +19,9 @@ from hadal.errors import CommunicationError, OffloadError
 from hadal.offload.buffers import BufferPool, LooseBuffers
 from hadal.offload.tensors import UNIT_NUMEL, DiskTensor, one_update
 from hadal.offload.walk import Pace, Stop, walk
-from hadal.optim.elementwise import Beginner, SliceUpdate, Zeros, count_up
-from hadal.optim.own import Group, State
+from hadal.optim.elementwise import Beginner, SliceUpdate, count_up
 from hadal.optim.pieces import Piece
-from hadal.optim.state_on_disk import BegunT, DiskState
+from hadal.optim.state_on_disk import DiskState, backup_of
 from hadal.optim.workspace import Item, Workspace, block_numel, blocks
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
@@ -50,22 +49,12 @@ class DiskSteps:
         return max(1, min(room, self.numel) // block) * block
 
 
-class PartBuffers:
-    """The buffers for reading parts, kept from one update to the next.
+KeptPool = Callable[..., BufferPool]
+"""A maker of pools for reading parts, which returns its last one if the arguments are the same.
 
-    In new memory each page is cleared and mapped first, which takes a considerable part of the
-    disk's time.
-    """
-
-    def __init__(self) -> None:
-        self._pool: BufferPool | None = None
-
-    def pool(self, count: int, nbytes: int, *, pinned: bool) -> BufferPool:
-        """Return a pool of `count` buffers of `nbytes`, the last one if it matches."""
-        pool = self._pool
-        if pool is None or (pool.count, pool.nbytes) != (count, nbytes):
-            pool = self._pool = BufferPool(count, nbytes, pinned=pinned)
-        return pool
+In new memory each page is cleared and mapped first, which takes a considerable part of the disk's
+time.
+"""
 
 
 @contextmanager
@@ -81,19 +70,14 @@ def update_on_disk(
     Raises:
         OffloadError: the disk failed on some rank; nothing has changed on any rank.
     """
-    before = [state.memory() for state in states]
-    groups = states[0].optimizer.param_groups
-    options = [{**group} for group in groups]
+    take_back = backup_of(states)
     parts = nullcontext() if model_parallel is None else _told(model_parallel)
     try:
         with one_update(lambda: _runs_of(states)), parts, _told(states[0].bucket.sharing.everyone):
             yield
     except BaseException as error:
         # Also on an interrupt by the user: an emergency checkpoint may follow.
-        for state, memory in zip(states, before, strict=True):
-            state.take_back(memory)
-        for group, given in zip(groups, options, strict=True):
-            group.update(given)
+        take_back()
         _restore_weights(states, error)
         raise
     for state in states:
@@ -134,24 +118,27 @@ def step_on_disk(
     begin: Beginner,
     workspace: Workspace,
     steps: DiskSteps,
-    buffers: PartBuffers,
+    pool_of: KeptPool,
 ) -> None:
     """Make one update of these buckets, part by part. All ranks must call it.
 
     Raises:
         OffloadError: the disk failed on some rank; nothing has changed on any rank.
     """
-    with update_on_disk([*on_disk.values()]):
-        begun, numel = begin_on_disk(on_disk, begin, steps), block_numel(torch.device("cpu"))
+    numel = block_numel(torch.device("cpu"))
+    with update_on_disk([*on_disk.values()]), rewriting_in_turn() as rewriting:
+        begun = begin_on_disk(on_disk, begin, steps)
         count_up(update for pieces in begun.values() for _, update, _ in pieces)
         whole = {one: state.stop() for one, state in on_disk.items()}
-        with rewriting_in_turn() as rewriting:
-            for one, stop, values in walk_parts(whole, numel, steps, buffers):
-                rewriting(one.bucket)
-                one.bucket.absorb_edits_into(values[0], stop.start)
-                for piece, update, runs in begun[one]:
-                    start, owned = of_piece(stop, values, piece, runs)
-                    _step_owned(one, update, start, owned, workspace)
+        for one, stop, values in walk_parts(whole, numel, steps, pool_of):
+            rewriting(one.bucket)
+            one.bucket.absorb_edits_into(values[0], stop.start)
+            for piece, update, runs in begun[one]:
+                start, owned = of_piece(stop, values, piece, runs)
+                for low, high in blocks(start, start + owned[0].numel(), numel):
+                    block = [run[low - start : high - start] for run in owned]
+                    workspace.apply([Item(update, one.mean[low:high], block)])
+                    one.bucket.put_weights(low, block[0], workspace.sending)
 
 
 def _runs_of(states: Iterable[DiskState]) -> Iterator[DiskTensor]:
@@ -165,10 +152,8 @@ def _disk_weights(bucket: Bucket) -> list[DiskTensor]:
 
 
 def begin_on_disk(
-    on_disk: Mapping[Gradients, DiskState],
-    begin: Callable[[Group, State, Zeros], BegunT],
-    steps: DiskSteps,
-) -> dict[Gradients, list[tuple[Piece, BegunT, list[DiskTensor]]]]:
+    on_disk: Mapping[Gradients, DiskState], begin: Beginner, steps: DiskSteps
+) -> dict[Gradients, list[tuple[Piece, SliceUpdate, list[DiskTensor]]]]:
     """Begin an update of the flat pieces of these buckets (see `DiskState.begin`)."""
     begun = {one: state.begin(begin) for one, state in on_disk.items()}
     if steps.clears_first:
@@ -178,7 +163,7 @@ def begin_on_disk(
 
 
 def walk_parts(
-    whole: Mapping[Gradients, Stop], block: int, steps: DiskSteps, buffers: PartBuffers
+    whole: Mapping[Gradients, Stop], block: int, steps: DiskSteps, pool_of: KeptPool
 ) -> Iterator[tuple[Gradients, Stop, Sequence[Tensor]]]:
     """Walk the stops in `whole`, one per bucket's span, in parts of whole blocks with values.
 
@@ -195,9 +180,11 @@ def walk_parts(
     ]
     if not stops:
         return  # parameters without elements
-    pool = buffers.pool(
-        widest * steps.pace.parts, _largest_nbytes(stop for _, stop in stops), pinned=steps.pins
-    )
+    # Whole pages per byte of an element.
+    pages = -(-max(stop.numel for _, stop in stops) // UNIT_NUMEL)
+    itemsize = max(run.dtype.itemsize for stop in whole.values() for run in stop.tensors)
+    nbytes = pages * UNIT_NUMEL * itemsize
+    pool = pool_of(widest * steps.pace.parts, nbytes, pinned=steps.pins)
     owners = iter(stops)
     for stop, values in walk([stop for _, stop in stops], pool, steps.pace):
         yield next(owners)[0], stop, values
@@ -257,33 +244,11 @@ def walk_whole(
             read.append(values[first : first + len(state.tensors)])
             first += len(read[-1])
         assert first == len(stop.tensors)  # runs are laid in `collect` alone
-        yield [state.show_all(own) for state, own in zip(batch, read, strict=True)]
+        for state, own in zip(batch, read, strict=True):
+            state.show(own)
+        yield [own[0] for own in read]
         for state, own in zip(batch, read, strict=True):
             state.collect(own, lays_out=steps.clears_first)
-
-
-def _largest_nbytes(stops: Iterable[Stop]) -> int:
-    """Return the bytes of the largest part of a tensor, in whole pages per byte of an element."""
-    return max(
-        -(-stop.numel // UNIT_NUMEL) * UNIT_NUMEL * run.dtype.itemsize
-        for stop in stops
-        for run in stop.tensors
-    )
-
-
-def _step_owned(
-    one: Gradients,
-    update: SliceUpdate,
-    start: int,
-    owned: Sequence[Tensor],
-    workspace: Workspace,
-) -> None:
-    """Step masters and state, which start at `start` of the span, block by block."""
-    numel = block_numel(owned[0].device)
-    for low, high in blocks(start, start + owned[0].numel(), numel):
-        block = [run[low - start : high - start] for run in owned]
-        workspace.apply([Item(update, one.mean[low:high], block)])
-        one.bucket.put_weights(low, block[0], workspace.sending)
 
 
 def _restore_weights(states: Iterable[DiskState], error: BaseException) -> None:

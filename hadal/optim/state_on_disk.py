@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hadal.errors import OptimizerError
@@ -21,23 +21,11 @@ from hadal.offload.buffers import aligned
 from hadal.offload.store import DiskStore
 from hadal.offload.tensors import DiskTensor, StoredSlice, one_update
 from hadal.offload.walk import Stop
-from hadal.optim.elementwise import Zeros
-from hadal.optim.own import Group, State
+from hadal.optim.elementwise import Beginner, SliceUpdate
 from hadal.optim.pieces import HeldTensor, Piece
 from hadal.zero.bucket import Bucket
 
 Memory = list[dict[str, Any]]
-
-
-class BegunUpdate(Protocol):
-    """A begun update of one tensor."""
-
-    @property
-    def state(self) -> tuple[Tensor, ...]:
-        """The optimizer's state, each with the length of the tensor."""
-
-
-BegunT = TypeVar("BegunT", bound=BegunUpdate)
 
 
 class StateKind(NamedTuple):
@@ -163,7 +151,7 @@ class DiskState:
             with one_update(self._state_tensors), self.bucket.present(writes=writes):
                 master = self.bucket.master
                 assert master is not None  # it is trained, and present
-                self._show(master, {kind: one.read() for kind, one in self._tensors.items()})
+                self.show([master, *(one.read() for one in self._tensors.values())])
                 self._is_shown = True
                 yield
                 if writes:
@@ -180,14 +168,15 @@ class DiskState:
         finally:
             self._is_shown = False
 
-    def _show(self, master: Tensor, known: Mapping[StateKind, Tensor]) -> None:
-        """Give the optimizer these values and this state."""
+    def show(self, values: Sequence[Tensor]) -> None:
+        """Give the optimizer the values of `tensors`: the master, and all kinds of state."""
         for piece in self._flat:
-            piece.values.data = master[piece.start : piece.stop]
+            piece.values.data = values[0][piece.start : piece.stop]
+        known = dict(zip(self._tensors, values[1:], strict=True))
         for kind, pieces in self._by_kind().items():
             for piece in pieces:
-                values = known[kind][piece.start : piece.stop]
-                self._state(piece)[kind.key] = piece.shaped(values)
+                state = known[kind][piece.start : piece.stop]
+                self._state(piece)[kind.key] = piece.shaped(state)
 
     def _hide_values(self) -> None:
         for piece in self._pieces:
@@ -230,18 +219,13 @@ class DiskState:
             if value.data_ptr() != place.data_ptr():
                 place.copy_(piece.flattened(value.detach()))
 
-    def read_each(self) -> Iterator[tuple[Piece, dict[str, Tensor]]]:
-        """Yield each piece with copies of its state, reading one kind after another."""
-        found: dict[nn.Parameter, dict[str, Tensor]] = {}
+    def read_each(self) -> Iterator[tuple[Piece, str, Tensor]]:
+        """Yield copies of all state, with its piece and key, reading one kind after another."""
         by_kind = self._by_kind()
         for kind, tensor in self._tensors.items():
             values = tensor.read()
             for piece in by_kind.get(kind, ()):
-                own = piece.shaped(values[piece.start : piece.stop]).clone()
-                found.setdefault(piece.values, {})[kind.key] = own
-        for piece in self._pieces:
-            if piece.values in found:
-                yield piece, found[piece.values]
+                yield piece, kind.key, piece.shaped(values[piece.start : piece.stop]).clone()
 
     # ---- updates ---------------------------------------------------------------------------------
 
@@ -265,12 +249,6 @@ class DiskState:
                 self.optimizer.state.pop(piece.values, None)
         self._hide_values()
 
-    def show_all(self, values: Sequence[Tensor]) -> Tensor:
-        """Give the optimizer the values read from `tensors`, and return the master."""
-        master, *state = values
-        self._show(master, dict(zip(self._tensors, state, strict=True)))
-        return master
-
     def collect(self, values: Sequence[Tensor], *, lays_out: bool) -> None:
         """Copy the state in memory into the values read from `tensors`, for the caller to write.
 
@@ -283,9 +261,7 @@ class DiskState:
                     self._tensor_of(kind, self._state(pieces[0])[kind.key].dtype).lay_out()
         self.write_all(except_in=buffers)
 
-    def begin(
-        self, begin: Callable[[Group, State, Zeros], BegunT]
-    ) -> list[tuple[Piece, BegunT, list[DiskTensor]]]:
+    def begin(self, begin: Beginner) -> list[tuple[Piece, SliceUpdate, list[DiskTensor]]]:
         """Begin an update of every flat piece; return each with its state's tensors, in order."""
         self.drop_unused()
         begun, to_fill = [], []
@@ -322,10 +298,7 @@ class DiskStates:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._states: dict[Bucket, DiskState] = {}
-        self._before: tuple[list[Memory], list[dict[str, Any]]] | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self._states)
+        self._take_back: Callable[[], None] | None = None
 
     def put(self, bucket: Bucket, pieces: Sequence[Piece]) -> None:
         """Move the optimizer's state of a bucket to the disk, if it is offloaded there."""
@@ -342,18 +315,6 @@ class DiskStates:
         """Return the state of a bucket on the disk; None if it is in memory."""
         return self._states.get(bucket)
 
-    @contextmanager
-    def present(self, bucket: Bucket, *, writes: bool = True) -> Iterator[None]:
-        """Hold a bucket's masters and state in memory in a block; changes are kept."""
-        state = self.of(bucket)
-        with bucket.present(writes=writes) if state is None else state.present(writes=writes):
-            yield
-
-    def slices(self, held: HeldTensor) -> Mapping[str, StoredSlice]:
-        """Return the stored state, by key, of a tensor in the optimizer's param groups."""
-        state = self.of(held.bucket)
-        return {} if state is None else state.slices(held)
-
     # ---- torch's state_dict ----------------------------------------------------------------------
 
     def _read_into(self, optimizer: Optimizer, found: dict[str, Any]) -> None:
@@ -362,31 +323,44 @@ class DiskStates:
         for values in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             numbers.setdefault(id(values), len(numbers))
         for state in self._states.values():
-            for piece, values in state.read_each():
+            for piece, key, values in state.read_each():
                 number = numbers[id(piece.values)]
                 # A new dict: torch's is the one that the optimizer uses.
-                found["state"][number] = {**found["state"][number], **values}
+                found["state"][number] = {**found["state"][number], key: values}
 
-    def _remember(self, optimizer: Optimizer, _: dict[str, Any]) -> None:
-        groups = [{k: v for k, v in one.items() if k != "params"} for one in optimizer.param_groups]
-        self._before = [state.memory() for state in self._states.values()], groups
+    def _remember(self, _: Optimizer, __: dict[str, Any]) -> None:
+        self._take_back = backup_of([*self._states.values()])
 
-    def _write_loaded(self, optimizer: Optimizer) -> None:
-        assert self._before is not None  # torch has called the hook before
-        (memories, groups), self._before = self._before, None
+    def _write_loaded(self, _: Optimizer) -> None:
+        assert self._take_back is not None  # torch has called the hook before
+        take_back, self._take_back = self._take_back, None
         states = [*self._states.values()]
         try:
             with one_update(lambda: chain.from_iterable(s.tensors[1:] for s in states)):
                 for state in states:
                     state.write_all()
         except BaseException:
-            for state, memory in zip(states, memories, strict=True):
-                state.take_back(memory)
-            for group, options in zip(optimizer.param_groups, groups, strict=True):
-                group.update(options)
+            take_back()
             raise
         for state in states:
             state.drop_unused()
+
+
+def backup_of(states: Sequence[DiskState]) -> Callable[[], None]:
+    """Copy what an optimizer has in memory; return a function that restores it after a failure."""
+    optimizer, memories = states[0].optimizer, [state.memory() for state in states]
+    options = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+    def take_back() -> None:
+        for state, memory in zip(states, memories, strict=True):
+            state.take_back(memory)
+        for group, given in zip(optimizer.param_groups, options, strict=True):
+            group.update(given)
+
+    return take_back
 
 
 def _copied(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hadal.device import has_fused_kernels, is_host_memory
 from hadal.errors import OptimizerError
+from hadal.offload.buffers import BufferPool
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import StoredSlice
 from hadal.optim.elementwise import Beginner, ElementwiseOptimizer, SliceUpdate, count_up
@@ -20,7 +21,7 @@ from hadal.optim.fused import BEGINNERS
 from hadal.optim.on_disk import (
     Deferred,
     DiskSteps,
-    PartBuffers,
+    KeptPool,
     bring_weights_to_disk,
     rewriting_in_turn,
     step_on_disk,
@@ -74,7 +75,7 @@ class BaseStepper:
     ) -> None:
         self._optimizer = optimizer
         self._steps = steps
-        self._part_buffers = PartBuffers()
+        self._pool_of: KeptPool = lru_cache(maxsize=1)(BufferPool)
         self._gradients: list[Gradients] = []
         self._pieces: dict[Gradients, list[Piece]] = {}
         self._wholes = WholeParameters()
@@ -100,11 +101,13 @@ class BaseStepper:
 
     def present(self, bucket: Bucket, *, writes: bool = True) -> AbstractContextManager[None]:
         """Hold a bucket's masters and state in memory in a block; changes are kept."""
-        return self._disk_states.present(bucket, writes=writes)
+        state = self._disk_states.of(bucket)
+        return bucket.present(writes=writes) if state is None else state.present(writes=writes)
 
     def slices(self, held: HeldTensor) -> Mapping[str, StoredSlice]:
         """Return the state on the disk, by key, of a tensor in the optimizer's param groups."""
-        return self._disk_states.slices(held)
+        state = self._disk_states.of(held.bucket)
+        return {} if state is None else state.slices(held)
 
     def _is_whole(self, group: int) -> bool:
         """Return whether a param group's parameters are stepped whole."""
@@ -288,7 +291,7 @@ class FlatStepper(BaseStepper):
         known = self._on_disk()
         on_disk = {one: known[one] for one in ordered if one in known}
         if on_disk:
-            step_on_disk(on_disk, begin, workspace, self._steps, self._part_buffers)
+            step_on_disk(on_disk, begin, workspace, self._steps, self._pool_of)
             for one in on_disk:
                 one.bucket.start_refresh()
         in_memory = [one for one in ordered if one not in on_disk]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +22,6 @@ from hadal.zero.layout import Fragment, share_out
 from hadal.zero.views import flattened, shaped
 
 
-class _Stamp(NamedTuple):
-    """A tensor's address and version, which show whether it has been written to since."""
-
-    address: int
-    version: int
-
-
 @dataclass(slots=True, eq=False)
 class _Transfer:
     """The exchange of one bucket between shards and the owners of whole parameters."""
@@ -38,8 +32,8 @@ class _Transfer:
     """The fragments of this rank's span whose parameters another rank owns, by that rank."""
     asked: list[list[Fragment]]
     """The fragments of another rank's span whose parameters this rank owns, by that rank."""
-    seen: _Stamp | None = None
-    """This rank's shard of the master as last sent to the owners; None if never sent."""
+    seen: tuple[int, int] | None = None
+    """The stamp of this rank's shard of the master as last sent to the owners; None: never sent."""
 
 
 class WholeParameters:
@@ -123,18 +117,16 @@ class WholeParameters:
         memory: the owners of their parameters get all values each time; None: all buckets.
         """
         chosen = self._chosen(masters)
-        self._gradients_to_owners(chosen, multiplier)
+        means = [(one.bucket, transfer, one.mean) for one, transfer in chosen]
+        for values, gradient in _to_owners(means):
+            # A copy even if nothing is cast: an optimizer may change its gradients.
+            values.grad = scale_(gradient.to(values.dtype, copy=True), multiplier)
         if masters is None:
             self._values_to_owners()
             return
-        joins = [
-            (transfer, _start_to_owners(one.bucket, transfer, masters[one]))
-            for one, transfer in chosen
-        ]
-        for transfer, join in joins:
-            for slot, whole in join().items():
-                values = transfer.owned[slot]
-                values.data = whole
+        cuts = [(one.bucket, transfer, masters[one]) for one, transfer in chosen]
+        for values, whole in _to_owners(cuts):
+            values.data = whole
 
     def to_shards(self, masters: Mapping[Gradients, Tensor] | None = None) -> None:
         """Send the owners' new values to every rank's shard of the master, or into `masters`.
@@ -165,42 +157,27 @@ class WholeParameters:
     def _chosen(self, among: Container[Gradients] | None) -> list[tuple[Gradients, _Transfer]]:
         return [pair for pair in self._transfers.items() if among is None or pair[0] in among]
 
-    def _gradients_to_owners(
-        self, chosen: Sequence[tuple[Gradients, _Transfer]], multiplier: Multiplier
-    ) -> None:
-        joins = [
-            (transfer, _start_to_owners(one.bucket, transfer, one.mean)) for one, transfer in chosen
-        ]
-        for transfer, join in joins:
-            for slot, gradient in join().items():
-                values = transfer.owned[slot]
-                # A copy even if nothing is cast: an optimizer may change its gradients.
-                values.grad = scale_(gradient.to(values.dtype, copy=True), multiplier)
-
     def _values_to_owners(self) -> None:
-        remembered: list[tuple[Bucket, _Transfer]] = []
+        remembered: list[tuple[Bucket, _Transfer, Tensor]] = []
         for one, transfer in self._transfers.items():
             bucket = one.bucket
             if not bucket.partition.optimizer:
                 continue  # the values are the master itself
             if bucket.partition.weights or bucket.has_own_master:
-                remembered.append((bucket, transfer))
-            else:
-                _copy_values(transfer, dict(enumerate(bucket.views_of(bucket.full))))
+                remembered.append((bucket, transfer, _master_of(bucket)))
+                continue
+            views = bucket.views_of(bucket.full)
+            for slot, values in transfer.owned.items():
+                values.detach().copy_(views[slot])
         if not remembered:
             return
         report = torch.tensor(
-            [transfer.seen != _stamp(bucket) for bucket, transfer in remembered],
+            [transfer.seen != _stamp(bucket) for bucket, transfer, _ in remembered],
             dtype=torch.uint8,
         )
         max_(report, remembered[0][0].sharing.everyone, "the agreement on edited masters")
-        joins = [
-            (transfer, _start_to_owners(bucket, transfer, _master_of(bucket)))
-            for (bucket, transfer), edited in zip(remembered, report.tolist(), strict=True)
-            if edited
-        ]
-        for transfer, join in joins:
-            _copy_values(transfer, join())
+        for values, whole in _to_owners([*compress(remembered, report.tolist())]):
+            values.detach().copy_(whole)
 
 
 def _make_values(bucket: Bucket, slot: int) -> nn.Parameter:
@@ -218,38 +195,40 @@ def _master_of(bucket: Bucket) -> Tensor:
     return bucket.master
 
 
-def _stamp(bucket: Bucket) -> _Stamp:
+def _stamp(bucket: Bucket) -> tuple[int, int]:
+    """Return the master's address and version, which show whether it has been written to since."""
     master = _master_of(bucket)
-    return _Stamp(master.data_ptr(), master._version)
+    return master.data_ptr(), master._version
 
 
-def _copy_values(transfer: _Transfer, wholes: Mapping[int, Tensor]) -> None:
-    for slot, values in transfer.owned.items():
-        values.detach().copy_(wholes[slot])
+def _to_owners(
+    cuts: Sequence[tuple[Bucket, _Transfer, Tensor]],
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Send the fragments of tensors, laid out like this rank's span of a bucket, to their owners.
+
+    Yields each parameter that this rank owns with the values sent for it, in its shape.
+    """
+    for transfer, join in [(cut[1], _start_to_owners(*cut)) for cut in cuts]:
+        for slot, whole in join().items():
+            yield transfer.owned[slot], whole
 
 
 def _start_to_owners(
     bucket: Bucket, transfer: _Transfer, cut: Tensor
 ) -> Callable[[], dict[int, Tensor]]:
-    """Start sending the fragments of `cut`, laid out like this rank's span, to their owners.
-
-    The returned function waits, and returns the values this rank owns by slot, in their shapes.
-    """
+    """Start sending the fragments of one tensor; the returned function waits for the values."""
     slots = bucket.layout.slots
     if not bucket.partition.optimizer:
         views = bucket.views_of(cut)
         return lambda: {slot: views[slot] for slot in transfer.owned}
-    outgoing = [_packed([_cut_of(part, cut) for part in parts], cut) for parts in transfer.held]
-    incoming = [cut.new_empty(sum(part.numel for part in parts)) for parts in transfer.asked]
+    sent = [[_cut_of(part, cut) for part in parts] for parts in transfer.held]
     label = f"the fragments of {bucket.name} for their owners"
-    pending = start_exchange(outgoing, incoming, bucket.sharing.shards, label)
+    arrived = _start_exchange(bucket, sent, transfer.asked, cut, label)
 
     def join() -> dict[int, Tensor]:
-        pending.wait()
         wholes = {slot: cut.new_empty(slots[slot].numel) for slot in transfer.owned}
-        for parts, packed in zip(transfer.asked, incoming, strict=True):
-            for part, values in zip(parts, _unpacked(parts, packed), strict=True):
-                wholes[part.slot][part.start : part.start + part.numel].copy_(values)
+        for part, values in arrived():
+            wholes[part.slot][part.start : part.start + part.numel].copy_(values)
         return {slot: shaped(whole, slots[slot]) for slot, whole in wholes.items()}
 
     return join
@@ -259,34 +238,46 @@ def _start_to_shards(bucket: Bucket, transfer: _Transfer, master: Tensor) -> Cal
     """Start sending this rank's whole values to their shards; the returned function waits."""
     slots = bucket.layout.slots
     flat = {n: flattened(values.detach(), slots[n]) for n, values in transfer.owned.items()}
-    outgoing = [
-        _packed([flat[p.slot][p.start : p.start + p.numel] for p in parts], master)
+    sent = [
+        [flat[part.slot][part.start : part.start + part.numel] for part in parts]
         for parts in transfer.asked
     ]
-    incoming = [master.new_empty(sum(part.numel for part in parts)) for parts in transfer.held]
-    label = f"the new values of {bucket.name}"
-    pending = start_exchange(outgoing, incoming, bucket.sharing.shards, label)
+    arrived = _start_exchange(
+        bucket, sent, transfer.held, master, f"the new values of {bucket.name}"
+    )
 
     def finish() -> None:
-        pending.wait()
-        for parts, packed in zip(transfer.held, incoming, strict=True):
-            for part, values in zip(parts, _unpacked(parts, packed), strict=True):
-                _cut_of(part, master).copy_(values)
+        for part, values in arrived():
+            _cut_of(part, master).copy_(values)
 
     return finish
 
 
+def _start_exchange(
+    bucket: Bucket,
+    sent: Sequence[Sequence[Tensor]],
+    wanted: Sequence[Sequence[Fragment]],
+    like: Tensor,
+    label: str,
+) -> Callable[[], Iterator[tuple[Fragment, Tensor]]]:
+    """Start sending `sent[r]` to each rank r, and receiving the fragments `wanted[r]` from it.
+
+    The returned function waits, and yields each fragment with its values.
+    """
+    outgoing = [torch.cat([like.new_empty(0), *pieces]) for pieces in sent]
+    incoming = [like.new_empty(sum(part.numel for part in parts)) for parts in wanted]
+    pending = start_exchange(outgoing, incoming, bucket.sharing.shards, label)
+
+    def arrived() -> Iterator[tuple[Fragment, Tensor]]:
+        pending.wait()
+        for parts, packed in zip(wanted, incoming, strict=True):
+            yield from zip(parts, packed.split([part.numel for part in parts]), strict=True)
+
+    return arrived
+
+
 def _cut_of(part: Fragment, cut: Tensor) -> Tensor:
     return cut[part.offset : part.offset + part.numel]
-
-
-def _packed(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
-    return torch.cat([like.new_empty(0), *pieces])
-
-
-def _unpacked(parts: Sequence[Fragment], packed: Tensor) -> Sequence[Tensor]:
-    pieces: Sequence[Tensor] = packed.split([part.numel for part in parts])
-    return pieces
 
 
 def hand_over(

@@ -21,8 +21,8 @@ from hadal.offload.file import DiskFile
 from hadal.offload.requests import Region
 from hadal.offload.store import DiskStore
 from hadal.offload.tensors import DiskTensor
-from hadal.optim import on_disk
 from hadal.optim.step import FlatStepper
+from hadal.optim.workspace import Workspace
 from hadal.zero.stored import Stored
 
 from .test_tiers import WIDTH, config_of, model_of, small_blocks, state_of, train, trained
@@ -36,20 +36,20 @@ def interrupt(path: str, stage: int, kind: type[BaseException], updates: int) ->
         engine, *_ = hadal.initialize(model=model_of(), config=config)
         train(engine, updates)
         before = [one.clone() for one in engine.state_dict().values()]
-        plain, calls = on_disk._step_owned, [0]
+        plain, calls = Workspace.apply, [0]
 
-        def step_owned(*given: object) -> None:
+        def apply(*given: object) -> None:
             plain(*given)  # type: ignore[arg-type]
             calls[0] += 1
             if calls[0] == 3:
                 raise kind("now")
 
-        on_disk._step_owned = step_owned  # type: ignore[assignment]
+        Workspace.apply = apply  # type: ignore[assignment, method-assign]
         try:
             with pytest.raises(kind, match="now"):
                 train(engine, 1, updates)
         finally:
-            on_disk._step_owned = plain
+            Workspace.apply = plain  # type: ignore[method-assign]
         for mine, theirs in zip(engine.state_dict().values(), before, strict=True):
             assert torch.equal(mine, theirs)
         train(engine, 4 - updates, updates)
