@@ -20,7 +20,8 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,10 +34,29 @@ from torch import Tensor
 import hadal
 from hadal.comm import pairs
 from hadal.comm.codecs.blockwise import Blockwise
-from hadal.comm.codecs.cast import Cast
-from hadal.comm.codecs.codec import Codec
+from hadal.comm.codecs.codec import Codec, whole_words
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt"))
+
+
+@dataclass(frozen=True, slots=True)
+class Cast(Codec):
+    """Rounding to a dtype, for comparison."""
+
+    dtype: torch.dtype
+
+    def wire_bytes(self, numel: int) -> int:
+        """Return how many bytes `numel` values become."""
+        return whole_words(numel * self.dtype.itemsize)
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """Write `values` into `out`."""
+        out[: values.numel() * self.dtype.itemsize].view(self.dtype).copy_(values)
+
+    def decoded(self, wire: Tensor, numel: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the values of a wire."""
+        yield 0, wire[: numel * self.dtype.itemsize].view(self.dtype)
+
 
 CODECS: dict[str, Codec] = {
     "cast to bf16 (a copy)": Cast(torch.bfloat16),

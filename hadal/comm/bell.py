@@ -7,7 +7,6 @@ collectives, whichever of them is under way.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import threading
@@ -24,6 +23,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hadal.comm.pairs import exchange
 from hadal.comm.pending import Pending
+from hadal.comm.polling import start_polling
 from hadal.comm.ranks import Ranks
 from hadal.comm.transport import ANSWER
 
@@ -32,7 +32,6 @@ _log = logging.getLogger(__name__)
 # Seconds between two polls, and while a rank asks; how long it is expected to ask again. The store
 # answers a thousand polls a second at most, however many ranks there are.
 _PAUSE_S, _SHORT_PAUSE_S, _ASKING_S, _LOOKS_PER_S = 0.2, 0.002, 2.0, 1000
-_LAST_LOOK_S = 2.0
 
 
 class Desk(Protocol):
@@ -76,9 +75,7 @@ class Bell:
         self._count: Counter[str] = Counter()
         self._heard = 0
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="hadal-bell", daemon=True)
-        self._thread.start()
-        atexit.register(self.stop)
+        start_polling("hadal-bell", self._is_over, self._listen)
 
     @classmethod
     def here(cls) -> Bell | None:
@@ -189,11 +186,6 @@ class Bell:
                     return
                 del desk
             self._is_over.wait(_SHORT_PAUSE_S)
-
-    def stop(self) -> None:
-        """End the thread: one that asks a store while the interpreter ends would abort it."""
-        self._is_over.set()
-        self._thread.join(_LAST_LOOK_S)
 
 
 def _name_of(ranks: Ranks) -> str:

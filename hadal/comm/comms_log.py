@@ -11,14 +11,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -144,26 +143,6 @@ def _least_sent(key: Key) -> int:
 
 
 @dataclass(slots=True)
-class _Entry:
-    """The finished calls of one key."""
-
-    count: int = 0
-    sent: int = 0
-    seconds: float = 0.0
-    least: float = float("inf")
-    most: float = 0.0
-    latest: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-
-    def add(self, seconds: float, sent: int) -> None:
-        self.count += 1
-        self.sent += sent
-        self.seconds += seconds
-        self.least = min(self.least, seconds)
-        self.most = max(self.most, seconds)
-        self.latest.append(seconds)
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
     """The log's entry for one kind of call, message, group and call site, on this rank."""
 
@@ -173,19 +152,30 @@ class Row:
     dtype: str
     ranks: tuple[int, ...]
     site: str
-    count: int
-    total_nbytes: int
-    sent_nbytes: int
+    count: int = 0
+    total_nbytes: int = 0
+    sent_nbytes: int = 0
     """Bytes that this rank has sent; if a backend chooses the route, the least possible."""
-    seconds: float
+    seconds: float = 0.0
     """Seconds of all calls together, each from its start to its end."""
-    least_s: float
-    most_s: float
-    latencies_s: tuple[float, ...]
+    least_s: float = float("inf")
+    most_s: float = 0.0
+    latencies_s: MutableSequence[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     """Seconds of each of the latest calls, the oldest first."""
     lost_s: dict[int, float] | None = None
     """Seconds lost by rank in the latest calls on ranks that came later; None: not asked for, or
     the ranks have not as many of these calls."""
+
+    def add(self, record: Record) -> None:
+        """Count a call that is over."""
+        seconds = record.seconds
+        self.count += 1
+        self.total_nbytes += self.nbytes
+        self.sent_nbytes += record.sent
+        self.seconds += seconds
+        self.least_s = min(self.least_s, seconds)
+        self.most_s = max(self.most_s, seconds)
+        self.latencies_s.append(seconds)
 
     @property
     def mean_s(self) -> float:
@@ -217,7 +207,7 @@ class CommsLog:
         self._lock = Lock()
         self._open: deque[Record] = deque()
         self._many = _MANY
-        self._entries: dict[Key, _Entry] = {}
+        self._rows: dict[Key, Row] = {}
 
     def open(
         self,
@@ -246,16 +236,16 @@ class CommsLog:
         """Forget all records, also of what is under way."""
         with self._lock:
             self._open.clear()
-            self._entries.clear()
+            self._rows.clear()
 
     def rows(self) -> list[Row]:
         """Return the finished calls by operation, largest messages first."""
         self._settle(all_of_them=True)
         with self._lock:
-            entries = dict(self._entries)
-        kinds = {name: number for number, name in enumerate(OPERATIONS)}
-        order = sorted(entries, key=lambda key: (kinds[key.operation], -key.nbytes, key[2:]))
-        return [_row(key, entries[key]) for key in order]
+            kinds = {name: number for number, name in enumerate(OPERATIONS)}
+            order = sorted(self._rows, key=lambda key: (kinds[key.operation], -key.nbytes, key[2:]))
+            found = [self._rows[key] for key in order]
+            return [replace(row, latencies_s=list(row.latencies_s)) for row in found]
 
     def _settle(self, all_of_them: bool = False) -> None:
         """Count the finished ones of those under way."""
@@ -277,22 +267,9 @@ class CommsLog:
                 over.append(self._open.popleft())
             over = [record for record in over if not record.is_void]
             for record in over:
-                self._entries.setdefault(record.key, _Entry()).add(record.seconds, record.sent)
+                self._rows.setdefault(record.key, Row(*record.key)).add(record)
         if self.choice.verbose:
             _tell(over)
-
-
-def _row(key: Key, entry: _Entry) -> Row:
-    return Row(
-        *key,
-        count=entry.count,
-        total_nbytes=key.nbytes * entry.count,
-        sent_nbytes=entry.sent,
-        seconds=entry.seconds,
-        least_s=entry.least,
-        most_s=entry.most,
-        latencies_s=tuple(entry.latest),
-    )
 
 
 def _tell(records: Iterable[Record]) -> None:
@@ -307,19 +284,11 @@ def _tell(records: Iterable[Record]) -> None:
         )
 
 
-_ranks_of: WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = WeakKeyDictionary()
-
-
 def numbers_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """Return the ranks of the world that are in a group."""
     if not isinstance(group, dist.ProcessGroup):
         group = dist.group.WORLD
-    if group is None:
-        return (0,)
-    known = _ranks_of.get(group)
-    if known is None:
-        known = _ranks_of[group] = tuple(dist.get_process_group_ranks(group))
-    return known
+    return (0,) if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 def _caller() -> str:

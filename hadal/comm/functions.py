@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import signature
 from typing import Any, ParamSpec
@@ -34,24 +35,15 @@ P = ParamSpec("P")
 _OF_TWO = ("send", "recv")
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One call, as the log and errors name it."""
 
-    __slots__ = ("group", "label", "operation", "tensors", "times")
-
-    def __init__(
-        self,
-        operation: str,
-        tensors: Tensor | Sequence[Tensor],
-        group: Group,
-        label: str,
-        times: int = 1,
-    ) -> None:
-        self.operation = operation
-        self.tensors = tensors
-        self.group = group
-        self.label = label
-        self.times = times
+    operation: str
+    tensors: Tensor | Sequence[Tensor]
+    group: Group
+    label: str
+    times: int = 1
 
     def run(self, function: Callable[..., Any], *args: Any, is_async: bool, **rest: Any) -> Any:
         """Make the call, synchronously or as a work under way."""

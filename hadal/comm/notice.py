@@ -9,7 +9,6 @@ Tests: tests/comm/test_notice.py
 
 from __future__ import annotations
 
-import atexit
 import threading
 import weakref
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from hadal.comm.bell import own_store
+from hadal.comm.polling import start_polling
 from hadal.comm.ranks import Ranks
 from hadal.errors import CommunicationError
 
@@ -24,7 +24,6 @@ from hadal.errors import CommunicationError
 # most, however many ranks there are.
 _PAUSE_S, _SHORT_PAUSE_S, _LOOKS_PER_S = 0.2, 0.005, 1000
 _PATIENCE_S = 120.0
-_LAST_LOOK_S = 2.0
 _WORD, _COUNT, _DUE = "word", "count", "due"
 
 
@@ -39,7 +38,7 @@ class Notice:
     def __init__(self, name: str, world: Ranks) -> None:
         self._world = world
         self._store: Store | None = own_store(name) if world.size > 1 else None
-        self._pause = max(_PAUSE_S, world.size / _LOOKS_PER_S)
+        pause = max(_PAUSE_S, world.size / _LOOKS_PER_S)
         self._given: str | None = None
         self._has_told = False
         self._lock = threading.Lock()
@@ -52,15 +51,11 @@ class Notice:
         self.word = ""
         """The notice, once it is due."""
         # The thread must not keep alive what it belongs to.
-        listening = weakref.WeakMethod(self._hear)
-        self._thread = threading.Thread(
-            target=_listen,
-            args=(listening, self._is_over, self._pause),
-            name="hadal-notice",
-            daemon=True,
+        hear = weakref.WeakMethod(self._hear)
+        self.close = start_polling(
+            "hadal-notice", self._is_over, _listen, hear, self._is_over, pause
         )
-        self._thread.start()
-        atexit.register(_stop, self._is_over, self._thread)
+        """A function that ends the thread."""
 
     def give(self, word: str) -> None:
         """Give all ranks a notice. It takes no lock, so a signal handler may call it."""
@@ -85,11 +80,6 @@ class Notice:
                 " not all ranks have answered; see the output of the others"
             )
         return passed == self._due
-
-    def close(self) -> None:
-        """End the thread."""
-        _stop(self._is_over, self._thread)
-        atexit.unregister(_stop)
 
     # ---- what the thread does --------------------------------------------------------------------
 
@@ -139,9 +129,3 @@ def _listen(hear: Any, is_over: threading.Event, pause: float) -> None:
         except (RuntimeError, ValueError):
             return  # the store is gone with rank 0
         del call
-
-
-def _stop(is_over: threading.Event, thread: threading.Thread) -> None:
-    """End the thread: one that asks a store while the interpreter ends would abort it."""
-    is_over.set()
-    thread.join(_LAST_LOOK_S)

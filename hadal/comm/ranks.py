@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,11 +24,7 @@ T = TypeVar("T")
 
 # Values made for a process group, as long as it lives: a program may end its process group and
 # start another one, and a group holds a socket to each of its ranks.
-_blocks: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup, ...]]]
-_blocks = WeakKeyDictionary()
-_host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_circles: WeakKeyDictionary[dist.ProcessGroup, Circle] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = WeakKeyDictionary()
 
 _made: Counter[tuple[int, ...]] = Counter()
 """How many groups of some ranks of the world this process has made. It never falls."""
@@ -59,7 +55,13 @@ class Ranks:
         """Return the ranks of a process group that this one is in; all of them must call it."""
         host_group = host_group_of(group)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        return cls(group, rank, size, host_group, _circle(host_group))
+        return cls(
+            group,
+            rank,
+            size,
+            host_group,
+            _once(host_group, "circle", lambda: _find_circle(host_group)),
+        )
 
     def in_blocks(self, size: int) -> tuple[Ranks, Ranks]:
         """Divide these ranks into blocks of `size` consecutive ones; `size` divides them.
@@ -68,10 +70,7 @@ class Ranks:
             The ranks of my block, and those that have my place in every block. All ranks must call
             it.
         """
-        known = _blocks.setdefault(self.group, {})
-        if size not in known:
-            known[size] = _block_and_row(self.group, self.rank, size)
-        block, row = known[size]
+        block, row = _once(self.group, size, lambda: _block_and_row(self.numbers, self.rank, size))
         return Ranks.of(block), Ranks.of(row)
 
     def some(self, numbers: Sequence[int]) -> Ranks:
@@ -79,14 +78,14 @@ class Ranks:
 
         It has a communicator of its own. All ranks of the new group must call it.
         """
-        return Ranks.of(_new_group(list(numbers)))
+        return Ranks.of(_new_group(numbers))
 
     def apart(self) -> Ranks:
         """Return the same ranks in a new group on the host, whose messages do not mix with these.
 
         All of them must call it.
         """
-        return Ranks.of(_new_group(list(self.numbers), "gloo"))
+        return Ranks.of(_new_group(self.numbers, "gloo"))
 
     def twin(self) -> Ranks:
         """Return the same ranks for collectives that each rank orders among these as it likes.
@@ -96,9 +95,7 @@ class Ranks:
         """
         if self.size == 1 or current_device().type == "cpu":
             return self
-        if self.group not in _twins:
-            _twins[self.group] = _new_group(list(self.numbers))
-        return Ranks.of(_twins[self.group])
+        return Ranks.of(_once(self.group, "twin", lambda: _new_group(self.numbers)))
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
@@ -128,23 +125,31 @@ class Ranks:
         return device.type == "cpu"
 
 
+def _once(group: dist.ProcessGroup, what: Hashable, make: Callable[[], T]) -> T:
+    """Return the value of this name of a process group, made at the first call."""
+    known = _kept.setdefault(group, {})
+    if what not in known:
+        known[what] = make()
+    found: T = known[what]
+    return found
+
+
 def _block_and_row(
-    group: dist.ProcessGroup, rank: int, size: int
+    numbers: Sequence[int], rank: int, size: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return the groups of `size` consecutive ranks, and of every `size`-th, that hold `rank`.
 
     Each rank makes only its own two, so that their number does not grow with the world.
     """
-    numbers = dist.get_process_group_ranks(group)
     start = rank // size * size
     return _new_group(numbers[start : start + size]), _new_group(numbers[rank % size :: size])
 
 
-def _new_group(numbers: list[int], backend: str | None = None) -> dist.ProcessGroup:
+def _new_group(numbers: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
     """Make a group of these ranks, which all call it; others may be making another one."""
     is_local = len(numbers) < dist.get_world_size()
     with _made_by_some(numbers) if is_local else nullcontext():
-        made = dist.new_group(numbers, backend=backend, use_local_synchronization=is_local)
+        made = dist.new_group([*numbers], backend=backend, use_local_synchronization=is_local)
     return cast(dist.ProcessGroup, made)  # this rank is in it
 
 
@@ -181,19 +186,12 @@ def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if "cpu" in str(dist.get_backend_config(group)):
         return group
-    if group not in _host_groups:
-        _host_groups[group] = _new_group(dist.get_process_group_ranks(group), "gloo")
-    return _host_groups[group]
-
-
-def _circle(group: dist.ProcessGroup) -> Circle:
-    """Return the neighbours among a group's ranks. All of them must call it."""
-    if group not in _circles:
-        _circles[group] = _find_circle(group)
-    return _circles[group]
+    numbers = dist.get_process_group_ranks(group)
+    return _once(group, "host group", lambda: _new_group(numbers, "gloo"))
 
 
 def _find_circle(group: dist.ProcessGroup) -> Circle:
+    """Return the neighbours among a group's ranks. All of them must call it."""
     size = dist.get_world_size(group)
     if size == 1 or "gloo" not in str(dist.get_backend_config(group)):
         return Circle()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 # By key: how many calls there were, and the latencies of the latest of them.
-_Latencies = Mapping[Key, tuple[int, tuple[float, ...]]]
+_Latencies = Mapping[Key, tuple[int, Sequence[float]]]
 
 # Engines end in the same order on all ranks.
 _ends = count()
@@ -79,7 +79,7 @@ def end_of_log(ranks: Ranks, patience_s: float = 2.0) -> list[Row]:
 
 def _parsed(text: bytes) -> _Latencies:
     return {
-        Key(name, nbytes, dtype, tuple(ranks), site): (number, tuple(latencies))
+        Key(name, nbytes, dtype, tuple(ranks), site): (number, latencies)
         for (name, nbytes, dtype, ranks, site), (number, latencies) in json.loads(text)
     }
 

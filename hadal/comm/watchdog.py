@@ -8,19 +8,20 @@ of the rendezvous.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from hadal.comm.polling import start_polling
 from hadal.comm.start import get_rank, watchdog_limit
 from hadal.comm.works import Begun, collective_of, last_begun, missing_rank, unfinished
 from hadal.device import watch_waits
@@ -28,19 +29,16 @@ from hadal.device import watch_waits
 _log = logging.getLogger(__name__)
 
 _LONGEST_SLEEP_S = 15.0
-_LAST_LOOK_S = 2.0
 
 
+@dataclass(slots=True, eq=False)
 class Wait:
     """A wait that has begun: its purpose, its start, and its last report."""
 
-    __slots__ = ("label", "since", "told_at", "works")
-
-    def __init__(self, label: str, works: Sequence[object], now: float) -> None:
-        self.label = label
-        self.works = works
-        self.since = now
-        self.told_at = 0.0
+    label: str
+    works: Sequence[object]
+    since: float
+    told_at: float = 0.0
 
     def is_due(self, now: float, limit: float) -> bool:
         """Return True if it is to be reported: at the limit, twice the limit, four times, ..."""
@@ -119,7 +117,7 @@ class Watchdog:
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._waits: list[Wait] = []
-        self._thread: threading.Thread | None = None
+        self._stop: Callable[[], None] | None = None
         self._is_over = threading.Event()
         self._inquiry: tuple[dist.ProcessGroup, Inquiry] | None = None
 
@@ -129,10 +127,8 @@ class Watchdog:
         if not self._limit:
             yield
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="hadal-watchdog", daemon=True)
-            self._thread.start()
-            atexit.register(self.stop)
+        if self._stop is None:
+            self._stop = start_polling("hadal-watchdog", self._is_over, self._look)
         wait = Wait(label, works, time.monotonic())
         self._waits.append(wait)
         try:
@@ -170,10 +166,9 @@ class Watchdog:
             _log.warning("rank %d: %s", get_rank(), self._inquiry[1].ask(begun, patience))
 
     def stop(self) -> None:
-        """End the thread: one that asks a store while the interpreter ends would abort it."""
-        self._is_over.set()
-        if self._thread is not None:
-            self._thread.join(_LAST_LOOK_S)
+        """End the thread."""
+        if self._stop is not None:
+            self._stop()
 
 
 _watchdog: Watchdog | None = None

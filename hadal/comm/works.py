@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -115,23 +116,21 @@ def tell_end(work: dist.Work, ended: Callable[[], None]) -> None:
     future.add_done_callback(lambda _: ended())
 
 
+@dataclass(slots=True, eq=False)
 class Letter:
     """One send or receive under way, the rank at its other end, and a callback for its end."""
 
-    __slots__ = ("_ended", "_work", "is_over", "other")
-
-    def __init__(self, work: Work, other: int, ended: Callable[[], None] | None = None) -> None:
-        self._work = work
-        self._ended = ended
-        self.other = other
-        self.is_over = False
+    work: Work
+    other: int
+    ended: Callable[[], None] | None = None
+    is_over: bool = False
 
     def wait(self) -> None:
         """Wait for its end."""
-        self._work.wait()
+        self.work.wait()
         self.is_over = True
-        if self._ended is not None:
-            self._ended()
+        if self.ended is not None:
+            self.ended()
 
 
 class Begun(NamedTuple):
@@ -159,24 +158,22 @@ def begin(group: dist.ProcessGroup | None, label: str) -> Begun:
     return begun
 
 
+@dataclass(slots=True, eq=False)
 class Queued:
     """A work, and the collective that it belongs to."""
 
-    __slots__ = ("_device", "_work", "begun")
-
-    def __init__(self, work: Work, begun: Begun, device: torch.device) -> None:
-        self._work = work
-        self._device = device
-        self.begun = begun
+    work: Work
+    begun: Begun
+    device: torch.device
 
     def wait(self) -> Any:
         """Wait for its end: on an accelerator its stream does."""
-        found = self._work.wait()
-        if self._device.type != "cpu":
+        found = self.work.wait()
+        if self.device.type != "cpu":
             while _queued and _queued[0][1].is_over:
                 _queued.popleft()
-            stream = torch.accelerator.current_stream(self._device)
-            _queued.append((self.begun, Event(stream.record_event(), self._device)))
+            stream = torch.accelerator.current_stream(self.device)
+            _queued.append((self.begun, Event(stream.record_event(), self.device)))
         return found
 
 

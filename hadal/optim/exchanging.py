@@ -21,7 +21,7 @@ from hadal.errors import OptimizerError
 from hadal.optim.one_bit import SignOptimizer, begin_state, learn_second, move
 from hadal.optim.own import Group, State
 from hadal.optim.pieces import HeldTensor
-from hadal.optim.step import BaseStepper, as_one_step, refresh
+from hadal.optim.step import OptimizerStepper, as_one_step, refresh
 from hadal.optim.workspace import Multiplier, block_numel, scale_
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
@@ -164,7 +164,7 @@ class Lane:
                 yield part, mine, values[low - start : high - start]
 
 
-class ExchangingStepper(BaseStepper, Generic[OptimizerT]):
+class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
     """A stepper of an optimizer that exchanges momenta instead of gradients.
 
     For an update that learns the variance, the ZeRO mechanism averages the gradients; otherwise

@@ -44,7 +44,7 @@ from hadal.optim.on_disk import (
 from hadal.optim.own import Group, OwnOptimizer, State
 from hadal.optim.pieces import Piece
 from hadal.optim.state_on_disk import DiskState
-from hadal.optim.step import DISK_STEPS, BaseStepper, as_one_step, refresh, sending_of
+from hadal.optim.step import DISK_STEPS, OptimizerStepper, as_one_step, refresh, sending_of
 from hadal.optim.workspace import Multiplier, block_numel, blocks, scale_
 from hadal.zero.bucket import refresh_all
 from hadal.zero.gradients import Gradients
@@ -243,7 +243,7 @@ def _chosen(sums: Tensor, rows: Sequence[int]) -> Iterator[Tensor]:
     sums[places] = some
 
 
-class LambStepper(BaseStepper):
+class LambStepper(OptimizerStepper):
     """A stepper of Lamb on flat slices of the master, in blocks.
 
     The update is computed twice, for its norm and for the step itself: keeping it in between would

@@ -22,7 +22,7 @@ from hadal.errors import OptimizerError
 from hadal.optim.elementwise import Block, Scaling, count_up
 from hadal.optim.fused import begin_adam
 from hadal.optim.own import Group, OwnOptimizer
-from hadal.optim.step import BaseStepper, as_one_step
+from hadal.optim.step import OptimizerStepper, as_one_step
 from hadal.optim.workspace import Multiplier, block_numel, scale_
 from hadal.zero.gradients import Gradients
 
@@ -233,7 +233,7 @@ def _is_hidden_matrix(member: Any, names: Mapping[nn.Parameter, str]) -> bool:
     return parameter.dim() >= 2 and not any(word in name for word in _NO_HIDDEN_MATRIX)
 
 
-class MuonStepper(BaseStepper):
+class MuonStepper(OptimizerStepper):
     """A stepper of Muon: matrices whole, each on one rank, and the rest as slices on every rank."""
 
     _optimizer: Muon

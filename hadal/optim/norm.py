@@ -13,7 +13,6 @@ from torch import Tensor
 from hadal.comm.collectives import slice_of, sum_
 from hadal.device import read_on_host, widest_float
 from hadal.optim.workspace import growth
-from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.sharing import ModelParts, Sharing
 
@@ -79,7 +78,12 @@ def sum_of_squares(
             if rows is not None:
                 rows[one] = span[0], torch.cat(mine_of)
         else:
-            mine_of = list(_norms_of_counted(one.bucket, mine, span, parts))
+            counted = (
+                mine[part.offset : part.offset + part.numel]
+                for part in one.bucket.layout.fragments(*span)
+                if parts.counts(one.bucket.parameters[part.slot])
+            )
+            mine_of = [norm for values in counted for norm in _norms(values)]
         found[one] = [norm / ranks.size**0.5 for norm in mine_of] if stays else mine_of
     norms = [norm for one in gradients for norm in found[one]]
     total = torch.zeros((), dtype=torch.float64, device=device_of_sum(gradients))
@@ -100,15 +104,6 @@ def device_of_sum(gradients: Sequence[Gradients]) -> torch.device:
         if widest_float(device) == torch.float64:
             return device
     return torch.device("cpu")
-
-
-def _norms_of_counted(
-    bucket: Bucket, mine: Tensor, span: tuple[int, int], parts: ModelParts
-) -> Iterator[Tensor]:
-    """Yield the norms of `mine`, the `span` of a bucket, without what another rank counts."""
-    for part in bucket.layout.fragments(*span):
-        if parts.counts(bucket.parameters[part.slot]):
-            yield from _norms(mine[part.offset : part.offset + part.numel])
 
 
 def _norms(values: Tensor) -> Iterator[Tensor]:

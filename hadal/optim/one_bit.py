@@ -235,15 +235,10 @@ class ZeroOneAdam(SignOptimizer):
         amsgrad: bool = False,
     ) -> None:
         super().__init__(params, lr, betas, eps, eps_inside_sqrt, weight_decay, amsgrad)
-        self.var_freeze_step = var_freeze_step
+        self.freeze_step = self.var_freeze_step = var_freeze_step
         self.var_update_scaler = var_update_scaler
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
-
-    @property
-    def last_of_variance(self) -> int:
-        """The last update that may learn v: at least the first."""
-        return max(1, self.var_freeze_step)
 
     def learns_variance(self, number: int) -> bool:
         """Return whether an update learns v: some of the first ones do."""

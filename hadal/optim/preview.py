@@ -50,10 +50,7 @@ def preview(
         OptimizerError: an unknown schedule, one that follows a metric, or invalid arguments.
     """
     kind, params = schedule
-    groups = [
-        {"params": [nn.Parameter(torch.zeros(1))]} for _ in range(_count_groups(kind, params))
-    ]
-    made = _optimizer(optimizer, groups)
+    made = _optimizer(optimizer, _groups_for(kind, params))
     playing = build_schedule(kind, params, made)
     if needs_metric(playing):
         raise OptimizerError(f"{kind} needs a metric at every step, so its course is not known")
@@ -82,9 +79,7 @@ def faults_of(
         optimizer: type and params of the `optimizer` section; None: there is none.
     """
     kind, params = schedule or ("", {})
-    groups = [
-        {"params": [nn.Parameter(torch.zeros(1))]} for _ in range(_count_groups(kind, params))
-    ]
+    groups = _groups_for(kind, params)
     made: Optimizer = torch.optim.SGD(groups, lr=_DEFAULT_RATE, momentum=0.9)
     if optimizer is not None:
         try:
@@ -98,14 +93,16 @@ def faults_of(
             yield Fault("scheduler.params", str(error).removeprefix("scheduler.params "))
 
 
-def _count_groups(kind: str, params: Mapping[str, Any]) -> int:
+def _groups_for(kind: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return as many param groups, of a parameter each, as the lists in a schedule's params say."""
     native = not hasattr(torch.optim.lr_scheduler, kind)
     lists = [
         len(value)
         for name, value in params.items()
         if isinstance(value, (list, tuple)) and (native or name in _PER_GROUP)
     ]
-    return max(lists, default=1)
+    count = max(lists, default=1)
+    return [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(count)]
 
 
 def _optimizer(section: tuple[str, Mapping[str, Any]] | None, groups: list[Any]) -> Optimizer:

@@ -78,16 +78,18 @@ class Schedule(ABC):
         self.last_batch_iteration = int(state["last_batch_iteration"])
         self._write()
 
-    def _per_group(self, value: Rates, key: str) -> list[float]:
-        groups = len(self.optimizer.param_groups)
-        if not isinstance(value, (list, tuple)):
-            return [float(value)] * groups  # type: ignore[arg-type]
-        if len(value) != groups:
-            raise OptimizerError(
-                f"scheduler.params.{key} lists {len(value)} values for {groups} param groups; use"
-                " one value, or one for each group"
-            )
-        return [float(item) for item in value]
+
+def _per_group(optimizer: Optimizer, value: Rates, key: str) -> list[float]:
+    """Return one value for each param group."""
+    groups = len(optimizer.param_groups)
+    if not isinstance(value, (list, tuple)):
+        return [float(value)] * groups  # type: ignore[arg-type]
+    if len(value) != groups:
+        raise OptimizerError(
+            f"scheduler.params.{key} lists {len(value)} values for {groups} param groups; use"
+            " one value, or one for each group"
+        )
+    return [float(item) for item in value]
 
 
 def _count(value: Any, key: str, least: int = 1) -> int:
@@ -125,11 +127,10 @@ class WarmupLR(_WarmUp):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.optimizer = optimizer
         own = [float(group["lr"]) for group in optimizer.param_groups]
-        self._low = self._per_group(warmup_min_lr, "warmup_min_lr")
+        self._low = _per_group(optimizer, warmup_min_lr, "warmup_min_lr")
         high = own if warmup_max_lr is None else warmup_max_lr
-        self._high = self._per_group(high, "warmup_max_lr")
+        self._high = _per_group(optimizer, high, "warmup_max_lr")
         self._set_warm_up(warmup_num_steps, warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -219,8 +220,7 @@ class LRRangeTest(Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        self.optimizer = optimizer
-        self._low = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
+        self._low = _per_group(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
         self._size = _count(lr_range_test_step_size, "lr_range_test_step_size")
         self._growth = lr_range_test_step_rate
         self._stairs = lr_range_test_staircase
@@ -252,17 +252,16 @@ class OneCycle(Schedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        self.optimizer = optimizer
         first = _count(cycle_first_step_size, "cycle_first_step_size")
         second = first if cycle_second_step_size is None else cycle_second_step_size
         self._sizes = (first, _count(second, "cycle_second_step_size", least=0))
         stairs = cycle_second_stair_count
         stairs = cycle_first_stair_count if stairs is None else stairs
         self._stairs = (cycle_first_stair_count, stairs)
-        self._low = self._per_group(cycle_min_lr, "cycle_min_lr")
-        self._high = self._per_group(cycle_max_lr, "cycle_max_lr")
-        self._low_momentum = self._per_group(cycle_min_mom, "cycle_min_mom")
-        self._high_momentum = self._per_group(cycle_max_mom, "cycle_max_mom")
+        self._low = _per_group(optimizer, cycle_min_lr, "cycle_min_lr")
+        self._high = _per_group(optimizer, cycle_max_lr, "cycle_max_lr")
+        self._low_momentum = _per_group(optimizer, cycle_min_mom, "cycle_min_mom")
+        self._high_momentum = _per_group(optimizer, cycle_max_mom, "cycle_max_mom")
         self._decay = (decay_step_size, decay_lr_rate, decay_mom_rate)
         self._cycles_momentum = cycle_momentum
         if cycle_momentum and not all("betas" in group for group in optimizer.param_groups):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,6 @@ from hadal.optim.pieces import HeldTensor, Piece, lay_pieces
 from hadal.optim.state_on_disk import DiskState, DiskStates
 from hadal.optim.whole import WholeParameters, hand_over
 from hadal.optim.workspace import Item, Multiplier, Workspace, block_numel, blocks, scale_
-from hadal.zero import place
 from hadal.zero.bucket import Bucket, refresh_all, write_back_all
 from hadal.zero.gradients import Gradients
 
@@ -43,27 +43,12 @@ DISK_STEPS = DiskSteps()
 _ONE_BY_ONE = frozenset({torch.optim.Adafactor, torch.optim.Muon})
 
 
-class OptimizerStepper(place.Stepper, Protocol):
-    """An object that steps an optimizer once per update and leaves new weights in the buckets."""
+class OptimizerStepper(ABC):
+    """A stepper: it steps an optimizer once per update and leaves new weights in the buckets.
 
-    def step(self, multiplier: Multiplier) -> None:
-        """Make one update with the mean gradients times `multiplier`."""
-
-    def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
-        """Add the buckets of the newest param group, whose parameters are `members`."""
-
-    def held(self) -> Iterator[HeldTensor]:
-        """Yield all tensors in the optimizer's param groups on this rank."""
-
-    def slices(self, held: HeldTensor) -> Mapping[str, StoredSlice]:
-        """Return the state on the disk, by key, of a tensor in the optimizer's param groups."""
-
-
-class BaseStepper:
-    """The base of steppers: the tensors in an optimizer's param groups, and their state.
-
-    They are flat slices of masters, one per group and bucket, or whole parameters (see
-    `WholeParameters`) for groups selected by `_is_whole`. Masters and state may be on a disk.
+    It owns the tensors in the optimizer's param groups, and their state. The tensors are flat
+    slices of masters, one per group and bucket, or whole parameters (see `WholeParameters`) for
+    groups selected by `_is_whole`. Masters and state may be on a disk.
     """
 
     def __init__(
@@ -82,6 +67,10 @@ class BaseStepper:
         self._disk_states = DiskStates(optimizer)
         groups = range(len(optimizer.param_groups))
         self._take_up(gradients, groups, parameters or [()] * len(groups))
+
+    @abstractmethod
+    def step(self, multiplier: Multiplier) -> None:
+        """Make one update with the mean gradients times `multiplier`."""
 
     def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
         """Add the buckets of the newest param group, whose parameters are `members`."""
@@ -220,7 +209,7 @@ def _put_weights(
         one.bucket.put_weights(0, master, sending)
 
 
-class WholeStepper(BaseStepper):
+class WholeStepper(OptimizerStepper):
     """A stepper of optimizers that need whole parameters in their shapes (Adafactor, ...).
 
     It calls the optimizer's own `step` once per update, on the parameters that this rank owns. If
@@ -242,7 +231,7 @@ class WholeStepper(BaseStepper):
         self._step_whole_buckets(multiplier, lambda _: optimizer.step(), at_once=at_once)
 
 
-class FlatStepper(BaseStepper):
+class FlatStepper(OptimizerStepper):
     """A stepper of elementwise optimizers on flat slices of the master, in blocks if possible."""
 
     @property

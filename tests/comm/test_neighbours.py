@@ -273,7 +273,7 @@ def without_reading(who: int) -> tuple[int, bool]:
                 ranks = Ranks.of(group)
         else:
             ranks = Ranks.of(group)
-    del ranks_module._circles[group]
+    del ranks_module._kept[group]["circle"]
     full = torch.arange(2.0).repeat_interleave(5000)
     full[:5000] += 3 * (ranks.rank == 1)
     start_all_gather(full, ranks, "a test").wait()

@@ -54,7 +54,7 @@ def test_the_missing_rank_is_the_first_that_is_not_over() -> None:
 def test_a_watchdog_that_is_off_does_nothing() -> None:
     watchdog = Watchdog(0.0)
     with watchdog.over("a barrier"):
-        assert watchdog._thread is None
+        assert watchdog._stop is None
         assert not watchdog._waits
 
 

@@ -22,7 +22,7 @@ class ErrorFeedback:
     def __init__(self, codec: Codec, dtype: torch.dtype, decay: float = 0.0) -> None:
         self.codec = codec
         self.residual: Tensor | None = None
-        """The values to add, in `dtype`; None: nothing was lost yet, or it was dropped."""
+        """The values to add, in `dtype`; None: nothing was lost yet."""
         self._dtype = dtype
         self._decay = decay
 
@@ -43,7 +43,3 @@ class ErrorFeedback:
         """Scale the residual: the next values are `factor` times as large."""
         if self.residual is not None:
             self.residual.mul_(factor)
-
-    def drop(self) -> None:
-        """Forget the residual."""
-        self.residual = None

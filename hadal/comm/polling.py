@@ -1,0 +1,34 @@
+"""Threads that look for something again and again, until the program ends.
+
+Tests: tests/comm/test_notice.py, tests/comm/test_bell.py, tests/comm/test_watchdog.py
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_LAST_LOOK_S = 2.0
+
+
+def start_polling(
+    name: str, is_over: threading.Event, poll: Callable[..., None], *given: Any
+) -> Callable[[], None]:
+    """Start a daemon thread that calls `poll(*given)`, which returns once `is_over` is set.
+
+    Returns:
+        A function that ends the thread. It is called at exit, too: a thread that asks a store while
+        the interpreter ends would abort it.
+    """
+    thread = threading.Thread(target=poll, args=given, name=name, daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        is_over.set()
+        thread.join(_LAST_LOOK_S)
+        atexit.unregister(stop)
+
+    atexit.register(stop)
+    return stop
