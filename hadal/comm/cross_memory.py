@@ -73,10 +73,13 @@ def read(pid: int, source: int, target: int, nbytes: int) -> None:
 class Ended:
     """One send or receive of a tensor: under way, over, or at fault."""
 
-    __slots__ = ("_event", "_fault", "_heir", "_timeout", "tensor")
+    __slots__ = ("_event", "_fault", "_heir", "_hurry", "_timeout", "tensor")
 
-    def __init__(self, tensor: Tensor, timeout: float) -> None:
+    def __init__(
+        self, tensor: Tensor, timeout: float, hurry: Callable[[], None] = lambda: None
+    ) -> None:
         self.tensor = tensor  # kept until the other process has taken it
+        self._hurry = hurry
         self._event = threading.Event()
         self._fault = ""
         self._timeout = timeout
@@ -101,30 +104,16 @@ class Ended:
         return self._event.is_set()
 
     def wait(self) -> None:
-        """Wait for the end.
+        """Wait for the end; `hurry` does here what the thread has not begun.
 
         Raises:
             RuntimeError: the other process is gone, or has not come in time.
         """
+        self._hurry()
         if not self._event.wait(self._timeout):
             raise RuntimeError(f"timed out after {self._timeout:g} s")
         if self._fault:
             raise RuntimeError(self._fault)
-
-
-class _Received(Ended):
-    """A receive: a tensor to be filled."""
-
-    __slots__ = ("_neighbour",)
-
-    def __init__(self, tensor: Tensor, timeout: float, neighbour: Neighbour) -> None:
-        super().__init__(tensor, timeout)
-        self._neighbour = neighbour
-
-    def wait(self) -> None:
-        """Wait as `Ended.wait`; copy here what the thread has not begun."""
-        self._neighbour.take_what_met()
-        super().wait()
 
 
 class _Offer(NamedTuple):
@@ -145,8 +134,8 @@ class Neighbour:
         self._wake = wake
         self._lock = threading.Lock()
         self._offers: dict[_Channel, deque[_Offer]] = defaultdict(deque)
-        self._wanted: dict[_Channel, deque[_Received]] = defaultdict(deque)
-        self._met: deque[tuple[_Received, _Offer]] = deque()
+        self._wanted: dict[_Channel, deque[Ended]] = defaultdict(deque)
+        self._met: deque[tuple[Ended, _Offer]] = deque()
         self._untaken: dict[int, Ended] = {}
         self._unwritten: deque[bytes] = deque()
         self._number = 0
@@ -171,7 +160,7 @@ class Neighbour:
 
     def receive(self, tensor: Tensor, group: int, tag: int, timeout: float) -> Ended:
         """Let the other process's offer fill a contiguous tensor of the host."""
-        received = _Received(tensor, timeout, self)
+        received = Ended(tensor, timeout, self.take_what_met)
         channel = group, tag
         with self._lock:
             waiting = self._offers.get(channel)
@@ -270,7 +259,7 @@ class Neighbour:
                     self._met.appendleft((received, offer))
                 raise
 
-    def _take(self, received: _Received, offer: _Offer) -> None:
+    def _take(self, received: Ended, offer: _Offer) -> None:
         fault, target, wanted = "", received.tensor.data_ptr(), received.tensor.nbytes
         if offer.nbytes != wanted:
             fault = f"{offer.nbytes} bytes were sent where {wanted} are expected"

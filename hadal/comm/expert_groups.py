@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from hadal.comm.ranks import Ranks
+from hadal.comm.ranks import Ranks, once
 from hadal.errors import UsageError
 
 Table = tuple[tuple[int, ...], ...]
@@ -30,11 +29,6 @@ class ExpertGroups:
     """Ranks that hold the same experts: these average gradients and may shard model states."""
 
 
-# By the group that they are cut from; None: that group itself.
-_made: WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[int, bool], tuple[dist.ProcessGroup, dist.ProcessGroup | None]]
-]
-_made = WeakKeyDictionary()
 # The newest of each name, with the process group of the world that they belong to: a program may
 # end its process group and start another one.
 _newest: dict[str, tuple[ExpertGroups, dist.ProcessGroup | None]] = {}
@@ -81,10 +75,11 @@ def make_expert_groups(size: int, among: Ranks, *, data_first: bool = False) -> 
             f"experts over {size} ranks (ep_size): the number must divide the {among.size} ranks"
             f" that hold the same dense parameters; choose one of {divisors}"
         )
-    known = _made.setdefault(among.group, {})
-    if (size, data_first) not in known:
-        known[size, data_first] = _new_groups(size, among, data_first)
-    parallel, data = known[size, data_first]
+    parallel, data = once(
+        among.group,
+        ("experts", size, data_first),
+        lambda: _new_groups(size, among, data_first=data_first),
+    )
     copies = among if data is None else Ranks.of(data)
     groups = ExpertGroups(group_name(size), Ranks.of(parallel), copies)
     _newest[groups.name] = (groups, dist.group.WORLD)
@@ -92,7 +87,7 @@ def make_expert_groups(size: int, among: Ranks, *, data_first: bool = False) -> 
 
 
 def _new_groups(
-    size: int, among: Ranks, data_first: bool
+    size: int, among: Ranks, *, data_first: bool
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
     """Make both groups.
 

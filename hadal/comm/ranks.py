@@ -60,7 +60,7 @@ class Ranks:
             rank,
             size,
             host_group,
-            _once(host_group, "circle", lambda: _find_circle(host_group)),
+            once(host_group, "circle", lambda: _find_circle(host_group)),
         )
 
     def in_blocks(self, size: int) -> tuple[Ranks, Ranks]:
@@ -70,7 +70,7 @@ class Ranks:
             The ranks of my block, and those that have my place in every block. All ranks must call
             it.
         """
-        block, row = _once(self.group, size, lambda: _block_and_row(self.numbers, self.rank, size))
+        block, row = once(self.group, size, lambda: _block_and_row(self.numbers, self.rank, size))
         return Ranks.of(block), Ranks.of(row)
 
     def some(self, numbers: Sequence[int]) -> Ranks:
@@ -95,7 +95,7 @@ class Ranks:
         """
         if self.size == 1 or current_device().type == "cpu":
             return self
-        return Ranks.of(_once(self.group, "twin", lambda: _new_group(self.numbers)))
+        return Ranks.of(once(self.group, "twin", lambda: _new_group(self.numbers)))
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
@@ -125,8 +125,8 @@ class Ranks:
         return device.type == "cpu"
 
 
-def _once(group: dist.ProcessGroup, what: Hashable, make: Callable[[], T]) -> T:
-    """Return the value of this name of a process group, made at the first call."""
+def once(group: dist.ProcessGroup, what: Hashable, make: Callable[[], T]) -> T:
+    """Return the value of the name `what` for a process group, made at the first call."""
     known = _kept.setdefault(group, {})
     if what not in known:
         known[what] = make()
@@ -187,7 +187,7 @@ def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if "cpu" in str(dist.get_backend_config(group)):
         return group
     numbers = dist.get_process_group_ranks(group)
-    return _once(group, "host group", lambda: _new_group(numbers, "gloo"))
+    return once(group, "host group", lambda: _new_group(numbers, "gloo"))
 
 
 def _find_circle(group: dist.ProcessGroup) -> Circle:

@@ -54,24 +54,18 @@ _ELEMENTWISE = frozenset(
     }
 )
 _MUP = ("MuAdam", "MuAdamW", "MuSGD")
-# Types that are not classes of torch.optim.
-_OWN: Mapping[str, type[Optimizer]] = {
-    "Lamb": Lamb,
-    "Lion": Lion,
-    "Muon": Muon,
-    "OneBitAdam": OneBitAdam,
-    "OneBitLamb": OneBitLamb,
-    "ZeroOneAdam": ZeroOneAdam,
-}
 _SENDING_SIGNS: Mapping[type[Optimizer], Callable[..., OptimizerStepper]] = {
     OneBitAdam: ExchangingStepper,
     OneBitLamb: OneBitLambStepper,
     ZeroOneAdam: ZeroOneAdamStepper,
 }
+# Types that are not classes of torch.optim.
+_OWN_TYPES: list[type[Optimizer]] = [Lamb, Lion, Muon, *_SENDING_SIGNS]
+_OWN = {kind.__name__: kind for kind in _OWN_TYPES}
 # Keys of the `optimizer` section that are not arguments: they affect the choice of a class, or
 # request what is always the case here.
 _ADAM = ("Adam", "AdamW")
-_SIGNS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+_SIGNS = [kind.__name__ for kind in _SENDING_SIGNS]
 _SWITCHES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(_ADAM, ("torch_adam", "adam_w_mode", "bias_correction", "set_grad_none")),
     "Adagrad": ("amsgrad",),

@@ -9,7 +9,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -91,13 +91,8 @@ def _view_of(held: HeldTensor, values: Tensor) -> Tensor:
     return (values.permute(order) if order else values).view(-1)
 
 
-class MomentBlock(NamedTuple):
-    """A block of a slice: its values, both moments, and other requested tensors."""
-
-    values: Tensor
-    first: Tensor
-    second: Tensor
-    rest: tuple[Tensor, ...]
+Block = Sequence[Tensor]
+"""A block of a slice: its values, both moments, and other requested tensors."""
 
 
 @dataclass(slots=True, eq=False)
@@ -258,15 +253,14 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
         """Return the optimizer's state of a part, created on first use."""
         return begin_state(self._optimizer.state[part.held.values], part.held.values)
 
-    def _blocks(self, part: Slice, *rest: Tensor) -> Iterator[MomentBlock]:
+    def _blocks(self, part: Slice, *rest: Tensor) -> Iterator[Block]:
         """Yield a part in blocks; `rest` are 1-D with the length of the part."""
         state = self._state(part)
         first, second = part.flat(state["exp_avg"]), part.flat(state["exp_avg_sq"])
         numel = block_numel(part.values.device)
         for start in range(0, part.values.numel(), numel):
             cut = slice(start, start + numel)
-            more = tuple(one[cut] for one in rest)
-            yield MomentBlock(part.values[cut], first[cut], second[cut], more)
+            yield [one[cut] for one in (part.values, first, second, *rest)]
 
     # ---- arithmetic ------------------------------------------------------------------------------
 
@@ -274,15 +268,15 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
         """Update both moments with averaged gradients."""
         for lane, part in self._all_parts():
             group = self._group_of(part)
-            for block, gradient in self._with_gradients(lane, part, multiplier):
-                block.first.lerp_(gradient, 1 - group["betas"][0])
-                learn_second(block.second, gradient, group)
+            for (_, first, second), gradient in self._with_gradients(lane, part, multiplier):
+                first.lerp_(gradient, 1 - group["betas"][0])
+                learn_second(second, gradient, group)
 
     def _move(self, *, learns: bool) -> None:
         """Make Adam's update of all values; `learns`: the variance has just been learnt."""
         for _, part in self._all_parts():
-            for block in self._blocks(part):
-                move(block.values, block.first, block.second, self._group_of(part))
+            for values, first, second in self._blocks(part):
+                move(values, first, second, self._group_of(part))
 
     # ---- communication ---------------------------------------------------------------------------
 
@@ -294,23 +288,22 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
 
     def _with_gradients(
         self, lane: Lane, part: Slice, multiplier: Multiplier, *rest: Tensor
-    ) -> Iterator[tuple[MomentBlock, Tensor]]:
+    ) -> Iterator[tuple[Block, Tensor]]:
         """Yield a part in blocks, each with its (disposable) gradient times `multiplier`."""
-        for block in self._blocks(part, part.cut(lane.gradients.mean), *rest):
-            given = block.rest[0].to(block.values.dtype, copy=True)
-            yield block._replace(rest=block.rest[1:]), scale_(given, multiplier)
+        for *block, mean in self._blocks(part, *rest, part.cut(lane.gradients.mean)):
+            yield block, scale_(mean.to(block[0].dtype, copy=True), multiplier)
 
     def _owe(self, multiplier: Multiplier) -> None:
         """Add this update's message to what is owed."""
         for lane, part in self._all_parts():
             owed, group = part.cut(lane.sending().owed.mine), self._group_of(part)
-            for block, gradient in self._with_gradients(lane, part, multiplier, owed):
-                self._owe_block(block, gradient, group)
+            for (_, first, _, debt), gradient in self._with_gradients(lane, part, multiplier, owed):
+                self._owe_block(debt, first, gradient, group)
 
-    def _owe_block(self, block: MomentBlock, gradient: Tensor, group: Group) -> None:
-        """Add to `block.rest[0]` the momentum with this rank's own gradient."""
+    def _owe_block(self, debt: Tensor, first: Tensor, gradient: Tensor, group: Group) -> None:
+        """Add to `debt` the momentum `first` with this rank's own gradient."""
         beta1 = group["betas"][0]
-        block.rest[0].add_(block.first, alpha=beta1).add_(gradient, alpha=1 - beta1)
+        debt.add_(first, alpha=beta1).add_(gradient, alpha=1 - beta1)
 
     def _take(self, part: Slice, cut: slice, mean: Tensor) -> None:
         """Store the mean of the messages for some elements of a part."""

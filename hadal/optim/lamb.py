@@ -230,6 +230,25 @@ class _StepSlice:
         if batch:
             yield batch
 
+    def learn(self, mean: Tensor, multiplier: Multiplier, norms: _Norms) -> None:
+        """Update moments with gradients (`mean` is laid out like the span), and add the norms."""
+        for batch in self.batches():
+            rows, starts, values = zip(*batch, strict=True)
+            first, stop = starts[0], starts[-1] + values[-1].master.numel()
+            whole = scale_(mean[first:stop].to(values[0].master.dtype, copy=True), multiplier)
+            gradients = [whole[low - first :][: own.master.numel()] for _, low, own in batch]
+            _learn(values, gradients, self.group)
+            updates = _updates(values, self.group, self.updates)
+            norms.add(rows, [own.master for own in values], updates)
+
+    def step(self, ratios: Tensor) -> None:
+        """Make the update of each parameter, scaled by its ratio."""
+        ratios = ratios.to(self.values.master)
+        for batch in self.batches():
+            updates = _updates([own for *_, own in batch], self.group, self.updates)
+            for (row, _, own), update in zip(batch, updates, strict=True):
+                own.master.addcmul_(update, ratios[row], value=-self.group["lr"])
+
 
 @contextmanager
 def _chosen(sums: Tensor, rows: Sequence[int]) -> Iterator[Tensor]:
@@ -339,14 +358,12 @@ class LambStepper(OptimizerStepper):
         begun = begin_on_disk(on_disk, _begin, self._steps)
         for one in self._gradients:
             if one not in on_disk:
-                pieces = self._pieces[one]
-                begun[one] = [(piece, self._begin_in_memory(piece), []) for piece in pieces]
+                begun[one] = []
+                for piece in self._pieces[one]:
+                    zeros = partial(torch.zeros_like, piece.values.detach())
+                    own = _begin(self._group(piece), self._optimizer.state[piece.values], zeros)
+                    begun[one].append((piece, own, []))
         return begun
-
-    def _begin_in_memory(self, piece: Piece) -> SliceUpdate:
-        values = piece.values.detach()
-        state = self._optimizer.state[piece.values]
-        return _begin(self._group(piece), state, partial(torch.zeros_like, values))
 
     def _learn(
         self, begun: Mapping[Gradients, list[_Begun]], multiplier: Multiplier, norms: _Norms
@@ -354,7 +371,7 @@ class LambStepper(OptimizerStepper):
         """Read all state, and write the moments."""
         for one, slices, _ in self._walk(begun, written=slice(1, None)):
             for piece_slice in slices:
-                _learn_slice(piece_slice, one.mean, multiplier, norms)
+                piece_slice.learn(one.mean, multiplier, norms)
 
     def _move(
         self, begun: Mapping[Gradients, list[_Begun]], ratios: Tensor, sending: Crossing | None
@@ -363,7 +380,7 @@ class LambStepper(OptimizerStepper):
         with rewriting_in_turn() as rewriting:
             for one, slices, part in self._walk(begun, written=slice(1)):
                 for piece_slice in slices:
-                    _step_slice(piece_slice, ratios)
+                    piece_slice.step(ratios)
                 if part is not None:
                     rewriting(one.bucket)
                     one.bucket.put_weights(*part, sending)
@@ -381,50 +398,30 @@ class LambStepper(OptimizerStepper):
         for one, pieces in begun.items():
             state = self._disk_states.of(one.bucket)
             if state is None:
-                here = [(p.start, [p.values.detach(), *own.state]) for p, own, _ in pieces]
-                yield one, self._slices_of(one, pieces, here), None
+                here = [
+                    self._slice_of(
+                        one, piece, own, piece.start, [piece.values.detach(), *own.state]
+                    )
+                    for piece, own, _ in pieces
+                ]
+                yield one, here, None
             elif pieces:  # otherwise there is only padding
                 whole[one] = state.stop(written)
         block = block_numel(torch.device("cpu"))
         for one, stop, values in walk_parts(whole, block, self._steps, self._pool_of):
             one.bucket.absorb_edits_into(values[0], stop.start)
-            here = [of_piece(stop, values, piece, runs) for piece, _, runs in begun[one]]
-            yield one, self._slices_of(one, begun[one], here), (stop.start, values[0])
+            here = [
+                self._slice_of(one, piece, own, *of_piece(stop, values, piece, runs))
+                for piece, own, runs in begun[one]
+            ]
+            yield one, here, (stop.start, values[0])
 
-    def _slices_of(
-        self, one: Gradients, begun: Sequence[_Begun], here: Sequence[tuple[int, list[Tensor]]]
-    ) -> list[_StepSlice]:
-        """Return the slices of a bucket's pieces in memory; `here` lists (start, values)."""
-        found, begin = [], one.bucket.span[0]
-        for (piece, own, _), (start, values) in zip(begun, here, strict=True):
-            first = begin + start
-            fragments = [*one.bucket.layout.fragments(first, first + values[0].numel())]
-            rows = self._first_rows[one]
-            assert own.number is not None  # `_begin` has counted it
-            count = float(own.number)
-            group = self._group(piece)
-            found.append(_StepSlice(_Values(*values), start, fragments, rows, group, count))
-        return found
-
-
-def _learn_slice(
-    piece_slice: _StepSlice, mean: Tensor, multiplier: Multiplier, norms: _Norms
-) -> None:
-    """Update moments with gradients (`mean` is laid out like the span), and add the norms."""
-    for batch in piece_slice.batches():
-        rows, starts, values = zip(*batch, strict=True)
-        first, stop = starts[0], starts[-1] + values[-1].master.numel()
-        whole = scale_(mean[first:stop].to(values[0].master.dtype, copy=True), multiplier)
-        gradients = [whole[low - first :][: own.master.numel()] for _, low, own in batch]
-        _learn(values, gradients, piece_slice.group)
-        updates = _updates(values, piece_slice.group, piece_slice.updates)
-        norms.add(rows, [own.master for own in values], updates)
-
-
-def _step_slice(piece_slice: _StepSlice, ratios: Tensor) -> None:
-    """Make the update of each parameter, scaled by its ratio."""
-    ratios = ratios.to(piece_slice.values.master)
-    for batch in piece_slice.batches():
-        updates = _updates([own for *_, own in batch], piece_slice.group, piece_slice.updates)
-        for (row, _, own), update in zip(batch, updates, strict=True):
-            own.master.addcmul_(update, ratios[row], value=-piece_slice.group["lr"])
+    def _slice_of(
+        self, one: Gradients, piece: Piece, own: SliceUpdate, start: int, values: list[Tensor]
+    ) -> _StepSlice:
+        """Return the elements of a piece from `start` of the span on, which are `values`."""
+        first = one.bucket.span[0] + start
+        fragments = [*one.bucket.layout.fragments(first, first + values[0].numel())]
+        assert own.number is not None  # `_begin` has counted it
+        group, count = self._group(piece), float(own.number)
+        return _StepSlice(_Values(*values), start, fragments, self._first_rows[one], group, count)

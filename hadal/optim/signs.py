@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.comm.collectives import sum_
-from hadal.optim.exchanging import ExchangingStepper, Lane, MomentBlock, Slice
+from hadal.optim.exchanging import ExchangingStepper, Lane, Slice
 from hadal.optim.one_bit import OneBitLamb, ZeroOneAdam, divisor_of
 from hadal.optim.own import Group
 from hadal.optim.step import refresh
@@ -55,9 +55,9 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
         else:
             super()._update(number, multiplier)
 
-    def _owe_block(self, block: MomentBlock, gradient: Tensor, group: Group) -> None:
+    def _owe_block(self, debt: Tensor, first: Tensor, gradient: Tensor, group: Group) -> None:
         """Add the gradient to what is owed."""
-        block.rest[0].add_(gradient)
+        debt.add_(gradient)
 
     def _take(self, part: Slice, cut: slice, mean: Tensor) -> None:
         first = part.flat(self._state(part)["exp_avg"])[cut]
@@ -84,14 +84,14 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
         rate, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
         anchor = [self._anchors[part]] if part in self._anchors else []
         for block, gradient in self._with_gradients(lane, part, multiplier, owed, *anchor):
-            block.first.lerp_(gradient, 1 - group["betas"][0])
-            block.first.masked_fill_(block.second == 0, 0.0)
-            block.rest[0].add_(block.first, alpha=rate)
-            for values in (block.values, *block.rest[1:]):
-                values.mul_(decay)
-            if anchor:
-                divisor = divisor_of(block.second, group)
-                block.values.addcdiv_(block.first, divisor, value=-rate)
+            values, first, second, debt, *anchored = block
+            first.lerp_(gradient, 1 - group["betas"][0])
+            first.masked_fill_(second == 0, 0.0)
+            debt.add_(first, alpha=rate)
+            for decayed in (values, *anchored):
+                decayed.mul_(decay)
+            if anchored:
+                values.addcdiv_(first, divisor_of(second, group), value=-rate)
 
     def _share(self, part: Slice) -> float:
         """Return a part's sum of learning rates since the last exchange, over the largest sum."""
