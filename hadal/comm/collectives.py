@@ -2,7 +2,8 @@
 
 Reductions mostly compute the *mean* over the ranks, divided before it is rounded to a 16-bit dtype,
 so that averaging cannot overflow unless the values themselves do; `Factors` describe the other
-reductions. `hadal.comm.transport` sends and receives.
+reductions. `hadal.comm.transport` sends and receives. Messages that only two ranks know of are here
+too.
 """
 
 from __future__ import annotations
@@ -158,6 +159,28 @@ def start_scatter(full: Tensor, source: int, ranks: Ranks, label: str) -> Pendin
         incoming = [*incoming]
         incoming[source] = slice_of(full, ranks.rank, ranks)
     return start_exchange(outgoing, incoming, ranks, label, SPREAD)
+
+
+def start_send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Pending:
+    """Send a contiguous tensor to rank `other` of `ranks`; it must stay until the wait is over.
+
+    On the host messages are matched by their order within a tag, on an accelerator by their order
+    alone.
+    """
+    if tensor.device.type == "cpu":
+        works = exchange("send", tensor, [(tensor, other)], [], ranks, tag, label)
+    else:
+        works = [labelled(label, functions.isend, tensor, None, ranks.group, 0, other)]
+    return Pending(label, works)
+
+
+def start_receive(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Pending:
+    """Fill a contiguous tensor with a message of rank `other` of `ranks`."""
+    if tensor.device.type == "cpu":
+        works = exchange("recv", tensor, [], [(tensor, other)], ranks, tag, label)
+    else:
+        works = [labelled(label, functions.irecv, tensor, None, ranks.group, 0, other)]
+    return Pending(label, works)
 
 
 def broadcast_(tensor: Tensor, source: int, ranks: Ranks, label: str) -> None:

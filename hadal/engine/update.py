@@ -27,10 +27,12 @@ from hadal.optim.norm import (
     RowNorms,
     clip_on_device,
     device_of_sum,
+    first_overflow,
+    first_row_overflow,
     global_norm,
+    has_overflow,
     sum_of_squares,
 )
-from hadal.optim.overflow import first_overflow, first_row_overflow, has_overflow
 from hadal.optim.step import FlatStepper
 
 _log = logging.getLogger(__name__)

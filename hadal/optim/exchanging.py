@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from hadal.comm.codecs.sign import Sign
-from hadal.comm.compressed import CompressedMean
+from hadal.comm.coded import CompressedMean
 from hadal.comm.pending import Pending
 from hadal.errors import OptimizerError
+from hadal.optim.elementwise import Group, State
 from hadal.optim.one_bit import SignOptimizer, begin_state, learn_second, move
-from hadal.optim.own import Group, State
 from hadal.optim.pieces import HeldTensor
 from hadal.optim.step import OptimizerStepper, as_one_step, refresh
 from hadal.optim.workspace import Multiplier, block_numel, scale_

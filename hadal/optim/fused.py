@@ -27,11 +27,12 @@ from hadal.optim.elementwise import (
     Beginner,
     Block,
     ElementwiseOptimizer,
+    Group,
     Scaling,
     SliceUpdate,
+    State,
     Zeros,
 )
-from hadal.optim.own import Group, State
 
 _FLAGS = ("decoupled", "maximize", "nesterov")
 

@@ -31,7 +31,7 @@ from hadal.errors import MismatchError, OptimizerError
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import DiskTensor
 from hadal.offload.walk import Stop
-from hadal.optim.elementwise import SliceUpdate, Zeros
+from hadal.optim.elementwise import Group, OwnOptimizer, SliceUpdate, State, Zeros
 from hadal.optim.on_disk import (
     Deferred,
     DiskSteps,
@@ -41,7 +41,6 @@ from hadal.optim.on_disk import (
     update_on_disk,
     walk_parts,
 )
-from hadal.optim.own import Group, OwnOptimizer, State
 from hadal.optim.pieces import Piece
 from hadal.optim.state_on_disk import DiskState
 from hadal.optim.step import DISK_STEPS, OptimizerStepper, as_one_step, refresh, sending_of

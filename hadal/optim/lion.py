@@ -11,8 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hadal.optim.elementwise import Block, ElementwiseOptimizer, Scaling, SliceUpdate, Zeros
-from hadal.optim.own import Group, State
+from hadal.optim.elementwise import (
+    Block,
+    ElementwiseOptimizer,
+    Group,
+    Scaling,
+    SliceUpdate,
+    State,
+    Zeros,
+)
 
 
 class Lion(ElementwiseOptimizer):

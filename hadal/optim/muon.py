@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from hadal.errors import OptimizerError
-from hadal.optim.elementwise import Block, Scaling, count_up
+from hadal.optim.elementwise import Block, Group, OwnOptimizer, Scaling, count_up
 from hadal.optim.fused import begin_adam
-from hadal.optim.own import Group, OwnOptimizer
 from hadal.optim.step import OptimizerStepper, as_one_step
 from hadal.optim.workspace import Multiplier, block_numel, scale_
 from hadal.zero.gradients import Gradients

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.errors import OptimizerError
-from hadal.optim.own import Group, OwnOptimizer, State
+from hadal.optim.elementwise import Group, OwnOptimizer, State
 
 
 class SignOptimizer(OwnOptimizer):

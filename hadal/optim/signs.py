@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hadal.comm.collectives import sum_
+from hadal.optim.elementwise import Group
 from hadal.optim.exchanging import ExchangingStepper, Lane, Slice
 from hadal.optim.one_bit import OneBitLamb, ZeroOneAdam, divisor_of
-from hadal.optim.own import Group
 from hadal.optim.step import refresh
 from hadal.optim.workspace import Multiplier
 from hadal.zero.gradients import Gradients

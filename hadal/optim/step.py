@@ -17,7 +17,7 @@ from hadal.errors import OptimizerError
 from hadal.offload.buffers import BufferPool
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import StoredSlice
-from hadal.optim.elementwise import Beginner, ElementwiseOptimizer, SliceUpdate, count_up
+from hadal.optim.elementwise import Beginner, ElementwiseOptimizer, Group, SliceUpdate, count_up
 from hadal.optim.fused import BEGINNERS
 from hadal.optim.on_disk import (
     Deferred,
@@ -29,7 +29,6 @@ from hadal.optim.on_disk import (
     update_on_disk,
     walk_whole,
 )
-from hadal.optim.own import Group
 from hadal.optim.pieces import HeldTensor, Piece, lay_pieces
 from hadal.optim.state_on_disk import DiskState, DiskStates
 from hadal.optim.whole import WholeParameters, hand_over

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from hadal.comm import Ranks
-from hadal.comm.collectives import slice_of, start_all_gather
-from hadal.comm.mail import start_receive, start_send
+from hadal.comm.collectives import slice_of, start_all_gather, start_receive, start_send
 from hadal.comm.pending import Pending
 from hadal.errors import MismatchError, PipelineError
 from hadal.pipeline.values import TensorForm, ValueLayout

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hadal.comm.codecs.blockwise import Blockwise
-from hadal.comm.codecs.codec import WIRE_BYTES, Codec, working_ranges
-from hadal.comm.codecs.feedback import ErrorFeedback
+from hadal.comm.codecs.codec import WIRE_BYTES, Codec, ErrorFeedback, working_ranges
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODECS = (

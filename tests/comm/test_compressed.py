@@ -11,7 +11,7 @@ from comm.in_one_place import TwoHops
 from comm.traffic import by_collectives, counted
 from hadal.comm import Ranks
 from hadal.comm.codecs.sign import Sign
-from hadal.comm.compressed import CompressedMean
+from hadal.comm.coded import CompressedMean
 
 TURNS = 4
 CODEC = Sign(16)

@@ -1,4 +1,4 @@
-"""The interface of a codec: 1-D values to bytes for the wire, and back.
+"""The interface of a codec: 1-D values to bytes for the wire, and back; and error feedback.
 
 Tests: tests/comm/test_codecs.py
 """
@@ -49,6 +49,40 @@ class Codec(ABC):
         """Add the values that a wire holds, times `factor`, to 1-D `out`."""
         for start, values in self.decoded(wire, out.numel()):
             out[start : start + values.numel()].add_(values, alpha=factor)
+
+
+class ErrorFeedback:
+    """A codec, and the residual of the messages so far of one bucket in one direction.
+
+    A message is the values plus the residual. With `decay` the residual is a moving average of the
+    error (LoCo, Xie 2024): residual = decay x residual + (1 - decay) x (values + residual - their
+    decoded values); at 0 it is the whole error of the last message (Seide 2014).
+    """
+
+    def __init__(self, codec: Codec, dtype: torch.dtype, decay: float = 0.0) -> None:
+        self.codec = codec
+        self.residual: Tensor | None = None
+        """The values to add, in `dtype`; None: nothing was lost yet."""
+        self._dtype = dtype
+        self._decay = decay
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """Write 1-D `values`, always as many, plus the residual into `out`."""
+        if self.residual is None:
+            self.residual = torch.zeros_like(values, dtype=self._dtype)
+        residual = self.residual.add_(values)
+        self.codec.encode(residual, out)
+        # In place: decay x (sent - values) + (1 - decay) x (sent - decoded).
+        if self._decay:
+            residual.sub_(values, alpha=self._decay)
+        self.codec.decode_add(out, residual, self._decay - 1.0)
+        # An overflowed message leaves the residual alone: its update is skipped.
+        residual.nan_to_num_(0.0, 0.0, 0.0)
+
+    def rescale(self, factor: float) -> None:
+        """Scale the residual: the next values are `factor` times as large."""
+        if self.residual is not None:
+            self.residual.mul_(factor)
 
 
 def whole_words(nbytes: int) -> int:
