@@ -175,9 +175,12 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
         parameters: Sequence[Sequence[nn.Parameter]],
     ) -> None:
         self._lanes: list[Lane] = []
-        self._count = 0
-        for one in gradients:
-            self._refuse(optimizer, one)
+        if any(one.bucket.partition.optimizer for one in gradients):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} needs zero_optimization.stage 0: each rank makes"
+                " the whole update from the exchanged signs, which saves the gather of weights;"
+                " use stage 0, or another optimizer"
+            )
         super().__init__(optimizer, gradients, parameters)
         self.begin_anew()
 
@@ -232,14 +235,6 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
             if held.bucket in lanes:
                 lanes[held.bucket].parts.append(Slice(held, _view_of(held, held.values.detach())))
         self._lanes += lanes.values()
-
-    def _refuse(self, optimizer: OptimizerT, one: Gradients) -> None:
-        if one.bucket.partition.optimizer:
-            raise OptimizerError(
-                f"{type(optimizer).__name__} needs zero_optimization.stage 0: each rank makes"
-                " the whole update from the exchanged signs, which saves the gather of weights;"
-                " use stage 0, or another optimizer"
-            )
 
     def _all_parts(self) -> Iterator[tuple[Lane, Slice]]:
         for lane in self._lanes:

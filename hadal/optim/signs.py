@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hadal.comm.collectives import sum_
 from hadal.optim.elementwise import Group
@@ -13,7 +11,6 @@ from hadal.optim.exchanging import ExchangingStepper, Lane, Slice
 from hadal.optim.one_bit import OneBitLamb, ZeroOneAdam, divisor_of
 from hadal.optim.step import refresh
 from hadal.optim.workspace import Multiplier
-from hadal.zero.gradients import Gradients
 
 
 class OneBitLambStepper(ExchangingStepper[OneBitLamb]):
@@ -38,16 +35,9 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
     moved, so that they get the same bits.
     """
 
-    def __init__(
-        self,
-        optimizer: ZeroOneAdam,
-        gradients: Sequence[Gradients],
-        parameters: Sequence[Sequence[nn.Parameter]],
-    ) -> None:
-        self._anchors: dict[Slice, Tensor] = {}
-        self._rates: dict[int, float] = {}
-        """The sum of learning rates since the last exchange, by param group; empty: ranks agree."""
-        super().__init__(optimizer, gradients, parameters)
+    _anchors: dict[Slice, Tensor]
+    _rates: dict[int, float]
+    """The sum of learning rates since the last exchange, by param group; empty: ranks agree."""
 
     def _update(self, number: int, multiplier: Multiplier) -> None:
         if self._optimizer.is_local(number):
@@ -143,6 +133,5 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
 
     def begin_anew(self) -> None:
         """Forget all debts, as weights and state have been replaced."""
-        self._anchors.clear()
-        self._rates.clear()
+        self._anchors, self._rates = {}, {}
         super().begin_anew()
