@@ -33,7 +33,7 @@ from hadal.compression.pruning import (
     prunes_blocks,
     prunings_of,
 )
-from hadal.compression.relations import cuts_of
+from hadal.compression.relations import cuts_of, mask_features
 from hadal.compression.report import note_sizes
 from hadal.compression.rules import ActivationRule, Bits, PruneRule, WeightRule
 from hadal.compression.shrinking import Cuts, count_heads, make_masks_final, shrink
@@ -113,7 +113,7 @@ def prepare(model: nn.Module, section: CompressionTraining, whole: Whole = as_it
     inputs = _matches(model, section, "activation_quantization", _INPUTS, faults)
     faults += _uneven(section, weights)
     prunings = prunings_of(model, section, faults)
-    cuts_of(model, section, prunings, faults)
+    cuts = cuts_of(model, section, prunings, faults)
     _expect_none(faults, model)
     for match in weights:
         change(match.module).compression.weight = _weight_rule(section, match)
@@ -125,6 +125,7 @@ def prepare(model: nn.Module, section: CompressionTraining, whole: Whole = as_it
             changed.activation_quantizer = _range_beside(match.module, rule)
     for match, pruning in prunings:
         begin(match, pruning, whole)
+    mask_features(cuts)
     _keep_calls(model)
     advance(model, 0)
 

@@ -111,6 +111,8 @@ class Compressed(nn.Module):
     compression: Compression
     weight: Tensor
     activation_quantizer: RunningRange | None
+    kept_channels: Tensor | None
+    """The channels that the last forward kept, (out, 1, 1, 1); None if it pruned none."""
 
     @property
     def scale_groups(self) -> int:
@@ -140,6 +142,7 @@ class Compressed(nn.Module):
         """Return the weight and the bias that this forward computes with."""
         bits = self.compression.bits
         weight, bias = self.weight, self.bias_or_none()
+        self.kept_channels = None
         if bits is not None:
             weight = straight_through(weight, self.quantized(bits))
         for rule in self.compression.active:
@@ -156,6 +159,9 @@ class Compressed(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return a weight and a bias times the masks of one technique."""
         mask = self.mask(rule).to(weight.dtype)
+        if rule.technique == "channel_pruning":
+            # Scores may be sharded again when the batch normalization behind this module runs.
+            self.kept_channels = mask.detach()
         if isinstance(rule, BlockRule):
             whole = as_weight(rule.blocks.expand(mask), weight.shape)
             # Weights are trained on while they are pruned, as their blocks may return.
@@ -205,6 +211,7 @@ class Compressed(nn.Module):
         """Have nothing to do yet."""
         self.compression = Compression()
         self.activation_quantizer = None
+        self.kept_channels = None
 
 
 class CompressedLinear(Compressed, nn.Linear):
@@ -295,7 +302,7 @@ def change_back(module: Compressed) -> None:
     if module.plain is type(module):
         module.begin()
         return
-    del module.compression, module.activation_quantizer
+    del module.compression, module.activation_quantizer, module.kept_channels
     module.__class__ = module.plain  # type: ignore[assignment]
 
 

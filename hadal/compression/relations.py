@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from hadal.compression.layers import why_not
+from hadal.compression.layers import Compressed, why_not
 from hadal.compression.matching import Match
 from hadal.compression.pruning import matrix_shape
 from hadal.compression.rules import BlockRule, PruneRule
@@ -80,6 +80,39 @@ def cuts_of(
     faults += _twice(found)
     faults += _tied(model, found)
     return found
+
+
+class FeatureMask:
+    """Forward hook that zeroes the outputs of a batch normalization for pruned channels.
+
+    Its running mean and bias turn the zeros of a pruned channel into another constant, which the
+    modules behind it would learn from, and lose when the channel is removed.
+    """
+
+    def __init__(self, source: Compressed) -> None:
+        self.source = source
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Return the output, (batch, channels, height, width), times the mask of the source."""
+        mask = self.source.kept_channels
+        return output if mask is None else output * mask.reshape(-1, 1, 1)
+
+
+def mask_features(cuts: Mapping[tuple[str, str], tuple[CutDimension, ...]]) -> None:
+    """Let the batch normalizations among related modules return zeros for pruned channels."""
+    for own, *related in cuts.values():
+        for cut in related:
+            if isinstance(cut.module, nn.BatchNorm2d):
+                unmask_features(cut.module)
+                assert isinstance(own.module, Compressed)
+                cut.module.register_forward_hook(FeatureMask(own.module))
+
+
+def unmask_features(module: nn.Module) -> None:
+    """Remove what `mask_features` added to a module."""
+    hooks = module._forward_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, FeatureMask)]:
+        del hooks[key]
 
 
 def _key(match: Match) -> tuple[str, str, int]:

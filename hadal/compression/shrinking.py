@@ -15,7 +15,7 @@ from hadal.compression.layers import Compressed
 from hadal.compression.names import mask_name, score_name
 from hadal.compression.packed import cut_grid
 from hadal.compression.pruning import BLOCK_SCORES
-from hadal.compression.relations import CutDimension
+from hadal.compression.relations import CutDimension, unmask_features
 from hadal.compression.rules import BlockRule, PruneRule
 from hadal.errors import ModelError
 
@@ -109,6 +109,7 @@ def shrink(model: nn.Module, due: list[tuple[CutDimension, Tensor]]) -> None:
     """
     shapes: dict[str, Any] = getattr(model, _SHAPES, {"modules": {}, "attributes": {}})
     for cut, kept in due:
+        unmask_features(cut.module)
         _keep(cut.module, cut.dimension, kept)
         cut_grid(cut.module, cut.dimension, kept)
         shapes["modules"][cut.name] = list(_weight(cut.module).shape)

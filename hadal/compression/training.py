@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class CompressionTechniques(Listener):
         self._attempts = -1
         self._applied = -1
         self._engine: weakref.ref[Any] | None = None
+        self._sees_forwards = False
 
     def on_attach(self, engine: Any) -> None:
         """Keep the engine for its counters."""
@@ -55,13 +56,17 @@ class CompressionTechniques(Listener):
 
     def before_forward(self, forward: Forward) -> None:
         """Set the modules to the number of applied updates."""
+        self._sees_forwards |= forward.is_training
         engine = None if self._engine is None else self._engine()
-        attempts = forward.updates
+        if engine is not None:
+            self._follow(engine, forward.updates, lambda: engine.skipped_steps)
+
+    def _follow(self, engine: Any, attempts: int, skipped: Callable[[], int]) -> None:
         is_over = self._applied >= self._settled and attempts >= self._attempts
-        if engine is None or attempts == self._attempts or is_over:
+        if attempts == self._attempts or is_over:
             return
         # May wait for the device to say whether the last update was skipped; not once all is over.
-        applied = attempts - engine.skipped_steps
+        applied = attempts - skipped()
         self._attempts = attempts
         if applied != self._applied:
             before = self._bits()
@@ -80,6 +85,11 @@ class CompressionTechniques(Listener):
         """Average the running ranges over the ranks, which have seen different samples."""
         if self._blocks.has_watched:
             self._blocks.keep(not update.skipped)
+        engine = None if self._engine is None else self._engine()
+        if engine is not None and not self._sees_forwards:
+            # The program calls the module itself, so no forward of the engine follows.
+            self._follow(engine, update.number, lambda: update.skipped_updates)
+        self._sees_forwards = False
         if not self._ranges or self._ranks.size == 1:
             return
         with torch.no_grad():
@@ -122,12 +132,13 @@ class CompressionTechniques(Listener):
         return {"applied": self._applied, "slowdowns": slowed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the modules again at the next forward: masks were loaded as they were."""
+        """Set the modules to a saved state, and again at the next forward: masks were loaded."""
         slowed = state.get("slowdowns", {})
         for name, module in self._modules.items():
             module.compression.slowdowns = tuple(int(one) for one in slowed.get(name, ()))
         self._settled = self._end()
         self._attempts = self._applied = -1
+        advance(self._model, max(0, int(state.get("applied", 0))))
 
     def _bits(self) -> dict[str, int | None]:
         if not self._speaks or self._ranks.rank != 0:

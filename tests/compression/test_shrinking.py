@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engine.toys import engine_of
 from torch import nn
 
 from compression.toys import (
@@ -197,7 +198,7 @@ class Images(nn.Sequential):
     def __init__(self) -> None:
         torch.manual_seed(3)
         super().__init__(
-            *(nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU()),
+            *(nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True)),
             *(nn.Conv2d(6, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 3)),
         )
 
@@ -208,7 +209,8 @@ def test_clean_channels_are_removed_from_what_reads_them():
     model = built(wishes, model=Images())
     image = torch.randn(2, 2, 6, 6)
     with torch.no_grad():
-        model[1].running_mean.zero_()
+        model[1].running_mean.fill_(0.3)
+        model[1].bias.fill_(0.2)
         before = model(image)
         redundancy_clean(model, config(wishes))
         assert torch.allclose(model(image), before, atol=1e-6)
@@ -217,6 +219,27 @@ def test_clean_channels_are_removed_from_what_reads_them():
     assert (norm.num_features, *norm.running_var.shape, *norm.weight.shape) == (3, 3, 3)
     assert (second.in_channels, second.out_channels, *second.weight.shape) == (3, 2, 2, 3, 3, 3)
     assert (last.in_features, *last.weight.shape) == (32, 3, 32)
+    assert not norm._forward_hooks
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("method", ["l1", "topk"])
+def test_a_network_of_normalized_channels_is_trained_as_it_is_cleaned(method, stage):
+    wishes = channels(method, modules=["0", "3"], related=[["1", "3"], ["5"]], schedule_offset=1)
+    engine = engine_of(stage, built(wishes, model=Images()), **config(wishes))
+    image = torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(4):
+        loss = engine(image).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    engine.eval()
+    before = engine(image)
+    redundancy_clean(engine, config(wishes))
+    assert torch.allclose(engine.module(image), before, atol=1e-6)
+    engine.destroy()
 
 
 def test_each_pattern_of_a_group_has_its_own_masks():

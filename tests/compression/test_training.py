@@ -27,11 +27,11 @@ def engine_with(*sections, stage: int = 0, prepared: bool = True, **changes):
     return engine_of(stage, model, **wishes, **changes)
 
 
-def train(engine, steps: range) -> list[float]:
+def train(engine, steps: range, model: nn.Module | None = None) -> list[float]:
     losses = []
     for step in steps:
         tokens = (TOKENS + step + comm.get_rank()) % 12
-        loss = engine(tokens).float().square().mean()
+        loss = (model or engine)(tokens).float().square().mean()
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -69,6 +69,10 @@ def test_bits_fall_with_the_applied_updates(caplog, prepared):
     engine.destroy()
 
 
+SIXTEEN_BITS = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 64.0}},
+}
 KEPT = {"dense_ratio": 0.5}
 TECHNIQUES = {
     "weight_quantization": (
@@ -123,6 +127,25 @@ def test_a_blend_moves_from_the_weights_to_the_quantized_ones():
     assert sizes[0] == 0.0
     assert 0.0 < sizes[1] < sizes[2]
     engine.destroy()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_programs_that_call_the_module_train_by_the_same_schedule(tmp_path: Path, dtype):
+    found = []
+    sections = FALLING, inputs(8, ["intermediate"], schedule_offset=2)
+    for is_module in (False, True):
+        engine = engine_with(*sections, **SIXTEEN_BITS.get(dtype, {}))
+        called = engine.module if is_module else engine
+        losses = train(engine, range(4), called)
+        engine.save_checkpoint(tmp_path / str(is_module))
+        engine.destroy()
+        engine = engine_with(*sections, **SIXTEEN_BITS.get(dtype, {}))
+        engine.load_checkpoint(tmp_path / str(is_module))
+        called = engine.module if is_module else engine
+        losses += train(engine, range(4, 7), called)
+        engine.destroy()
+        found.append(losses)
+    assert found[0] == found[1]
 
 
 def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path):
@@ -189,12 +212,6 @@ def test_updates_that_overflow_do_not_count():
     _, module = next(compressed_modules(engine.module))
     assert module.compression.bits == module.compression.weight.at(applied)
     engine.destroy()
-
-
-SIXTEEN_BITS = {
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "loss_scale": 64.0}},
-}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
