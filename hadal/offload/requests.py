@@ -105,22 +105,20 @@ class IoRequest:
 class IoCall:
     """Consecutive blocks of a request, moved in one system call."""
 
-    __slots__ = ("_blocks", "_buffer", "_contents", "_file", "_request")
+    __slots__ = ("_buffer", "_contents", "_extent", "_file", "_place", "_request", "_what", "count")
 
     def __init__(
         self, request: IoRequest, blocks: list[Extent], buffer: Tensor, file: DiskFile
     ) -> None:
+        self.count = len(blocks)
         self._request = request
-        self._blocks = blocks
         self._file = file
         self._buffer = buffer  # keeps the memory alive
         first, start, stop = request.extent.start, blocks[0].start, blocks[-1].stop
         self._contents = memory_of(buffer)[start - first : stop - first]
-
-    @property
-    def count(self) -> int:
-        """The number of blocks."""
-        return len(self._blocks)
+        self._extent = Extent(start, stop)
+        self._place = request.region.extent.start + start
+        self._what = f"'{request.region.name}'"
 
     def run(self) -> None:
         """Move the blocks, unless the request has already failed."""
@@ -134,19 +132,19 @@ class IoCall:
             except HadalError as caught:
                 error = caught
             except Exception as caught:  # any kind: the waiting thread must get it
-                error = OffloadError(f"{self._file.path}: {self._what()} failed: {caught!r}")
+                error = OffloadError(f"{self._file.path}: {self._what} failed: {caught!r}")
         self._request.end_one(error)
 
     def _read(self) -> None:
         parts, last = self._parts()
-        self._file.read(parts, self._place(), self._what())
+        self._file.read(parts, self._place, self._what)
         if last:
             self._contents[-len(last) :] = last
         sums = self._request.region.sums
-        place = sums.damaged(self._extent(), self._contents) if sums else None
+        place = sums.damaged(self._extent, self._contents) if sums else None
         if place is not None:
             raise OffloadError(
-                f"{self._file.path}: {self._what()} is damaged at byte {place} of it: the data read"
+                f"{self._file.path}: {self._what} is damaged at byte {place} of it: the data read"
                 " differs from the data written (wrong checksum); check the disk's health, and"
                 " resume from the last checkpoint"
             )
@@ -155,9 +153,9 @@ class IoCall:
         parts, last = self._parts()
         if last:
             last[:] = self._contents[-len(last) :]
-        self._file.write(parts, self._place(), self._what())
+        self._file.write(parts, self._place, self._what)
         if self._request.region.sums is not None:
-            self._request.region.sums.keep(self._extent(), self._contents)
+            self._request.region.sums.keep(self._extent, self._contents)
 
     def _parts(self) -> tuple[list[memoryview], memoryview]:
         """Return whole pages to move, and the used part of a last page outside the buffer."""
@@ -167,15 +165,6 @@ class IoCall:
         page = pages(ALIGNMENT)
         whole = self._contents[: len(self._contents) - short]
         return [part for part in (whole, page) if part], page[:short]
-
-    def _extent(self) -> Extent:
-        return Extent(self._blocks[0].start, self._blocks[-1].stop)
-
-    def _place(self) -> int:
-        return self._request.region.extent.start + self._blocks[0].start
-
-    def _what(self) -> str:
-        return f"'{self._request.region.name}'"
 
 
 class Queue:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
@@ -31,17 +31,11 @@ from hadal.zero.kinds import alone
 from hadal.zero.runtime import ZeroRuntime
 
 
-class Buckets(Protocol):
-    """A mapping from each held parameter to its bucket."""
-
-    def __getitem__(self, parameter: nn.Parameter, /) -> Bucket: ...
-
-
 class Keeper(Protocol):
     """The holder of some parameters' buckets: an engine's runtime, or `zero.Init`."""
 
     @property
-    def bucket_of(self) -> Buckets:
+    def bucket_of(self) -> Mapping[nn.Parameter, Bucket] | Attached[Bucket]:
         """The bucket of each parameter that it holds."""
 
     def whole(self, buckets: Iterable[Bucket]) -> AbstractContextManager[None]:
@@ -180,11 +174,7 @@ def _can_go_on(error: BaseException | None) -> bool:
 def watch_apply() -> None:
     """Replace `nn.Module.apply`; nothing changes for modules without freed weights."""
     nn.Module.apply = _gathering_apply  # type: ignore[method-assign]
-    watch_wrappers(_is_kept)
-
-
-def _is_kept(parameter: nn.Parameter) -> bool:
-    return parameter in _keepers
+    watch_wrappers(_keepers.__contains__)
 
 
 def leave_alone(parameters: Iterable[nn.Parameter]) -> None:

@@ -25,14 +25,10 @@ class Attached(Generic[_V]):
         vars(parameter)[self._name] = (id(parameter), value)
 
     def __getitem__(self, parameter: nn.Parameter) -> _V:
-        number, value = vars(parameter).get(self._name, (None, None))
-        if number != id(parameter):
+        found = self.get(parameter)
+        if found is None:
             raise KeyError(self._name)
-        found: _V = value
         return found
-
-    def __delitem__(self, parameter: nn.Parameter) -> None:
-        del vars(parameter)[self._name]
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return self.get(parameter) is not None

@@ -87,11 +87,10 @@ def birth_of(source: Any) -> Birth:
     offload = zero.offload_param
     # Without a stage, the configuration of a model that is sharded here means stage 3.
     is_cut = STAGES[zero.stage].weights or "stage" not in _zero_section(raw)
-    is_said = offload is not None and is_cut
     return Birth(
         dtype,
         zero.override_module_apply,
-        _TIERS[offload.device] if offload is not None and is_said else None,
+        _TIERS[offload.device] if offload is not None and is_cut else None,
         None if offload is None else offload.nvme_path,
         offload is not None and offload.pin_memory,
         settings_of(config.aio),

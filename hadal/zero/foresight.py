@@ -48,10 +48,6 @@ class Foresight:
         """Forget the traces of a kind: they will be other ones."""
         self._memories[kind].clear()
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.__init__()  # type: ignore[misc]
-
     def expected(self, kind: Kind) -> Trace | None:
         """Return the trace to plan for; None if none is known, or too few came true."""
         memory = self._memory(kind)

@@ -68,10 +68,7 @@ class _Own:
         """Replace `__call__` once there is a compiler, which must not trace it."""
         return self._act(*args, **kwargs)
 
-    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return _nothing
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # for deep copies too
         return _left_behind, ()
 
 
@@ -309,11 +306,22 @@ def _reading(gathering: Gathering) -> Iterator[None]:
 
 def saving(gathering: Gathering) -> AbstractContextManager[None]:
     """Return a context in which autograd's saved views of gathered weights may be freed."""
-    context: AbstractContextManager[None] = (
-        saved_tensors_hooks(_packer(gathering), _unpacker(gathering))
-        if gathering.uses.units
-        else nullcontext()
-    )
+    if not gathering.uses.units:
+        return nullcontext()
+
+    @_outside_graphs
+    def pack(tensor: Tensor) -> Any:
+        bucket = gathering.uses.bucket_at(tensor)
+        return tensor if bucket is None else _Saved(bucket, tensor)
+
+    @_outside_graphs
+    def unpack(saved: Any) -> Any:
+        if not isinstance(saved, _Saved):
+            return saved
+        gathering.need(saved.bucket)
+        return saved.tensor()
+
+    context: AbstractContextManager[None] = saved_tensors_hooks(pack, unpack)
     return context
 
 
@@ -338,27 +346,6 @@ class _Saved:
         if self._tensor is not None:
             return self._tensor
         return self.bucket.full.as_strided(self._size, self._stride, self._offset)
-
-
-def _packer(gathering: Gathering) -> Callable[[Tensor], Any]:
-    @_outside_graphs
-    def pack(tensor: Tensor) -> Any:
-        bucket = gathering.uses.bucket_at(tensor)
-        return tensor if bucket is None else _Saved(bucket, tensor)
-
-    return pack
-
-
-def _unpacker(gathering: Gathering) -> Callable[[Any], Tensor]:
-    @_outside_graphs
-    def unpack(saved: Any) -> Tensor:
-        if isinstance(saved, _Saved):
-            gathering.need(saved.bucket)
-            return saved.tensor()
-        tensor: Tensor = saved
-        return tensor
-
-    return unpack
 
 
 class ReadWatcher(TorchFunctionMode):

@@ -83,11 +83,7 @@ class _Nursery:
         self._shown: dict[Bucket, torch.dtype] = {}
 
     def bear(
-        self,
-        parameters: Iterable[nn.Parameter],
-        name: str,
-        sharing: Sharing,
-        offload: Offload,
+        self, parameters: Iterable[nn.Parameter], name: str, sharing: Sharing, offload: Offload
     ) -> list[Bucket]:
         """Shard the values of new parameters over the ranks."""
         alike: dict[tuple[torch.dtype, nn.Parameter | None], list[nn.Parameter]] = {}
@@ -153,24 +149,19 @@ class _Nursery:
             if self._is_whole(bucket):
                 continue
             self._link(bucket)
-            if bucket in self._unread:
-                given = torch.empty(
-                    bucket.layout.numel, dtype=bucket.precision.master, device=bucket.device
-                )
-                pending = finished("")
-            else:
-                given, pending = self._start_gather(bucket)
-            arriving.append((bucket, given, pending))
+            arriving.append((bucket, *self._start_gather(bucket)))
         for bucket, given, pending in arriving:
             pending.wait()
             self._show(bucket, bucket.views_of(given))
             self._given[bucket] = given
 
     def _start_gather(self, bucket: Bucket) -> tuple[Tensor, Pending]:
-        """Begin to gather values as given: 1-D, in the layout of the bucket."""
+        """Begin to gather values as given, if any are read: 1-D, in the layout of the bucket."""
         given = torch.empty(
             bucket.layout.numel, dtype=bucket.precision.master, device=bucket.device
         )
+        if bucket in self._unread:
+            return given, finished("")
         reading = bucket.offload.as_one(bucket.ranks, f"reading {bucket.name}")
         with reading, bucket.present(writes=False):
             given[bucket.span[0] : bucket.span[1]].copy_(bucket.shard)
@@ -207,15 +198,13 @@ class _Nursery:
             return cast
         return cast.new_empty_strided(cast.shape, strides).copy_(cast)
 
-    def _hide(self, bucket: Bucket) -> None:
-        """Let parameters look at placeholders, of the dtypes that the program expects."""
-        bucket.hide()
-        self._show_nothing(bucket, self._dtype_of(bucket))
-
     def _dtype_of(self, bucket: Bucket) -> torch.dtype:
         return self._shown.get(bucket, bucket.precision.master)
 
-    def _show_nothing(self, bucket: Bucket, dtype: torch.dtype) -> None:
+    def _hide(self, bucket: Bucket) -> None:
+        """Let parameters look at placeholders, of the dtypes that the program expects."""
+        bucket.hide()
+        dtype = self._dtype_of(bucket)
         if dtype != bucket.precision.master or any(p in self._casts for p in bucket.parameters):
             nan = torch.full((), torch.nan, dtype=dtype, device=bucket.device)
             self._show(
@@ -340,7 +329,8 @@ class _Nursery:
             bucket.rename([names.get(parameter, slot.name) for parameter, slot in slots])
             if not self._is_whole(bucket):
                 self._link(bucket)
-                self._show_nothing(bucket, bucket.precision.master)
+                self._shown.pop(bucket, None)
+                self._hide(bucket)
 
     @contextmanager
     def taking_over(self, parameters: Sequence[nn.Parameter]) -> Iterator[bool]:
@@ -353,7 +343,7 @@ class _Nursery:
         self._reveal(buckets)
         yield len(born) == len(parameters)
         for parameter in born:
-            del self.bucket_of[parameter]
+            self.bucket_of.pop(parameter)
             self._casts.pop(parameter)
             self._orders.pop(parameter)
         for bucket in buckets:
@@ -555,15 +545,6 @@ class Init:
             _nursery.leaving.wait()
             self._show()
 
-    def begin(self, module: nn.Module) -> None:
-        """Note a module that has been given a parameter of its own."""
-        self._begun.append(weakref.ref(module))
-
-    def bear(self, module: nn.Module) -> None:
-        """Shard a module that has been built and becomes part of another one."""
-        _nursery.touched.keep(0)
-        self._bear_all(module)
-
     def _bear_all(self, module: nn.Module) -> None:
         fresh = [p for p in module.parameters() if p not in _nursery.bucket_of]
         name = type(module).__name__
@@ -600,19 +581,7 @@ def MiCS_Init(  # noqa: PLR0913 - the name and the signature are DeepSpeed's
     Until `initialize` lays out the blocks, parameters are sharded over all ranks, which needs the
     least memory.
     """
-    return Init(
-        module,
-        data_parallel_group,
-        mem_efficient_linear,
-        remote_device,
-        pin_memory,
-        config_dict_or_path,
-        config,
-        enabled,
-        dtype,
-        mpu,
-        sequence_data_parallel_group=sequence_data_parallel_group,
-    )
+    return Init(**locals())  # the same names, in another order
 
 
 def _sharing_of(group: Any, near_group: Any) -> Sharing:
@@ -631,13 +600,16 @@ def _sharing_of(group: Any, near_group: Any) -> Sharing:
 
 
 def _on_attach(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Shard a module that has been built and becomes part of another one."""
     if child is not None:
-        Init._contexts[-1].bear(child)
+        _nursery.touched.keep(0)
+        Init._contexts[-1]._bear_all(child)
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+    """Note a module that has been given a parameter of its own."""
     if parameter is not None:
-        Init._contexts[-1].begin(module)
+        Init._contexts[-1]._begun.append(weakref.ref(module))
 
 
 # Born sharded long before an engine exists that could own them; removed at the program's end.

@@ -15,9 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def set_z3_leaf_modules(
-    model: nn.Module,
-    leaf_modules: Iterable[type[nn.Module] | str],
-    raise_if_not_found: bool = True,
+    model: nn.Module, leaf_modules: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Let stage 3 gather modules as a whole when they are called, and nothing inside them again.
 
@@ -41,9 +39,7 @@ def set_z3_leaf_modules(
 
 
 def unset_z3_leaf_modules(
-    model: nn.Module,
-    leaf_modules: Iterable[type[nn.Module] | str],
-    raise_if_not_found: bool = True,
+    model: nn.Module, leaf_modules: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Undo `set_z3_leaf_modules`, with the same arguments, results and errors."""
     found = _find(model, leaf_modules, raise_if_not_found)

@@ -106,12 +106,7 @@ class Walk:
 class Paths:
     """The traces that all ranks agree on, and the plans made of them."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        limits: Limits,
-        divergence: Divergence,
-    ) -> None:
+    def __init__(self, ranks: Ranks, limits: Limits, divergence: Divergence) -> None:
         self._ranks = ranks
         self._limits = limits
         self._divergence = divergence
@@ -124,7 +119,7 @@ class Paths:
     def restart(self, names: Sequence[str], numels: Sequence[int]) -> None:
         """Forget everything but the buckets' names and elements."""
         self._names, self._numels = names, numels
-        self._foresight.clear()
+        self._foresight = Foresight()
         self._plans.clear()
 
     def plan_for(self, kind: Kind, held: frozenset[int], *, last: bool) -> Plan | None:
@@ -179,10 +174,7 @@ class Paths:
         if is_alike:
             seen = trace if met.is_alike or walk.has_learned else self._joined(trace)
         gives_up = self._foresight.came(
-            walk.kind,
-            seen,
-            has_held=False if walk.plan else None,
-            is_learned=not walk.has_learned,
+            walk.kind, seen, has_held=False if walk.plan else None, is_learned=not walk.has_learned
         )
         if not is_alike:
             self._settle_parting(walk, trace, gives_up=gives_up)
@@ -241,12 +233,7 @@ class Paths:
         self._tell(walk.kind, paths, owners, gives_up=gives_up)
 
     def _tell(
-        self,
-        kind: Kind,
-        paths: Sequence[Sequence[int]],
-        owners: Sequence[str],
-        *,
-        gives_up: bool,
+        self, kind: Kind, paths: Sequence[Sequence[int]], owners: Sequence[str], *, gives_up: bool
     ) -> None:
         if self._ranks.rank == 0 and (self._divergence.tells_always or not self._has_told):
             _log.warning(

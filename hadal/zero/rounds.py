@@ -144,7 +144,8 @@ class Rounds:
         self._tell = tell
         self._forget = forget
         self._course = Course()
-        self.part: Part | None = None
+        self.part: Part
+        """Set before the first round begins."""
         self.number = 0
         """The number of the present round, the same on all ranks."""
         self._begin_round()
@@ -277,16 +278,11 @@ class Rounds:
             return True
         pass_ = self.next(Kind.BACKWARD, is_last=None)
         if pass_ is not None:
-            self._part.play(pass_)
+            self.part.play(pass_)
             self.place = self._played = self.place + 2
         if pass_ is None or self.place == self._end:
             self.leave()
         return pass_ is not None
-
-    @property
-    def _part(self) -> Part:
-        assert self.part is not None  # there has been a round
-        return self.part
 
     # ---- the end of a round ----------------------------------------------------------------------
 
@@ -299,7 +295,7 @@ class Rounds:
         """
         if stray is not None:
             self._strays.append(stray)
-        part, is_mine = self._part, self._is_faulty
+        part, is_mine = self.part, self._is_faulty
         part.prepare()
         for pass_ in self._course.known[(self._played + 1) // 2 :]:
             part.play(pass_)
@@ -339,7 +335,7 @@ class Rounds:
                 return total
             places = self._compare(self._end + 1)
             if places is None:
-                self._part.drop()
+                self.part.drop()
                 raise self._loss_error()
             if min(places) > self._end:
                 # All are here: nothing waits.
@@ -395,7 +391,7 @@ class Rounds:
                 " equally often, with the same boundaries between updates."
             )
         if flags & _FAULT:
-            self._part.drop()
+            self.part.drop()
             raise self._loss_error()
 
     def _learn(self, flags: int, strays: list[Stray]) -> None:

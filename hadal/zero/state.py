@@ -266,10 +266,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     name = "safe_set_full_optimizer_state"
     place = held_place(param, name)
     with place.present():
-        part = place.state_slice()
-        held = gather_objects(_announced(part, optim_state_key), place.ranks)
-        _expect_key(place, held, optim_state_key)
-        _expect_elements(place, held, optim_state_key)
+        part = _replaceable_slice(place, optim_state_key)
         full = place.spread(value, name)
         if part is not None:
             part.replace(optim_state_key, full[part.start : part.start + part.numel])
@@ -290,14 +287,30 @@ def safe_set_local_optimizer_state(
     name = "safe_set_local_optimizer_state"
     place = held_place(param, name)
     with place.present():
-        part = place.state_slice()
-        held = gather_objects(_announced(part, optim_state_key), place.ranks)
-        _expect_key(place, held, optim_state_key)
-        _expect_elements(place, held, optim_state_key)
+        part = _replaceable_slice(place, optim_state_key)
         numel = 0 if part is None else part.numel
         mine = place.alike(place.own(value, (numel,), name).clone())
         if part is not None:
             part.replace(optim_state_key, mine)
+
+
+def _replaceable_slice(place: Place, key: str) -> StateSlice | None:
+    """Return the slice stepped here of state that every rank may replace under this key."""
+    part = place.state_slice()
+    held = gather_objects(_announced(part, key), place.ranks)
+    _expect_key(place, held, key)
+    kinds = {type(one) for one in held if one is not None}
+    if not kinds:
+        raise UsageError(
+            f"rank {place.ranks.rank}: the optimizer has no state of {place.slot.name} yet;"
+            " set its state after the first update"
+        )
+    if _Plain in kinds:
+        raise UsageError(
+            f"rank {place.ranks.rank}: {key!r} of {place.slot.name} is not kept for each element,"
+            " and parameters may share it; change it in engine.optimizer.state"
+        )
+    return part
 
 
 class _Elements(NamedTuple):
@@ -336,20 +349,6 @@ def _expect_key(place: Place, held: Iterable[object], key: str) -> None:
         raise UsageError(
             f"rank {place.ranks.rank}: the optimizer keeps no {key!r} of {place.slot.name}; it"
             f" keeps {', '.join(missing[0].keys)}"
-        )
-
-
-def _expect_elements(place: Place, held: Iterable[object], key: str) -> None:
-    kinds = {type(one) for one in held if one is not None}
-    if not kinds:
-        raise UsageError(
-            f"rank {place.ranks.rank}: the optimizer has no state of {place.slot.name} yet;"
-            " set its state after the first update"
-        )
-    if _Plain in kinds:
-        raise UsageError(
-            f"rank {place.ranks.rank}: {key!r} of {place.slot.name} is not kept for each element,"
-            " and parameters may share it; change it in engine.optimizer.state"
         )
 
 

@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from hadal.device import number_of_users, unwatched
 from hadal.errors import ModelError, ShardedAccessError
 from hadal.zero.layout import Layout, Slot
-from hadal.zero.watched import (
-    expect_values,
-    have_values,
-    kind_of,
-    take_touched,
-    watched_kind_of,
-)
+from hadal.zero.watched import expect_values, have_values, kind_of, take_touched, watched_kind_of
 
 
 class Views:
