@@ -9,6 +9,7 @@ import importlib.util
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,8 @@ _NVIDIA, _AMD = Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/ve
 
 def devices() -> list[str]:
     """Return each accelerator's name and memory."""
-    if not torch.accelerator.is_available():
-        return []
-    kind = torch.get_device_module(current_device())
     found = []
-    for index in range(torch.accelerator.device_count()):
-        properties = (
-            kind.get_device_properties(index) if hasattr(kind, "get_device_properties") else None
-        )
+    for properties in _properties():
         name = getattr(properties, "name", current_device().type)
         memory = getattr(properties, "total_memory", None)
         found.append(name if memory is None else f"{name}, {memory / 1e9:.1f} GB")
@@ -37,14 +32,17 @@ def devices() -> list[str]:
 
 def memories() -> list[int]:
     """Return the bytes of memory of each accelerator, as far as torch knows them."""
+    found = (getattr(properties, "total_memory", None) for properties in _properties())
+    return [nbytes for nbytes in found if nbytes]
+
+
+def _properties() -> list[Any]:
+    """Return each accelerator's properties; None for one whose properties torch does not know."""
     if not torch.accelerator.is_available():
         return []
     kind = torch.get_device_module(current_device())
-    if not hasattr(kind, "get_device_properties"):
-        return []
-    count = torch.accelerator.device_count()
-    found = (getattr(kind.get_device_properties(i), "total_memory", None) for i in range(count))
-    return [nbytes for nbytes in found if nbytes]
+    known = getattr(kind, "get_device_properties", lambda _: None)
+    return [known(index) for index in range(torch.accelerator.device_count())]
 
 
 def backends() -> list[str]:

@@ -76,13 +76,13 @@ class DiskTensor:
             out.fill_(self._fill)
             return None
         offset = start * self.dtype.itemsize
-        return self._store.start_read(self._regions[generation], offset, _bytes(out))
+        return self._store.start_read(self._regions[generation], offset, out.view(torch.uint8))
 
     def start_write(self, start: int, values: Tensor) -> IoRequest:
         """Start writing `values` (1-D, aligned memory), which must not change until it is done."""
         self._is_dirty = True
         region = self._regions[self._next]
-        return self._store.start_write(region, start * self.dtype.itemsize, _bytes(values))
+        return self._store.start_write(region, start * self.dtype.itemsize, values.view(torch.uint8))
 
     def commit(self) -> None:
         """Make the writes take effect; do nothing without writes."""
@@ -130,10 +130,6 @@ class DiskTensor:
         """Free its space on the disk."""
         for region in self._regions:
             self._store.free(region)
-
-
-def _bytes(values: Tensor) -> Tensor:
-    return values.view(torch.uint8)
 
 
 class Readable(Protocol):

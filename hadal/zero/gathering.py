@@ -25,14 +25,13 @@ from hadal.errors import CommunicationError, MismatchError, OffloadError, Sharde
 from hadal.zero.agreement import Agreement, Marker, Met
 from hadal.zero.asking import Asking
 from hadal.zero.bucket import Bucket, Weights
-from hadal.zero.escapes import Escapes
 from hadal.zero.grouping import Unit
 from hadal.zero.paths import Paths, Walk
 from hadal.zero.planner import Plan, kept_until_backward
 from hadal.zero.policy import Divergence, Limits
 from hadal.zero.rounds import RoundPass, Rounds
 from hadal.zero.trace import Kind
-from hadal.zero.uses import Uses
+from hadal.zero.uses import Escapes, Uses
 from hadal.zero.watched import ReadListener
 
 _log = logging.getLogger(__name__)

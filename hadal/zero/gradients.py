@@ -16,9 +16,10 @@ from hadal.comm.collectives import slice_of, start_all_reduce, start_reduce_scat
 from hadal.comm.factors import Factors, sum_into
 from hadal.comm.pending import Pending
 from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
-from hadal.device import is_host_memory, read_on_host, unwatched
+from hadal.device import Event, is_host_memory, read_on_host, unwatched
+from hadal.offload.crossing import Crossing, Upload
 from hadal.zero.bucket import Bucket
-from hadal.zero.landing import HostMean
+from hadal.zero.offload import Offload
 from hadal.zero.policy import Reduction
 from hadal.zero.views import flattened, shaped
 
@@ -83,6 +84,50 @@ class Copies:
 def _copies_of(device: torch.device) -> Copies | None:
     """Return a device's copies; None on a CPU, whose gradients are in the cache when they come."""
     return None if is_host_memory(device) else Copies()
+
+
+class HostMean:
+    """The host memory for a mean that leaves the device, and its copies under way."""
+
+    def __init__(self, offload: Offload, crossing: Crossing) -> None:
+        self.values: Tensor | None = None
+        """The last mean that has left the device, once `wait` has returned."""
+        self._offload = offload
+        self._crossing = crossing
+        self._under_way: Event | None = None
+        self._coming: Upload | None = None
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> HostMean | None:
+        """Return the bucket's; None if updates are made in the device's memory."""
+        offload, device = bucket.offload, bucket.device
+        crossing = offload.crossing(device) if offload.lands_off(device) else None
+        return None if crossing is None else cls(offload, crossing)
+
+    def land(self, mean: Tensor) -> Tensor:
+        """Begin to copy `mean` to the host; return its destination."""
+        if self.values is None:
+            self.values = self._offload.gradient_memory(mean.numel(), mean.dtype)
+        self._under_way = self._crossing.land(mean, self.values, after=self._under_way)
+        return self.values
+
+    def wait(self) -> None:
+        """Wait until the mean has arrived: the host may read and write it then."""
+        if self._under_way is not None:
+            self._under_way.wait_on_host()
+            self._under_way = None
+
+    def bring_into(self, out: Tensor) -> None:
+        """Begin to copy the mean back to the device."""
+        assert self.values is not None  # it has landed before
+        self._coming = self._crossing.bring(self.values, out, after=self._under_way)
+        self._under_way = self._coming.event
+
+    def let_device_wait(self) -> None:
+        """Make the device's next work wait for the values that come back."""
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
 
 
 class Gradients:

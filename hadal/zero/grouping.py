@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import NamedTuple
@@ -140,8 +140,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     """Return the full names of the outermost blocks of the model's stacks, in its order."""
     paths = dict(model.named_modules())
     whole = _whole_units(paths, LeafModules())
-    blocks = [path for path in paths if path in whole and any(paths[path].children())]
-    return [path for path in blocks if not any(_is_below(path, other) for other in blocks)]
+    return _outermost([path for path in paths if path in whole and any(paths[path].children())])
 
 
 def _whole_units(paths: Mapping[str, nn.Module], leaves: LeafModules) -> set[str]:
@@ -152,16 +151,12 @@ def _whole_units(paths: Mapping[str, nn.Module], leaves: LeafModules) -> set[str
     # A module that is never called has no moment to gather everything below it.
     leaf_paths = {path for path in asked if not isinstance(paths[path], _NEVER_CALLED)}
     for path, module in paths.items():
-        if any(_is_below(path, leaf) for leaf in leaf_paths):
-            continue
-        if path in leaf_paths:
+        if path in leaf_paths or any(_is_below(path, leaf) for leaf in leaf_paths):
             continue
         if isinstance(module, _LISTS) and (_has_repeated_blocks(module) or not path):
             whole.update(_join(path, key) for key, block in module._modules.items() if block)
     blocks = {path for path in whole if not isinstance(paths[path], _NEVER_CALLED + _LISTS)}
-    return blocks | {
-        path for path in leaf_paths if not any(_is_below(path, leaf) for leaf in leaf_paths)
-    }
+    return blocks.union(_outermost(leaf_paths))
 
 
 def _fine_grained(paths: Mapping[str, nn.Module], threshold: int) -> set[str]:
@@ -172,12 +167,11 @@ def _fine_grained(paths: Mapping[str, nn.Module], threshold: int) -> set[str]:
     if not threshold:
         return set()
     lists = (path for path, module in paths.items() if isinstance(module, _LISTS))
-    stacks = [path for path in lists if _has_repeated_blocks(paths[path])]
-    outermost = [s for s in stacks if not any(_is_below(s, other) for other in stacks)]
+    stacks = _outermost([path for path in lists if _has_repeated_blocks(paths[path])])
     return {
         path
         for path, module in paths.items()
-        if not any(path == stack or _is_below(stack, path) for stack in outermost)
+        if not any(path == stack or _is_below(stack, path) for stack in stacks)
         and sum(p.numel() for p in module.parameters()) < threshold * len(list(module.modules()))
     }
 
@@ -216,6 +210,11 @@ def _common_ancestor(one: str, other: str) -> str:
 
 def _is_below(path: str, ancestor: str) -> bool:
     return path != ancestor and (not ancestor or path.startswith(f"{ancestor}."))
+
+
+def _outermost(paths: Collection[str]) -> list[str]:
+    """Return the paths that are not below another of them."""
+    return [path for path in paths if not any(_is_below(path, other) for other in paths)]
 
 
 def _join(path: str, key: str) -> str:
@@ -285,8 +284,9 @@ def plan_buckets(
                     continue
                 is_all = len(piece) == len(unit.members)
                 name = unit.name if is_all else f"{unit.name}[{piece[0].name}..]"
-                plan = BucketPlan(name, kind.policy, list(piece), [unit], kind.row_numel)
-                plan.sharing = kind.sharing
+                plan = BucketPlan(
+                    name, kind.policy, list(piece), [unit], kind.row_numel, kind.sharing
+                )
                 plans.append(plan)
                 open_plans[kind] = plan
     return plans

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,10 @@ from torch.autograd.graph import increment_version
 from hadal.comm import Ranks
 from hadal.comm.coded import Messages
 from hadal.comm.collectives import broadcast_, max_
-from hadal.device import is_in_backward, will_collect
+from hadal.device import is_in_backward, unwatched, will_collect
 from hadal.errors import UsageError
 from hadal.zero.agreement import Marker
 from hadal.zero.bucket import Bucket, refresh_all
-from hadal.zero.exchange import OwnExchange
 from hadal.zero.expectation import Expectation
 from hadal.zero.gathering import Gathering, Phase
 from hadal.zero.gradients import Arrival, Aside, Gradients
@@ -27,7 +26,6 @@ from hadal.zero.grouping import Unit
 from hadal.zero.policy import Divergence, Limits, Reduction
 from hadal.zero.rounds import Part
 from hadal.zero.sanity import Sanity, UnusedCheck
-from hadal.zero.still import has_frozen, held_still
 from hadal.zero.uncounted import UncountedEdits
 
 _log = logging.getLogger(__name__)
@@ -36,6 +34,28 @@ _in_backward: list[ZeroRuntime] = []
 
 # A bucket without a gradient on any rank in so many updates is left out of the reductions.
 _IDLE_UPDATES = 16
+
+
+class OwnExchange(Protocol):
+    """An optimizer that leaves gradients on their ranks (`Reduction.stays`) and sends its own data.
+
+    Between two of its exchanges the ranks' weights may differ.
+    """
+
+    def bring_together(self) -> None:
+        """Make weights and optimizer state the same on all ranks, which all call it."""
+
+    def begin_anew(self) -> None:
+        """Forget what was to be sent: weights and optimizer state have been replaced."""
+
+    def memory(self) -> Any:
+        """Return this rank's data still to send: dicts and lists of tensors; None: nothing."""
+
+    def fits(self, memory: Any) -> bool:
+        """Return True if a `memory` is of parameters laid out as they are here."""
+
+    def remember(self, memory: Any) -> None:
+        """Take over a `memory` that fits."""
 
 
 class ZeroRuntime:
@@ -454,7 +474,7 @@ class ZeroRuntime:
             return self._reduce_rest(part)
 
     def _reduce_rest(self, part: Callable[[], Tensor] | None) -> Tensor | None:
-        frozen = [has_frozen(g.bucket) for g in self.gradients]
+        frozen = [_has_frozen(g.bucket) for g in self.gradients]
         self._untold += 1
         is_news = self._has_news(frozen)
         mine, has_part = torch.zeros((), dtype=torch.float64), False
@@ -535,7 +555,7 @@ class ZeroRuntime:
         # Frozen values must not differ between ranks: neither by what the ranks did before they
         # were frozen, nor by what they do now.
         self.bring_together()
-        with held_still(self._frozen):
+        with _held_still(self._frozen):
             yield
             self.bring_together()
 
@@ -640,3 +660,41 @@ class ZeroRuntime:
         self.gathering.gather_for_good()
         for bucket in self.buckets:
             bucket.release()
+
+
+# ---- parameters frozen while their bucket is trained ---------------------------------------------
+
+
+def _has_frozen(bucket: Bucket) -> bool:
+    """Return True if a parameter of a trained bucket requires no gradient now."""
+    with unwatched():
+        return not all(parameter.requires_grad for parameter in bucket.parameters)
+
+
+@contextmanager
+def _held_still(buckets: Iterable[Bucket]) -> Iterator[None]:
+    """Restore the values of frozen parameters in these buckets after an update.
+
+    A gradient of zero is not enough: momentum and weight decay would move a frozen parameter. All
+    ranks must name the same buckets. The optimizer's state does see a gradient of zero.
+    """
+    held = list(buckets)
+    kept = []
+    for bucket in held:
+        with bucket.present(writes=False):
+            kept.append([cut.clone() for cut in _frozen_cuts(bucket)])
+    yield
+    for bucket, values in zip(held, kept, strict=True):
+        with bucket.present():
+            for cut, value in zip(_frozen_cuts(bucket), values, strict=True):
+                cut.copy_(value)
+            bucket.write_back(0, bucket.span[1] - bucket.span[0])
+    refresh_all(held)
+
+
+def _frozen_cuts(bucket: Bucket) -> Iterator[Tensor]:
+    """Yield the master values of frozen parameters in this rank's span."""
+    assert bucket.master is not None  # it is trained
+    for part in bucket.layout.fragments(*bucket.span):
+        if not bucket.parameters[part.slot].requires_grad:
+            yield bucket.master[part.offset : part.offset + part.numel]

@@ -279,8 +279,11 @@ class Stored:
             self._backing.copy_to(out)
             return gather()
         source, give_back = self._values, None
+        if source is None and self._ahead is not None:
+            source, give_back = self._ahead.take() or (None, None)
         if source is None:
-            source, give_back = self._read()
+            assert self._backing is not None  # they are not loaded
+            source = self._backing.read()
         if self._crossing is None:
             out.copy_(source, non_blocking=True)
             if give_back is not None:
@@ -294,14 +297,6 @@ class Stored:
         pending = arrival.then(gather)
         # A single rank waits for the values only.
         return Pending(pending.label, [arrival]) if pending.done else pending
-
-    def _read(self) -> tuple[Tensor, Callable[[Event | None], None] | None]:
-        """Return the values from the disk, and a callback that frees their buffer, if any."""
-        found = None if self._ahead is None else self._ahead.take()
-        if found is not None:
-            return found
-        assert self._backing is not None  # they are not loaded
-        return self._backing.read(), None
 
     def land(self, start: int, values: Tensor) -> None:
         """Write new values, cast, from the device's memory to the elements from `start` on."""
