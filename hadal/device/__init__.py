@@ -1,4 +1,4 @@
-"""A common interface to cuda, xpu, npu and cpu: no code outside this folder names a device kind."""
+"""A common interface to cuda, xpu, npu and cpu; code outside this folder names no device kind."""
 
 from hadal.device.accelerator import (
     accelerator_kind,

@@ -26,7 +26,7 @@ def accelerator_kind() -> str | None:
 
 
 def choose_kind(kind: str) -> None:
-    """Choose the kind of device: "cpu" in spite of an accelerator, or the accelerator's own.
+    """Choose the kind of device: "cpu" despite an accelerator, or the accelerator's kind.
 
     Raises:
         UsageError: torch finds no accelerator of this kind.
@@ -35,7 +35,7 @@ def choose_kind(kind: str) -> None:
     there = ["cpu"] if found is None else ["cpu", found.type]
     if kind not in there:
         raise UsageError(
-            f"the device chosen is {kind!r}, but torch finds {' and '.join(there)} here; choose one"
+            f"the chosen device is {kind!r}, but torch finds {' and '.join(there)} here; choose one"
             f" of these, or install the torch build for {kind}"
         )
     _chosen[:] = [kind]
@@ -52,7 +52,7 @@ def current_device() -> torch.device:
 def rank_device(local_rank: int) -> torch.device:
     """Make accelerator number `local_rank` of this host the current one, and return it.
 
-    With fewer accelerators than local ranks the ranks share them, round robin.
+    If there are fewer accelerators than local ranks, the ranks share them, round robin.
     """
     if accelerator_kind() is not None:
         torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
@@ -65,14 +65,14 @@ def collective_backend() -> str:
     if kind == "cpu":
         return "gloo"
     own = torch.distributed.get_default_backend_for_device(kind)
-    # Ranks exchange host tensors too (to agree on things), which only gloo supports.
+    # Ranks also exchange host tensors, which only gloo supports.
     return f"cpu:gloo,{kind}:{own}"
 
 
 def device_identity(device: torch.device) -> str:
-    """Return a name of an accelerator that is the same in all processes of its host, or "".
+    """Return a name for an accelerator that is the same in all processes of its host, or "".
 
-    An index is not: each process may see other devices (CUDA_VISIBLE_DEVICES).
+    An index is not, because each process may see different devices (CUDA_VISIBLE_DEVICES).
     """
     if device.type == "cpu":
         return ""
@@ -84,7 +84,7 @@ def device_identity(device: torch.device) -> str:
 def widest_float(device: torch.device) -> torch.dtype:
     """Return the dtype for long sums on a device: float64, or float32 if it lacks float64.
 
-    Some Intel GPUs and Apple's lack it; Ascend's have it for few operations.
+    Apple's GPUs and some of Intel's lack it; Ascend's NPUs support few operations in it.
     """
     try:
         torch.ones(2, dtype=torch.float64, device=device).sqrt().sum().item()

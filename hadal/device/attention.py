@@ -1,4 +1,4 @@
-"""torch's fused attention for CPUs with its log-sum-exp, which has no public name yet."""
+"""torch's fused attention for CPUs that returns the log-sum-exp; it has no public name yet."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def has_fused_attention(device: torch.device) -> bool:
-    """Return whether torch has the two kernels below for this kind of device."""
+    """Return True if torch has the two kernels below for this kind of device."""
     ops = torch.ops.aten
     names = "_scaled_dot_product_flash_attention_for_cpu"
     return device.type == "cpu" and hasattr(ops, names) and hasattr(ops, f"{names}_backward")
 
 
 def has_flex_attention(device: torch.device) -> bool:
-    """Return whether torch's FlexAttention has a backward for this kind of device."""
+    """Return True if torch's FlexAttention has a backward for this kind of device."""
     return device.type in ("cuda", "xpu")
 
 
@@ -36,7 +36,7 @@ def fused_attention(
         key, value: [batch, heads, columns, D].
         bias: broadcastable to [batch, heads, rows, columns], of the same dtype.
         scale: factor of the scores.
-        is_causal: row i has columns 0 to i only, and there is no bias.
+        is_causal: row i uses only columns 0 to i, and there is no bias.
 
     Returns:
         [batch, heads, rows, D] in the same dtype, and [batch, heads, rows] in fp32 (fp64 for fp64).
@@ -58,8 +58,8 @@ def fused_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value.
 
-    `result` may be that of an attention over more columns than these: the gradients are then the
-    parts of its gradients that come from these columns.
+    `result` may belong to an attention over more columns than these: the gradients are then the
+    contributions of these columns.
 
     Args:
         gradient: of the output, [batch, heads, rows, D].

@@ -1,4 +1,4 @@
-"""Backward passes under the caller's function modes, and queries about a running one.
+"""Backward passes under the caller's function modes, and queries about a running backward.
 
 Tests: tests/npu/test_device.py
 """
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 SavedHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""The pair that packs a tensor which autograd saves, and unpacks it."""
+"""The pair of functions that packs a tensor saved by autograd, and unpacks it."""
 
 unwatched = torch._C.DisableTorchFunction
-"""A context whose operations no function mode sees."""
+"""A context whose operations are hidden from function modes."""
 
 
 def backward_watched(root: Tensor, retain_graph: bool) -> None:
-    """Run `root.backward(retain_graph=...)` such that function modes see its Python operations.
+    """Run `root.backward(retain_graph=...)` so that function modes see its Python operations.
 
-    torch's own method is an operation that a mode may override, so it runs with the mode disabled.
+    torch's own method is itself an operation that a mode may override, so it disables the mode.
     """
     torch.autograd.graph._engine_run_backward(
         (root,),
@@ -35,41 +35,41 @@ def backward_watched(root: Tensor, retain_graph: bool) -> None:
 
 
 def at_end_of_backward(act: Callable[[], None]) -> None:
-    """Call `act` at the end of the backward that runs now on this thread.
+    """Call `act` at the end of the backward that is running on this thread.
 
-    It is not called if the backward raises. The backward raises what `act` raises.
+    It is not called if the backward raises. If `act` raises, so does the backward.
     """
     torch.autograd.Variable._execution_engine.queue_callback(act)
 
 
 def is_in_backward() -> bool:
-    """Return whether this thread runs a backward."""
+    """Return True if this thread is running a backward."""
     return graph_task() != -1
 
 
 def graph_task() -> int:
-    """Return the number of the backward that this thread runs; a nested one has its own."""
+    """Return the number of the backward running on this thread; a nested one has its own."""
     return int(torch._C._current_graph_task_id())
 
 
 def is_in_node() -> bool:
-    """Return whether this thread runs an operation of a backward, perhaps with one nested in it."""
+    """Return True if this thread is inside an operation of a backward."""
     return torch._C._current_autograd_node() is not None
 
 
 def will_collect(parameter: Tensor) -> bool:
-    """Return whether the current backward will accumulate a gradient in `parameter`, a leaf.
+    """Return True if the current backward will accumulate a gradient in `parameter`, a leaf.
 
-    False if gradients are only returned to the caller (`torch.autograd.grad`).
+    It does not if gradients are only returned to the caller (`torch.autograd.grad`).
     """
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     return bool(torch._C._will_engine_execute_node(node))
 
 
 def saved_tensors_hooks_here() -> SavedHooks | None:
-    """Return the innermost pair of `saved_tensors_hooks` around the caller, which autograd calls.
+    """Return the innermost pair of `saved_tensors_hooks` around the caller.
 
-    torch calls no other pair: one that is entered inside calls this one itself.
+    torch calls only that pair. A pair entered inside it must call this one itself.
     """
     found: SavedHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found

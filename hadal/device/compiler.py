@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 def spared_import() -> Iterator[None]:
     """Create an optimizer in the block without importing torch's compiler, which takes a second.
 
-    `Optimizer.add_param_group` is excluded from compiled graphs by a wrapper that imports the
-    compiler at its first call, unless it finds the attribute set here. Nothing is compiled while
-    an optimizer is created. If a version of torch does it otherwise, this has no effect.
+    A wrapper excludes `Optimizer.add_param_group` from compiled graphs. It imports the compiler at
+    its first call unless it finds the attribute set here. Nothing is compiled while an optimizer is
+    created. With a version of torch that does it differently this has no effect.
     """
     plain = inspect.unwrap(Optimizer.add_param_group)
     if "torch._dynamo" in sys.modules or hasattr(plain, "__dynamo_disable"):
@@ -32,7 +32,7 @@ def spared_import() -> Iterator[None]:
 
 
 def has_compiled() -> bool:
-    """Return whether torch's compiler has compiled anything in this process."""
+    """Return True if torch's compiler has compiled anything in this process."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return bool(getattr(frames, "FRAME_COUNTER", 0))
 
@@ -40,13 +40,13 @@ def has_compiled() -> bool:
 def before_compiling(act: Callable[[], None]) -> None:
     """Call `act` each time torch's compiler starts; do nothing if it is not imported yet.
 
-    A reset of the compiler removes the callback.
+    Resetting the compiler removes the callback.
     """
     handler: Any = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
-    if handler is not None and _told(act) not in handler.start_callbacks:
-        handler.register_start_callback(_told(act))
+    if handler is not None and _as_callback(act) not in handler.start_callbacks:
+        handler.register_start_callback(_as_callback(act))
 
 
 @cache
-def _told(act: Callable[[], None]) -> Callable[[object], None]:
+def _as_callback(act: Callable[[], None]) -> Callable[[object], None]:
     return lambda _: act()

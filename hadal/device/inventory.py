@@ -1,4 +1,4 @@
-"""Descriptions of this machine's devices and of torch's capabilities, for people.
+"""Readable descriptions of this machine's devices and of torch's capabilities.
 
 Tests: tests/cli/test_report.py, tests/npu/test_accelerator.py
 """
@@ -31,7 +31,7 @@ def devices() -> list[str]:
 
 
 def memories() -> list[int]:
-    """Return the bytes of memory of each accelerator, as far as torch knows them."""
+    """Return the bytes of memory of each accelerator for which torch knows them."""
     found = (getattr(properties, "total_memory", None) for properties in _properties())
     return [nbytes for nbytes in found if nbytes]
 
@@ -70,7 +70,7 @@ def libraries() -> dict[str, str]:
 
 
 def _text_of(path: Path) -> str:
-    """Return the text of a system file; empty if there is none."""
+    """Return the text of a system file, or "" if it does not exist."""
     try:
         return path.read_text()
     except OSError:
@@ -89,13 +89,13 @@ def built_with() -> str:
 
 
 def lacks_fused_kernels() -> str:
-    """Return why optimizers run without torch's fused kernels; empty if they use them."""
+    """Return why optimizers run without torch's fused kernels, or "" if they use them."""
     device = current_device()
     return "" if has_fused_kernels(device) else f"torch has none for {device.type}"
 
 
 def lacks_compiler() -> str:
-    """Return why `engine.compile` cannot work here; empty if no obstacle is known."""
+    """Return why `engine.compile` cannot work here, or "" if no obstacle is known."""
     if current_device().type == "cpu":
         found = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
         return "" if found else "torch needs a C++ compiler for CPUs: install g++"

@@ -1,14 +1,15 @@
 """torch's fused kernels that have no public name yet, each behind one tested function.
 
-The lists of a call have equal length, and so have the tensors at one index of all lists: 1-D, of
-one dtype, on one device. `divisor` is a float32 scalar tensor on it; the kernel divides gradients
-by it and overwrites them with the quotients. `overflowed` is such a scalar too: if it is 1, nothing
-changes. A step is a float32 scalar tensor that already counts this update and is not changed, so
-that one update can run in several blocks. The arithmetic is in float32 if the tensors have 16 bits.
+All lists of a call have the same length. The tensors at the same index are 1-D, of the same length
+and dtype, on one device. `divisor` is a float32 scalar tensor on it; the kernel divides gradients
+by it and overwrites them with the quotients. `overflowed` is also such a scalar: if it is 1,
+nothing changes. A step is a float32 scalar tensor that already counts this update and is not
+changed, so that an update can run in several blocks. For tensors of 16 bits the arithmetic is in
+float32.
 
 An element gets the same bits at any position in a call. On CPUs torch computes the elements after
-the last full vector one by one, with other rounding (without fused multiply-adds) than those in
-vectors, so they are copied to a full vector of their own.
+the last full vector one by one, and rounds them differently (without fused multiply-adds), so they
+are copied to a full vector.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 Tensors = Sequence[Tensor]
 
-# The longest vectors of any CPU (AVX-512), a multiple of shorter ones.
+# The longest vectors of any CPU (AVX-512), a multiple of the shorter ones.
 _VECTOR_NBYTES = 64
 
 
@@ -61,7 +62,7 @@ class AdagradRule(NamedTuple):
 
 
 def has_fused_kernels(device: torch.device) -> bool:
-    """Return whether torch has the kernels below for this kind of device."""
+    """Return True if torch has the kernels below for this kind of device."""
     return device.type in _get_fused_kernels_supported_devices()
 
 
@@ -75,7 +76,7 @@ def fused_adam_(
     divisor: Tensor | None = None,
     overflowed: Tensor | None = None,
 ) -> None:
-    """Do one Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) update, in one kernel.
+    """Make one Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) update in one kernel.
 
     An infinite step disables bias correction: b^inf is 0, so 1 - b^inf is exactly 1.
     """
@@ -110,10 +111,10 @@ def fused_sgd_(
     divisor: Tensor | None = None,
     overflowed: Tensor | None = None,
 ) -> None:
-    """Do one SGD update in place, with momentum (Sutskever 2013) if given, in one kernel.
+    """Make one SGD update, with momentum (Sutskever 2013) if given, in one kernel.
 
-    In the first update the momentum becomes the gradient, whatever it held. Tensors of 16 bits are
-    not supported: torch 2.13's CPU kernel skips elements of theirs and reads beyond the end.
+    The first update sets the momentum to the gradient. Tensors of 16 bits are not supported: torch
+    2.13's CPU kernel skips some of their elements and reads beyond the end.
     """
     owned = [] if momenta is None else [momenta]
     with _whole_vectors([parameters, gradients, *owned]) as (pieces, _):
@@ -142,7 +143,7 @@ def fused_adagrad_(
     divisor: Tensor | None = None,
     overflowed: Tensor | None = None,
 ) -> None:
-    """Do one Adagrad (Duchi et al. 2011) update in place, in one kernel."""
+    """Make one Adagrad (Duchi et al. 2011) update in one kernel."""
     with _whole_vectors([parameters, gradients, square_sums]) as (pieces, numbers):
         torch._fused_adagrad_(
             pieces[0],
@@ -163,7 +164,7 @@ def fused_adagrad_(
 def _whole_vectors(lists: Sequence[Tensors]) -> Iterator[tuple[list[list[Tensor]], list[int]]]:
     """Split the tensors of lists of equal length into parts that are full vectors on a CPU.
 
-    Changes are written back to the tensors. Yields the parts of each list, and their list indices.
+    Changes are written back to the tensors. Yields the parts of each list and their list indices.
     """
     pieces: list[list[Tensor]] = [[] for _ in lists]
     numbers: list[int] = []

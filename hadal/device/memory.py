@@ -1,4 +1,4 @@
-"""Memory of the host and the device: its use, its allocation, and the fate of freed memory."""
+"""Memory of the host and the device: usage, allocation, and whether freed memory is kept."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ _LIMITS = (
     ),
 )
 
-# glibc's mallopt(3): the size from which an allocation is mapped from the system and unmapped on
-# its own, and how much may stay free at the end of the heap (-1: any amount).
+# Parameters of glibc's mallopt(3): the size from which an allocation gets its own mapping, and how
+# much may stay free at the end of the heap (-1: any amount).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _MMAP_NBYTES = 1 << 30
 # A flag of cudaHostRegister: locked for all devices.
 _PORTABLE = 1
 _OLDER_MMAP_NBYTES = 1 << 25
-# Shared memory, the default, may be scarce, and has pages of the usual size.
+# Shared memory, the default, may be scarce, and cannot use huge pages.
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 class MemoryUse(NamedTuple):
-    """Bytes in use: this process's memory on the host, torch's tensors on the device."""
+    """Bytes in use by this process on the host, and by torch's tensors on the device."""
 
     host: int
     device: int
     device_peak: int
-    """The maximum since the peak was last reset; 0 on a CPU, like `device`."""
+    """The maximum since the last reset of the peak; 0 on a CPU, like `device`."""
 
 
 def memory_use(device: torch.device) -> MemoryUse:
@@ -63,8 +63,7 @@ def memory_use(device: torch.device) -> MemoryUse:
 def allocated_host_nbytes() -> int:
     """Return the bytes that this process has allocated and not freed.
 
-    Resident memory contains what was freed and is kept for reuse. Without glibc's figures it is
-    returned nevertheless.
+    Without glibc it is the resident memory, which includes freed memory that is kept for reuse.
     """
     library = _glibc()
     if library is None or not hasattr(library, "mallinfo2"):
@@ -98,7 +97,7 @@ def memory_in_use(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak bytes in use; for an accelerator since its peak was last reset."""
+    """Return the peak bytes in use; for an accelerator, since the last reset of its peak."""
     return _most_resident_nbytes() if device.type == "cpu" else memory_use(device).device_peak
 
 
@@ -125,9 +124,9 @@ _of_the_parent: list[mmap.mmap] = []
 def unforked_memory(nbytes: int, *, on_huge_pages: bool = False) -> mmap.mmap:
     """Allocate zeroed, page-aligned memory for direct transfers by devices and disks.
 
-    A forked process does not inherit it and must not touch it: the kernel kills one that does.
-    Otherwise a fork would copy all pages that a device has locked, and could move a page during a
-    transfer (open(2) on O_DIRECT). On systems without MADV_DONTFORK, forks share it.
+    A forked process does not inherit it, and is killed by the kernel if it touches it. Otherwise a
+    fork would copy all pages that a device has locked, and could move a page during a transfer (see
+    O_DIRECT in open(2)). On systems without MADV_DONTFORK, forked processes share it.
     """
     memory = mmap.mmap(-1, max(nbytes, 1), **_PRIVATE)
     for name in ("MADV_DONTFORK", *(["MADV_HUGEPAGE"] if on_huge_pages else [])):
@@ -139,7 +138,7 @@ def unforked_memory(nbytes: int, *, on_huge_pages: bool = False) -> mmap.mmap:
 
 
 def _keep_the_parents() -> None:
-    """Never unmap the parent's memory in a forked process: other memory may be at its address."""
+    """Never unmap the parent's memory in a forked process, where its address may be reused."""
     _of_the_parent.extend(_unforked)
 
 
@@ -148,11 +147,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def page_locked(nbytes: int) -> torch.Tensor:
-    """Allocate page-aligned pinned host memory, which the accelerator copies by itself.
+    """Allocate page-aligned pinned host memory, which the accelerator can copy by itself.
 
-    CUDA locks existing memory. torch's own pool rounds each allocation up to a power of two, so
-    gradients of many gigabytes would take up to twice their size. A forked process must not touch
-    it (`unforked_memory`).
+    For CUDA, existing memory is locked, because torch's own pool rounds each allocation up to a
+    power of two: gradients of many gigabytes would take up to twice their size. A forked process
+    must not touch this memory (`unforked_memory`).
 
     Raises:
         OffloadError: the system refuses to lock more memory.
@@ -180,14 +179,14 @@ def _unlock(address: int) -> None:
 
 
 def is_host_memory(device: torch.device) -> bool:
-    """Return whether tensors of `device` are in host memory."""
+    """Return True if tensors of `device` are in host memory."""
     return device.type == "cpu"
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two contiguous host tensors of equal size hold the same bytes.
+    """Return True if two contiguous host tensors of equal size hold the same bytes.
 
-    It calls the C library if possible: `torch.equal` takes four times as long.
+    It calls the C library if possible, because `torch.equal` takes four times as long.
     """
     compare = _memcmp()
     if compare is None:
@@ -198,7 +197,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 @cache
 def _memcmp() -> Callable[[int, int, int], int] | None:
     try:
-        # Without releasing the GIL, as handing it over would take longer than the call.
+        # PyDLL does not release the GIL, which would take longer than the call.
         function = ctypes.PyDLL(None).memcmp
     except (OSError, TypeError, AttributeError):
         return None

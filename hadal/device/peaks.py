@@ -10,7 +10,7 @@ import time
 import torch
 
 # Peak operations per second of dense matrix products in 16 bits, and in fp32 as torch runs them by
-# default, from the vendors' data sheets. An MI250X is two devices.
+# default, from the vendors' data sheets. An MI250X counts as two devices.
 _PEAKS: dict[str, tuple[float, float]] = {
     "H200": (989e12, 67e12),
     "H100 PCIe": (756e12, 51e12),
@@ -50,7 +50,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_of_name(name: str) -> tuple[float, float] | tuple[None, None]:
-    """Return the peaks in 16 bits and in fp32 of a device by name; the longest match counts."""
+    """Return the 16-bit and fp32 peaks of a device from its name; the longest match counts."""
     words = f" {name.replace('-', ' ')} "
     found = [known for known in _PEAKS if f" {known} " in words]
     return _PEAKS[max(found, key=len)] if found else (None, None)

@@ -12,8 +12,8 @@ from torch import Tensor
 def look_at(parameter: Tensor, values: Tensor) -> None:
     """Point a leaf at other values, on any device: `parameter.data = values`.
 
-    torch refuses that between the host and an out-of-tree device (PrivateUse1, such as Ascend's
-    NPUs). In that case the implementations of the two Python objects are swapped.
+    torch does not allow that between the host and an out-of-tree device (PrivateUse1, such as
+    Ascend's NPUs). There the implementations of the two Python objects are swapped.
     """
     if parameter.device.type == values.device.type or _may_be_assigned(parameter, values):
         parameter.data = values
@@ -21,7 +21,7 @@ def look_at(parameter: Tensor, values: Tensor) -> None:
     hooks, later_hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     other = values.detach().requires_grad_(parameter.requires_grad)
     torch._C._swap_tensor_impl(parameter, other)
-    # torch keeps hooks in both objects; these lines register them again on its own side.
+    # torch keeps hooks in both objects; assigning them registers them in the new implementation.
     if hooks:
         parameter._backward_hooks = hooks
     if later_hooks:
@@ -37,7 +37,7 @@ def number_of_users(values: Tensor) -> int:
 
 
 def _may_be_assigned(parameter: Tensor, values: Tensor) -> bool:
-    # By trying it: torch's own query gives answers for such a device that assignments contradict.
+    # Tried out, because torch's own query gives wrong answers for such a device.
     probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     try:
         probe.data = values

@@ -1,4 +1,4 @@
-"""Reading an accelerator's values on the host: at once, or started now and finished later.
+"""Reads of an accelerator's values on the host, at once or asynchronously.
 
 Tests: tests/npu/test_waits.py
 """
@@ -16,7 +16,8 @@ def read_on_host(tensor: Tensor, what: str) -> Tensor:
     """Return the values of a tensor in host memory, waiting for them.
 
     On an accelerator the host waits for everything queued before; `what` names the values ("the
-    norm of the gradients") if that takes too long. A tensor in host memory is returned as it is.
+    norm of the gradients") in the report of a wait that takes too long. A tensor in host memory is
+    returned unchanged.
     """
     if tensor.device.type == "cpu":
         return tensor.detach()
@@ -36,7 +37,7 @@ class HostCopy:
 
     @property
     def is_over(self) -> bool:
-        """True if the values are in host memory, so that `values` does not wait."""
+        """True if the values have arrived, so that `values` does not wait."""
         return self._event.is_over
 
     def values(self) -> Tensor:
@@ -48,8 +49,8 @@ class HostCopy:
 def start_reading(tensor: Tensor, what: str) -> HostCopy:
     """Start copying a small tensor to pinned host memory, after the work queued on its device.
 
-    The host does not wait; later changes of the tensor are not seen. `what` names the values if the
-    wait for them takes too long.
+    The host does not wait, and later changes of the tensor have no effect. `what` names the values
+    in the report of a wait that takes too long.
     """
     if tensor.device.type in WITHOUT_STREAMS:
         return HostCopy(read_on_host(tensor, what).clone(), Event(), what)

@@ -1,4 +1,4 @@
-"""Timestamps in the work of a device, for measuring without waiting for it."""
+"""Timestamps in a device's work, which measure time without waiting for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams for copies between device and host, beside the device's own work."""
+"""Streams for copies between device and host that overlap with the device's own work."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ WITHOUT_STREAMS = ("cpu", "mps")
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether a device can run several streams of work at the same time."""
+    """Return True if a device can run several streams of work at the same time."""
     return device.type not in WITHOUT_STREAMS
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether a graph of the device's work is being captured; it cannot use outside events.
+    """Return True if a graph of the device's work is being captured, which cannot use other events.
 
-    torch lets all earlier work finish before a capture.
+    torch finishes all earlier work before a capture.
     """
     asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return asked is not None and bool(asked())
@@ -41,7 +41,7 @@ class Event:
 
     @classmethod
     def on(cls, device: torch.device) -> Event:
-        """Return the point behind all that a device was given so far."""
+        """Return the point after all work queued on a device."""
         if not has_streams(device):
             return cls()
         return cls(torch.accelerator.current_stream(device).record_event(), device)
@@ -69,11 +69,11 @@ class Event:
 
 
 class SideStream:
-    """A stream of a device beside its current one.
+    """A stream of a device in addition to its current one.
 
-    The caller keeps the tensors of work that it starts here until a later event is over, or until
-    the device waits for one: freed memory may be reused at once. On a CPU, and on a
-    device without streams, all work is done immediately.
+    The caller keeps the tensors that are used here until a later event is over, or until the device
+    waits for one, because freed memory may be reused at once. On a CPU, and on a device without
+    streams, all work is done immediately.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Waits of the host for its accelerator, each with a name that a watchdog reports.
 
 An accelerator runs behind its host: a collective that never ends is first noticed when the host
-reads a value, or waits for a stream or an event. Every such wait of the library goes through
+reads a value, or waits for a stream or an event. All such waits in the library go through
 `read_on_host`, `start_reading`, `Event.wait_on_host` or `synchronize`.
 
 Tests: tests/npu/test_watched.py, tests/npu/test_waits.py
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-# The watcher of waits, if any: `hadal.comm`, which this folder does not import.
+# The watcher of waits, if any; `hadal.comm` sets it, because this folder does not import that one.
 _watch: list[Callable[[str], AbstractContextManager[object]]] = [nullcontext]
 
 

@@ -171,5 +171,5 @@ def divergence_of(config: Config) -> Divergence:
     return Divergence(
         is_expected=zero.divergent_ranks is True,
         is_tolerated=zero.divergent_ranks is not False,
-        tells_always=zero.log_trace_cache_warnings,
+        reports_each=zero.log_trace_cache_warnings,
     )

@@ -170,7 +170,7 @@ class Updates:
         for listener in session.listeners:
             listener.before_update(MeanGradients(parts.model, parts.runtime))
         options = options_of(training.optimizer) if session.listeners else None
-        parts.runtime.check_sanity(overflow_is_told=parts.skip_overflow)
+        parts.runtime.check_sanity(overflow_is_handled=parts.skip_overflow)
         stepper = training.stepper
         looks = isinstance(stepper, FlatStepper) and stepper.steps_in_blocks
         parts.runtime.reshard_all(update_looks=looks)

@@ -1,17 +1,17 @@
-"""Offload tiers: host memory with direct disk I/O, and the disk itself.
+"""Offload tiers: host memory that supports direct disk I/O, and the disk itself.
 
 Words of this folder.
 
 store     the storage of one process on a disk: one file in its own folder
-region    a range of that file for one thing (a shard's masters, say)
-tensor    a 1-D tensor in two regions: the last committed values, and the next
+region    a range of that file for one purpose, such as a shard's masters
+tensor    a 1-D tensor in two regions: the last committed values and the next ones
 slice     consecutive elements of a tensor that is not in memory
 request   an asynchronous read or write of a part of a region
 block     the unit of bytes in which requests are handled
-call      consecutive blocks of a request that are moved in one system call
-queue     the threads that run calls, and their limit of blocks under way
+call      consecutive blocks of a request that one system call transfers
+queue     the threads that run calls, with a limit on the blocks under way
 buffer    whole pages of host memory; a pool lends a limited number of them
-sweep     remove the leftovers of dead processes on a disk
+sweep     remove files that dead processes left on a disk
 """
 
 from hadal.offload.buffers import BufferPool, aligned

@@ -19,7 +19,7 @@ def aligned(nbytes: int, *, pinned: bool = False) -> Tensor:
 
     Args:
         nbytes: the number of bytes.
-        pinned: pin it, if there is an accelerator to benefit from it.
+        pinned: pin it if there is an accelerator.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -31,7 +31,7 @@ def aligned(nbytes: int, *, pinned: bool = False) -> Tensor:
 def memory_of(buffer: Tensor) -> memoryview:
     """Return the bytes of a vector, which the caller must keep alive.
 
-    It avoids numpy: torch's storage can never be resized once numpy has seen it.
+    It avoids numpy, because torch's storage cannot be resized once numpy has used it.
     """
     nbytes = buffer.numel()
     if not nbytes:
@@ -59,7 +59,7 @@ def check_buffer(buffer: Tensor) -> None:
     if buffer.data_ptr() % ALIGNMENT:
         raise UsageError(
             f"a buffer for the disk must begin at a multiple of {ALIGNMENT} bytes, found one"
-            f" {buffer.data_ptr() % ALIGNMENT} bytes after; use a slice of"
+            f" {buffer.data_ptr() % ALIGNMENT} bytes after one; use a slice of"
             f" `hadal.offload.aligned(nbytes)` that begins at such a multiple"
         )
 
@@ -73,7 +73,7 @@ class BufferPool:
         self._pinned = pinned
         self._free: list[Tensor] = []
         self._taken: dict[int, Tensor] = {}
-        # Buffers that a device still copies from, in the order of its copies.
+        # Buffers that a device is still copying from, in the order of the copies.
         self._leaving: deque[tuple[Event, Tensor]] = deque()
         self._is_closed = False
 
@@ -81,7 +81,7 @@ class BufferPool:
         """Lend a buffer of `nbytes` or more; its contents are undefined.
 
         Raises:
-            OffloadError: all are taken, or they are shorter.
+            OffloadError: all are taken, or they are too short.
             UsageError: the pool is closed.
         """
         if self._is_closed:
@@ -98,7 +98,7 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: Tensor, after: Event | None = None) -> None:
-        """Return a buffer; it is lent again once `after` is over.
+        """Return a buffer, which is lent again once `after` is over.
 
         Raises:
             UsageError: it was not taken from this pool, or was already returned.
@@ -124,13 +124,13 @@ class BufferPool:
         self._taken.clear()
 
     def has_free(self) -> bool:
-        """Return whether a buffer can be taken without waiting."""
+        """Return True if a buffer can be taken without waiting."""
         while self._leaving and self._leaving[0][0].is_over:
             self._free.append(self._leaving.popleft()[1])
         return bool(self._free) or len(self._taken) + len(self._leaving) < self.count
 
     def _made(self) -> Tensor:
-        # Its own address even if it is empty: the address identifies the buffer.
+        # Not empty, because its address identifies the buffer.
         return aligned(max(self.nbytes, 1), pinned=self._pinned)[: self.nbytes]
 
 

@@ -1,4 +1,4 @@
-"""Copies between a device and the host, beside the device's own work."""
+"""Copies between a device and the host that overlap with the device's own work."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hadal.offload.buffers import aligned
 
 Result = TypeVar("Result")
 
-# The gradients of this many buckets may be on their way to the host: while one is copied, the next
-# is computed. The device's own work waits for the one before these, so its memory is bounded.
+# The gradients of this many buckets may be copied to the host at a time: while one is copied, the
+# next is computed. The device's own work waits for earlier ones, so its memory is bounded.
 _LANDINGS = 2
-# Staging buffers in which new weights are cast: while some are copied, others are filled.
+# Staging buffers into which new weights are cast: while some are copied, others are filled.
 _STAGED_NBYTES = 1 << 23
 _STAGES = 4
 
@@ -41,7 +41,7 @@ class Crossing:
         """Start copying `values` to the host, once the device has computed them.
 
         Args:
-            values: in device memory, 1-D; unchanged until the event.
+            values: in device memory, 1-D; they must not change until the event.
             out: in host memory, of the same length and dtype.
             after: the event of earlier work that still uses `out`.
 
@@ -58,7 +58,7 @@ class Crossing:
         return event
 
     def _let_go(self) -> None:
-        """Drop the references to values that have left the device."""
+        """Drop references to values whose copies to the host are over."""
         while self._landings and self._landings[0][0].is_over:
             self._landings.popleft()
 
@@ -66,7 +66,7 @@ class Crossing:
         """Start copying `values` to the host; their device memory is freed after the copy.
 
         Args:
-            values: bytes in device memory, all of their storage, which is empty at once.
+            values: bytes in device memory, all of their storage, which is emptied at once.
             out: in host memory, of the same length and dtype.
             after: the event of earlier work that still uses `out`.
 
@@ -78,10 +78,10 @@ class Crossing:
         return self._leaving.event()
 
     def bring(self, values: Tensor, out: Tensor, *, after: Event | None = None) -> Upload:
-        """Start copying `values` from host memory, where they stay unchanged until the event.
+        """Start copying `values` from host memory; they must not change until the event.
 
-        `after` is the event of earlier work that still writes `values`. The device's use of `out`
-        must follow the copy.
+        `after` is the event of earlier work that still writes `values`. The device must use `out`
+        only after the copy.
         """
         self._begin(self._coming, values, out, after)
         return Upload(self._coming, self._coming.event(), (values, out))
@@ -95,15 +95,15 @@ class Crossing:
         way.copy(out, values)
 
     def begin_sending(self) -> None:
-        """Make new weights follow all of the device's work so far (see `send`)."""
+        """Make new weights wait for all of the device's work so far (see `send`)."""
         self._let_go()
         self._coming.follow_device()
 
     def send(self, values: Tensor, out: Tensor) -> None:
         """Copy `values` (1-D, in host memory) to `out` on the device, cast to its dtype.
 
-        Work given to the device between `begin_sending` and this call must not read `out`; work
-        given after `send` sees the new values.
+        Work queued between `begin_sending` and this call must not read `out`; work queued after
+        `send` sees the new values.
         """
         step = _STAGED_NBYTES // out.dtype.itemsize
         for start in range(0, values.numel(), step):
@@ -117,7 +117,7 @@ class Crossing:
             self._stages.append((event, stage))
 
     def _next_stage(self) -> tuple[Event, Tensor]:
-        """Return a staging buffer that no copy uses any more."""
+        """Return a staging buffer that no copy is using any more."""
         if len(self._stages) < _STAGES:
             return Event(), aligned(_STAGED_NBYTES, pinned=self._pins)
         event, stage = self._stages.popleft()
@@ -134,7 +134,7 @@ class Upload:
         self._held = held
 
     def then(self, start: Callable[[], Result]) -> Result:
-        """Start work on the device that waits for the values, but not for its other work."""
+        """Start work on the device that waits for the values, but not for the device's own work."""
         with self._stream.current():
             return start()
 
@@ -148,7 +148,7 @@ _crossings = weakref.WeakValueDictionary()
 
 
 def crossing_of(device: torch.device, *, pins: bool) -> Crossing:
-    """Return the crossing of a device, shared by all users; `pins` selects pinned staging."""
+    """Return the crossing of a device, shared by all users; `pins` selects pinned buffers."""
     found = _crossings.get((device, pins))
     if found is None:
         found = _crossings[device, pins] = Crossing(device, pins=pins)

@@ -1,7 +1,7 @@
 """Transfers between memory and a file that bypass the system's cache if possible.
 
-Making room in the cache takes longer than the disk does, and evicts what the program has there.
-Direct transfers (O_DIRECT) must be page-aligned, in memory and in the file.
+Making room in the cache takes longer than the disk itself, and evicts the program's other data.
+Direct transfers (O_DIRECT) must be page-aligned in memory and in the file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Move: TypeAlias = Callable[[int, Sequence[memoryview], int], int]
 """`os.preadv` or `os.pwritev`."""
 
 _HUGE_NBYTES = 1 << 21
-# The number of consecutive transfers without a whole page after which to give up.
+# Give up after this many consecutive transfers of less than a page.
 _PATIENCE = 3
 
 
@@ -30,12 +30,12 @@ def usual_pages(nbytes: int) -> memoryview:
 def pages(nbytes: int) -> memoryview:
     """Allocate zeroed, page-aligned memory, on huge pages if it is long enough.
 
-    A disk needs only a few requests for a huge page, but hundreds for pages of the usual size. A
+    A transfer to huge pages takes few requests to the disk, one to ordinary pages takes hundreds. A
     forked process does not inherit this memory and must not touch it.
     """
     if nbytes < _HUGE_NBYTES:
         return usual_pages(nbytes)
-    # A huge page is aligned to its length: allocate one more and take the aligned part.
+    # A huge page is aligned to its size: allocate one more and use the aligned part.
     memory = unforked_memory(nbytes + _HUGE_NBYTES, on_huge_pages=True)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_NBYTES
     return memoryview(memory)[start : start + nbytes]

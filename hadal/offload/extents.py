@@ -1,4 +1,4 @@
-"""Allocation of a file's bytes, and division of transfers into blocks: pure arithmetic."""
+"""Allocation of a file's bytes and division of transfers into blocks: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def rounded(nbytes: int, step: int = ALIGNMENT) -> int:
 
 
 def cut(start: int, stop: int, step: int) -> list[Extent]:
-    """Split [start, stop) at the multiples of `step`."""
+    """Split [start, stop) at multiples of `step`."""
     borders = [start, *range((start // step + 1) * step, stop, step), stop]
     return [Extent(*pair) for pair in pairwise(borders) if pair[0] < pair[1]]
 
 
 def grouped(blocks: list[Extent], most: int) -> list[list[Extent]]:
-    """Group consecutive blocks, at most `most` in each group."""
+    """Group consecutive blocks, with at most `most` in each group."""
     return [blocks[first : first + most] for first in range(0, len(blocks), most)]
 
 
@@ -69,7 +69,7 @@ class Room:
         return taken
 
     def give_back(self, extent: Extent) -> None:
-        """Free an extent; the end moves down if nothing is taken before it."""
+        """Free an extent; the end moves down if nothing below it is taken."""
         if not extent.nbytes:
             return
         place = bisect_left(self._free, extent)

@@ -1,4 +1,4 @@
-"""A file on a disk with reserved space; every fault of the disk becomes an error.
+"""A file with reserved space on a disk; every disk fault is raised as an `OffloadError`.
 
 Tests: tests/offload/test_faults.py
 """
@@ -27,7 +27,7 @@ _REMEDIES = {
     errno.EFBIG: "raise the limit for the length of files (`ulimit -f`)",
     errno.EIO: "check the disk's health (`dmesg`), and use a folder on another (`nvme_path`)",
 }
-_GONE = "do not touch the folders hadal-* while training runs; resume from the last checkpoint"
+_GONE = "do not change the folders hadal-* during training; resume from the last checkpoint"
 
 
 class DiskFile:
@@ -35,7 +35,7 @@ class DiskFile:
 
     Args:
         path: the path of the file.
-        disk: the folder that the user has configured, for error messages.
+        disk: the configured folder, for error messages.
     """
 
     def __init__(self, path: Path, disk: Path) -> None:
@@ -52,8 +52,8 @@ class DiskFile:
         """Extend the file to `nbytes`, with all of it allocated on the disk.
 
         Raises:
-            OffloadError: there is no room for `what`, or somebody else has truncated the file, so
-                that extending it would restore only its length.
+            OffloadError: there is no room for `what`; or the file was truncated by someone else, so
+                that extending it would only restore its length.
         """
         needed = nbytes - self.nbytes
         if needed <= 0:
@@ -119,7 +119,7 @@ class DiskFile:
             self._check(where, place + wanted)
             done = self._moved(move, parts, place)
             if act == "written" and not self._is_direct:
-                # Otherwise a fault would occur much later, and nobody would notice.
+                # Otherwise a fault would occur much later and go unnoticed.
                 os.fdatasync(self._descriptor)
         except OffloadError:
             raise
@@ -130,9 +130,9 @@ class DiskFile:
             raise OffloadError(f"{where}: it ended after {done} bytes; {_REMEDIES[errno.EIO]}")
 
     def _check(self, where: str, needed: int) -> None:
-        """Check that nobody else has removed the file, or truncated it before `needed`.
+        """Check that the file was not deleted or truncated to less than `needed` by someone else.
 
-        Only these bytes are stable meanwhile: other threads reserve and free the rest.
+        Only these bytes are stable, because other threads reserve and free the rest.
         """
         status = os.fstat(self._descriptor)
         if not status.st_nlink:
@@ -147,7 +147,7 @@ class DiskFile:
         try:
             return moved(move, self._descriptor, parts, place)
         except OSError as error:
-            # A file system that accepts the flag but refuses the transfers, or aligns to more.
+            # A file system that accepts the flag but refuses transfers, or needs larger alignment.
             if error.errno != errno.EINVAL:
                 raise
             self._go_direct(False)
@@ -165,7 +165,7 @@ class DiskFile:
 
 
 def _free_nbytes(folder: Path) -> int | None:
-    """Return the bytes that an ordinary user may still write; None if unknown."""
+    """Return the bytes that an unprivileged user may still write; None if unknown."""
     status = os.statvfs(folder)
     return None if not status.f_blocks else status.f_bavail * status.f_frsize
 

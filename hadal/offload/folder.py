@@ -1,7 +1,7 @@
 """A process's own folder on a disk, and the cleanup after dead processes.
 
-Its name is `hadal-<host>-<process>-<mark>`, and a lock on the file `lock` in it shows that its
-process is alive: the system releases the lock when the process ends, however it ends.
+Its name is `hadal-<host>-<process>-<mark>`. A lock on the file `lock` in it shows that the process
+is alive: the system releases the lock however the process ends.
 
 Tests: tests/offload/test_store.py, tests/offload/test_faults.py, tests/checkpoint/test_staging.py
 """
@@ -29,9 +29,9 @@ _log = logging.getLogger(__name__)
 
 
 class OwnFolder:
-    """A folder that lasts as long as its process, or until it is removed.
+    """A folder that lasts until it is removed or its process ends.
 
-    `key` is the one of the configuration that names `parent`, for error messages.
+    `key` is the configuration key that sets `parent`, for error messages.
     """
 
     def __init__(self, parent: Path, key: str = "nvme_path") -> None:
@@ -46,7 +46,7 @@ class OwnFolder:
             ) from error
 
     def remove(self) -> None:
-        """Remove it with its contents; log a warning if that fails."""
+        """Remove the folder and its contents; log a warning if that fails."""
         try:
             _remove(self.path)
         except OSError as error:
@@ -58,7 +58,7 @@ class OwnFolder:
 def _made(parent: Path) -> tuple[Path, int]:
     """Create a folder; return it and the descriptor that holds its lock.
 
-    A sweep may find and remove it before its lock is held; then another one is created.
+    A sweep may remove it before its lock is held; then another one is created.
     """
     while True:
         mark = secrets.token_hex(4)  # leaves the program's random generators unchanged
@@ -84,7 +84,7 @@ def _made(parent: Path) -> tuple[Path, int]:
 
 
 def _is_locked(lock: int) -> bool:
-    """Try to take the lock; return whether it was free."""
+    """Try to take the lock; return True if it was free."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -98,7 +98,7 @@ def _sweep(parent: Path) -> None:
         found = _NAME.fullmatch(path.name)
         if not found or found["host"] != socket.gethostname() or path.is_symlink():
             continue
-        with suppress(OSError):  # another user's, or another process is sweeping it
+        with suppress(OSError):  # it is another user's, or another process is sweeping it
             _sweep_one(path)
 
 
@@ -106,7 +106,7 @@ def _sweep_one(path: Path) -> None:
     try:
         lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        path.rmdir()  # empty: an interrupted sweep's, or one that will be created again
+        path.rmdir()  # empty: an interrupted sweep left it, or its process creates another one
         return
     try:
         if _is_locked(lock):
@@ -117,9 +117,9 @@ def _sweep_one(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, its lock last, so that an interrupted removal is resumed.
+    """Remove a folder, its lock last, so that an interrupted removal can be resumed.
 
-    A file of anybody else's stays, and so does the folder: OSError.
+    Files of others are kept, and then so is the folder; that raises OSError.
     """
     with suppress(FileNotFoundError):
         names = [name for name in os.listdir(path) if name == STATES or name.endswith(_STAGED)]

@@ -36,9 +36,9 @@ class Region:
 
 
 OpenRequests: TypeAlias = "dict[IoRequest, None]"
-"""A store's requests that are under way, or have failed unnoticed, in order of their start.
+"""A store's requests that are under way, or failed and were not waited for, in starting order.
 
-Threads add and remove them, each with one atomic operation."""
+Threads add and remove them with single atomic operations."""
 
 
 class IoRequest:
@@ -50,7 +50,7 @@ class IoRequest:
         self.extent = extent
         """The bytes of the region."""
         self.error: HadalError | None = None
-        """The reason of its failure, as soon as it has failed."""
+        """The error, as soon as the request has failed."""
         self._left = 0
         self._open = under_way
         self._lock = threading.Lock()
@@ -70,8 +70,8 @@ class IoRequest:
         """
         if not self.is_done and os.getpid() != self._process:
             raise UsageError(
-                "a request to a disk was waited for in a forked process, which has none of the"
-                " threads that carry it out; wait in the process that started it"
+                "a forked process waited for a request to a disk, but lacks the threads that"
+                " run it; wait in the process that started it"
             )
         self.settle()
         self._open.pop(self, None)
@@ -83,7 +83,7 @@ class IoRequest:
         self._done.wait()
 
     def begin(self, calls: int) -> None:
-        """Expect `calls` calls to end."""
+        """Expect this many calls."""
         self._left = calls
         if calls:
             self._open[self] = None
@@ -103,7 +103,7 @@ class IoRequest:
 
 
 class IoCall:
-    """Consecutive blocks of a request, moved in one system call."""
+    """Consecutive blocks of a request, transferred in one system call."""
 
     __slots__ = ("_buffer", "_contents", "_extent", "_file", "_place", "_request", "_what", "count")
 
@@ -121,7 +121,7 @@ class IoCall:
         self._what = f"'{request.region.name}'"
 
     def run(self) -> None:
-        """Move the blocks, unless the request has already failed."""
+        """Transfer the blocks, unless the request has already failed."""
         error: HadalError | None = None
         if self._request.error is None:
             try:
@@ -131,7 +131,7 @@ class IoCall:
                     self._write()
             except HadalError as caught:
                 error = caught
-            except Exception as caught:  # any kind: the waiting thread must get it
+            except Exception as caught:  # of any kind, because the waiting thread must get it
                 error = OffloadError(f"{self._file.path}: {self._what} failed: {caught!r}")
         self._request.end_one(error)
 
@@ -158,7 +158,7 @@ class IoCall:
             self._request.region.sums.keep(self._extent, self._contents)
 
     def _parts(self) -> tuple[list[memoryview], memoryview]:
-        """Return whole pages to move, and the used part of a last page outside the buffer."""
+        """Return the pages to transfer, and the used part of a last page outside the buffer."""
         short = len(self._contents) % ALIGNMENT
         if not short:
             return [self._contents], memoryview(b"")
@@ -170,8 +170,8 @@ class IoCall:
 class Queue:
     """A queue that runs calls in order of arrival, several at a time.
 
-    The GIL is free during system calls. Threads are started when they are first needed. They refer
-    to the queue, not to its owner, so that the owner can be collected.
+    System calls release the GIL. Threads are started when they are first needed. They refer to the
+    queue and not to its owner, so that the owner can be collected.
     """
 
     def __init__(self, settings: IoSettings, name: str) -> None:
@@ -197,7 +197,7 @@ class Queue:
         return threading.current_thread() in self._threads
 
     def close(self) -> None:
-        """End the threads; no call may be under way any more."""
+        """End the threads; no call may be under way."""
         for _ in self._threads:
             self._begun.put(None)
         for thread in self._threads:
@@ -221,7 +221,7 @@ class Queue:
             self._threads.append(thread)
             try:
                 thread.start()
-            except RuntimeError:  # the program is ending: the existing threads must suffice
+            except RuntimeError:  # the program is ending, so the existing threads must suffice
                 self._threads.pop()
                 if not self._threads:
                     raise

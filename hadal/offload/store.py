@@ -1,4 +1,4 @@
-"""The disk tier: regions of one file, read and written asynchronously."""
+"""The disk tier: regions of a file that are read and written asynchronously."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _log = logging.getLogger(__name__)
 class DiskStore:
     """The storage of one process on a disk: one file in its own folder.
 
-    The file grows as regions are allocated, all of it reserved at once. It is removed when the
-    store is closed or collected, and when the program ends. The leftovers of a killed process are
+    The file grows as regions are allocated, and its space is reserved at once. It is removed when
+    the store is closed or collected, and when the program ends. Files left by a killed process are
     removed when the next store is opened under the same path.
 
-    Several requests are under way at a time, in no order: wait for a write before reading its
-    region or writing it again. Leave a buffer alone until its request is done; the request keeps
-    its memory alive.
+    Several requests run at a time, in any order: wait for a write before reading its region or
+    writing it again. Do not use a buffer until its request is done; the request keeps its memory
+    alive.
 
     Args:
         folder: a folder on the disk, shared by all processes.
-        settings: the I/O settings; with `verifies` offsets and lengths must be multiples of 8192.
+        settings: the I/O settings; with `verifies`, offsets and lengths must be multiples of 8192.
 
     Raises:
         OffloadError: the folder cannot be written.
@@ -120,7 +120,7 @@ class DiskStore:
                 multiple of 4096, or reaches the end of the region.
 
         Raises:
-            UsageError: the arguments do not fit, or the store is closed.
+            UsageError: the arguments are not aligned or not in the region, or the store is closed.
         """
         return self._start("read", region, offset, buffer)
 
@@ -132,7 +132,7 @@ class DiskStore:
         """Wait for all requests and remove the file; further calls do nothing.
 
         Raises:
-            OffloadError: a request failed that nobody has waited for.
+            OffloadError: a request that was not waited for has failed.
         """
         if not self._end.alive:
             return
@@ -168,7 +168,7 @@ class DiskStore:
         return request
 
     def _shares(self, extent: Extent) -> Sequence[list[list[Extent]]]:
-        """Return each queue's calls, as lists of consecutive blocks."""
+        """Return the calls of each queue, as lists of consecutive blocks."""
         blocks = cut(*extent, self._step)
         shares = dealt(blocks, min(len(self._queues), len(blocks))) if blocks else []
         return [grouped(share, self.settings.blocks_in_a_call) for share in shares]
@@ -215,7 +215,7 @@ def _end(
     if os.getpid() != process:
         return
     if any(queue.is_mine for queue in queues):
-        # The garbage collector may run in any thread; a queue's own thread cannot wait for itself.
+        # The garbage collector may run in any thread, and a queue's thread cannot wait for itself.
         end = (queues, under_way, file, folder, process)
         threading.Thread(target=_end, args=end, name="hadal-disk-end").start()
         return
@@ -225,6 +225,6 @@ def _end(
         queue.close()
     for request in list(under_way):
         if request.error is not None:
-            _log.error("an error that nobody waited for: %s", request.error)
+            _log.error("a request to the disk failed and was not waited for: %s", request.error)
     file.close()
     folder.remove()

@@ -1,8 +1,8 @@
-"""Checksums of a region: reads must return what was written.
+"""Checksums of a region, which show that a read returns the data written.
 
-A region is summed in cells of a fixed length, so reads and writes begin and end at cell borders or
-at the region's end. The sum is a CRC-32, as in checkpoints: it finds damage, but is no protection
-against a forger.
+Each cell of a fixed length has a checksum, so reads and writes begin and end at cell borders or at
+the region's end. The checksum is a CRC-32, as in checkpoints: it finds damage, but does not protect
+against forgery.
 
 Tests: tests/offload/test_verified.py
 """
@@ -25,7 +25,7 @@ class Sums:
     def __init__(self, name: str, nbytes: int) -> None:
         self._name = name
         self._nbytes = nbytes
-        # Each cell's sum with one bit above it; 0 if nothing was written.
+        # Each cell's sum with an additional high bit; 0 if nothing was written.
         self._found = array("Q", bytes(8 * -(-nbytes // CELL_NBYTES)))
 
     def check_borders(self, extent: Extent) -> None:
@@ -47,7 +47,7 @@ class Sums:
             self._found[cell] = 0
 
     def keep(self, extent: Extent, contents: memoryview) -> None:
-        """Store the sums of contents that were written."""
+        """Store the sums of the contents written."""
         for cell, part in zip(_cells(extent), _parts(contents), strict=True):
             self._found[cell] = _sum(part)
 

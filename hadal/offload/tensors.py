@@ -1,4 +1,4 @@
-"""1-D tensors on a disk in two generations: the last committed one, and the next.
+"""1-D tensors on a disk in two generations: the last committed one and the next.
 
 Tests: tests/offload/test_interrupted.py
 """
@@ -17,7 +17,7 @@ from hadal.offload.buffers import aligned
 from hadal.offload.requests import IoRequest
 from hadal.offload.store import DiskStore
 
-# In elements: reads and writes of a part begin at a multiple of it, for any dtype, because direct
+# Reads and writes of a part begin at a multiple of this many elements, for any dtype: direct
 # transfers begin at multiples of 4096 bytes.
 UNIT_NUMEL = 4096
 _PART_NUMEL = 1 << 24
@@ -26,9 +26,9 @@ _PART_NUMEL = 1 << 24
 class DiskTensor:
     """A 1-D tensor in a store.
 
-    Writes take effect at `commit`; `rollback` drops them. So a failed update leaves everything
-    unchanged, at the cost of twice the disk space. Until the first commit all elements are `fill`
-    and the disk is not read.
+    Writes take effect at `commit`, and `rollback` drops them, so a failed update changes nothing;
+    the cost is twice the disk space. Until the first commit all elements are `fill`, and the disk
+    is not read.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class DiskTensor:
     def start_read(self, start: int, out: Tensor, *, latest: bool = False) -> IoRequest | None:
         """Start filling `out` (1-D, aligned memory) with the elements from `start` on.
 
-        The elements are the committed ones; with `latest` those written since, if any. Returns
+        The elements are the committed ones, or with `latest` those written since, if any. Returns
         None if `out` is already filled.
         """
         generation = self._next if latest and self._is_dirty else self._committed
@@ -82,7 +82,9 @@ class DiskTensor:
         """Start writing `values` (1-D, aligned memory), which must not change until it is done."""
         self._is_dirty = True
         region = self._regions[self._next]
-        return self._store.start_write(region, start * self.dtype.itemsize, values.view(torch.uint8))
+        return self._store.start_write(
+            region, start * self.dtype.itemsize, values.view(torch.uint8)
+        )
 
     def commit(self) -> None:
         """Make the writes take effect; do nothing without writes."""
@@ -118,7 +120,7 @@ class DiskTensor:
         return aligned(max(self.numel, 1) * self.dtype.itemsize).view(self.dtype)[: self.numel]
 
     def lay_out(self) -> None:
-        """Write and commit the initial values, if it is blank."""
+        """Write and commit the initial values if nothing has been committed."""
         if self.is_blank and self.numel:
             part = aligned(min(self.numel, _PART_NUMEL) * self.dtype.itemsize).view(self.dtype)
             part.fill_(self._fill)
@@ -197,7 +199,7 @@ class StoredSlice:
 def one_update(tensors: Callable[[], Iterable[DiskTensor]]) -> Iterator[None]:
     """Commit all these tensors at the end of the context, or roll them all back if it raises.
 
-    `tensors` is called at the end: an update may add some.
+    `tensors` is called at the end, because an update may add some.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""A walk over tensors on a disk: each part is read, processed in memory, and written.
+"""A walk over tensors on a disk: each part is read, processed in memory and written.
 
 Tests: tests/offload/test_whole_optimizers.py, tests/offload/test_interrupted.py
 """
@@ -21,7 +21,7 @@ Buffers: TypeAlias = BufferPool | LooseBuffers
 
 
 class Stop(NamedTuple):
-    """One part of a walk: the same elements of several tensors, of which some may end earlier."""
+    """One part of a walk: the same elements of several tensors, some of which may end earlier."""
 
     tensors: tuple[DiskTensor, ...]
     start: int
@@ -35,7 +35,7 @@ class Stop(NamedTuple):
         return min(self.numel, tensor.numel - self.start)
 
     def writes(self, tensor: DiskTensor) -> bool:
-        """Return whether a tensor is written afterwards."""
+        """Return True if a tensor is written afterwards."""
         return tensor in self.written
 
 
@@ -44,9 +44,9 @@ class Pace:
     """The disk's work while a part is processed."""
 
     reads_ahead: bool = True
-    """True if the next part is read."""
+    """True if the next part is read meanwhile."""
     writes_behind: bool = True
-    """True if the last part is still being written."""
+    """True if the last part is written meanwhile."""
 
     @property
     def parts(self) -> int:
@@ -70,7 +70,7 @@ class _Load:
             try:
                 requests.pop().wait()
             except OffloadError:
-                # The buffers will be reused, so no request may still use them.
+                # The buffers will be reused, so no request may be using them.
                 for rest in requests:
                     with suppress(OffloadError):
                         rest.wait()
@@ -88,8 +88,8 @@ def walk(
 ) -> Iterator[tuple[Stop, Sequence[Tensor]]]:
     """Yield each stop with its values (1-D, one per tensor), and write them afterwards.
 
-    The pool must have a buffer for each tensor of the stops in memory at a time. Writes take effect
-    once the tensors are committed.
+    The pool must have a buffer for each tensor of all stops in memory at a time. Writes take effect
+    when the tensors are committed.
 
     Raises:
         OffloadError: the disk failed; no request is under way any more.

@@ -1,7 +1,7 @@
-"""Temporary access to whole parameters, wherever their values are stored; and copies of them.
+"""Temporary access to whole parameters, wherever their values are stored, and copies of them.
 
-Users are `GatheredParameters`, functions given to `Module.apply`, and `copy.deepcopy` and `pickle`
-(so `torch.save` too).
+Used by `GatheredParameters`, functions passed to `Module.apply`, `copy.deepcopy` and `pickle` (and
+so by `torch.save`).
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _gather: list[Gather] = []
 _M = TypeVar("_M", bound=nn.Module)
 _plain_apply = nn.Module.apply
 _left_alone: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# How many contexts, or outer applies, already gather the parameters.
+# The number of active contexts and outer `apply` calls that gather parameters already.
 _attended = 0
 
 
 def register(keeper: Keeper, parameters: Iterable[nn.Parameter]) -> None:
-    """Make parameters known to `GatheredParameters`, and let copies of them hold real values."""
+    """Make parameters known to `GatheredParameters`, and make copies of them hold real values."""
     for parameter in parameters:
         _keepers[parameter] = keeper
         held = weakref.ref(parameter)  # the parameter itself holds these
@@ -85,20 +85,20 @@ def is_kept_by_engine(parameter: nn.Parameter) -> bool:
 
 
 class GatheredParameters:
-    """A context with whole parameters, which keeps one rank's changes to them.
+    """A context in which parameters are whole, and which keeps one rank's changes to them.
 
     All ranks must enter and leave it together; it may be nested, and used inside forward. A loss
     may depend on values computed from the parameters inside: backward gathers them again.
 
-    After an exception the modifier rank's changes so far are kept, on every rank: whichever rank
-    raised, all of them leave with the same values.
+    If the block raises, the modifier rank's changes so far are kept on every rank: whichever rank
+    raised, all ranks leave with the same values.
 
     Args:
         params: a parameter, or several. Those that no engine and no `Init` holds (None, a buffer,
             an ordinary parameter) are skipped; whole ones stay whole.
-        modifier_rank: the rank whose changes inside are broadcast and kept, by its number among the
-            ranks that share the parameters (all ranks, unless parts of the model are on several);
-            changes of other ranks are overwritten. With None each rank must make the same changes.
+        modifier_rank: the rank whose changes in the block are broadcast and kept, counted among the
+            ranks that share the parameters (all ranks, unless the model is split over several).
+            Changes on other ranks are overwritten. With None all ranks must make the same changes.
         fwd_module: a module whose forward reads these parameters without owning them
             (`register_external_parameter`).
         enabled: False makes it a no-op.
@@ -137,7 +137,7 @@ class GatheredParameters:
             buckets.setdefault(keeper, []).append(keeper.bucket_of[parameter])
         for keeper, held in buckets.items():
             self._stack.enter_context(keeper.whole(held))
-            # Inside forward and backward the edits are kept already.
+            # Forward and backward are in this context already.
             if isinstance(keeper, ZeroRuntime) and keeper.gathering.phase is Phase.IDLE:
                 self._stack.enter_context(saving(keeper.gathering))
 
@@ -154,21 +154,22 @@ class GatheredParameters:
                 bucket = _keepers[parameter].bucket_of[parameter]
                 name = f"the broadcast of rank {self._modifier_rank}'s changes in {bucket.name}"
                 broadcast_(parameter.detach(), self._modifier_rank, bucket.ranks, name)
-                # torch does not count what collectives write; an accelerator looks no further.
+                # torch does not count writes by collectives, and on an accelerator nothing else
+                # shows that there was one.
                 increment_version(parameter)
 
 
 def _can_go_on(error: BaseException | None) -> bool:
-    """Return True if the ranks still answer each other: an error of the user's code is no end."""
+    """Return True if the ranks can still communicate, as after an error in the user's code."""
     ordinary = error is None or isinstance(error, Exception)
     return ordinary and not isinstance(error, CommunicationError)
 
 
 # ---- `Module.apply` ------------------------------------------------------------------------------
 #
-# Initialisations go through `apply`, often on a model that is built already. While one runs, the
-# parameters that it touches are gathered, whichever module owns them; rank 0's values are kept, on
-# every rank.
+# Initialisations often call `apply` on a model that is already built. While one runs, the
+# parameters that it touches are gathered, whichever module owns them, and rank 0's values are kept
+# on every rank.
 
 
 def watch_apply() -> None:
@@ -222,8 +223,8 @@ def _freed_bucket(parameter: nn.Parameter) -> Bucket | None:
 class Touched:
     """The buckets that are gathered now because an operation touched a parameter.
 
-    At most the `limit` latest stay gathered: a value that an initialisation still holds must not be
-    freed under it.
+    At most the latest `limit` of them stay gathered: an initialisation may still use the values of
+    the last few.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class Touched:
         return bucket in self._held
 
     def keep(self, count: int) -> None:
-        """Keep rank 0's values, on every rank, of all but the `count` latest, and free those."""
+        """Free all but the latest `count` buckets; rank 0's values of them are kept."""
         while len(self._held) > count:
             with unwatched():
                 self._held.popitem(last=False)[1].__exit__(None, None, None)
@@ -261,14 +262,14 @@ class Touched:
 
 # ---- copies --------------------------------------------------------------------------------------
 #
-# `copy.deepcopy` and `pickle` call methods of the object itself, so each parameter in a bucket
-# has its own: they return values in separate memory, or refuse.
+# `copy.deepcopy` and `pickle` call methods of the object, so each parameter in a bucket gets its
+# own methods, which return values in separate memory or raise an error.
 
 
 def gather_to_copy(gather: Gather | None) -> None:
-    """Let `copy.deepcopy` gather sharded values in place of refusing; None: refuse.
+    """Make `copy.deepcopy` gather sharded values instead of refusing; with None it refuses again.
 
-    All ranks must copy then. Known cases are libraries that copy modules at stage 3 on every rank.
+    All ranks must then copy together, as some libraries do with modules at stage 3.
     """
     _gather[:] = [] if gather is None else [gather]
 
@@ -305,7 +306,7 @@ def _copied(parameter: nn.Parameter, verb: str) -> nn.Parameter:
         bucket = _keepers[parameter].bucket_of[parameter]
         raise ShardedAccessError(
             f"rank {bucket.ranks.rank}: parameter {bucket.slot_of(parameter).name} was {verb} while"
-            " its values are sharded over the ranks. Use `with"
+            " its values were sharded over the ranks. Use `with"
             " hadal.zero.GatheredParameters(model.parameters()):` on every rank, or call"
             " engine.state_dict()."
         )

@@ -1,12 +1,12 @@
-"""The agreement of ranks on different paths about which bucket to gather next.
+"""The protocol by which ranks on different paths agree on the bucket to gather next.
 
-Every gather is announced. If all ranks announce the same bucket it is gathered; if they differ,
+Every gather is announced. If all ranks announce the same bucket, it is gathered; if they differ,
 each announced bucket is gathered in turn, and a rank that did not ask for it lends its shard. A
-rank that is through announces a marker and keeps lending until all are through. So no rank ever
+rank that has finished announces a marker and keeps lending until all have finished. So no rank ever
 waits for one on another path.
 
-With its marker a rank sends a word: a number that shows all whether they have done the same, or
-are about to. Ranks that are need not announce (see `gathering.py`).
+With its marker a rank sends a word, a number that shows whether all ranks have done, or are about
+to do, the same. If they are, they need not announce their gathers (see `gathering.py`).
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Met(NamedTuple):
 
 
 class Agreement:
-    """One rank's side of the agreement. It owns only the means to gather and to lend.
+    """One rank's side of the agreement.
 
-    `lend` gets the ranks that have asked: if none of those that a rank gathers with has, it takes
-    no part in the gather.
+    `gather` gathers a bucket here; `lend` takes part in a gather for other ranks. `lend` gets the
+    ranks that asked: if this rank gathers the bucket with none of them, it takes no part.
     """
 
     def __init__(
@@ -74,48 +74,48 @@ class Agreement:
         self._gather = gather
         self._lend = lend
         self.progress: Callable[[], int] = lambda: 0
-        """Returns how many reductions of the present backward this rank has ready."""
+        """Returns the number of this backward's reductions that are ready on this rank."""
         self.start: Callable[[int], None] = lambda _: None
-        """Starts as many as all ranks have ready, at the same moment on all."""
+        """Starts the reductions that are ready on all ranks, at the same moment on all."""
 
     def request(self, bucket: int) -> None:
-        """Gather bucket number `bucket`, together with whatever the other ranks ask for."""
+        """Gather bucket number `bucket`, together with those that other ranks ask for."""
         self._exchange(bucket, f"the agreement to gather {self._name(bucket)}")
 
     def finish(self, marker: Marker, word: int = 0) -> Met:
-        """Lend shards until every rank has come to the same point; return the announcements there.
+        """Lend shards until every rank reaches the same point; return the announcements there.
 
         `word` is in [0, `WORD_LIMIT`).
 
         Raises:
-            MismatchError: ranks came to different markers: their programs differ.
+            MismatchError: the ranks reached different markers, so their programs differ.
         """
         mine = -(_NUMBERS[marker] | word << _MARKER_BITS)
-        label = f"all ranks to come to {marker.value}"
+        label = f"all ranks to reach {marker.value}"
         while True:
             codes = self._exchange(mine, label)
             if any(code >= 0 or code == _PROGRESS for code in codes):
                 continue
-            told = [_MARKERS[-code & ((1 << _MARKER_BITS) - 1)] for code in codes]
-            markers = frozenset(told)
-            # A rank at fault counts as at the beginning of either kind of backward.
+            reached = [_MARKERS[-code & ((1 << _MARKER_BITS) - 1)] for code in codes]
+            markers = frozenset(reached)
+            # A rank with a fault fits the beginning of either kind of backward.
             begins = markers <= {Marker.AT_FAULT, Marker.FINE, Marker.FINE_AND_LAST}
             excused = {Marker.AT_FAULT} if begins else set()
             if len(markers - excused) > 1:
-                points = ", ".join(f"rank {r}: {each.value}" for r, each in enumerate(told))
+                points = ", ".join(f"rank {r}: {each.value}" for r, each in enumerate(reached))
                 raise MismatchError(
-                    f"the ranks' programs differ: they came to different points ({points}). Call"
+                    f"the ranks' programs differ: they reached different points ({points}). Call"
                     " forward, backward, step, save and load on every rank, equally"
                     " often, with the same boundaries between updates."
                 )
             return Met(markers, tuple(-code >> _MARKER_BITS for code in codes))
 
     def compare_progress(self) -> None:
-        """Exchange progress alone; ranks elsewhere are lent what they ask for."""
-        self._exchange(_PROGRESS, f"all ranks to come to {Marker.PROGRESS.value}")
+        """Exchange only the progress, and lend what ranks at other points ask for."""
+        self._exchange(_PROGRESS, f"all ranks to reach {Marker.PROGRESS.value}")
 
     def _exchange(self, mine: int, label: str) -> list[int]:
-        """Announce a code, and do this rank's part in all gathers that any rank asks for."""
+        """Announce a code, and take part in all gathers that any rank asks for."""
         codes, least = gather_codes_and_least(mine, self.progress(), self._ranks, label)
         self.start(least)
         for bucket in sorted({code for code in codes if code >= 0}):

@@ -1,8 +1,9 @@
-"""Requests for weights to other ranks, whose programs do something else meanwhile.
+"""Requests for weights to other ranks while their programs do something else.
 
-In a steady round ranks meet nowhere before its end. A rank requests the weights that its plan
-lacks: a thread of each other rank answers with its shard, unchanged since the round began there.
-So no rank waits for another's program, which may wait for this rank in a collective of its own.
+In a steady round the ranks do not meet before its end. A rank requests the weights that its plan
+lacks, and a thread of each other rank answers with its shard, which has not changed since the round
+began there. So no rank waits for another's program, which may itself wait for this rank in a
+collective.
 
 Tests: tests/zero/test_rounds.py, tests/comm/test_bell.py
 """
@@ -21,12 +22,12 @@ from hadal.device import Event
 from hadal.zero.bucket import Bucket
 from hadal.zero.rounds import Rounds
 
-# How long a rank that leaves its plan waits for the others to leave theirs at the same place.
+# The time that a rank waits for the others to leave their plans at the same place as it does.
 PATIENCE_S = 2.0
 
 
 class _Way(NamedTuple):
-    """The channel by which the ranks that share one copy ask each other."""
+    """The channel through which the ranks that share one copy send requests to each other."""
 
     bell: Bell
     desk: int
@@ -41,12 +42,12 @@ class Asking:
         self._buckets = buckets
         self._way: _Way | None = None
         self._begun = 0, Event()
-        """The last steady round that has begun here, and the event when its weights were there."""
+        """The last steady round that began here, and the event after which its weights exist."""
         self._alone_in = 0
-        """The last round in which this rank could not go on as expected, while others could."""
+        """The last round in which this rank could not follow its plan, while others could."""
 
     def begin(self) -> None:
-        """Begin a pass of a steady round: weights stay as they are until the round ends."""
+        """Begin a pass of a steady round: weights do not change until the round ends."""
         number, buckets = self._rounds.number, self._buckets()
         if self._begun[0] == number or not buckets:
             return
@@ -59,13 +60,13 @@ class Asking:
 
     @property
     def is_asked(self) -> bool:
-        """Return True in a steady round that has begun here and not ended: others may ask."""
+        """Return True in a steady round that has begun here, so that others may send requests."""
         return self._rounds.is_steady and self._begun[0] == self._rounds.number
 
     def all_leave(self) -> bool:
-        """Return True if no rank can go on as expected in this pass, as this one cannot.
+        """Return True if no rank can follow its plan in this pass; this one cannot.
 
-        Then all may meet. A rank that found itself alone does not ask again in this round.
+        Then all may meet. A rank that finds it is the only one does not ask again in this round.
         """
         way, number = self._way, self._rounds.number
         if way is None or not self.is_asked:
@@ -79,7 +80,7 @@ class Asking:
     def fetch(self, number: int) -> bool:
         """Fill sharded bucket number `number` from the other ranks' answers.
 
-        Returns False if it cannot be asked for.
+        Returns False if it cannot be requested.
         """
         bucket, way = self._buckets()[number], self._way
         if way is None or not self.is_asked or not bucket.lends_shard:
@@ -92,7 +93,7 @@ class Asking:
         return True
 
     def answer(self, what: Sequence[int]) -> Tensor | None:
-        """Return a bucket's shard on the host; None if not there yet. For the bell's thread."""
+        """Return a bucket's shard on the host, or None if it is not ready. Called by a thread."""
         round_, number = what
         begun, there = self._begun
         return self._buckets()[number].shard_on_host(there) if begun == round_ else None

@@ -1,4 +1,4 @@
-"""Values attached to single parameters: each parameter holds its own, so that both end together."""
+"""Values attached to single parameters, each of which holds its own: both are freed together."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _MARK = "_hadal_"
 class Attached(Generic[_V]):
     """Values by parameter.
 
-    A table with weak keys would hold its values, and a bucket holds its parameters: unused ones
-    would never be freed. Here both refer to each other only.
+    A table with weak keys would hold its values, and a bucket holds its parameters, so unused
+    ones would never be freed. Here they refer only to each other.
     """
 
     def __init__(self, name: str) -> None:
         self._name = _MARK + name
 
     def __setitem__(self, parameter: nn.Parameter, value: _V) -> None:
-        # Programs copy all attributes of one parameter to another: the number distinguishes them.
+        # Programs copy all attributes of one parameter to another; the id shows which is whose.
         vars(parameter)[self._name] = (id(parameter), value)
 
     def __getitem__(self, parameter: nn.Parameter) -> _V:
@@ -44,5 +44,5 @@ class Attached(Generic[_V]):
 
 
 def is_attached(name: str) -> bool:
-    """Return True for an attribute that holds such a value: copies of a parameter lack it."""
+    """Return True for an attribute that holds such a value; copies of a parameter lack it."""
     return name.startswith(_MARK)

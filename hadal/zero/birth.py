@@ -1,7 +1,7 @@
-"""The settings of `zero.Init` from a configuration: the only place of this folder that reads it.
+"""The settings of `zero.Init` from a configuration; no other file of this folder reads one.
 
-A model may be built long before the configuration is complete: only the keys needed here are read,
-and `"auto"` counts as missing. `initialize` reads and checks all of it.
+A model may be built long before the configuration is complete, so only the keys needed here are
+read, and `"auto"` counts as missing. `initialize` reads and checks all of it.
 
 Tests: tests/zero/test_init.py
 """
@@ -25,12 +25,12 @@ _SECTIONS = ("fp16", "bf16", "bfloat16", "zero_optimization", "aio")
 
 @dataclass(frozen=True, slots=True)
 class Birth:
-    """The settings of parameters that are born sharded."""
+    """The settings of parameters that are created sharded."""
 
     dtype: torch.dtype | None = None
-    """The dtype in which they are shown once they are born; None: as they were given."""
+    """The dtype in which they are shown once the context ends; None: as they were given."""
     gathers_in_apply: bool = True
-    """True: functions given to `Module.apply` find their values."""
+    """True: functions passed to `Module.apply` see their values."""
     tier: Tier | None = None
     """The configured tier of weights; None: not configured."""
     nvme_path: str | None = None
@@ -56,12 +56,12 @@ def tier_of(birth: Birth, remote_device: str | None) -> Tier:
         if birth.tier is Tier.DISK and remote_device != "nvme":
             raise UsageError(
                 f"{where}: the configuration's zero_optimization.offload_param.device is"
-                ' "nvme"; give remote_device "nvme", or leave it out'
+                ' "nvme"; pass remote_device="nvme", or leave it out'
             )
         chosen = _TIERS[remote_device]
     if chosen is Tier.DISK and not birth.nvme_path:
         raise UsageError(
-            f"{where}: the disk needs a folder; give config_dict_or_path with"
+            f"{where}: the disk needs a folder; pass config_dict_or_path with"
             " zero_optimization.offload_param.nvme_path"
         )
     return chosen
@@ -71,7 +71,7 @@ def birth_of(source: Any) -> Birth:
     """Read a configuration: a dict, the path of a JSON file, or its base64 text.
 
     Raises:
-        ConfigError: one of the keys it reads has a fault.
+        ConfigError: one of the keys that it reads is invalid.
     """
     if source is None:
         return Birth()

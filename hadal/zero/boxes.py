@@ -1,8 +1,8 @@
 """Boxes: the rectangular parts of a model's tensors that ranks and files hold. Pure arithmetic.
 
-Elements of a box are counted in its own row-major order. The parts of one model (pipeline stages,
-slices of layers, experts) say by boxes which elements of the whole model they hold, so that a
-checkpoint of any parts loads into any other ones.
+Elements of a box are counted in its own row-major order. Boxes say which elements of the whole
+model a part of it holds (a pipeline stage, a slice of a layer, an expert), so that a checkpoint of
+one partitioning loads into any other.
 
 Tests: tests/zero/test_boxes.py
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from hadal.errors import UsageError
 
 ATTRIBUTE = "hadal_box"
-"""The attribute of a parameter or buffer that says which part of the whole model it is."""
+"""The attribute of a parameter or buffer that says which part of the whole tensor it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Box:
     """A rectangular part of a tensor: its first index and its length in each dimension.
 
     Raises:
-        ValueError: it does not lie inside the tensor.
+        ValueError: it is not inside the tensor.
     """
 
     name: str
@@ -41,18 +41,18 @@ class Box:
         is_inside = all(offset >= 0 and 0 <= size <= n - offset for offset, size, n in rows)
         if not is_inside or not len(self.shape) == len(self.offsets) == len(self.sizes):
             raise ValueError(
-                f"a box at {self.offsets} of {self.sizes} does not lie inside {self.name} of shape"
+                f"a box at {self.offsets} of {self.sizes} is not inside {self.name} of shape"
                 f" {self.shape}"
             )
 
     @staticmethod
     def whole(name: str, shape: Sequence[int]) -> Box:
-        """Return the box that is all of a tensor."""
+        """Return the box that covers a whole tensor."""
         return Box(name, tuple(shape), (0,) * len(shape), tuple(shape))
 
     @staticmethod
     def cut(name: str, shape: Sequence[int], dim: int, number: int, count: int) -> Box:
-        """Return part `number` of `count`, cut along a dimension; the first ones get what is over.
+        """Return part `number` of `count`, cut along a dimension; the first get the remainder.
 
         Raises:
             ValueError: there is no such dimension or part.
@@ -72,12 +72,12 @@ class Box:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the box is all of the tensor."""
+        """Return True if the box covers the whole tensor."""
         return self.sizes == self.shape
 
     @property
     def start(self) -> int:
-        """The position of the first element among the whole tensor's."""
+        """The position of the first element in the whole tensor."""
         position = 0
         for offset, length in zip(self.offsets, self.shape, strict=True):
             position = position * length + offset
@@ -85,7 +85,7 @@ class Box:
 
     @property
     def hull(self) -> int:
-        """The number of the whole tensor's elements from the first to the last of the box."""
+        """The number of elements of the whole tensor from the first to the last of the box."""
         last = 0
         for size, length in zip(self.sizes, self.shape, strict=True):
             last = last * length + size - 1
@@ -98,7 +98,7 @@ class Box:
         """
         if not self.numel:
             return
-        # From the last dimension on, those that the box fills belong to one range.
+        # The last dimensions, as long as the box fills them, belong to one range.
         axis = len(self.shape)
         while axis > 0 and self.sizes[axis - 1] == self.shape[axis - 1]:
             axis -= 1
@@ -111,9 +111,9 @@ class Box:
             yield start.start, start.start + numel
 
     def within(self, other: Box) -> Box | None:
-        """Return the elements that are in `other`, a box of the same tensor, too; None: none are.
+        """Return the intersection with `other`, a box of the same tensor; None if it is empty.
 
-        A tensor without elements has nothing in common with anything.
+        With a tensor without elements it is always empty.
         """
         pairs = list(zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
         offsets = tuple(max(mine, its) for mine, _, its, _ in pairs)
@@ -124,7 +124,7 @@ class Box:
         return Box(self.name, self.shape, offsets, sizes)
 
     def without(self, other: Box) -> Iterator[Box]:
-        """Yield boxes that are, together, the elements that are not in `other`."""
+        """Yield boxes that together cover the elements that are not in `other`."""
         common = self.within(other)
         if common is None:
             yield self
@@ -140,12 +140,12 @@ class Box:
             offsets[dim], sizes[dim] = first, length
 
     def relative_to(self, outer: Box) -> Box:
-        """Return the box as a part of a tensor that is `outer` alone."""
+        """Return the box as a part of a tensor that consists of `outer` only."""
         offsets = (mine - its for mine, its in zip(self.offsets, outer.offsets, strict=True))
         return Box(outer.name, outer.sizes, tuple(offsets), self.sizes)
 
     def of_whole(self, outer: Box) -> Box:
-        """Return a part of a tensor that is `outer` alone as a part of the whole one."""
+        """Return a part of a tensor that consists of `outer` only as a part of the whole one."""
         offsets = (mine + its for mine, its in zip(self.offsets, outer.offsets, strict=True))
         return Box(outer.name, outer.shape, tuple(offsets), self.sizes)
 
@@ -163,7 +163,7 @@ class Box:
 def rows_of(name: str, shape: Sequence[int], limit: int) -> Iterator[Box]:
     """Yield boxes of at most `limit` elements that cover a tensor in row-major order.
 
-    Each is consecutive elements of the tensor. A tensor without dimensions, or without elements, is
+    The elements of each are consecutive in the tensor. A tensor without dimensions or elements is
     one box.
     """
     if prod(shape) <= max(limit, 1):
@@ -213,12 +213,12 @@ def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The boxes that a parameter consists of, one after another along one of its dimensions.
+    """The boxes that a parameter consists of, joined along one of its dimensions.
 
-    Usually there is one. A rank's slice of fused layers (query, key and value) has one of each.
+    Usually there is one. A rank's slice of fused layers (query, key and value) has one for each.
 
     Raises:
-        ValueError: they differ in another dimension too.
+        ValueError: their sizes differ in another dimension.
     """
 
     boxes: tuple[Box, ...]
@@ -241,11 +241,11 @@ class Placement:
         return tuple(found)
 
     def is_plain(self, name: str) -> bool:
-        """Return whether it is the whole tensor of this name."""
+        """Return True if it is the whole tensor of this name."""
         return len(self.boxes) == 1 and self.boxes[0].is_whole and self.boxes[0].name == name
 
     def rows(self, name: str) -> Iterator[tuple[Box, Box]]:
-        """Yield each box, and its place in the parameter itself, which is called `name`."""
+        """Yield each box with its place in the parameter itself, which is called `name`."""
         shape, first = self.shape, 0
         for box in self.boxes:
             offsets = [0] * len(shape)
@@ -256,13 +256,13 @@ class Placement:
 
 
 def placement_of(tensor: Tensor, name: str, shape: Sequence[int] | None = None) -> Placement:
-    """Return which part of the whole model a parameter or buffer is, by its attribute.
+    """Return the part of the whole model that a parameter or buffer is, from its attribute.
 
-    Without the attribute it is the whole tensor of its name. `shape` is its own one, if the tensor
-    has another at present.
+    Without the attribute it is the whole tensor of its name. Pass `shape`, its real shape, if the
+    tensor has another one at present.
 
     Raises:
-        UsageError: the attribute is no box, or one of another shape.
+        UsageError: the attribute is not a box, or has another shape.
     """
     shape = tuple(tensor.shape if shape is None else shape)
     found = getattr(tensor, ATTRIBUTE, None)

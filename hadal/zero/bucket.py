@@ -1,4 +1,4 @@
-"""One flat buffer of weights: the parameters that look into it, my shard of it, and its master."""
+"""One flat buffer of weights: the parameters that view it, my shard of it, and its master."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Weights(Enum):
     SHARDED = auto()
     """Only my shard exists; the parameters hold placeholders."""
     ARRIVING = auto()
-    """The full buffer is being gathered: not readable yet."""
+    """The full buffer is being gathered and is not readable yet."""
     FULL = auto()
-    """The parameters look into the full buffer."""
+    """The parameters are views of the full buffer."""
 
 
 class Bucket:
@@ -47,15 +47,15 @@ class Bucket:
 
     Owns `full` (1-D, compute dtype; its storage is empty while SHARDED), `shard` (my slice of it: a
     view of `full` unless weights are partitioned) and, if trained, `master` (the values that the
-    optimizer updates, for elements `span` of the bucket; the weights themselves if they have the
-    master's dtype, and are stored where updates are made). If a node keeps a second copy of
-    weights, my slice of that one too (`node_copy`).
+    optimizer updates, for elements `span` of the bucket; these are the weights themselves if they
+    have the master's dtype and are stored where updates are made). If a node keeps a second copy of
+    the weights, it also owns my slice of that copy (`node_copy`).
 
-    If weights travel coded, `full` holds their decoded values, the same on every rank, and the
-    shard keeps its own. An `exact` gather brings the shards themselves.
+    If weights are gathered coded, `full` holds the decoded values, the same on every rank, and the
+    shard keeps the original ones. An `exact` gather sends the shards uncoded.
 
-    `offload` says where shard and master are stored. A shard or master on the disk, or encoded, is
-    a tensor only inside `present`; gathers read it by themselves.
+    `offload` says where shard and master are stored. A shard or master that is on the disk or
+    encoded is a tensor only inside `present`; gathers read it from there.
     """
 
     def __init__(
@@ -99,15 +99,15 @@ class Bucket:
         self.on_gather: Callable[[Tensor, range], None] | None = None
         """Called after each gather with the full buffer and the ranks that took part."""
         self._steps_off = offload.lands_off(device)
-        # The digest of weights as the last update left them, or as they arrived, if their source
-        # is in another memory.
+        # The digest of the weights after the last update; or as gathered, if the shard is in other
+        # memory.
         self._digest: Tensor | None = None
         self._is_suspect = True
-        # On an accelerator: True if weights that were freed meanwhile had changed in their use.
+        # On an accelerator: True if weights had changed while in use, and have been freed since.
         self._is_lost: Tensor | None = None
         self._pending: Pending | None = None
         self._places = range(0)
-        # My slice of the decoded values, as it arrived; None if `full` holds the shards themselves.
+        # My slice of the decoded values, as gathered; None if `full` holds the shards uncoded.
         self._arrived: Tensor | None = None
         self.node_copy = NodeCopy(sharing.node)
         self._is_exact = False
@@ -130,12 +130,12 @@ class Bucket:
         slots = tuple(dataclasses.replace(slot, name=name) for slot, name in pairs)
         self.layout = self._views.layout = dataclasses.replace(self.layout, slots=slots)
 
-    # ---- laying down -----------------------------------------------------------------------------
+    # ---- creation --------------------------------------------------------------------------------
 
     def _adopt(self, leaving: Leaving, *, is_agreed: bool) -> None:
-        """Take over rank 0's values of the parameters on every rank, or if sharded, my slice.
+        """Take over rank 0's values of the parameters, or my slice of them if sharded.
 
-        Masters are made of them before any cast, unless the precision says otherwise.
+        Masters are made from them before any cast, unless the precision says otherwise.
         """
         is_cut, compute = self.partition.weights, self.precision.compute
         is_whole = is_cut and not is_agreed and self._is_one_whole()
@@ -152,23 +152,23 @@ class Bucket:
         elif not is_agreed:
             broadcast_(given, 0, self.ranks, label)
         self._full = torch.empty_like(given, dtype=compute) if is_cut else given.to(compute)
-        with self.offload.as_one(self.ranks, f"laying {self.name} down"):
+        with self.offload.as_one(self.ranks, f"creating {self.name}"):
             self._store(given)
         self._views = Views(self.parameters, self.layout, self._full, self.ranks.rank)
         self._refresh = Refresh(self._full, self._views)
-        # Tensors that look into the full buffer, beside the parameters and their views.
+        # The number of views of the full buffer that are neither the parameters' nor the user's.
         self._own_views = 0 if is_cut or not self._shard.is_present else 1
         if is_cut:
             self._views.look_at_placeholders()
             self._full.untyped_storage().resize_(0)
-            # Its sender or receivers may still have it.
+            # It may still be sent.
             if not is_whole:
                 cutting = cutting.then(partial(given.untyped_storage().resize_, 0))
             if not cutting.done:
                 leaving.add(cutting, given.nbytes)
 
     def _is_one_whole(self) -> bool:
-        """Return True if the memory of a single parameter has the layout of the bucket."""
+        """Return True if the bucket is one parameter whose memory already has its layout."""
         parameter = self.parameters[0]
         return (
             parameter.device == self.device
@@ -178,7 +178,7 @@ class Bucket:
         )
 
     def _end_to_end(self, needed: tuple[int, int]) -> Tensor:
-        """Return the parameters' values in the layout; of elements not `needed` some may lack."""
+        """Return the parameters' values in the layout; those outside `needed` may be missing."""
         given = torch.empty(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
         for start, stop in self.layout.gaps:
             given[start:stop].zero_()
@@ -186,7 +186,7 @@ class Bucket:
             place = shaped(given[slot.offset : slot.stop], slot)
             if slot.offset < needed[1] and needed[0] < slot.stop:
                 place.copy_(parameter.detach())
-            # Free one parameter's old memory after the other: never a second copy of all of them.
+            # Free the old memory one parameter at a time: there is never a second copy of all.
             look_at(parameter, place)
         return given
 
@@ -206,17 +206,17 @@ class Bucket:
             self._master = self._shard
             if self.has_own_master:
                 first = weights if self.precision.rounds_early else mine
-                # If all of it is mine, the given values are the master.
+                # If they are all mine, the given values become the master.
                 is_kept = first is mine and mine.numel() == given.numel() and not is_cut
                 is_kept = is_kept and given is not self._full
                 values = first.to(self.precision.master, copy=not is_kept)
                 self._master = self.offload.store_master(f"the masters of {self.name}", values)
 
-    # ---- stored ----------------------------------------------------------------------------------
+    # ---- storage ---------------------------------------------------------------------------------
 
     @property
     def has_own_master(self) -> bool:
-        """Return True if there is a master beside the weights."""
+        """Return True if the master is separate from the weights."""
         apart = self.offload.parts_master(self.device, is_cut=self.partition.weights)
         return self.trainable and (self.precision.keeps_master or apart)
 
@@ -245,7 +245,7 @@ class Bucket:
 
     @property
     def disk_weights(self) -> DiskTensor | None:
-        """My slice of the weights on the disk; None if it is elsewhere."""
+        """My slice of the weights on the disk; None if it is stored elsewhere."""
         return self._shard.on_disk
 
     @property
@@ -261,7 +261,7 @@ class Bucket:
         return None if self._master is None else self._master.source
 
     def settle(self) -> None:
-        """Put the user's edits into a master on the disk now; else the next update does so."""
+        """Put the user's edits into a master on the disk now, not in the next update."""
         if self._master is None or self._master.is_present or self.partition.weights:
             return
         with self._master.present(writes=False) as master:
@@ -283,7 +283,7 @@ class Bucket:
 
     @contextmanager
     def present(self, *, writes: bool = True) -> Iterator[None]:
-        """Have shard and master in memory, with the user's edits; what is written is kept."""
+        """Load shard and master, with the user's edits; writes in the block are kept."""
         self._refresh.wait()
         with ExitStack() as stack:
             stack.enter_context(self._shard.present(writes=writes))
@@ -296,15 +296,15 @@ class Bucket:
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:
-        """Make the block an update, which gives every element of the shard a new value.
+        """Make the block an update that gives every element of the shard a new value.
 
-        Writes to the disk count once the update is committed.
+        Writes to the disk take effect when the update is committed.
         """
         with self._shard.present(reads=False, commits=False):
             yield
 
     def restore_weights(self) -> None:
-        """Round weights in memory from the master on the disk, after an update that failed.
+        """Restore weights in memory from the master on the disk, after an update that failed.
 
         The user's edits since the last update are lost.
         """
@@ -313,21 +313,21 @@ class Bucket:
                 self.put_weights(0, master)
 
     def read_ahead(self) -> None:
-        """Begin to read the disk for the next gather, if there is room."""
+        """Begin to read the disk for the next gather, if a buffer is free."""
         if self.state is Weights.SHARDED and not self.node_copy.is_current:
             self._shard.read_ahead()
 
     def forget_ahead(self) -> None:
-        """Drop what was read ahead."""
+        """Drop data that was read ahead."""
         self._shard.forget_ahead()
 
     def count_views(self, count: int) -> None:
-        """Count so many tensors made from `master` as not the user's."""
+        """Register `count` views of `master` that are not the user's."""
         if not (self.has_own_master or self.partition.weights):
             self._own_views += count
 
     def leave_disk(self) -> None:
-        """Free the space on the disk: the bucket is not used any more."""
+        """Free the space on the disk; the bucket is not used any more."""
         self._shard.free()
         if self._master is not None and self._master is not self._shard:
             self._master.free()
@@ -345,22 +345,22 @@ class Bucket:
         return views_of(flat, self.layout)
 
     def show(self, values: Sequence[Tensor]) -> None:
-        """Let the parameters look at values that are not this bucket's own, while SHARDED."""
+        """Point the parameters at values outside this bucket, while SHARDED."""
         self._refresh.end()
         self._views.look_at(values)
 
     def hide(self) -> None:
-        """Make the parameters hold placeholders: undoes `show`, or precedes freeing memory."""
+        """Make the parameters hold placeholders, to undo `show` or before memory is freed."""
         self._refresh.end()
         self._views.look_at_placeholders()
 
     def reveal(self) -> None:
-        """Undo `hide`: let the parameters look into the full buffer again, if it is there."""
+        """Undo `hide`: point the parameters at the full buffer again, if it is gathered."""
         if self.state is Weights.FULL:
             self._views.look_into_full()
 
     def tensors_of_weights(self) -> Iterator[Tensor]:
-        """Yield the tensors that hold weights: my slice of them, and all that is gathered."""
+        """Yield the tensors that hold weights: my slice, and everything that is gathered."""
         if self.state is Weights.FULL:
             yield self.full
         yield from self._shard.memory
@@ -373,7 +373,7 @@ class Bucket:
 
     @property
     def rounds(self) -> bool:
-        """Return True if a gather that is not exact brings other values than the shards."""
+        """Return True if only an exact gather gives the values of the shards."""
         return self.partition.weights and self._codec is not None
 
     @property
@@ -393,20 +393,20 @@ class Bucket:
 
     def _open_full(self) -> None:
         self._views.check_placeholders()
-        # Views that autograd saved look into this storage. It is resized, never replaced.
+        # Views that autograd saved use this storage: it is resized, never replaced.
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
 
     @property
     def lends_shard(self) -> bool:
-        """Return True if other ranks' weights need my shard as it is, and it is in memory."""
+        """Return True if other ranks can use my shard as it is, and it is in memory."""
         return not (self.rounds or self._shard.loads_on_use)
 
     def shard_on_host(self, there: Event) -> Tensor:
-        """Return my shard on the host; any thread may call it. `there`: when the device had it."""
+        """Return my shard on the host, once `there` is over; any thread may call it."""
         return self._shard.on_host(there)
 
     def fetch(self, gather: Callable[[Tensor], Pending]) -> None:
-        """Fill the full buffer by a `gather` that only this rank makes: SHARDED to FULL."""
+        """Fill the full buffer by a `gather` of this rank alone: SHARDED to FULL."""
         self._open_full()
         self._places, self._is_exact = range(0), False
         place = self.full[self.span[0] : self.span[1]]
@@ -415,7 +415,7 @@ class Bucket:
         self.wait_unshard()
 
     def wait_unshard(self) -> None:
-        """Let the parameters look into the gathered buffer: ARRIVING to FULL."""
+        """Wait for the gather and point the parameters at the full buffer: ARRIVING to FULL."""
         if self.state is not Weights.ARRIVING:
             return
         assert self._pending is not None  # ARRIVING means that a gather was started
@@ -438,9 +438,9 @@ class Bucket:
     def reshard(self, *, in_use: bool = False) -> None:
         """Free the full buffer: FULL to SHARDED. Edits by the user are kept first.
 
-        `in_use`: inside forward or backward. If comparing values would take a wait for the device
-        or a read of the disk, only writes that torch has counted are kept then; of others an
-        accelerator remembers that there were some (`absorb_unread`).
+        `in_use`: inside forward or backward. There, if comparing values would require waiting for
+        the device or reading the disk, only writes that torch has counted are kept; for others an
+        accelerator records that there were some (`absorb_unread`).
         """
         if not self.partition.weights or self.state is not Weights.FULL:
             return
@@ -461,7 +461,7 @@ class Bucket:
         return self._shard.is_present and not self._shard.is_offloaded
 
     def _differs_from_arrived(self) -> Tensor:
-        """Return, without a wait, whether my slice of the full buffer changed since it arrived."""
+        """Return, without waiting, whether my slice of the full buffer changed after its gather."""
         mine = self.full[self.span[0] : self.span[1]]
         if self._arrived is None and not self._has_shard_here:
             now = digest(mine)
@@ -471,7 +471,7 @@ class Bucket:
 
     @property
     def has_other_views(self) -> bool:
-        """Return True if the user has kept a view of the gathered weights: `weight.t()`, say."""
+        """Return True if the user has kept a view of the gathered weights, such as `weight.t()`."""
         return self._views.have_others(self._own_views)
 
     @property
@@ -479,7 +479,7 @@ class Bucket:
         return self.device.type == "cpu" and (self.is_rounded or self._shard.is_present)
 
     def serve(self, *, exact: bool = False) -> None:
-        """Give my shard to ranks that gather this bucket while I do not use it."""
+        """Send my shard to ranks that gather this bucket while this rank does not use it."""
         was_current, places = self.node_copy.is_current, self.gatherers_of(exact=exact)
         scratch = torch.empty(self.layout.numel, dtype=self.full.dtype, device=self.device)
         self._start_gather(scratch, exact=exact).wait()
@@ -490,7 +490,7 @@ class Bucket:
             self.node_copy.keep(scratch)
 
     def gatherers_of(self, *, exact: bool = False) -> range:
-        """Return the places, among all ranks, of those that take part in my next gather."""
+        """Return the positions, among all ranks, of those that take part in my next gather."""
         is_near = self.node_copy.is_current and not (exact and self.rounds)
         return self.sharing.places_of_node if is_near else self.sharing.places
 
@@ -500,10 +500,10 @@ class Bucket:
         return self.state is not Weights.SHARDED and not (self.rounds and self._is_exact)
 
     def _start_gather(self, full: Tensor, *, exact: bool) -> Pending:
-        """Begin to fill `full`: from the node if its copy is current, else from all shards."""
+        """Begin to fill `full` from the node if its copy is current, else from all shards."""
         is_apart = exact and self.rounds
         if is_apart:
-            # The node's copy has the values for forward and backward, and may be stale after this.
+            # The node's copy is for forward and backward, and may be stale after this.
             self.node_copy.outdate()
         elif self.node_copy.is_current:
             return self.node_copy.start_gather(full, self._full_to_lend(), self._gather_label)
@@ -514,7 +514,7 @@ class Bucket:
         return self._shard.fill(place, gather)
 
     def _full_to_lend(self) -> Tensor | None:
-        """Return the full buffer, once it is gathered, if it is there as others need it."""
+        """Return the full buffer, waiting for its gather, if it has the values others need."""
         if not self._holds_what_travels:
             return None
         if self._pending is not None:
@@ -534,14 +534,14 @@ class Bucket:
 
     @property
     def lands_weights(self) -> bool:
-        """Return True if new weights go to other memory than that of the updates."""
+        """Return True if updates are made in other memory than the shard's."""
         return self._steps_off != self._shard.is_offloaded
 
     def put_weights(self, start: int, values: Tensor, sending: Crossing | None = None) -> None:
         """Write new master values into the weights, for elements from `start` of my span on.
 
-        `sending` comes from `start_sending`, called after all of the device's reads of them were
-        queued.
+        `sending` comes from `start_sending`, which is called after all of the device's reads of
+        these weights are queued.
         """
         self._refresh.wait()
         if not self.lands_weights:
@@ -554,7 +554,7 @@ class Bucket:
             self._shard.land(start, values)
 
     def start_sending(self) -> Crossing | None:
-        """Begin to send new weights to the device; None if updates are made there."""
+        """Prepare to send new weights to the device; None if updates are made there."""
         crossing = self.offload.crossing(self.device) if self._steps_off else None
         if crossing is not None:
             crossing.begin_sending()
@@ -562,29 +562,30 @@ class Bucket:
 
     @property
     def refreshes_late(self) -> bool:
-        """Return True if a refresh may be under way when forward begins."""
+        """Return True if a refresh may still be under way when forward begins."""
         is_cut = self.partition.optimizer and not self.partition.weights
         is_beside = has_streams(self.device) and self.sharing.shards.size > 1
         return is_cut and is_beside and self.transport.refreshes_late
 
     def refresh_in_step(self) -> None:
-        """End refreshes inside the step from now on: not every read of weights can be seen."""
+        """Finish refreshes within the step from now on: some reads of weights cannot be seen."""
         self.transport = dataclasses.replace(self.transport, refreshes_late=False)
 
     def start_refresh(self) -> None:
-        """Begin to gather weights that are whole, but were stepped or loaded in shards.
+        """Begin to gather whole weights that were stepped or loaded in shards.
 
-        `leave_refresh` follows, once the refreshes of other buckets have begun too.
+        `leave_refresh` follows, after the refreshes of all buckets have begun.
         """
         self.outdate()
         is_compared = self._steps_off or self.device.type != "cpu"
         if is_compared and self.has_own_master and not self.partition.weights:
-            # Masters are compared only if this has changed: they lie elsewhere, or nothing waits.
+            # Masters are compared only if this digest changes: they are in other memory, or on an
+            # accelerator, which nothing may wait for.
             self._digest = digest(self.full[self.span[0] : self.span[1]])
         if not self.partition.optimizer or self.partition.weights:
             return
         numel = self.transport.refresh_numel
-        # Views that the user kept are read unannounced. Pieces follow each other.
+        # Reads of views that the user kept are not announced. Pieces are gathered in turn.
         is_free = self.refreshes_late and self.layout.numel <= numel
         gather = partial(
             start_gather_in_pieces,
@@ -596,25 +597,25 @@ class Bucket:
         self._refresh.start(gather, may_last=is_free and not self.has_other_views)
 
     def leave_refresh(self) -> None:
-        """Let a refresh go on beside the device's next work, until the weights are read."""
+        """Let a refresh overlap with the device's next work, until the weights are read."""
         self._refresh.leave()
 
     def wait_refresh(self) -> None:
-        """Let the device's work from now on find refreshed weights; the host does not wait."""
+        """Make the device's later work wait for refreshed weights; the host does not wait."""
         self._refresh.wait()
 
     def absorb_edits(self, *, update_looks: bool = False) -> None:
-        """Put weights that the user changed since the last look into shard and master.
+        """Put weights that the user changed since the last check into shard and master.
 
-        `update_looks`: an update on a CPU follows that calls `absorb_edits_into` for each block of
-        masters, which it reads anyway.
+        `update_looks`: an update on a CPU follows, which calls `absorb_edits_into` for each block
+        of masters that it reads.
 
         The values themselves are compared, because a write through `parameter.data` leaves no other
-        trace. If weights are whole and masters are on the disk, the next update compares, as it
-        reads these anyway.
+        trace. If weights are whole and masters are on the disk, the next update compares them, as
+        it reads the masters anyway.
 
         Raises:
-            ModelError: a parameter no longer looks into this bucket.
+            ModelError: a parameter is no longer a view of this bucket.
         """
         if self.state is not Weights.FULL:
             return
@@ -640,16 +641,16 @@ class Bucket:
             self._shard.replace(mine)
 
     def absorb_unread(self) -> Tensor | None:
-        """Absorb edits before an update on an accelerator, without a wait for the device.
+        """Absorb edits before an update on an accelerator, without waiting for the device.
 
-        Writes that torch counts are put into shard and master, as is everything before the first
+        Writes that torch counts are put into shard and master, as are all writes before the first
         update.
 
         Returns:
-            A 0-dim bool tensor of the device: True if weights, whole ones or those freed since the
-            last update, have changed by a write that torch does not count (through
-            `parameter.data`); None: nothing is known, or there is no master that such a write would
-            have to reach.
+            A 0-dim bool tensor on the device. True: weights that are whole, or were freed since the
+            last update, have changed through a write that torch does not count (through
+            `parameter.data`). None: nothing is known, or there is no separate master that such a
+            write would have to reach.
         """
         self._refresh.wait()
         is_lost, self._is_lost = self._is_lost, None
@@ -674,14 +675,14 @@ class Bucket:
         return None
 
     def absorb_edits_into(self, values: Tensor, start: int) -> None:
-        """Put the user's edits of whole weights into masters from `start` of my span on."""
+        """Put the user's edits of whole weights into the masters from `start` of my span on."""
         is_whole = self.state is Weights.FULL and not self.partition.weights
         if is_whole and self._is_suspect and self.has_own_master:
             first = self.span[0] + start
             absorb_into(values, self.full[first : first + values.numel()])
 
     def check_links(self) -> None:
-        """Raise `ModelError` for a parameter that no longer looks where this bucket put it."""
+        """Raise `ModelError` for a parameter that no longer uses this bucket's memory."""
         if self.state is not Weights.ARRIVING:
             self._views.check_links(is_full=self.state is Weights.FULL)
 
@@ -691,7 +692,7 @@ class Bucket:
             self._views.check_placeholders()
 
     def release(self) -> None:
-        """Give every parameter memory of its own again, with its present (whole) values."""
+        """Give every parameter its own memory again, with its current (whole) values."""
         self._refresh.end()
         self._views.release()
 
@@ -701,7 +702,7 @@ def _order_of(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def write_back_all(cuts: Iterable[tuple[Bucket, int, int]]) -> None:
-    """Write back [start, stop) of several buckets, in one call if nothing travels."""
+    """Write back [start, stop) of several buckets, in one call if all is in the same memory."""
     places: list[Tensor] = []
     masters: list[Tensor] = []
     for bucket, start, stop in cuts:

@@ -1,4 +1,4 @@
-"""The user's edits of weights: detecting them, and putting them into the masters.
+"""Detection of the user's edits of weights, which are then put into the masters.
 
 A write through `parameter.data` leaves no trace but the values themselves.
 """
@@ -19,10 +19,10 @@ _SEED = 1
 
 
 def digest(values: Tensor) -> Tensor:
-    """Return a 0-dim int64 sum over all bits of a 1-D tensor of a multiple of 4 bytes, by place.
+    """Return a 0-dim int64 sum over all words of a 1-D tensor (4 bytes each), weighted by place.
 
-    One changed word always changes it; of other changes about one in 2^32 goes unseen. It makes two
-    passes over the values, and never waits for the device.
+    One changed word always changes it; of other changes about one in 2^32 goes unnoticed. It makes
+    two passes over the values, and never waits for the device.
     """
     columns, rows = _odd_numbers(values.device)
     # Half as wide as the sums: signs that change in pairs do not cancel out.
@@ -38,7 +38,7 @@ def digest(values: Tensor) -> Tensor:
 
 @cache
 def _odd_numbers(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the odd factors of words, by column and by row."""
+    """Return the odd factor of each column and of each row of words."""
     generator = torch.Generator().manual_seed(_SEED)
     limits = torch.iinfo(torch.int64)
     drawn = torch.randint(limits.min, limits.max, (2, _ROW_NUMEL + 2), generator=generator)
@@ -49,7 +49,7 @@ def _odd_numbers(device: torch.device) -> tuple[Tensor, Tensor]:
 def absorb_into(master: Tensor, weights: Tensor, *, looks: bool = True) -> bool:
     """Put edited weights into a master, both 1-D; return whether there were any.
 
-    Without `looks` the host does not wait for the device, and True means that there may be some.
+    Without `looks` the host does not wait for the device, and True means there may be some.
     """
     is_changed = False
     block = _CPU_BLOCK_NUMEL if master.device.type == "cpu" else weights.numel()
@@ -75,9 +75,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def shard_with_edits(shard: Tensor, arrived: Tensor, present: Tensor) -> Tensor:
-    """Return a shard with the user's edits: present values that differ from what had `arrived`.
+    """Return the shard with the user's edits: current values that differ from the `arrived` ones.
 
-    `arrived` becomes the present values.
+    `arrived` is overwritten with the current values.
     """
     is_same = (present == arrived) | (present.isnan() & arrived.isnan())
     arrived.copy_(present)

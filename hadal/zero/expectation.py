@@ -1,4 +1,4 @@
-"""The gradients that the running backward will bring on this rank, from its autograd graph.
+"""Prediction of the gradients that the running backward will produce on this rank.
 
 Tests: tests/zero/test_starved.py
 """
@@ -14,15 +14,15 @@ from hadal.zero.bucket import Bucket
 class Expectation:
     """The gradients that each bucket still waits for in one backward.
 
-    The graph shows them before they come: an expert without tokens, or an unused head, is not in
-    it. A recomputation with `use_reentrant=True` hides its parameters from the graph; those are
-    expected as often as they came the last time.
+    The autograd graph shows them in advance: an expert without tokens or an unused head is not in
+    it. Recomputation with `use_reentrant=True` hides its parameters from the graph; they are
+    expected as often as in the last backward.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._hidden: dict[Bucket, dict[int, int]] = {}
         self._last: dict[Bucket, list[int]] = {}
-        # True if backwards run inside each other: assumed until it is known.
+        # True if backwards are nested, which is assumed until the first one has ended.
         self._nests = True
         self.take_up(buckets)
 
@@ -44,8 +44,9 @@ class Expectation:
     def survey(self, *, is_root: bool = False) -> None:
         """Query the graph of the running backward, once.
 
-        `is_root`: this is the outermost one. A recomputation's own graph has its parameters alone;
-        if that may be the running one, the last backward's gradients are expected.
+        `is_root`: this is the outermost backward. A recomputation's own graph contains only its
+        parameters; if that may be the running one, the same gradients as in the last backward are
+        expected.
         """
         if self._is_surveyed:
             return
@@ -62,7 +63,7 @@ class Expectation:
             self._missing[bucket] = sum(expected)
 
     def came(self, bucket: Bucket, index: int) -> bool:
-        """Count a gradient of parameter number `index`; return whether it is the last expected."""
+        """Count a gradient of parameter number `index`; return True if it is the last expected."""
         self.survey()
         self._tasks.add(graph_task())
         counts = self._came[bucket]
@@ -73,11 +74,11 @@ class Expectation:
         return not self._missing[bucket]
 
     def awaits(self, bucket: Bucket) -> bool:
-        """Return True if a bucket's gradients are still to come, or may be before `survey`."""
+        """Return True if gradients of a bucket are still expected, or may be before `survey`."""
         return bool(self._missing.get(bucket, not self._is_surveyed))
 
     def end(self) -> None:
-        """End a backward: remember gradients that came although the graph did not have them."""
+        """End a backward: remember the gradients that arrived without being in the graph."""
         if self._tasks:
             self._nests, self._last = len(self._tasks) > 1, self._came
         for bucket, found in self._in_graph.items():

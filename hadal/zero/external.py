@@ -18,12 +18,12 @@ _external: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Register that `module` reads `parameter` in its forward, though another module owns it.
 
-    Before `hadal.initialize` it makes the parameter gathered around `module`'s forward and
-    backward at stage 3, with `module`'s own: needed only if a compiled module hides the read, as
-    any other is noticed when it happens. After `initialize` it has no effect.
+    Called before `hadal.initialize`, it makes stage 3 gather the parameter together with `module`'s
+    own in forward and backward. This is needed only if a compiled module hides the read; all other
+    reads are noticed when they happen. After `initialize` it has no effect.
 
     Raises:
-        UsageError: not a module and a parameter.
+        UsageError: the arguments are not a module and a parameter.
     """
     _check("register_external_parameter", module, parameter)
     known = _external.setdefault(module, [])
@@ -35,25 +35,25 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     """Undo `register_external_parameter`.
 
     Raises:
-        UsageError: not a module and a parameter, or one that was not registered.
+        UsageError: the arguments are not a module and a parameter that was registered for it.
     """
     _check("unregister_external_parameter", module, parameter)
     if all(parameter is not known for known in external_parameters(module)):
         raise UsageError(
-            f"unregister_external_parameter: no such parameter of shape {tuple(parameter.shape)}"
-            f" was registered for this {type(module).__name__}"
+            f"unregister_external_parameter: this parameter of shape {tuple(parameter.shape)} was"
+            f" not registered for this {type(module).__name__}"
         )
     _external[module] = [ref for ref in _external[module] if ref() is not parameter]
 
 
 def external_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that are registered for a module."""
+    """Return the parameters that were registered for a module."""
     found = (reference() for reference in _external.get(module, ()))
     return [parameter for parameter in found if parameter is not None]
 
 
 def announced_uses(model: nn.Module, units: Iterable[Unit]) -> list[Unit]:
-    """Return a further unit for each module that reads parameters of other modules."""
+    """Return an additional unit for each module that reads parameters of other modules."""
     members: Mapping[nn.Parameter, Member] = {
         member.parameter: member for unit in units for member in unit.members
     }

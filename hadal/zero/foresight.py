@@ -1,6 +1,6 @@
-"""Prediction of the next trace from earlier ones, also for models that take turns.
+"""Prediction of the next trace from earlier ones, also for models that alternate.
 
-Nothing here communicates: all ranks get the same input and expect the same.
+Nothing here communicates: all ranks get the same input and predict the same.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from dataclasses import dataclass
 
 from hadal.zero.trace import Kind, Trace
 
-# The gain of an expectation that came true, the cost of one that did not, and the initial credit,
-# which is also the most. One without credit is not acted upon: three failures in a row, or more
-# than one in four.
+# A prediction earns credit when it comes true and loses credit when it does not; it starts with the
+# most. Without credit (after three failures in a row, or more than one in four) it is not used.
 _EARNED, _COST, _CREDIT = 1, 3, 9
 # The number of contexts of one kind that are remembered.
 _CONTEXTS = 48
 
-# The paths of the two passes before; `_ANY` matches every path.
+# The paths of the two preceding passes; `_ANY` matches every path.
 _Context = tuple[int | None, int | None]
 _ANY = -1
 _LAST_RESORT: _Context = (_ANY, _ANY)
@@ -29,15 +28,15 @@ class _Memory:
     trace: Trace
     credit: int = _CREDIT
     is_doubted: bool = False
-    """True: another trace came the last time; it replaces this one if that happens again."""
+    """True: another trace followed the last time; if one does again, it replaces this one."""
 
 
 class Foresight:
     """A memory of which trace followed which.
 
-    A forward is predicted from the two before it, so that two models in turn, or two steps of each,
-    are distinguished; if these were never seen in this order, from the one before it, else it is
-    the latest. A backward is predicted from its forward, or from the backward right before it.
+    A forward is predicted from the two before it, so that two alternating models, or two steps of
+    each, are distinguished; if this order is new, from the one before it; otherwise the latest
+    trace is predicted. A backward is predicted from its forward, or from the backward just before.
     """
 
     def __init__(self) -> None:
@@ -45,16 +44,16 @@ class Foresight:
         self._history: dict[Kind, _Context] = dict.fromkeys(Kind, (None, None))
 
     def forget(self, kind: Kind) -> None:
-        """Forget the traces of a kind: they will be other ones."""
+        """Forget the traces of a kind, because the next ones will differ."""
         self._memories[kind].clear()
 
     def expected(self, kind: Kind) -> Trace | None:
-        """Return the trace to plan for; None if none is known, or too few came true."""
+        """Return the trace to plan for; None if none is known or predictions failed too often."""
         memory = self._memory(kind)
         return None if memory is None or memory.credit <= 0 else memory.trace
 
     def likely(self, kind: Kind, before: Trace | None = None) -> Trace | None:
-        """Return the trace that may come next, if any; also the backward of a forward `before`."""
+        """Return the trace that may come next, or the backward that may follow `before`, if any."""
         if before is None:
             memory = self._memory(kind)
         else:
@@ -68,12 +67,12 @@ class Foresight:
 
         Args:
             kind: its kind.
-            trace: the trace of all ranks; None if they parted.
-            has_held: True if it was as expected; None if nothing was planned.
-            is_learned: True if it may come again.
+            trace: the trace of all ranks; None if the ranks took different paths.
+            has_held: True if the prediction came true; None if nothing was planned.
+            is_learned: True if the trace may occur again.
 
         Returns:
-            True if this expectation is not acted upon any more.
+            True if the prediction will not be used any more.
         """
         memory = self._memory(kind)
         if memory is not None and has_held is not None:
@@ -85,7 +84,7 @@ class Foresight:
         return memory is not None and memory.credit <= 0
 
     def _contexts(self, kind: Kind) -> list[_Context]:
-        """Return the contexts to look in, the nearest first."""
+        """Return the contexts to search, the nearest first."""
         nearest = self._history[kind]
         if kind is Kind.BACKWARD:
             return [nearest]

@@ -1,12 +1,12 @@
 """Weights on use: when each bucket is gathered, and when it is freed.
 
 In the first forward and backward every gather is announced (see `agreement.py`) and the uses are
-recorded. If all ranks recorded the same, the next ones follow a plan: the gathers start in the
-plan's order on every rank, ahead of their use, and no rank announces anything until the end.
+recorded. If all ranks recorded the same uses, the next passes follow a plan: the gathers start in
+the plan's order on every rank, ahead of their use, and no rank announces anything until the end.
 
-A rank that needs a bucket outside the plan leaves it. The others count on its part in all gathers
-of the plan, so it first lends for the rest of them; then it announces what it needs, and the others
-lend when they come to the end.
+A rank that needs a bucket outside the plan leaves it. The others rely on its part in all gathers of
+the plan, so it first takes part in the rest of them; then it announces what it needs, and the
+others lend their shards when they reach the end.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Gathering:
         self.agreement = Agreement(ranks, self.uses.gather, self.uses.lend_to, self.uses.name)
         self._paths = Paths(ranks, limits, divergence)
         self.rounds = Rounds(
-            ranks, self._talk, self._paths.tell_strays, self.expect_another_backward
+            ranks, self._talk, self._paths.report_strays, self.expect_another_backward
         )
         self._asking = Asking(self.rounds, lambda: self.uses.buckets)
         self.take_up(buckets)
@@ -71,36 +71,37 @@ class Gathering:
         self._announces_all = divergence.is_expected
         self._walk = Walk(Kind.FORWARD)
         self._next: Plan | None = None
-        # Buckets in use in the present forward or backward: only these need no check.
+        # Buckets in use in the current forward or backward: only these need no check.
         self._open: set[Bucket] = set()
         self._running: list[Unit] = []
-        # The number of `whole` contexts that hold a bucket: nothing inside them may free it.
+        # The number of `whole` contexts that hold each bucket; it is not freed inside them.
         self._pins: Counter[Bucket] = Counter()
         self._keeps = False
-        # True if the present forward or backward has begun behind the other ranks.
+        # True if the current forward or backward began behind the other ranks.
         self._is_late = False
         self.counts_refused = False
-        """True: the backward that was refused last counts all the same, without gradients."""
+        """True: the backward refused last counts as one without gradients."""
         self._moves = False
         self._listener = ReadListener(self.on_read)
         self.escapes = Escapes()
         self.playing: Callable[[bool], AbstractContextManager[None]] = lambda _: nullcontext()
-        """Context of a part in a backward that does not run here; True: it ends an update."""
+        """Returns a context for taking part in a backward that does not run on this rank; its
+        argument is True if the backward ends an update."""
         self.start_due: Callable[[int | None], bool] = lambda _: False
-        """Starts the first so many reductions of this backward (None: all), if not started yet;
-        returns True if gradients of theirs were still expected."""
+        """Starts the first reductions of this backward, up to this count (None: all); returns True
+        if some of their gradients were still expected."""
         self.awaits: Callable[[Bucket], bool] = lambda _: True
-        """Returns True if gradients of a bucket are still to come in this backward."""
+        """Returns True if gradients of a bucket are still expected in this backward."""
         self.gives_empty_state = False
-        """True: `state_dict` gives empty tensors for sharded values; else it refuses."""
+        """True: `state_dict` returns empty tensors for sharded values; otherwise it raises."""
 
     def take_up(self, buckets: Iterable[Bucket]) -> None:
-        """Manage those of these buckets that are sharded; their uses are not known yet."""
+        """Manage the buckets that are sharded; their uses are not known yet."""
         self.uses.take([bucket for bucket in buckets if bucket.partition.weights])
         self._restart()
 
     def replace(self, old: Bucket, parts: Sequence[Bucket]) -> None:
-        """Replace a bucket by new ones that have taken over its parameters."""
+        """Replace a bucket by new ones, which have taken over its parameters."""
         if old in self.uses.number:
             self.uses.replace(old, parts)
             self._restart()
@@ -120,14 +121,14 @@ class Gathering:
 
     @property
     def is_at_rest(self) -> bool:
-        """Return True if nothing runs, and no context keeps buckets readable."""
+        """Return True if no pass is running, and no context keeps buckets readable."""
         return self.phase is Phase.IDLE and not any(self._pins.values())
 
     def meet(self, marker: Marker) -> None:
-        """Wait until every rank comes to this point, which is in no forward, backward or update.
+        """Wait until every rank reaches this point, outside of forward, backward and update.
 
         Raises:
-            MismatchError: a rank is elsewhere.
+            MismatchError: a rank is at another point.
         """
         self._come_together()
         self.agreement.finish(marker)
@@ -147,7 +148,7 @@ class Gathering:
             if bucket.state is Weights.ARRIVING:
                 self.uses.gather(number)
             elif bucket.state is Weights.SHARDED:
-                # Outside of forward and backward, readers and savers of weights want them exact.
+                # Outside of forward and backward, weights are read and saved exactly.
                 exact = self.phase is Phase.IDLE
                 if exact or self._asking.all_leave() or not self._asking.fetch(number):
                     self._leave_round()
@@ -156,7 +157,7 @@ class Gathering:
                 self._open.add(bucket)
 
     def _follow(self, number: int) -> None:
-        """Begin a use: start the gathers that the plan has for it, or leave the plan."""
+        """Begin a use: start the gathers that the plan schedules for it, or leave the plan."""
         walk, plan = self._walk, self._walk.plan
         assert plan is not None  # it is followed
         if walk.position < len(plan.uses) and plan.uses[walk.position].bucket == number:
@@ -172,7 +173,7 @@ class Gathering:
         self._leave(number)
 
     def _leave_round(self) -> None:
-        """Leave a steady round for a bucket that the others do not know of."""
+        """Leave a steady round to gather a bucket that the other ranks do not expect."""
         if not self.rounds.is_steady:
             return
         self._wait_for_all()
@@ -183,7 +184,7 @@ class Gathering:
         self.rounds.leave(stray)
 
     def play(self, pass_: RoundPass) -> None:
-        """Do this rank's part in a pass that it does not run."""
+        """Take part in a pass that this rank does not run."""
         before = self._walk, self.phase
         is_backward = pass_.kind is Kind.BACKWARD
         self._walk = Walk(pass_.kind, pass_.plan)
@@ -201,11 +202,11 @@ class Gathering:
         if bucket.state is Weights.SHARDED:
             bucket.start_unshard()
         else:
-            # Still in use here, while the other ranks are through with it.
+            # It is still in use here, but the other ranks have freed it.
             bucket.serve()
 
     def _leave(self, wanted: int | None = None) -> None:
-        """Do this rank's part in the rest of the plan's collectives; keep the wanted bucket."""
+        """Take part in the rest of the plan's collectives; keep the wanted bucket."""
         walk, plan = self._walk, self._walk.plan
         assert plan is not None  # it was followed
         for stop in plan.started[walk.position :]:
@@ -222,42 +223,42 @@ class Gathering:
         walk.has_left = True
 
     def _start_due_reductions(self) -> None:
-        """Start the reductions that others may wait for from the next use on."""
+        """Start the reductions that other ranks may wait for from the next use on."""
         walk = self._walk
         if walk.plan is not None and self.phase is Phase.BACKWARD:
             walk.was_early |= self.start_due(walk.plan.uses[walk.position].reduced)
 
     def record_reduction(self, bucket: Bucket) -> None:
-        """Record that a reduction of this backward was started here."""
+        """Record that a reduction of this backward was started on this rank."""
         self._walk.reduce(self.uses.number.get(bucket, -1))
 
     @property
     def has_left(self) -> bool:
-        """Return True if this rank left this backward's plan, and started all its reductions."""
+        """Return True if this rank left this backward's plan and started all its reductions."""
         return self._walk.has_left
 
     @property
     def is_played(self) -> bool:
-        """Return True if the others have all reductions of this backward, and await no more."""
+        """Return True if this rank has taken part in all of this backward's reductions before."""
         return self._walk.is_played
 
     def reduce_now(self, number: int) -> None:
-        """Reduce gradients of this number once more, together with all ranks."""
+        """Reduce the gradients of this number once more, on all ranks."""
         with self._own_moves():
             self.agreement.request(self.uses.code_of_reduction(number))
 
     def compare_progress(self) -> None:
-        """Exchange the progress of this backward's reductions, and nothing else."""
+        """Exchange only the progress of this backward's reductions."""
         with self._own_moves():
             self.agreement.compare_progress()
 
     @property
     def starts_together(self) -> bool:
-        """Return True if reductions start when the ranks talk and all have them ready.
+        """Return True if reductions start in an exchange, once they are ready on all ranks.
 
-        That is so while gathers are announced. A rank that started one by itself, while another
-        announces a gather, could wait for it: a communicator's first collectives, and a device's
-        first kernels, may block the host until all ranks have come.
+        They do while gathers are announced. If a rank started one by itself while another rank
+        announces a gather, it might block: a communicator's first collectives, and a device's first
+        kernels, may block the host until all ranks have started them.
         """
         walk = self._walk
         is_announced = walk.plan is None and not walk.is_played
@@ -265,11 +266,11 @@ class Gathering:
 
     @property
     def started_everywhere(self) -> int | None:
-        """Return how many of this backward's reductions each rank starts without help from now on.
+        """Return how many of this backward's reductions every rank will start by itself.
 
-        None: all. A rank that waits for others cannot help them: it must wait only for these. On a
-        plan they are those due before its next use, which a rank starts before it takes part in
-        that use's gathers.
+        None: all of them. A rank must wait only for these, because a waiting rank cannot help the
+        others. On a plan they are the reductions due before its next use: a rank starts them before
+        it takes part in that use's gathers.
         """
         walk = self._walk
         if self.phase is not Phase.BACKWARD or walk.has_left or walk.plan is None:
@@ -279,7 +280,7 @@ class Gathering:
 
     @contextmanager
     def _own_moves(self) -> Iterator[None]:
-        """Count no reads inside the block: the mechanism itself touches parameters it moves."""
+        """Ignore reads in the block: they are the mechanism's own."""
         before, self._moves = self._moves, True
         try:
             yield
@@ -287,14 +288,14 @@ class Gathering:
             self._moves = before
 
     def done(self, bucket: Bucket) -> None:
-        """End a use of a bucket: free it, unless it is needed elsewhere or soon again."""
+        """End a use of a bucket and free it, unless it is used elsewhere or needed again soon."""
         number = self.uses.number.get(bucket)
         if number is None or bucket.state is not Weights.FULL or self._is_busy(bucket):
             return
         self._open.discard(bucket)
         if self._stays(bucket, self._walk.done(number)):
             return
-        # Nothing would announce its view: the bucket stays until this forward or backward ends.
+        # Reads of a view are not announced, so a bucket that has one stays until the pass ends.
         if not self.escapes.note(bucket) or self.phase is Phase.IDLE:
             self._free(bucket, is_noted=True)
 
@@ -303,7 +304,7 @@ class Gathering:
         return running or bool(self._pins[bucket])
 
     def _stays(self, bucket: Bucket, use: int | None) -> bool:
-        """Return True if a bucket stays gathered after its use of this number."""
+        """Return True if a bucket stays gathered after its use number `use`."""
         walk = self._walk
         if self.phase is Phase.IDLE:
             return False
@@ -318,7 +319,7 @@ class Gathering:
             bucket.reshard(in_use=self.phase is not Phase.IDLE)
 
     def free_all(self) -> None:
-        """Free all gathered buckets, which will be stale."""
+        """Free all gathered buckets, because they become stale."""
         for bucket in self._buckets:
             self._free(bucket)
 
@@ -329,11 +330,11 @@ class Gathering:
         return [bucket for bucket in self.uses.of(unit) if bucket.state is not Weights.FULL]
 
     def check_readable(self, unit: Unit) -> None:
-        """Raise `ShardedAccessError` if a unit's values are asked for while they are freed."""
+        """Raise `ShardedAccessError` if a unit's values are freed."""
         for bucket in self.freed(unit)[:1]:
             raise ShardedAccessError(
                 f"rank {self._ranks.rank}: the state of {unit.name} was read or loaded"
-                f" while its values are sharded over the ranks (first"
+                f" while its values were sharded over the ranks (first"
                 f" {bucket.layout.slots[0].name})."
                 " Call engine.state_dict() on every rank, or use `with"
                 " hadal.zero.GatheredParameters(module.parameters(), modifier_rank=0):`."
@@ -346,7 +347,7 @@ class Gathering:
             self.need(bucket)
 
     def after_use(self, unit: Unit) -> None:
-        """Free after a unit's forward. Recomputation inside backward frees nothing: use is next."""
+        """Free after a unit's forward, but not after a recomputation: its backward is next."""
         if unit in self._running:
             self._running.remove(unit)
         if self.phase is not Phase.BACKWARD:
@@ -359,24 +360,24 @@ class Gathering:
             self.need(bucket)
 
     def after_backward_of(self, unit: Unit) -> None:
-        """Free what brings no gradient any more: the gradient of a unit's input is complete."""
+        """Free buckets that expect no more gradients: that of the unit's input is complete."""
         if self.phase is Phase.BACKWARD:
             for bucket in self.uses.of(unit):
                 if not bucket.trainable or not self.awaits(bucket):
                     self.done(bucket)
 
     def on_read(self, parameter: nn.Parameter) -> None:
-        """Gather for an operation that is about to read a parameter, announced by a unit or not.
+        """Gather for an operation that is about to read a parameter.
 
-        A read that no unit announces (a module that reaches into another one) is remembered: from
-        now on the running unit gathers that bucket too.
+        A read that no unit announced (by a module that uses another one's parameter) is remembered:
+        from now on the running unit gathers that bucket too.
         """
         self._read(self.uses.bucket_of.get(parameter))
 
     def on_view(self, tensor: Tensor) -> None:
-        """Gather for a plain tensor's read: it may look into weights that are freed by now.
+        """Gather for a read of a plain tensor, which may be a view of weights freed since.
 
-        A module may return a view of its weight (`weight.t()`), for another one to use.
+        A module may return a view of its weight (`weight.t()`) that another one uses.
         """
         self._read(self.uses.bucket_at(tensor))
 
@@ -400,7 +401,7 @@ class Gathering:
         self._begin(Phase.FORWARD, kind, plan)
 
     def end_forward(self, error: BaseException | None) -> None:
-        """End the model's forward, which may have raised an error that other ranks do not have."""
+        """End the model's forward, which may have raised an error on this rank only."""
         if self.phase is not Phase.FORWARD:
             return
         with self._ending():
@@ -412,13 +413,13 @@ class Gathering:
                     self.rounds.abandon()
 
     def any_fault(self, mine: bool, *, boundary: bool = False) -> bool:
-        """Return True if any rank is at fault before a backward; else find the plan for it.
+        """Return True if any rank reports a fault before a backward; else find the plan for it.
 
-        If ranks do not meet here, only this one: the others learn of it before their update.
-        `boundary`: weights will change after this backward.
+        If ranks do not meet here, only this rank's fault is known; the others learn of it before
+        their update. `boundary`: weights will change after this backward.
 
         Raises:
-            MismatchError: the ranks disagree on whether they will, or one is elsewhere.
+            MismatchError: the ranks disagree on `boundary`, or a rank is at another point.
         """
         self._next, self.counts_refused = None, False
         if mine and (self.rounds.is_steady or self.rounds.is_behind):
@@ -445,12 +446,12 @@ class Gathering:
             self._end(Marker.END_OF_BACKWARD, is_last=boundary)
 
     def expect_another_backward(self) -> None:
-        """Forget the backward's traces: gradients will be complete at other moments."""
+        """Forget the backward's traces, because gradients will be complete at other moments."""
         self._paths.forget(Kind.BACKWARD)
         self.rounds.forget()
 
     def _meet_before(self, kind: Kind, marker: Marker, *, last: bool) -> tuple[Plan | None, Met]:
-        """Meet the other ranks; return the plan that all of them will follow, if there is one.
+        """Meet the other ranks; return the plan that all of them will follow, if any.
 
         In a steady round ranks do not meet.
         """
@@ -475,7 +476,7 @@ class Gathering:
         return (plan if met.is_alike else None), met
 
     def _has_for(self, plan: Plan | None, held: frozenset[int]) -> bool:
-        """Return True if the buckets that a plan starts with are there, or were fetched."""
+        """Return True if the buckets that a plan starts with are gathered, or could be fetched."""
         missing = () if plan is None else sorted(set(plan.held) - held)
         return all(map(self._asking.fetch, missing))
 
@@ -484,7 +485,7 @@ class Gathering:
             return self.agreement.finish(marker, word)
 
     def _come_together(self) -> None:
-        """Leave a steady round before ranks meet for something that is not part of it."""
+        """Leave a steady round, because ranks meet for something outside of it."""
         if self.rounds.is_steady:
             self.rounds.leave()
         self.rounds.spoil()
@@ -502,7 +503,7 @@ class Gathering:
         self.phase = phase
 
     def _end(self, marker: Marker, *, is_last: bool = False) -> None:
-        """Meet the other ranks at the end, lending until all are there; not in a steady round."""
+        """Meet the other ranks at the end, except in a steady round; lend until all are there."""
         walk, rounds = self._walk, self.rounds
         if walk.follows and walk.plan and walk.position < len(walk.plan.uses):
             with self._own_moves():
@@ -525,7 +526,7 @@ class Gathering:
             rounds.note(pass_, is_even=self._paths.settle(walk, trace, met))
 
     def _abandon(self, error: BaseException) -> None:
-        """Do this rank's part in the rest of the plan after an error: the others count on it."""
+        """Take part in the rest of the plan after an error, because the others rely on it."""
         for bucket in self._buckets:
             bucket.forget_ahead()
         if isinstance(error, (CommunicationError, MismatchError)):
@@ -535,15 +536,15 @@ class Gathering:
                 with self._own_moves():
                     self._leave()
             except OffloadError as second:
-                # `error` is being raised already. Nothing after this gather can be lent either, as
-                # they are matched by their order.
-                _log.warning("ranks that need what this one cannot read wait for it: %s", second)
+                # `error` is being raised already. Gathers are matched by their order, so this rank
+                # cannot take part in later ones either.
+                _log.warning("other ranks wait for weights that this one cannot read: %s", second)
             self._wait_for_all()
         elif self.rounds.is_steady:
             self.start_due(None)
 
     def _wait_for_all(self) -> None:
-        """Wait for the buckets gathered ahead and not used, by a rank that left its plan."""
+        """Wait for the buckets that were gathered ahead and not used."""
         with self._own_moves():
             for number, bucket in enumerate(self._buckets):
                 if bucket.state is Weights.ARRIVING:
@@ -551,7 +552,7 @@ class Gathering:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """End a pass with the block: only kept buckets stay gathered after it."""
+        """End a pass after the block: only kept buckets stay gathered."""
         try:
             yield
         finally:
@@ -591,13 +592,13 @@ class Gathering:
                 self.done(bucket)
 
     def _free_rounded(self, buckets: Iterable[Bucket]) -> None:
-        """Free rounded buckets outside of forward and backward, to gather them exactly again."""
+        """Free rounded buckets outside of forward and backward, to gather them exactly."""
         for bucket in buckets:
             if bucket.is_rounded and self.phase is Phase.IDLE and not self._pins[bucket]:
                 self._free(bucket)
 
     def gather_for_good(self) -> None:
-        """Gather every bucket, never to be freed again."""
+        """Gather every bucket for good."""
         if not self.uses.units:
             return
         self._come_together()

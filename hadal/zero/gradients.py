@@ -36,14 +36,14 @@ class Arrival(Enum):
     LOCAL = auto()
     """This rank's own gradients are being collected in the full buffer."""
     REDUCING = auto()
-    """A reduction is under way: the full buffer must not be touched."""
+    """A reduction is under way, and the full buffer must not be touched."""
     MEAN = auto()
-    """The mean over all ranks (or their sum, if that is configured) is in `mean`; if gradients
-    stay, this rank's contribution to it."""
+    """`mean` holds the mean over all ranks (or their sum, if configured); if gradients stay on
+    their ranks, this rank's contribution to it."""
 
 
 class Aside(NamedTuple):
-    """The gradients that a bucket had collected at some moment, kept for later."""
+    """Collected gradients of a bucket that are set aside for a while."""
 
     state: Arrival
     full: Tensor | None = None
@@ -53,9 +53,9 @@ class Aside(NamedTuple):
 
 
 class Copies:
-    """Copies into the buffers of one accelerator's buckets: many tensors by one kernel.
+    """Copies into the buffers of one accelerator's buckets: one kernel copies many tensors.
 
-    They must be made before a buffer is read or given away.
+    They must be made before a buffer is read or sent.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Copies:
         self._nbytes = 0
 
     def add(self, place: Tensor, values: Tensor) -> None:
-        """Queue a copy of `values`, which nothing changes any more, to a place of equal strides."""
+        """Queue a copy of `values`, which do not change any more, to a place of equal strides."""
         self._waiting.append((place, values))
         self._nbytes += values.nbytes
         if self._nbytes >= _WAITING_NBYTES:
@@ -82,16 +82,16 @@ class Copies:
 
 @cache
 def _copies_of(device: torch.device) -> Copies | None:
-    """Return a device's copies; None on a CPU, whose gradients are in the cache when they come."""
+    """Return a device's copies; None on a CPU, where new gradients are still in the cache."""
     return None if is_host_memory(device) else Copies()
 
 
 class HostMean:
-    """The host memory for a mean that leaves the device, and its copies under way."""
+    """Host memory for a mean gradient that leaves the device, and the copies under way."""
 
     def __init__(self, offload: Offload, crossing: Crossing) -> None:
         self.values: Tensor | None = None
-        """The last mean that has left the device, once `wait` has returned."""
+        """The last mean that left the device, valid once `wait` has returned."""
         self._offload = offload
         self._crossing = crossing
         self._under_way: Event | None = None
@@ -99,7 +99,7 @@ class HostMean:
 
     @classmethod
     def of(cls, bucket: Bucket) -> HostMean | None:
-        """Return the bucket's; None if updates are made in the device's memory."""
+        """Return the host memory of a bucket; None if updates are made in the device's memory."""
         offload, device = bucket.offload, bucket.device
         crossing = offload.crossing(device) if offload.lands_off(device) else None
         return None if crossing is None else cls(offload, crossing)
@@ -112,7 +112,7 @@ class HostMean:
         return self.values
 
     def wait(self) -> None:
-        """Wait until the mean has arrived: the host may read and write it then."""
+        """Wait until the mean has arrived, so that the host may read and write it."""
         if self._under_way is not None:
             self._under_way.wait_on_host()
             self._under_way = None
@@ -124,7 +124,7 @@ class HostMean:
         self._under_way = self._coming.event
 
     def let_device_wait(self) -> None:
-        """Make the device's next work wait for the values that come back."""
+        """Make the device's next work wait for the mean that is copied back."""
         if self._coming is not None:
             self._coming.wait()
             self._coming = None
@@ -133,32 +133,32 @@ class HostMean:
 class Gradients:
     """The gradients of one bucket.
 
-    Owns `full`, the flat 1-D buffer that gradients are collected in. If gradients are partitioned
+    Owns `full`, the flat 1-D buffer that gradients are collected in. If gradients are partitioned,
     it exists only while they are collected, in the compute dtype, and the mean is added to a
     separate shard; otherwise it stays until the update, in the accumulation dtype, and receives the
     mean in place.
 
-    If there are several copies of the model states, a reduction has two hops: within the copy, to
-    its shards, and then between the ranks that hold the same one. The second waits for the last
-    reduction of an update; before it, the mean is that of this copy's ranks.
+    If there are several copies of the model states, a reduction has two hops: first within a copy,
+    to its shards, and then between the ranks that hold the same shard. The second hop is made only
+    in the last reduction of an update; before it, the mean is that of this copy's ranks.
 
-    If gradients travel coded, the codec's errors may be kept and sent with the next ones. They are
-    forgotten after so many updates, and at each checkpoint.
+    If gradients are sent coded, the codec's errors may be kept and added to the next ones. They are
+    dropped after a number of updates, and at each checkpoint.
 
-    If updates are made on the host and the device has its own memory, the mean leaves for host
-    memory during backward: at the end of an update, or after each reduction if there is no room on
-    the device, to which it then returns to be added to.
+    If updates are made on the host and the device has its own memory, the mean is copied to host
+    memory during backward: in the last reduction of an update, or after each one if there is no
+    room on the device, to which it is then copied back to be added to.
     """
 
     def __init__(self, bucket: Bucket, reduction: Reduction = _PLAIN) -> None:
         self.bucket = bucket
         self.reduction = reduction
-        """The reduction of the next update's gradients; changed between two updates."""
+        """How the next update's gradients are reduced; it may change between two updates."""
         self.is_of_copy = False
-        """True: the mean is one copy's, and the second hop is still to come."""
+        """True: the mean is that of one copy, and the second hop is still to be made."""
         self.partitioned = bucket.partition.gradients
         self.messages = self._make_messages()
-        """The encoders of gradients; None if they travel uncoded."""
+        """The encoders of gradients; None if they are sent uncoded."""
         self.state = Arrival.EMPTY
         self.full: Tensor | None = None
         precision = bucket.precision
@@ -198,7 +198,7 @@ class Gradients:
 
     @property
     def waits(self) -> bool:
-        """Return True if there are gradients here that no reduction has included."""
+        """Return True if some gradients have not been reduced."""
         return self.state is Arrival.LOCAL or bool(self._late)
 
     @property
@@ -220,9 +220,9 @@ class Gradients:
         return self._read() if self.partitioned and self._mean_holds else None
 
     def collected(self, index: int) -> Tensor | None:
-        """Return this rank's own gradient of parameter `index` that no reduction has included.
+        """Return this rank's own gradient of parameter `index` that has not been reduced yet.
 
-        1-D, in memory order; None if there is none.
+        It is 1-D, in memory order; None if there is none.
         """
         slot = self.bucket.layout.slots[index]
         self._make_copies()
@@ -234,8 +234,8 @@ class Gradients:
     def replace(self, index: int, values: Tensor, *, is_local: bool) -> None:
         """Replace a parameter's mean gradient by `values`, the same on all ranks.
 
-        They are 1-D, in the order of its memory.
-        With `is_local`, some rank's own gradients wait for a reduction: the values wait with them.
+        They are 1-D, in the order of its memory. With `is_local` they are put where this rank's
+        gradients wait for a reduction, as those of some rank do.
         """
         slot = self.bucket.layout.slots[index]
         self._make_copies()
@@ -265,7 +265,7 @@ class Gradients:
                 yield tensor
 
     def place_views(self) -> None:
-        """Let autograd add to what is collected already, in place, if that saves a copy."""
+        """Let autograd add to the collected gradients in place, if that saves a copy."""
         if self.state is Arrival.LOCAL and self._dtype == self.bucket.precision.compute:
             for index, parameter in enumerate(self.bucket.parameters):
                 if self._filled[index]:
@@ -281,8 +281,8 @@ class Gradients:
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
         if self.state is Arrival.REDUCING:
-            # It is late. To wait for the reduction here could be to wait for a rank that waits
-            # for this one; it is collected when every rank has come to the end of backward.
+            # It is late, and is collected once every rank has reached the end of backward: to wait
+            # for the reduction here could be to wait for a rank that waits for this one.
             self._add_late(index, gradient)
             parameter.grad = None
             return
@@ -291,9 +291,9 @@ class Gradients:
         parameter.grad = None
 
     def send_late_to_host(self) -> None:
-        """Move gradients to host memory that no reduction of this backward includes.
+        """Move gradients that no reduction of this backward includes to host memory.
 
-        So a rank that left its plan needs no more memory on an accelerator than otherwise.
+        So a rank that left its plan needs no additional memory on an accelerator.
         """
         if is_host_memory(self.bucket.device) or not self.partitioned:
             return
@@ -325,7 +325,7 @@ class Gradients:
         self._filled[index] = 1
 
     def _make_copies(self) -> None:
-        """Make the pending copies, so that the full buffer has all that counts as collected."""
+        """Make the pending copies, so that the full buffer has all collected gradients."""
         if self._copies is not None:
             self._copies.make()
 
@@ -341,27 +341,27 @@ class Gradients:
             self._views = self.bucket.views_of(self.full)
         elif self.state is Arrival.MEAN:
             self._reopen(self.full)
-        # If a mean still leaves this buffer for the host, nothing has asked for it, nor will: the
-        # next one takes its place there.
+        # If a mean is still being copied from this buffer to the host, it will not be used: the
+        # next one replaces it there.
         self.state = Arrival.LOCAL
 
     def _reopen(self, full: Tensor) -> None:
-        """Set aside a mean that is in the full buffer, and collect anew.
+        """Set aside a mean that is in the full buffer, and collect again from zero.
 
-        Another backward before the step brings its own mean, which is added.
+        The mean of the next backward before the step is added to it.
         """
         self._kept = self.mean.clone()
         full.zero_()
 
     def start_reduce(self, *, last: bool = True) -> None:
-        """Begin to average the collected gradients. Missing ones count as zero.
+        """Begin to average the collected gradients; missing ones count as zero.
 
-        Every rank must call this for the same buckets in the same order. `last`: the update's last
-        one, as far as is known.
+        Every rank must call this for the same buckets in the same order. `last`: it is the update's
+        last reduction, as far as is known.
         """
         self.finish_reduce()
         self._open()
-        # Gradients still to come must not be added to this buffer while it is sent: they are late.
+        # Gradients that arrive from now on are late: they must not be added while this is sent.
         self.remove_views()
         assert self.full is not None
         for index, gradient in self._late.items():
@@ -375,7 +375,7 @@ class Gradients:
             self.messages.begin_update()
         self._pending = self._start(self.full, self._label)
         if self.messages is not None:
-            self._free_full()  # it is encoded
+            self._free_full()  # its encoded form is sent
         self.is_of_copy = self.bucket.sharing.replicas is not None
         self.state = Arrival.REDUCING
         if last and self.is_of_copy:
@@ -385,7 +385,7 @@ class Gradients:
 
     @property
     def residuals(self) -> list[Tensor]:
-        """Return the residuals of coded gradients, to be sent with the next ones."""
+        """The residuals of coded gradients, which are added to the next ones."""
         return [] if self.messages is None else self.messages.residuals
 
     def start_second_hop(self) -> None:
@@ -426,14 +426,14 @@ class Gradients:
         return self._start_cut(full, self._mean, self._mean_holds, label)
 
     def _start_whole(self, full: Tensor, ranks: Ranks, factors: Factors, label: str) -> Pending:
-        """Start a reduction whose whole result each of `ranks` needs."""
+        """Start a reduction that gives each of `ranks` the whole result."""
         wire, row_numel = self.bucket.precision.reduce, self.bucket.row_numel
         if row_numel:
             return start_rows_all_reduce(full, ranks, RowWire(wire, factors, row_numel), label)
         return start_all_reduce(full, ranks, wire, label, factors)
 
     def _start_cut(self, full: Tensor, out: Tensor, accumulate: bool, label: str) -> Pending:
-        """Start a reduction of which each rank needs a shard. Rows go straight to their owners."""
+        """Start a reduction that gives each rank a shard; rows are sent to their owners."""
         if accumulate and self.bucket.precision.rounds_early:
             # The mean is rounded to the dtype of the sum before it is added.
             mean = torch.empty_like(out)
@@ -454,7 +454,7 @@ class Gradients:
         return start_reduce_scatter(full, out, shards, wire, accumulate, label, factors)
 
     def advance(self, *, through: bool = False) -> None:
-        """Advance the reduction that is under way by one phase, or `through` all of them."""
+        """Advance the current reduction by one phase, or `through` all of them."""
         while self._pending is not None:
             self._await_brought()
             self._pending.advance()
@@ -464,12 +464,12 @@ class Gradients:
                 break
 
     def advance_first_hop(self) -> None:
-        """Wait for the first phase of the reduction that is under way, if it was not waited for."""
+        """Wait for the first phase of the current reduction, unless that was done before."""
         if self._pending is not None and not self._pending.phases:
             self.advance()
 
     def finish_reduce(self) -> None:
-        """Wait for the reduction that is under way: REDUCING to MEAN."""
+        """Wait for the current reduction: REDUCING to MEAN."""
         if self._pending is None:
             return
         self._await_brought()
@@ -484,7 +484,7 @@ class Gradients:
         self._free_full()
 
     def _await_brought(self) -> None:
-        """Make the device wait for a sum that comes back, before it is added to."""
+        """Make the device wait for a sum that is copied back, before it is added to."""
         if self._host is not None:
             self._host.let_device_wait()
 
@@ -493,7 +493,7 @@ class Gradients:
         return self._host is not None and self._mean is self._host.values
 
     def land(self) -> None:
-        """Start the mean's copy to the host if updates are made there, without a wait."""
+        """Start the mean's copy to the host if updates are made there, without waiting."""
         if self._host is not None and self._mean is not None and not self._has_landed:
             self._mean = self._host.land(self._mean)
 
@@ -503,7 +503,7 @@ class Gradients:
             self.full = None
 
     def count_as_zero(self) -> None:
-        """Set the mean to zero: no rank brought a gradient for any parameter here."""
+        """Set the mean to zero, because no rank has a gradient for any parameter of the bucket."""
         self._open()
         assert self.full is not None
         start, stop = self.bucket.span
@@ -517,9 +517,9 @@ class Gradients:
         self.state = Arrival.MEAN
 
     def set_aside(self) -> Aside:
-        """Keep collected gradients out of the next reductions, in which this rank has none.
+        """Keep collected gradients out of the next reductions, to which this rank sends zeros.
 
-        Call it between two backwards. If each backward is reduced, nothing is collected then.
+        Call it between two backwards. If every backward is reduced, there are none then.
         """
         state = self.state
         if state is not Arrival.LOCAL or self.partitioned:
@@ -532,9 +532,9 @@ class Gradients:
         return aside
 
     def take_back(self, aside: Aside, *, is_unchanged: bool) -> None:
-        """Restore them; `is_unchanged`: no rank has added anything in the reductions since.
+        """Restore them; `is_unchanged`: no rank has contributed to the reductions since.
 
-        Otherwise their mean stands, and the restored gradients are late.
+        Otherwise the mean of those is kept, and the restored gradients are late.
         """
         self.finish_reduce()
         if aside.full is None:
@@ -553,17 +553,17 @@ class Gradients:
                     self._late[index] = view
 
     def remove_views(self) -> None:
-        """Remove what `place_views` put on parameters; no gradient waits any more."""
+        """Remove the gradients that `place_views` put on parameters; no copy is pending then."""
         self._make_copies()
         with unwatched():
             for parameter in self.bucket.parameters:
                 parameter.grad = None
 
     def clear(self) -> None:
-        """Forget everything collected since the last update.
+        """Drop everything collected since the last update.
 
-        On an accelerator the buffers are freed for the next forward's activations; host memory is
-        kept, as the system would clear it and map it anew.
+        On an accelerator the buffers are freed for the next forward's activations. Host memory is
+        kept, because the system would have to clear and map it again.
         """
         self._make_copies()
         self.finish_reduce()

@@ -1,4 +1,4 @@
-"""Grouping of parameters: units that are unsharded together, and the buckets that hold them."""
+"""Grouping of parameters into units, which are unsharded together, and into buckets."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ marked_leaves: WeakSet[nn.Module] = WeakSet()
 
 @dataclass(frozen=True, slots=True)
 class LeafModules:
-    """The modules that a user wants unsharded as a whole (`zero_optimization.leaf_module`)."""
+    """The modules that the user wants unsharded as a whole (`zero_optimization.leaf_module`)."""
 
     classes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     name_suffixes: tuple[str, ...] = ()
     granularity_numel: int = 0
-    """A module is one too if it has fewer elements than this for each module in it."""
+    """A module is also a leaf if it has fewer elements than this per module in it."""
 
     def match(self, name: str, module: nn.Module) -> bool:
-        """Return True if this module, with this full name, was chosen here or by a mark."""
-        return module in marked_leaves or self.speaks_of(name, module)
+        """Return True if the module of this full name is a leaf by these settings or by a mark."""
+        return module in marked_leaves or self.selects(name, module)
 
-    def speaks_of(self, name: str, module: nn.Module) -> bool:
-        """Return True if this module, with this full name, was chosen here."""
+    def selects(self, name: str, module: nn.Module) -> bool:
+        """Return True if the module of this full name is a leaf by these settings."""
         kind = type(module)
         return (
             kind.__name__ in self.classes
@@ -51,7 +51,7 @@ class LeafModules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """One parameter, with its full name and the number of its param group (-1: not optimized)."""
+    """One parameter with its full name and the number of its param group (-1: not optimized)."""
 
     name: str
     parameter: nn.Parameter
@@ -66,15 +66,15 @@ class Unit:
     module: nn.Module
     members: list[Member] = field(default_factory=list)
     is_external: bool = False
-    """True: the module reads these parameters, and other modules own them."""
+    """True: the module reads these parameters, but other modules own them."""
 
 
 class Treatment(NamedTuple):
-    """The choice of what is sharded of a parameter, and over which ranks."""
+    """The states of a parameter that are sharded, and the ranks that share them."""
 
     partition: Partition
     sharing: Sharing | None = None
-    """The ranks that hold it; None: whoever plans the buckets does not ask."""
+    """The ranks that hold it; None if the planner of the buckets does not need them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,9 +86,9 @@ class BucketPlan:
     members: list[Member]
     units: list[Unit]
     row_numel: int = 0
-    """Elements of a row, if gradients travel as the rows that are not zero; 0: they do not."""
+    """Elements of a row, if only the non-zero rows of gradients are sent; otherwise 0."""
     sharing: Sharing | None = None
-    """The ranks that hold these parameters, as their treatment says."""
+    """The ranks that hold these parameters, from their treatment."""
     is_agreed: bool = False
     """True: all ranks hold the same values already."""
 
@@ -108,9 +108,9 @@ def find_units(
 ) -> list[Unit]:
     """Divide the model's managed parameters (the keys of `group_of`) into units.
 
-    Repeated blocks and leaf modules take everything below them, any other module its own
-    parameters. One that is reachable by several paths belongs to their lowest common ancestor.
-    Units come in the order of the model's modules.
+    A repeated block or leaf module takes all parameters below it, any other module its own ones. A
+    parameter that is reachable by several paths belongs to their lowest common ancestor. Units are
+    returned in the order of the model's modules.
     """
     paths = dict(model.named_modules(remove_duplicate=False))
     whole = _whole_units(paths, leaves)
@@ -137,18 +137,18 @@ def find_units(
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """Return the full names of the outermost blocks of the model's stacks, in its order."""
+    """Return the full names of the outermost blocks of the model's stacks, in model order."""
     paths = dict(model.named_modules())
     whole = _whole_units(paths, LeafModules())
     return _outermost([path for path in paths if path in whole and any(paths[path].children())])
 
 
 def _whole_units(paths: Mapping[str, nn.Module], leaves: LeafModules) -> set[str]:
-    """Return the paths of modules that take everything below them, except further such modules."""
+    """Return the paths of modules that take everything below them but other such modules."""
     whole: set[str] = set()
     asked = {path for path, module in paths.items() if leaves.match(path, module)}
     asked |= _fine_grained(paths, leaves.granularity_numel)
-    # A module that is never called has no moment to gather everything below it.
+    # A module that is never called has no forward in which to gather everything below it.
     leaf_paths = {path for path in asked if not isinstance(paths[path], _NEVER_CALLED)}
     for path, module in paths.items():
         if path in leaf_paths or any(_is_below(path, leaf) for leaf in leaf_paths):
@@ -160,9 +160,9 @@ def _whole_units(paths: Mapping[str, nn.Module], leaves: LeafModules) -> set[str
 
 
 def _fine_grained(paths: Mapping[str, nn.Module], threshold: int) -> set[str]:
-    """Return the paths of modules with fewer than `threshold` elements for each module in them.
+    """Return the paths of modules with fewer than `threshold` elements per module in them.
 
-    A module with a stack of blocks is not among them: its blocks, and modules in them, may be.
+    A module that contains a stack of blocks is not among them, but its blocks may be.
     """
     if not threshold:
         return set()
@@ -177,19 +177,19 @@ def _fine_grained(paths: Mapping[str, nn.Module], threshold: int) -> set[str]:
 
 
 def _has_repeated_blocks(module: nn.Module) -> bool:
-    """Return True for a list with two or more composite modules of one class: a stack of blocks.
+    """Return True for a stack of blocks: a list with two or more composite modules of one class.
 
-    A list of plain layers (a small feed-forward net written as a Sequential) is not worth its own
-    units inside a block.
+    A list of plain layers (such as a feed-forward network written as a Sequential) gets no units of
+    its own inside a block.
     """
     composite = [type(block) for block in module._modules.values() if block and block._modules]
     return len(composite) > len(set(composite))
 
 
 def _unit_above(path: str, paths: Mapping[str, nn.Module], whole: set[str]) -> str:
-    """Return the nearest unit that takes this path: a whole unit at or above it, else itself.
+    """Return the unit that takes this path: the nearest whole unit at or above it, or itself.
 
-    A container that is never called cannot gather anything for its children: its caller does.
+    A container that is never called cannot gather for its children, so the module above it does.
     """
     above = path
     while True:
@@ -222,7 +222,7 @@ def _join(path: str, key: str) -> str:
 
 
 class _Kind(NamedTuple):
-    """The properties that the parameters of one bucket share."""
+    """The properties that all parameters of a bucket share."""
 
     dtype: torch.dtype
     precision: Precision
@@ -233,10 +233,10 @@ class _Kind(NamedTuple):
 
 
 def find_tables(model: nn.Module) -> frozenset[nn.Parameter]:
-    """Return the weights of embeddings, as a batch touches few rows of their gradients."""
+    """Return the weights of embeddings, whose gradients have few non-zero rows per batch."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     found = (module.weight for module in model.modules() if isinstance(module, kinds))
-    # A parametrized weight is computed anew each time: its parameter is elsewhere.
+    # A parametrized weight is computed in each forward; its parameter is in another module.
     return frozenset(weight for weight in found if isinstance(weight, nn.Parameter))
 
 
@@ -250,13 +250,13 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Divide the units' parameters into buckets.
 
-    Parameters of one bucket share the dtype they are given in, precision (`precision_of` says each
-    one's), trainability and treatment (`usual`, but for those in `treatments`); each of `tables`,
-    whose gradients travel in rows, is alone.
-    Neighbouring units share a bucket while it does not grow beyond the largest unit or the bucket
-    target: fewer collectives, and no more memory in flight than there would be anyway. If weights
-    are sharded a bucket never spans units, or a use of one would gather the other. A unit above
-    the target is split between parameters; a larger parameter is alone.
+    The parameters of a bucket share their dtype, precision (from `precision_of`), trainability and
+    treatment (`usual`, except for those in `treatments`). Each of `tables`, whose gradients are
+    sent in rows, gets its own bucket.
+    Neighbouring units share a bucket as long as it does not exceed the largest unit or the bucket
+    target: that saves collectives, and needs no more memory in flight than the largest unit does.
+    If weights are sharded, a bucket never spans units, because a use of one would gather the other.
+    A unit above the target is split between parameters; a parameter above it gets its own bucket.
     """
     usual = usual if isinstance(usual, Treatment) else Treatment(usual)
     treatments = treatments or {}
@@ -270,7 +270,13 @@ def plan_buckets(
             treated = treatments.get(member.parameter, usual)
             if member.parameter in persistent:
                 treated = treated._replace(partition=replace(treated.partition, weights=False))
-            parts[_kind(member, treated, precision_of, tables)].append(member)
+            parameter, trains = member.parameter, member.group >= 0
+            precision = precision_of(parameter)
+            row_numel = parameter.shape[-1] if trains and parameter in tables else 0
+            kind = _Kind(
+                parameter.dtype, precision, trains, treated.partition, row_numel, treated.sharing
+            )
+            parts[kind].append(member)
         for kind, members in parts.items():
             target = _target(kind, largest, limits)
             for piece in _pieces(members, min(target, limits.bucket_numel)):
@@ -292,28 +298,16 @@ def plan_buckets(
     return plans
 
 
-def _kind(
-    member: Member,
-    treated: Treatment,
-    precision_of: Callable[[nn.Parameter], Precision],
-    tables: Set[nn.Parameter],
-) -> _Kind:
-    parameter, trains = member.parameter, member.group >= 0
-    row_numel = parameter.shape[-1] if trains and parameter in tables else 0
-    precision = precision_of(parameter)
-    return _Kind(parameter.dtype, precision, trains, treated.partition, row_numel, treated.sharing)
-
-
 def _target(kind: _Kind, largest: int, limits: Limits) -> int:
     if kind.row_numel:
         return 0  # each table alone
     if kind.sharing is not None and kind.sharing.tied is not None:
-        return limits.bucket_numel  # on all stages alike, whatever units they have beside it
+        return limits.bucket_numel  # the same on all stages, which differ in their other units
     return limits.bucket_numel if kind.policy.weights else min(largest, limits.bucket_numel)
 
 
 def _pieces(members: Iterable[Member], target: int) -> list[list[Member]]:
-    """Split a list of members into lists of at most `target` elements, or of one parameter."""
+    """Split members into lists of at most `target` elements, or of a single parameter."""
     pieces: list[list[Member]] = [[]]
     filled = 0
     for member in members:
@@ -334,7 +328,7 @@ def _persistent_parameters(
 ) -> set[nn.Parameter]:
     """Return the small parameters that stay whole although weights are sharded.
 
-    A single element always does: its placeholder would look like a value.
+    A parameter of one element always does, because its placeholder would look like a value.
     """
     chosen: set[nn.Parameter] = set()
     room = limits.persistent_total_numel

@@ -1,4 +1,4 @@
-"""The only file that registers hooks: on parameters for gradients, on units for their weights."""
+"""Hooks on parameters for gradients and on units for weights; no other file registers any."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _outside_graphs(function: _F) -> _F:
-    """Keep a function out of compiled graphs: it moves memory, which a graph must not trace.
+    """Keep a function out of compiled graphs, because a graph must not trace moves of memory.
 
-    The compiler takes about a second to import, so it is asked only once somebody else has.
+    The compiler takes about a second to import, so it is used only once it has been imported.
     """
     if _is_compiler_there():
         shielded: _F = torch.compiler.disable(function)
@@ -41,7 +41,7 @@ def _outside_graphs(function: _F) -> _F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Made before there was a compiler: one may have come since.
+        # The compiler may have been imported since.
         act = torch.compiler.disable(function) if _is_compiler_there() else function
         return act(*args, **kwargs)
 
@@ -53,7 +53,7 @@ def _is_compiler_there() -> bool:
 
 
 class _Own:
-    """A hook of one model: a copy of the model, deep or pickled, is free of it."""
+    """A hook of one model; deep copies and pickles of the model do not contain it."""
 
     def __init__(self, act: Callable[..., Any]) -> None:
         self._act = act
@@ -65,7 +65,7 @@ class _Own:
         return self._act(*args, **kwargs)
 
     def call_shielded(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace `__call__` once there is a compiler, which must not trace it."""
+        """Run the hook; replaces `__call__` once the compiler is imported (`shield_hooks`)."""
         return self._act(*args, **kwargs)
 
     def __reduce__(self) -> Any:  # for deep copies too
@@ -73,7 +73,7 @@ class _Own:
 
 
 class _OutsideOnly(_Own):
-    """A hook that compiled graphs leave out: it has nothing to do in them."""
+    """A hook that does nothing in compiled graphs."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -84,8 +84,9 @@ class _OutsideOnly(_Own):
 def shield_hooks() -> None:
     """Keep all hooks out of compiled graphs from now on; call it before compiling.
 
-    The class's call is replaced, not each hook's: the compiler would trace that far into every hook
-    and keep a version of the call for each, up to its limit, beyond which nothing is compiled.
+    The call is replaced in the class. If each hook shielded itself, the compiler would trace that
+    far into each one and keep a version of the call for it, up to a limit beyond which it compiles
+    nothing.
     """
     setattr(_Own, "__call__", torch.compiler.disable(_Own.call_shielded))  # noqa: B010 - a method
 
@@ -99,14 +100,14 @@ def _left_behind() -> Callable[..., None]:
 
 
 class Hooks:
-    """All hooks of one model. They are outside units, so that a unit can be compiled."""
+    """All hooks of one model. They are registered around units, so that a unit can be compiled."""
 
     def __init__(self, model: nn.Module, runtime: ZeroRuntime) -> None:
         self._model = model
         self._runtime = runtime
         self._handles: list[RemovableHandle] = []
         self._model_handles: list[RemovableHandle] = []
-        # The parameters of each unit: a module's own ones, and those registered as its reads.
+        # The parameters of each unit: a module's own, and those registered as read by it.
         self._refreshed: dict[tuple[nn.Module, bool], list[nn.Parameter]] = {}
         self._waiting: set[tuple[nn.Module, bool]] = set()
         self._forward = ExitStack()
@@ -130,7 +131,7 @@ class Hooks:
         for unit in units:
             self._watch_unit(unit)
             is_root_new = is_root_new or unit.module is self._model
-        # Registered after the units' hooks, so that the model's own come first and last.
+        # Registered after the units' hooks, so that the model's own run first and last.
         if self._runtime.gathering.uses.units and (is_root_new or not self._model_handles):
             for handle in self._model_handles:
                 handle.remove()
@@ -140,9 +141,9 @@ class Hooks:
             ]
 
     def watch_refreshes(self, units: Iterable[Unit]) -> None:
-        """Let these units wait for weights that are still on their way from the last update.
+        """Make these units wait for weights that the last update is still refreshing.
 
-        Reads of parameters are seen anyway, except those by kernels that torch does not know.
+        Reads of parameters wait anyway, except those by kernels that torch does not know.
         """
         for unit in units:
             place = unit.module, unit.is_external
@@ -175,21 +176,21 @@ class Hooks:
         self._model_handles.clear()
 
     def end_interrupted(self) -> None:
-        """End a forward that a `BaseException` (Ctrl-C) interrupted: torch calls no hook then."""
+        """End a forward that a `BaseException` (Ctrl-C) interrupted; torch calls no hook then."""
         if self._depth:
             self._depth = 1
             self._end()
 
     def end_left_over(self) -> None:
-        """End an interrupted forward of the bare model, which could not be reported at the time."""
+        """End an interrupted forward of the bare model, which no hook could end at the time."""
         if self._depth and not _is_running(self._call):
             self._depth = 0
             self._close(KeyboardInterrupt())
 
     def backward(self, loss: Tensor, retain_graph: bool) -> None:
-        """Run a backward in which every read of a parameter finds its values too."""
+        """Run a backward in which every read of a parameter finds its values."""
         survey = self._runtime.survey
-        # The loss is the root of the whole graph; a gradient may come in a part of its own.
+        # Only the loss is the root of the whole graph: a gradient may arrive in a nested backward.
         with loss.register_hook(lambda _: _unseen(survey)):
             if not self._runtime.gathering.uses.units:
                 loss.backward(retain_graph=retain_graph)
@@ -200,15 +201,15 @@ class Hooks:
     def reading(self) -> AbstractContextManager[None]:
         """Return a context in which every read of a parameter finds its values, announced or not.
 
-        Forward and backward run inside it. If all weights are whole it is empty.
+        Forward and backward run inside it. If all weights are whole, it does nothing.
         """
         return _reading(self._runtime.gathering)
 
     def _watch_gradient(
         self, bucket: Bucket, index: int, parameter: nn.Parameter
     ) -> RemovableHandle:
-        # Held weakly, as Python's collector sees nothing behind a hook that autograd holds. The
-        # parameter leads to both (`access.register`), so they live as long as it does.
+        # Weak references, because Python's collector cannot look behind a hook that autograd holds.
+        # The parameter refers to both (`access.register`), so they live as long as it does.
         known, held = weakref.ref(self._runtime), weakref.ref(bucket)
 
         def collect(_: Tensor) -> None:
@@ -247,7 +248,7 @@ class Hooks:
         check = _Own(lambda *_: gathering.check_readable(unit))
         self._handles += [
             module.register_forward_pre_hook(_Own(before), prepend=True, with_kwargs=True),
-            # Last in line: the user's own hooks may still read the weights.
+            # Registered last: the user's own hooks may still read the weights.
             module.register_forward_hook(_Own(after), with_kwargs=True, always_call=True),
             module.register_state_dict_pre_hook(_Own(before_state)),
             module.register_state_dict_post_hook(_Own(after_state)),
@@ -265,11 +266,11 @@ class Hooks:
 
     def _end(self, *_: Any) -> None:
         if not self._depth:
-            # Always called: also if a hook of the user's raised before `_begin`.
+            # torch calls this even if a hook of the user raised before `_begin`.
             return
         self._depth -= 1
         if self._depth == 0:
-            # A hook that is always called does not learn whether the forward raised.
+            # A hook that is always called is not informed if the forward raised.
             error = sys.exc_info()[1]
             self._close(None if error is self._exception_before else error)
 
@@ -280,7 +281,7 @@ class Hooks:
 
 
 def _calling_frame() -> FrameType | None:
-    """Return the frame of the module's call that a hook runs in; it ends with the call."""
+    """Return the frame of the module call that the current hook belongs to."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
         frame = frame.f_back
@@ -305,7 +306,7 @@ def _reading(gathering: Gathering) -> Iterator[None]:
 
 
 def saving(gathering: Gathering) -> AbstractContextManager[None]:
-    """Return a context in which autograd's saved views of gathered weights may be freed."""
+    """Return a context in which gathered weights may be freed although autograd saved views."""
     if not gathering.uses.units:
         return nullcontext()
 
@@ -326,9 +327,9 @@ def saving(gathering: Gathering) -> AbstractContextManager[None]:
 
 
 class _Saved:
-    """A tensor that autograd saved, into a bucket which may be freed until backward.
+    """A view of a bucket that autograd saved; the bucket may be freed until backward.
 
-    It is made anew when needed: a tensor that only autograd has is no user's view.
+    The view is recreated when it is needed, so that it does not count as one the user kept.
     """
 
     __slots__ = ("_offset", "_size", "_stride", "_tensor", "bucket")
@@ -349,10 +350,10 @@ class _Saved:
 
 
 class ReadWatcher(TorchFunctionMode):
-    """A mode that sees every operation's arguments before it runs, and announces parameters.
+    """A function mode that looks at the arguments of every operation before it runs.
 
-    Plain tensors are announced to `on_view`, if given: they may be views of parameters. A parameter
-    that an operation fills with new values is announced to `on_fill`.
+    Parameters are passed to `on_read`. Plain tensors, which may be views of parameters, are passed
+    to `on_view`, if given; a parameter that is filled with new values is passed to `on_fill`.
     """
 
     def __init__(
@@ -384,12 +385,12 @@ class ReadWatcher(TorchFunctionMode):
     def _look(self, values: Any) -> None:
         for value in values:
             if type(value) is Tensor:
-                # Not in a graph that is being compiled: a look at every tensor would break it up.
+                # Not while a graph is compiled: looking at every tensor would split the graph.
                 if self._on_view is not None and not torch.compiler.is_compiling():
                     self._on_view(value)
             elif isinstance(value, Tensor):
-                # A graph is traced with the weights at hand, and holds only as long as they are:
-                # the compiler compares strides before it runs one, and a freed weight's are zero.
+                # A graph is traced with gathered weights, and is valid only for those: before the
+                # compiler runs one it compares strides, and those of a freed weight are zero.
                 is_there = torch.compiler.is_compiling() and 0 not in value.stride()
                 if isinstance(value, nn.Parameter) and not is_there:
                     self._on_read(value)
@@ -398,13 +399,13 @@ class ReadWatcher(TorchFunctionMode):
 
 
 def _unseen(act: Callable[[], None]) -> None:
-    """Call `act` outside function modes: the mechanism's own touches are no reads."""
+    """Call `act` outside function modes, which must not see the mechanism's own operations."""
     with unwatched():
         act()
 
 
 def _on_gradient_of(value: Any, act: Callable[[], None]) -> None:
-    """Call `act` each time the gradient of a tensor somewhere in `value` is complete."""
+    """Call `act` each time the gradient of a tensor inside `value` is complete."""
     if isinstance(value, Tensor):
         # A leaf would keep the hook beyond this graph.
         if value.requires_grad and not value.is_leaf:
@@ -422,7 +423,7 @@ _WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp.")
 
 @functools.cache
 def watch_wrappers(is_kept: Callable[[nn.Parameter], bool]) -> None:
-    """Refuse from now on torch's data-parallel wrappers for parameters that Hadal holds."""
+    """Refuse, from now on, torch's data-parallel wrappers for parameters that Hadal holds."""
 
     def refuse(parent: nn.Module, _name: str, module: nn.Module | None) -> None:
         if module is None or not type(parent).__module__.startswith(_WRAPPERS):
@@ -433,7 +434,7 @@ def watch_wrappers(is_kept: Callable[[nn.Parameter], bool]) -> None:
             raise UsageError(
                 f"{type(parent).__name__} was given a model whose parameters (such as {held})"
                 " are sharded by hadal.zero.Init, or held by an engine: it cannot reduce their"
-                " gradients. Give the model to initialize instead. Accelerate chooses"
+                " gradients. Pass the model to initialize instead. Accelerate chooses"
                 " DistributedDataParallel if its configuration has `use_cpu: true`; remove it to"
                 " train with the DeepSpeed plugin"
             )

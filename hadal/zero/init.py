@@ -1,11 +1,11 @@
-"""`zero.Init`: modules built inside it are born sharded, one module at a time.
+"""`zero.Init`: modules built inside it are created sharded, one module at a time.
 
 A module's parameters are sharded as soon as it is attached to its parent, so the peak is the shards
-plus the largest module; rank 0 keeps up to 32 MiB more that the others have still to take. Any
-later operation on a parameter (an initialisation that the parent runs, a copy) sees its real
-values: arguments are checked before it runs. A parameter about to be filled with new values is not
-gathered. `initialize` takes the values over, in the dtype they were given in, and lays them out
-anew.
+plus the largest module; rank 0 keeps up to 32 MiB more until the others have received it. Any later
+operation on a parameter (an initialisation that the parent runs, a copy) sees its real values,
+because arguments are checked before it runs. A parameter that is about to be filled with new values
+is not gathered. `initialize` takes over the values in the dtype they were given in, and lays them
+out again.
 """
 
 from __future__ import annotations
@@ -46,40 +46,40 @@ from hadal.zero.sharing import Sharing
 
 _CUT_WEIGHTS = Partition(weights=True)
 
-# Buckets that stay gathered after the latest touch: an initialisation touches one module after the
-# other.
+# The number of buckets that stay gathered after their last use: an initialisation works on one
+# module after the other.
 _STAY_WHOLE = 8
 
-# Parameters of as many elements get buckets of their own, which rank 0 shards without copying them.
+# Parameters of this many elements or more get their own buckets, which rank 0 shards in place.
 _ALONE_NUMEL = 1 << 16
 
-# The bytes that rank 0 keeps for others to take.
+# The bytes that rank 0 keeps at most until other ranks have received them.
 LEAVING_NBYTES = 1 << 25
 
 
 class _Nursery:
-    """The parameters that were born sharded and that no engine has taken over yet.
+    """The parameters that were created sharded and that no engine has taken over yet.
 
-    Owns their buckets, which hold the values as they were given, whatever dtype they are shown in:
-    a later initialisation and `initialize` find the exact ones. If the program casts a parameter,
-    its values are cast too; if it gives one other strides (channels_last), the values get them too.
+    Owns their buckets, which hold the values in the dtype they were given in, whichever dtype they
+    are shown in: a later initialisation and `initialize` find the exact values. If the program
+    casts a parameter or changes its strides (channels_last), the values follow.
     """
 
     def __init__(self) -> None:
         self.bucket_of: Attached[Bucket] = Attached("birth")
         self.asked: Attached[tuple[str, ...]] = Attached("asked")
-        """The keys that `initialize` must find on."""
+        """The keys of the configuration that `initialize` must find enabled."""
         self.touched = access.Touched(self._bucket_to_gather, _STAY_WHOLE)
-        # The shown buckets that nothing has read yet: no value of these was gathered.
+        # The parameters of shown buckets that nothing has read yet: their values are not gathered.
         self._unread: dict[Bucket, set[nn.Parameter]] = {}
         self.leaving = Leaving(LEAVING_NBYTES)
         self._casts: Attached[torch.dtype] = Attached("cast")
         """The dtype that the program has cast a parameter to."""
         self._orders: Attached[tuple[int, ...]] = Attached("order")
         """The order of its dimensions in memory, if the program has changed it."""
-        # The gathered values that parameters look at instead of their own bucket's buffer.
+        # The gathered values that parameters view instead of their bucket's buffer.
         self._given: dict[Bucket, Tensor] = {}
-        # The dtype that shows a bucket's parameters once their context has ended.
+        # The dtype in which a bucket's parameters are shown once their context has ended.
         self._shown: dict[Bucket, torch.dtype] = {}
 
     def bear(
@@ -107,13 +107,13 @@ class _Nursery:
         return buckets
 
     def show(self, buckets: Iterable[Bucket], dtype: torch.dtype) -> None:
-        """Show parameters in the dtype of their context, which ends."""
+        """Show parameters in the dtype of their context, which has ended."""
         for bucket in buckets:
             self._shown[bucket] = dtype
             if all(self.bucket_of.get(p) is bucket for p in bucket.parameters):
                 self._hide(bucket)
 
-    # ---- seeing what was given -------------------------------------------------------------------
+    # ---- values as given -------------------------------------------------------------------------
 
     def _is_whole(self, bucket: Bucket) -> bool:
         return bucket.state is Weights.FULL or bucket in self._given
@@ -122,7 +122,7 @@ class _Nursery:
         """Return the bucket of a parameter that an operation is about to read or write."""
         bucket = self.bucket_of.get(parameter)
         if bucket is None or (self._is_whole(bucket) and bucket not in self.touched):
-            return None  # nobody's, or whole already for a caller that will free it
+            return None  # not held here, or already whole for a caller that will free it
         return bucket
 
     def on_read(self, parameter: nn.Parameter) -> None:
@@ -134,7 +134,7 @@ class _Nursery:
         self.touched.on_read(parameter)
 
     def on_fill(self, parameter: nn.Parameter) -> None:
-        """Prepare a parameter for new values: its present ones are not gathered."""
+        """Prepare a parameter for new values without gathering the current ones."""
         bucket = self._bucket_to_gather(parameter)
         if bucket is not None and bucket not in self.touched:
             self._unread[bucket] = set(bucket.parameters)
@@ -143,32 +143,37 @@ class _Nursery:
             self._unread[bucket].discard(parameter)
 
     def _reveal(self, buckets: Iterable[Bucket]) -> None:
-        """Let parameters look at their values as given."""
+        """Point parameters at their values as given."""
         arriving: list[tuple[Bucket, Tensor, Pending]] = []
         for bucket in buckets:
             if self._is_whole(bucket):
                 continue
             self._link(bucket)
-            arriving.append((bucket, *self._start_gather(bucket)))
+            if bucket in self._unread:
+                given = torch.empty(
+                    bucket.layout.numel, dtype=bucket.precision.master, device=bucket.device
+                )
+                pending = finished("")
+            else:
+                given, pending = self._start_gather(bucket)
+            arriving.append((bucket, given, pending))
         for bucket, given, pending in arriving:
             pending.wait()
             self._show(bucket, bucket.views_of(given))
             self._given[bucket] = given
 
     def _start_gather(self, bucket: Bucket) -> tuple[Tensor, Pending]:
-        """Begin to gather values as given, if any are read: 1-D, in the layout of the bucket."""
+        """Begin to gather values as given, 1-D in the layout of the bucket."""
         given = torch.empty(
             bucket.layout.numel, dtype=bucket.precision.master, device=bucket.device
         )
-        if bucket in self._unread:
-            return given, finished("")
         reading = bucket.offload.as_one(bucket.ranks, f"reading {bucket.name}")
         with reading, bucket.present(writes=False):
             given[bucket.span[0] : bucket.span[1]].copy_(bucket.shard)
         return given, start_all_gather(given, bucket.ranks, f"the gather of {bucket.name}")
 
     def _gather_unread(self, bucket: Bucket) -> None:
-        """Gather buckets shown without their values, as nothing had read them."""
+        """Gather the values of a bucket that was shown without them."""
         unread = self._unread.pop(bucket)
         given, pending = self._start_gather(bucket)
         pending.wait()
@@ -178,7 +183,7 @@ class _Nursery:
                 parameter.detach().copy_(values)
 
     def _show(self, bucket: Bucket, values: Sequence[Tensor]) -> None:
-        """Let a bucket's parameters that are still ours look at `values`, cast or reordered."""
+        """Point a bucket's parameters, if not taken over, at `values`, cast or reordered."""
         pairs = zip(bucket.parameters, values, strict=True)
         bucket.show(
             [
@@ -188,7 +193,7 @@ class _Nursery:
         )
 
     def _as_asked(self, parameter: nn.Parameter, values: Tensor) -> Tensor:
-        """Return values in the dtype and the strides that the program has given a parameter."""
+        """Return values in the dtype and strides that the program has given the parameter."""
         cast = values.to(self._casts.get(parameter) or values.dtype)
         order = self._orders.get(parameter)
         if order is None or not any(cast.stride()):
@@ -202,7 +207,7 @@ class _Nursery:
         return self._shown.get(bucket, bucket.precision.master)
 
     def _hide(self, bucket: Bucket) -> None:
-        """Let parameters look at placeholders, of the dtypes that the program expects."""
+        """Point parameters at placeholders of the dtypes that the program expects."""
         bucket.hide()
         dtype = self._dtype_of(bucket)
         if dtype != bucket.precision.master or any(p in self._casts for p in bucket.parameters):
@@ -216,18 +221,18 @@ class _Nursery:
             )
 
     def _link(self, bucket: Bucket) -> None:
-        """Let parameters that were moved or cast since look at the bucket again.
+        """Point parameters at the bucket again if the program has moved or cast them.
 
         Raises:
-            ModelError: a parameter was given values of its own.
+            ModelError: a parameter was given other values.
         """
         for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
             if self.bucket_of.get(parameter) is not bucket:
                 continue
             if not _is_placeholder(parameter):
                 raise ModelError(
-                    f"rank {bucket.ranks.rank}: parameter {slot.name} was born in zero.Init and has"
-                    " been given other values since, while its own were sharded over the ranks."
+                    f"rank {bucket.ranks.rank}: parameter {slot.name} was created in zero.Init and"
+                    " was given other values while its own were sharded over the ranks."
                     " Assign them inside `with hadal.zero.GatheredParameters([parameter],"
                     " modifier_rank=0):`, or in place inside the zero.Init context."
                 )
@@ -239,8 +244,8 @@ class _Nursery:
         return self.bucket_of[parameter].slot_of(parameter).order if known is None else known
 
     def moved(self, parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Apply `fn` to a placeholder; None if it has turned it into values."""
-        # Two elements in each dimension: enough to see the resulting strides.
+        """Apply `fn` to a placeholder; return None if the result has values."""
+        # Two elements in each dimension are enough to see the resulting strides.
         shape = (2,) * parameter.dim()
         strides = strides_of(shape, self._order_of(parameter))
         few = parameter.detach().new_empty_strided(shape, strides)
@@ -253,7 +258,7 @@ class _Nursery:
 
     def _note_form(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         order = order_of(parameter.shape, parameter.stride())
-        if order is not None:  # else it is a placeholder
+        if order is not None:  # otherwise it is a placeholder
             self._orders[parameter] = order
         if parameter.dtype in (self._dtype_of(bucket), bucket.precision.master):
             self._casts.pop(parameter)
@@ -261,7 +266,7 @@ class _Nursery:
             self._casts[parameter] = parameter.dtype
 
     def _cut_again(self, bucket: Bucket) -> None:
-        """Keep the program's writes, through `.data` too, and free the full values."""
+        """Keep the program's writes, including those through `.data`, and free the full values."""
         for parameter in bucket.parameters:
             self._note_form(bucket, parameter)
         given, unread = self._given.pop(bucket), self._unread.pop(bucket, set())
@@ -286,7 +291,7 @@ class _Nursery:
 
     @contextmanager
     def editing(self, bucket: Bucket) -> Iterator[None]:
-        """Show a bucket's values as given, inside the block; rank 0's are kept."""
+        """Show a bucket's values as given inside the block; rank 0's are kept."""
         self._reveal([bucket])
         try:
             yield
@@ -314,13 +319,13 @@ class _Nursery:
                 bucket.reshard()
                 self._hide(bucket)
 
-    # ---- handing over ----------------------------------------------------------------------------
+    # ---- taking over -----------------------------------------------------------------------------
 
     def show_as_given(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Give parameters the dtype they were given in, or cast to, for `initialize` to read.
+        """Show parameters in the dtype they were given in, or cast to, for `initialize` to read.
 
         Raises:
-            ModelError: a parameter was given values of its own.
+            ModelError: a parameter was given other values.
         """
         self.touched.keep(0)
         names = {parameter: name for name, parameter in named if parameter in self.bucket_of}
@@ -334,9 +339,9 @@ class _Nursery:
 
     @contextmanager
     def taking_over(self, parameters: Sequence[nn.Parameter]) -> Iterator[bool]:
-        """Show whole values to a caller that moves these parameters into memory of its own.
+        """Show whole values to a caller that moves these parameters into its own memory.
 
-        Yields True if all were born here, so that all ranks see the same values of them.
+        Yields True if all were created here, so that all ranks have the same values of them.
         """
         born = [p for p in parameters if p in self.bucket_of]
         buckets = dict.fromkeys(self.bucket_of[p] for p in born)
@@ -354,9 +359,9 @@ class _Nursery:
 
 
 def _take_edits(parameter: nn.Parameter, given: Tensor) -> None:
-    """Put what a program has made of a parameter's values into their place, `given`.
+    """Copy a parameter's values, which the program may have changed, into `given`.
 
-    Elements that a cast alone has changed keep their precision.
+    Elements that were only cast keep their precision.
     """
     values = parameter.detach()
     if values.data_ptr() == given.data_ptr() or values.shape != given.shape:
@@ -367,7 +372,7 @@ def _take_edits(parameter: nn.Parameter, given: Tensor) -> None:
 
 
 def _is_placeholder(parameter: nn.Parameter) -> bool:
-    """Return True if a parameter holds no values: it was never written, wherever it was moved."""
+    """Return True if a parameter was never given values, even if it was moved."""
     values = parameter.data
     one = values[(slice(0, 1),) * values.dim()] if not any(values.stride()) else values
     return bool(one.isnan().all())
@@ -378,7 +383,7 @@ _plain_move = nn.Module._apply
 
 
 def _moving(self: _M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _M:
-    """Move or cast a placeholder (`.to`, `.half` and the like) as the few elements it is."""
+    """Move or cast a placeholder (`.to`, `.half` and similar) without giving it full memory."""
 
     def move(tensor: Tensor) -> Tensor:
         moved = None
@@ -396,61 +401,61 @@ show_as_given = _nursery.show_as_given
 
 
 def born_among(parameter: nn.Parameter) -> Sharing | None:
-    """Return the ranks among which a parameter was born sharded; None if it was not."""
+    """Return the ranks over which a parameter was created sharded; None if it was not."""
     bucket = _nursery.bucket_of.get(parameter)
     return None if bucket is None else bucket.sharing
 
 
 def asked_at_birth(parameter: nn.Parameter) -> tuple[str, ...]:
-    """Return the keys of `zero_optimization` that a parameter born here must be trained with."""
+    """Return the keys of `zero_optimization` that must be enabled to train a parameter."""
     return _nursery.asked.get(parameter) or ()
 
 
 class Init:
-    """A context in which modules are born sharded. All ranks must build the same modules in it.
+    """A context in which modules are created sharded; all ranks must build the same modules in it.
 
-    The values are those that building outside would have given on rank 0, bit for bit. Contexts may
-    be nested: a module belongs to the innermost one that is enabled. Making the object starts
-    `torch.distributed`, unless it runs.
+    The values are bit for bit those that rank 0 would get outside of it. Contexts may be nested: a
+    module belongs to the innermost one that is enabled. Creating the object starts
+    `torch.distributed`, unless it is running.
 
     Modules built on `meta` stay there until they are given memory; modules materialised inside are
     sharded when the context ends, and `Init(module=block)` shards one block at once. Parameters
-    of a single element, of integers, or of a class that replaces methods of tensors stay whole.
+    with a single element, of integers, or of a class that replaces methods of tensors stay whole.
 
     Args:
-        module: a module that exists already, to be sharded at once.
+        module: an existing module, to be sharded at once.
         data_parallel_group: the ranks to shard over, if not all hold the same model; by default
-            all ranks. `initialize(mpu=...)` must be given the same.
+            all ranks. Pass the same group to `initialize(mpu=...)`.
         mem_efficient_linear: accepted for DeepSpeed's signature; no layer keeps extra references.
-        remote_device: where shards are stored until `initialize` lays them out anew: "none" is the
-            device that computes, "cpu" the host's memory (the same where a CPU computes), "nvme"
-            the disk, in the configuration's `zero_optimization.offload_param.nvme_path`. By default
-            what `offload_param.device` says, or "none".
+        remote_device: where shards are stored until `initialize` lays them out again: "none" is the
+            device that computes, "cpu" is host memory (the same if a CPU computes), "nvme" is the
+            disk at the configuration's `zero_optimization.offload_param.nvme_path`. The default is
+            `offload_param.device`, or "none".
         pin_memory: pin that host memory if there is an accelerator.
-        config_dict_or_path: a configuration. Its precision gives `dtype`,
-            `zero_optimization.override_module_apply` says if functions given to `apply` find
-            values, and `offload_param` and `aio` where shards are stored and how the disk is used;
-            nothing else is read before `initialize`, which lays out blocks and copies.
+        config_dict_or_path: a configuration. Its precision gives the default of `dtype`,
+            `zero_optimization.override_module_apply` decides if functions passed to `apply` see
+            values, and `offload_param` and `aio` say where shards are stored and how the disk is
+            used; nothing else is read before `initialize`, which lays out blocks and copies.
         config: as `config_dict_or_path`.
         enabled: False makes it a no-op.
-        dtype: the dtype that shows floating-point parameters once the context ends; by default that
-            of the configuration's fp16 or bf16. Values are also kept as they were given, until
-            `initialize` makes masters of them.
-        mpu: the object that `initialize` gets; it names the ranks that hold the same model.
+        dtype: the dtype in which floating-point parameters are shown once the context ends; by
+            default that of the configuration's fp16 or bf16. Values are also kept as given, until
+            `initialize` makes masters from them.
+        mpu: the object passed to `initialize`; it gives the ranks that hold the same model.
         zero_param_parallel_group: the consecutive ranks of a node that share a second copy of
-            weights from birth on. `initialize` must find the same in
-            `zero_optimization.zero_hpz_partition_size`, which is enough by itself.
-        zero_quantized_weights: require that `initialize` finds this key of `zero_optimization` on,
-            which is enough by itself: it acts from there on.
-        zero_quantized_nontrainable_weights: as the one before.
-        sequence_data_parallel_group: as `data_parallel_group`, which is the shorter name for the
-            same: the ranks that hold the same model.
+            weights from creation on. It must agree with
+            `zero_optimization.zero_hpz_partition_size`, which is sufficient by itself.
+        zero_quantized_weights: require this key of `zero_optimization` to be enabled in
+            `initialize`, where it takes effect; the key is sufficient by itself.
+        zero_quantized_nontrainable_weights: likewise.
+        sequence_data_parallel_group: a synonym of `data_parallel_group`, the ranks that hold the
+            same model.
         param_swapper: not built yet.
 
     Raises:
-        NotBuiltYetError: an argument whose feature is not built yet.
-        UsageError: arguments that contradict each other.
-        ConfigError: the configuration's precision or `zero_optimization` section has faults.
+        NotBuiltYetError: the feature of an argument is not built yet.
+        UsageError: arguments contradict each other.
+        ConfigError: the configuration's precision or `zero_optimization` section is invalid.
     """
 
     _contexts: ClassVar[list[Init]] = []
@@ -536,7 +541,7 @@ class Init:
             Init._watching.close()
         begun, self._begun = self._begun, []
         if kind is None:
-            # Modules attached to nothing: the outermost ones' own parameters.
+            # Modules that were not attached to a parent: the outermost ones.
             for reference in begun:
                 module = reference()
                 if module is not None:
@@ -556,7 +561,7 @@ class Init:
             access.leave_alone(fresh)
 
     def _show(self) -> None:
-        """Show the parameters born here in the wanted dtype, after all initialisations."""
+        """Show the parameters created here in the chosen dtype, after all initialisations."""
         born, self._born = self._born, []
         if self._birth.dtype is not None:
             with unwatched():
@@ -576,9 +581,9 @@ def MiCS_Init(  # noqa: PLR0913 - the name and the signature are DeepSpeed's
     dtype: torch.dtype | None = None,
     mpu: Any = None,
 ) -> Init:
-    """Return an `Init`, by an older name. `zero_optimization.mics_shard_size` acts with either.
+    """Return an `Init`; an older name. `zero_optimization.mics_shard_size` works with both.
 
-    Until `initialize` lays out the blocks, parameters are sharded over all ranks, which needs the
+    Until `initialize` lays out the blocks, parameters are sharded over all ranks, which takes the
     least memory.
     """
     return Init(**locals())  # the same names, in another order
@@ -592,9 +597,9 @@ def _sharing_of(group: Any, near_group: Any) -> Sharing:
     start = ranks.rank // near.size * near.size
     if ranks.size % near.size or near.numbers != ranks.numbers[start : start + near.size]:
         raise UsageError(
-            f"zero.Init(zero_param_parallel_group=...): rank {ranks.numbers[ranks.rank]} is with"
-            f" ranks {near.numbers}; expected a block of consecutive ones of {ranks.numbers}, of a"
-            " size that divides them"
+            f"zero.Init(zero_param_parallel_group=...): rank {ranks.numbers[ranks.rank]} is in a"
+            f" group of ranks {near.numbers}; expected a block of consecutive ranks of"
+            f" {ranks.numbers} whose size divides their number"
         )
     return Sharing(ranks, ranks, node=near if 1 < near.size < ranks.size else None)
 
@@ -612,7 +617,7 @@ def _on_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> Non
         Init._contexts[-1]._begun.append(weakref.ref(module))
 
 
-# Born sharded long before an engine exists that could own them; removed at the program's end.
+# Stores of parameters that no engine owns yet; they are removed when the program ends.
 _disks: dict[str, DiskStore] = {}
 
 

@@ -1,4 +1,4 @@
-"""The kinds of parameters that a flat buffer can hold: the only place that checks their class."""
+"""Checks of a parameter's class: which kinds of parameters a flat buffer can hold."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _HARMLESS = frozenset(
 
 
 def is_foreign(parameter: Tensor) -> bool:
-    """Return True if a flat buffer cannot hold a parameter: an integer, a quantized or wrapped one.
+    """Return True if a flat buffer cannot hold a parameter: integer, quantized or wrapped.
 
-    It can hold a program's own class, unless that replaces a method or property of tensors.
+    It can hold a subclass from the program, unless that replaces a method or property of tensors.
     """
     is_plain = parameter.is_floating_point() and parameter.layout == torch.strided
     return not is_plain or _replaces_methods(kind_of(parameter))
 
 
 def refusal_of(parameter: Tensor, *, trains: bool) -> str | None:
-    """Return why a parameter can be neither trained nor kept, with the remedy; None: it can."""
+    """Return why a parameter cannot be trained or held, and the remedy; None if it can."""
     found = f"is a {type(parameter).__name__} of {parameter.dtype}"
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is not None:
         return (
-            f"{found} over {mesh}; expected a tensor of this rank alone. Give each rank its part"
-            " as a plain nn.Parameter, and give initialize the groups as mpu=, or build the model"
+            f"{found} over {mesh}; expected a tensor of this rank only. Give each rank its part"
+            " as a plain nn.Parameter and pass the groups to initialize as mpu=, or build the model"
             " without parallelize_module"
         )
     if trains and is_foreign(parameter):
@@ -48,7 +48,7 @@ def refusal_of(parameter: Tensor, *, trains: bool) -> str | None:
 
 
 def tensors_inside(parameter: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors that a parameter consists of; a wrapper may have several."""
+    """Yield the plain tensors in a parameter; a wrapper may have several."""
     flatten = getattr(parameter, "__tensor_flatten__", None)
     if flatten is None:
         yield parameter.data
@@ -59,7 +59,7 @@ def tensors_inside(parameter: Tensor) -> Iterator[Tensor]:
 
 @functools.cache
 def _replaces_methods(kind: type) -> bool:
-    """Return True if a class replaces anything that torch's tensors have."""
+    """Return True if a class replaces an attribute of torch's tensors."""
     own = kind.__mro__[: kind.__mro__.index(Tensor)]
     names = {name for each in own if each is not nn.Parameter for name in vars(each)}
     return any(hasattr(Tensor, name) for name in names - _HARMLESS)

@@ -1,6 +1,6 @@
-"""Pure arithmetic of a flat buffer: the offsets of parameters, the shards, the fragments in each.
+"""Arithmetic of a flat buffer: the offsets of parameters, the shards, and their fragments.
 
-All numbers are elements. Nothing here touches a tensor.
+All numbers are counts of elements. Nothing here uses a tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Slot:
     group: int
     offset: int
     order: tuple[int, ...] = ()
-    """Its dimensions in memory order, the outermost first; (): row by row."""
+    """Its dimensions in memory order, outermost first; () for row-major."""
 
     @property
     def numel(self) -> int:
@@ -41,13 +41,13 @@ class Slot:
 
     @property
     def is_reordered(self) -> bool:
-        """Return True if its elements are in memory in another order than row by row."""
+        """Return True if its elements are not in row-major order in memory."""
         long = [dim for dim in self.order if self.shape[dim] > 1]
         return long != sorted(long)
 
 
 def strides_of(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a tensor whose dimensions have this memory order; (): row by row."""
+    """Return the strides of a tensor whose dimensions have this memory order; () for row-major."""
     found, step = [0] * len(shape), 1
     for dim in reversed(order or range(len(shape))):
         found[dim] = step
@@ -56,9 +56,9 @@ def strides_of(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 
 def order_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the dimensions of a tensor in memory order, the outermost first; (): row by row.
+    """Return the dimensions of a tensor in memory order, outermost first; () for row-major.
 
-    None if its elements do not fill a contiguous range of memory, each in its own place.
+    None if its elements do not fill a contiguous range of memory without overlaps.
     """
     if 0 in shape:
         return ()
@@ -155,11 +155,12 @@ def lay_out(
     row_numel: int = 1,
     cuts: int = 1,
 ) -> Layout:
-    """Place (name, shape, param group, order) of each end to end, groups together, aligned.
+    """Lay out parameters end to end, grouped by param group and aligned.
 
-    `itemsize` is the bytes of one element of the smallest dtype the buffer is kept in, so that
-    every offset and every shard starts on a 16-byte boundary in every dtype. A shard holds whole
-    rows of `row_numel` elements, and so does each of the `cuts` that it is cut into in turn.
+    Each is given by its name, shape, param group and memory order. `itemsize` is the bytes of one
+    element in the smallest dtype of the buffer, so that every offset and every shard starts on a
+    16-byte boundary in every dtype. A shard holds whole rows of `row_numel` elements, and so does
+    each of the `cuts` parts that it is divided into.
     """
     unit = max(1, ALIGNMENT_NBYTES // itemsize)
     slots: list[Slot] = []
@@ -174,7 +175,7 @@ def lay_out(
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The whole parameters that each rank owns, for an optimizer that must see them whole."""
+    """The parameters that each rank owns, for an optimizer that needs whole parameters."""
 
     owners: tuple[int, ...]
     """The owning rank of each parameter, in the order given."""
@@ -183,9 +184,9 @@ class Share:
 
 
 def share_out(numels: Iterable[int], loads: Sequence[int]) -> Share:
-    """Give every whole parameter to the rank with the fewest elements so far, largest first.
+    """Give each parameter, largest first, to the rank that owns the fewest elements so far.
 
-    `loads` holds the elements that each rank owns already.
+    `loads` holds the number of elements that each rank owns already.
     """
     sizes = list(numels)
     owners = [0] * len(sizes)

@@ -1,4 +1,4 @@
-"""Leaf modules named by a program: stage 3 gathers each as a whole, with everything in it."""
+"""Leaf modules chosen by a program, each of which stage 3 gathers as a whole."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _log = logging.getLogger(__name__)
 def set_z3_leaf_modules(
     model: nn.Module, leaf_modules: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Let stage 3 gather modules as a whole when they are called, and nothing inside them again.
+    """Make stage 3 gather modules as a whole when they are called, and not module by module.
 
-    Use it for modules that run different parts on each rank or in each step (a layer of experts).
-    Call it before `initialize`; `zero_optimization.leaf_module` is the same in JSON.
+    Use it for modules that run different parts on each rank or in each step, such as a layer of
+    experts. Call it before `initialize`. The JSON key for it is `zero_optimization.leaf_module`.
 
     Args:
         model: the model that contains them.
         leaf_modules: classes, names of classes (bare or dotted), or full names of modules.
-        raise_if_not_found: whether it is an error that none of them is in the model.
+        raise_if_not_found: True makes it an error if none of them is in the model.
 
     Returns:
         The modules that were marked.
 
     Raises:
-        UsageError: none was found, or an engine already has the model.
+        UsageError: none was found, or the model is already in an engine.
     """
     found = _find(model, leaf_modules, raise_if_not_found)
     marked_leaves.update(found)
@@ -53,7 +53,8 @@ def _find(
 ) -> list[nn.Module]:
     if any(is_kept_by_engine(parameter) for parameter in model.parameters()):
         raise UsageError(
-            "leaf modules are chosen before hadal.initialize: this model is in an engine already"
+            "leaf modules must be chosen before hadal.initialize, but this model is already in an"
+            " engine"
         )
     given = [asked] if isinstance(asked, (str, type)) else list(asked)
     modules = dict(model.named_modules())
@@ -61,15 +62,15 @@ def _find(
     for each in given:
         if isinstance(each, str):
             leaf = LeafModules(classes=(each,), names=(each,))
-            mine = [m for name, m in modules.items() if leaf.speaks_of(name, m)]
+            mine = [m for name, m in modules.items() if leaf.selects(name, m)]
         else:
             mine = [m for m in modules.values() if isinstance(m, each)]
         if not mine:
             _log.warning("leaf modules: %s", _not_found(each, modules))
         found.update(dict.fromkeys(mine))
     if not found and raises:
-        told = "; ".join(_not_found(each, modules) for each in given) or "none were named"
-        raise UsageError(f"leaf modules: {told}")
+        missing = "; ".join(_not_found(each, modules) for each in given) or "none were given"
+        raise UsageError(f"leaf modules: {missing}")
     return list(found)
 
 
@@ -78,4 +79,4 @@ def _not_found(each: type[nn.Module] | str, modules: dict[str, nn.Module]) -> st
     known = {type(module).__name__ for module in modules.values()} | set(modules)
     near = nearest(name, sorted(known))
     hint = f"; did you mean {near!r}?" if near else ""
-    return f"no module of the model is, or is called, {name!r}{hint}"
+    return f"no module of the model has the class or name {name!r}{hint}"

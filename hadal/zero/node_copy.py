@@ -13,25 +13,25 @@ from hadal.comm.pending import Pending
 
 
 class NodeCopy:
-    """My slice of the copy that the ranks of `node` hold together; None: there is no such copy.
+    """My slice of the copy that the ranks of `node` hold together; with None there is no copy.
 
-    A gather over all shards makes the copy: each rank keeps its slice when the buffer is freed.
-    From then on, until weights change, full buffers are gathered inside the node.
+    A gather over all shards creates the copy: each rank keeps its slice when the buffer is freed.
+    From then on, until the weights change, full buffers are gathered inside the node.
     """
 
     def __init__(self, node: Ranks | None) -> None:
         self._node = node
         self.is_current = False
-        """True if it is of the present weights: the same on all ranks at each gather."""
+        """True if it holds the current weights; the same on all ranks at each gather."""
         self.kept: Tensor | None = None
-        """My slice, as of the last full buffer."""
+        """My slice of the last full buffer."""
 
     def outdate(self) -> None:
-        """Mark the copy stale: weights have changed, or the gather makes none."""
+        """Mark the copy stale, because weights have changed or the gather does not create one."""
         self.is_current = False
 
     def expect(self) -> None:
-        """Mark the copy current: the gather that is under way makes it."""
+        """Mark the copy current, because the gather that is under way creates it."""
         self.is_current = self._node is not None
 
     def keep(self, full: Tensor) -> None:
@@ -48,7 +48,7 @@ class NodeCopy:
         `source` is a full buffer that holds the weights already; None: use my kept slice.
         """
         mine = self.kept if source is None else self._cut_of(source)
-        assert self._node is not None and mine is not None  # it is of the present weights
+        assert self._node is not None and mine is not None  # the copy is current
         self._cut_of(full).copy_(mine)
         return start_all_gather(full, self._node, label)
 

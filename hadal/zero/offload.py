@@ -1,4 +1,4 @@
-"""Offloading: the tier of one bucket's shards between uses: the device, the host or a disk.
+"""Offloading: the tier that stores a bucket's shards between uses (device, host or disk).
 
 Tests: tests/offload/test_tiers.py
 """
@@ -34,22 +34,22 @@ class Offload:
     weights: Tier = Tier.DEVICE
     """Weights that are sharded between uses."""
     optimizer: Tier = Tier.DEVICE
-    """Masters and the optimizer's state. Off the device, the host makes the update."""
+    """Masters and optimizer state. If they are off the device, the host makes the update."""
     pins_weights: bool = False
     """True: host memory for weights is pinned."""
     pins_optimizer: bool = False
     """True: host memory for gradients and optimizer state is pinned."""
     sums_on_device: bool = False
-    """True: sharded gradients are summed on the device, and leave it once an update."""
+    """True: sharded gradients are summed on the device, and leave it once per update."""
     optimizer_later: Tier = Tier.DEVICE
-    """The tier of masters and state of parameters that are frozen now and trained later."""
+    """The tier of masters and state for parameters that are frozen now and trained later."""
     weights_disk: DiskStore | None = None
     weights_pool: BufferPool | None = None
     """Buffers to read weights from the disk into."""
     optimizer_disk: DiskStore | None = None
 
     def when_trained(self) -> Offload:
-        """Return the tiers for parameters that are trained from now on."""
+        """Return the settings for parameters that are trained from now on."""
         return replace(self, optimizer=self.optimizer_later)
 
     @property
@@ -59,36 +59,36 @@ class Offload:
 
     @property
     def disk_of_state(self) -> DiskStore | None:
-        """The disk of masters and optimizer state, if they are on one."""
+        """The disk that stores masters and optimizer state, if one does."""
         return self.optimizer_disk if self.optimizer is Tier.DISK else None
 
     def as_one(self, ranks: Ranks, what: str) -> AbstractContextManager[None]:
-        """Return a context in which a disk's fault on one of these ranks is raised on all.
+        """Return a context in which a disk error on one of these ranks is raised on all.
 
-        No other collective is called inside. Without a disk, none is.
+        No other collective may be called in it. Without a disk it calls none.
         """
         if self.weights_disk is None and self.optimizer_disk is None:
             return nullcontext()
         return told_to_all(ranks, what, OffloadError)
 
     def steps_on(self, device: torch.device) -> torch.device:
-        """Return the device that updates what computes on `device`."""
+        """Return the device that makes the updates for buckets on `device`."""
         return torch.device("cpu") if self.lands_off(device) else device
 
     def lands_off(self, device: torch.device) -> bool:
-        """Return True if gradients leave the memory of `device` for an update on the host."""
+        """Return True if gradients are moved from `device` to the host for the update."""
         return self.optimizer is not Tier.DEVICE and not is_host_memory(device)
 
     def crossing(self, device: torch.device) -> Crossing | None:
-        """Return the copies between `device` and the host; None if one memory serves both."""
+        """Return the crossing between `device` and the host; None if they share their memory."""
         if is_host_memory(device):
             return None
         return crossing_of(device, pins=self.pins_weights or self.pins_optimizer)
 
     def parts_master(self, device: torch.device, *, is_cut: bool) -> bool:
-        """Return True if a master is kept beside weights of its own dtype.
+        """Return True if a master is kept separately from weights of the same dtype.
 
-        On the disk it always is, so that an update that fails can be undone.
+        On the disk it always is, so that a failed update can be undone.
         """
         if self.optimizer is Tier.DISK or (is_cut and self.weights is Tier.DISK):
             return True
@@ -98,7 +98,7 @@ class Offload:
     def store_weights(
         self, name: str, values: Tensor, *, is_cut: bool, encodes: Codec | None
     ) -> Stored:
-        """Store my shard, which may be kept, or whole weights. `encodes`: unless on the disk."""
+        """Store my shard, or whole weights; `values` may be kept, and `encodes` is for memory."""
         if not is_cut:
             return Stored(name, values)
         crossing = self.crossing(values.device)
@@ -120,7 +120,7 @@ class Offload:
             assert self.optimizer_disk is not None  # it is their tier
             return Stored(name, values, DiskTensor.of(self.optimizer_disk, name, values))
         if self.lands_off(values.device):
-            # Not pinned: new weights are cast into pinned staging buffers on their way.
+            # Not pinned: new weights are cast into pinned staging buffers to be sent.
             values = _in_host(values, pinned=False)
         return Stored(name, values)
 

@@ -1,7 +1,7 @@
 """Known paths of forward and backward through the model: traces and plans.
 
-All ranks learn the same things at the same moments, so none of this communicates, except to report
-where they parted. `foresight.py` predicts the next trace.
+All ranks learn the same at the same moments, so nothing here communicates, except to report where
+their paths differ. `foresight.py` predicts the next trace.
 
 Tests: tests/zero/test_agreement.py
 """
@@ -27,31 +27,31 @@ from hadal.zero.trace import Kind, Trace, Use, describe_parting, digest_of
 
 _log = logging.getLogger(__name__)
 
-# Two paths with equal digests do no harm: the plans' digests differ then.
+# If two paths happen to have equal digests, the digests of their plans differ.
 _PATH_BITS, _MOMENT_BITS = 36, 20
-# Plans differ by the buckets gathered at their beginning, and by what follows: there are few.
+# Plans differ by the buckets gathered when they begin and by the trace that follows: there are few.
 _PLANS = 128
 _NOTHING = Trace(())
 
 
 class Walk:
-    """A pass (forward or backward) on this rank: its progress along its plan, and its uses."""
+    """A pass (forward or backward) on this rank: its progress along its plan and its uses."""
 
     def __init__(self, kind: Kind, plan: Plan | None = None, *, is_played: bool = False) -> None:
         self.kind = kind
         self.plan = plan
         self.position = 0
-        """The number of the next use of the plan."""
+        """The position of the next use in the plan."""
         self.issued = 0
         """How many of the plan's gathers have started."""
         self.has_left = False
         """True: this rank needed a bucket that the plan does not have."""
         self.has_learned = False
-        """True: a read was found that will be announced earlier from now on."""
+        """True: a read was found that will be announced in advance from now on."""
         self.was_early = False
-        """True: a reduction was due before its gradients had come."""
+        """True: a reduction was due before its gradients had arrived."""
         self.is_played = is_played
-        """True: this rank's part in it was done before, and what it needs is announced."""
+        """True: this rank has taken part in it before; what it needs now is announced."""
         self._used: list[int] = []
         self._ends: dict[int, int] = {}
         self._open: dict[int, int] = {}
@@ -59,7 +59,7 @@ class Walk:
 
     @property
     def follows(self) -> bool:
-        """Return True if gathers are those of the plan, and not announced."""
+        """Return True if gathers follow the plan and are not announced."""
         return self.plan is not None and not self.has_left
 
     def need(self, bucket: int) -> None:
@@ -68,7 +68,7 @@ class Walk:
         self._used.append(bucket)
 
     def done(self, bucket: int) -> int | None:
-        """Record the end of a bucket's use; return its number, None if there is no such use."""
+        """Record the end of a bucket's use; return its number, or None if there is no such use."""
         number = self._open.pop(bucket, None)
         if number is not None:
             self._ends[number] = len(self._used)
@@ -83,7 +83,7 @@ class Walk:
         ends = (self._ends.get(number, len(self._used)) for number in range(len(self._used)))
         uses = [Use(*pair) for pair in zip(self._used, ends, strict=True)]
         final = {use.bucket: use.until for use in uses}
-        # A bucket that no gradient came for was reduced early: next time it may be used first.
+        # A bucket without gradients was reduced early; next time it may be used before that.
         starts = (max(at, final.get(bucket, 0)) for at, bucket in self._reductions)
         latest = list(accumulate(starts, max))
         return Trace(
@@ -91,13 +91,13 @@ class Walk:
         )
 
     def stray(self) -> Stray | None:
-        """Return the report of a plan left in a steady round, as far as this rank has come."""
+        """Return the report of a plan that this rank left in a steady round, if it did."""
         if self.plan is None or not self.has_left:
             return None
         return Stray(self.kind, self.plan.path, tuple(self._used))
 
     def word(self, trace: Trace) -> int:
-        """Return this rank's word at the end: its path, its outcome, and its moments."""
+        """Return this rank's word for the end: its path, its outcome and its moments."""
         path = digest_of(trace.path, bits=_PATH_BITS) << 2 | self.has_left << 1 | self.has_learned
         moments = digest_of(trace.moments, bits=_MOMENT_BITS - 1) << 1 | self.was_early
         return path << _MOMENT_BITS | moments
@@ -114,7 +114,7 @@ class Paths:
         self._numels: Sequence[int] = ()
         self._foresight = Foresight()
         self._plans: dict[tuple[int, int, frozenset[int]], Plan] = {}
-        self._has_told = False
+        self._has_reported = False
 
     def restart(self, names: Sequence[str], numels: Sequence[int]) -> None:
         """Forget everything but the buckets' names and elements."""
@@ -123,9 +123,9 @@ class Paths:
         self._plans.clear()
 
     def plan_for(self, kind: Kind, held: frozenset[int], *, last: bool) -> Plan | None:
-        """Return the plan for gathered buckets `held`; None if gathers are announced.
+        """Return the plan if buckets `held` are gathered now; None if gathers are announced.
 
-        `last`: nothing gathered is needed after the end.
+        `last`: no gathered bucket is needed after the end.
         """
         trace = self._foresight.expected(kind)
         if trace is None:
@@ -150,17 +150,17 @@ class Paths:
         return known or Trace(tuple(Use(bucket, at + 1) for at, bucket in reverse))
 
     def forget(self, kind: Kind) -> None:
-        """Forget a kind's traces, on all ranks alike: they will be recorded anew."""
+        """Forget a kind's traces, on all ranks alike; they will be recorded again."""
         self._foresight.forget(kind)
 
     def settle(self, walk: Walk, trace: Trace, met: Met) -> bool:
         """Learn from the end of a pass, at which all ranks have met.
 
         Returns:
-            True if all have followed their plan, and nothing came late.
+            True if all have followed their plan and no gradient was late.
 
         Raises:
-            MismatchError: ranks took different paths, which was not to be tolerated.
+            MismatchError: ranks took different paths, and that is not tolerated.
         """
         is_alike = len({word >> _MOMENT_BITS for word in met.words}) == 1
         planned = self._foresight.expected(walk.kind) if walk.plan else None
@@ -168,7 +168,7 @@ class Paths:
             self._foresight.came(walk.kind, planned, has_held=True)
             is_late = any(word & 1 for word in met.words)
             if is_late:
-                self.forget(walk.kind)  # a late reduction gets a wait the next time
+                self.forget(walk.kind)  # the next plan waits for the late gradients
             return not is_late
         seen = None
         if is_alike:
@@ -180,17 +180,21 @@ class Paths:
             self._settle_parting(walk, trace, gives_up=gives_up)
         elif planned is not None:
             paths, owners = [planned.path, trace.path], ["as planned, it", "now it"]
-            self._tell(walk.kind, paths, owners, gives_up=gives_up)
+            self._report(walk.kind, paths, owners, gives_up=gives_up)
         return False
 
-    def tell_strays(self, mine: Sequence[Stray]) -> None:
-        """Report where ranks left their plans in a steady round. All ranks must call it.
+    def report_strays(self, mine: Sequence[Stray]) -> None:
+        """Report where ranks left their plans in a steady round; all ranks must call it.
 
         Raises:
-            MismatchError: that was not to be tolerated.
+            MismatchError: that is not tolerated.
         """
         self._foresight.came(Kind.FORWARD, None, has_held=None)  # not known on all ranks
-        if self._divergence.is_tolerated and self._has_told and not self._divergence.tells_always:
+        if (
+            self._divergence.is_tolerated
+            and self._has_reported
+            and not self._divergence.reports_each
+        ):
             return
         strays = gather_objects(list(mine), self._ranks)
         rank = next(rank for rank, some in enumerate(strays) if some)
@@ -201,7 +205,7 @@ class Paths:
             owners = ["as planned, all", f"now rank {rank}"]
             if not self._divergence.is_tolerated:
                 raise self._refusal(kind, [planned, went], owners)
-        self._tell(kind, [planned, went], owners, gives_up=False)
+        self._report(kind, [planned, went], owners, gives_up=False)
 
     def _refusal(
         self, kind: Kind, paths: Sequence[Sequence[int]], owners: Sequence[str]
@@ -209,41 +213,41 @@ class Paths:
         return MismatchError(
             f"the ranks took different paths through the model in {kind.value}:"
             f" {describe_parting(paths, owners, self._names)}. Let all ranks run the same"
-            ' modules, or give zero_optimization.divergent_ranks "auto" or true.'
+            ' modules, or set zero_optimization.divergent_ranks to "auto" or true.'
         )
 
     def _joined(self, trace: Trace) -> Trace:
-        """Return the joint trace of ranks on one path at different moments: the latest of each."""
+        """Return the trace with the latest moments of all ranks, which are on the same path."""
         moments = torch.tensor(trace.moments, dtype=torch.int32)
         max_(moments, self._ranks, "the agreement on the moments of a path")
         return trace.at(moments.tolist())
 
     def _settle_parting(self, walk: Walk, trace: Trace, *, gives_up: bool) -> None:
         is_error = not self._divergence.is_tolerated
-        if not is_error and self._has_told and not self._divergence.tells_always:
+        if not is_error and self._has_reported and not self._divergence.reports_each:
             return
         paths = gather_objects(trace.path, self._ranks)
         other = next((rank for rank, path in enumerate(paths) if path != paths[0]), None)
         if other is None:
-            # One rank was done with a bucket before another use of it: the paths do not part.
+            # One rank freed a bucket between two uses of it: the paths do not differ.
             return
         paths, owners = [paths[0], paths[other]], ["rank 0", f"rank {other}"]
         if is_error:
             raise self._refusal(walk.kind, paths, owners)
-        self._tell(walk.kind, paths, owners, gives_up=gives_up)
+        self._report(walk.kind, paths, owners, gives_up=gives_up)
 
-    def _tell(
+    def _report(
         self, kind: Kind, paths: Sequence[Sequence[int]], owners: Sequence[str], *, gives_up: bool
     ) -> None:
-        if self._ranks.rank == 0 and (self._divergence.tells_always or not self._has_told):
+        if self._ranks.rank == 0 and (self._divergence.reports_each or not self._has_reported):
             _log.warning(
-                "the path through the model changed in %s: %s. Gathers are announced to all ranks"
-                " one by one %s%s",
+                "the path through the model changed in %s: %s. Each gather is announced to all"
+                " ranks %s%s",
                 kind.value,
                 describe_parting(paths, owners, self._names),
-                "here from now on" if gives_up else "where the path is not foreseen",
+                "here from now on" if gives_up else "where the path is not predicted",
                 ""
-                if self._divergence.tells_always
+                if self._divergence.reports_each
                 else " (reported once; zero_optimization.log_trace_cache_warnings reports each)",
             )
-        self._has_told = True
+        self._has_reported = True

@@ -1,4 +1,4 @@
-"""One parameter's place: its bucket, its fragment, and its slice of the optimizer's state.
+"""One parameter's place: its bucket, its fragment, and its slice of the optimizer state.
 
 Tests: tests/zero/test_state.py, tests/zero/test_strides.py
 """
@@ -36,7 +36,7 @@ class Stepper(Protocol):
         """Return the optimizer's whole tensor of a parameter, if this rank owns it."""
 
     def present(self, bucket: Bucket, *, writes: bool = True) -> AbstractContextManager[None]:
-        """Have a bucket's masters and state in memory; what is written into them is kept."""
+        """Load a bucket's masters and state; writes in the block are kept."""
 
 
 class Trainer(Protocol):
@@ -44,15 +44,15 @@ class Trainer(Protocol):
 
     @property
     def gradient_factor(self) -> float:
-        """The factor that gradients are multiplied with."""
+        """The factor by which gradients are multiplied."""
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer; None until there is one."""
+        """The optimizer; None until it exists."""
 
     @property
     def stepper(self) -> Stepper | None:
-        """The stepper; None until there is one."""
+        """The stepper; None until it exists."""
 
 
 _trainers: weakref.WeakKeyDictionary[ZeroRuntime, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -80,18 +80,18 @@ class StateSlice:
     def is_elementwise(self, key: str) -> bool:
         """Return True if a value is kept for each element."""
         value = self.state[key]
-        # A 0-dim parameter's own state is 0-dim too; a count of steps is no element of it.
+        # The state of a 0-dim parameter is 0-dim, like a count of steps, which is not elementwise.
         alike = isinstance(value, Tensor) and value.shape == self.values.shape
         return alike and key != "step"
 
     def elements(self, key: str) -> Tensor:
-        """Return these elements of a value, 1-D, in the order of the parameter's memory."""
+        """Return these elements of a value, 1-D, in the parameter's memory order."""
         value: Tensor = self.state[key]
         flat = flattened(value, self.slot) if self._is_whole else value
         return flat[self.offset : self.offset + self.numel]
 
     def replace(self, key: str, elements: Tensor) -> None:
-        """Replace these elements of a value, in the order that `elements` gives."""
+        """Replace these elements of a value by others, in the order of `elements`."""
         value: Tensor = self.state[key]
         if self._is_whole:
             value.copy_(shaped(elements, self.slot))
@@ -129,16 +129,16 @@ class Place:
 
     @property
     def gradient_factor(self) -> float:
-        """The factor that gradients are multiplied with."""
+        """The factor by which gradients are multiplied."""
         return 1.0 if self.trainer is None else self.trainer.gradient_factor
 
     @property
     def is_cut(self) -> bool:
-        """Return True if masters, and the gradients for them, are sharded over the ranks."""
+        """True if masters and their gradients are sharded over the ranks."""
         return self.bucket.partition.optimizer or self.bucket.partition.weights
 
     def present(self, *, writes: bool = True) -> AbstractContextManager[None]:
-        """Have shard, master and state of the bucket in memory; what is written is kept."""
+        """Load shard, master and state of the bucket; writes in the block are kept."""
         if isinstance(self.keeper, ZeroRuntime):
             self.keeper.expect_here()
             self.keeper.bring_together()
@@ -156,7 +156,7 @@ class Place:
         return self.bucket.shard if master is None else master
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Return the (start, stop) of a rank's fragment, counted from the start of its memory."""
+        """Return the (start, stop) of a rank's fragment, counted from the parameter's start."""
         if not self.is_cut:
             return 0, self.slot.numel
         low, high = self.bucket.layout.span(rank)
@@ -177,7 +177,7 @@ class Place:
     def joined(self, mine: Tensor) -> Tensor:
         """Return the parameter's values on every rank, 1-D in memory order, from all fragments.
 
-        If nothing is sharded they are rank 0's; if there are several copies, those of my own.
+        If nothing is sharded they are rank 0's; if there are several copies, those of my copy.
         """
         label = f"the gather of {self.slot.name}"
         if not self.is_cut:
@@ -232,31 +232,31 @@ class Place:
     # ---- gradients -------------------------------------------------------------------------------
 
     def gradients(self) -> Gradients | None:
-        """Return the gradients of the bucket, if an engine trains it."""
+        """Return the gradients of the bucket, or None if no engine trains it."""
         if not isinstance(self.keeper, ZeroRuntime):
             return None
         if self.keeper.gathering.phase is not Phase.IDLE:
             raise UsageError(
-                f"rank {self.ranks.rank}: the gradient of {self.slot.name} was asked for inside"
-                " forward or backward; ask between engine.backward(loss) and engine.step()"
+                f"rank {self.ranks.rank}: the gradient of {self.slot.name} was requested inside"
+                " forward or backward; request it between engine.backward(loss) and engine.step()"
             )
         return next((g for g in self.keeper.gradients if g.bucket is self.bucket), None)
 
     def agree_on(self, gradients: Gradients) -> tuple[bool, bool]:
-        """Return whether any rank has gradients since the last update, and unreduced ones here."""
+        """Return if any rank has gradients since the last update, and any unreduced ones here."""
         assert isinstance(self.keeper, ZeroRuntime)  # it has gradients
         begun = any(g.state is not Arrival.EMPTY for g in self.keeper.gradients)
         report = torch.tensor(
             [begun, gradients.waits], dtype=torch.uint8, device=self.bucket.device
         )
-        max_(report, self.ranks, "the agreement on gradients asked for")
+        max_(report, self.ranks, "the agreement on requested gradients")
         any_begun, any_waits = report.tolist()
         return bool(any_begun), bool(any_waits)
 
     # ---- the optimizer ---------------------------------------------------------------------------
 
     def state_slice(self) -> StateSlice | None:
-        """Return the slice that the optimizer steps here; None if none of the parameter."""
+        """Return the slice of the parameter that the optimizer steps on this rank, if any."""
         trainer, bucket = self.trainer, self.bucket
         if trainer is None or trainer.optimizer is None or not bucket.trainable:
             return None
@@ -279,7 +279,7 @@ class Place:
 
 
 def _offset_in(piece: Tensor, mine: Tensor) -> int | None:
-    """Return the offset of `mine` in `piece`, in elements, if it is in the same memory."""
+    """Return the offset of `mine` in `piece`, in elements; None if it is in other memory."""
     if piece.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr():
         return None
     offset = (mine.data_ptr() - piece.data_ptr()) // mine.itemsize
@@ -287,7 +287,7 @@ def _offset_in(piece: Tensor, mine: Tensor) -> int | None:
 
 
 def place_of(param: nn.Parameter) -> Place | None:
-    """Return a parameter's place; None for one that neither an engine nor `Init` holds."""
+    """Return a parameter's place; None if neither an engine nor `Init` holds it."""
     keeper = access.keeper_of(param)
     if keeper is None:
         return None
@@ -297,10 +297,10 @@ def place_of(param: nn.Parameter) -> Place | None:
 
 
 def held_place(param: nn.Parameter, name: str) -> Place:
-    """Return a parameter's place, for the function `name` that is about to change it.
+    """Return the place of a parameter that the function `name` is about to change.
 
     Raises:
-        UsageError: no engine and no `Init` holds it.
+        UsageError: neither an engine nor `Init` holds it.
     """
     place = place_of(param)
     if place is None:

@@ -1,4 +1,4 @@
-"""Pure planning: which gathered weights are kept until their next use, and which are prefetched."""
+"""Planning of gathers: weights that are kept until their next use, and prefetching. No tensors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hadal.zero.trace import Use, digest_of
 
 
 def kept_until_backward(numels: Sequence[int], limits: Limits) -> tuple[bool, ...]:
-    """Decide which buckets, given in forward order by their elements, stay gathered until backward.
+    """Decide which buckets stay gathered until backward if the forward's trace is not known.
 
-    For a forward without a known trace. The distance to a bucket's next use is twice the elements
-    of the buckets after it in forward: there and back. It stays if that is within
-    `limits.reuse_numel`; those with the nearest next use are kept first, up to `limits.live_numel`
-    elements in all.
+    `numels` are the buckets' elements in forward order. Between a bucket's use in forward and the
+    one in backward, the buckets after it are used twice. It is kept if those uses have at most
+    `limits.reuse_numel` elements; buckets with the nearest next use are kept first, up to
+    `limits.live_numel` elements in all.
     """
     kept = [False] * len(numels)
     behind = live = 0
@@ -33,21 +33,21 @@ def kept_until_backward(numels: Sequence[int], limits: Limits) -> tuple[bool, ..
 
 @dataclass(frozen=True)
 class Plan:
-    """The gathers and frees at each use of a known trace."""
+    """The buckets to gather and to free at each use of a known trace."""
 
     uses: tuple[Use, ...]
     held: tuple[int, ...]
-    """Buckets that are gathered already and stay so; others are freed before the first use."""
+    """Buckets that are already gathered and kept; others are freed before the first use."""
     gathers: tuple[int, ...]
-    """Every bucket that is gathered, in the order in which the gathers start, on all ranks."""
+    """The buckets to gather, in the order in which the gathers start on all ranks."""
     started: tuple[int, ...]
-    """How many of the gathers have started when each use begins; its own among them."""
+    """How many of the gathers have started when each use begins, including its own."""
     keeps: tuple[bool, ...]
-    """True if a bucket stays gathered after this use of it."""
+    """For each use, True if its bucket stays gathered afterwards."""
 
     @cached_property
     def digest(self) -> int:
-        """Equal on two ranks if their plans are."""
+        """A number that is equal for equal plans."""
         return digest_of(self.uses, self.held, self.gathers, self.started, self.keeps)
 
     @property
@@ -79,18 +79,18 @@ def plan(
 ) -> Plan:
     """Decide which buckets to gather and to free along a trace.
 
-    A bucket stays gathered between two uses if at most `limits.reuse_numel` elements of other uses
-    are between them; those with the nearest next use first. Gathers start in the order of the uses,
-    each as soon as its bucket is free and at most `limits.prefetch_numel` elements are on their way
-    ahead of their use; one bucket always may be, unless that is 0. Both only while no more than
-    `limits.live_numel` elements are gathered, including the ones in use.
+    A bucket stays gathered between two uses if the uses between them have at most
+    `limits.reuse_numel` elements; buckets with the nearest next use are kept first. Gathers start
+    in the order of the uses, each as soon as its bucket is free and at most `limits.prefetch_numel`
+    elements are gathered ahead of their use; one bucket always may be, unless that limit is 0. Both
+    happen only while at most `limits.live_numel` elements are gathered, including those in use.
 
     Args:
         uses: the trace.
         sizes: the elements of each bucket, by its number.
         limits: limits for keeping and for gathering ahead.
         held: the buckets that are gathered at the beginning.
-        following: the uses expected after the end: buckets near to them are kept.
+        following: the uses expected after the end; buckets that they need soon are kept.
     """
     count = len(uses)
     line = [*uses, *(Use(use.bucket, use.until + count) for use in following)]
@@ -132,7 +132,7 @@ def _keep(
     gathered: list[int],
     held: Sequence[int],
 ) -> tuple[set[int], set[int]]:
-    """Return the positions whose bucket is gathered already, since an earlier use or the start."""
+    """Return the positions whose bucket is still gathered from an earlier use, or the start."""
     before = [0, *accumulate(numels)]
     free_since: dict[int, int] = dict.fromkeys(held, 0)
     untouched = set(held)
@@ -148,7 +148,7 @@ def _keep(
         free_since[use.bucket] = use.until
     is_kept: set[int] = set()
     is_held: set[int] = set()
-    # Leave room for the next gather: kept buckets must not make every other use wait.
+    # Leave room for the next gather, so that kept buckets do not make all other uses wait.
     spared = [*numels[1:], 0] if limits.prefetch_numel else [0] * len(line)
     for _, index, is_first, interval in sorted(candidates):
         window = range(interval.start, interval.stop)
@@ -191,7 +191,7 @@ def _gather_ahead(
 
 
 def _free_from(uses: Sequence[Use]) -> list[int]:
-    """Return, for each use, the position from which its bucket's earlier use is over."""
+    """Return, for each use, the position at which its bucket's previous use is over."""
     until: dict[int, int] = {}
     free = []
     for use in uses:

@@ -1,4 +1,4 @@
-"""The small frozen values that describe a bucket's treatment. A ZeRO stage is one row of them."""
+"""Small frozen values that describe how a bucket is treated. A ZeRO stage is one row of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hadal.comm.factors import Factors
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The choice of the three kinds of state that are sharded between uses (Rajbhandari 2020).
+    """The kinds of state that are sharded between uses (Rajbhandari 2020).
 
     Each kind includes the ones before it: gradients are sharded only if optimizer state is.
     """
@@ -34,18 +34,18 @@ STAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtype of each thing that a parameter becomes."""
+    """The dtypes of one parameter's weights, master, gradients and optimizer state."""
 
     compute: torch.dtype = torch.float32
     """Weights in forward and backward."""
     master: torch.dtype = torch.float32
-    """The values that the optimizer updates. If it equals `compute`, the weights themselves."""
+    """The values that the optimizer updates; if equal to `compute`, the weights themselves."""
     accumulate: torch.dtype = torch.float32
     """Gradients between micro-steps."""
     reduce: torch.dtype = torch.float32
     """Gradients on the wire."""
     state: torch.dtype | None = None
-    """Optimizer state of each element; None: as the master. See `state_dtype`."""
+    """Elementwise optimizer state; None: as the master. See `state_dtype`."""
     rounds_early: bool = False
     """True: masters start from rounded weights, and means are rounded before they are added."""
 
@@ -56,15 +56,15 @@ class Precision:
 
     @property
     def keeps_master(self) -> bool:
-        """Return True if there is a master beside the weights."""
+        """Return True if the master is separate from the weights."""
         return self.master != self.compute
 
 
 class Tier(Enum):
-    """A kind of memory that values are stored in between uses."""
+    """A kind of memory that stores values between uses."""
 
     DEVICE = auto()
-    """The memory that computes."""
+    """The memory of the device that computes."""
     HOST = auto()
     """The memory of the host; the same if a CPU computes."""
     DISK = auto()
@@ -76,23 +76,23 @@ class Reduction:
     """The reduction of all ranks' gradients to one."""
 
     adds_up: bool = False
-    """True: they are added, and not averaged."""
+    """True: gradients are added and not averaged."""
     prescales: bool = False
-    """True: all of the division comes before they are rounded to the dtype on the wire."""
+    """True: they are divided completely before they are rounded to the dtype on the wire."""
     predivides_by: float = 1.0
-    """Otherwise: the divisor before the wire; the rest of the division comes after."""
+    """Otherwise: the divisor before they are sent; the rest of the division comes after."""
     sequence_parallel_size: int = 1
-    """Ranks that share a sample: the mean is over samples, so over 1/size of the ranks."""
+    """Ranks that share a sample: the mean is over samples, hence over 1/size of the ranks."""
     inside_backward: bool = True
     """True: gradients that are not sharded are reduced during backward, not after it."""
     refuses_unused: bool = False
     """True: a parameter that got no gradient in an update is an error."""
     stays: bool = False
-    """True: each rank keeps its own, because the optimizer exchanges its own data.
+    """True: each rank keeps its own gradients, because the optimizer exchanges its own data.
     Only if optimizer state is not partitioned."""
 
     def factors(self, world_size: int) -> Factors:
-        """Return the factors of gradients before they travel, and of their sum afterwards."""
+        """Return the factors for gradients before they are sent and for their sum afterwards."""
         divisor = 1.0 if self.adds_up else world_size / self.sequence_parallel_size
         if self.prescales:
             return Factors(1.0 / divisor, 1.0)
@@ -106,7 +106,7 @@ class Feedback:
     decay: float = 0.8
     """The weight of the old average of errors at each message."""
     updates: int = 1024
-    """The number of updates after which it is forgotten."""
+    """The number of updates after which the average is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,46 +117,46 @@ class Transport:
     """Codec for gathering sharded weights in forward and backward; None sends them uncoded. All
     other uses send them uncoded."""
     frozen: Codec | None = None
-    """Codec for those that are not trained: they are stored encoded too. None: as all others."""
+    """Codec for weights that are not trained, also for storing them. None: as all others."""
     refresh_numel: int = 2**63 - 1
-    """Elements gathered at a time of weights that are whole but were stepped in shards."""
+    """Elements gathered at a time when whole weights were stepped in shards."""
     refreshes_late: bool = True
-    """True: these gathers may last into the next forward, until it reads the weights; only if
-    the device computes beside its collectives."""
+    """True: these gathers may last into the next forward, until it reads the weights; only if the
+    device can compute during collectives."""
     reduce: Codec | None = None
-    """Codec of sharded gradients; None: in `Precision.reduce`. Rows of an embedding, and sums
-    over copies, are not coded."""
+    """Codec for sharded gradients; None: they are sent in `Precision.reduce`. Rows of an embedding
+    and sums over copies are not coded."""
     feedback: Feedback | None = None
     """Error feedback for `reduce`; None: errors are lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on bucket sizes and on what may be unsharded (`numel`: elements) or under way."""
+    """Limits on the elements (`numel`) of buckets, of unsharded weights and of prefetches."""
 
     bucket_numel: int = 500_000_000
     """Target size of a bucket."""
     persistence_numel: int = 100_000
     """Sharded weights: a parameter with fewer elements stays whole."""
     persistent_total_numel: int = 2**63 - 1
-    """Sharded weights: at most so many elements stay whole under the rule before."""
+    """Sharded weights: at most this many elements stay whole under `persistence_numel`."""
     live_numel: int = 1_000_000_000
-    """Sharded weights: at most so many elements are gathered beyond the present use."""
+    """Sharded weights: at most this many elements are gathered beyond those in use."""
     reuse_numel: int = 1_000_000_000
-    """Sharded weights: a bucket used again within so many elements is not freed in between."""
+    """Sharded weights: a bucket used again within this many elements is not freed in between."""
     prefetch_numel: int = 50_000_000
-    """Sharded weights: at most so many elements are gathered ahead of their use, or one bucket."""
+    """Sharded weights: at most this many elements, or one bucket, are gathered ahead of use."""
     overlap: bool = True
-    """True: reductions go on during backward."""
+    """True: reductions overlap with backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The handling of ranks, and updates, that take different paths through the model."""
+    """The handling of ranks and updates that take different paths through the model."""
 
     is_expected: bool = False
-    """Ranks differ all the time: every gather is announced, nothing is planned."""
+    """True: ranks differ all the time, so every gather is announced and nothing is planned."""
     is_tolerated: bool = True
-    """True: ranks that differ fall back to announcing; else it is an error on every rank."""
-    tells_always: bool = False
-    """True: each plan that no longer holds is reported, not only the first."""
+    """True: ranks that differ fall back to announcing; otherwise it is an error on every rank."""
+    reports_each: bool = False
+    """True: each plan that does not come true is reported, not only the first."""

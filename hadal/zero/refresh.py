@@ -1,4 +1,4 @@
-"""New weights on their way: gathered beside the device's own work until they are read.
+"""Refreshes: gathers of new weights that overlap with the device's work until they are read.
 
 Tests: tests/npu/test_refresh.py
 """
@@ -22,10 +22,10 @@ _HOST = torch.device("cpu")
 class Refresh:
     """The gather of one bucket's new weights, which ends when they are read.
 
-    While it is under way the bucket's parameters are watched: a read makes its stream wait for the
-    refresh, and the host goes on. Every read does so until the device is known to be through, as
-    each may be in a stream of its own. A CPU receives only while it waits: there `leave` ends a
-    refresh.
+    While it is under way, the bucket's parameters are watched: a read makes its stream wait for the
+    refresh, and the host goes on. Every read does so until the device is known to have finished it,
+    because each may be in another stream. A CPU receives only while it waits: there `leave` waits
+    for the refresh.
     """
 
     def __init__(self, full: Tensor, views: Views) -> None:
@@ -37,9 +37,9 @@ class Refresh:
         self._is_watched = False
 
     def start(self, gather: Callable[[], Pending], *, may_last: bool) -> None:
-        """Begin it after all work that the device was given so far.
+        """Begin it after all work that is queued on the device.
 
-        `may_last`: it may be under way while the device goes on with something else.
+        `may_last`: it may overlap with the device's later work.
         """
         self.end()
         self._is_watched = may_last and not has_compiled()
@@ -49,7 +49,7 @@ class Refresh:
             self._pending = gather()
 
     def leave(self) -> None:
-        """Let it go on by itself, if it may; else make the device's work from now on wait."""
+        """Let it overlap with the device's work if it may; otherwise make later work wait."""
         if self._pending is None:
             return
         with self._beside.current():
@@ -58,14 +58,14 @@ class Refresh:
         if not self._is_watched:
             return
         self._event = self._beside.event()
-        # Whatever becomes of the bucket: the next owner of its memory comes after the gather.
+        # Even if the bucket is freed, its memory is not reused before the gather is over.
         self._beside.keep(self._full)
         _left.add(self)
         before_compiling(end_all)
         self._views.expect_values(self.wait)
 
     def wait(self) -> None:
-        """Let what this thread gives the device from now on find the new weights."""
+        """Make work that this thread queues from now on wait for the new weights."""
         self.leave()
         event = self._event
         if event is None or is_capturing(self._full.device):
@@ -75,7 +75,7 @@ class Refresh:
             self._forget()
 
     def end(self) -> None:
-        """Wait likewise for everything that follows: the parameters are watched no more."""
+        """Wait like `wait`, and stop watching the parameters."""
         self.wait()
         if self._event is not None:
             self._forget()
@@ -86,13 +86,13 @@ class Refresh:
         self._views.have_values()
 
 
-# Compiled code would distinguish a watched class from the one that it was made for: before any is
-# made, nothing is under way, and nothing stays so after it.
+# Compiled code distinguishes a watched class from the one it was compiled for, so no refresh is
+# under way when code is compiled, or may last after that.
 _left: weakref.WeakSet[Refresh] = weakref.WeakSet()
 
 
 def is_any_under_way() -> bool:
-    """Return True if any bucket is refreshed beside the device's work."""
+    """Return True if the refresh of any bucket is under way."""
     return bool(_left)
 
 
@@ -104,5 +104,5 @@ def end_all() -> None:
 
 @cache
 def _beside(device: torch.device) -> SideStream:
-    """Return the side stream in which refreshes are waited for; on the host there is only one."""
+    """Return the side stream that waits for refreshes; on the host all work is in one stream."""
     return SideStream(device)

@@ -1,4 +1,4 @@
-"""Parameters that are added later, or trained later: all other buckets stay as they are.
+"""Parameters that are added or trained later; all other buckets stay as they are.
 
 Tests: tests/engine/test_later_groups.py
 """
@@ -19,11 +19,11 @@ from hadal.zero.runtime import ZeroRuntime
 def train_later(
     runtime: ZeroRuntime, parameters: Iterable[nn.Parameter], group: int
 ) -> list[Gradients]:
-    """Give those parameters that are in untrained buckets new ones, as param group `group`.
+    """Move parameters from untrained buckets to new ones, as param group `group`.
 
     All ranks must call it together, with the same parameters, between two updates. A bucket that
-    holds other parameters too is divided: the rest stays untrained, in the same order. Masters
-    begin with the present weights.
+    also holds other parameters is divided: the rest stays untrained, in the same order. Masters
+    start with the current weights.
 
     Returns:
         The gradients of all the parameters given, in the order of the buckets.
@@ -43,7 +43,7 @@ def train_later(
 
 
 def _plans(old: Bucket, chosen: Iterable[nn.Parameter], group: int) -> Iterator[BucketPlan]:
-    """Yield the bucket that will be trained, and the one that will not, unless that is empty."""
+    """Yield the plan of the bucket to train, and of the one for the rest, unless it is empty."""
     later = set(chosen)
     pairs = list(zip(old.layout.slots, old.parameters, strict=True))
     for number, is_mine in ((group, True), (-1, False)):
@@ -61,9 +61,9 @@ def _plans(old: Bucket, chosen: Iterable[nn.Parameter], group: int) -> Iterator[
 def merged(
     olds: Sequence[Bucket], news: Sequence[Bucket], order: Mapping[nn.Parameter, int]
 ) -> list[Bucket]:
-    """Put each new bucket before the first old one whose parameters come later in the model.
+    """Insert each new bucket before the first old one whose parameters come later in the model.
 
-    Gradients come in the reverse order, and reductions wait for each other.
+    Gradients arrive in the reverse order, and reductions wait for each other.
     """
 
     def place(bucket: Bucket) -> int:
@@ -76,7 +76,7 @@ _T = TypeVar("_T")
 
 
 def merged_by(olds: Sequence[_T], news: Sequence[_T], place: Callable[[_T], int]) -> list[_T]:
-    """Merge two lists by `place`, as `merged`: neither list changes its own order."""
+    """Merge two lists by `place`, like `merged`; each keeps its own order."""
     result, waiting = [], list(news)
     for old in olds:
         while waiting and place(waiting[0]) < place(old):
@@ -86,10 +86,10 @@ def merged_by(olds: Sequence[_T], news: Sequence[_T], place: Callable[[_T], int]
 
 
 def renamed(buckets: Iterable[Bucket], names: Mapping[nn.Parameter, str]) -> list[str]:
-    """Give parameters the full names that they have in the model now.
+    """Set the full names of parameters to those that they have in the model now.
 
     Returns:
-        The names of those that have left it since the last call.
+        The names of parameters that were removed from the model since the last call.
     """
     gone = []
     for bucket in buckets:
@@ -107,5 +107,5 @@ _GONE = " (no longer in the model)"
 
 
 def has_gone(name: str) -> bool:
-    """Return True if a bucket's name for a parameter says that it has left the model."""
+    """Return True if a bucket's name for a parameter says that it is not in the model any more."""
     return name.endswith(_GONE)

@@ -1,16 +1,16 @@
-"""Rounds: the ranks' work from one update to the next, and how they do it without announcements.
+"""Rounds: the ranks' work from one update to the next, without announcements if it is regular.
 
-A round is a sequence of passes, forwards and backwards, each along its plan. While its course is
-not known ranks meet at both ends of each pass. Once all have gone the same way often
-enough the next rounds are *steady*: each rank knows what all will do, and the one exchange before
-the update shows if a rank did not.
+A round is a sequence of passes (forwards and backwards), each along its plan. While its course is
+not known, ranks meet at both ends of each pass. Once all have taken the same course often enough,
+the next rounds are *steady*: each rank knows what all will do, and a single exchange before the
+update shows if a rank did something else.
 
-A rank asks for weights that its plan lacks (see `asking.py`). If it needs anything else in a steady
-round it *leaves* the round. The others count on its part in all collectives up to the update: so it
-does that part first, with gradients of zero, and meets them in the exchange. So the exchange is
-every rank's next message, whatever it has done. It reports which ranks have left, and where, and
-from there on ranks meet again. A rank that is behind the others goes on from where it left: it
-announces what it needs, and the others, which wait for it, lend.
+A rank requests weights that its plan lacks (see `asking.py`). If it needs anything else in a steady
+round, it *leaves* the round. The others rely on its part in all collectives up to the update, so it
+first does that part, with gradients of zero, and meets them in the exchange: the exchange is always
+the next message of every rank. It reports which ranks have left, and where; from then on ranks meet
+again. A rank that is behind the others continues from where it left: it announces what it needs,
+and the others, which wait for it, lend their shards.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from hadal.zero.agreement import Marker, Met
 from hadal.zero.planner import Plan
 from hadal.zero.trace import Kind, digest_of
 
-# So many rounds in a row must be alike before the next is steady. The number doubles each time but
-# the first that a rank leaves before the steady rounds have been worth it, and is halved if
-# they have.
+# The number of equal rounds in a row before the next is steady. It is doubled when a rank leaves
+# before there were `_WORTH` steady rounds, except the first time, and is halved if there were.
 _PATIENCE, _MOST_PATIENCE, _WORTH = 2, 64, 16
 
-# Flags that are sent with a place, or with the digest of a round: one bit each.
+# Flags that are sent with a place or with the digest of a round, one bit each.
 _FAULT, _EARLY, _STRAY, _MIXED, _BEHIND = (1 << bit for bit in range(5))
 _BITS = 5
 # Longer rounds are never steady.
@@ -42,13 +41,13 @@ _LONGEST = 4096
 
 
 class RoundPass(NamedTuple):
-    """A forward or a backward, as all ranks run it."""
+    """A forward or backward that all ranks run."""
 
     kind: Kind
     is_last: bool
     """True: weights change after it."""
     plan: Plan | None
-    """None if no weights are gathered."""
+    """The plan of its gathers; None if no weights are gathered."""
 
 
 class Stray(NamedTuple):
@@ -57,27 +56,27 @@ class Stray(NamedTuple):
     kind: Kind
     planned: tuple[int, ...]
     went: tuple[int, ...]
-    """The buckets used, as far as it has come."""
+    """The buckets used so far."""
 
 
 class Part(NamedTuple):
-    """The work outside this file of a rank that leaves a round."""
+    """Callbacks for the part of a rank that leaves a round."""
 
     prepare: Callable[[], None]
-    """Finish what is under way, and set aside what is collected."""
+    """Finish reductions that are under way, and set collected gradients aside."""
     play: Callable[[RoundPass], None]
     """Take part in a pass without running it."""
     take_back: Callable[[bool], None]
-    """Restore what was set aside; gets True if no rank has gone on meanwhile."""
+    """Restore the gradients set aside; its argument is True if no rank has gone on meanwhile."""
     drop: Callable[[], None]
-    """Forget all gradients of this update."""
+    """Drop all gradients of this update."""
 
 
 class Course:
-    """The past rounds, and the prediction of the next one: the same on all ranks.
+    """The past rounds and the prediction of the next one, which are the same on all ranks.
 
-    An interruption of steady rounds at regular intervals, such as an evaluation, is expected: that
-    round is not steady.
+    If steady rounds are interrupted at regular intervals, by an evaluation for example, the next
+    interruption is expected, and that round is not steady.
     """
 
     def __init__(self) -> None:
@@ -89,17 +88,17 @@ class Course:
         self._is_regular = False
 
     def forget(self) -> None:
-        """Forget how alike rounds were: they will be other ones."""
+        """Forget how many rounds were equal, because the next ones will differ."""
         self._alike = 0
 
     @property
     def is_known(self) -> bool:
-        """Return True if all ranks know how the next round goes."""
+        """Return True if all ranks know the course of the next round."""
         is_due = self._is_regular and self._since == self._interval
         return self._alike >= self._patience and not is_due
 
     def left(self) -> None:
-        """Record that a known round was left."""
+        """Record that a rank left a known round."""
         is_again = self._since == self._interval
         if self._since >= _WORTH:
             self._patience = max(_PATIENCE, self._patience // 2)
@@ -109,7 +108,7 @@ class Course:
         self._alike = self._since = 0
 
     def came(self, round_: tuple[RoundPass, ...] | None) -> None:
-        """Record the end of a round in which ranks met; None: they did not all do the same."""
+        """Record the end of a round in which ranks met; None if they did different things."""
         if round_ and round_ == self.known:
             self._alike += 1
         else:
@@ -125,9 +124,9 @@ class Course:
 
 
 class Rounds:
-    """This rank's progress in the present round.
+    """This rank's progress in the current round.
 
-    Its `place` is counted in ends of passes: 2 n at the beginning of pass n, 2 n + 1 in it.
+    Its `place` counts the beginnings and ends of passes: 2 n before pass n, 2 n + 1 in it.
     """
 
     _latest: ClassVar[weakref.ref[Rounds] | None] = None
@@ -136,24 +135,24 @@ class Rounds:
         self,
         ranks: Ranks,
         meet: Callable[[Marker, int], Met],
-        tell: Callable[[list[Stray]], None],
+        report: Callable[[list[Stray]], None],
         forget: Callable[[], None],
     ) -> None:
         self.ranks = ranks
         self._meet = meet
-        self._tell = tell
+        self._report = report
         self._forget = forget
         self._course = Course()
         self.part: Part
         """Set before the first round begins."""
         self.number = 0
-        """The number of the present round, the same on all ranks."""
+        """The number of the current round, the same on all ranks."""
         self._begin_round()
 
     def _begin_round(self) -> None:
         self.number += 1
         self.is_steady = self.ranks.size > 1 and self._course.is_known
-        """True: all ranks know what comes, and do not meet."""
+        """True: all ranks know the course of the round and do not meet."""
         self._record: list[RoundPass] = []
         self._is_even = True
         self.place = self._played = 0
@@ -163,13 +162,13 @@ class Rounds:
         self._strays: list[Stray] = []
 
     def forget(self) -> None:
-        """Forget the course, on all ranks alike, while no round is steady: work will change."""
+        """Forget the course, on all ranks alike, because the work will change."""
         self._course.forget()
         self.is_steady = False
         self.spoil()
 
     def spoil(self) -> None:
-        """Spoil the present round: the ranks have met for something that is no part of it."""
+        """Mark the current round as irregular: the ranks have met for something outside of it."""
         self._is_even = False
 
     @property
@@ -178,32 +177,32 @@ class Rounds:
 
     @property
     def is_at_end(self) -> bool:
-        """Return True if a steady round has come to its end as expected."""
+        """Return True if a steady round has reached its end as expected."""
         return self.is_steady and self.place == self._played == self._end
 
     @property
     def is_behind(self) -> bool:
-        """Return True if others wait for this rank at a place that it has not reached."""
+        """Return True if other ranks wait for this one at a place that it has not reached."""
         return self._owed > 0
 
     # ---- passes -------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Enter a pass, whether ranks have met or not."""
+        """Enter a pass, whether or not ranks have met."""
         self._look_for_others()
         self._is_inside = True
 
     def _look_for_others(self) -> None:
-        """Note engines that take turns in a round: they could wait for each other across ranks."""
+        """Note if engines alternate within a round: they could wait for each other across ranks."""
         latest = None if Rounds._latest is None else Rounds._latest()
         if latest is not self:
             self._is_mixed |= self._is_inside
             Rounds._latest = weakref.ref(self)
 
     def next(self, kind: Kind, *, is_last: bool | None) -> RoundPass | None:
-        """Return the pass of a steady round that begins here, if it is of that kind; else None.
+        """Return the pass of a steady round that begins here, or None if it is of another kind.
 
-        `is_last`: None for either.
+        `is_last`: None matches both.
         """
         self._look_for_others()
         if not self.is_steady or self._is_mixed or self._played > self.place + 2:
@@ -217,7 +216,7 @@ class Rounds:
 
     @property
     def is_again(self) -> bool:
-        """Return True if the pass was begun before, and this rank's part in it is done."""
+        """Return True if the pass was begun before, so that this rank's part in it is done."""
         return self._played > self.place
 
     def begin(self) -> None:
@@ -226,7 +225,7 @@ class Rounds:
         self._played = max(self._played, self.place)
 
     def end(self, stray: Stray | None, *, is_early: bool) -> None:
-        """End a pass of a steady round; `is_early`: gradients came too late for it."""
+        """End a pass of a steady round; `is_early`: it reduced some gradients too early."""
         self._look_for_others()
         self.place += 1
         self._played = max(self._played, self.place)
@@ -235,18 +234,18 @@ class Rounds:
             self._strays.append(stray)
 
     def abandon(self) -> None:
-        """Go back after a forward that raised: its part is done, and it may run again."""
+        """Go back to before a forward that raised; its part is done, and it may run again."""
         if not self._is_inside:
-            return  # it belonged to a round that is over
+            return  # its round is over
         if self.is_steady:
             self.place -= 1
             self._played = self.place + 2
         else:
-            # The others wait at its end until this rank has run another one.
+            # The others wait at its end until this rank has run another forward.
             self._owed += 1
 
     def break_off(self) -> None:
-        """End a backward that raised: its gradients are missing; others may not wait at its end."""
+        """End a backward that raised; its gradients are missing, and others may not wait for it."""
         if self.is_steady:
             self._is_faulty = True
             self.end(None, is_early=False)
@@ -254,23 +253,23 @@ class Rounds:
             self._is_faulty = self.passes()
 
     def passes(self) -> bool:
-        """Return True if a rank that is behind goes on here without meeting the others."""
+        """Return True if this rank is behind and goes on here without meeting the others."""
         is_behind = self.is_behind
         self._owed -= is_behind
         return is_behind
 
     def note(self, pass_: RoundPass, *, is_even: bool) -> None:
-        """Record a pass at both ends of which all met; `is_even`: they followed its plan."""
+        """Record a pass at whose ends all ranks met; `is_even`: all followed its plan."""
         self._look_for_others()
         self._is_even &= is_even and len(self._record) < _LONGEST
         if self._is_even:
             self._record.append(pass_)
 
     def refuse(self) -> bool:
-        """Handle a missing loss of this rank while others may begin a backward without waiting.
+        """Refuse a backward on this rank while others may begin theirs without waiting.
 
         Returns:
-            True if that backward counts, without gradients of this rank.
+            True if that backward counts as one without gradients on this rank.
         """
         self._is_faulty = True
         if not self.is_steady:
@@ -287,11 +286,11 @@ class Rounds:
     # ---- the end of a round ----------------------------------------------------------------------
 
     def leave(self, stray: Stray | None = None) -> None:
-        """Leave a steady round that the others count on: do the rest of this rank's part.
+        """Leave a steady round, after doing the rest of this rank's part in it.
 
         Raises:
-            LossError: gradients of a rank are missing; the round is over.
-            MismatchError: ranks took different paths, which was not to be tolerated.
+            LossError: a rank's gradients are missing, and the round is over.
+            MismatchError: ranks took different paths, and that is not tolerated.
         """
         if stray is not None:
             self._strays.append(stray)
@@ -315,10 +314,10 @@ class Rounds:
             part: a float64 scalar on the host.
 
         Returns:
-            The sum of all ranks' `part` if no rank had any news; else None.
+            The sum of all ranks' `part` if no rank had any news; otherwise None.
 
         Raises:
-            LossError: gradients of a rank are missing; the round is over.
+            LossError: a rank's gradients are missing, and the round is over.
             MismatchError: the ranks' programs differ.
         """
         if self.ranks.size == 1:
@@ -338,7 +337,7 @@ class Rounds:
                 self.part.drop()
                 raise self._loss_error()
             if min(places) > self._end:
-                # All are here: nothing waits.
+                # All ranks are here, so none waits for another.
                 self._course.held()
                 self._begin_round()
                 return None
@@ -346,18 +345,18 @@ class Rounds:
         return None
 
     def _exchange(self, is_news: bool, part: Tensor) -> Tensor | None:
-        told = torch.stack([torch.tensor(float(is_news), dtype=torch.float64), part])
-        sum_(told, self.ranks, "all ranks to come to their update")
-        return told[1] if told[0] == 0 else None
+        sums = torch.stack([torch.tensor(float(is_news), dtype=torch.float64), part])
+        sum_(sums, self.ranks, "all ranks to reach their update")
+        return sums[1] if sums[0] == 0 else None
 
     def _word(self, value: int) -> int:
         flags = _FAULT * self._is_faulty | _EARLY * self._is_early | _MIXED * self._is_mixed
         return value << _BITS | flags | _STRAY * bool(self._strays) | _BEHIND * self.is_behind
 
     def _compare(self, mine: int) -> list[int] | None:
-        """Return each rank's place, at the end of a steady round that did not go as expected.
+        """Return each rank's place at the end of a steady round that did not go as expected.
 
-        None: gradients of a rank are missing, so the round is over for all.
+        None: a rank's gradients are missing, so the round is over for all.
         """
         met = self._meet(Marker.END_OF_UPDATE, self._word(mine))
         places, end, flags = [word >> _BITS for word in met.words], self._end, _flags_of(met)
@@ -386,7 +385,7 @@ class Rounds:
         behind = [rank for rank, word in enumerate(met.words) if word & _BEHIND]
         if behind:
             raise MismatchError(
-                f"the ranks' programs differ: rank {behind[0]} came to its update with fewer"
+                f"the ranks' programs differ: rank {behind[0]} reached its update with fewer"
                 " forwards or backwards than others. Call forward, backward and step on every rank,"
                 " equally often, with the same boundaries between updates."
             )
@@ -396,14 +395,14 @@ class Rounds:
 
     def _learn(self, flags: int, strays: list[Stray]) -> None:
         if flags & _EARLY:
-            self._forget()  # a late reduction gets a wait the next time
+            self._forget()  # the next plan waits for the late gradients
         if flags & _STRAY:
-            self._tell(strays)
+            self._report(strays)
 
     def _loss_error(self) -> LossError:
         return LossError(
-            f"rank {self.ranks.rank}: a backward of this update was refused, left out, or has"
-            " raised on another rank (see its error); the update is left out on all ranks"
+            f"rank {self.ranks.rank}: a backward of this update was refused, was skipped or raised"
+            " on another rank (see its error); the update is skipped on all ranks"
         )
 
 

@@ -1,4 +1,4 @@
-"""The buckets of one model: gradients are reduced in one order, weights are gathered and freed."""
+"""The runtime of one model: it reduces gradients in one order, and gathers and frees weights."""
 
 from __future__ import annotations
 
@@ -29,47 +29,49 @@ from hadal.zero.sanity import Sanity, UnusedCheck
 from hadal.zero.uncounted import UncountedEdits
 
 _log = logging.getLogger(__name__)
-# The runtimes whose backward runs: gradients may reach the parameters of others meanwhile.
+# The runtimes whose backward is running; it may also produce gradients for other runtimes.
 _in_backward: list[ZeroRuntime] = []
 
-# A bucket without a gradient on any rank in so many updates is left out of the reductions.
+# A bucket without a gradient on any rank in this many updates is left out of the reductions.
 _IDLE_UPDATES = 16
 
 
 class OwnExchange(Protocol):
-    """An optimizer that leaves gradients on their ranks (`Reduction.stays`) and sends its own data.
+    """The interface of an optimizer that exchanges its own data instead of gradients.
 
-    Between two of its exchanges the ranks' weights may differ.
+    Gradients stay on their ranks (`Reduction.stays`). Between two of its exchanges the ranks'
+    weights may differ.
     """
 
     def bring_together(self) -> None:
-        """Make weights and optimizer state the same on all ranks, which all call it."""
+        """Make weights and optimizer state the same on all ranks, which must all call it."""
 
     def begin_anew(self) -> None:
-        """Forget what was to be sent: weights and optimizer state have been replaced."""
+        """Drop data still to be sent, because weights and optimizer state have been replaced."""
 
     def memory(self) -> Any:
-        """Return this rank's data still to send: dicts and lists of tensors; None: nothing."""
+        """Return this rank's data still to be sent, as dicts and lists of tensors; None if none."""
 
     def fits(self, memory: Any) -> bool:
-        """Return True if a `memory` is of parameters laid out as they are here."""
+        """Return True if a `memory` belongs to parameters with the same layout as here."""
 
     def remember(self, memory: Any) -> None:
-        """Take over a `memory` that fits."""
+        """Restore a `memory` that fits."""
 
 
 class ZeroRuntime:
-    """The buckets of one model and the order of their moves.
+    """The buckets of one model and the order of their gathers and reductions.
 
     Two orders must be the same on all ranks: that of gathers, which `gathering` keeps, and that of
-    reductions. These follow `_order`, a list of buckets. At the start of each backward the autograd
-    graph shows which gradients will come on this rank; a bucket is reduced once those have arrived,
-    and everything before it in the order has been started. A missing gradient counts as zero.
+    reductions. Reductions follow `_order`, a list of buckets. At the start of each backward the
+    autograd graph shows which gradients this rank will get; a bucket is reduced once they have
+    arrived and all reductions before it in the order have been started. A missing gradient counts
+    as zero.
 
-    A rank waits for a reduction only if no other rank can need anything of it before starting that
-    reduction (`Gathering.started_everywhere`): else each could wait for the other. A gradient that
-    arrives after its bucket's reduction was started is late, and reduced once more before the
-    update.
+    A rank waits for a reduction only if no other rank can need anything from it before starting
+    that reduction (`Gathering.started_everywhere`); otherwise two ranks could wait for each other.
+    A gradient that arrives after its bucket's reduction was started is late, and is reduced once
+    more before the update.
     """
 
     def __init__(
@@ -91,19 +93,20 @@ class ZeroRuntime:
         self.gradients = [Gradients(bucket, reduction) for bucket in buckets if bucket.trainable]
         self._gradients_of = {g.bucket: g for g in self.gradients}
         self._reduction = reduction
-        # Gradients come in the reverse of the forward order.
+        # Gradients arrive in the reverse of the forward order.
         self._order = list(reversed(self.gradients))
-        # Updates since any rank last had a gradient for a bucket. The first update tells.
+        # Updates since any rank last had a gradient for a bucket; one without any in the first
+        # update counts as idle.
         self._idle = dict.fromkeys(self.gradients, _IDLE_UPDATES - 1)
         self._brought: set[Gradients] = set()
-        # Updates since the ranks have exchanged these, and the frozen parameters.
-        self._untold = 0
-        self._told_frozen: list[bool] | None = None
+        # Updates since the ranks last exchanged these, and the frozen parameters exchanged then.
+        self._unreported = 0
+        self._reported_frozen: list[bool] | None = None
         self._aside: list[tuple[Gradients, Aside]] = []
         self._expectation = Expectation([g.bucket for g in self.gradients])
         self._in_flight: list[Gradients] = []
         self._edits = UncountedEdits()
-        # The buckets with a parameter that any rank has frozen meanwhile.
+        # The buckets with a parameter that any rank has frozen.
         self._frozen: list[Bucket] = []
         self._overlaps = limits.overlap
         self._unused: UnusedCheck | None = None
@@ -115,19 +118,19 @@ class ZeroRuntime:
         self._reduces = False
         self._serve_gathering()
         self.leaves_others_gradients = False
-        """True: another engine's loss may pass through these parameters without effect; else it is
-        an error."""
-        self._has_told_of_others = False
+        """True: gradients of another engine's loss for these parameters are dropped; otherwise they
+        are an error."""
+        self._has_warned = False
         self.begins: Callable[[], None] | None = None
-        """Begins a backward when the caller's has brought a gradient; None: that is an error."""
+        """Begins a backward when the caller's own has produced a gradient; None: it is an error."""
         self.is_direct = False
-        """True: the backward that runs is the caller's."""
+        """True: the running backward is the caller's own."""
         self.away: tuple[str, ...] = ()
-        """The states that are off the device for a while, and not to be used."""
+        """The states that are off the device for a while and cannot be used."""
         self.exchange: OwnExchange | None = None
-        """The optimizer's own exchange, if it lets gradients stay on their ranks."""
+        """The optimizer's own exchange, if gradients stay on their ranks."""
         self.reducing: AbstractContextManager[Any] = nullcontext()
-        """Context around starting and waiting for reductions: a clock, or nothing."""
+        """Context around starting and waiting for reductions, which measures their time."""
 
     def _serve_gathering(self) -> None:
         """Give `gathering` its callbacks for reductions."""
@@ -143,7 +146,7 @@ class ZeroRuntime:
         )
 
     def _plan_reductions(self) -> None:
-        # Gradients that are sharded over the ranks are not held whole until the end of backward.
+        # Sharded gradients must not be held whole until the end of backward.
         is_cut = any(gradients.partitioned for gradients in self.gradients)
         self._reduces_inside = self._reduction.inside_backward or is_cut
         if self._reduction.refuses_unused:
@@ -158,7 +161,7 @@ class ZeroRuntime:
             )
 
     def bring_together(self) -> None:
-        """Make all ranks' weights the same, outside of forward and backward.
+        """Make weights the same on all ranks, outside of forward and backward.
 
         All ranks must call it.
         """
@@ -185,7 +188,7 @@ class ZeroRuntime:
                 increment_version(bucket.parameters)  # as torch does not count these writes
 
     def check_links(self) -> None:
-        """Raise `ModelError` for a parameter that no longer looks into its bucket."""
+        """Raise `ModelError` for a parameter that is no longer a view of its bucket."""
         for bucket in self.buckets:
             bucket.check_links()
 
@@ -195,7 +198,7 @@ class ZeroRuntime:
             bucket.check_freed()
 
     def reshard_all(self, *, update_looks: bool = False) -> None:
-        """Absorb the user's edits before an update, and free what will be stale.
+        """Absorb the user's edits before an update, and free weights that it makes stale.
 
         `update_looks`: see `Bucket.absorb_edits`.
         """
@@ -210,15 +213,15 @@ class ZeroRuntime:
 
     @contextmanager
     def backward(self, *, boundary: bool) -> Iterator[None]:
-        """Run one backward inside the block. Reduces sharded gradients, and all at a boundary.
+        """Run one backward inside the block; reduce sharded gradients, or all at a boundary.
 
         Raises:
-            ModelError: a parameter got no gradient in the update, and that is refused.
+            ModelError: a parameter got no gradient in the update, and that is not allowed.
         """
         self._begin_reductions(boundary=boundary)
         self._expectation.begin()
         for bucket in self.buckets:
-            bucket.wait_refresh()  # a read in the forward may have had no hook before it
+            bucket.wait_refresh()  # a read in the forward may not have been seen
         for gradients in self.gradients:
             gradients.place_views()
         _in_backward.append(self)
@@ -238,17 +241,17 @@ class ZeroRuntime:
             self._refuse_unused()
 
     def _begin_reductions(self, *, boundary: bool) -> None:
-        # Between boundaries only gradients that are cut are reduced.
+        # Between boundaries only sharded gradients are reduced.
         self._turns = self._order if boundary else [g for g in self._order if g.partitioned]
         self._reduces = boundary or bool(self._turns)
-        # True: a reduction that starts now is the update's last one of its bucket.
+        # True: a reduction that starts now is its bucket's last one in the update.
         self._is_last = boundary
         # How many reductions of this backward are due on this rank, and how many have started.
         self._ready = self._started = 0
 
     @contextmanager
     def _playing(self, boundary: bool) -> Iterator[None]:
-        """Play this rank's part in a backward that it does not run, with zeros for all it has."""
+        """Take part, with zeros, in a backward that this rank does not run."""
         before = self._reduces, self._is_last, self._turns
         self._finish_reductions()
         self._begin_reductions(boundary=boundary)
@@ -260,7 +263,7 @@ class ZeroRuntime:
             self._reduces, self._is_last, self._turns = before
 
     def _prepare(self) -> None:
-        """Set collected gradients aside before the rest of a round is completed without them."""
+        """Set collected gradients aside before the rest of a round is done without them."""
         self._finish_reductions()
         is_inside = self.gathering.phase is Phase.BACKWARD
         self._aside = [] if is_inside else [(g, g.set_aside()) for g in self.gradients]
@@ -276,7 +279,7 @@ class ZeroRuntime:
         gradients.finish_reduce()
 
     def survey(self) -> None:
-        """Query the graph, at the root of a backward, for the gradients that will come."""
+        """Query the graph, at the root of a backward, for the gradients to expect."""
         self._expectation.survey(is_root=True)
 
     def _refuse_unused(self) -> None:
@@ -319,7 +322,7 @@ class ZeroRuntime:
         self.gathering.before_backward_of(unit)
 
     def _begins_at(self, unit: Unit) -> bool:
-        """Return True if a backward that the engine has not begun will bring a unit's gradients."""
+        """Return True if a backward not begun by the engine will produce a unit's gradients."""
         if self.gathering.phase is not Phase.IDLE or not all(r.is_direct for r in _in_backward):
             return False
         trained = (b for b in self.gathering.uses.of(unit) if b.trainable)
@@ -327,7 +330,7 @@ class ZeroRuntime:
         return is_in_backward() and any(map(will_collect, parameters))
 
     def _begin_for(self, bucket: Bucket, index: int) -> bool:
-        """Begin a caller's own backward at its first gradient; return True if that counts."""
+        """Begin the caller's own backward at its first gradient; return True if it counts."""
         parameter, name = bucket.parameters[index], bucket.layout.slots[index].name
         is_anothers = any(not runtime.is_direct for runtime in _in_backward)
         if self.begins is not None and not is_anothers:
@@ -349,12 +352,12 @@ class ZeroRuntime:
     def _leave(self, parameter: nn.Parameter, name: str) -> None:
         """Drop the gradient of another engine's loss; warn once."""
         parameter.grad = None
-        if not self._has_told_of_others:
-            self._has_told_of_others = True
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning(
-                "the loss of another engine passes through the model of this one: gradients for its"
-                " parameters (%s is the first) are left out: only its own engine.backward counts."
-                " requires_grad_(False) on them meanwhile saves computing them",
+                "the loss of another engine passes through the model of this one; its gradients for"
+                " these parameters (first %s) are dropped, because only this engine's backward"
+                " counts. Freeze them meanwhile (requires_grad_(False)) to avoid computing them",
                 name,
             )
 
@@ -364,14 +367,14 @@ class ZeroRuntime:
         if not self.gathering.starts_together:
             self._start_first(self._ready)
         elif self._ready > self._started:
-            # It waits for the next talk: the earlier ones make room before another one collects.
+            # It starts in the next exchange. Earlier ones free memory before others are collected.
             with self.reducing:
                 self._advance_in_flight()
             if self._ready - self._started > 1:
                 self.gathering.compare_progress()
 
     def _count_ready(self, due: int) -> None:
-        """Count the reductions that may start here; the first `due` of them in any case."""
+        """Count the reductions that may start on this rank, and at least the first `due`."""
         turns = self._turns
         while self._ready < len(turns) and (
             self._ready < due or not self._awaits(turns[self._ready])
@@ -380,16 +383,16 @@ class ZeroRuntime:
             self._ready += 1
 
     def _progress(self) -> int:
-        """Return how many reductions of this backward may start once all ranks have them ready."""
+        """Return how many reductions of this backward are ready to start with the other ranks'."""
         return self._ready if self._reduces and self.gathering.starts_together else 0
 
     def _start_together(self, count: int) -> None:
-        """Start so many reductions: the ranks have talked, and all have them ready."""
+        """Start `count` reductions, which an exchange has shown to be ready on all ranks."""
         if self.gathering.starts_together:
             self._start_due(count)
 
     def _start_rest(self) -> None:
-        """Start the rest at the end of a backward, before ranks meet: one may wait for these."""
+        """Start the rest at the end of a backward, before ranks meet: others may wait for them."""
         if not self.gathering.starts_together:
             self._start_due(None)
         elif self._reduces:
@@ -399,9 +402,9 @@ class ZeroRuntime:
         return self._expectation.awaits(gradients.bucket)
 
     def _start_due(self, count: int | None) -> bool:
-        """Start the first `count` reductions (None: all) that have not started.
+        """Start those of the first `count` reductions (None: all) that have not started.
 
-        Gradients that their buckets still expect count as zero, and are late when they come.
+        Gradients that their buckets still expect count as zero, and will be late.
 
         Returns:
             True if any gradient was still expected.
@@ -422,8 +425,8 @@ class ZeroRuntime:
 
     def _start_next(self) -> None:
         gradients = self._turns[self._started]
-        # At most two are in flight, so that memory stays bounded by the bucket size, as far as a
-        # rank may wait.
+        # At most two are in flight, as far as a rank may wait, so that memory stays bounded by the
+        # bucket size.
         self._advance_in_flight()
         self._start(gradients)
         self._started += 1
@@ -442,8 +445,8 @@ class ZeroRuntime:
             for earlier in self._in_flight:
                 earlier.advance(through=through)
         else:
-            # Each rank starts a later hop after waiting for the first: none may wait for that one
-            # before all are at the end.
+            # Each rank starts the second hop after waiting for the first, so none may wait for the
+            # second before all are at the end.
             first = self._started - len(self._in_flight)
             for earlier in self._in_flight[: max(0, known - first)]:
                 earlier.advance_first_hop()
@@ -454,19 +457,19 @@ class ZeroRuntime:
         return self.buckets[0].device
 
     def reduce_all(self, part: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Average, before a step, whatever no backward has averaged yet.
+        """Average, before a step, the gradients that no backward has averaged.
 
         Args:
-            part: makes this rank's part of a small sum of the mean gradients, a float64 scalar on
-                the host.
+            part: computes this rank's part of a small sum over the mean gradients, a float64 scalar
+                on the host.
 
         Returns:
-            The sum over all ranks, if it could be part of the exchange before the update: nothing
-            was left to be averaged.
+            The sum over all ranks if nothing was left to be averaged, so that it was part of the
+            exchange before the update; otherwise None.
 
         Raises:
-            LossError: a backward of this update was refused, left out, or has raised on a rank.
-            ModelError: as `backward`, if no backward was known to be the update's last.
+            LossError: a backward of this update was refused, was skipped or raised on a rank.
+            ModelError: as in `backward`, if no backward was known to be the update's last.
             UsageError: a write to weights before the last update was lost.
         """
         self._refuse_unused()
@@ -475,7 +478,7 @@ class ZeroRuntime:
 
     def _reduce_rest(self, part: Callable[[], Tensor] | None) -> Tensor | None:
         frozen = [_has_frozen(g.bucket) for g in self.gradients]
-        self._untold += 1
+        self._unreported += 1
         is_news = self._has_news(frozen)
         mine, has_part = torch.zeros((), dtype=torch.float64), False
         if part is not None and not is_news and self.gathering.rounds.is_at_end:
@@ -492,11 +495,11 @@ class ZeroRuntime:
     def _has_news(self, frozen: Sequence[bool]) -> bool:
         """Return True if this rank has something to report that the others do not expect."""
         waits = any(g.waits or g.is_of_copy for g in self.gradients)
-        is_idle = self._untold >= _IDLE_UPDATES and not self._brought.issuperset(self._order)
-        return waits or is_idle or frozen != self._told_frozen or self._edits.lost
+        is_idle = self._unreported >= _IDLE_UPDATES and not self._brought.issuperset(self._order)
+        return waits or is_idle or frozen != self._reported_frozen or self._edits.lost
 
     def _reduce_late(self, frozen: list[bool]) -> None:
-        """Ask all ranks what is left to be averaged, and average it."""
+        """Average the gradients that any rank reports as not averaged."""
         flags = zip(self.gradients, frozen, strict=True)
         seen = [[g.waits, is_frozen, g in self._brought] for g, is_frozen in flags]
         report = torch.tensor([*chain(*seen), self._edits.lost], dtype=torch.uint8)
@@ -504,7 +507,7 @@ class ZeroRuntime:
         *known, is_lost = report.tolist()
         if is_lost:
             raise self._edits.error(self.ranks)
-        self._told_frozen = frozen
+        self._reported_frozen = frozen
         self._frozen = []
         self._is_last = True
         brought: list[bool] = []
@@ -527,8 +530,8 @@ class ZeroRuntime:
                 gradients.count_as_zero()
 
     def _choose_order(self, brought: Sequence[bool]) -> None:
-        """Leave buckets without a gradient on any rank for long out of the next reductions."""
-        updates, self._untold = self._untold, 0
+        """Leave buckets that had no gradient on any rank for long out of the next reductions."""
+        updates, self._unreported = self._unreported, 0
         self._brought.clear()
         for gradients, has_come in zip(self.gradients, brought, strict=True):
             self._idle[gradients] = 0 if has_come else self._idle[gradients] + updates
@@ -537,14 +540,14 @@ class ZeroRuntime:
             self._order = order
             self.gathering.expect_another_backward()
 
-    def check_sanity(self, *, overflow_is_told: bool) -> None:
+    def check_sanity(self, *, overflow_is_handled: bool) -> None:
         """Run the configured checks before an update.
 
         Raises:
             MismatchError, ModelError: something is wrong (see `sanity.py`).
         """
         if self._sanity is not None:
-            self._sanity.check(overflow_is_told=overflow_is_told)
+            self._sanity.check(overflow_is_handled=overflow_is_handled)
 
     @contextmanager
     def holding_frozen(self) -> Iterator[None]:
@@ -552,15 +555,15 @@ class ZeroRuntime:
         if not self._frozen:
             yield
             return
-        # Frozen values must not differ between ranks: neither by what the ranks did before they
-        # were frozen, nor by what they do now.
+        # Frozen values must not differ between ranks, neither from the time before they were frozen
+        # nor from this update.
         self.bring_together()
         with _held_still(self._frozen):
             yield
             self.bring_together()
 
     def _finish_reductions(self) -> None:
-        # Second hops in one order on all ranks, before any later one.
+        # Second hops start in the same order on all ranks.
         for gradients in self._in_flight:
             gradients.advance_first_hop()
         for gradients in self._in_flight:
@@ -568,21 +571,21 @@ class ZeroRuntime:
         self._in_flight.clear()
 
     def clear_gradients(self) -> None:
-        """Clear the gradients after a step: the next ones start from nothing."""
+        """Clear the gradients after a step."""
         for gradients in self.gradients:
             gradients.clear()
         if self._unused is not None:
             self._unused.clear()
 
     def forget_residuals(self) -> bool:
-        """Forget the residuals of coded gradients; return True if there were any."""
+        """Drop the residuals of coded gradients; return True if there were any."""
         held = any(gradients.residuals for gradients in self.gradients)
         for messages in self._messages:
             messages.drop()
         return held
 
     def rescale_residuals(self, factor: float) -> None:
-        """Scale the residuals: the loss scale, and so the gradients, changed by `factor`."""
+        """Scale the residuals after the loss scale has changed by `factor`."""
         for messages in self._messages:
             messages.rescale(factor)
 
@@ -590,40 +593,40 @@ class ZeroRuntime:
     def _messages(self) -> list[Messages]:
         return [g.messages for g in self.gradients if g.messages is not None]
 
-    # ---- parameters that come to be trained later ------------------------------------------------
+    # ---- parameters that are added or trained later ----------------------------------------------
 
     @property
     def is_between_updates(self) -> bool:
-        """Return True if nothing runs or reads, and no gradient waits for an update."""
+        """Return True if no pass is running, no weights are held, and no gradient is collected."""
         return self.gathering.is_at_rest and not self.holds_gradients
 
     @property
     def holds_gradients(self) -> bool:
-        """Return True if gradients wait for an update."""
+        """Return True if there are gradients for the next update."""
         return any(g.state is not Arrival.EMPTY for g in self.gradients)
 
     def meet_at_checkpoint(self) -> None:
-        """Wait until every rank wants to save or to load.
+        """Wait until every rank is about to save or load.
 
         Raises:
-            MismatchError: a rank is elsewhere.
+            MismatchError: a rank is at another point.
         """
         self.gathering.meet(Marker.CHECKPOINT)
         self.bring_together()
 
     def replace(self, old: Bucket, parts: Sequence[Bucket]) -> None:
-        """Replace an untrained bucket by new ones that have taken over its parameters.
+        """Replace an untrained bucket by new ones, which have taken over its parameters.
 
-        The state of all others (order, expectations, units) stays.
+        The state of all others (order, expectations, units) is kept.
         """
         place = self.buckets.index(old)
         self.gathering.replace(old, parts)
         self._take_up([*self.buckets[:place], *parts, *self.buckets[place + 1 :]])
 
     def extend(self, buckets: Sequence[Bucket]) -> None:
-        """Add buckets of parameters that came into the model; `buckets` are all, in the new order.
+        """Add buckets of parameters added to the model; `buckets` are all, in the new order.
 
-        The state of the others stays.
+        The state of the others is kept.
         """
         self.gathering.take_up(buckets)
         self._take_up(buckets)
@@ -640,7 +643,7 @@ class ZeroRuntime:
         }
         self.gradients = [self._gradients_of[bucket] for bucket in self.buckets if bucket.trainable]
         self._idle = {g: self._idle.get(g, 0) for g in self.gradients}
-        self._told_frozen = None
+        self._reported_frozen = None
         self._order = [g for g in reversed(self.gradients) if self._idle[g] < _IDLE_UPDATES]
         self._expectation.take_up([g.bucket for g in self.gradients])
         self._plan_reductions()
@@ -648,14 +651,14 @@ class ZeroRuntime:
     # ---- the end, and after a load ---------------------------------------------------------------
 
     def after_load(self) -> None:
-        """Bring whole weights up to date after shards and masters got new values."""
+        """Update whole weights after shards and masters were loaded."""
         self.clear_gradients()
         if self.exchange is not None:
             self.exchange.begin_anew()
         refresh_all(self.buckets)
 
     def release(self) -> None:
-        """Give every parameter whole memory of its own."""
+        """Give every parameter its own memory, with whole values."""
         self.bring_together()
         self.gathering.gather_for_good()
         for bucket in self.buckets:
@@ -666,7 +669,7 @@ class ZeroRuntime:
 
 
 def _has_frozen(bucket: Bucket) -> bool:
-    """Return True if a parameter of a trained bucket requires no gradient now."""
+    """Return True if a parameter of a trained bucket is frozen."""
     with unwatched():
         return not all(parameter.requires_grad for parameter in bucket.parameters)
 
@@ -675,8 +678,8 @@ def _has_frozen(bucket: Bucket) -> bool:
 def _held_still(buckets: Iterable[Bucket]) -> Iterator[None]:
     """Restore the values of frozen parameters in these buckets after an update.
 
-    A gradient of zero is not enough: momentum and weight decay would move a frozen parameter. All
-    ranks must name the same buckets. The optimizer's state does see a gradient of zero.
+    A gradient of zero is not enough, because momentum and weight decay would change a frozen
+    parameter. All ranks must pass the same buckets. The optimizer state does get a zero gradient.
     """
     held = list(buckets)
     kept = []

@@ -1,4 +1,4 @@
-"""Extra checks while a model trains, to help find a fault."""
+"""Additional checks while a model trains, which help to find a fault."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class _Report:
     digests: dict[str, int] = field(default_factory=dict)
     """Digest of each parameter whose weights are whole on every rank."""
     gathers: dict[_Gather, tuple[int, list[int]]] = field(default_factory=dict)
-    """How often each bucket was gathered, and a digest of each slice in all of them."""
+    """How often each bucket was gathered, and a digest of each slice over all gathers."""
     arrivals: dict[str, int] = field(default_factory=dict)
-    """How many gradients came for each trained parameter."""
+    """The number of gradients that arrived for each trained parameter."""
     faulty_weights: list[str] = field(default_factory=list)
     faulty_gradients: dict[str, None] = field(default_factory=dict)
 
 
 class Sanity:
-    """A watch over one model's buckets that compares the ranks' observations once an update.
+    """A check of one model's buckets that compares the ranks' observations once per update.
 
-    It changes no number. It reads each gathered bucket, each gradient, and all weights once an
+    It changes no values. It reads each gathered bucket, each gradient, and all weights once per
     update; on an accelerator each read waits for the device.
     """
 
@@ -54,7 +54,7 @@ class Sanity:
         self._ranks = ranks
         self._buckets: list[Bucket] = []
         self._report = _Report()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def watch(self, buckets: Sequence[Bucket]) -> None:
         """Watch these buckets from now on."""
@@ -80,10 +80,10 @@ class Sanity:
         if gradient is not None and not _is_finite(gradient):
             self._report.faulty_gradients[name] = None
 
-    def check(self, *, overflow_is_told: bool) -> None:
+    def check(self, *, overflow_is_handled: bool) -> None:
         """Compare the ranks' observations since the last update; all ranks must call it.
 
-        `overflow_is_told`: gradients that are not finite are handled elsewhere.
+        `overflow_is_handled`: gradients that are not finite are handled elsewhere.
 
         Raises:
             MismatchError: the ranks hold different weights, or saw different ones in a gather.
@@ -92,21 +92,21 @@ class Sanity:
         mine, self._report = self._report, _Report()
         mine.digests.update(self._weights())
         mine.faulty_weights += self._faulty_weights()
-        if overflow_is_told:
+        if overflow_is_handled:
             mine.faulty_gradients.clear()
         reports = gather_objects(mine, self._ranks)
         _expect_one([report.digests for report in reports], _PARTED_WEIGHTS)
         _expect_same_gathers([report.gathers for report in reports])
         _expect_finite("weight", [report.faulty_weights for report in reports])
         _expect_finite("gradient", [report.faulty_gradients for report in reports])
-        self._tell_missing([report.arrivals for report in reports])
+        self._warn_of_missing([report.arrivals for report in reports])
 
     def _weights(self) -> Iterator[tuple[str, int]]:
         for bucket in self._buckets:
             if not bucket.partition.weights:
                 for slot in bucket.layout.slots:
                     if slot.numel:
-                        # Up to the next boundary: padding holds zeros on every rank.
+                        # Up to the next word; padding is zero on every rank.
                         words = max(1, 4 // bucket.full.itemsize)
                         stop = -(-slot.stop // words) * words
                         yield slot.name, int(digest(bucket.full[slot.offset : stop]))
@@ -117,28 +117,28 @@ class Sanity:
                 with bucket.present(writes=False):
                     yield from _faulty_names(bucket)
 
-    def _tell_missing(self, arrivals: Sequence[Mapping[str, int]]) -> None:
-        """Warn of missing gradients, once a parameter: ranks may take different branches."""
+    def _warn_of_missing(self, arrivals: Sequence[Mapping[str, int]]) -> None:
+        """Warn of missing gradients once per parameter; ranks may take different branches."""
         names = dict.fromkeys(name for one in arrivals for name in one)
         counts = {name: [one.get(name, 0) for one in arrivals] for name in names}
-        parted = sorted(n for n, c in counts.items() if len(set(c)) > 1 and n not in self._told)
-        self._told.update(parted)
+        parted = sorted(n for n, c in counts.items() if len(set(c)) > 1 and n not in self._reported)
+        self._reported.update(parted)
         if parted and self._ranks.rank == 0:
             _log.warning(
-                "the ranks got different numbers of gradients in this update: %s. Where none came"
-                " it counts as zero: the mean is over all ranks. Reported once for each parameter.",
+                "the ranks got different numbers of gradients in this update: %s. A missing one"
+                " counts as zero in the mean over all ranks. Reported once for each parameter.",
                 few(f"{name} {counts[name]}" for name in parted),
             )
 
 
 _PARTED_WEIGHTS = (
     "the ranks hold different weights of {names}: rank {rank} differs from rank 0. Change weights"
-    " alike on every rank, or inside `with hadal.zero.GatheredParameters([parameter],"
+    " in the same way on every rank, or inside `with hadal.zero.GatheredParameters([parameter],"
     " modifier_rank=0):`"
 )
 _PARTED_GATHERS = (
-    "the ranks saw different weights in the gathers of {names} (or gathered them not equally"
-    " often): rank {rank} differs from rank {first}. A rank's memory, or the network between them,"
+    "the ranks got different weights in the gathers of {names}, or a different number of gathers:"
+    " rank {rank} differs from rank {first}. The memory of a rank, or the network between them,"
     " corrupts data"
 )
 
@@ -151,7 +151,7 @@ def _expect_one(known: Sequence[Mapping[str, object]], message: str) -> None:
 
 
 def _expect_same_gathers(known: Sequence[Mapping[_Gather, object]]) -> None:
-    """Compare the gathers of a bucket among the ranks that made them."""
+    """Compare the gathers of each bucket between the ranks that took part in them."""
     parted: dict[tuple[int, int], list[str]] = {}
     for gather in dict.fromkeys(gather for one in known for gather in one):
         first = gather.places[0]
@@ -171,13 +171,13 @@ def _expect_finite(what: str, known: Sequence[Collection[str]]) -> None:
 
 
 def _is_finite(values: Tensor) -> bool:
-    # One pass and no second tensor: a sum is finite only if all elements are (or it overflows,
-    # which is checked closely then).
+    # One pass without a second tensor: a finite sum shows that all elements are finite. The sum may
+    # overflow, so otherwise they are checked one by one.
     return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())
 
 
 def _by_rank(known: Sequence[Collection[str]]) -> str:
-    """Return the names that ranks have reported, each with those ranks."""
+    """Return the reported names, each with the ranks that reported it."""
     ranks_of: dict[str, list[int]] = {}
     for rank, names in enumerate(known):
         for name in names:
@@ -194,7 +194,7 @@ def _faulty_names(bucket: Bucket) -> Iterator[str]:
 
 
 class UnusedCheck:
-    """A record of which gradients came on this rank since the last update."""
+    """A record of the gradients that arrived on this rank since the last update."""
 
     def __init__(self, gradients: Sequence[Gradients], ranks: Ranks) -> None:
         self._ranks = ranks
@@ -207,12 +207,12 @@ class UnusedCheck:
         self._came.add((gradients, index))
 
     def clear(self) -> None:
-        """Start anew after an update: everything is missing."""
+        """Start again after an update."""
         self._came.clear()
         self._passed = False
 
     def _missing(self) -> list[str]:
-        """Return full names of parameters with elements, not frozen now, without a gradient."""
+        """Return the full names of non-empty, trained parameters without a gradient."""
         return [
             slot.name
             for one in self._gradients
@@ -225,15 +225,15 @@ class UnusedCheck:
     def fault(self) -> ModelError | None:
         """Return the same error on every rank if a parameter got no gradient on some rank.
 
-        Ranks exchange it until nothing is missing, and no more in that update.
+        The ranks compare until nothing is missing, and then not again in that update.
         """
         mine = [] if self._passed else self._missing()
         if self._passed or not any(gather_codes(len(mine), self._ranks)):
             self._passed = True
             return None
-        told = _by_rank(gather_objects(mine, self._ranks))
+        missing = _by_rank(gather_objects(mine, self._ranks))
         return ModelError(
-            f"no gradient came in this update for {told}. Let the loss"
+            f"no gradient arrived in this update for {missing}. Make the loss"
             " depend on each parameter, freeze the others (requires_grad_(False)), or"
-            " leave out zero_optimization.ignore_unused_parameters: then they count as zero."
+            " remove zero_optimization.ignore_unused_parameters, so that they count as zero."
         )

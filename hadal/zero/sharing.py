@@ -1,4 +1,4 @@
-"""The groups of ranks around a bucket: averaging, cutting, holding the same, being near.
+"""The groups of ranks around a bucket: those that average, shard, hold copies, or are near.
 
 Tests: tests/zero/test_nodes.py, tests/engine/test_treatments.py
 """
@@ -25,51 +25,50 @@ from hadal.comm.pending import Pending, finished
 
 
 class Hops(NamedTuple):
-    """The two groups of a gather over several nodes that sends each byte into each node once."""
+    """The two groups of a gather over several nodes that sends each byte to each node once."""
 
     across: Ranks
-    """The ranks that have my place in their nodes."""
+    """The ranks with my position in their nodes."""
     inside: Ranks
     """The ranks of my node."""
 
 
 class Tied(NamedTuple):
-    """Copies of the same parameters on several stages, whose gradients are added up."""
+    """Copies of the same parameters on several pipeline stages, whose gradients are added."""
 
     key: str
-    """The name that the copies share; those of one name are in buckets of one layout."""
+    """The name that the copies share; copies of one name are in buckets of one layout."""
     ranks: Ranks
-    """A rank of each stage that has a copy."""
+    """One rank of each stage that has a copy."""
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """The ranks that share one bucket, by their role."""
+    """The ranks that share a bucket, by role."""
 
     ranks: Ranks
-    """All ranks that hold the same parameters: their gradients become one."""
+    """All ranks that hold the same parameters; their gradients are reduced to one."""
     shards: Ranks
-    """Consecutive ones of `ranks`, over which one copy of the model states is sharded."""
+    """Consecutive ranks of `ranks`, over which one copy of the model states is sharded."""
     replicas: Ranks | None = None
-    """The ranks that hold the same shard, one of each copy; None: there is one copy."""
+    """The ranks that hold the same shard, one from each copy; None: there is one copy."""
     node: Ranks | None = None
-    """Consecutive ones of `shards` that share a second copy of the weights; None: there is none."""
+    """Consecutive ranks of `shards` that share a second copy of the weights; None: no such copy."""
     hops: Hops | None = None
     """Weights are gathered over `shards` in two hops; None: in one."""
     coded_hops: Hops | None = None
     """Coded gradients are reduced over `reducers` in two hops; None: in one."""
     twins: Ranks | None = None
-    """The ranks of `shards` with a communicator for reductions alone; None: there is none."""
+    """The ranks of `shards` with a communicator only for reductions; None: there is none."""
     averaged_over: Ranks | None = None
-    """The ranks whose samples the mean gradient is over; None: `ranks`. Experts see the samples of
-    all data-parallel ranks, and fewer ranks hold each of them."""
-
+    """The ranks over whose samples gradients are averaged; None: `ranks`. Experts see the samples
+    of all data-parallel ranks, but fewer ranks hold each of them."""
     tied: Tied | None = None
-    """Stages of a pipeline that have copies of the same parameters; None: they are here alone."""
+    """Pipeline stages with copies of the same parameters; None: no other stage has them."""
 
     @classmethod
     def over(cls, ranks: Ranks) -> Sharing:
-        """Return one copy, sharded over all of `ranks`."""
+        """Return the sharing of one copy, sharded over all of `ranks`."""
         return cls(ranks, ranks)
 
     @classmethod
@@ -83,25 +82,26 @@ class Sharing:
         *,
         gathers_on_use: bool = True,
     ) -> Sharing:
-        """Shard one copy over each `shard_size` ranks, and a second one of weights over fewer.
+        """Shard each copy over `shard_size` ranks, and a second copy of weights over fewer.
 
-        `shard_size` divides the ranks, and the others divide it. All ranks must call it, alike.
+        `shard_size` divides the number of ranks, and the other sizes divide it. All ranks must call
+        this with the same arguments.
 
         Args:
-            ranks: all that hold the same parameters.
-            shard_size: ranks of one copy.
-            secondary_size: ranks of a second copy of the weights; 1: there is none.
-            node_size: how many consecutive ranks are near each other, if weights are gathered in
-                two hops.
+            ranks: all ranks that hold the same parameters.
+            shard_size: the ranks of one copy.
+            secondary_size: the ranks of a second copy of the weights; 1: there is none.
+            node_size: the number of consecutive ranks that are near each other, if weights are
+                gathered in two hops.
             coded_node_size: the same, if coded gradients are reduced in two hops.
-            gathers_on_use: gathers and reductions go on at once; their order then differs
-                between ranks.
+            gathers_on_use: gathers overlap with reductions, so that their order differs between
+                ranks.
         """
         shards, replicas = ranks, None
         if shard_size < ranks.size:
             shards, replicas = ranks.in_blocks(shard_size)
         node = None
-        # Sharded over all of them, a second copy would be the first one again.
+        # Sharded over all of them, the second copy would equal the first.
         if 1 < secondary_size < shards.size:
             node, _ = shards.in_blocks(secondary_size)
         twins = shards.twin() if gathers_on_use else None
@@ -110,7 +110,7 @@ class Sharing:
 
     @property
     def everyone(self) -> Ranks:
-        """The ranks whose samples the mean gradient is over: they make each update together."""
+        """The ranks over whose samples gradients are averaged; they make each update together."""
         return self.averaged_over or self.ranks
 
     @property
@@ -125,12 +125,12 @@ class Sharing:
 
     @cached_property
     def places(self) -> range:
-        """The places among `ranks` of `shards`."""
+        """The positions of `shards` in `ranks`."""
         return self._places_of(self.shards)
 
     @cached_property
     def places_of_node(self) -> range:
-        """The places among `ranks` of `node`; of `shards`, if there is none."""
+        """The positions of `node`, or of `shards` if there is none, in `ranks`."""
         return self._places_of(self.node or self.shards)
 
     def _places_of(self, some: Ranks) -> range:
@@ -138,7 +138,7 @@ class Sharing:
         return range(first, first + some.size)
 
     def start_gather(self, full: Tensor, codec: Codec | None, label: str) -> Pending:
-        """Fill 1-D `full` from all that share one copy, coded or not; my slice is in place."""
+        """Fill 1-D `full`, where my slice is in place, from all ranks that share one copy."""
         if codec is not None:
             gather = partial(self.start_gather, codec=None, label=label)
             return start_coded_gather(full, self.shards, codec, gather)
@@ -147,9 +147,10 @@ class Sharing:
         return start_all_gather(full, self.shards, label)
 
     def start_cutting(self, full: Tensor, label: str) -> Pending:
-        """Fill my slice of 1-D `full` with rank 0's values; the rest of it is rank 0's, or mine.
+        """Fill my slice of 1-D `full` with rank 0's values; the rest of `full` is undefined.
 
-        It is there at once. `full` must stay until the wait is over: others copy from it.
+        The slice is filled on return. `full` must be kept until the wait is over, because other
+        ranks copy from it.
         """
         if self.replicas is not None:
             broadcast_(full, 0, self.ranks, label)
@@ -160,9 +161,10 @@ class Sharing:
         return pending
 
     def sum_(self, tensor: Tensor, label: str) -> None:
-        """Replace a small tensor, of which each shard gives a part, by its sum over one copy.
+        """Sum a small tensor, to which each shard contributes, over one copy, in place.
 
-        The bits are the same on all ranks: values computed from it must not differ between copies.
+        The bits are the same on all ranks, so that values computed from it do not differ between
+        copies.
         """
         sum_(tensor, self.shards, label)
         if self.replicas is not None:
@@ -171,21 +173,21 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """The ranks that hold different parts of one copy of the model: stages, and slices of layers.
+    """The ranks that hold different parts of one copy of the model: stages and slices of layers.
 
-    What all of them compute together, such as the gradient norm, counts each value once.
+    A value that they compute together, such as the gradient norm, includes each parameter once.
     """
 
     ranks: Ranks
     """All of them: pipeline stages times tensor-parallel ranks."""
     slices: Ranks | None = None
-    """Those that hold slices of the same layers (tensor parallel); None: layers are whole."""
+    """The ranks with slices of the same layers (tensor parallel); None: layers are whole."""
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Return whether this rank counts a parameter.
+        """Return True if this rank counts a parameter.
 
-        Each rank counts its slice of what is split. The first of `slices` counts what all of them
-        hold, and the first stage with a tied weight counts that.
+        Each rank counts its slices of split parameters. The first of `slices` counts those that all
+        of them hold whole, and the first stage with a tied weight counts that weight.
         """
         if is_tied_copy(parameter):
             return False
@@ -193,7 +195,7 @@ class ModelParts:
 
 
 def is_model_part(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is split over model-parallel ranks, by Megatron's marks."""
+    """Return True if a parameter is split over model-parallel ranks, by Megatron's marks."""
     marks = ("model_parallel", "tensor_model_parallel")
     return any(getattr(parameter, mark, False) is True for mark in marks)
 
@@ -202,20 +204,20 @@ class SliceOf(Protocol):
     """The whole of a parameter that is cut over tensor-parallel ranks."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """The shape of the whole."""
 
     def whole(self, mine: Tensor) -> Tensor:
-        """Return the whole of all ranks' slices, which all of them must call together."""
+        """Return the whole from all ranks' slices; the ranks must call it together."""
 
 
 def slice_of(parameter: Tensor) -> SliceOf | None:
-    """Return what a parameter is a slice of; None if it is whole, or only its program knows."""
+    """Return the whole that a parameter is a slice of; None if it is whole or not known."""
     found: SliceOf | None = getattr(parameter, "hadal_slice", None)
     return found
 
 
 def is_tied_copy(parameter: nn.Parameter) -> bool:
-    """Return whether an earlier pipeline stage holds the same tied weight."""
+    """Return True if an earlier pipeline stage holds the same tied weight."""
     return getattr(parameter, "hadal_tied_copy", False) is True
 
 

@@ -1,9 +1,9 @@
-"""Access to one parameter's fp32 value, its gradient and its optimizer state.
+"""Access to one parameter's fp32 value, gradient and optimizer state.
 
-"full" is the whole tensor on every rank, "local" this rank's fragment of it as a flat tensor, in
-the order of the parameter's memory: row by row, unless its strides say otherwise. All ranks call
-these functions together, for the same parameters in the same order, outside of forward and
-backward. They return copies, and None for a parameter that no engine holds.
+"full" is the whole tensor on every rank; "local" is this rank's fragment of it as a flat tensor in
+the parameter's memory order, which is row-major unless its strides say otherwise. All ranks must
+call these functions together, for the same parameters in the same order, outside of forward and
+backward. They return copies, or None for a parameter that no engine holds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hadal.zero.place import Place, StateSlice, exact, held_place, place_of
 
 @torch.no_grad()
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return the master of a parameter, in its shape; for a frozen one its weight, in fp32."""
+    """Return the master of a parameter in its shape, or the weight of a frozen one, in fp32."""
     place = place_of(param)
     if place is None:
         return None
@@ -34,7 +34,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 @torch.no_grad()
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return this rank's fragment of the master, 1-D; empty if it holds none of the parameter."""
+    """Return this rank's fragment of the master, 1-D; empty if it holds none."""
     place = place_of(param)
     if place is None:
         return None
@@ -44,7 +44,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 @torch.no_grad()
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter new values (rank 0's count), in its master and its weight on all ranks.
+    """Set a parameter's values (rank 0's count) in its master and weight on all ranks.
 
     Raises:
         UsageError: `value` has another shape, or no engine holds the parameter.
@@ -55,7 +55,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 @torch.no_grad()
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Give this rank's fragment new values: a 1-D tensor, empty on a rank that holds none.
+    """Set this rank's fragment to the values of a 1-D tensor, empty on a rank that holds none.
 
     If masters are whole on every rank (stage 0), rank 0's values count.
 
@@ -80,7 +80,7 @@ def _put_master(place: Place, full: Tensor) -> None:
             start = (cut.data_ptr() - master.data_ptr()) // master.itemsize
             bucket.write_back(start, start + cut.numel())
         if bucket.state is Weights.FULL:
-            # Through the master's dtype, as a step does: rounding twice may differ from once.
+            # Through the master's dtype, as in a step: rounding twice may differ from once.
             bucket.full[place.slot.offset : place.slot.stop].copy_(full.to(master.dtype))
 
 
@@ -91,10 +91,10 @@ def _put_master(place: Place, full: Tensor) -> None:
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """Return the gradient that the next update would use, in fp32 and in the parameter's shape.
 
-    All ranks have accumulated it since the last update (their mean, unless the configuration adds
-    them up); each micro-step counts 1 / gradient_accumulation_steps: without the loss scale, and
-    before clipping. Zeros for a parameter that took no part. None before the first backward of an
-    update, and for untrained parameters.
+    It is accumulated since the last update and averaged over all ranks (or added, if configured);
+    each micro-step counts 1 / gradient_accumulation_steps. It is without the loss scale and before
+    clipping. It is zero for a parameter that was not used, and None before the first backward of an
+    update and for untrained parameters.
     """
     place = place_of(param)
     full = None if place is None else _gradient(place)
@@ -113,7 +113,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 @torch.no_grad()
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Replace the gradient that `safe_get_full_grad` gives (rank 0's values count).
+    """Replace the gradient that `safe_get_full_grad` returns (rank 0's values count).
 
     Raises:
         UsageError: `value` has another shape, or there is no gradient to replace.
@@ -139,7 +139,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Replace the gradient of each parameter that has one by `update_func(gradient, parameter)`."""
+    """Replace each gradient that exists by `update_func(gradient, parameter)`."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
@@ -147,7 +147,7 @@ def safe_update_full_grad_vectorized(
 
 
 def _gradient(place: Place) -> Tensor | None:
-    """Return the mean gradient of all ranks, unscaled, 1-D in memory order; on every rank."""
+    """Return the mean gradient of all ranks, unscaled, 1-D in memory order, on every rank."""
     gradients = place.gradients()
     if gradients is None:
         return None
@@ -180,8 +180,8 @@ def _put_gradient(place: Place, full: Tensor) -> None:
     begun, uncollected = (False, False) if gradients is None else place.agree_on(gradients)
     if gradients is None or not begun:
         raise UsageError(
-            f"rank {place.ranks.rank}: {place.slot.name} has no gradient to replace; it is set"
-            " between engine.backward(loss) and engine.step(), and for trained parameters only"
+            f"rank {place.ranks.rank}: {place.slot.name} has no gradient to replace; replace it"
+            " between engine.backward(loss) and engine.step(), and only for trained parameters"
         )
     gradients.replace(place.index, full * place.gradient_factor, is_local=uncollected)
 
@@ -191,13 +191,13 @@ def _put_gradient(place: Place, full: Tensor) -> None:
 
 @torch.no_grad()
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:
-    """Return the optimizer's state of a parameter under a key (`exp_avg`): in its shape, in fp32.
+    """Return the optimizer state of a parameter under a key (`exp_avg`), in its shape, in fp32.
 
-    State that is not elementwise (a count of steps, a factored moment) comes as it is. None before
-    the first update, and for untrained parameters.
+    State that is not elementwise (a count of steps, a factored moment) is returned unchanged. None
+    before the first update and for untrained parameters.
 
     Raises:
-        UsageError: the optimizer has no state of that name.
+        UsageError: the optimizer has no state under that key.
     """
     place = place_of(param)
     if place is None or place.trainer is None:
@@ -231,9 +231,9 @@ def _full_state(place: Place, optim_state_key: str) -> Any:
 
 @torch.no_grad()
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:
-    """Return this rank's part of that state: 1-D, may be empty. No other rank need call it.
+    """Return this rank's fragment of that state, 1-D and possibly empty; other ranks need not call.
 
-    If whole parameters are stepped (Muon, Adafactor) all of it is on the rank that owns the
+    If whole parameters are stepped (Muon, Adafactor), all of it is on the rank that owns the
     parameter.
     """
     place = place_of(param)
@@ -257,11 +257,11 @@ def _local_state(place: Place, optim_state_key: str) -> Any:
 
 @torch.no_grad()
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Replace the optimizer's state under a key (rank 0's values count).
+    """Replace the optimizer state of a parameter under a key (rank 0's values count).
 
     Raises:
-        UsageError: another shape, no such key, no state yet (before the first update), or a value
-            that all parameters of a piece share, such as a count of steps.
+        UsageError: `value` has another shape, there is no such key, there is no state yet (before
+            the first update), or parameters share the value, such as a count of steps.
     """
     name = "safe_set_full_optimizer_state"
     place = held_place(param, name)
@@ -276,13 +276,13 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 def safe_set_local_optimizer_state(
     param: nn.Parameter, value: Tensor, optim_state_key: str
 ) -> None:
-    """Replace this rank's part of the state: a 1-D tensor, empty if it has none.
+    """Replace this rank's fragment of the state by a 1-D tensor, empty if it has none.
 
-    If the state is whole on every rank (stage 0), all ranks must give the same; if there are
-    several copies of it, the first one's values count.
+    If the state is whole on every rank (stage 0), all ranks must pass the same values; if there are
+    several copies of it, those of the first copy count.
 
     Raises:
-        UsageError: as `safe_set_full_optimizer_state`.
+        UsageError: as in `safe_set_full_optimizer_state`.
     """
     name = "safe_set_local_optimizer_state"
     place = held_place(param, name)
@@ -302,19 +302,19 @@ def _replaceable_slice(place: Place, key: str) -> StateSlice | None:
     kinds = {type(one) for one in held if one is not None}
     if not kinds:
         raise UsageError(
-            f"rank {place.ranks.rank}: the optimizer has no state of {place.slot.name} yet;"
-            " set its state after the first update"
+            f"rank {place.ranks.rank}: the optimizer has no state for {place.slot.name} yet;"
+            " set it after the first update"
         )
     if _Plain in kinds:
         raise UsageError(
-            f"rank {place.ranks.rank}: {key!r} of {place.slot.name} is not kept for each element,"
-            " and parameters may share it; change it in engine.optimizer.state"
+            f"rank {place.ranks.rank}: {key!r} of {place.slot.name} is not elementwise, and other"
+            " parameters may share it; change it in engine.optimizer.state"
         )
     return part
 
 
 class _Elements(NamedTuple):
-    """A rank's answer that it holds these elements of a parameter's state."""
+    """A rank's answer that it holds these elements of the state."""
 
     start: int
     numel: int
@@ -322,13 +322,13 @@ class _Elements(NamedTuple):
 
 
 class _Plain(NamedTuple):
-    """A value that is not kept for each element."""
+    """A rank's answer that the value is not elementwise."""
 
     value: Any
 
 
 class _Missing(NamedTuple):
-    """A rank's answer that the optimizer has state of other names than the one asked for."""
+    """A rank's answer that the optimizer has state only under other keys."""
 
     keys: tuple[str, ...]
 
@@ -347,8 +347,8 @@ def _expect_key(place: Place, held: Iterable[object], key: str) -> None:
     missing = [one for one in held if isinstance(one, _Missing)]
     if missing:
         raise UsageError(
-            f"rank {place.ranks.rank}: the optimizer keeps no {key!r} of {place.slot.name}; it"
-            f" keeps {', '.join(missing[0].keys)}"
+            f"rank {place.ranks.rank}: the optimizer has no {key!r} for {place.slot.name}; it"
+            f" has {', '.join(missing[0].keys)}"
         )
 
 

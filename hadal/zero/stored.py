@@ -1,4 +1,4 @@
-"""1-D values of one bucket on this rank, stored in memory, on a disk or encoded."""
+"""Storage of a bucket's 1-D values on this rank: in memory, on a disk or encoded."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hadal.offload.crossing import Crossing
 from hadal.offload.requests import IoRequest
 from hadal.offload.tensors import DiskTensor, StoredSlice
 
-# Values that are encoded, and decoded, at a time: a multiple of any codec's block.
+# The number of values encoded or decoded at a time: a multiple of any codec's block.
 _BLOCK_NUMEL = 1 << 20
 
 
 class EncodedTensor:
-    """1-D values that are not trained, stored as a codec's bytes."""
+    """1-D values of untrained parameters, stored in encoded form."""
 
     def __init__(self, values: Tensor, codec: Codec) -> None:
         self.numel = values.numel()
@@ -74,14 +74,17 @@ class _ReadAhead:
         self._request: IoRequest | None = None
 
     def start(self) -> None:
-        """Begin to read, if a buffer is free."""
+        """Begin to read if a buffer is free."""
         if self._buffer is None and self._pool.has_free():
             self._buffer = self._pool.take()
             self._request = self._source.start_read(0, self._values_in(self._buffer))
 
     def take(self) -> tuple[Tensor, Callable[[Event | None], None]] | None:
-        """Wait for the values; None: no buffer is free. The caller passes the event after which the
-        buffer may be reused to the second result."""
+        """Wait for the values; None if no buffer is free.
+
+        The second result gives the buffer back: call it with the event after which it may be
+        reused.
+        """
         self.start()
         buffer, self._buffer = self._buffer, None
         if buffer is None:
@@ -95,8 +98,8 @@ class _ReadAhead:
         return self._values_in(buffer), lambda after: self._pool.give_back(buffer, after)
 
     def drop(self) -> None:
-        """Forget what was read: it is stale, or not needed any more."""
-        with suppress(OffloadError):  # nor does it matter then whether it failed
+        """Drop the data read, which is stale or not needed any more."""
+        with suppress(OffloadError):  # a failure does not matter then
             found = self.take() if self._buffer is not None else None
             if found is not None:
                 found[1](None)
@@ -107,17 +110,17 @@ class _ReadAhead:
 
 
 class Stored:
-    """1-D values of one bucket on this rank, as they are kept between uses.
+    """1-D values of one bucket on this rank, as they are stored between uses.
 
-    Values in memory are `values` at any time. With a `backing` (a disk, or encoded bytes), which
-    has them already, they are `values` inside `present` alone.
+    Without a `backing` they are always in memory, as `values`. With one (a disk or encoded bytes,
+    which already contain them) they are in memory only inside `present`.
 
     Args:
         name: their name in errors.
-        values: the values; they are kept if there is no backing.
-        backing: their source when they are loaded.
+        values: the values, which are kept if there is no backing.
+        backing: the source from which they are loaded.
         pool: buffers to read a disk into before a gather needs the values.
-        crossing: the way to the device's memory, if the values are kept in other memory.
+        crossing: the copies to the device, if the values are stored in other memory.
     """
 
     def __init__(
@@ -138,11 +141,11 @@ class Stored:
         if pool is not None and isinstance(backing, DiskTensor):
             self._ahead = _ReadAhead(backing, pool)
         self._busy: Event | None = None
-        """The end of copies between the values in host memory and the device."""
+        """The end of the copies between the values in host memory and the device."""
 
     @property
     def on_disk(self) -> DiskTensor | None:
-        """The disk's copy; None if they are stored elsewhere."""
+        """The tensor on the disk; None if the values are stored elsewhere."""
         return self._backing if isinstance(self._backing, DiskTensor) else None
 
     @property
@@ -162,15 +165,15 @@ class Stored:
 
     @property
     def values(self) -> Tensor:
-        """The values, which are in memory.
+        """The values, which must be in memory.
 
         Raises:
-            ShardedAccessError: they are not loaded.
+            ShardedAccessError: they are not in memory.
         """
         if self._values is None:
             raise ShardedAccessError(
-                f"{self.name} were used while they are not in memory; this is a fault of Hadal's"
-                " own: please report it with the lines above"
+                f"{self.name} were used while they were not in memory; this is a bug in Hadal:"
+                " please report it with the lines above"
             )
         if self._busy is not None:
             # The caller may write.
@@ -179,9 +182,9 @@ class Stored:
         return self._values
 
     def on_host(self, there: Event) -> Tensor:
-        """Return the values, which are in memory, on the host; any thread may call it.
+        """Return the values, which must be in memory, on the host; any thread may call it.
 
-        `there`: when the device had them. Nothing writes meanwhile.
+        `there`: the event after which the device has them. Nothing may write to them meanwhile.
         """
         values, busy = self._values, self._busy
         assert values is not None  # they are in memory at any time
@@ -201,7 +204,7 @@ class Stored:
 
     @property
     def source(self) -> Tensor | StoredSlice:
-        """The values in memory, or a slice that reads them in parts."""
+        """The values in memory, or an object that reads them in parts."""
         if self._values is not None:
             return self.values
         assert self._backing is not None  # they are not loaded
@@ -211,11 +214,11 @@ class Stored:
     def present(
         self, *, reads: bool = True, writes: bool = True, commits: bool = True
     ) -> Iterator[Tensor]:
-        """Have the values in memory for a while; what is written into them is kept.
+        """Load the values for the block, and keep what it writes into them.
 
-        Without `reads` they begin as zeros; without `writes` nothing is kept; without `commits` the
-        writes to a disk count once its tensor is committed. An outer `present` decides for those
-        inside.
+        Without `reads` they start as zeros; without `writes` nothing is kept; without `commits`
+        writes to a disk take effect only when its tensor is committed. Of nested calls the
+        outermost decides.
         """
         if self._backing is None or self._values is not None:
             yield self.values
@@ -232,14 +235,14 @@ class Stored:
             self._values = None
 
     def holds(self, values: Tensor) -> bool:
-        """Return True if these are the values, bit for bit. A disk is read for it."""
+        """Return True if the values equal these bit for bit; may read a disk."""
         with self.present(writes=False) as mine:
-            # Compared as words: 16-bit floats are compared one by one, four times as slow.
+            # Compared as words, because comparing 16-bit floats takes four times as long.
             other = values.to(mine.device)
             return torch.equal(mine.view(torch.int64), other.view(torch.int64))
 
     def replace(self, values: Tensor) -> None:
-        """Take over new values for all elements."""
+        """Replace all values."""
         if self._values is None:
             self._write(values)
         else:
@@ -261,7 +264,7 @@ class Stored:
             self.forget_ahead()
             self._backing.free()
 
-    # ---- on the way to a gather ------------------------------------------------------------------
+    # ---- for a gather ----------------------------------------------------------------------------
 
     def read_ahead(self) -> None:
         """Begin to read the disk for the next gather, if a buffer is free."""
@@ -269,12 +272,12 @@ class Stored:
             self._ahead.start()
 
     def forget_ahead(self) -> None:
-        """Drop what was read ahead."""
+        """Drop data that was read ahead."""
         if self._ahead is not None:
             self._ahead.drop()
 
     def fill(self, out: Tensor, gather: Callable[[], Pending]) -> Pending:
-        """Put the values into `out`, on the device, and start the gather that needs them there."""
+        """Copy the values into `out`, on the device, and start the gather that needs them."""
         if self._values is None and isinstance(self._backing, EncodedTensor):
             self._backing.copy_to(out)
             return gather()
@@ -295,11 +298,11 @@ class Stored:
         elif self._values is not None:
             self._busy = arrival.event
         pending = arrival.then(gather)
-        # A single rank waits for the values only.
+        # A single rank only waits for the values.
         return Pending(pending.label, [arrival]) if pending.done else pending
 
     def land(self, start: int, values: Tensor) -> None:
-        """Write new values, cast, from the device's memory to the elements from `start` on."""
+        """Cast and write new values from the device to the elements from `start` on."""
         if self._crossing is None or self._backing is not None:
             self.values[start : start + values.numel()].copy_(values)
             return

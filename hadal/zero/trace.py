@@ -16,7 +16,7 @@ _DIGEST_BITS = 48
 
 
 class Kind(Enum):
-    """The kinds of work that have a trace of their own."""
+    """The kinds of passes, each of which has its own traces."""
 
     FORWARD = "forward"
     EVALUATION = "forward without gradients"
@@ -29,17 +29,15 @@ class Use(NamedTuple):
     bucket: int
     """The bucket's number."""
     until: int
-    """It is over before the use of this number begins (the number of uses: at the very end)."""
+    """The number of the use before which this one ends (the number of uses: at the very end)."""
     reduced: int = 0
-    """How many reductions every rank has started before it begins."""
+    """How many reductions every rank has started before this use begins."""
 
 
 def digest_of(*values: object, bits: int = _DIGEST_BITS) -> int:
-    """Return a number of so many bits: equal for the same numbers in every process, for others
-    almost never.
-    """
-    told = hashlib.blake2b(repr(values).encode(), digest_size=8)
-    return int.from_bytes(told.digest(), "big") >> (64 - bits)
+    """Return a number of `bits` bits that is the same in every process and differs for others."""
+    digest = hashlib.blake2b(repr(values).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "big") >> (64 - bits)
 
 
 @dataclass(frozen=True)
@@ -50,17 +48,17 @@ class Trace:
 
     @cached_property
     def digest(self) -> int:
-        """Equal for equal traces."""
+        """A number that is equal for equal traces."""
         return digest_of(self.uses)
 
     @cached_property
     def path_digest(self) -> int:
-        """Equal for traces of one path."""
+        """A number that is equal for traces of the same path."""
         return digest_of(self.path)
 
     @property
     def moments(self) -> tuple[int, ...]:
-        """Ends of uses and starts of reductions, as numbers of which the larger ones are later."""
+        """The ends of uses and starts of reductions, as numbers that are larger the later."""
         return (*(use.until for use in self.uses), *(-use.reduced for use in self.uses))
 
     def at(self, moments: Sequence[int]) -> Trace:
@@ -79,14 +77,14 @@ class Trace:
 def describe_parting(
     paths: Sequence[Sequence[int]], owners: Sequence[str], names: Sequence[str]
 ) -> str:
-    """Describe where paths part: the bucket that each owner used there, by name."""
+    """Describe where paths first differ: the name of the bucket that each owner used there."""
     common, longest = 0, max(map(len, paths))
-    # Paths that do not part at all end together.
+    # Equal paths end together.
     while common < longest and len({tuple(path[common : common + 1]) for path in paths}) == 1:
         common += 1
     after = f"after {names[paths[0][common - 1]]}" if common else "at the beginning"
-    told = [
-        f"{owner} {'used ' + names[path[common]] if common < len(path) else 'came to the end'}"
+    went = [
+        f"{owner} {'used ' + names[path[common]] if common < len(path) else 'reached the end'}"
         for owner, path in zip(owners, paths, strict=True)
     ]
-    return f"{after}, {'; '.join(told)}"
+    return f"{after}, {'; '.join(went)}"

@@ -1,4 +1,4 @@
-"""Writes to weights that torch does not count, on accelerators: found an update late.
+"""Detection, one update late, of writes to weights that torch does not count on accelerators.
 
 Tests: tests/zero/test_edits.py
 """
@@ -19,9 +19,9 @@ from hadal.zero.bucket import Bucket
 class UncountedEdits:
     """A check of weights before each update that does not wait for the device.
 
-    torch counts in-place writes under `torch.no_grad()`, and they are absorbed. A write through
+    torch counts in-place writes under `torch.no_grad()`, which are absorbed. A write through
     `parameter.data` shows only in the values: the device compares them, and the host reads the
-    answer before the next update, when such a write is lost.
+    result before the next update. By then such a write is lost.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class UncountedEdits:
         self._reading: HostCopy | None = None
 
     def look(self, buckets: Sequence[Bucket]) -> None:
-        """Absorb counted writes, and begin to compare what cannot be counted."""
+        """Absorb counted writes, and begin to compare values for uncounted ones."""
         seen = [(bucket.absorb_unread(), bucket) for bucket in buckets]
         found = [(answer, bucket.name) for answer, bucket in seen if answer is not None]
         if self._reading is not None and not self._reading.is_over:
@@ -42,12 +42,12 @@ class UncountedEdits:
 
     @property
     def lost(self) -> bool:
-        """Return True if weights here are known to have changed uncounted by the last update."""
+        """Return True if an uncounted write on this rank before the last update is known."""
         reading = self._reading
         return reading is not None and reading.is_over and bool(reading.values().any())
 
     def error(self, ranks: Ranks) -> UsageError:
-        """Return the error that every rank raises if any has lost a write. All must call it."""
+        """Return the error to raise on every rank if any has lost a write; all must call it."""
         mine: list[str] = []
         if self.lost and self._reading is not None:
             answers = self._reading.values().tolist()
@@ -57,7 +57,7 @@ class UncountedEdits:
         return UsageError(
             f"weights of {few(names)} were written to through parameter.data"
             " (or a tensor made from it) before the last update, and the write is lost: on an"
-            " accelerator torch does not count such a write, and nothing waits for the device to"
-            " see it. Write in place under torch.no_grad(), as in parameter.copy_(values), or"
+            " accelerator torch does not count such a write, and finding it would mean to wait for"
+            " the device. Write in place under torch.no_grad(), as in parameter.copy_(values), or"
             " inside `with hadal.zero.GatheredParameters(parameters, modifier_rank=0):`"
         )

@@ -1,4 +1,4 @@
-"""The buckets that are gathered on use: the units that use them, and the codes that announce them.
+"""The buckets that are gathered on use: their units, their codes, and views that outlive a use.
 
 Tests: tests/zero/test_gathering.py, tests/zero/test_rounds.py
 """
@@ -13,22 +13,21 @@ from torch import Tensor
 from hadal.zero.bucket import Bucket
 from hadal.zero.grouping import Unit
 
-
-# The number of forwards and backwards with every operation watched behind such a view.
+# The number of forwards and backwards in which every operation is watched because of a view.
 _PHASES = 8
 
 
 class Uses:
-    """The buckets whose weights are gathered on use, by number; those of each unit.
+    """The buckets whose weights are gathered on use, by number and by unit.
 
     A gather is announced by its bucket's number, plus the number of buckets if it is exact. Higher
-    codes are gradients to reduce once more.
+    codes announce gradients to be reduced once more.
     """
 
     def __init__(self) -> None:
         self._of: dict[Unit, list[Bucket]] = {}
         self.reduce: Callable[[int], None] = lambda _: None
-        """Takes part in such a reduction."""
+        """Takes part in such a reduction, given the number of the gradients."""
         self.take([])
 
     def take(self, buckets: list[Bucket]) -> None:
@@ -36,13 +35,13 @@ class Uses:
         self.buckets = buckets
         self.number = {bucket: number for number, bucket in enumerate(buckets)}
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-        # By the storage of their full buffer, which outlives its contents: torch gives one object
-        # for one storage as long as it is referenced.
+        # By the storage of the full buffer, which outlives its contents. torch uses the same object
+        # for a storage as long as one is referenced.
         storages = [bucket.full.untyped_storage() for bucket in buckets]
         self._fulls = {id(s): (s, bucket) for s, bucket in zip(storages, buckets, strict=True)}
 
     def replace(self, old: Bucket, parts: Sequence[Bucket]) -> None:
-        """Replace a bucket by new ones that have taken over its parameters."""
+        """Replace a bucket by new ones, which have taken over its parameters."""
         place = self.number[old]
         self.take([*self.buckets[:place], *parts, *self.buckets[place + 1 :]])
         for uses in self._of.values():
@@ -51,10 +50,10 @@ class Uses:
                 uses[place : place + 1] = parts
 
     def extend(self, units: Iterable[Unit]) -> list[Unit]:
-        """Add the model's units that are not known yet, or that have come to use more.
+        """Add units that are not known yet, and new uses of known ones.
 
         Returns:
-            The units whose modules were not watched so far.
+            The units that were not known.
         """
         known = {(unit.module, unit.is_external): unit for unit in self._of}
         fresh = []
@@ -70,7 +69,7 @@ class Uses:
         return fresh
 
     def learn(self, unit: Unit, bucket: Bucket) -> bool:
-        """Add a bucket to a unit's uses; return True if that was not known."""
+        """Add a bucket to a unit's uses; return True if it is a new one."""
         if bucket in self._of[unit]:
             return False
         self._of[unit].append(bucket)
@@ -78,7 +77,7 @@ class Uses:
 
     @property
     def units(self) -> Iterable[Unit]:
-        """Return the units that use any of the buckets."""
+        """The units that use any of the buckets."""
         return self._of.keys()
 
     def of(self, unit: Unit) -> Sequence[Bucket]:
@@ -86,31 +85,31 @@ class Uses:
         return self._of[unit]
 
     def bucket_at(self, tensor: Tensor) -> Bucket | None:
-        """Return the bucket whose full buffer a tensor looks into, if any."""
+        """Return the bucket whose full buffer a tensor is a view of, if any."""
         held = self._fulls.get(id(_storage_of(tensor)))
         return None if held is None else held[1]
 
     # ---- announcements ---------------------------------------------------------------------------
 
     def code_of_reduction(self, number: int) -> int:
-        """Return the code that announces another reduction of gradients."""
+        """Return the code that announces another reduction of gradients number `number`."""
         return 2 * len(self.buckets) + number
 
     def code_of(self, number: int, *, exact: bool) -> int:
-        """Return the code that announces a gather; if nothing is rounded, every gather is exact."""
+        """Return the code that announces a gather; without rounding, every gather is exact."""
         return number + len(self.buckets) if exact and self.buckets[number].rounds else number
 
     def _is_reduction(self, code: int) -> bool:
         return code >= self.code_of_reduction(0)
 
     def _called(self, code: int) -> tuple[Bucket, bool]:
-        """Return the bucket of a code, and True if its gather is exact."""
+        """Return the bucket of a code, and True if the gather is exact."""
         return self.buckets[code % len(self.buckets)], code >= len(self.buckets)
 
     def name(self, code: int) -> str:
-        """Return the name of what a code announces."""
+        """Return a name, for messages, of the bucket or gradients that a code announces."""
         is_reduction = self._is_reduction(code)
-        return "gradients that come late" if is_reduction else self._called(code)[0].name
+        return "late gradients" if is_reduction else self._called(code)[0].name
 
     def gather(self, code: int) -> None:
         """Make a bucket's weights readable here, or reduce gradients."""
@@ -121,9 +120,10 @@ class Uses:
             bucket.unshard(exact=exact)
 
     def lend_to(self, code: int, askers: Collection[int]) -> None:
-        """Lend this rank's shard, unless no rank that it gathers the bucket with has asked.
+        """Lend this rank's shard if a rank that it gathers the bucket with asked for it.
 
-        They all know which ranks asked, so all take part or none does. In a reduction all do.
+        These ranks all know which ranks asked, so all of them take part or none does. In a
+        reduction all ranks take part.
         """
         if self._is_reduction(code):
             self.gather(code)
@@ -134,7 +134,7 @@ class Uses:
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return a tensor's storage; None if it has none of its own: a sparse one, one under vmap."""
+    """Return a tensor's storage, or None if it has none, like sparse tensors or under vmap."""
     try:
         return tensor.untyped_storage()
     except NotImplementedError:
@@ -142,12 +142,16 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 class Escapes:
-    """The buckets whose views have outlived a use, and the state of watching every operation."""
+    """The buckets with views that outlived a use: `weight.t()`, kept or returned by a module.
+
+    Such views are plain tensors, so their class does not announce reads; every operation is watched
+    for them instead.
+    """
 
     def __init__(self) -> None:
         self._left: dict[Bucket, int] = {}
         self.are_watched = False
-        """True: every operation of the present forward or backward is watched."""
+        """True: every operation of the current forward or backward is watched."""
 
     def begin(self) -> None:
         """Begin a forward or a backward."""
@@ -159,7 +163,7 @@ class Escapes:
         self.are_watched = bool(self._left)
 
     def note(self, bucket: Bucket) -> bool:
-        """Look for such views before a bucket is freed; True: their reads go unannounced."""
+        """Look for views before a bucket is freed; return True if their reads are not seen."""
         if not bucket.has_other_views:
             return False
         self._left[bucket] = _PHASES

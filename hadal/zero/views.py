@@ -1,8 +1,8 @@
-"""The tensors that a bucket's parameters look into, and what it means if one no longer does.
+"""The tensors whose memory a bucket's parameters use, and checks that they still use it.
 
-They look into the full buffer while it is there and at placeholders while it is freed. A parameter
-that was given other memory has left its bucket; a write to a placeholder reaches nothing. Both are
-reported by the parameter's name.
+Parameters are views of the full buffer while it is gathered, and placeholders while it is freed. A
+parameter that was given other memory has left its bucket, and a write to a placeholder is lost.
+Both are errors that give the parameter's name.
 
 Tests: tests/zero/test_bucket.py
 """
@@ -21,7 +21,7 @@ from hadal.zero.watched import expect_values, have_values, kind_of, take_touched
 
 
 class Views:
-    """The parameters of one bucket, and the tensors they look into: at first the full buffer."""
+    """The parameters of one bucket and the tensors they view, at first the full buffer."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], layout: Layout, full: Tensor, rank: int
@@ -31,7 +31,7 @@ class Views:
         self._full = full
         self._rank = rank
         self._into_full = views_of(full, layout)
-        # One element each, so that a write to one freed parameter cannot reach another.
+        # One element each, so that a write to one freed parameter does not change another.
         self._nans = torch.full((len(parameters),), torch.nan, dtype=full.dtype).to(full.device)
         self._placeholders = [
             self._nans[index].expand(slot.shape) for index, slot in enumerate(layout.slots)
@@ -43,17 +43,17 @@ class Views:
         self.look_into_full()
 
     def look_into_full(self) -> None:
-        """Let the parameters look into the full buffer."""
+        """Point the parameters at the full buffer."""
         self.look_at(self._into_full)
 
     def look_at_placeholders(self) -> None:
-        """Let the parameters hold their shapes and no values; their reads are announced."""
+        """Point the parameters at placeholders, which have no values; reads are announced."""
         self.look_at(self._placeholders)
         for parameter, kind in zip(self._parameters, self._watched_kinds, strict=True):
             parameter.__class__ = kind
 
     def look_at(self, values: Sequence[Tensor]) -> None:
-        """Let the parameters look at these values, one for each."""
+        """Point the parameters at these values, one for each."""
         is_full = values is self._into_full
         self._full_users = 1 + len(self._into_full) * (2 if is_full else 1)
         for index, (parameter, value) in enumerate(zip(self._parameters, values, strict=True)):
@@ -62,29 +62,29 @@ class Views:
             self._versions[index] = parameter._version
 
     def release(self) -> None:
-        """Give every parameter memory of its own, with its present (whole) values."""
+        """Give every parameter its own memory, with its current (whole) values."""
         for parameter in self._parameters:
             parameter.data = parameter.detach().clone()
 
     def expect_values(self, arrive: Callable[[], object]) -> None:
-        """Let `arrive` be called before each read: the full buffer's values are on their way."""
+        """Call `arrive` before each read, because the full buffer is still being filled."""
         for parameter in self._parameters:
             expect_values(parameter, arrive)
 
     def have_values(self) -> None:
-        """Undo `expect_values`: the full buffer has its values."""
+        """Undo `expect_values`: the full buffer is filled."""
         for parameter in self._parameters:
             have_values(parameter)
 
-    # ---- what may have happened to them ----------------------------------------------------------
+    # ---- checks ----------------------------------------------------------------------------------
 
     def have_others(self, own: int) -> bool:
-        """Return True if tensors look into the full buffer beside `own` known ones."""
+        """Return True if more tensors than the parameters and `own` others use the full buffer."""
         return number_of_users(self._full) > self._full_users + own
 
     @property
     def were_written(self) -> bool:
-        """Return True if torch has counted a write to a parameter since it came to look here."""
+        """True if torch has counted a write to a parameter since it was pointed here."""
         with unwatched():
             pairs = zip(self._parameters, self._versions, strict=True)
             return any(parameter._version != version for parameter, version in pairs)
@@ -94,11 +94,11 @@ class Views:
         self._versions = [parameter._version for parameter in self._parameters]
 
     def check_placeholders(self) -> None:
-        """Refuse to go on if a freed parameter was written to: the write would be lost.
+        """Raise an error if a freed parameter was written to, because the write is lost.
 
         Raises:
-            ModelError: a parameter looks elsewhere.
-            ShardedAccessError: one was written to.
+            ModelError: a parameter uses other memory.
+            ShardedAccessError: a parameter was written to.
         """
         with unwatched():
             self.check_links(is_full=False)
@@ -110,9 +110,9 @@ class Views:
 
     @property
     def _may_be_written(self) -> bool:
-        """Return True if a placeholder was handed out, or still is: `parameter.data`, say.
+        """True if the program got, or still has, a view of a placeholder (`parameter.data`).
 
-        Only then are the values read, which waits for the device.
+        Only then are the values read, which means waiting for the device.
         """
         was_given = [take_touched(parameter) for parameter in self._parameters]
         return any(was_given) or number_of_users(self._nans) > 1 + 2 * len(self._parameters)
@@ -125,9 +125,7 @@ class Views:
         )
 
     def check_links(self, *, is_full: bool) -> None:
-        """Raise `ModelError` for a parameter that looks neither into the full buffer nor, if that
-        is freed, at its placeholder.
-        """
+        """Raise `ModelError` for a parameter that is not where this bucket has pointed it."""
         with unwatched():
             for index, expected in enumerate(self._into_full if is_full else self._placeholders):
                 self._check_link(index, expected)
@@ -138,14 +136,14 @@ class Views:
         if moved or parameter.dtype != expected.dtype:
             raise ModelError(
                 f"rank {self._rank}: parameter {self.layout.slots[index].name} left its"
-                f" bucket: it is now {parameter.dtype} on {parameter.device} in memory of its own"
-                f" (expected {expected.dtype} on {expected.device}). Call .to(), .float() and the"
-                " like before hadal.initialize, and change weights in place only."
+                f" bucket: it is now {parameter.dtype} on {parameter.device} in other memory"
+                f" (expected {expected.dtype} on {expected.device}). Call .to(), .float() and"
+                " similar methods before hadal.initialize, and change weights only in place."
             )
 
 
 def views_of(flat: Tensor, layout: Layout) -> list[Tensor]:
-    """Return a view of `flat` (1-D, laid out so) for each parameter, in its shape and strides."""
+    """Return a view of `flat`, 1-D in this layout, for each parameter in its shape and strides."""
     return [shaped(flat[slot.offset : slot.stop], slot) for slot in layout.slots]
 
 
@@ -157,6 +155,6 @@ def shaped(flat: Tensor, slot: Slot) -> Tensor:
 def flattened(values: Tensor, slot: Slot) -> Tensor:
     """Return the elements of a tensor of a parameter's shape, 1-D in the parameter's memory order.
 
-    A view if they are in that order, else a copy.
+    The result is a view if they are in that order, otherwise a copy.
     """
     return (values.permute(slot.order) if slot.order else values).reshape(-1)

@@ -1,8 +1,8 @@
-"""Parameters whose reads are seen: they have a class that torch calls before each operation.
+"""Parameters whose reads are seen, through a class that torch calls before each operation.
 
-These are freed ones, and those whose new values are on their way. A parameter with its values
-present has its own class, and costs nothing. A watched class is a subclass of the parameter's own,
-under the same name.
+These are freed parameters and those whose new values are still being gathered. A parameter that has
+its values keeps its own class, and costs nothing. A watched class is a subclass of the parameter's
+own class with the same name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hadal.device import is_in_backward
 from hadal.zero.attached import Attached
 
-# Properties of tensors come as getters and setters.
+# torch passes a property of a tensor as its getter or setter.
 _ASKED = "_version device dtype grad is_leaf layout ndim requires_grad shape"
 _SET = "grad requires_grad"
 # Operations that neither read nor write a parameter's values.
@@ -40,21 +40,21 @@ QUESTIONS = frozenset(
         Tensor.size,
     }
 )
-# Operations that give their first argument new values, whatever it held.
+# Operations that overwrite all values of their first argument.
 _FILLS = frozenset({Tensor.copy_, Tensor.fill_, Tensor.normal_, Tensor.uniform_, Tensor.zero_})
 _FILLS_OF_INIT = frozenset({"constant_", "kaiming_uniform_", "normal_", "uniform_"})
 
-# Parameters that were read, or handed out, while their values were not there.
+# Parameters that were read or passed out without their values.
 _touched: Attached[bool] = Attached("touched")
-# Parameters whose values are on their way: lets readers wait for them.
+# For parameters whose values are being gathered: the callback that waits for them.
 _arrivals: Attached[Callable[[], object]] = Attached("arrival")
 _listeners: list[ReadListener] = []
 
 
 class ReadListener:
-    """A listener for reads of watched parameters, in the thread that began it.
+    """A listener for reads of watched parameters in the thread that started it.
 
-    A device's backward runs in a thread of its own: reads there count too.
+    Reads in backward count too, as a device's backward runs in its own thread.
     """
 
     def __init__(self, on_read: Callable[[nn.Parameter], None]) -> None:
@@ -73,16 +73,16 @@ class ReadListener:
             _listeners.remove(self)
 
     def hear(self, parameter: nn.Parameter) -> None:
-        """Announce that a watched parameter is about to be read."""
+        """Handle a watched parameter that is about to be read."""
         if threading.get_ident() == self._thread or is_in_backward():
             self._on_read(parameter)
 
 
 def fills(operation: Any) -> bool:
-    """Return True if an operation gives its first argument new values, whatever it held.
+    """Return True if an operation overwrites all values of its first argument.
 
-    torch's initialisations announce the function of their name in `nn.init`: another library may
-    have put its own functions there, which call torch's.
+    torch's initialisations pass the function that has their name in `nn.init`, where another
+    library may have put its own functions, which call torch's.
     """
     name = getattr(operation, "__name__", "")
     is_of_init = name in _FILLS_OF_INIT and operation is getattr(nn.init, name)
@@ -90,16 +90,16 @@ def fills(operation: Any) -> bool:
 
 
 class _Watched:
-    """Mixin for the class of a watched parameter."""
+    """A mixin for the class of a watched parameter."""
 
     __slots__ = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Programs make new parameters of the class of others.
+        # Programs create new parameters of the class of existing ones.
         return cls.__bases__[1](*args, **kwargs)
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:
-        """Return the values as torch prints them; for a freed parameter, where they are instead."""
+        """Return the values as torch prints them, or a note for a freed parameter."""
         parameter = cast(nn.Parameter, self)
         if parameter in _arrivals:
             _announce(parameter)
@@ -115,7 +115,7 @@ class _Watched:
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.compiler.is_compiling():
-            # A gather moves memory, which a graph must not trace: the operation stays outside.
+            # The operation stays outside the graph, which must not trace the memory that it moves.
             torch._dynamo.graph_break()
         kwargs = kwargs or {}
         if func not in QUESTIONS:
@@ -157,18 +157,18 @@ def _watched_kind(kind: type) -> type:
 
 
 def kind_of(parameter: Tensor) -> type:
-    """Return the parameter's own class, also while it is watched."""
+    """Return the parameter's own class, even while it is watched."""
     kind = type(parameter)
     return kind.__bases__[1] if issubclass(kind, _Watched) else kind
 
 
 def watched_kind_of(parameter: Tensor) -> type:
-    """Return the class of the parameter while each read of it is announced."""
+    """Return the class of the parameter while its reads are announced."""
     return _watched_kind(kind_of(parameter))
 
 
 def expect_values(parameter: nn.Parameter, arrive: Callable[[], object]) -> None:
-    """Watch a parameter whose values are on their way: `arrive` is called before each read."""
+    """Watch a parameter whose values are being gathered, and call `arrive` before each read."""
     _arrivals[parameter] = arrive
     parameter.__class__ = watched_kind_of(parameter)
 
@@ -180,9 +180,9 @@ def have_values(parameter: nn.Parameter) -> None:
 
 
 def take_touched(parameter: nn.Parameter) -> bool:
-    """Return True if missing values of a watched parameter were asked for since the last call.
+    """Return True if a watched parameter without values was read since the last call.
 
-    A write to them may have followed.
+    A write may have followed.
     """
     was_touched = parameter in _touched
     if was_touched:

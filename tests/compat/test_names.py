@@ -296,7 +296,7 @@ def test_the_environment_may_choose_the_cpu_and_nothing_that_is_not_there() -> N
         done = forks.run(["-c", code], env=env, timeout=300)
         told[kind] = done.stdout.split() or done.stderr
     assert told["cpu"] == ["cpu", "gloo"]
-    assert "the device chosen is 'meta'" in told["meta"]
+    assert "the chosen device is 'meta'" in told["meta"]
 
 
 def test_the_cpu_may_be_chosen_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,7 +269,7 @@ def add_up(stage: int) -> list[float]:
     engine.optimizer.add_param_group({"params": [model.weight]})
     engine.backward(engine(torch.ones(3, 4)).mean())
     engine.step()
-    with pytest.raises(ModelError, match=r"no gradient came in this update for weight"):
+    with pytest.raises(ModelError, match=r"no gradient arrived in this update for weight"):
         engine.backward(engine.module.bias.sum())
     engine.destroy()
     return model.weight.detach().flatten().tolist()

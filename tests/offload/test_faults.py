@@ -227,7 +227,7 @@ def test_limits_of_the_system_and_forks(tmp_path: Path) -> None:
     assert "only the process that opened a store may use it" in forked
     assert "no room for large" in reserving and "ulimit -f" in reserving
     assert "states: 'small'" in writing and "cannot be written: File too large" in writing
-    assert "an error that nobody waited for" in logged and "File too large" in logged
+    assert "and was not waited for" in logged and "File too large" in logged
     assert files_under(tmp_path) == []
 
 

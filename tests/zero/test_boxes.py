@@ -125,7 +125,7 @@ def test_a_placement_joins_boxes() -> None:
 
 def test_impossible_boxes_are_refused() -> None:
     for offsets, sizes in (((0,), (5,)), ((-1,), (1,)), ((0, 0), (1, 1)), ((3,), (2,))):
-        with pytest.raises(ValueError, match="does not lie inside w"):
+        with pytest.raises(ValueError, match="is not inside w"):
             Box("w", (4,), offsets, sizes)
     with pytest.raises(ValueError, match="has no part 2 of 2"):
         Box.cut("w", (4,), 0, 2, 2)

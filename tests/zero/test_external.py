@@ -165,7 +165,7 @@ def test_registering() -> None:
     assert [p is q for p, q in zip(external_parameters(module), other.parameters(), strict=True)]
     unregister_external_parameter(module, other.weight)
     assert len(external_parameters(module)) == 1
-    with pytest.raises(UsageError, match=r"no such parameter of shape \(2, 2\)"):
+    with pytest.raises(UsageError, match=r"this parameter of shape \(2, 2\) was not registered"):
         unregister_external_parameter(module, other.weight)
     with pytest.raises(UsageError, match=r"takes a torch\.nn\.Module and a torch\.nn\.Parameter"):
         register_external_parameter(module, torch.ones(2))  # type: ignore[arg-type]

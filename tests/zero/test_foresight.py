@@ -114,4 +114,4 @@ def test_memory_is_bounded() -> None:
 
 def test_paths_that_do_not_part_are_told_to_end_together() -> None:
     told = describe_parting([(0, 1), (0, 1)], ["one", "other"], ["first", "second"])
-    assert told == "after second, one came to the end; other came to the end"
+    assert told == "after second, one reached the end; other reached the end"

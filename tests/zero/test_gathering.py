@@ -557,7 +557,7 @@ def test_each_change_of_path_is_told_where_asked_for(ranks: RankPools) -> None:
     together = [*SAME, (ALL[:2],) * 2, (ALL[:2],) * 2]
     # A backward is expected by its forward: here it surprises nobody.
     (forward,) = ranks(2).run(told_along, together, settings)[0]
-    assert "in forward: after blocks.1, as planned, it used blocks.2; now it came to" in forward
+    assert "in forward: after blocks.1, as planned, it used blocks.2; now it reached" in forward
 
 
 def words_along(rows: list[tuple[Sequence[int], ...]], settings: dict[str, Any]) -> list[int]:

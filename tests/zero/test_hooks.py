@@ -239,7 +239,7 @@ def wrap(stage: int, is_born: bool) -> None:
         model = engine_of(stage).module
     with pytest.raises(UsageError, match=r"such as (0\.)?weight\) .* `use_cpu: true`"):
         nn.parallel.DistributedDataParallel(model)
-    with pytest.raises(UsageError, match="Give the model to initialize instead"):
+    with pytest.raises(UsageError, match="Pass the model to initialize instead"):
         nn.parallel.DataParallel(model)
     free = nn.Linear(6, 4)
     assert nn.parallel.DistributedDataParallel(free).module is free

@@ -249,7 +249,7 @@ def use_options() -> None:
     with pytest.raises(UsageError, match=r"offload_param\.nvme_path"):
         hadal.zero.Init(remote_device="nvme")
     nvme = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/nowhere"}}}
-    with pytest.raises(UsageError, match='give remote_device "nvme", or leave it out'):
+    with pytest.raises(UsageError, match='pass remote_device="nvme", or leave it out'):
         hadal.zero.Init(remote_device="cpu", config=nvme)
     with pytest.raises(UsageError, match="expected None, 'none', 'cpu' or 'nvme'"):
         hadal.zero.Init(remote_device="disk")
@@ -479,7 +479,7 @@ def assign_values(dtype: torch.dtype | None) -> None:
         model = model_of()
     model[3].weight.data = torch.ones(4, 9)
     with pytest.raises(
-        ModelError, match=r"rank \d: parameter 3\.weight was born .*modifier_rank=0"
+        ModelError, match=r"rank \d: parameter 3\.weight was created .*modifier_rank=0"
     ):
         engine_of(3, model)
 

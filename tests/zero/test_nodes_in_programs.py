@@ -161,7 +161,7 @@ def test_a_group_at_birth_must_be_the_one_of_the_key(ranks: RankPools) -> None:
 
 def born_beside_each_other() -> None:
     _, across = Ranks.world().in_blocks(2)
-    with pytest.raises(UsageError, match=r"expected a block of consecutive ones"):
+    with pytest.raises(UsageError, match=r"expected a block of consecutive ranks"):
         hadal.zero.Init(zero_param_parallel_group=across.group)
 
 

@@ -108,7 +108,7 @@ def fault(stage: int, kind: str) -> HadalError:
 
 FAULTS = {
     "edit": (MismatchError, r"hold different weights of 0\.weight: rank 1 differs from rank 0"),
-    "gather": (MismatchError, r"saw different weights in the gathers of 3.*rank 1 differs"),
+    "gather": (MismatchError, r"got different weights in the gathers of 3.*rank 1 differs"),
     "infinite": (ModelError, r"a weight is not finite: 3\.bias \(rank"),
     "gradient": (ModelError, r"a gradient is not finite: 2\.weight \(rank 1\)"),
 }

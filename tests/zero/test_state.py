@@ -141,7 +141,7 @@ def read_moments(stage: int, settings: dict[str, Any], whole: bool) -> None:
             local_joins_full(full, utils.safe_get_local_optimizer_state(parameter, key), full)
         assert float(utils.safe_get_full_optimizer_state(parameter, "step")) == 1.0
     with pytest.raises(
-        UsageError, match=r"'moment' of 0\.weight; it keeps exp_avg, exp_avg_sq, step"
+        UsageError, match=r"'moment' for 0\.weight; it has exp_avg, exp_avg_sq, step"
     ):
         utils.safe_get_full_optimizer_state(parameters["0.weight"], "moment")
     trained.destroy()
@@ -163,7 +163,7 @@ def read_factored(stage: int) -> None:
     weight = trained.module[0].weight
     rows = utils.safe_get_full_optimizer_state(weight, "row_var")
     assert rows.numel() == weight.shape[0]
-    with pytest.raises(UsageError, match=r"not kept for each element"):
+    with pytest.raises(UsageError, match=r"is not elementwise"):
         utils.safe_set_full_optimizer_state(weight, rows, "row_var")
     trained.destroy()
 
@@ -278,7 +278,7 @@ def write_moments(stage: int, whole: bool) -> None:
     """The next update is made with the moments that were put in."""
     trained = engine(stage, {}, whole)
     parameters = named(trained)
-    with pytest.raises(UsageError, match=r"has no state of 0\.weight yet"):
+    with pytest.raises(UsageError, match=r"has no state for 0\.weight yet"):
         utils.safe_set_full_optimizer_state(parameters["0.weight"], torch.ones(9, 6), "exp_avg")
     train_engine(trained, range(1))
     plain = model_of()
@@ -292,7 +292,7 @@ def write_moments(stage: int, whole: bool) -> None:
     local = utils.safe_get_local_optimizer_state(parameters["3.weight"], "exp_avg_sq")
     utils.safe_set_local_optimizer_state(parameters["3.weight"], local * 4.0, "exp_avg_sq")
     optimizer.state[plain[3].weight]["exp_avg_sq"].mul_(4.0)
-    with pytest.raises(UsageError, match=r"'step' of 0\.weight is not kept for each element"):
+    with pytest.raises(UsageError, match=r"'step' of 0\.weight is not elementwise"):
         utils.safe_set_full_optimizer_state(parameters["0.weight"], torch.ones(()), "step")
     optimizer.zero_grad()
     mean_gradients(plain, range(1, 2))
