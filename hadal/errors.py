@@ -63,6 +63,10 @@ class UsageError(HadalError, RuntimeError):
     """The engine's methods were called in an invalid order, or with an invalid argument."""
 
 
+class MissingAttributeError(UsageError, AttributeError):
+    """An engine was asked for a method that only another kind of engine has."""
+
+
 class LossError(HadalError, ValueError):
     """The argument of `backward` is not a loss."""
 

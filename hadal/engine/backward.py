@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from hadal.engine.mistakes import used_up_graph
 from hadal.engine.newcomers import Newcomers
 from hadal.engine.session import Session
 from hadal.errors import HadalError, LossError, UsageError
@@ -87,8 +88,14 @@ class Backwards:
         session.expect_training()
         for listener in session.listeners:
             listener.before_backward()
-        with session.parts.runtime.backward(boundary=boundary):
-            yield
+        try:
+            with session.parts.runtime.backward(boundary=boundary):
+                yield
+        except RuntimeError as error:
+            used_up = used_up_graph(str(error))
+            if used_up is None:
+                raise
+            raise UsageError(f"rank {session.parts.ranks.rank}: {used_up}") from error
         cycle.backwards += 1
         cycle.collected += 1
         if loss is not None:

@@ -60,8 +60,9 @@ def _refuse(
     for session, parameter in trained_by_engines(parameters):
         parts = session.parts
         names = (name for name, one in parts.model.named_parameters() if one is parameter)
-        where = f"rank {parts.ranks.rank}: torch.nn.utils.{function} got the gradient of"
-        where += f" {next(names, 'a parameter')}, which the engine holds: .grad is None"
+        found = f"torch.nn.utils.{function} got the gradient of {next(names, 'a parameter')}"
+        found += ", which the engine holds: .grad is None"
+        where = f"rank {parts.ranks.rank}: {found}"
         if function == "clip_grad_value_":
             raise UsageError(
                 f"{where}, so this call clips nothing. Clip the norm instead (the key"
@@ -80,7 +81,7 @@ def _refuse(
                 "%s, so this call clips nothing and returns no norm. Remove it: engine.step()"
                 " already clips to gradient_clipping (%s), and engine.get_global_grad_norm()"
                 " returns the norm afterwards",
-                where,
+                found,
                 parts.gradient_clipping,
             )
         return

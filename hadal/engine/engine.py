@@ -88,7 +88,7 @@ class Engine(EngineBase):
             except AttributeError:
                 if hasattr(type(module), name):
                     raise  # a property of the module's, which failed
-            raise AttributeError(missing_attribute(name, module), name=name, obj=self) from None
+            raise missing_attribute(name, self, module) from None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse `copy.deepcopy` and `pickle`: an engine is bound to its process groups."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hadal.errors import MissingAttributeError
+
 # Methods that another kind of engine has.
 _PIPELINE = (
     "belongs to pipeline engines, which initialize returns for a hadal.pipeline.PipelineModule."
@@ -17,16 +19,34 @@ _ELSEWHERE = {
     "train_batch": f"{_PIPELINE} engine.backward(loss) and engine.step() for each micro-batch",
     "eval_batch": f"{_PIPELINE} after engine.eval() and inside torch.no_grad()",
 }
+# torch's message if a backward needs what an earlier one has freed.
+_USED_UP = "backward through the graph a second time"
 # Parts of torch's messages if an operation gets two dtypes.
 _ABOUT_DTYPES = ("dtype", "scalar type", "Input type", "input type")
 
 
-def missing_attribute(name: str, module: nn.Module) -> str:
-    """Return the message for an attribute that neither an engine nor its module has."""
-    kind = type(module).__name__
+def missing_attribute(name: str, engine: nn.Module, module: nn.Module) -> AttributeError:
+    """Return the error for an attribute that neither an engine nor its module has."""
     if name in _ELSEWHERE:
-        return f"engine.{name} {_ELSEWHERE[name]}"
-    return f"neither the engine nor its module ({kind}) has an attribute {name!r}"
+        # Without a similar name that Python's traceback would suggest.
+        found = MissingAttributeError(f"engine.{name} {_ELSEWHERE[name]}")
+        found.name, found.obj = name, None
+        return found
+    kind = type(module).__name__
+    message = f"neither the engine nor its module ({kind}) has an attribute {name!r}"
+    return AttributeError(message, name=name, obj=engine)
+
+
+def used_up_graph(message: str) -> str | None:
+    """Return the message for a second backward through a graph; None for another error of torch."""
+    if _USED_UP not in message:
+        return None
+    return (
+        "the graph of this loss was used up by an earlier backward, which freed it. Run the"
+        " forward again for each backward, or give the earlier one retain_graph=True. If the loss"
+        " contains values of an earlier micro-batch (a hidden state, a sum of losses), detach()"
+        " those"
+    )
 
 
 def mixed_dtypes(

@@ -121,7 +121,9 @@ def report(
         lines.append("  it has written nothing to its standard error")
     folded: dict[str, list[Failure]] = {}
     for failure in others:
-        is_same = error is not None and failure.signature == first.signature
+        # An error that names several ranks has the same words on each of them.
+        is_same = failure.signature == first.signature or failure.reason == first.reason
+        is_same = is_same and error is not None
         how = "with the same error" if is_same else f"after it, {_folded(failure)}"
         folded.setdefault(how, []).append(failure)
     lines += [f"{_who(same, names_hosts)} failed {how}" for how, same in folded.items()]

@@ -29,6 +29,7 @@ from hadal.zero.gathering import Phase
 from hadal.zero.hooks import ReadWatcher, saving, watch_wrappers
 from hadal.zero.kinds import alone
 from hadal.zero.runtime import ZeroRuntime
+from hadal.zero.watched import guard, unguard
 
 
 class Keeper(Protocol):
@@ -64,14 +65,25 @@ def register(keeper: Keeper, parameters: Iterable[nn.Parameter]) -> None:
         held = weakref.ref(parameter)  # the parameter itself holds these
         setattr(parameter, _COPY, partial(_deepcopied, held))
         setattr(parameter, _PICKLE, partial(_reduced, held))
+        if isinstance(keeper, ZeroRuntime):
+            guard(parameter, partial(_described, held))
 
 
 def forget(parameters: Iterable[nn.Parameter]) -> None:
     """Undo `register`."""
     for parameter in parameters:
         _keepers.pop(parameter)
+        unguard(parameter)
         for name in (_COPY, _PICKLE):
             vars(parameter).pop(name, None)
+
+
+def _described(held: weakref.ref[nn.Parameter]) -> str:
+    """Return the rank and the full name of a parameter, for errors."""
+    parameter = held()
+    assert parameter is not None  # an operation has it
+    bucket = _keepers[parameter].bucket_of[parameter]
+    return f"rank {bucket.ranks.rank}: parameter {bucket.slot_of(parameter).name}"
 
 
 def keeper_of(parameter: nn.Parameter) -> Keeper | None:

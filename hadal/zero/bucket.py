@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum, auto
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from hadal.comm.collectives import broadcast_, start_gather_in_pieces
 from hadal.comm.pending import Leaving, Pending, finished
 from hadal.device import Event, has_streams, look_at
+from hadal.errors import few
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import DiskTensor, StoredSlice
 from hadal.zero.edits import absorb_into, digest, same_bits, shard_with_edits
@@ -27,6 +29,7 @@ from hadal.zero.sharing import Sharing
 from hadal.zero.stored import Stored
 from hadal.zero.views import Views, shaped, views_of
 
+_log = logging.getLogger(__name__)
 _ON_DEVICE = Offload()
 _AS_THEY_ARE = Transport()
 
@@ -103,6 +106,8 @@ class Bucket:
         # memory.
         self._digest: Tensor | None = None
         self._is_suspect = True
+        # torch does not resize memory that it shares with a numpy array.
+        self._is_kept_for_numpy = False
         # On an accelerator: True if weights had changed while in use, and have been freed since.
         self._is_lost: Tensor | None = None
         self._pending: Pending | None = None
@@ -394,7 +399,20 @@ class Bucket:
     def _open_full(self) -> None:
         self._views.check_placeholders()
         # Views that autograd saved use this storage: it is resized, never replaced.
-        self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+        self._resize_full(self.full.numel() * self.full.itemsize)
+
+    def _resize_full(self, nbytes: int) -> None:
+        storage = self.full.untyped_storage()
+        if storage.resizable():
+            storage.resize_(nbytes)
+        elif not self._is_kept_for_numpy:
+            self._is_kept_for_numpy = True
+            _log.warning(
+                "weights of %s (%s) stay whole in memory: a numpy array shares it; copy them"
+                " instead, with weight.detach().clone().numpy()",
+                self.name,
+                few(slot.name for slot in self.layout.slots),
+            )
 
     @property
     def lends_shard(self) -> bool:
@@ -453,7 +471,7 @@ class Bucket:
             self.node_copy.keep(self.full)
         self._views.look_at_placeholders()
         self._arrived = None
-        self.full.untyped_storage().resize_(0)
+        self._resize_full(0)
         self.state = Weights.SHARDED
 
     @property

@@ -3,19 +3,24 @@
 These are freed parameters and those whose new values are still being gathered. A parameter that has
 its values keeps its own class, and costs nothing. A watched class is a subclass of the parameter's
 own class with the same name.
+
+An operation on a freed parameter that an engine holds raises if it needs the values, or writes
+them: a sum would be NaN, and a write would be lost. So does an operation on a tensor that shares
+its memory, such as `parameter.data`.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hadal.device import is_in_backward
+from hadal.errors import ShardedAccessError
 from hadal.zero.attached import Attached
 
 # torch passes a property of a tensor as its getter or setter.
@@ -44,10 +49,26 @@ QUESTIONS = frozenset(
 _FILLS = frozenset({Tensor.copy_, Tensor.fill_, Tensor.normal_, Tensor.uniform_, Tensor.zero_})
 _FILLS_OF_INIT = frozenset({"constant_", "kaiming_uniform_", "normal_", "uniform_"})
 
+_IN_PLACE = frozenset(
+    {"__iadd__", "__iand__", "__ifloordiv__", "__ilshift__", "__imod__", "__imul__", "__ior__"}
+    | {"__ipow__", "__irshift__", "__isub__", "__itruediv__", "__ixor__", "__setitem__"}
+)
+# Operations whose names end as if they wrote values.
+_WRITE_NOTHING = frozenset({"detach_", "rename_", "requires_grad_", "share_memory_"})
+# Operations that return values in other form than tensors.
+_RETURN_NUMBERS = frozenset(
+    {"__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__"}
+    | {"allclose", "equal", "is_nonzero", "item", "numpy", "tolist"}
+)
+_CONVERT = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"})
+_RETURN_NO_VALUES = frozenset({"grad"})  # torch.autograd.grad: gradients of the parameter
+
 # Parameters that were read or passed out without their values.
 _touched: Attached[bool] = Attached("touched")
 # For parameters whose values are being gathered: the callback that waits for them.
 _arrivals: Attached[Callable[[], object]] = Attached("arrival")
+# How an error names a parameter that an engine holds: its rank and its full name.
+_described: Attached[Callable[[], str]] = Attached("described")
 _listeners: list[ReadListener] = []
 
 
@@ -89,8 +110,48 @@ def fills(operation: Any) -> bool:
     return is_of_init or operation in _FILLS
 
 
-class _Watched:
-    """A mixin for the class of a watched parameter."""
+def guard(parameter: nn.Parameter, describe: Callable[[], str]) -> None:
+    """Refuse operations that need a parameter's values, or write them, while they are freed.
+
+    `describe` returns its rank and its full name for the error.
+    """
+    _described[parameter] = describe
+
+
+def unguard(parameter: nn.Parameter) -> None:
+    """Undo `guard`."""
+    _described.pop(parameter)
+
+
+class _Seen:
+    """Mixin for tensors whose operations are seen before they run."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            # A gather moves memory, which a graph must not trace: the operation stays outside.
+            torch._dynamo.graph_break()
+        kwargs = kwargs or {}
+        if func not in QUESTIONS:
+            found = [*_seen_among(args), *_seen_among(kwargs.values())]
+            for tensor in found:
+                if isinstance(tensor, _Watched):
+                    _announce(cast(nn.Parameter, tensor))
+            freed = [tensor for tensor in found if isinstance(tensor, _Seen)]
+            if found and not freed:
+                return func(*args, **kwargs)
+            if any(_owner(tensor) in _described for tensor in freed):
+                return _without_values(func, args, kwargs, freed)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+class _Watched(_Seen):
+    """Mixin for the class of a watched parameter."""
 
     __slots__ = ()
 
@@ -104,36 +165,101 @@ class _Watched:
         if parameter in _arrivals:
             _announce(parameter)
             return repr(parameter)
-        return (
-            f"Parameter(shape={tuple(parameter.shape)}, dtype={parameter.dtype}, its values are"
-            " sharded over the ranks; read them inside"
-            " `with hadal.zero.GatheredParameters([parameter]):`)"
-        )
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if torch.compiler.is_compiling():
-            # The operation stays outside the graph, which must not trace the memory that it moves.
-            torch._dynamo.graph_break()
-        kwargs = kwargs or {}
-        if func not in QUESTIONS:
-            found = [*_watched_among(args), *_watched_among(kwargs.values())]
-            for parameter in found:
-                _announce(parameter)
-            if found and not any(isinstance(parameter, _Watched) for parameter in found):
-                return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        return _text_of("Parameter", parameter)
 
 
-def _watched_among(values: Iterable[Any]) -> Iterator[nn.Parameter]:
+class _ViewOfFreed(_Seen, Tensor):
+    """A tensor that shares the memory of a freed parameter, such as its `data`: it has no values.
+
+    It stays so when the parameter's values have come back: they are in other memory.
+    """
+
+    parameter: nn.Parameter
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
+        """Return where the values are."""
+        return _text_of("View of a parameter", self)
+
+
+def _text_of(kind: str, tensor: Tensor) -> str:
+    return (
+        f"{kind}(shape={tuple(tensor.shape)}, dtype={tensor.dtype}, its values are"
+        " sharded over the ranks; read them inside"
+        " `with hadal.zero.GatheredParameters([parameter]):`)"
+    )
+
+
+def _owner(tensor: Tensor) -> nn.Parameter:
+    """Return the parameter whose values a tensor would have."""
+    return cast(nn.Parameter, tensor.parameter if isinstance(tensor, _ViewOfFreed) else tensor)
+
+
+def _without_values(func: Any, args: Any, kwargs: dict[str, Any], freed: Sequence[Tensor]) -> Any:
+    """Run an operation on freed tensors if it needs no values: a view of them, say.
+
+    Raises:
+        ShardedAccessError: it would return values made from them, or write some.
+    """
+    name = getattr(func, "__name__", "")
+    first = [*args, *kwargs.values()][:1]  # torch's initialisations pass it by its name
+    written = [
+        *_seen_among(first if _is_in_place(name) else ()),
+        *_seen_among([kwargs.get("out")]),
+    ]
+    if written:
+        raise ShardedAccessError(_lost_write(_owner(written[0])))
+    if name in _RETURN_NUMBERS or _is_in_place(name):
+        raise ShardedAccessError(_missing_read(_owner(freed[0]), name))
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+        memory = {tensor.untyped_storage().data_ptr(): tensor for tensor in freed}
+        return _checked(result, memory, name)
+
+
+def _is_in_place(name: str) -> bool:
+    is_plain = name.endswith("_") and not name.endswith("__") and name not in _WRITE_NOTHING
+    return is_plain or name in _IN_PLACE
+
+
+def _checked(result: Any, memory: dict[int, Tensor], name: str) -> Any:
+    """Return a result that shares the memory of freed tensors, as a view of them."""
+    if type(result) in (list, tuple):
+        return type(result)(_checked(value, memory, name) for value in result)
+    if not isinstance(result, Tensor) or isinstance(result, _Seen):
+        return result
+    source = memory.get(result.untyped_storage().data_ptr())
+    if source is not None:
+        view = result.as_subclass(_ViewOfFreed)
+        view.parameter = _owner(source)
+        return view
+    if name.endswith("_like") or name in _RETURN_NO_VALUES:
+        return result
+    raise ShardedAccessError(_missing_read(_owner(next(iter(memory.values()))), name))
+
+
+def _lost_write(parameter: nn.Parameter) -> str:
+    return (
+        f"{_described[parameter]()} was written to while its values were sharded over the ranks,"
+        " so the write is lost. Write inside"
+        " `with hadal.zero.GatheredParameters([parameter], modifier_rank=0):`."
+    )
+
+
+def _missing_read(parameter: nn.Parameter, name: str) -> str:
+    cast = " Change a model's dtype or device before hadal.initialize." if name in _CONVERT else ""
+    return (
+        f"{_described[parameter]()} was read ({name}) while its values are sharded over the ranks."
+        " Read it in the model's forward, or on every rank inside"
+        f" `with hadal.zero.GatheredParameters([parameter]):`.{cast}"
+    )
+
+
+def _seen_among(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
-        if isinstance(value, _Watched):
-            yield cast(nn.Parameter, value)
+        if isinstance(value, _Seen):
+            yield cast(Tensor, value)
         elif type(value) in (list, tuple):
-            yield from _watched_among(value)
+            yield from _seen_among(value)
 
 
 def _announce(parameter: nn.Parameter) -> None:

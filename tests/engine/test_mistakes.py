@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from engine.toys import engine_of, model_of
 from hadal.engine.mistakes import missing_attribute, mixed_dtypes
-from hadal.errors import UsageError
+from hadal.errors import MissingAttributeError, UsageError
 
 
 class WithProperty(nn.Linear):
@@ -27,8 +28,13 @@ def look_for_attributes() -> None:
     assert engine.in_features == 6
     with pytest.raises(AttributeError, match=r"neither the engine nor its module \(WithProperty\)"):
         engine.save_chekpoint("somewhere")
-    with pytest.raises(AttributeError, match=r"pipeline engines, .* With this model call"):
+    with pytest.raises(MissingAttributeError, match=r"pipeline engines, .* With this model call"):
         engine.train_batch()
+    assert getattr(engine, "train_batch", None) is None
+    try:
+        engine.train_batch()
+    except AttributeError:
+        assert "Did you mean" not in traceback.format_exc()
     with pytest.raises(AttributeError, match=r"^'WithProperty' object has no"):
         _ = engine.broken
     assert not hasattr(engine, "nothing")
@@ -75,4 +81,27 @@ def test_an_error_inside_the_model_is_left_alone() -> None:
 
 
 def test_a_method_of_another_engine_names_its_substitute() -> None:
-    assert "torch.no_grad()" in missing_attribute("eval_batch", model_of())
+    error = missing_attribute("eval_batch", model_of(), model_of())
+    assert "torch.no_grad()" in str(error)
+
+
+def go_back_twice(stage: int) -> str:
+    engine = engine_of(stage, model_of())
+    loss = engine(torch.ones(3, 6)).sum()
+    engine.backward(loss)
+    with pytest.raises(UsageError) as caught:
+        engine.backward(loss)
+    engine.step()
+    loss = engine(torch.ones(3, 6)).sum()
+    engine.backward(loss, retain_graph=True)
+    engine.backward(loss)
+    engine.step()
+    engine.destroy()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_second_backward_of_a_loss_is_told(stage: int, ranks: RankPools) -> None:
+    for rank, told in enumerate(ranks(2).run(go_back_twice, stage)):
+        assert told.startswith(f"rank {rank}: the graph of this loss was used up")
+        assert "retain_graph=True" in told and "detach()" in told

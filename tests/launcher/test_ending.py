@@ -43,6 +43,9 @@ def test_repeats_are_folded_and_cut_at_whole_words() -> None:
     same = [failure(rank, f"rank {rank}: of 12") for rank in range(3)]
     lines = report([*same, failure(12, "rank 12: of 12")], names_hosts=False)
     assert "ranks 1-2, 12 failed with the same error" in lines
+    told = "rank 0: stage 1, rank 1: stage 2"
+    lines = report([failure(0, told), failure(1, told)], names_hosts=False)
+    assert "rank 1 failed with the same error" in lines
     long = failure(1, " ".join(["another"] * 60))
     (line,) = (x for x in report([same[0], long], names_hosts=False) if x.startswith("rank 1 "))
     assert line.endswith("another another ...") and len(line) < 230

@@ -136,16 +136,18 @@ def leave_alone() -> None:
     model = model_of()
     settings = {"stage": 3, "stage3_param_persistence_threshold": 0, **off}
     engine = engine_of(3, model, zero_optimization=settings)
-    seen: list[bool] = []
-    model.apply(lambda module: seen.extend(bool(p.isnan().all()) for p in module.parameters(False)))
-    assert seen
-    assert all(seen)
-    model.apply(lambda module: [p.data.zero_() for p in module.parameters(False)])
+    with pytest.raises(
+        ShardedAccessError, match=r"was read \(isnan\) while its values are sharded"
+    ):
+        model.apply(lambda module: [p.isnan() for p in module.parameters(False)])
     with pytest.raises(ShardedAccessError, match="was written to while its values were sharded"):
-        engine(torch.ones(1, 6))
+        model.apply(lambda module: [p.data.zero_() for p in module.parameters(False)])
+    assert engine(torch.ones(1, 6)).isfinite().all()
+    seen: list[bool] = []
     with hadal.zero.Init(config={"zero_optimization": off}):
         born = model_of()
     born.apply(lambda module: seen.extend(bool(p.isnan().all()) for p in module.parameters(False)))
+    assert seen
     assert all(seen)
 
 

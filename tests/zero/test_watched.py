@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,24 @@ from torch.nn import functional as F
 
 import hadal
 from hadal import comm
+from hadal.device import unwatched
 from hadal.errors import CheckpointError, ShardedAccessError
 from hadal.zero.bucket import Weights
 from hadal.zero.watched import ReadListener, kind_of, watched_kind_of
 
 WIDTH = 6
+_buckets = logging.getLogger("hadal.zero.bucket")
+
+
+class Records(logging.Handler):
+    """What is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
 
 
 def watch(parameter: nn.Parameter) -> None:
@@ -163,23 +177,24 @@ def test_views_of_freed_weights_are_found_whenever_they_come(ranks: RankPools) -
 
 
 def write_past_torch(keeps: bool) -> str:
-    """To a freed parameter, at once or by way of what was kept of it."""
+    """As a collective does, to a freed parameter, at once or by way of what was kept of it."""
     engine: Any = engine_of(3, zero_optimization={"stage": 3, **TINY})
     inputs = torch.ones(ROWS, WIDTH, device=engine.device)
     weight = engine.module[3].weight
+    kept = weight.data
     if keeps:
-        kept = weight.data
         engine(inputs)
+    with unwatched():
         kept.fill_(1.0)
-    else:
-        weight.data.fill_(1.0)
     with pytest.raises(ShardedAccessError) as caught:
         engine(inputs)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_write_to_a_freed_parameter_is_told(keeps: bool, ranks: RankPools) -> None:
+def test_a_write_that_is_not_seen_is_told_by_the_next_forward(
+    keeps: bool, ranks: RankPools
+) -> None:
     for rank, told in enumerate(ranks(2).run(write_past_torch, keeps)):
         assert f"rank {rank}: parameter 3.weight was written to while its values were" in told
 
@@ -189,7 +204,10 @@ def save_what_was_written(folder: str) -> str:
     assert engine.module[3].weight.data.shape == (4, 9)  # a look is no write
     engine.save_checkpoint(folder)
     if comm.get_rank() == 1:
-        engine.module[3].weight.data.fill_(1.0)
+        values = engine.module[3].weight.data
+        with unwatched():
+            values.fill_(1.0)
+        del values
     mine = ShardedAccessError if comm.get_rank() == 1 else CheckpointError
     with pytest.raises(mine) as caught:
         engine.save_checkpoint(folder)
@@ -201,6 +219,105 @@ def test_a_write_to_a_freed_parameter_is_told_by_the_next_save(
 ) -> None:
     for told in ranks(2).run(save_what_was_written, str(tmp_path)):
         assert "rank 1: parameter 3.weight was written to while its values were sharded" in told
+
+
+def _without_gradients(write: Callable[[], object]) -> Callable[[], object]:
+    return torch.no_grad()(write)
+
+
+def refuse_writes_and_reads() -> tuple[list[str], list[str]]:
+    engine: Any = engine_of(3, zero_optimization={"stage": 3, **TINY})
+    weight = engine.module[3].weight
+    alike = torch.ones(4, 9, device=engine.device)
+    average = torch.zeros(4, 9, device=engine.device)
+    view = weight.data
+
+    def set_a_row() -> None:
+        view[0] = 1.0
+
+    def scale() -> None:
+        view.__imul__(2.0)
+
+    writes: list[Callable[[], object]] = [
+        lambda: weight.data.zero_(),
+        lambda: weight.data.copy_(alike),
+        lambda: weight.detach().fill_(1.0),
+        lambda: weight.data.t()[0].add_(1.0),
+        lambda: torch.add(alike, alike, out=weight.data),
+        lambda: torch._foreach_mul_([weight.data], 2.0),
+        _without_gradients(lambda: weight.copy_(alike)),
+        _without_gradients(lambda: weight.add_(alike)),
+        lambda: nn.init.normal_(weight),
+        lambda: nn.init.xavier_uniform_(weight),
+        lambda: nn.init.zeros_(weight),
+        engine.module[3].reset_parameters,
+        set_a_row,
+        scale,
+    ]
+    reads: list[Callable[[], object]] = [
+        lambda: weight.sum(),
+        lambda: weight.data.norm(),
+        lambda: weight[0, 0].item(),
+        lambda: weight.tolist(),
+        lambda: weight.detach().cpu().numpy(),
+        lambda: bool(weight.isnan().any()),
+        lambda: torch.equal(weight, alike),
+        lambda: F.linear(alike, weight),
+        lambda: average.lerp_(weight.data, 0.1),
+        lambda: torch.cat([weight.flatten(), weight.flatten()]),
+        lambda: nn.utils.parameters_to_vector([weight]),
+        lambda: weight.double(),
+    ]
+
+    def told(act: Callable[[], object]) -> str:
+        with pytest.raises(ShardedAccessError) as caught:
+            act()
+        return str(caught.value)
+
+    found = [told(write) for write in writes], [told(read) for read in reads]
+    assert not average.any()  # nothing has reached it
+    # Questions, and what a view alone answers.
+    assert weight.data_ptr() and weight.data.numel() == weight.t().numel() == 36
+    assert torch.zeros_like(weight).sum() == 0
+    assert weight.to(weight.device) is weight
+    assert "sharded over the ranks" in repr(weight.data)
+    engine.destroy()
+    return found
+
+
+def test_operations_on_a_freed_weight_name_it_and_the_remedy(ranks: RankPools) -> None:
+    for rank, (writes, reads) in enumerate(ranks(2).run(refuse_writes_and_reads)):
+        for told in writes:
+            assert f"rank {rank}: parameter 3.weight was written to while" in told
+            assert "hadal.zero.GatheredParameters([parameter], modifier_rank=0)" in told
+        for told in reads:
+            assert f"rank {rank}: parameter 3.weight was read (" in told
+            assert "hadal.zero.GatheredParameters([parameter])" in told
+        assert "before hadal.initialize" in reads[-1]
+
+
+def share_with_numpy() -> list[str]:
+    engine: Any = engine_of(3, zero_optimization={"stage": 3, **TINY})
+    inputs, weight = torch.ones(ROWS, WIDTH), engine.module[3].weight
+    records = Records()
+    _buckets.addHandler(records)
+    for _ in range(2):
+        with hadal.zero.GatheredParameters([weight]):
+            array = weight.detach().numpy()
+            assert bool((torch.from_numpy(array) == weight).all())
+        engine.backward(engine(inputs).sum())
+        engine.step()
+    _buckets.removeHandler(records)
+    with hadal.zero.GatheredParameters([weight]):
+        assert bool((engine.state_dict()["3.weight"] == weight).all())
+    engine.destroy()
+    return records.told
+
+
+def test_weights_that_numpy_shares_stay_in_memory(ranks: RankPools) -> None:
+    (line,), others = ranks(2).run(share_with_numpy)
+    assert "3.weight" in line and ".clone().numpy()" in line
+    assert not others  # rank 0 warns for all
 
 
 def print_freed_weights() -> tuple[str, str]:
