@@ -231,9 +231,20 @@ def _told(
         "config": found.name,
         "world_size": world_size,
         "values": {row.path: {"value": row.value, "origin": row.origin} for row in table},
-        "notes": list(found.config.notes),
+        "notes": list(_notes(found.config)),
         "faults": [{"path": fault.path, "message": fault.message} for fault in faults],
     }
+
+
+def _notes(config: Config) -> Iterator[str]:
+    """Yield what a reader should know: also what depends on the model, which is unknown here."""
+    yield from config.notes
+    stages = config.pipeline.stages
+    if not config.pipeline.auto and stages != "auto" and stages > 1:
+        yield (
+            f"pipeline.stages: {stages} is for a hadal.pipeline.PipelineModule of {stages} stages;"
+            " initialize refuses any other model (pipeline.auto cuts one of transformers)"
+        )
 
 
 def _show(found: Examined, world_size: int, table: Iterable[ExplainedValue]) -> None:
@@ -243,7 +254,7 @@ def _show(found: Examined, world_size: int, table: Iterable[ExplainedValue]) -> 
     lines = list(lines_of(tree_of(table)))
     show(_drawn(lines) if sys.stdout.isatty() else _listed(lines))
     show("")
-    for text in found.config.notes:
+    for text in _notes(found.config):
         show(Text.assemble(("note: ", "warning"), text))
 
 

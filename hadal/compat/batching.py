@@ -355,7 +355,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         dataset_seqlens: the tokens of each sample.
         dataset_filter_ids: the samples to take; None: all.
         dataloader_collate_fn: makes a batch of samples.
-        sample_padding_fn: for pipelines; not built yet.
+        sample_padding_fn: for models in stages, which dynamic batching is not built for yet.
         batch_seqlens_fn: measures a list of samples, if nothing else gives their lengths.
 
     Raises:
@@ -367,7 +367,8 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         raise UsageError(f"{PATH}.enabled is not true in the configuration; set it")
     if sample_padding_fn is not None:
         raise UsageError(
-            "sample_padding_fn is for pipelines, which are not built yet; leave it out"
+            "sample_padding_fn is for models in stages, which dynamic batching is not built for"
+            " yet; leave it out"
         )
     if engine.training_dataloader is not None:
         raise UsageError(

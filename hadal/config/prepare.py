@@ -75,8 +75,8 @@ def _unknown(model: type[Section], name: str, report: Report, path: str) -> None
     near = nearest(name, known)
     if model is Config and name.startswith(_COMMENTS):
         return
-    if name in model.unbuilt:
-        report.not_built(here, f"{model.unbuilt[name]} are not built yet; leave it out")
+    if name in model.elsewhere:
+        report.fault(here, f"unknown key; leave it out: {model.elsewhere[name]}")
     elif near is not None:
         report.fault(here, f'unknown key; did you mean "{near}"?')
     elif name in (home := _homes(model)):

@@ -110,8 +110,8 @@ class Section(BaseModel):
     """Maps a leftover to what happens instead, as the end of a sentence."""
     required: ClassVar[tuple[str, ...]] = ()
     """Keys that are required if the section is present."""
-    unbuilt: ClassVar[Mapping[str, str]] = {}
-    """Maps a key that no release has but people look for to the unbuilt feature."""
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Maps a key that no release has but people look for to what has the feature."""
 
     @classmethod
     def is_open(cls) -> bool:

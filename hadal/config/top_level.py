@@ -156,8 +156,8 @@ class Config(General):
         "comments": _COMMENT,
     }
 
-    unbuilt: ClassVar[Mapping[str, str]] = {
-        "moe": "experts, whose section is expert_parallel,",
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "moe": 'experts are layers of the model (hadal.moe.MoE), or cut by "expert_parallel"',
     }
 
     optimizer: Optimizer | None = key(None, "The optimizer that the engine builds.")

@@ -187,3 +187,17 @@ def test_it_wants_ranks(size: str, tmp_path: Path, capsys: pytest.CaptureFixture
         explained(capsys, tmp_path, USUAL, "--world-size", size)
     assert caught.value.code == 2
     assert f'--world-size: expected an integer >= 1, got "{size}"' in capsys.readouterr().err
+
+
+def test_stages_that_only_some_models_have_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"train_micro_batch_size_per_gpu": 1}
+    code, lines, _ = explained(capsys, tmp_path, {**small, "pipeline": {"stages": 2}})
+    assert code == 0
+    assert lines[-1].startswith("note: pipeline.stages: 2 is for a hadal.pipeline.PipelineModule")
+    with_auto = {**small, "pipeline": {"stages": 2, "auto": True}}
+    assert not any("note:" in x for x in explained(capsys, tmp_path, with_auto)[1])
+    explained(capsys, tmp_path, {**small, "pipeline": {"stages": 2}})
+    _, lines, _ = explained(capsys, tmp_path, {**small, "pipeline": {"stages": 2}}, "--json")
+    assert json.loads("\n".join(lines))["notes"][0].startswith("pipeline.stages")

@@ -228,7 +228,6 @@ def test_all_keys_that_do_nothing_are_logged_in_one_line(caplog):
     ("keys", "path"),
     [
         ({"pipeline": {"seed_layers": True}}, "pipeline.seed_layers"),
-        ({"moe": {}}, "moe"),
         ({"weight_quantization": {"enabled": True}}, "weight_quantization.enabled"),
         ({"weight_quantization": {"q_groups": 2}}, "weight_quantization.enabled"),
     ],
@@ -237,6 +236,12 @@ def test_what_is_not_built_is_refused_by_name(keys, path):
     found, message = only_fault({**BASE, **keys})
     assert found == path
     assert "not built yet" in message
+
+
+def test_a_section_of_experts_names_what_has_them():
+    found, message = only_fault({**BASE, "moe": {"num_experts": 4}})
+    assert found == "moe"
+    assert "hadal.moe.MoE" in message and '"expert_parallel"' in message
 
 
 def test_a_quantization_period_of_zero_loads():
