@@ -13,6 +13,8 @@ from collections.abc import Callable
 from hadal.units import nbytes_of, numel_of
 
 CONFIG_HELP = "A ds_config.json, or its base64 text"
+# Less than any device has.
+_LEAST_MEMORY = 1 << 20
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
@@ -52,6 +54,14 @@ def size(text: str) -> int:
         return nbytes_of(text)
     except ValueError:
         raise expected("a size such as 500MB or 80GB", text) from None
+
+
+def device_memory(text: str) -> int:
+    """Read the memory of a device in bytes; a number alone is an oversight."""
+    found = size(text)
+    if found < _LEAST_MEMORY:
+        raise expected("the memory of a device with its unit, such as 80GB", text)
+    return found
 
 
 def numel(text: str) -> int:

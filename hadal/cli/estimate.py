@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hadal.cli.arguments import CONFIG_HELP, numel, positive, size
+from hadal.cli.arguments import CONFIG_HELP, device_memory, numel, positive
 from hadal.cli.parser import add_command
 from hadal.cli.terminal import aligned, heading, show, table
 from hadal.errors import ModelError
@@ -77,7 +77,7 @@ def add_to(group: Any) -> None:
         "--nodes", type=positive, default=1, metavar="N", help="Nodes (default: %(default)s)"
     )
     parser.add_argument(
-        "--memory", type=size, metavar="SIZE", help="Memory of one device, such as 80GB"
+        "--memory", type=device_memory, metavar="SIZE", help="Memory of one device, such as 80GB"
     )
     parser.set_defaults(run=run)
 

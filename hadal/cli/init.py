@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hadal.cli.arguments import expected, numel, positive, size
+from hadal.cli.arguments import device_memory, expected, numel, positive, size
 from hadal.cli.draft import HOST, NOTHING, PRECISIONS, Answers, draft, usual_batch
 from hadal.cli.parser import add_command
 from hadal.cli.terminal import CommandError, aligned, console, fail, key, note, show, write_file
@@ -64,7 +64,9 @@ def add_to(group: Any) -> None:
     answers.add_argument(
         "--devices-per-node", type=positive, metavar="N", help="Devices of each node"
     )
-    answers.add_argument("--memory", type=size, metavar="SIZE", help="Memory of one device")
+    answers.add_argument(
+        "--memory", type=device_memory, metavar="SIZE", help="Memory of one device"
+    )
     answers.add_argument("--precision", choices=PRECISIONS, help="dtype of weights and gradients")
     answers.add_argument("--batch", type=positive, metavar="N", help="Samples per update")
     answers.add_argument(
@@ -207,8 +209,8 @@ def _hardware(text: str) -> tuple[int, int, int]:
     found = _DEVICES.fullmatch(text)
     if found is None:
         raise expected("nodes x devices x memory, such as 2 x 8 x 80GB", text)
-    nodes, devices, memory = found.groups()
-    return positive(nodes or "1"), positive(devices), size(memory)
+    nodes, devices, nbytes = found.groups()
+    return positive(nodes or "1"), positive(devices), device_memory(nbytes)
 
 
 def _precision(text: str) -> str:

@@ -51,12 +51,23 @@ def test_five_questions_have_defaults(
 def test_answers_are_asked_for_again_until_they_can_be_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers = ["gpt-oss", "Qwen/Qwen2.5-7B", "eight", "2 x 4 x 40GB", "bf61", "fp16", "100", "96/3"]
+    answers = [
+        "gpt-oss",
+        "Qwen/Qwen2.5-7B",
+        "eight",
+        "2x4x40",
+        "2 x 4 x 40GB",
+        "bf61",
+        "fp16",
+        "100",
+        "96/3",
+    ]
     answered(monkeypatch, *answers, "/nvme")
     assert main(["init"]) == 0
     assert capsys.readouterr().err.splitlines() == [
         'error: expected a number such as 1300000000 or 7B, got "gpt-oss"',
         'error: expected nodes x devices x memory, such as 2 x 8 x 80GB, got "eight"',
+        'error: expected the memory of a device with its unit, such as 80GB, got "40"',
         'error: expected bf16, fp16, fp32, got "bf61"; did you mean bf16?',
         "error: 100 samples cannot be shared evenly by 8 ranks, 4 at a time; take 96 or 128",
     ]
