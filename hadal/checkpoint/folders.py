@@ -28,6 +28,7 @@ from hadal.checkpoint.files import (
     exists,
     is_file,
     items_of,
+    new_mark,
     parsing_errors,
     read_small,
     replace_file,
@@ -73,6 +74,21 @@ def check_tag(tag: str) -> None:
             f"a checkpoint's tag must be a plain folder name, found {tag!r}: printable characters"
             f" without slashes, no dot or space at its start, and not {LATEST!r}"
         )
+
+
+def check_save_dir(save_dir: Location) -> None:
+    """Check that a directory can exist at `save_dir`.
+
+    Raises:
+        CheckpointError: it, or a directory above it, is a file.
+    """
+    for path in (save_dir, *save_dir.parents) if isinstance(save_dir, Path) else ():
+        if path.exists() and not path.is_dir():
+            below = "" if path == save_dir else f", so that {save_dir} cannot be created"
+            raise CheckpointError(
+                f"save_dir must be a directory or not exist yet, but {path} is a file{below}; pass"
+                " another path to save_checkpoint"
+            )
 
 
 def find(load_dir: Location, tag: str | None) -> Location | None:
@@ -303,7 +319,13 @@ def discard_uncommitted(folder: Location, mark: str) -> None:
 
 def set_latest(save_dir: Location, tag: str, mark: str = "") -> None:
     """Make `latest` name a checkpoint, atomically; `mark` is that of the save."""
-    replace_file(save_dir / LATEST, tag, mark)
+    content = tag
+    if not isinstance(save_dir, Path):
+        # Readers strip the blanks after the tag. They make the contents of each save unique, which
+        # a replacement on S3 relies on.
+        bits = format(int(mark or new_mark(), 16), "064b")
+        content = "\n".join([tag, bits.replace("0", " ").replace("1", "\t"), ""])
+    replace_file(save_dir / LATEST, content, mark)
 
 
 def latest_tag(save_dir: Location) -> str | None:

@@ -27,6 +27,12 @@ from hadal.checkpoint.storage import Chunk, RemotePath, StorageItem
 from hadal.errors import CheckpointError
 
 _T = TypeVar("_T")
+
+
+class _ReplacedError(OSError):
+    """An object was replaced while it was about to be removed."""
+
+
 _log = logging.getLogger(__name__)
 # The seconds before each further attempt, each changed by up to a half at random: ranks that were
 # throttled together do not come back together.
@@ -41,6 +47,7 @@ _FINAL = (
     NotImplementedError,
     TypeError,
     ImportError,
+    _ReplacedError,
 )
 # The number of bytes of one request, and of requests at a time.
 _PART_NBYTES, _AT_ONCE = 1 << 23, 8
@@ -287,6 +294,8 @@ class FsspecStorage:
     def remove(self, path: RemotePath) -> None:
         """Remove an object, or all below a URL."""
         ask = _Requests(path)
+        if hasattr(ask.filesystem, "call_s3") and _remove_known(ask):
+            return
         with suppress(FileNotFoundError):
             ask(partial(ask.filesystem.rm, ask.inside, recursive=True))
 
@@ -323,32 +332,62 @@ def _upload_to(ask: _Requests, *, again: bool) -> Any:
     return ask.filesystem.open(ask.inside, "wb", **options)
 
 
-def _replace_known(ask: _Requests, content: bytes) -> None:
-    """Replace an object on S3, unless somebody else has done so since this attempt began.
+# A request to S3 that timed out may still come through after it was repeated. On the condition that
+# the object is the one seen before, it cannot undo what was written since, such as the next save's
+# index. That needs contents that no other save writes: equal ones have the same ETag.
 
-    A request that timed out may still come through after it was repeated. On this condition it
-    cannot undo what was written later, such as the next save's `latest`.
-    """
-    bucket, key, _ = ask.filesystem.split_path(ask.inside)
-    call = partial(ask.filesystem.call_s3, Bucket=bucket, Key=key)
+
+def _replace_known(ask: _Requests, content: bytes) -> None:
+    """Replace an object on S3, unless another request has done so since this attempt began."""
+    call = _s3_object(ask)
     try:
         condition = {"IfMatch": call("head_object")["ETag"]}
     except FileNotFoundError:
         condition = {"IfNoneMatch": "*"}
+    _on_condition(partial(call, "put_object", Body=content), condition)
+
+
+def _remove_known(ask: _Requests) -> bool:
+    """Remove an object on S3; return false if there is none.
+
+    Raises:
+        OSError: it cannot be removed, or has been replaced meanwhile.
+    """
+    call = _s3_object(ask)
+    seen: set[str] = set()
+
+    def removed() -> None:
+        etag = call("head_object")["ETag"]
+        seen.add(etag)
+        if len(seen) > 1:
+            raise _ReplacedError(errno.EBUSY, "it was replaced while it was being removed")
+        _on_condition(partial(call, "delete_object"), {"IfMatch": etag})
+
+    with suppress(FileNotFoundError):
+        ask(removed)
+    return bool(seen)
+
+
+def _s3_object(ask: _Requests) -> Callable[..., Any]:
+    """Return a function that calls S3's API by name on the object of these requests."""
+    bucket, key, _ = ask.filesystem.split_path(ask.inside)
+    return partial(ask.filesystem.call_s3, Bucket=bucket, Key=key)
+
+
+def _on_condition(act: Callable[..., Any], condition: Mapping[str, str]) -> None:
     try:
-        call("put_object", Body=content, **condition)
+        act(**condition)
     except OSError as error:
         if error.errno != errno.ENOSYS:  # a store without conditions
             raise
-        call("put_object", Body=content)
+        act()
 
 
 class _S3Upload:
     """An upload to S3 in parts, several at a time; s3fs itself sends one after the other."""
 
     def __init__(self, ask: _Requests, again: bool) -> None:
-        bucket, key, _ = ask.filesystem.split_path(ask.inside)
-        self._to = partial(ask.filesystem.call_s3, Bucket=bucket, Key=key)
+        self._to = _s3_object(ask)
         self._ask, self._again = ask, again
         self._upload: str | None = None
         self._parts: list[Future[dict[str, Any]]] = []

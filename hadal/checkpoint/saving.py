@@ -286,6 +286,10 @@ def begin(request: SaveRequest, live: Live) -> SaveJob:
     requests = gather_objects(own_request, world)
     mark, tag, _, jobs = requests[0]
     request = request._replace(tag=tag, jobs=jobs)
+    what = f"checkpoint {tag!r} was not saved"
+    with together(world, what):
+        folders.check_tag(tag)
+        folders.check_save_dir(request.save_dir)
     what = f"checkpoint {request.save_dir / tag} was not saved"
     folder_ranks = tuple(range(world.size))
     # Some programs give each rank its own folder and merge the files afterwards.
@@ -298,7 +302,6 @@ def begin(request: SaveRequest, live: Live) -> SaveJob:
     # The ranks of this part that write into the same folder.
     holders = Holders(tuple(rank for rank in ranks.numbers if rank in folder_ranks), world.rank)
     with together(world, what):
-        folders.check_tag(request.tag)
         own, client = _own(live), _client(request.client_state)
         index = _index(live, request, mark, client)
         contents = collect(live, own_values, holders, without_frozen=request.without_frozen)

@@ -9,12 +9,14 @@ import itertools
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 FAULTS = ("none", "throttle", "drop", "stall", "etag")
-LATE = "late"
-"""The first of two requests that write the same object comes after the second."""
+LATE = {"late PUT": ("PUT",), "late DELETE": ("DELETE", "POST")}
+"""The faults by which the `every`-th request of these methods for an object is delayed: it takes
+effect after the request that repeats it, and after others."""
 STALL_S = 4.0
 
 
@@ -25,7 +27,7 @@ class Faulty:
         self.inner, self.fault, self.every = inner, fault, every
         self.count = itertools.count(1)
         self.confusions = 1
-        self.seen: set[str] = set()
+        self.requests: Counter[str] = Counter()
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         """Answer a request."""
@@ -36,12 +38,7 @@ class Faulty:
         if is_due and self.fault == "drop":
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
             return []
-        path = environ["PATH_INFO"]
-        is_late = (
-            self.fault == LATE and environ["REQUEST_METHOD"] == "PUT" and path not in self.seen
-        )
-        self.seen.add(path)
-        if is_late or (is_due and self.fault == "stall"):
+        if self._is_late(environ) or (is_due and self.fault == "stall"):
             time.sleep(STALL_S)
 
         def changed(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
@@ -52,6 +49,13 @@ class Faulty:
         wrong = self.fault == "etag" and is_part and self.confusions > 0
         self.confusions -= wrong
         return self.inner(environ, changed if wrong else start)
+
+    def _is_late(self, environ: dict[str, Any]) -> bool:
+        method, query = environ["REQUEST_METHOD"], environ.get("QUERY_STRING", "")
+        if method not in LATE.get(self.fault, ()) or (method == "POST" and query != "delete"):
+            return False
+        self.requests[environ["PATH_INFO"]] += 1
+        return self.requests[environ["PATH_INFO"]] == self.every
 
 
 def serve(fault: str, every: int) -> None:

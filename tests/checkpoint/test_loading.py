@@ -539,21 +539,33 @@ def save_what_json_cannot_hold(folder: str) -> None:
     engine.save_checkpoint(folder, client_state={"model": object()})
 
 
-def save_where_nothing_can_be(folder: str) -> None:
+def save_into_a_file(folder: str) -> None:
     Path(folder, "file").write_text("in the way")
     engine_of(1).save_checkpoint(str(Path(folder, "file")))
 
 
+def save_below_a_file(folder: str) -> None:
+    Path(folder, "file").write_text("in the way")
+    engine_of(1, checkpoint={"async_save": True}).save_checkpoint(str(Path(folder, "file", "x")))
+
+
+FILE = "save_dir must be a directory or not exist yet, but {}/file is a file"
+
+
 @pytest.mark.parametrize(
-    ("mistake", "who"),
-    [(save_what_json_cannot_hold, "every rank: "), (save_where_nothing_can_be, "rank 0: ")],
+    ("mistake", "message"),
+    [
+        (save_what_json_cannot_hold, "every rank: "),
+        (save_into_a_file, f"every rank: {FILE}; pass another path to save_checkpoint"),
+        (save_below_a_file, f"every rank: {FILE}, so that {{}}/file/x cannot be created; pass "),
+    ],
 )
 def test_unsavable_state_raises_on_every_rank(
-    mistake: Callable[[str], None], who: str, ranks: RankPools, tmp_path: Path
+    mistake: Callable[[str], None], message: str, ranks: RankPools, tmp_path: Path
 ) -> None:
     for error in ranks(2).raises(mistake, str(tmp_path)):
         assert isinstance(error, CheckpointError), repr(error)
-        assert who in str(error)
+        assert message.format(tmp_path, tmp_path) in str(error)
     assert not (tmp_path / "latest").exists()
 
 

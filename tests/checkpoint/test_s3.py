@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,13 +16,14 @@ from ranks import RankPools
 from hadal import comm
 from hadal.checkpoint import folders, remote
 from hadal.checkpoint.files import check_file, location_of, read_small, storage_of, write_file
-from hadal.checkpoint.index import INDEX, write_index
+from hadal.checkpoint.index import INDEX, read_index, write_index
 from hadal.checkpoint.inspection import inspected
 
 from .s3 import needed, server, use
 from .s3_server import FAULTS, LATE, STALL_S
 
 pytestmark = needed
+MARKS = ["0123456789abcde0", "0123456789abcde1"]
 
 
 def save_and_load(address: str, bucket: str, also_async: bool) -> None:
@@ -54,15 +56,15 @@ def test_engines_save_and_load_on_s3(fault: str, ranks: RankPools) -> None:
         ranks(2).run(save_and_load, address, fault, fault != "none", timeout=300)
 
 
-def come_late(address: str, bucket: str) -> None:
+def write_late(address: str, bucket: str) -> None:
     """A request that timed out was repeated, and comes through after others have gone on."""
     place = location_of(use(address, bucket))
     storage = storage_of(place)
     for text in (b"one", b"two"):
         storage.replace(place / "latest", text)
-    write_index(place / "a", {"save": "0123456789abcde0"})
+    write_index(place / "a", {"save": MARKS[0]})
     time.sleep(STALL_S)
-    write_index(place / "b", {"save": "0123456789abcde1"})
+    write_index(place / "b", {"save": MARKS[1]})
     folders.remove(place / "a", place / "b")
     time.sleep(STALL_S)
     assert read_small(place / "latest", 10) == b"two"
@@ -71,10 +73,65 @@ def come_late(address: str, bucket: str) -> None:
     assert [item.name for item in storage.items(place / "b")] == [INDEX]
 
 
+def alternate(address: str, bucket: str) -> None:
+    """`latest` is what it was before the late request, but that comes after all of these."""
+    place = location_of(use(address, bucket))
+    for tag in ("one", "two", "one"):
+        folders.set_latest(place, tag)
+    time.sleep(STALL_S)
+    assert folders.latest_tag(place) == "one"
+
+
+def save_again(address: str, bucket: str) -> None:
+    """A tag is saved again after it was removed, and the removal comes late."""
+    place = location_of(use(address, bucket))
+    write_index(place / "a", {"save": MARKS[0]})
+    write_file(place / "a" / MARKS[0] / "file", [b"text"])
+    folders.remove(place / "a", place / "b")
+    write_index(place / "a", {"save": MARKS[1]})
+    write_file(place / "a" / MARKS[1] / "file", [b"text"])
+    time.sleep(STALL_S)
+    assert read_index(place / "a")["save"] == MARKS[1]
+    assert [item.name for item in storage_of(place).items(place / "a")] == [MARKS[1], INDEX]
+
+
 @pytest.mark.slow
-def test_a_request_that_comes_late_undoes_nothing(ranks: RankPools) -> None:
-    with server(LATE) as address:
-        ranks(1).run(come_late, address, "late", timeout=100)
+@pytest.mark.parametrize(
+    ("act", "fault", "every"),
+    [(write_late, "late PUT", 1), (alternate, "late PUT", 2), (save_again, "late DELETE", 1)],
+)
+def test_a_request_that_comes_late_undoes_nothing(
+    act: Callable[[str, str], None], fault: str, every: int, ranks: RankPools
+) -> None:
+    assert fault in LATE
+    with server(fault, every) as address:
+        ranks(1).run(act, address, "late", timeout=100)
+
+
+def replace_behind(address: str) -> None:
+    """Another client replaces an object between the two requests of a removal."""
+    place = location_of(use(address, "behind")) / "index.json"
+    storage, on_condition = storage_of(place), remote._on_condition
+    storage.replace(place, b"one")
+
+    def replaced_behind(*given: Any) -> None:
+        remote._on_condition = on_condition
+        storage.replace(place, b"two")
+        on_condition(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "PAUSES_S", (0.1,) * 5)
+        patch.setattr(remote, "_on_condition", replaced_behind)
+        with pytest.raises(OSError, match="it was replaced while it was being removed"):
+            storage.remove(place)
+        assert read_small(place, 10) == b"two"
+        storage.remove(place), storage.remove(place)
+        assert storage.find(place) is None
+
+
+def test_an_object_that_was_replaced_meanwhile_is_not_removed(ranks: RankPools) -> None:
+    with server("none") as address:
+        ranks(1).run(replace_behind, address, timeout=100)
 
 
 def upload_in_parts(address: str) -> None:
