@@ -140,10 +140,10 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         HadalError: that cannot be done; faults of the command line are found before ranks start.
     """
-    from hadal.comm.start import told_world_size
+    from hadal.comm.start import env_world_size
 
     _check(parsed)
-    if told_world_size() is None:
+    if env_world_size() is None:
         return _start_ranks(parsed)
     return _take_part(parsed)
 
@@ -283,14 +283,14 @@ def _take_part(parsed: argparse.Namespace) -> int:
         for one in sweep(parsed.kinds, numels, trial):
             found.append(dataclasses.asdict(one))
             step()
-    told = {"ranks": ranks.size, "device": current_device().type, "measured": found}
+    results = {"ranks": ranks.size, "device": current_device().type, "measured": found}
     comm.destroy_process_group()
     if ranks.rank > 0:
         return 0
     if parsed.hand_over is not None:
-        Path(parsed.hand_over, _FIGURES).write_text(json.dumps(told))
+        Path(parsed.hand_over, _FIGURES).write_text(json.dumps(results))
         return 0
-    return _show(parsed, told)
+    return _show(parsed, results)
 
 
 def _trial(parsed: argparse.Namespace) -> Trial:
@@ -303,9 +303,9 @@ def _trial(parsed: argparse.Namespace) -> Trial:
 # ---- what is shown -------------------------------------------------------------------------------
 
 
-def _show(parsed: argparse.Namespace, told: dict[str, Any]) -> int:
-    found = told["measured"]
-    what = f"{told['ranks']} ranks on {told['device']}, {parsed.dtype}, {_WAYS[parsed.dist]}"
+def _show(parsed: argparse.Namespace, results: dict[str, Any]) -> int:
+    found = results["measured"]
+    what = f"{results['ranks']} ranks on {results['device']}, {parsed.dtype}, {_WAYS[parsed.dist]}"
     factor = 8e-9 if parsed.bw_unit == "Gbps" else 1e-9
     if parsed.raw:
         for one in found:
@@ -316,7 +316,7 @@ def _show(parsed: argparse.Namespace, told: dict[str, Any]) -> int:
         _print_table(found, what, parsed.bw_unit, factor)
     if parsed.json is not None:
         choice = {"dtype": parsed.dtype, "way": parsed.dist}
-        write_file(parsed.json, json.dumps({**choice, **told}, indent=1) + "\n")
+        write_file(parsed.json, json.dumps({**choice, **results}, indent=1) + "\n")
     if parsed.output is not None:
         write_picture(figure_of(found, what, parsed.bw_unit, factor), parsed.output)
     return 0

@@ -92,7 +92,7 @@ def _line(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
     return " ".join(text.split())
 
 
-# ---- what all shells are told ----------------------------------------------------------------
+# ---- shared by all shells --------------------------------------------------------------------
 
 
 def _below(commands: Sequence[Command]) -> list[str]:
@@ -174,14 +174,14 @@ def _names(command: Command) -> list[str]:
 def _zsh(commands: Sequence[Command]) -> str:
     programs = _programs(commands)
     known = [f"        {shlex.quote(at)}) known=({k}) ;;" for at, k in _known(commands)]
-    told = [f"        {shlex.quote(c.path)}) told=({_described(c)}) ;;" for c in commands]
+    described = [f"        {shlex.quote(c.path)}) described=({_described(c)}) ;;" for c in commands]
     leaves = _patterns([c.path for c in commands if not c.below])
     lines = [
         "#compdef hadal",
         "# made by `hadal completion zsh`",
         "_hadal() {",
         "    local where=hadal at",
-        "    local -a known told",
+        "    local -a known described",
         "    for ((at = 2; at < CURRENT; at++)); do",
         '        case "$where ${words[at]}" in',
         f'        {_patterns(_below(commands))}) where="$where ${{words[at]}}" ;;',
@@ -199,9 +199,9 @@ def _zsh(commands: Sequence[Command]) -> str:
         f"        {leaves}) _files; return ;;",
         "    esac",
         '    case "$where" in',
-        *told,
+        *described,
         "    esac",
-        "    _describe hadal told",
+        "    _describe hadal described",
         "}",
         # Read by `eval` or `source` it registers itself; as a file in fpath it is the function.
         'if [[ ${funcstack[1]} == _hadal ]]; then _hadal "$@"; else compdef _hadal hadal; fi',
@@ -211,7 +211,7 @@ def _zsh(commands: Sequence[Command]) -> str:
 
 def _described(command: Command) -> str:
     pairs = [*command.below.items(), *((o.name, o.help) for o in command.options)]
-    return " ".join(shlex.quote(f"{name}:{told}" if told else name) for name, told in pairs)
+    return " ".join(shlex.quote(f"{name}:{text}" if text else name) for name, text in pairs)
 
 
 # ---- fish ------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def _fish(commands: Sequence[Command]) -> str:
     ]
     for command in commands:
         there = f"complete -c hadal -n {_quoted(f'__hadal_at {command.path}')}"
-        lines += [f"{there} -f -a {n} -d {_quoted(told)}" for n, told in command.below.items()]
+        lines += [f"{there} -f -a {n} -d {_quoted(text)}" for n, text in command.below.items()]
         for option in command.options:
             dashes = "-l" if option.name.startswith("--") else "-s"
             words = [there, dashes, option.name.lstrip("-"), "-d", _quoted(option.help)]

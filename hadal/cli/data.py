@@ -213,7 +213,7 @@ def run_index(parsed: argparse.Namespace) -> int:
             found = index_texts(source, indexing, parsed.output, _workers(parsed.workers), advance)
     seconds = time.perf_counter() - began
     nbytes = bin_path(parsed.output).stat().st_size
-    told: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "files": str(parsed.output),
         "documents": found.documents,
         "rows": found.rows,
@@ -223,7 +223,7 @@ def run_index(parsed: argparse.Namespace) -> int:
         "seconds": round(seconds, 3),
     }
     if parsed.json:
-        show_json(told)
+        show_json(facts)
         return 0
     shown = {
         "files": f"{parsed.output}.bin, {parsed.output}.idx",
@@ -271,20 +271,20 @@ def run_analyze(parsed: argparse.Namespace) -> int:
             workers=_workers(parsed.workers),
             progress=lambda count: bar.advance(task, count),
         )
-    told = {name: _summary(*distribution) for name, distribution in found.items()}
-    for name in told:
-        told[name]["files"] = str(prefix_of(parsed.output, name, ""))
+    facts = {name: _summary(*distribution) for name, distribution in found.items()}
+    for name in facts:
+        facts[name]["files"] = str(prefix_of(parsed.output, name, ""))
     pictures = [] if parsed.no_picture else _draw(parsed.output, found)
     if parsed.json:
-        show_json({"samples": rows, "metrics": told, "pictures": [str(path) for path in pictures]})
+        show_json({"samples": rows, "metrics": facts, "pictures": [str(path) for path in pictures]})
         return 0
     columns = ("metric", "distinct", "min", "5 %", "median", "95 %", "max")
     made = table(*columns, right=columns[1:])
-    for name, each in told.items():
+    for name, each in facts.items():
         numbers = (each[key] for key in ("distinct", "min", "p5", "median", "p95", "max"))
         made.add_row(name, *(f"{number:,}" for number in numbers))
     show(f"{rows:,} samples", made)
-    where = [each["files"] + "index_to_..." for each in told.values()]
+    where = [each["files"] + "index_to_..." for each in facts.values()]
     show(aligned([(key("files"), "\n".join([*where, *map(str, pictures)]))]))
     return 0
 
@@ -379,10 +379,10 @@ def figure_of(name: str, values: Any, counts: Any) -> Figure:
         axis.yaxis.set_major_formatter("{x:,g}")
         axis.xaxis.set_major_formatter("{x:,.0f}")
     figure.suptitle(f"{name} of {int(counts.sum()):,} samples", fontsize=13, weight="bold")
-    told = (
+    facts = (
         f"5 %: {summary['p5']:,}",
         f"median: {summary['median']:,}",
         f"95 %: {summary['p95']:,}",
     )
-    upper.set_title("dashed lines: " + " · ".join(told), fontsize=8.5, color=INK)
+    upper.set_title("dashed lines: " + " · ".join(facts), fontsize=8.5, color=INK)
     return figure

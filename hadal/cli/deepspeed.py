@@ -39,16 +39,16 @@ def launch() -> int:
     parser.add_argument("--node_rank", default="0", help="the number of this host")
     parser.add_argument("--master_addr", default="127.0.0.1", help="address of rank 0's host")
     parser.add_argument("--save_pid", type=int, help="the name of a file for this number")
-    told, rest = parser.parse_known_args(own)
-    slots = json.loads(base64.urlsafe_b64decode(told.world_info))
+    values, rest = parser.parse_known_args(own)
+    slots = json.loads(base64.urlsafe_b64decode(values.world_info))
     include = "@".join(f"{host}:{','.join(map(str, ids))}" for host, ids in slots.items())
-    with tempfile.TemporaryDirectory() as folder, pid_file(told.save_pid):
+    with tempfile.TemporaryDirectory() as folder, pid_file(values.save_pid):
         hostfile = Path(folder, "hosts")
         hostfile.write_text(
             "".join(f"{host} slots={max(ids) + 1}\n" for host, ids in slots.items())
         )
         where = ["--hostfile", str(hostfile), "--include", include, "--no_ssh"]
-        where += ["--node_rank", told.node_rank, "--master_addr", told.master_addr]
+        where += ["--node_rank", values.node_rank, "--master_addr", values.master_addr]
         return main(["run", "--local_rank", *where, *rest, *program])
 
 

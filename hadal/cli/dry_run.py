@@ -61,7 +61,7 @@ def _rows(
 def _command(job: Job) -> str:
     """Return the command of every rank; N stands for its number on its host."""
     words = job.program.command(0)
-    if job.program.tells_local_rank:
+    if job.program.passes_local_rank:
         words[words.index("--local_rank=0")] = "--local_rank=N"
     return _joined(words)
 
@@ -99,10 +99,10 @@ def _own_variables(
         slots = showing(job.pool[host]) if job.program.slots else {}
         return {**slots, **dict(starters[0].variables)}
     share = share_of(job, host, plan.address)
-    told = variables_of(share, variables, len(os.sched_getaffinity(0)))
+    values = variables_of(share, variables, len(os.sched_getaffinity(0)))
     if not is_here:
-        told.pop("OMP_NUM_THREADS", None)  # by the cores of that host
-    return told
+        values.pop("OMP_NUM_THREADS", None)  # by the cores of that host
+    return values
 
 
 def _range(numbers: range) -> str:

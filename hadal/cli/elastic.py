@@ -41,11 +41,11 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         ConfigError: there is no batch, or none for so many ranks.
     """
-    told = _told(_section(parsed.config), parsed.world_size)
+    result = _result(_section(parsed.config), parsed.world_size)
     if parsed.json:
-        show_json(told)
+        show_json(result)
     else:
-        _show(told)
+        _show(result)
     return 0
 
 
@@ -66,8 +66,8 @@ def bounds_of(source: str) -> Bounds:
     from hadal.config.elastic import list_of
     from hadal.config.reading import read
 
-    told = read(source)[1].get("elasticity")
-    if not isinstance(told, dict) or told.get("enabled") is not True:
+    result = read(source)[1].get("elasticity")
+    if not isinstance(result, dict) or result.get("enabled") is not True:
         return Bounds()
     section = _section(source)
     shared = section.model_parallel_size
@@ -98,37 +98,40 @@ def _section(source: str) -> Elasticity:
     return section
 
 
-def _told(section: Elasticity, world_size: int | None) -> dict[str, Any]:
+def _result(section: Elasticity, world_size: int | None) -> dict[str, Any]:
     from hadal.config.elastic import choice_of, list_of, sizes_of
     from hadal.config.triangle import Sizes
 
     shared = section.model_parallel_size
     choice = list_of(section) if world_size is None else choice_of(section, world_size)
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "train_batch_size": choice.train,
         "world_sizes": [count * shared for count in choice.ranks],
         "model_parallel_size": shared,
     }
     if world_size is None:
-        return told
+        return result
     sizes = sizes_of(section, world_size, world_size // shared)
     if not isinstance(sizes, Sizes):
         raise ConfigError(f"{sizes.path}: {sizes.message}", (sizes,))
-    return told | {
+    return result | {
         "world_size": world_size,
         "train_micro_batch_size_per_gpu": sizes.micro,
         "gradient_accumulation_steps": sizes.accumulation,
     }
 
 
-def _show(told: dict[str, Any]) -> None:
-    counts, shared = told["world_sizes"], told["model_parallel_size"]
+def _show(result: dict[str, Any]) -> None:
+    counts, shared = result["world_sizes"], result["model_parallel_size"]
     by = f", {shared} of them for each copy of the model" if shared > 1 else ""
-    rows = [(key("batch"), f"{told['train_batch_size']} samples")]
+    rows = [(key("batch"), f"{result['train_batch_size']} samples")]
     rows.append((key("ranks"), f"{len(counts)} numbers{by}"))
     for start in range(0, len(counts), _NUMBERS):
         rows.append((key(""), " ".join(map(str, counts[start : start + _NUMBERS]))))
     show(aligned(rows))
-    if "world_size" in told:
-        micro, times = told["train_micro_batch_size_per_gpu"], told["gradient_accumulation_steps"]
-        show(f"{told['world_size']} ranks: {times} micro-batches of {micro} samples each")
+    if "world_size" in result:
+        micro, times = (
+            result["train_micro_batch_size_per_gpu"],
+            result["gradient_accumulation_steps"],
+        )
+        show(f"{result['world_size']} ranks: {times} micro-batches of {micro} samples each")

@@ -165,7 +165,7 @@ def _show_stages(model: Model, parsed: argparse.Namespace) -> None:
         for plan in PLANS
     ]
     _show(_TITLES, rows, f"{_said(model, job)}, bf16 or fp16 with Adam, GB per rank", memory)
-    _tell_rest(model, job, HALF, ShardTiers(), stage=3)
+    _print_rest(model, job, HALF, ShardTiers(), stage=3)
 
 
 # ---- one configuration ---------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
     said = _said(elements, plan.job)
     caption = f"{said}, stage {plan.stage} with {plan.optimizer}, GB per rank"
     _show(("",), rows, caption, parsed.memory)
-    _tell_rest(elements, plan.job, plan.cost, plan.rest, stage=plan.stage, held=found.total)
+    _print_rest(elements, plan.job, plan.cost, plan.rest, stage=plan.stage, held=found.total)
 
 
 def held_of(config: Config, model: Model, devices_per_node: int, nodes: int) -> TierBytes:
@@ -347,7 +347,7 @@ def _gb(nbytes: int) -> str:
     return f"{nbytes / _GB:,.2f}" if nbytes else "-"
 
 
-def _tell_rest(
+def _print_rest(
     model: Model,
     job: JobSize,
     cost: Cost,

@@ -111,7 +111,7 @@ def run(parsed: argparse.Namespace) -> int:
         or (parsed.defaults and not _is_below(row.path, hidden))
     ]
     if parsed.json:
-        show_json(_told(found, parsed.world_size, table, faults))
+        show_json(_as_json(found, parsed.world_size, table, faults))
     else:
         _show(found, parsed.world_size, table)
     if faults:
@@ -224,7 +224,7 @@ def _is_below(path: str, sections: Iterable[str]) -> bool:
 # ---- what is shown -------------------------------------------------------------------------------
 
 
-def _told(
+def _as_json(
     found: Examined, world_size: int, table: Iterable[ExplainedValue], faults: Iterable[Fault]
 ) -> dict[str, Any]:
     return {

@@ -228,16 +228,16 @@ def choices_of(parsed: argparse.Namespace) -> Choices:
 
     if not parsed.program:
         raise LaunchError("no program: expected hadal run [OPTIONS] SCRIPT [ARGUMENT ...]")
-    told = {key: value for key, value in vars(parsed).items() if key in Choices.__slots__}
+    chosen = {key: value for key, value in vars(parsed).items() if key in Choices.__slots__}
     if isinstance(parsed.num_nodes, tuple):
-        told.update(_bounds(parsed))
+        chosen.update(_bounds(parsed))
     if parsed.elastic_training:
-        told.update(elastic_bounds(parsed.program)._asdict())
-    told.update(
+        chosen.update(elastic_bounds(parsed.program)._asdict())
+    chosen.update(
         words=tuple(parsed.program),
         launcher_args=_words(parsed.launcher_args),
     )
-    return Choices(**told)
+    return Choices(**chosen)
 
 
 def _words(text: str) -> tuple[str, ...]:

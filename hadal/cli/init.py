@@ -140,8 +140,8 @@ def _devices(parsed: argparse.Namespace) -> tuple[int, int, int]:
     if any(given):
         return usual
     nodes, devices, nbytes = usual
-    told = f"{nodes} x {devices} x {nbytes / 1e9:.4g}GB"
-    return _asked(parsed, 2, "Nodes x devices of each x memory of one", told, _hardware)
+    machine = f"{nodes} x {devices} x {nbytes / 1e9:.4g}GB"
+    return _asked(parsed, 2, "Nodes x devices of each x memory of one", machine, _hardware)
 
 
 def _found() -> tuple[int, int]:

@@ -139,14 +139,14 @@ def machine() -> Section:
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found = devices()
-    told = {
+    facts = {
         "system": platform.platform(),
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable",
         "memory": f"{memory / 1e9:.1f} GB",
         "process groups": ", ".join(backends()) or "none",
         "accelerators": str(len(found)) if found else "none",
     }
-    return told | {f"accelerator {number}": each for number, each in enumerate(found)}
+    return facts | {f"accelerator {number}": each for number, each in enumerate(found)}
 
 
 def lacking() -> Section:
@@ -154,7 +154,7 @@ def lacking() -> Section:
     from hadal.comm.cross_memory import system
     from hadal.device.inventory import lacks_compiler, lacks_fused_kernels
 
-    told = {
+    facts = {
         "fused optimizers": lacks_fused_kernels(),
         "torch.compile": lacks_compiler(),
         "shared memory between local ranks": ""
@@ -164,8 +164,8 @@ def lacking() -> Section:
     }
     for launcher, program in _STARTERS.items():
         found = shutil.which(program)
-        told[f"hadal run by {launcher}"] = "" if found else f"`{program}` is not installed"
-    return {what: f"no: {why}" if why else "" for what, why in told.items()}
+        facts[f"hadal run by {launcher}"] = "" if found else f"`{program}` is not installed"
+    return {what: f"no: {why}" if why else "" for what, why in facts.items()}
 
 
 def _missing(module: str, remedy: str) -> str:

@@ -60,8 +60,8 @@ def run(parsed: argparse.Namespace) -> int:
     try:
         if not words:
             raise LaunchError("no command: expected hadal ssh [-f HOSTFILE] COMMAND ...")
-        told = read_hostfile(text_of(parsed.hostfile), str(parsed.hostfile))
-        hosts = list(filtered(told, parsed.include, parsed.exclude))
+        known = read_hostfile(text_of(parsed.hostfile), str(parsed.hostfile))
+        hosts = list(filtered(known, parsed.include, parsed.exclude))
     except (LaunchError, OSError) as error:
         fail(str(error))
         return MISUSED

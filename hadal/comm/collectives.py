@@ -249,10 +249,10 @@ def gather_codes_and_least(
         largest, smallest, least = int(bounds[0]), -int(bounds[1]), -int(bounds[2])
         if largest == smallest:
             return [code] * ranks.size, least
-    told = torch.empty(ranks.size, 2, dtype=torch.int64)
-    told[ranks.rank] = torch.tensor([code, count])
-    start_all_gather(told.view(-1), ranks, label, CODE).wait()
-    return told[:, 0].tolist(), int(told[:, 1].min()) if least is None else least
+    answers = torch.empty(ranks.size, 2, dtype=torch.int64)
+    answers[ranks.rank] = torch.tensor([code, count])
+    start_all_gather(answers.view(-1), ranks, label, CODE).wait()
+    return answers[:, 0].tolist(), int(answers[:, 1].min()) if least is None else least
 
 
 def _small_reduction(

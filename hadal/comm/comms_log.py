@@ -269,10 +269,10 @@ class CommsLog:
             for record in over:
                 self._rows.setdefault(record.key, Row(*record.key)).add(record)
         if self.choice.verbose:
-            _tell(over)
+            _log_records(over)
 
 
-def _tell(records: Iterable[Record]) -> None:
+def _log_records(records: Iterable[Record]) -> None:
     for record in records:
         key = record.key
         site = f" ({key.site})" if key.site else ""

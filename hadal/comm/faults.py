@@ -15,7 +15,9 @@ from hadal.errors import HadalError, MismatchError
 
 
 @contextmanager
-def told_to_all(ranks: Ranks, where: str, kind: type[HadalError] = MismatchError) -> Iterator[None]:
+def raised_on_all(
+    ranks: Ranks, where: str, kind: type[HadalError] = MismatchError
+) -> Iterator[None]:
     """Run a block without collectives; if it raises on one rank, raise on every rank.
 
     A rank whose own block raised keeps its own exception; the others raise a `kind` that quotes it.
@@ -26,10 +28,12 @@ def told_to_all(ranks: Ranks, where: str, kind: type[HadalError] = MismatchError
     except Exception as error:
         fault = error
     if any(gather_codes(int(fault is not None), ranks)):
-        told = gather_objects(None if fault is None else f"{type(fault).__name__}: {fault}", ranks)
+        messages = gather_objects(
+            None if fault is None else f"{type(fault).__name__}: {fault}", ranks
+        )
         if fault is not None:
             raise fault
-        rank, first = next((r, text) for r, text in enumerate(told) if text is not None)
+        rank, first = next((r, text) for r, text in enumerate(messages) if text is not None)
         raise kind(f"{where} stopped on rank {rank}, and so on every rank: {first}")
 
 

@@ -139,10 +139,11 @@ def _check_group(mpu: Any, kind: str) -> None:
     """Check a group against its reported rank and size: it may have been made for other ranks."""
     group = getattr(mpu, f"get_{kind}_group")()
     found = (dist.get_rank(group), dist.get_world_size(group))
-    told = (int(getattr(mpu, f"get_{kind}_rank")()), _size_of(mpu, kind))
-    if found != told:
+    reported = (int(getattr(mpu, f"get_{kind}_rank")()), _size_of(mpu, kind))
+    if found != reported:
         raise UsageError(
             f"initialize(mpu=...): this process is rank {found[0]} of {found[1]} in"
-            f" get_{kind}_group(), and get_{kind}_rank() and _world_size() report rank {told[0]} of"
-            f" {told[1]}; make the mpu after torch.distributed has started, on every rank alike"
+            f" get_{kind}_group(), but get_{kind}_rank() and _world_size() report rank"
+            f" {reported[0]} of {reported[1]}; create the mpu after torch.distributed has started,"
+            " in the same way on every rank"
         )

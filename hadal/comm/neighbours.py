@@ -129,12 +129,12 @@ def _connect(others: Mapping[int, Identity], rank: int) -> None:
     while by_address:
         connection, _ = _office().listener.accept()
         connection.settimeout(MEETING_S)
-        told = by_address.get(connection.recv(64))
-        if told is None or _pid_of(connection) != others[told].pid:
+        peer = by_address.get(connection.recv(64))
+        if peer is None or _pid_of(connection) != others[peer].pid:
             connection.close()  # a stranger: any process of this host may connect
             continue
-        by_address = {address: number for address, number in by_address.items() if number != told}
-        connections[told] = connection
+        by_address = {address: number for address, number in by_address.items() if number != peer}
+        connections[peer] = connection
     for number in _trusted({n: (others[n].pid, c) for n, c in connections.items()}):
         other = others[number]
         _office().add(other.address, other.pid, connections.pop(number))
@@ -145,8 +145,8 @@ def _connect(others: Mapping[int, Identity], rank: int) -> None:
 def _pid_of(connection: socket.socket) -> int:
     """Return the process at the other end, as the kernel reports it."""
     size = struct.calcsize("3i")
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    pid, _, _ = struct.unpack("3i", told)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    pid, _, _ = struct.unpack("3i", credentials)
     return int(pid)
 
 
@@ -184,11 +184,11 @@ def _line_of(pid: int) -> list[int]:
     line = []
     while pid:
         try:
-            told = Path(f"/proc/{pid}/stat").read_text()
+            peer = Path(f"/proc/{pid}/stat").read_text()
         except FileNotFoundError:
             break
         line.append(pid)
-        pid = int(told.rpartition(")")[2].split()[1])
+        pid = int(peer.rpartition(")")[2].split()[1])
     return line
 
 

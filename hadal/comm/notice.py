@@ -40,7 +40,7 @@ class Notice:
         self._store: Store | None = own_store(name) if world.size > 1 else None
         pause = max(_PAUSE_S, world.size / _LOOKS_PER_S)
         self._given: str | None = None
-        self._has_told = False
+        self._has_announced = False
         self._lock = threading.Lock()
         self._passed = 0
         self._is_held = False
@@ -86,8 +86,8 @@ class Notice:
     def _hear(self) -> bool:
         """Look for a notice, and agree on a boundary if there is one; return True at the end."""
         store, rank, size = self._store, self._world.rank, self._world.size
-        if self._given is not None and store is not None and not self._has_told:
-            self._has_told = True
+        if self._given is not None and store is not None and not self._has_announced:
+            self._has_announced = True
             store.set(_WORD, f"{self._given} on rank {rank}")
         if store is None:
             if self._given is None:

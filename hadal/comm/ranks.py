@@ -195,6 +195,6 @@ def _find_circle(group: dist.ProcessGroup) -> Circle:
     size = dist.get_world_size(group)
     if size == 1 or "gloo" not in str(dist.get_backend_config(group)):
         return Circle()
-    told: list[Any] = [identity(reads=may_read_memory())] * size
-    labelled("the meeting of neighbours", all_gather_object, told, told[0], group)
-    return meet(told, dist.get_rank(group))
+    identities: list[Any] = [identity(reads=may_read_memory())] * size
+    labelled("the meeting of neighbours", all_gather_object, identities, identities[0], group)
+    return meet(identities, dist.get_rank(group))

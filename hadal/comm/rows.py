@@ -181,8 +181,8 @@ def _start_exchange(
         values = start_exchange(leaving, coming, ranks, label, value_tag)
         return numbers.then(lambda: values).then(lambda: act(pieces))
 
-    told = [torch.tensor([rows.announced]) for rows in sent]
-    return start_exchange(told, [*counts.split(1)], ranks, label, count_tag).then(move)
+    announced_counts = [torch.tensor([rows.announced]) for rows in sent]
+    return start_exchange(announced_counts, [*counts.split(1)], ranks, label, count_tag).then(move)
 
 
 def _start_by_collectives(

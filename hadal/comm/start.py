@@ -42,7 +42,7 @@ class WorldPlace(NamedTuple):
     local_rank: int
     address: str
     port: int
-    told_by: str
+    set_by: str
 
 
 ALONE = WorldPlace(0, 1, 0, "127.0.0.1", DEFAULT_PORT, "no launcher")
@@ -91,9 +91,9 @@ def init_distributed(
     _end_with_program()
     if dist.is_initialized():
         return
-    timeout = told_timeout(os.environ) if timeout is None else timeout
+    timeout = env_timeout(os.environ) if timeout is None else timeout
     _timeout.append(timeout)
-    place = find_place(os.environ, distributed_port, is_told_where=init_method is not None)
+    place = find_place(os.environ, distributed_port, has_init_method=init_method is not None)
     device = rank_device(place.local_rank)
     backend = dist_backend or collective_backend()
     if init_method is not None:
@@ -101,7 +101,7 @@ def init_distributed(
         place = place._replace(
             rank=rank if known else place.rank,
             world_size=world_size if known else place.world_size,
-            told_by=f"init_method {init_method}",
+            set_by=f"init_method {init_method}",
         )
     try:
         _start(backend, place, init_method, timeout, device)
@@ -110,7 +110,7 @@ def init_distributed(
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         where = init_method or f"{place.address}:{place.port}"
         raise CommunicationError(
-            f"rank {place.rank} of {place.world_size} (set by {place.told_by}) could not meet the"
+            f"rank {place.rank} of {place.world_size} (set by {place.set_by}) could not meet the"
             f" others at {where} within {timeout.total_seconds():g} s: {error}. Check that rank 0"
             " runs, that MASTER_ADDR and MASTER_PORT are the same on all ranks and that no firewall"
             " blocks them."
@@ -119,12 +119,12 @@ def init_distributed(
 
 def obey_chosen_device() -> None:
     """Compute on the kind of device that the user has chosen (DS_ACCELERATOR: cpu, cuda, ...)."""
-    told = os.environ.get("DS_ACCELERATOR", "")
-    if told:
-        choose_kind(told)
+    text = os.environ.get("DS_ACCELERATOR", "")
+    if text:
+        choose_kind(text)
 
 
-def told_timeout(variables: Mapping[str, str]) -> timedelta:
+def env_timeout(variables: Mapping[str, str]) -> timedelta:
     """Return how long to wait for other ranks (DEEPSPEED_TIMEOUT, in minutes; 30).
 
     Raises:
@@ -214,9 +214,9 @@ def refuse_shared_devices(store: Store, rank: int, world_size: int, device: torc
     fault = own.get("found").decode()
     if not fault:
         return
-    own.add("told", 1)
+    own.add("read", 1)
     patience = time.monotonic() + _LAST_WORD_S
-    while rank == 0 and own.add("told", 0) < world_size and time.monotonic() < patience:
+    while rank == 0 and own.add("read", 0) < world_size and time.monotonic() < patience:
         time.sleep(0.01)  # the store ends with this process
     raise CommunicationError(fault)
 
@@ -237,7 +237,7 @@ class _FromLauncher(NamedTuple):
     local_rank: int
 
 
-def _told(variables: Mapping[str, str]) -> _FromLauncher | None:
+def _from_launcher(variables: Mapping[str, str]) -> _FromLauncher | None:
     for launcher, rank_key, world_key, local_key in _LAUNCHERS:
         if rank_key in variables and world_key in variables:
             rank = _whole_number(variables, rank_key)
@@ -248,26 +248,28 @@ def _told(variables: Mapping[str, str]) -> _FromLauncher | None:
 
 
 def find_place(
-    variables: Mapping[str, str], port: int = DEFAULT_PORT, *, is_told_where: bool = False
+    variables: Mapping[str, str], port: int = DEFAULT_PORT, *, has_init_method: bool = False
 ) -> WorldPlace:
     """Read this process's place from a launcher's variables; `ALONE` if there are none.
 
-    With `is_told_where` the caller knows where the ranks meet, and no address is needed.
+    With `has_init_method` the caller knows where the ranks meet, and no address is needed.
     """
-    told = _told(variables)
-    if told is None:
+    launch = _from_launcher(variables)
+    if launch is None:
         return ALONE
-    if not 0 <= told.rank < told.world_size:
+    if not 0 <= launch.rank < launch.world_size:
         raise CommunicationError(
-            f"{told.rank_key}={told.rank} is not one of 0..{told.world_size - 1}, as"
-            f" {told.world_key}={told.world_size} requires; {told.launcher} set one of them, or an"
-            " older run left it in the environment"
+            f"{launch.rank_key}={launch.rank} is not one of 0..{launch.world_size - 1}, as"
+            f" {launch.world_key}={launch.world_size} requires; {launch.launcher} set one of them,"
+            " or an older run left it in the environment"
         )
     port = _whole_number(variables, "MASTER_PORT") if "MASTER_PORT" in variables else port
     address = variables.get("MASTER_ADDR", "")
-    if not address and not is_told_where:
-        address = _first_host(variables, told)
-    return WorldPlace(told.rank, told.world_size, told.local_rank, address, port, told.launcher)
+    if not address and not has_init_method:
+        address = _first_host(variables, launch)
+    return WorldPlace(
+        launch.rank, launch.world_size, launch.local_rank, address, port, launch.launcher
+    )
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
@@ -282,19 +284,19 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 
 def get_local_rank() -> int:
     """Return this process's rank on its host, from its launcher; 0 without a launcher."""
-    told = _told(os.environ)
-    return told.local_rank if told else 0
+    launch = _from_launcher(os.environ)
+    return launch.local_rank if launch else 0
 
 
-def told_world_size() -> int | None:
+def env_world_size() -> int | None:
     """Return the number of ranks, from the launcher; None without one."""
-    told = _told(os.environ)
-    if told is not None:
-        return told.world_size
+    launch = _from_launcher(os.environ)
+    if launch is not None:
+        return launch.world_size
     return _whole_number(os.environ, "WORLD_SIZE") if "WORLD_SIZE" in os.environ else None
 
 
-def told_elasticity() -> str | None:
+def env_elasticity() -> str | None:
     """Return the `elasticity` section that a scheduler of elastic jobs was given, as JSON."""
     return os.environ.get("DEEPSPEED_ELASTICITY_CONFIG")
 
@@ -319,14 +321,14 @@ def get_local_world_size() -> int | None:
 
     None too if Slurm says that hosts have unequally many.
     """
-    told = _told_local_size(os.environ)
-    if told is not None:
-        return told
+    size = _env_local_size(os.environ)
+    if size is not None:
+        return size
     slurm = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ.get(_SLURM_LOCAL_SIZES, ""))
     return int(slurm[1]) if slurm else None
 
 
-def _told_local_size(variables: Mapping[str, str]) -> int | None:
+def _env_local_size(variables: Mapping[str, str]) -> int | None:
     return next((_whole_number(variables, k) for k in _LOCAL_SIZES if k in variables), None)
 
 
@@ -342,8 +344,8 @@ def watchdog_limit() -> float:
 
 def memory_is_tuned() -> bool:
     """Return True if the user has configured the C library's handling of freed memory."""
-    told = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
-    return any(key in os.environ for key in told) or "malloc" in os.environ.get(
+    keys = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+    return any(key in os.environ for key in keys) or "malloc" in os.environ.get(
         "GLIBC_TUNABLES", ""
     )
 
@@ -354,10 +356,10 @@ def may_read_memory() -> bool:
     Raises:
         CommunicationError: the variable is neither 0 nor 1.
     """
-    told = os.environ.get("HADAL_CROSS_MEMORY", "") or "1"
-    if told not in ("0", "1"):
-        raise CommunicationError(f"the variable HADAL_CROSS_MEMORY must be 0 or 1, found {told!r}")
-    return told == "1"
+    text = os.environ.get("HADAL_CROSS_MEMORY", "") or "1"
+    if text not in ("0", "1"):
+        raise CommunicationError(f"the variable HADAL_CROSS_MEMORY must be 0 or 1, found {text!r}")
+    return text == "1"
 
 
 def _number(
@@ -369,13 +371,13 @@ def _number(
     is_zero_fine: bool = False,
 ) -> float:
     """Return a finite number above 0, or 0; `usual` if the variable is not set."""
-    told = variables.get(key, "")
+    text = variables.get(key, "")
     try:
-        number = float(told or usual)
+        number = float(text or usual)
     except ValueError:
         number = math.nan
     if not (0 < number < math.inf or (is_zero_fine and number == 0)):
-        raise CommunicationError(f"the variable {key} must be {expected}, found {told!r}")
+        raise CommunicationError(f"the variable {key} must be {expected}, found {text!r}")
     return number
 
 
@@ -393,19 +395,19 @@ _AZURE = ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE")
 _MPI = ("Open MPI", "MVAPICH", "MPI")
 
 
-def _first_host(variables: Mapping[str, str], told: _FromLauncher) -> str:
+def _first_host(variables: Mapping[str, str], launch: _FromLauncher) -> str:
     nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
     if nodes:
         return first_slurm_host(nodes)
-    if told.world_size == 1 or _told_local_size(variables) == told.world_size:
+    if launch.world_size == 1 or _env_local_size(variables) == launch.world_size:
         return "127.0.0.1"
     found = _azure_host(variables) or _sagemaker_host(variables)
-    if not found and told.launcher in _MPI:
+    if not found and launch.launcher in _MPI:
         found = _host_by_mpi()
     if found:
         return found
     raise CommunicationError(
-        f"{told.world_size} ranks, but MASTER_ADDR does not say on which host rank 0 runs; set it"
+        f"{launch.world_size} ranks, but MASTER_ADDR does not say on which host rank 0 runs; set it"
         " to that host's name for all ranks, or with an MPI install mpi4py"
     )
 

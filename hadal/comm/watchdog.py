@@ -38,28 +38,28 @@ class Wait:
     label: str
     works: Sequence[object]
     since: float
-    told_at: float = 0.0
+    warned_at: float = 0.0
 
     def is_due(self, now: float, limit: float) -> bool:
         """Return True if it is to be reported: at the limit, twice the limit, four times, ..."""
-        return now - self.since >= max(limit, 2 * self.told_at)
+        return now - self.since >= max(limit, 2 * self.warned_at)
 
     @property
     def collective(self) -> Begun | None:
         """The collective that must end first: on an accelerator the first one in its queue."""
         return collective_of(self.works) or unfinished()
 
-    def tell(self, now: float) -> str:
+    def describe(self, now: float) -> str:
         """Return the line that reports the wait, with the missing rank if that is known."""
-        self.told_at = now - self.since
+        self.warned_at = now - self.since
         missing = missing_rank(self.works)
         first = None if missing is not None or self.works else unfinished()
         behind = "" if first is None else f" behind {first.label}"
         who = "another rank" if missing is None else f"rank {missing}"
         return (
-            f"rank {get_rank()} has waited {self.told_at:.0f} s for {self.label}{behind}: {who} has"
-            " not come. It died, hangs, or runs another program: look at its log and its stack."
-            " (HADAL_WATCHDOG_S sets the seconds before this report; 0: never)"
+            f"rank {get_rank()} has waited {self.warned_at:.0f} s for {self.label}{behind}: {who}"
+            " has not joined. It died, hangs, or runs another program: check its log and its stack."
+            " (HADAL_WATCHDOG_S sets the seconds before this warning; 0: never)"
         )
 
 
@@ -89,13 +89,13 @@ class Inquiry:
             time.sleep(patience / 20)
             for rank in others:
                 if rank not in found and self._store.check([str(rank)]):
-                    number, told = json.loads(self._store.get(str(rank)))
+                    number, last = json.loads(self._store.get(str(rank)))
                     if number >= asked:
-                        found[rank] = told.get(begun.group, [0, "none"])
-        return _told(begun, {rank: found.get(rank) for rank in others})
+                        found[rank] = last.get(begun.group, [0, "none"])
+        return _compared(begun, {rank: found.get(rank) for rank in others})
 
 
-def _told(begun: Begun, found: dict[int, list[Any] | None]) -> str:
+def _compared(begun: Begun, found: dict[int, list[Any] | None]) -> str:
     behind = [
         f"rank {rank} does not answer"
         if one is None
@@ -139,17 +139,17 @@ class Watchdog:
     def _look(self) -> None:
         pause = min(self._limit / 4, _LONGEST_SLEEP_S)
         while not self._is_over.wait(pause):
-            asked = self._tell(time.monotonic())
+            asked = self._warn(time.monotonic())
             # The store may be gone with rank 0, and a group end at any time.
             with contextlib.suppress(RuntimeError, ValueError):
                 self._inquire(asked, 2 * pause)
 
-    def _tell(self, now: float) -> list[Begun]:
+    def _warn(self, now: float) -> list[Begun]:
         """Report the long ones. While `_look` sleeps it holds no wait, nor its tensors."""
         unknown = []
         for wait in tuple(self._waits):
             if wait.is_due(now, self._limit):
-                _log.warning("%s", wait.tell(now))
+                _log.warning("%s", wait.describe(now))
                 if missing_rank(wait.works) is None and (begun := wait.collective) is not None:
                     unknown.append(begun)
         return unknown

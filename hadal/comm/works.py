@@ -37,9 +37,9 @@ class Work(Protocol):
 
 def failure(label: str, error: Exception, what: str = "") -> CommunicationError:
     """Return the exception to raise if the backend reports `error` in the collective `label`."""
-    told = f" ({what})" if what else ""
+    details = f" ({what})" if what else ""
     return CommunicationError(
-        f"{label} failed{told}: {error}. Another rank died (its own message tells more), ended"
+        f"{label} failed{details}: {error}. Another rank died (its own message tells more), ended"
         " after fewer steps (uneven data?), or waits elsewhere."
     )
 
@@ -59,7 +59,7 @@ class NamedWork(dist.Work):
         self._ended = ended
         self._acts: list[Callable[[], None]] = []
         if ended is not None:
-            tell_end(work, ended)
+            call_at_end(work, ended)
 
     def then(self, act: Callable[[], None]) -> None:
         """Call `act` after the first wait."""
@@ -104,7 +104,7 @@ class NamedWork(dist.Work):
         return self._work.get_future()
 
 
-def tell_end(work: dist.Work, ended: Callable[[], None]) -> None:
+def call_at_end(work: dist.Work, ended: Callable[[], None]) -> None:
     """Call `ended` when a work has ended, if torch reports that.
 
     On an accelerator call it at once, inside a stream that waits for the work.

@@ -344,8 +344,8 @@ class Accelerator:
         self, current_env: dict[str, str], local_accelerator_ids: Sequence[int]
     ) -> None:
         """Set the variables of a process so that it sees only these devices."""
-        told = ",".join(map(str, local_accelerator_ids))
-        current_env.update(dict.fromkeys(self.visible_devices_envs(), told))
+        visible = ",".join(map(str, local_accelerator_ids))
+        current_env.update(dict.fromkeys(self.visible_devices_envs(), visible))
 
     def lazy_call(self, callback: Callable[[], Any]) -> None:
         """Call a function once the device is initialized, which it already is."""

@@ -246,7 +246,7 @@ class Accessors(Engine):
 
 
 def _accessor(name: str, path: str) -> Callable[[Engine], Any]:
-    def tell(engine: Engine) -> Any:
+    def read(engine: Engine) -> Any:
         value: Any = engine._parts.config
         for part in path.split("."):
             value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
@@ -254,9 +254,9 @@ def _accessor(name: str, path: str) -> Callable[[Engine], Any]:
             return False  # a key of an absent section is off
         return plain(value)
 
-    tell.__name__ = name
-    tell.__doc__ = f"What `{path}` is."
-    return tell
+    read.__name__ = name
+    read.__doc__ = f"What `{path}` is."
+    return read
 
 
 for _name, _path in _PATHS.items():

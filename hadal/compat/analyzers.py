@@ -219,12 +219,12 @@ class DataAnalyzer(_Analysis):
                 continue
             prefix = self._prefix(measure, _MAPPED, self.worker_id, thread)
             write_values(prefix, values, measure.dtype)
-            told = self._prefix(measure, _IDS, self.worker_id, thread)
+            prefix = self._prefix(measure, _IDS, self.worker_id, thread)
             ids = mapped.ids()
             for suffix in ("bin", "idx"):
-                Path(f"{told}.{suffix}").unlink(missing_ok=True)
+                Path(f"{prefix}.{suffix}").unlink(missing_ok=True)
             if ids is not None:
-                write_values(told, ids)
+                write_values(prefix, ids)
 
     def _prefix(self, measure: Measure, kind: str, worker: int, thread: int) -> Path:
         folder = f"worker{worker}_thread{thread}"
@@ -346,11 +346,11 @@ def _raise_together(failed: Exception | None, group: Any) -> None:
         raise failed
     if not comm.is_initialized():
         return
-    told: list[str | None] = [None] * comm.get_world_size(group)
-    comm.all_gather_object(told, None if failed is None else str(failed), group=group)
+    failures: list[str | None] = [None] * comm.get_world_size(group)
+    comm.all_gather_object(failures, None if failed is None else str(failed), group=group)
     if failed is not None:
         raise failed
-    for rank, message in enumerate(told):
+    for rank, message in enumerate(failures):
         if message is not None:
             raise UsageError(f"rank {rank} of the analysis failed: {message}")
 

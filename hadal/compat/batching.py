@@ -156,8 +156,8 @@ def dataloader_for_variable_batch_size(  # noqa: PLR0913 - the signature is Deep
     loader: DataLoader[Any] = DataLoader(
         **shared, sampler=sampler, num_workers=dataloader_num_workers
     )
-    told = {"data_sampler": sampler, "num_local_io_workers": dataloader_num_workers}
-    return loader, {**shared, **told}
+    arguments = {"data_sampler": sampler, "num_local_io_workers": dataloader_num_workers}
+    return loader, {**shared, **arguments}
 
 
 class VariableBatchSizeLR(LRScheduler):
@@ -299,7 +299,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size(  # noqa: PLR0913 - 
         verbose,
         seed,
     )
-    loader, told = dataloader_for_variable_batch_size(
+    loader, arguments = dataloader_for_variable_batch_size(
         dataset,
         numbered,
         longest,
@@ -316,7 +316,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size(  # noqa: PLR0913 - 
     if lr_scheduler_or_optimizer is not None:
         given, method = lr_scheduler_or_optimizer, lr_scaling_method
         schedule = VariableBatchSizeLR(given, effective_batch_size, sizes, loader, method, verbose)
-    return loader, schedule, told
+    return loader, schedule, arguments
 
 
 class _WithLengths:
@@ -386,10 +386,10 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     wrapped: Any = dataset
     if lengths is not None or dataset_filter_ids is not None:
         wrapped = _WithLengths(dataset, lengths, dataset_filter_ids)
-    told: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "dataset": wrapped,
         "pin_memory": sampling.pin_memory,
         "collate_fn": dataloader_collate_fn,
         "num_local_io_workers": sampling.num_workers,
     }
-    return engine.deepspeed_io(**told), engine.lr_scheduler, told
+    return engine.deepspeed_io(**arguments), engine.lr_scheduler, arguments

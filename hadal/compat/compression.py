@@ -216,8 +216,8 @@ def get_compression_config(param_dict: Any) -> dict[str, Any]:
     section = section_of(param_dict)
     found: dict[str, Any] = {name: _plain(getattr(section, name)) for name in _TECHNIQUES}
     reduction = section.layer_reduction
-    told = reduction.model_dump(mode="json", exclude_none=True) if reduction.is_on else {}
-    return {**found, "layer_reduction": {**told, "enabled": reduction.is_on}}
+    values = reduction.model_dump(mode="json", exclude_none=True) if reduction.is_on else {}
+    return {**found, "layer_reduction": {**values, "enabled": reduction.is_on}}
 
 
 def _plain(wanted: Any) -> dict[str, Any]:
@@ -239,9 +239,9 @@ def _plain(wanted: Any) -> dict[str, Any]:
 
 
 def _group(group: Section) -> dict[str, Any]:
-    told = group.model_dump(mode="json")
-    params = {key: value for key, value in (told["params"] or {}).items() if value is not None}
-    return {**told, "params": params}
+    values = group.model_dump(mode="json")
+    params = {key: value for key, value in (values["params"] or {}).items() if value is not None}
+    return {**values, "params": params}
 
 
 def get_quantize_enabled(param_dict: Any) -> bool:
@@ -283,8 +283,8 @@ def get_module_name(
     try:
         search = re.compile(".*" if key_word == "*" else key_word).search
     except re.error as error:
-        told = f"{key_word!r} is not a regular expression: {error}"
-        raise ConfigError(f"{group_name}: {told}", (Fault(group_name, told),)) from error
+        message = f"{key_word!r} is not a regular expression: {error}"
+        raise ConfigError(f"{group_name}: {message}", (Fault(group_name, message),)) from error
     found = []
     for name, module in model.named_modules():
         if not search(name) or not is_module_compressible(module, mpu):
@@ -293,8 +293,8 @@ def get_module_name(
             exist_module_name.add(name)
             found.append(name)
         elif verbose:
-            told = f"{key_word!r} names {name}, which another pattern of the technique names too"
-            raise ConfigError(f"{group_name}: {told}", (Fault(group_name, told),))
+            message = f"{key_word!r} names {name}, which another pattern of the technique names too"
+            raise ConfigError(f"{group_name}: {message}", (Fault(group_name, message),))
     return found, exist_module_name
 
 
@@ -316,14 +316,14 @@ def get_compress_methods(
     for technique in _TECHNIQUES:
         section = compress_methods.get(technique) or {}
         seen: set[str] = set()
-        for group, told in (section.get("different_groups") or {}).items():
-            related = told.get("related_modules") or []
-            names = [get_module_name(group, model, one, seen, mpu)[0] for one in told["modules"]]
+        for group, values in (section.get("different_groups") or {}).items():
+            related = values.get("related_modules") or []
+            names = [get_module_name(group, model, one, seen, mpu)[0] for one in values["modules"]]
             others = [
                 [get_module_name(group, model, one, set(), mpu)[0] for one in patterns]
                 for patterns in related
             ]
-            settings = {**(section.get("shared_parameters") or {}), **told["params"]}
+            settings = {**(section.get("shared_parameters") or {}), **values["params"]}
             found.append([names, others, {technique: settings}])
     return found
 
@@ -393,8 +393,8 @@ def _of_one(technique: str, settings: Mapping[str, Any], name: str) -> dict[str,
         shared["fp16_mixed_quantize"] = {**mixed, **more}
     params = {key: value for key, value in settings.items() if key in of_group}
     group = {"params": params, "modules": [f"^{re.escape(name)}$"]}
-    told = {"shared_parameters": shared, "different_groups": {"one": group}}
-    return {"compression_training": {technique: told}}
+    values = {"shared_parameters": shared, "different_groups": {"one": group}}
+    return {"compression_training": {technique: values}}
 
 
 def _below(section: type[Section], key: str) -> type[Section]:

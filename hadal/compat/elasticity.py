@@ -6,7 +6,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from hadal.comm.start import told_world_size
+from hadal.comm.start import env_world_size
 from hadal.config import load_config
 from hadal.config.elastic import choice_of, micro_for
 from hadal.config.elasticity import Elasticity
@@ -44,7 +44,7 @@ def compute_elastic_config(
             f"elasticity needs DeepSpeed {_FIRST} or newer, got {target_deepspeed_version}"
         )
     section = _section(ds_config)
-    ranks = world_size or told_world_size() or 0
+    ranks = world_size or env_world_size() or 0
     if not ranks and (section.version >= 0.2 or return_microbatch):
         raise ElasticityConfigError(
             "the number of ranks is unknown: pass world_size, or set WORLD_SIZE"
@@ -64,11 +64,11 @@ def compute_elastic_config(
 
 
 def _section(ds_config: dict[str, Any]) -> Elasticity:
-    told = ds_config.get("elasticity")
-    if not isinstance(told, dict) or not told.get("enabled"):
+    given = ds_config.get("elasticity")
+    if not isinstance(given, dict) or not given.get("enabled"):
         raise ElasticityConfigError("the configuration has no enabled `elasticity` section")
     try:
-        alone = {"elasticity": {**told, "enabled": False}, "train_batch_size": 1}
+        alone = {"elasticity": {**given, "enabled": False}, "train_batch_size": 1}
         section = load_config(alone).elasticity
     except ConfigError as error:
         raise ElasticityConfigError(str(error), error.faults) from error

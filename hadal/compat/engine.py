@@ -58,7 +58,7 @@ class DeepSpeedEngine(Accessors):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        self._told_config: Any = None
+        self._given_config: Any = None
         self._outer: DeepSpeedOptimizer | None = None
         self._offload: ParameterOffload | None = None
         self._was_applied = False
@@ -91,12 +91,12 @@ class DeepSpeedEngine(Accessors):
     @property
     def config(self) -> Any:
         """The configuration as it was given, the same object; a file's content as a dict."""
-        return self._told_config
+        return self._given_config
 
     @property
     def _config(self) -> DeepSpeedConfig:
         """The validated configuration; programs read `_config.zero_config.stage`."""
-        given = self._told_config
+        given = self._given_config
         return DeepSpeedConfig.of(self._parts.config, given if isinstance(given, dict) else {})
 
     @property
@@ -420,7 +420,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     )
     assert isinstance(engine, DeepSpeedEngine)  # the class requested above
     given = choose_config(args, config, config_params)
-    engine._told_config = given if isinstance(given, Mapping) else read(given)[1]
+    engine._given_config = given if isinstance(given, Mapping) else read(given)[1]
     engine.mpu, engine.collate_fn = mpu, collate_fn
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     logger.info("DeepSpeed info: version=%s, which is Hadal %s here", VERSION, __version__)

@@ -56,7 +56,7 @@ def top1gating(  # noqa: PLR0913 - the signature is DeepSpeed's
     )
     if not drop_tokens:
         capacity = _agreed(routing, ep_group)
-    return _told(routing, capacity, sparse_routes)
+    return _gated(routing, capacity, sparse_routes)
 
 
 def top2gating(
@@ -75,7 +75,7 @@ def top2gating(
     routing = route_to_two(logits, limit, samples_second=top2_2nd_expert_sampling)
     if not drop_tokens:
         capacity = _agreed(routing, ep_group)
-    return _told(routing, capacity, sparse_routes)
+    return _gated(routing, capacity, sparse_routes)
 
 
 def topkgating(
@@ -95,7 +95,7 @@ def topkgating(
     routing = route_to_many(logits, k, limit, policy=drop_policy)
     if not drop_tokens:
         capacity = _agreed(routing, ep_group)
-    return _told(routing, capacity, sparse_routes)
+    return _gated(routing, capacity, sparse_routes)
 
 
 def _agreed(routing: Routing, group: Any) -> int:
@@ -107,7 +107,7 @@ def _agreed(routing: Routing, group: Any) -> int:
     return int(found)
 
 
-def _told(routing: Routing, capacity: int, is_sparse: bool) -> Gated:
+def _gated(routing: Routing, capacity: int, is_sparse: bool) -> Gated:
     if not is_sparse:
         weights = dense(routing, capacity)
         return routing.balance_loss, weights, weights.bool(), routing.counts

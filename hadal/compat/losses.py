@@ -259,10 +259,10 @@ def _reduced(
 def _check_backend(name: str, backend: str, built: tuple[str, ...]) -> None:
     if backend in built:
         return
-    told = " or ".join(f"backend={one!r}" for one in built)
+    known = " or ".join(f"backend={one!r}" for one in built)
     if backend in ("liger", "triton"):
-        raise unbuilt(f"{name}(backend={backend!r})", f"Give {told}, which needs no kernels")
-    raise UsageError(f"{name}: backend={backend!r} is unknown; give {told}")
+        raise unbuilt(f"{name}(backend={backend!r})", f"Give {known}, which needs no kernels")
+    raise UsageError(f"{name}: backend={backend!r} is unknown; give {known}")
 
 
 def _check_slice(
@@ -271,6 +271,6 @@ def _check_slice(
     differs = start is not None and end is not None and end - start != size
     if differs or (whole is not None and (size if end is None else end) > whole):
         raise SequenceError(
-            f"{name}: this rank has {size} columns of the vocabulary, and was told that they are"
+            f"{name}: this rank has {size} columns of the vocabulary, but the caller says"
             f" {start} to {end} of {whole}; give as many, without columns that pad the vocabulary"
         )

@@ -39,13 +39,13 @@ class Module:
 @cache
 def modules() -> dict[str, Module]:
     """Return every module of the surface by its full name."""
-    told = json.loads(Path(__file__).with_name("surface.json").read_text("utf-8"))
-    children: dict[str, list[str]] = {name: [] for name in told}
-    for name in told:
+    entries = json.loads(Path(__file__).with_name("surface.json").read_text("utf-8"))
+    children: dict[str, list[str]] = {name: [] for name in entries}
+    for name in entries:
         parent, _, leaf = name.rpartition(".")
         if parent:
             children[parent].append(leaf)
-    return {name: _module(name, entry, children[name]) for name, entry in told.items()}
+    return {name: _module(name, entry, children[name]) for name, entry in entries.items()}
 
 
 def _module(name: str, entry: dict[str, Any], children: list[str]) -> Module:

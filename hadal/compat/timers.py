@@ -113,8 +113,8 @@ class SynchronizedWallClockTimer:
     ) -> None:
         """Log the times of those of `names` that exist."""
         known = [name for name in names if name in self.timers]
-        told = (f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in known)
-        log_dist(f"time (ms) | {' | '.join(told)}", ranks)
+        texts = (f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in known)
+        log_dist(f"time (ms) | {' | '.join(texts)}", ranks)
 
 
 class ThroughputTimer:

@@ -153,20 +153,22 @@ def get_global_norm(norm_list: Sequence[float]) -> float:
 
 def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
     """Return this rank's index among a model's parts, by any of its names; 0 without an mpu."""
-    return int(_told(mpu, "tensor_model_parallel_rank slice_parallel_rank model_parallel_rank", 0))
+    return int(
+        _from_mpu(mpu, "tensor_model_parallel_rank slice_parallel_rank model_parallel_rank", 0)
+    )
 
 
 def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
     """Return the number of pipeline stages according to the mpu; 1 without."""
-    return int(_told(mpu, "pipeline_model_parallel_world_size pipe_parallel_world_size", 1))
+    return int(_from_mpu(mpu, "pipeline_model_parallel_world_size pipe_parallel_world_size", 1))
 
 
 def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
     """Return the ranks of these stages; None without an mpu."""
-    return _told(mpu, "pipeline_model_parallel_group pipe_parallel_group", None)
+    return _from_mpu(mpu, "pipeline_model_parallel_group pipe_parallel_group", None)
 
 
-def _told(mpu: Any, names: str, otherwise: Any) -> Any:
+def _from_mpu(mpu: Any, names: str, otherwise: Any) -> Any:
     for name in names.split():
         if hasattr(mpu, f"get_{name}"):
             return getattr(mpu, f"get_{name}")()

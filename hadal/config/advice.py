@@ -27,11 +27,11 @@ _OF_THE_DISK = (
 )
 
 
-def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> None:
+def report_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> None:
     """Report keys that have no effect because of the keys beside them."""
-    _tell_hysteresis(config, _written(prepared, "fp16"), report)
+    _advise_hysteresis(config, _written(prepared, "fp16"), report)
     if config.amp is not None and config.amp.enabled:
-        _tell_amp(config.amp, _written(prepared, "amp"), report)
+        _advise_amp(config.amp, _written(prepared, "amp"), report)
     if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
         report.note_idle(
             "gradient_predivide_factor",
@@ -45,7 +45,7 @@ def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> 
         )
     if shared == 1 and config.seq_parallel_communication_data_type != "fp32":
         report.note_idle(other, "has no effect when no ranks share a sequence")
-    _tell_disk_keys(config, report)
+    _advise_disk_keys(config, report)
     recomputed = config.activation_checkpointing
     if recomputed.number_checkpoints and not recomputed.contiguous_memory_optimization:
         report.note_idle(
@@ -57,10 +57,10 @@ def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> 
         if _is_set(staging, name):
             report.note_idle(f"checkpoint.staging.{name}", "has no effect without async_save")
     if config.sparse_attention is not None:
-        _tell_other_modes(config.sparse_attention, report)
+        _advise_other_modes(config.sparse_attention, report)
 
 
-def _tell_disk_keys(config: Config, report: Report) -> None:
+def _advise_disk_keys(config: Config, report: Report) -> None:
     """Report keys for a disk that are set although no state is on one."""
     zero = config.zero_optimization
     sections = (
@@ -91,7 +91,7 @@ def saves_behind(config: Config) -> bool:
     return section.async_save or is_decoupled or config.datastates_ckpt is not None
 
 
-def _tell_other_modes(section: SparseAttention, report: Report) -> None:
+def _advise_other_modes(section: SparseAttention, report: Report) -> None:
     """Report keys of the layout that belong to other modes."""
     for name in type(section).model_fields:
         if name not in ("mode", *KEYS[section.mode]) and _is_set(section, name):
@@ -112,7 +112,7 @@ def _written(prepared: Mapping[str, Any], name: str) -> set[str]:
     return {key for key, value in keys if value is not None}
 
 
-def _tell_hysteresis(config: Config, written: set[str], report: Report) -> None:
+def _advise_hysteresis(config: Config, written: set[str], report: Report) -> None:
     is_dynamic = scales_by_fp16(config) and config.fp16.loss_scale == 0
     if is_dynamic and config.zero_optimization.stage == 0:
         for name in ("hysteresis", "consecutive_hysteresis"):
@@ -124,7 +124,7 @@ def _tell_hysteresis(config: Config, written: set[str], report: Report) -> None:
                 )
 
 
-def _tell_amp(amp: Amp, written: set[str], report: Report) -> None:
+def _advise_amp(amp: Amp, written: set[str], report: Report) -> None:
     cast = amp.cast_model_type or {"O2": "fp16", "O3": "fp16"}.get(amp.opt_level, "fp32")
     scale = amp.loss_scale or {"O1": "dynamic", "O2": "dynamic"}.get(amp.opt_level, 1)
     if cast == "fp32":

@@ -190,13 +190,13 @@ def _row(name: str, key: FieldInfo, above: Status) -> str:
 
 
 def _old_names(model: type[Section]) -> Iterator[str]:
-    told = [f"`{name}`, another name of `{new}`" for name, new in model.aliases.items()]
-    told += [f"`{name}`, an old name of `{new}`" for name, new in model.renamed.items()]
-    told += [f"`{name}`, an old form of `{new}`" for name, new in model.moved.items()]
-    told += [f"`{name}`, {what}" for name, what in model.leftovers.items()]
-    if told:
+    others = [f"`{name}`, another name of `{new}`" for name, new in model.aliases.items()]
+    others += [f"`{name}`, an old name of `{new}`" for name, new in model.renamed.items()]
+    others += [f"`{name}`, an old form of `{new}`" for name, new in model.moved.items()]
+    others += [f"`{name}`, {what}" for name, what in model.leftovers.items()]
+    if others:
         yield from ("Also accepted:", "")
-        yield from (f"- {line}." for line in told)
+        yield from (f"- {line}." for line in others)
         yield ""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from hadal.config.advice import tell_advice
+from hadal.config.advice import report_advice
 from hadal.config.batch import BATCH_KEYS
 from hadal.config.elastic import list_of, sizes_of
 from hadal.config.legacy import modernise
@@ -18,14 +18,14 @@ from hadal.config.plain import leaves
 from hadal.config.prepare import prepare
 from hadal.config.reading import Source, read
 from hadal.config.report import Report
-from hadal.config.rules import tell_contradictions
+from hadal.config.rules import report_contradictions
 from hadal.config.rules.optimizers import bad_types
 from hadal.config.rules.sections import elastic_faults
 from hadal.config.rules.zero import blocks_that_do_not_fit
 from hadal.config.section import default_of
 from hadal.config.top_level import Config, Origin
 from hadal.config.triangle import Given, Sizes, complete
-from hadal.config.unbuilt import tell_unbuilt
+from hadal.config.unbuilt import report_unbuilt
 from hadal.config.validate import validate
 from hadal.errors import Fault
 
@@ -119,17 +119,17 @@ def _checked(
         name: default_of(field) for name, field in Config.model_fields.items() if name not in values
     }
     config = Config.model_construct(set(values), **defaults, **values)
-    tell_contradictions(config, report)
-    _tell_blocks(config, brought, report)
+    report_contradictions(config, report)
+    _check_blocks(config, brought, report)
     ignored = _ignored(config, brought, report)
     typed = ("optimizer", "scheduler")
     faulty = tuple(name for name in typed if report.is_faulty((f"{name}.type",)))
     for fault in bad_types(config, ignored + faulty):
         report.fault(fault.path, fault.message)
-    tell_unbuilt(config, report, stage=config.zero_optimization.stage, skip=ignored)
-    _tell_autos(report)
-    _tell_vocabulary(config.vocabulary_size, report)
-    tell_advice(config, prepared, report)
+    report_unbuilt(config, report, stage=config.zero_optimization.stage, skip=ignored)
+    _report_autos(report)
+    _check_vocabulary(config.vocabulary_size, report)
+    report_advice(config, prepared, report)
     return config, _origins(config, prepared, inferred, report)
 
 
@@ -292,7 +292,7 @@ def _data_parallel_ranks(values: Mapping[str, Any], brought: Circumstances, repo
     return ranks
 
 
-def _tell_blocks(config: Config, brought: Circumstances, report: Report) -> None:
+def _check_blocks(config: Config, brought: Circumstances, report: Report) -> None:
     # Of one rank nothing is shared, whatever the sizes of blocks.
     if brought.world_size == 1 or report.is_faulty(("zero_optimization", "sequence_parallel_size")):
         return
@@ -313,13 +313,13 @@ def _ignored(config: Config, brought: Circumstances, report: Report) -> tuple[st
     return ignored
 
 
-def _tell_autos(report: Report) -> None:
+def _report_autos(report: Report) -> None:
     for path in report.autos:
         if path not in BATCH_KEYS:
             report.note(path, '"auto" was not replaced by any program; using the default')
 
 
-def _tell_vocabulary(size: int | None, report: Report) -> None:
+def _check_vocabulary(size: int | None, report: Report) -> None:
     if size is not None and size % 8:
         report.note(
             "vocabulary_size", f"{size} is not a multiple of 8; a multiple of 8 would be faster"

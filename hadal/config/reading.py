@@ -125,5 +125,5 @@ def _parsed(text: Text) -> Any:
 
 
 def _duplicates(name: str, error: DuplicateKeys) -> tuple[str, tuple[Fault, ...]]:
-    told = tuple(Fault(path, "given twice in one object; keep one") for path in error.paths)
-    return written(name, told), told
+    faults = tuple(Fault(path, "given twice in one object; keep one") for path in error.paths)
+    return written(name, faults), faults

@@ -17,7 +17,7 @@ class Report:
 
     faults: dict[str, Fault] = field(default_factory=dict)
     unbuilt: dict[str, Fault] = field(default_factory=dict)
-    told: dict[str, list[str]] = field(default_factory=dict)
+    paths_by_note: dict[str, list[str]] = field(default_factory=dict)
     idle: dict[str, list[str]] = field(default_factory=dict)
     autos: list[str] = field(default_factory=list)
 
@@ -31,7 +31,7 @@ class Report:
 
     def note(self, path: str, message: str) -> None:
         """Record a note; keys with the same message share one line."""
-        self.told.setdefault(message, []).append(path)
+        self.paths_by_note.setdefault(message, []).append(path)
 
     def note_idle(self, path: str, message: str) -> None:
         """Record a key that does nothing here, and why; all of them are logged in one line."""
@@ -40,7 +40,7 @@ class Report:
     @property
     def notes(self) -> tuple[str, ...]:
         """All notes, one sentence each."""
-        return _sentences(self.told) + self.idle_notes
+        return _sentences(self.paths_by_note) + self.idle_notes
 
     @property
     def idle_notes(self) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ class Report:
         """The notes as they are logged."""
         idle = "; ".join(self.idle_notes)
         together = (f"keys that do nothing here: {idle}",) if idle else ()
-        return _sentences(self.told) + together
+        return _sentences(self.paths_by_note) + together
 
     def is_faulty(self, paths: Iterable[str]) -> bool:
         """Return whether a key, one above or one below it is faulty, so that nothing follows from
@@ -66,11 +66,11 @@ class Report:
             for fault in self.unbuilt.values():
                 self.note(fault.path, fault.message)
             self.unbuilt.clear()
-        told = tuple(self.faults.values()) + tuple(self.unbuilt.values())
-        if not told:
+        paths_by_note = tuple(self.faults.values()) + tuple(self.unbuilt.values())
+        if not paths_by_note:
             return
         kind = ConfigError if self.faults else UnbuiltConfigError
-        raise kind(written(name, told), told)
+        raise kind(written(name, paths_by_note), paths_by_note)
 
 
 def _sentences(paths_by_message: Mapping[str, list[str]]) -> tuple[str, ...]:

@@ -19,18 +19,18 @@ def shape_fault(shape: Shape | None, dim: int) -> str | None:
     """Return why a weight cannot be cut along dimension `dim` of this shape; None: it can."""
     if shape is None:
         return None
-    told = f"shape {list(shape)}"
+    described = f"shape {list(shape)}"
     if not 0 <= dim < len(shape):
-        return f"partition_dim {dim} is no dimension of {told}; expected 0..{len(shape) - 1}"
+        return f"partition_dim {dim} is no dimension of {described}; expected 0..{len(shape) - 1}"
     if len(shape) != 2:
-        return f"{told} has {len(shape)} dimensions; expected the 2 of a linear layer's weight"
+        return f"{described} has {len(shape)} dimensions; expected the 2 of a linear layer's weight"
     for place, entry in enumerate(shape):
         sizes = entry if isinstance(entry, tuple) else (entry,)
         if isinstance(entry, tuple) and place != dim:
-            return f"{told} lists parts in dimension {place}, and dimension {dim} is cut"
+            return f"{described} lists parts in dimension {place}, and dimension {dim} is cut"
         least = 1 if isinstance(entry, tuple) else -1
         if not sizes or not all(isinstance(one, int) and one and one >= least for one in sizes):
-            return f"{told} has an entry {entry!r}; expected lengths above 0, or -1 for one of them"
+            return f"{described} has an entry {entry!r}; expected lengths above 0, or one -1"
     return None
 
 

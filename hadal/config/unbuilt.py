@@ -16,15 +16,15 @@ from hadal.config.section import Child, Mark, Section, default_of, mark_of
 class _Walk:
     report: Report
     stage: int
-    tells_idle: bool = True
+    reports_idle: bool = True
     """True to note keys that do nothing; not below a switch turned off on purpose."""
 
     def note_idle(self, path: str, message: str) -> None:
-        if self.tells_idle:
+        if self.reports_idle:
             self.report.note_idle(path, message)
 
 
-def tell_unbuilt(config: Section, report: Report, *, stage: int, skip: tuple[str, ...]) -> None:
+def report_unbuilt(config: Section, report: Report, *, stage: int, skip: tuple[str, ...]) -> None:
     """Report every key whose value would change something that this version does not do.
 
     A key that requests something and gets nothing is noted: one without effect, one that acts at
@@ -92,7 +92,7 @@ def _descend(walk: _Walk, section: Section, path: str) -> None:
                 _note_without(walk, section, path, here)
             return
     elif "enabled" in section.model_fields_set and not section.enabled:  # type: ignore[attr-defined]
-        walk = replace(walk, tells_idle=False)
+        walk = replace(walk, reports_idle=False)
     for name in type(section).model_fields:
         if name != section.switch:
             _look(walk, section, name, path)

@@ -49,7 +49,7 @@ def validate_section(
             # A key that may be one of several kinds fails once for each of them.
             problems = error.errors(include_url=False, include_context=False)
             for leaf in dict.fromkeys(tuple(_leaf(model, one["loc"])) for one in problems):
-                _tell(model, values, leaf, report, path)
+                _report_leaf(model, values, leaf, report, path)
                 _drop(values, leaf)
 
 
@@ -81,7 +81,9 @@ def _leaf(model: type[Section], location: Location) -> Location:
     return location[:depth]
 
 
-def _tell(model: type[Section], values: Any, leaf: Location, report: Report, path: str) -> None:
+def _report_leaf(
+    model: type[Section], values: Any, leaf: Location, report: Report, path: str
+) -> None:
     here = path
     field = None
     for name in leaf:

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from hadal.comm import Ranks, init_distributed, start_log
-from hadal.comm.faults import told_to_all
-from hadal.comm.start import memory_is_tuned, told_elasticity
+from hadal.comm.faults import raised_on_all
+from hadal.comm.start import env_elasticity, memory_is_tuned
 from hadal.config import Config, load_config, log_notes
 from hadal.device import current_device, give_back_freed_memory, keep_freed_memory
 from hadal.engine.adopt import Adopter
@@ -34,7 +34,7 @@ from hadal.engine.checks import (
     check_without_stages,
     is_in_stages,
     members_of_groups,
-    tell_untrained,
+    warn_untrained,
 )
 from hadal.engine.compressing import check_scores, prepare_model
 from hadal.engine.engine import Engine
@@ -56,10 +56,10 @@ from hadal.engine.precision import (
     precisions_of,
     scale_rule_of,
     skips_overflow,
-    tell_16bit_weights,
+    warn_16bit_weights,
 )
-from hadal.engine.recomputed import recomputed_modules, tell_recomputed
-from hadal.engine.report import tell_state
+from hadal.engine.recomputed import log_recomputed, recomputed_modules
+from hadal.engine.report import log_state
 from hadal.engine.tiers import disk_steps_of, warn_of_one_thread
 from hadal.engine.topology import (
     Topology,
@@ -156,7 +156,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     world = Ranks.world()
     hush(world.rank)
     wishes = Wishes(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
-    with told_to_all(world, "initialize"):
+    with raised_on_all(world, "initialize"):
         source = choose_config(args, config, config_params)
         source = with_schedule(args, source, lr_scheduler is not None)
         is_cut = asks_for_stages(source)
@@ -168,7 +168,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         from hadal.engine import pipeline  # for this alone
 
         engine_type = pipeline_engine_type or pipeline.PipelineEngine
-    with told_to_all(world, "initialize"):
+    with raised_on_all(world, "initialize"):
         if is_in_stages(model):
             from hadal.engine.stages import groups_of_stages  # for this alone
 
@@ -234,7 +234,7 @@ def _admit(
         prepare_stage(model, config)
     else:
         check_without_stages(config, ranks.rank)
-    check_scheduler(config, told_elasticity())
+    check_scheduler(config, env_elasticity())
     check_places(config)
     open_log(config, ranks.rank)
     log_notes(config)
@@ -252,11 +252,11 @@ def _admit(
         give_pattern(model, config.sparse_attention)
     recomputed = recomputed_modules(config, model)
     if ranks.rank == 0:
-        tell_16bit_weights(config, model)
-        tell_untrained(model, groups, is_chosen=is_chosen)
+        warn_16bit_weights(config, model)
+        warn_untrained(model, groups, is_chosen=is_chosen)
         warn_of_one_thread(config, current_device())
         expect_packages(config)
-        tell_recomputed(config, recomputed)
+        log_recomputed(config, recomputed)
     return _Admitted(model, config, optimizer, is_chosen, groups, precisions)
 
 
@@ -274,11 +274,11 @@ def _assemble(
     batches = batch_sizes_of(config, topology)
     setting = setting_of(config, model, world, device, batches, topology)
     listeners = tuple(filter(None, (make(setting) for make in LISTENERS.values())))
-    with told_to_all(world, "initialize"):
+    with raised_on_all(world, "initialize"):
         # Parts of a model need not be alike; each is compared among its own ranks.
         check_same(model, groups, _described(admitted, wishes), ranks)
     adopter = Adopter(model, config, topology.sharing, device)
-    with told_to_all(world, "initialize", OffloadError):
+    with raised_on_all(world, "initialize", OffloadError):
         sharing_of = adopter.treatments.sharing_of
         check_birth(model.named_parameters(), sharing_of, config.zero_optimization)
         adopter.offloading.open_disks()
@@ -297,7 +297,7 @@ def _assemble(
     def make_training() -> Training:
         assert optimizer is not None  # there are gradients, so there is something to train
         parts, steps = topology.parts, disk_steps_of(config)
-        with told_to_all(ranks, "making the optimizer's state", OffloadError):
+        with raised_on_all(ranks, "making the optimizer's state", OffloadError):
             # Also if that is in the first backward: state may be offloaded to a disk.
             stepper = build_stepper(optimizer, runtime.gradients, groups, steps, parts)
         if isinstance(stepper, ExchangingStepper):
@@ -307,11 +307,11 @@ def _assemble(
         return Training(optimizer, scaled_by_batch(schedule, optimizer, listeners), stepper)
 
     training = None
-    with told_to_all(world, "initialize"):
+    with raised_on_all(world, "initialize"):
         if admitted.is_chosen and runtime.gradients:
             training = make_training()
     if config.dump_state:
-        tell_state(config, model, runtime, batches, topology)
+        log_state(config, model, runtime, batches, topology)
     return engine_type(
         Parts(
             model=model,
@@ -360,7 +360,7 @@ def _among_parts(topology: Topology, world: Ranks) -> AbstractContextManager[Non
     """Return a context that spreads a part's failure to all other parts."""
     if topology.model_parallel is None:
         return nullcontext()
-    return told_to_all(world, "initialize", OffloadError)
+    return raised_on_all(world, "initialize", OffloadError)
 
 
 def _common(config: Config) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def cut_by_configuration(
     try:
         config = Config.model_validate({name: raw[name] for name in _SECTIONS if name in raw})
     except ValueError:
-        return model, wishes  # it is told with all other faults
+        return model, wishes  # reported with all other faults
     section = config.pipeline
     if not section.auto or model is None or isinstance(model, PipelineModule):
         return model, wishes
@@ -92,10 +92,10 @@ def _topology(degrees: _Degrees, size: int) -> ProcessTopology:
     together = stages * sequence * slices
     if size % together:
         others = {"sequence_parallel_size": sequence, "tensor_parallel.autotp_size": slices}
-        told = "".join(f" x {count} of {key}" for key, count in others.items() if count > 1)
+        factors = "".join(f" x {count} of {key}" for key, count in others.items() if count > 1)
         raise _refused(
             "pipeline.stages",
-            f"{stages} stages{told} need a multiple of {together} ranks, and there are {size}",
+            f"{stages} stages{factors} need a multiple of {together} ranks, and there are {size}",
         )
     axes = {"pipe": stages, "data": size // together, "sequence": sequence, "model": slices}
     kept = {axis: count for axis, count in axes.items() if count > 1 or axis in ("pipe", "data")}

@@ -22,7 +22,7 @@ from hadal.checkpoint.live import COUNTERS
 from hadal.checkpoint.loading import Wanted, find, load
 from hadal.checkpoint.saving import SaveRequest
 from hadal.checkpoint.together import compare_tags
-from hadal.comm.faults import told_to_all
+from hadal.comm.faults import raised_on_all
 from hadal.engine.collector import collector_at_rest
 from hadal.engine.parts import Counters
 from hadal.engine.session import Session
@@ -43,7 +43,7 @@ class Checkpoints:
         self._saver = Saver(session.parts.world)
         # The jobs whose checkpoints this one may remove: itself, and those it has resumed from.
         self._jobs: tuple[str, ...] = (new_mark(),)
-        self._has_told_of_residuals = False
+        self._has_logged_residuals = False
 
     def save_checkpoint(
         self,
@@ -101,7 +101,7 @@ class Checkpoints:
             self._jobs,
         )
         world, where = self._session.parts.world, f"the save of checkpoint {name}"
-        with told_to_all(world, where, CheckpointError):
+        with raised_on_all(world, where, CheckpointError):
             self._session.parts.runtime.check_freed()
         self._saver.save(order, self._session.live())
         for listener in self._session.listeners:
@@ -110,8 +110,8 @@ class Checkpoints:
 
     def _forget_residuals(self) -> None:
         """Drop error feedback, which is not saved: this run then continues as a resumed one."""
-        if self._session.parts.runtime.forget_residuals() and not self._has_told_of_residuals:
-            self._has_told_of_residuals = True
+        if self._session.parts.runtime.forget_residuals() and not self._has_logged_residuals:
+            self._has_logged_residuals = True
             if self._session.parts.world.rank == 0:
                 _log.warning(
                     "error feedback (zero_optimization.zeropp_loco_param) is reset at each"

@@ -221,7 +221,7 @@ def members_of_groups(
     return groups
 
 
-def tell_untrained(
+def warn_untrained(
     model: nn.Module, groups: Sequence[Sequence[nn.Parameter]], *, is_chosen: bool
 ) -> None:
     """Warn of parameters that require gradients but are not trained, and of a model with none.
@@ -288,19 +288,19 @@ def check_places(config: Config) -> None:
         raise ConfigError(written("the configuration", tuple(found)), tuple(found))
 
 
-def check_scheduler(config: Config, told: str | None) -> None:
+def check_scheduler(config: Config, variable: str | None) -> None:
     """Raise if a scheduler of elastic jobs expects another batch than the configuration's."""
     section = config.elasticity
-    if section is None or not section.enabled or told is None:
+    if section is None or not section.enabled or variable is None:
         return
     name = "DEEPSPEED_ELASTICITY_CONFIG"
     try:
-        theirs = json.loads(told)
+        theirs = json.loads(variable)
         scheduled = {key: theirs[key] for key in _SCHEDULED}
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"the variable {name} must hold the `elasticity` section as JSON, with"
-            f" {', '.join(_SCHEDULED)}; found {told!r} ({error!r})"
+            f" {', '.join(_SCHEDULED)}; found {variable!r} ({error!r})"
         ) from None
     for key, value in scheduled.items():
         own = getattr(section, key)

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
-from hadal.comm.faults import told_to_all
+from hadal.comm.faults import raised_on_all
 from hadal.compression.curvature import (
     PowerIteration,
     blocks_of,
@@ -124,7 +124,7 @@ class BlockEigenvalues(Listener):
         with (
             torch.enable_grad(),
             parts.runtime.whole(parts.runtime.buckets),
-            told_to_all(self._ranks, "eigenvalue", UsageError),
+            raised_on_all(self._ranks, "eigenvalue", UsageError),
         ):
             values = self._computed(parts, batch)
         total = torch.tensor(values, dtype=torch.float64)

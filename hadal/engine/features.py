@@ -16,7 +16,7 @@ from torch import nn
 
 from hadal.autotuning.measuring import Experiment
 from hadal.comm import Ranks
-from hadal.comm.faults import told_to_all
+from hadal.comm.faults import raised_on_all
 from hadal.comm.summary import end_of_log
 from hadal.config import Config
 from hadal.engine.batches import BatchSizes
@@ -82,7 +82,7 @@ def opened_monitor(setting: Setting) -> Monitor:
     topology, world, monitor = setting.topology, setting.world, setting.monitor
     if not monitor.enabled:
         return monitor
-    with told_to_all(world, "initialize", MonitorError):
+    with raised_on_all(world, "initialize", MonitorError):
         if world.rank == 0:
             ranks = {
                 "world": world.size,
@@ -134,14 +134,14 @@ def _ordered(setting: Setting) -> Listener | None:
 def _layer_drop(setting: Setting) -> Listener | None:
     section = setting.config.progressive_layer_drop
     if section is None or not section.enabled:
-        _tell_idle(setting, "drop_layers", "progressive_layer_drop")
+        _warn_idle(setting, "drop_layers", "progressive_layer_drop")
         return None
     from hadal.data_efficiency.layer_drop import LayerDrop  # for this alone
 
     return LayerDrop(section, setting.model, _write(setting))
 
 
-def _tell_idle(setting: Setting, caller: str, path: str) -> None:
+def _warn_idle(setting: Setting, caller: str, path: str) -> None:
     """Log that layers were changed by `drop_layers` or `convert_to_random_ltd`, which is off."""
     if not any(hasattr(type(layer), "made_of") for layer in setting.model.modules()):
         return
@@ -165,7 +165,7 @@ def _token_drop(setting: Setting) -> Listener | None:
     section = setting.config.data_efficiency.data_routing.random_ltd
     if not section.enabled:
         path = "data_efficiency.data_routing.random_ltd"
-        _tell_idle(setting, "convert_to_random_ltd", path)
+        _warn_idle(setting, "convert_to_random_ltd", path)
         return None
     if setting.topology.sequence_parallel_size > 1:
         raise UsageError(
@@ -315,14 +315,14 @@ def _slices(setting: Setting) -> Listener | None:
     if topology.sequence_parallel is None or topology.is_from_program:
         return None
     if not hasattr(getattr(model, "config", None), "_attn_implementation"):
-        _tell_unsplit(setting)
+        _warn_unsplit(setting)
         return None
     from hadal.sequence.training import SequenceSlices  # for this alone
 
     return SequenceSlices.of(model, topology.sequence_parallel.group)
 
 
-def _tell_unsplit(setting: Setting) -> None:
+def _warn_unsplit(setting: Setting) -> None:
     """Log that the program must split sequences, unless its model exchanges heads already."""
     from hadal.sequence import DistributedAttention  # for this alone
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal.comm.collectives import gather_objects
-from hadal.comm.faults import told_to_all
+from hadal.comm.faults import raised_on_all
 from hadal.engine.adopt import Adopter
 from hadal.engine.checks import check_birth, check_parameters, described_parameter
 from hadal.errors import MismatchError, ModelError, OffloadError, OptimizerError, UsageError
@@ -74,7 +74,7 @@ class LaterGroups:
         number = len(groups)
         runtime.gathering.meet(Marker.REGROUP)
         try:
-            with told_to_all(runtime.ranks, "add_param_group"):
+            with raised_on_all(runtime.ranks, "add_param_group"):
                 self._check_moment()
                 self._add(param_group)
                 newcomers = self._adopter.newcomers()
@@ -89,7 +89,7 @@ class LaterGroups:
         self._take_in(dict.fromkeys(members, number))
         gradients = train_later(runtime, members, number)
         self._hooks.watch_gradients(gradients)
-        with told_to_all(runtime.ranks, "add_param_group", OffloadError):
+        with raised_on_all(runtime.ranks, "add_param_group", OffloadError):
             # State may be offloaded to a disk.
             self._stepper.add(gradients, members)
 

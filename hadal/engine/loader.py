@@ -25,8 +25,8 @@ from hadal.engine.reading import (
     StreamPlan,
     Trail,
     mixed,
+    pass_epoch,
     state_of,
-    tell_epoch,
 )
 from hadal.engine.sampler import Sharding, count_batches
 from hadal.errors import UsageError
@@ -183,7 +183,7 @@ class ShardedLoader:
         given = self._reading.sampler
         return given if isinstance(given, Order) else None
 
-    def _told(self) -> Mapping[str, Any]:
+    def _order_note(self) -> Mapping[str, Any]:
         return self._order_state if isinstance(self._order_state, Mapping) else {}
 
     @property
@@ -212,7 +212,7 @@ class ShardedLoader:
 
     def _processed(self, batch: Any) -> Any:
         assert self.post_process is not None
-        changed = self.post_process(batch, self._told())
+        changed = self.post_process(batch, self._order_note())
         if changed is None:
             raise UsageError(
                 "set_data_post_process_func: post_process_func returned None; return the batch"
@@ -232,7 +232,7 @@ class ShardedLoader:
     # ---- data sets with indices ------------------------------------------------------------------
 
     def _batches(self) -> Iterator[Any]:
-        tell_epoch(self.dataset, self._epoch)
+        pass_epoch(self.dataset, self._epoch)
         order, picks = self._order, deque[Picked]()
         if self._order_state is not None:
             order.load_state_dict(self._order_state)
@@ -257,7 +257,7 @@ class ShardedLoader:
     # ---- streams ---------------------------------------------------------------------------------
 
     def _stream(self) -> Iterator[Any]:
-        tell_epoch(self.dataset, self._epoch)
+        pass_epoch(self.dataset, self._epoch)
         trails, turn, skipped = self._start_of_stream()
         plan = StreamPlan(
             batch_size=self.sharding.batch_size,
@@ -518,9 +518,9 @@ class RepeatingLoader:
 
     def _begin(self) -> Iterator[Any]:
         self._epoch += 1
-        told = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
-        if told is not None:
-            told(self._epoch)
+        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(self._epoch)
         return iter(self.loader)
 
     def state_dict(self) -> Any:

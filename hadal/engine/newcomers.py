@@ -26,7 +26,7 @@ class Newcomers:
         self._bucket_of = bucket_of
         self._left_out: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._told: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._reported: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for parameter in model.parameters():
             self._known[parameter] = True
             if not self._is_expected(parameter):
@@ -66,7 +66,7 @@ class Newcomers:
                 few(frozen),
             )
         for _, parameter in found:
-            (self._left_out if parameter.requires_grad else self._told)[parameter] = True
+            (self._left_out if parameter.requires_grad else self._reported)[parameter] = True
 
     def _is_expected(self, parameter: nn.Parameter) -> bool:
         if parameter in self._left_out:
@@ -76,5 +76,5 @@ class Newcomers:
             return True  # the usual case, first: the parameter itself may be freed
         if parameter.requires_grad:
             return False
-        has_come = parameter not in self._known and parameter not in self._told
+        has_come = parameter not in self._known and parameter not in self._reported
         return bucket is not None or not has_come or is_foreign(parameter)

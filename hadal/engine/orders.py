@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hadal.engine.reading import drawing_from, keeps_state, mixed, state_of, tell_epoch
+from hadal.engine.reading import drawing_from, keeps_state, mixed, pass_epoch, state_of
 from hadal.engine.sampler import Sharding, batches_of, count_batches, order_of
 from hadal.order import Picked
 
@@ -59,7 +59,7 @@ class GivenOrder:
     def batches(self, epoch: int, done: int) -> Iterator[Picked]:
         """Yield batches of the sampler's indices, without those that are done."""
         sampler: Any = self._sampler
-        tell_epoch(sampler, epoch)
+        pass_epoch(sampler, epoch)
         if keeps_state(sampler):
             if self._start is None:
                 self._start = state_of(sampler)

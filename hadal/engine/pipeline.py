@@ -244,8 +244,8 @@ class PipelineEngine(Engine):
             raise  # a rank is gone, or programs differ: there is nobody to agree with
         except Exception as error:
             fault = error
-        told = gather_codes(int(fault is not None), pipe, "the stages to end a batch")
-        if not any(told):
+        codes = gather_codes(int(fault is not None), pipe, "the stages to end a batch")
+        if not any(codes):
             return found
         self._executor.end()
         if trains:
@@ -255,7 +255,7 @@ class PipelineEngine(Engine):
             raise StopIteration(str(fault)) from None
         if fault is not None:
             raise fault
-        stages = [stage for stage, code in enumerate(told) if code]
+        stages = [stage for stage, code in enumerate(codes) if code]
         raise PipelineError(f"stages {stages} stopped at the end of a batch; their errors say why")
 
     def _mean_loss(self, losses: list[Any]) -> tuple[Tensor, Tensor]:

@@ -339,17 +339,17 @@ def skips_overflow(config: Config, device: torch.device) -> bool:
 # ---- warnings ------------------------------------------------------------------------------------
 
 
-def tell_16bit_weights(config: Config, model: nn.Module) -> None:
+def warn_16bit_weights(config: Config, model: nn.Module) -> None:
     """Warn of 16-bit weights that are not trained as their dtype suggests."""
     cast = model_dtype(config)
     if cast is torch.float16:
-        _tell_bf16_weights(model)
+        _warn_bf16_weights(model)
     elif cast is None:
         for dtype in (torch.float16, torch.bfloat16):
-            _tell_without_masters(model, dtype)
+            _warn_without_masters(model, dtype)
 
 
-def _tell_bf16_weights(model: nn.Module) -> None:
+def _warn_bf16_weights(model: nn.Module) -> None:
     born = [name for name, p in model.named_parameters() if p.dtype is torch.bfloat16]
     if born:
         _log.warning(
@@ -361,7 +361,7 @@ def _tell_bf16_weights(model: nn.Module) -> None:
         )
 
 
-def _tell_without_masters(model: nn.Module, dtype: torch.dtype) -> None:
+def _warn_without_masters(model: nn.Module, dtype: torch.dtype) -> None:
     named = model.named_parameters()
     born = [name for name, p in named if p.dtype is dtype and p.requires_grad]
     name, section = ("float16", "fp16") if dtype is torch.float16 else ("bfloat16", "bf16")

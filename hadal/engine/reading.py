@@ -68,7 +68,7 @@ class Batches(Dataset[Any]):
         """Read the samples and make a batch of them."""
         if request.epoch != self._epoch:  # a persistent worker
             self._epoch = request.epoch
-            tell_epoch(self._dataset, request.epoch)
+            pass_epoch(self._dataset, request.epoch)
         with drawing_from(request.seed):
             several = getattr(self._dataset, "__getitems__", None)
             if several is not None:
@@ -160,7 +160,7 @@ def keeps_state(dataset: Any) -> bool:
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
-def tell_epoch(listener: Any, epoch: int) -> None:
+def pass_epoch(listener: Any, epoch: int) -> None:
     """Set the epoch of a data set or a sampler that shuffles by itself."""
     if hasattr(listener, "set_epoch"):
         listener.set_epoch(epoch)

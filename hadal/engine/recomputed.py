@@ -48,7 +48,7 @@ def budget_of(config: Config, device: torch.device) -> int | None:
     return int(budget * total_memory(device).total) if budget <= 1 else int(budget)
 
 
-def tell_recomputed(config: Config, found: dict[str, nn.Module]) -> None:
+def log_recomputed(config: Config, found: dict[str, nn.Module]) -> None:
     """Log which modules are recomputed, or that the section waits for calls of the program."""
     section = config.activation_checkpointing
     if found:

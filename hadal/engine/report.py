@@ -75,7 +75,7 @@ class Reporter(Listener):
                 _log.info("%s", self._last)
             self._show(update)
         if update.number % (self._every or 1) == 0:
-            self._tell_breakdowns(update.number)
+            self._log_breakdowns(update.number)
 
     def close(self) -> None:
         """Remove the live line."""
@@ -127,16 +127,16 @@ class Reporter(Listener):
         else:
             self._live.show(str(replace(last, number=update.number)))
 
-    def _tell_breakdowns(self, number: int) -> None:
+    def _log_breakdowns(self, number: int) -> None:
         means = self._clocks.take_means()
         if means:
-            told = ", ".join(f"{name} {value:.2f}" for name, value in means.items())
-            _log.info("step %d, ms of one update: %s", number, told)
+            text = ", ".join(f"{name} {value:.2f}" for name, value in means.items())
+            _log.info("step %d, ms of one update: %s", number, text)
         for name, gauge in self._clocks.memory.items():
-            _log.info("step %d, memory around %s: %s", number, name, memory_told(gauge))
+            _log.info("step %d, memory around %s: %s", number, name, memory_text(gauge))
 
 
-def memory_told(gauge: MemoryGauge) -> str:
+def memory_text(gauge: MemoryGauge) -> str:
     """Format the memory before and after a phase, in MiB."""
     before, after = gauge.before, gauge.after
     host = f"host {_mib(before.host)} -> {_mib(after.host)}"
@@ -148,7 +148,7 @@ def _mib(nbytes: int) -> str:
     return f"{nbytes / _MEBIBYTE:.1f} MiB"
 
 
-def tell_state(
+def log_state(
     config: Config, model: nn.Module, runtime: ZeroRuntime, batches: BatchSizes, topology: Topology
 ) -> None:
     """Log the output of `dump_state`."""

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hadal.checkpoint.live import plain_name
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects
-from hadal.comm.faults import is_same_everywhere, told_to_all
+from hadal.comm.faults import is_same_everywhere, raised_on_all
 from hadal.comm.mpu import tensor_group_of
 from hadal.config import Config
 from hadal.config.report import written
@@ -136,7 +136,7 @@ def cut_over_ranks(
     section, ranks = config.tensor_parallel, topology.tensor_parallel
     if not section.is_on:
         return
-    with told_to_all(world, "initialize"):
+    with raised_on_all(world, "initialize"):
         _check(model, section, config, topology)
         _check_optimizer(optimizer)
         assert ranks is not None
@@ -204,15 +204,15 @@ def _compare_first_inputs(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _digest(value: Any) -> str:
-    told = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     leaf: Any
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
-            told.update(repr((leaf.dtype, tuple(leaf.shape))).encode())
-            told.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            digest.update(repr((leaf.dtype, tuple(leaf.shape))).encode())
+            digest.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         elif isinstance(leaf, bool | int | float | str | None):
-            told.update(repr(leaf).encode())
-    return told.hexdigest()
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()
 
 
 def _check(model: nn.Module, section: TensorParallel, config: Config, topology: Topology) -> None:
@@ -224,8 +224,10 @@ def _check(model: nn.Module, section: TensorParallel, config: Config, topology: 
     given = {"it": _dtype_of(section), "tp_model_init": asked and asked.dtype}
     for where, dtype in given.items():
         if None not in (computes, dtype) and dtype != computes:
-            told = f"{where} gives {dtype}, and the model computes in {computes}; make them equal"
-            faults.append(Fault(f"{_PATH}.dtype", told))
+            message = (
+                f"{where} gives {dtype}, and the model computes in {computes}; make them equal"
+            )
+            faults.append(Fault(f"{_PATH}.dtype", message))
     if faults:
         raise ConfigError(written("the configuration", tuple(faults)), tuple(faults))
     if ranks is None or ranks.size != size:

@@ -207,8 +207,8 @@ def _node_size(ranks: Ranks, shard_size: int) -> tuple[int | None, str]:
     local_size = get_local_world_size()
     if not is_same_everywhere(str(local_size), ranks) or local_size is None:
         pairs = zip(ranks.numbers, gather_objects(local_size, ranks), strict=True)
-        told = ", ".join(f"rank {number}: {size}" for number, size in pairs)
-        return None, f"launchers must set one number of ranks for all nodes, but set {told}"
+        listed = ", ".join(f"rank {number}: {size}" for number, size in pairs)
+        return None, f"launchers must set one number of ranks for all nodes, but set {listed}"
     return common_node_size(ranks.numbers, shard_size, local_size), (
         f"nodes of {local_size} ranks do not divide the blocks of {shard_size} ranks that share the"
         " weights evenly"
@@ -245,10 +245,10 @@ def _make_groups(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
     )
     if not is_same_everywhere(repr(sight), world):
         sights = gather_objects(sight, world)
-        told = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(sights))
+        listed = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(sights))
         raise MismatchError(
             "the ranks have different groupings (ranks of one sequence, ranks with different"
-            f" samples, ranks of one layer, mpu): {told}; pass the same on every rank"
+            f" samples, ranks of one layer, mpu): {listed}; pass the same on every rank"
         )
     if wish.cuts_the_model:
         return _topology_of_mpu(wish.mpu, shared)

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_
-from hadal.comm.faults import told_to_all
+from hadal.comm.faults import raised_on_all
 from hadal.config import Config
 from hadal.device import current_device
 from hadal.engine.loader import ChosenOrder, Loading, Reading, ShardedLoader
@@ -193,6 +193,6 @@ def make_loader(
     """Make the loader over the caller's data set, if there is one. All ranks must call it."""
     if wishes.training_data is None:
         return None
-    with told_to_all(world, "initialize"):
+    with raised_on_all(world, "initialize"):
         reading = Reading(pin_memory=True, shuffle=shuffle)
         return loading.training_loader(wishes.training_data, reading)

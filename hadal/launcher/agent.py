@@ -50,15 +50,15 @@ class RoundHandler(RendezvousHandler):
             "localhost", share.port, is_master=True, wait_for_workers=False, timeout=self._wait
         )
         self._input = b""
-        self._told: Round | None = None
+        self._round: Round | None = None
         self._is_over = False
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Request a round and wait for it."""
         while True:
-            told = self._asked()
+            begun = self._asked()
             try:
-                return self._joined(told)
+                return self._joined(begun)
             except DistError:  # its first host is already lost: there will be another round
                 continue
 
@@ -87,24 +87,24 @@ class RoundHandler(RendezvousHandler):
         return True
 
     def _asked(self) -> Round:
-        self._told = None
+        self._round = None
         os.write(1, encoded(RoundRequest(self._own.port)))
-        while self._told is None:
+        while self._round is None:
             self._listen(_LOOK_S)
         self._is_over = False
-        return self._told
+        return self._round
 
-    def _joined(self, told: Round) -> RendezvousInfo:
-        is_first = told.node_rank == 0
+    def _joined(self, begun: Round) -> RendezvousInfo:
+        is_first = begun.node_rank == 0
         shared = (
             self._own
             if is_first
-            else TCPStore(told.address, told.port, is_master=False, timeout=self._wait)
+            else TCPStore(begun.address, begun.port, is_master=False, timeout=self._wait)
         )
-        store = PrefixStore(f"round {told.number}", shared)
+        store = PrefixStore(f"round {begun.number}", shared)
         # Ranks get a new port each time: the old one may still be in use.
-        met = RendezvousStoreInfo.build(told.node_rank, store, told.address)
-        return RendezvousInfo(store, told.node_rank, told.nodes, met)
+        met = RendezvousStoreInfo.build(begun.node_rank, store, begun.address)
+        return RendezvousInfo(store, begun.node_rank, begun.nodes, met)
 
     def _listen(self, seconds: float) -> None:
         """Read the command's messages."""
@@ -118,7 +118,7 @@ class RoundHandler(RendezvousHandler):
         for line in lines:
             word, _, rest = line.decode().partition(" ")
             if word == ROUND:
-                self._told, self._is_over = round_in(rest), False
+                self._round, self._is_over = round_in(rest), False
             elif word == CHANGE:
                 self._is_over = True
 

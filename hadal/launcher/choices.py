@@ -103,7 +103,7 @@ def planned(choices: Choices, variables: Mapping[str, str], folder: Path) -> Lau
             f"--num_nodes {choices.num_nodes}, but there is no hostfile at {choices.hostfile};"
             " write one with a line `NAME slots=N` for each host, and pass it with --hostfile"
         )
-    is_one = _is_one(choices, pool, is_told=hostfile is not None)
+    is_one = _is_one(choices, pool, has_hostfile=hostfile is not None)
     idle = _without_effect(choices, is_one)
     if idle:
         notes = (*notes, f"{', '.join(idle)}: no effect here")
@@ -121,13 +121,13 @@ def _job(
     is_one: bool,
     shows_slots: bool,
 ) -> Job:
-    told = of_env_files((Path.home(), folder), _env_names(variables))
+    passed = of_env_files((Path.home(), folder), _env_names(variables))
     elastic = _elastic(choices, variables, pool) if choices.elastic_training else None
     any_port = 0 if elastic or is_one else DEFAULT_PORT
     return Job(
         program=_program(choices, folder, variables),
         pool=pool,
-        variables=told if is_one else {**_passed_on(variables, folder), **told},
+        variables=passed if is_one else {**_passed_on(variables, folder), **passed},
         shows_slots=shows_slots,
         port=choices.master_port or any_port,
         elastic=elastic,
@@ -298,10 +298,10 @@ def devices_here() -> int:
 # ---- ways to start hosts ---------------------------------------------------------------------
 
 
-def _is_one(choices: Choices, pool: Pool, *, is_told: bool) -> bool:
+def _is_one(choices: Choices, pool: Pool, *, has_hostfile: bool) -> bool:
     if len(pool) > 1 or choices.force_multi:
         return False
-    return not is_told or is_here(next(iter(pool)))
+    return not has_hostfile or is_here(next(iter(pool)))
 
 
 def _ways(choices: Choices, job: Job, is_one: bool) -> dict[str, Way]:
@@ -400,7 +400,9 @@ def _program(choices: Choices, folder: Path, variables: Mapping[str, str]) -> Pr
         folder=str(folder),
         kind=kind,
         as_deepspeed=choices.as_deepspeed,
-        tells_local_rank=choices.as_deepspeed if choices.local_rank is None else choices.local_rank,
+        passes_local_rank=choices.as_deepspeed
+        if choices.local_rank is None
+        else choices.local_rank,
         binds=choices.bind_cores_to_rank or bool(cores),
         cores=read_cores(cores) if cores else None,
         logs=str(folder / logs) if logs else "",
@@ -410,13 +412,13 @@ def _program(choices: Choices, folder: Path, variables: Mapping[str, str]) -> Pr
 
 
 def _seconds(variables: Mapping[str, str], key: str, default: float) -> float:
-    told = variables.get(key, "") or str(default)
+    passed = variables.get(key, "") or str(default)
     try:
-        seconds = float(told)
+        seconds = float(passed)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise LaunchError(f"the variable {key} must be a number of seconds, or 0, found {told!r}")
+        raise LaunchError(f"the variable {key} must be a number of seconds, or 0, found {passed!r}")
     return seconds
 
 
@@ -426,6 +428,6 @@ def _env_names(variables: Mapping[str, str]) -> Sequence[str]:
 
 def _passed_on(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Return the variables to pass on to other hosts, with the job's folder first on PYTHONPATH."""
-    told = passed_on(variables)
-    paths = filter(None, (str(folder), told.get("PYTHONPATH", "")))
-    return {**told, "PYTHONPATH": ":".join(paths)}
+    passed = passed_on(variables)
+    paths = filter(None, (str(folder), passed.get("PYTHONPATH", "")))
+    return {**passed, "PYTHONPATH": ":".join(paths)}

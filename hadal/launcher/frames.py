@@ -82,10 +82,10 @@ _KINDS = {
 
 def encoded(frame: Frame) -> bytes:
     """Encode a frame as a line."""
-    told = asdict(frame)
+    values = asdict(frame)
     if isinstance(frame, RankOutput):
-        told["text"] = base64.b64encode(frame.text).decode()
-    return _MARK + json.dumps([type(frame).__name__, told]).encode() + b"\n"
+        values["text"] = base64.b64encode(frame.text).decode()
+    return _MARK + json.dumps([type(frame).__name__, values]).encode() + b"\n"
 
 
 def said(rank: int, is_error: bool, text: bytes) -> Iterator[bytes]:
@@ -99,11 +99,11 @@ def decoded(line: bytes) -> Frame | None:
 
     Some launchers put a label before each line: text before the mark is skipped.
     """
-    _, mark, told = line.partition(_MARK)
+    _, mark, values = line.partition(_MARK)
     if not mark:
         return None
     try:
-        name, fields = json.loads(told)
+        name, fields = json.loads(values)
         if name == "RankOutput":
             fields["text"] = base64.b64decode(fields["text"])
         elif name == "Hello":

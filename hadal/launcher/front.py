@@ -204,7 +204,7 @@ class Front:
         elif is_error:
             channel.complaints = (channel.complaints + piece)[-4000:]
             if channel.way.reach is Reach.ALL:  # messages of a queue, for example
-                self._printer.told(piece)
+                self._printer.unlabelled(piece)
         else:
             for line in channel.lines(piece):
                 frame = decoded(line)
@@ -252,8 +252,8 @@ class Front:
             return
         code = 1 if frame.was_stopped else frame.code
         at, host = began_at or time.monotonic(), self._hosts.get(frame.rank, channel.host)
-        told = Failure(frame.rank, host, code, at, text, has_traceback=began_at is not None)
-        self._failures.append(told)
+        failure = Failure(frame.rank, host, code, at, text, has_traceback=began_at is not None)
+        self._failures.append(failure)
         self._rank_failed()
 
     def _ranks_stopped_at(self) -> float | None:
@@ -284,8 +284,8 @@ class Front:
         """Return whether a host announced its end, and so is not lost."""
         return channel.left is not None
 
-    def _host_lost(self, channel: Channel, told: str) -> None:
-        self._lost.append(told)
+    def _host_lost(self, channel: Channel, message: str) -> None:
+        self._lost.append(message)
         self._stop(signal.SIGTERM)
 
     def _drain(self, channel: Channel) -> None:
@@ -298,7 +298,7 @@ class Front:
             rest = pipe.read() or b""
             channel.complaints += rest
             if channel.way.reach is Reach.ALL:
-                self._printer.told(rest)
+                self._printer.unlabelled(rest)
 
     # ---- outgoing ----------------------------------------------------------------------------
 
@@ -402,8 +402,8 @@ class Front:
         if self._interrupted_by is not None:
             took = time.monotonic() - (self._stopped_at or 0)
             self._say(f"{self._who()} ended ({took:.1f} s)")
-        for told in self._lost:
-            self._say(told)
+        for message in self._lost:
+            self._say(message)
         if self._failures:
             for line in self._report():
                 self._say(line)
@@ -458,8 +458,8 @@ def _loss(channel: Channel, was: HostState, code: int, port: int) -> str:
     if channel.left is not None:
         by, code = "torch's agent", channel.left.code
         said = "\n".join(agents_words(channel.left.notes, port))
-    told = f"host {channel.host} {how} ({by} ended with {code})"
-    return f"{told}: {said}" if said else told
+    text = f"host {channel.host} {how} ({by} ended with {code})"
+    return f"{text}: {said}" if said else text
 
 
 def printer_for(

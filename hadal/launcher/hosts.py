@@ -23,12 +23,12 @@ def read_hostfile(text: str, name: str = "hostfile") -> Pool:
     """
     pool: Pool = {}
     for number, line in enumerate(text.splitlines(), start=1):
-        told = line.partition("#")[0].strip()
-        if not told:
+        entry = line.partition("#")[0].strip()
+        if not entry:
             continue
-        found = _LINE.match(told)
+        found = _LINE.match(entry)
         if found is None:
-            raise LaunchError(f"{name}, line {number}: expected `NAME slots=N`, found {told!r}")
+            raise LaunchError(f"{name}, line {number}: expected `NAME slots=N`, found {entry!r}")
         host, count = found[1], int(found[2])
         if host in pool:
             raise LaunchError(
@@ -65,7 +65,7 @@ def filtered(pool: Mapping[str, Iterable[int]], include: str = "", exclude: str 
     left = {host: own for host, own in slots.items() if own}
     if not left:
         raise LaunchError(
-            f"no slot is left of {_told(pool)}"
+            f"no slot is left of {_listed(pool)}"
             + (f" with --include {include!r}" if include else "")
             + (f" without --exclude {exclude!r}" if exclude else "")
         )
@@ -90,7 +90,7 @@ def _named(text: str, flag: str, pool: Mapping[str, tuple[int, ...]]) -> Pool:
         if strange:
             raise LaunchError(
                 f"{flag} {text!r}: {host} has no slot {strange[0]}; it has"
-                f" {_told({host: pool[host]})}"
+                f" {_listed({host: pool[host]})}"
             )
         named.setdefault(host, set()).update(wanted)
     return {host: tuple(sorted(slots)) for host, slots in named.items()}
@@ -110,5 +110,5 @@ def narrowed(pool: Pool, nodes: int | None = None, slots: int | None = None) -> 
     return {host: pool[host] if slots is None else tuple(range(slots)) for host in kept}
 
 
-def _told(pool: Mapping[str, Iterable[int]]) -> str:
+def _listed(pool: Mapping[str, Iterable[int]]) -> str:
     return ", ".join(f"{host}:{','.join(map(str, slots))}" for host, slots in pool.items())

@@ -40,7 +40,7 @@ class Program:
     """The working directory."""
     kind: ProgramKind = ProgramKind.SCRIPT
     as_deepspeed: bool = False
-    tells_local_rank: bool = False
+    passes_local_rank: bool = False
     """True if `--local_rank=N` becomes its first argument."""
     binds: bool = False
     """True if each rank is bound to its own cores."""
@@ -58,7 +58,7 @@ class Program:
     def command(self, local_rank: int, python: str = sys.executable) -> list[str]:
         """Return the command that starts one rank."""
         name, *arguments = self.words
-        if self.tells_local_rank:
+        if self.passes_local_rank:
             arguments = [f"--local_rank={local_rank}", *arguments]
         if self.kind is ProgramKind.BARE:
             return [name, *arguments]
@@ -176,9 +176,9 @@ def program_in(word: str) -> Program:
 
 def share_in(word: str) -> HostShare:
     """Decode a packed share."""
-    told = _unpacked(word)
-    told.update(program=_program(told["program"]), slots=tuple(told["slots"]))
-    return HostShare(**told)
+    unpacked = _unpacked(word)
+    unpacked.update(program=_program(unpacked["program"]), slots=tuple(unpacked["slots"]))
+    return HostShare(**unpacked)
 
 
 def round_in(word: str) -> Round:
@@ -188,26 +188,26 @@ def round_in(word: str) -> Round:
 
 def job_in(word: str) -> Job:
     """Decode a packed job. An elastic job is never sent whole."""
-    told = _unpacked(word)
-    pool = {host: tuple(slots) for host, slots in told["pool"].items()}
-    told.update(program=_program(told["program"]), pool=pool)
-    return Job(**told)
+    unpacked = _unpacked(word)
+    pool = {host: tuple(slots) for host, slots in unpacked["pool"].items()}
+    unpacked.update(program=_program(unpacked["program"]), pool=pool)
+    return Job(**unpacked)
 
 
 def _unpacked(word: str) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(base64.urlsafe_b64decode(word + "=" * (-len(word) % 4)))
-    return told
+    unpacked: dict[str, Any] = json.loads(base64.urlsafe_b64decode(word + "=" * (-len(word) % 4)))
+    return unpacked
 
 
-def _program(told: dict[str, Any]) -> Program:
-    cores = told["cores"]
-    told.update(
-        words=tuple(told["words"]),
-        kind=ProgramKind(told["kind"]),
+def _program(unpacked: dict[str, Any]) -> Program:
+    cores = unpacked["cores"]
+    unpacked.update(
+        words=tuple(unpacked["words"]),
+        kind=ProgramKind(unpacked["kind"]),
         cores=None if cores is None else tuple(cores),
-        slots=tuple(map(tuple, told["slots"])),
+        slots=tuple(map(tuple, unpacked["slots"])),
     )
-    return Program(**told)
+    return Program(**unpacked)
 
 
 def rank_command(program: Program, python: str = sys.executable) -> list[str]:

@@ -65,7 +65,7 @@ class HostProcess:
             signal.signal(each, lambda number, _: self.stop(signal.Signals(number)))
         for each in PASSED_ON:
             signal.signal(each, lambda number, _: self.pass_on(signal.Signals(number)))
-        _tell(encoded(_hello(os.environ)))
+        _send(encoded(_hello(os.environ)))
         with selectors.DefaultSelector() as selector:
             selector.register(0, selectors.EVENT_READ)
             while share is None and self._kills_at is None:
@@ -82,7 +82,7 @@ class HostProcess:
             self._watch(self._agent, selector)
         code = exit_code(self._agent.wait())
         notes = self._notes.decode(errors="replace").splitlines()[-_NOTE_LINES:]
-        _tell(encoded(HostEnded(code, "\n".join(notes)[-_NOTE_LENGTH:])))
+        _send(encoded(HostEnded(code, "\n".join(notes)[-_NOTE_LENGTH:])))
         return code
 
     def stop(self, sent: signal.Signals) -> None:
@@ -189,7 +189,7 @@ def agent_command(share: HostShare, python: str = sys.executable) -> list[str]:
 
 def variables_of(share: HostShare, there: Mapping[str, str], cores: int) -> dict[str, str]:
     """Return the variables to add to `there` for the ranks of a host."""
-    told = {
+    values = {
         # Without it each of several ranks would start as many threads as there are cores.
         "OMP_NUM_THREADS": there.get(
             "OMP_NUM_THREADS", str(max(1, cores // max(1, len(share.slots))))
@@ -197,8 +197,8 @@ def variables_of(share: HostShare, there: Mapping[str, str], cores: int) -> dict
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(share.program.grace_s + 1)),
     }
     if share.shows_slots:
-        told.update(showing(share.slots))
-    return {**told, **share.variables}
+        values.update(showing(share.slots))
+    return {**values, **share.variables}
 
 
 def _hello(variables: Mapping[str, str]) -> Hello:
@@ -208,12 +208,12 @@ def _hello(variables: Mapping[str, str]) -> Hello:
 
 def _addresses() -> tuple[str, ...]:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=5)
-        return tuple(told.stdout.split())
+        values = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=5)
+        return tuple(values.stdout.split())
     return ()
 
 
-def _tell(frame: bytes) -> None:
+def _send(frame: bytes) -> None:
     with contextlib.suppress(OSError):
         os.write(1, frame)
 

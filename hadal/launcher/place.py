@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hadal.errors import CommunicationError, LaunchError
 
 # (rank, world size, local rank, local size): the first row with its rank and world size set wins.
-_TOLD_BY = (
+_LAUNCHER_VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
     (
@@ -72,14 +72,14 @@ def find_place(variables: Mapping[str, str]) -> RankPlace:
     Raises:
         LaunchError: no launcher has set them.
     """
-    for rank, world, local, size in _TOLD_BY:
+    for rank, world, local, size in _LAUNCHER_VARIABLES:
         if rank in variables and world in variables:
             own = int(variables.get(local, variables[rank]))
-            told = variables.get(size) or _slurm_size(variables) or variables[world]
-            return RankPlace(int(variables[rank]), int(variables[world]), own, int(told))
+            size_text = variables.get(size) or _slurm_size(variables) or variables[world]
+            return RankPlace(int(variables[rank]), int(variables[world]), own, int(size_text))
     raise LaunchError(
         "this process has no rank: expected the variables of torchrun, Slurm or MPI"
-        f" ({', '.join(row[0] for row in _TOLD_BY)})"
+        f" ({', '.join(row[0] for row in _LAUNCHER_VARIABLES)})"
     )
 
 
@@ -97,10 +97,10 @@ def meeting_host(variables: Mapping[str, str]) -> dict[str, str]:
 
 def _slurm_size(variables: Mapping[str, str]) -> str:
     """Return this node's ranks from Slurm's list, such as `4(x2),2`; empty if unknown."""
-    told = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
+    size_text = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
     sizes = [
         size
-        for size, _, times in re.findall(r"(\d+)(\(x(\d+)\))?", told)
+        for size, _, times in re.findall(r"(\d+)(\(x(\d+)\))?", size_text)
         for _ in range(int(times or 1))
     ]
     node = int(variables.get("SLURM_NODEID", 0))

@@ -70,7 +70,7 @@ class Printer:
         if lines.rest_nbytes > _LONGEST_NBYTES:
             self._line(talk, is_error, lines.take() + b"\n")
 
-    def told(self, piece: bytes) -> None:
+    def unlabelled(self, piece: bytes) -> None:
         """Print output that belongs to no rank, unchanged."""
         self._error.write(piece)
 

@@ -73,8 +73,8 @@ def _below(pid: int) -> list[int]:
 
 def _children(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
-        told = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-        return [int(word) for text in told for word in text.split()]
+        texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+        return [int(word) for text in texts for word in text.split()]
     return []
 
 

@@ -65,19 +65,19 @@ class Rank:
             self._log = _log_of(self._program.logs, self.place.rank)
             self._process = self._started()
         except (OSError, LaunchError) as error:
-            told = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else error
-            self._print(True, f"{told}\n".encode())
-            self._tell(encoded(RankEnded(self.place.rank, _CANNOT_START, self.was_stopped)))
+            message = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else error
+            self._print(True, f"{message}\n".encode())
+            self._report(encoded(RankEnded(self.place.rank, _CANNOT_START, self.was_stopped)))
             return _CANNOT_START
         if self.was_stopped:
             self._ask(signal.SIGTERM)  # the request came before the process existed
-        self._tell(encoded(RankStarted(self.place.rank, os.uname().nodename, self._process.pid)))
+        self._report(encoded(RankStarted(self.place.rank, os.uname().nodename, self._process.pid)))
         self._listen(self._process)
         code = self._process.wait()
         if self.was_stopped or code != 0:
             self._send(signal.SIGKILL)  # for processes that the program left behind
             end_all_below()
-        self._tell(encoded(RankEnded(self.place.rank, code, self.was_stopped)))
+        self._report(encoded(RankEnded(self.place.rank, code, self.was_stopped)))
         return exit_code(code)
 
     def stop(self, sent: signal.Signals) -> None:
@@ -136,12 +136,12 @@ class Rank:
                 self._log.write(piece)
             except OSError as error:  # training continues
                 self._log = None
-                told = f"the file of this rank's output ends here: {error.strerror}\n"
-                self._print(True, told.encode())
+                message = f"the file of this rank's output ends here: {error.strerror}\n"
+                self._print(True, message.encode())
         for frame in said(self.place.rank, is_error, piece):
-            self._tell(frame)
+            self._report(frame)
 
-    def _tell(self, frame: bytes) -> None:
+    def _report(self, frame: bytes) -> None:
         try:
             os.write(1, frame)
         except OSError:  # the process that started the job is gone

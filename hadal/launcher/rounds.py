@@ -82,12 +82,12 @@ class ElasticFront(Front):
     def _agent_left(self, channel: Channel, frame: HostEnded) -> None:
         """Do nothing: the end of its process is handled later."""
 
-    def _host_lost(self, channel: Channel, told: str) -> None:
+    def _host_lost(self, channel: Channel, message: str) -> None:
         host = channel.host
         self._asks.pop(host, None)
-        if self._losses.get(host) != told:
-            self._say(told)
-        self._losses[host] = told
+        if self._losses.get(host) != message:
+            self._say(message)
+        self._losses[host] = message
         if self._number == 0 and Front._is_over(self):  # no host was ever available
             self._lost.append("no host is there")
             self._stop(signal.SIGTERM)
@@ -199,8 +199,8 @@ class ElasticFront(Front):
         address, port = self._own_address(first), self._asks[members[0]]
         for rank, host in enumerate(members):
             del self._asks[host]
-            told = Round(self._number, rank, len(members), address, port)
-            self._channels[host].tell(f"{ROUND} {packed(told)}")
+            coming = Round(self._number, rank, len(members), address, port)
+            self._channels[host].tell(f"{ROUND} {packed(coming)}")
 
     def _is_awaited(self, channel: Channel) -> bool:
         """Return whether to wait for a host: at first for all, later until its ranks have ended."""

@@ -27,24 +27,24 @@ def read_env_file(text: str, name: str) -> dict[str, str]:
     Raises:
         LaunchError: a line that is neither blank nor a comment has no `=`.
     """
-    told: dict[str, str] = {}
+    values: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         key, equals, value = line.partition("=")
         if not equals or not key.strip():
             raise LaunchError(f"{name}, line {number}: expected KEY=VALUE, found {line!r}")
-        told[key.strip()] = value
-    return told
+        values[key.strip()] = value
+    return values
 
 
 def of_env_files(folders: Sequence[Path], names: Sequence[str]) -> dict[str, str]:
     """Return the variables of the env files in these folders; a later file wins."""
-    told: dict[str, str] = {}
+    values: dict[str, str] = {}
     for path in (folder / name for folder in folders for name in names):
         if path.is_file():
-            told.update(read_env_file(text_of(path), str(path)))
-    return told
+            values.update(read_env_file(text_of(path), str(path)))
+    return values
 
 
 def text_of(path: Path) -> str:

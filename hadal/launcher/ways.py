@@ -97,10 +97,12 @@ def there(venv_script: str = "", words: str = "") -> str:
 
 def by_pdsh(job: Job, address: str, arguments: Sequence[str], venv_script: str = "") -> Way:
     """Return the way to start all hosts with one pdsh, over ssh."""
-    told = f" --job {packed(job)} --address {shlex.quote(address)} --node-rank %n --may-fall-silent"
+    environment = (
+        f" --job {packed(job)} --address {shlex.quote(address)} --node-rank %n --may-fall-silent"
+    )
     words = ("pdsh", "-S", "-N", "-f", "1024", "-w", ",".join(job.pool), *arguments)
     over_ssh = (("PDSH_RCMD_TYPE", "ssh"),)
-    return Way((*words, there(venv_script, told)), Reach.ALL, over_ssh)
+    return Way((*words, there(venv_script, environment)), Reach.ALL, over_ssh)
 
 
 def by_slurm(job: Job, arguments: Sequence[str], nodes: Sequence[str] = ()) -> Way:
@@ -145,10 +147,10 @@ MPI: dict[str, FanOut] = {
 def _variables(job: Job, address: str = "") -> tuple[tuple[str, str], ...]:
     """Return the variables of ranks that no process of ours on their host can set."""
     paths = filter(None, (job.variables.get("PYTHONPATH"), where_hadal_is()))
-    told = {**job.variables, "MASTER_PORT": str(job.port), "PYTHONPATH": ":".join(paths)}
+    environment = {**job.variables, "MASTER_PORT": str(job.port), "PYTHONPATH": ":".join(paths)}
     if address:
-        told["MASTER_ADDR"] = address
-    return tuple(sorted(told.items()))
+        environment["MASTER_ADDR"] = address
+    return tuple(sorted(environment.items()))
 
 
 def _even(pool: Pool, launcher: str) -> int:

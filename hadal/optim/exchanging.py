@@ -206,7 +206,7 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
             for _, part in self._all_parts():
                 self._state(part)["step"].fill_(self._count)
             if self._count == self._optimizer.last_of_variance + 1:
-                self._tell_still()
+                self._warn_still()
             self._update(self._count, multiplier)
             refresh(self._gradients)
         self._follow()
@@ -331,7 +331,7 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
         if mask is not None:
             mean.mul_(mask[cut])
 
-    def _tell_still(self) -> None:
+    def _warn_still(self) -> None:
         """Log a warning when the variance is frozen, if some elements have none."""
         count, first = 0, None
         for lane, part in self._all_parts():

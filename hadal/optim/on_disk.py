@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hadal.comm import Ranks
-from hadal.comm.faults import told_to_all
+from hadal.comm.faults import raised_on_all
 from hadal.errors import CommunicationError, OffloadError
 from hadal.offload.buffers import BufferPool, LooseBuffers
 from hadal.offload.tensors import UNIT_NUMEL, DiskTensor, one_update
@@ -71,9 +71,13 @@ def update_on_disk(
         OffloadError: the disk failed on some rank; nothing has changed on any rank.
     """
     take_back = backup_of(states)
-    parts = nullcontext() if model_parallel is None else _told(model_parallel)
+    parts = nullcontext() if model_parallel is None else _raised_on_all(model_parallel)
     try:
-        with one_update(lambda: _runs_of(states)), parts, _told(states[0].bucket.sharing.everyone):
+        with (
+            one_update(lambda: _runs_of(states)),
+            parts,
+            _raised_on_all(states[0].bucket.sharing.everyone),
+        ):
             yield
     except BaseException as error:
         # Also on an interrupt by the user: an emergency checkpoint may follow.
@@ -84,8 +88,8 @@ def update_on_disk(
         state.drop_unused()
 
 
-def _told(ranks: Ranks) -> AbstractContextManager[None]:
-    return told_to_all(ranks, "an update", OffloadError)
+def _raised_on_all(ranks: Ranks) -> AbstractContextManager[None]:
+    return raised_on_all(ranks, "an update", OffloadError)
 
 
 class Deferred:
@@ -283,7 +287,7 @@ def bring_weights_to_disk(
     try:
         with (
             one_update(lambda: runs),
-            told_to_all(gradients[0].bucket.sharing.everyone, "an update", OffloadError),
+            raised_on_all(gradients[0].bucket.sharing.everyone, "an update", OffloadError),
         ):
             for one in gradients:
                 with one.bucket.rewriting():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hadal.comm import Ranks, init_distributed
-from hadal.comm.faults import is_same_everywhere, told_to_all
+from hadal.comm.faults import is_same_everywhere, raised_on_all
 from hadal.errors import MismatchError, NotBuiltYetError, UsageError
 from hadal.pipeline import layer_files
 from hadal.pipeline.grid import PipelineParallelGrid, group_of
@@ -89,7 +89,7 @@ class PipelineModule(nn.Module):
         super().__init__()
         init_distributed()
         world = Ranks.world()
-        with told_to_all(world, "PipelineModule"):
+        with raised_on_all(world, "PipelineModule"):
             topology = topology or _topology_of(num_stages, world.size)
             self._layer_specs = _checked(layers)
             if chunks < 1:
@@ -107,7 +107,7 @@ class PipelineModule(nn.Module):
         self.dynamic_shape = dynamic_shape
         self.curr_layer: int | None = None
         """The layer that runs, or has run last."""
-        with told_to_all(world, "PipelineModule"):
+        with raised_on_all(world, "PipelineModule"):
             self.parts = cut(self._layer_specs, self.num_stages * chunks, partition_method)
         self._check_same(world)
         own = range(self.stage_id, self.num_stages * chunks, self.num_stages)
@@ -119,7 +119,7 @@ class PipelineModule(nn.Module):
         self._functions: dict[int, Callable[[Any], Any]] = {}
         self.fwd_map: dict[str, int] = {}
         self.tied_modules = nn.ModuleDict()
-        with told_to_all(world, "PipelineModule"):
+        with raised_on_all(world, "PipelineModule"):
             self._build()
         self.tied_comms: dict[str, Tie] = self._tie()
         begin_equal(self.tied_comms)

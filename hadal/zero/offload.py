@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hadal.comm import Ranks
 from hadal.comm.codecs.codec import Codec
-from hadal.comm.faults import told_to_all
+from hadal.comm.faults import raised_on_all
 from hadal.device import host_empty, is_host_memory
 from hadal.errors import OffloadError
 from hadal.offload.buffers import BufferPool
@@ -69,7 +69,7 @@ class Offload:
         """
         if self.weights_disk is None and self.optimizer_disk is None:
             return nullcontext()
-        return told_to_all(ranks, what, OffloadError)
+        return raised_on_all(ranks, what, OffloadError)
 
     def steps_on(self, device: torch.device) -> torch.device:
         """Return the device that makes the updates for buckets on `device`."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_, max_
-from hadal.comm.faults import told_to_all
+from hadal.comm.faults import raised_on_all
 from hadal.errors import UsageError
 from hadal.zero import access
 from hadal.zero.access import Keeper
@@ -201,7 +201,7 @@ class Place:
 
     def own(self, value: object, shape: tuple[int, ...], name: str) -> Tensor:
         """Check a caller's value on all ranks, and return it on the bucket's device."""
-        with told_to_all(self.ranks, name, UsageError):
+        with raised_on_all(self.ranks, name, UsageError):
             if not isinstance(value, Tensor) or tuple(value.shape) != shape:
                 found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise UsageError(

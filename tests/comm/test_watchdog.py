@@ -37,7 +37,7 @@ def test_a_wait_is_told_ever_more_rarely() -> None:
     told = []
     for now in range(100, 200):
         if wait.is_due(now, 5.0):
-            wait.tell(now)
+            wait.describe(now)
             told.append(now - 100)
     assert told == [5, 10, 20, 40, 80]
 
@@ -46,9 +46,9 @@ def test_the_missing_rank_is_the_first_that_is_not_over() -> None:
     letters = [Letter(Arrives(), other) for other in (1, 1, 2, 2, 3)]
     for letter in letters[:3]:
         letter.wait()
-    line = Wait("the gather of blocks.1", letters, 0.0).tell(7.0)
-    assert "rank 0 has waited 7 s for the gather of blocks.1: rank 2 has not come" in line
-    assert "another rank has not come" in Wait("a barrier", [], 0.0).tell(7.0)
+    line = Wait("the gather of blocks.1", letters, 0.0).describe(7.0)
+    assert "rank 0 has waited 7 s for the gather of blocks.1: rank 2 has not joined" in line
+    assert "another rank has not joined" in Wait("a barrier", [], 0.0).describe(7.0)
 
 
 def test_a_watchdog_that_is_off_does_nothing() -> None:
@@ -159,7 +159,7 @@ def test_a_rank_that_waits_says_for_whom_and_where(
         if not sleeping:  # it has never waited so long
             break
     assert sleeping == []
-    announced = "for the agreement to gather 1.0: rank 1 has not come"
-    planned = "for the gather of 1.0 (1.0.weight and 1 more): rank 1 has not come"
+    announced = "for the agreement to gather 1.0: rank 1 has not joined"
+    planned = "for the gather of 1.0 (1.0.weight and 1 more): rank 1 has not joined"
     for told in (announced, planned):
         assert any(told in line for line in waiting), waiting

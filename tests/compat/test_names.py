@@ -18,7 +18,7 @@ from torch import nn
 
 import hadal
 from hadal.comm import init_distributed
-from hadal.comm.start import told_timeout
+from hadal.comm.start import env_timeout
 from hadal.compat import groups, kinds
 from hadal.compat.accelerator import get_accelerator, set_accelerator
 from hadal.compat.alias import alias
@@ -155,11 +155,11 @@ def test_the_log_of_collectives_is_switched_and_told(capsys: pytest.CaptureFixtu
 
 
 def test_the_time_to_wait_comes_from_the_environment() -> None:
-    assert told_timeout({}) == timedelta(minutes=30)
-    assert told_timeout({"DEEPSPEED_TIMEOUT": "90"}) == timedelta(minutes=90)
+    assert env_timeout({}) == timedelta(minutes=30)
+    assert env_timeout({"DEEPSPEED_TIMEOUT": "90"}) == timedelta(minutes=90)
     for wrong in ("0", "-1", "inf", "an hour"):
         with pytest.raises(CommunicationError, match="DEEPSPEED_TIMEOUT must be a number"):
-            told_timeout({"DEEPSPEED_TIMEOUT": wrong})
+            env_timeout({"DEEPSPEED_TIMEOUT": wrong})
 
 
 # ---- the device ----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import nn
 import hadal
 from engine.logs import logged
 from hadal.config import load_config
-from hadal.engine.checks import check_groups, check_model, check_scheduler, tell_untrained
+from hadal.engine.checks import check_groups, check_model, check_scheduler, warn_untrained
 from hadal.errors import ConfigError, OptimizerError, UsageError
 
 
@@ -82,7 +82,7 @@ def test_what_is_no_module_is_refused(model, told):
 
 def told_of(model, groups, *, is_chosen=True):
     with logged() as messages:
-        tell_untrained(model, groups, is_chosen=is_chosen)
+        warn_untrained(model, groups, is_chosen=is_chosen)
     return messages
 
 

@@ -223,7 +223,7 @@ def test_the_programs_fields(plan: Any, tmp_path: Path) -> None:
     made = plan(module=True, bind_core_list="0-1", enable_each_rank_log="logs", local_rank=True)
     program = made.job.program
     assert (program.kind, program.binds, program.cores) == (ProgramKind.MODULE, True, (0, 1))
-    assert (program.logs, program.tells_local_rank) == (str(tmp_path / "logs"), True)
+    assert (program.logs, program.passes_local_rank) == (str(tmp_path / "logs"), True)
     assert plan(no_python=True).job.program.kind is ProgramKind.BARE
 
 
@@ -363,7 +363,7 @@ def test_unknown_flags_and_words_are_refused(
 
 def test_as_deepspeed_adds_the_local_rank(plan: Any) -> None:
     def tells(**fields: Any) -> bool:
-        told: bool = plan(num_slots=1, **fields).job.program.tells_local_rank
+        told: bool = plan(num_slots=1, **fields).job.program.passes_local_rank
         return told
 
     assert [tells(), tells(as_deepspeed=True)] == [False, True]

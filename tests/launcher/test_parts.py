@@ -175,20 +175,20 @@ REST = ["a b", "$x", "--", "'"]
     ("fields", "words"),
     [
         ({}, ["py", "-u", "train.py", *REST]),
-        ({"tells_local_rank": True}, ["py", "-u", "train.py", "--local_rank=1", *REST]),
+        ({"passes_local_rank": True}, ["py", "-u", "train.py", "--local_rank=1", *REST]),
         ({"kind": ProgramKind.MODULE}, ["py", "-u", "-m", "train.py", *REST]),
         (
-            {"kind": ProgramKind.MODULE, "tells_local_rank": True},
+            {"kind": ProgramKind.MODULE, "passes_local_rank": True},
             ["py", "-u", "-m", "train.py", "--local_rank=1", *REST],
         ),
         ({"kind": ProgramKind.BARE}, ["train.py", *REST]),
         (
-            {"kind": ProgramKind.BARE, "tells_local_rank": True},
+            {"kind": ProgramKind.BARE, "passes_local_rank": True},
             ["train.py", "--local_rank=1", *REST],
         ),
         ({"as_deepspeed": True}, ["py", "-u", "-m", "hadal.compat", "train.py", *REST]),
         (
-            {"as_deepspeed": True, "kind": ProgramKind.MODULE, "tells_local_rank": True},
+            {"as_deepspeed": True, "kind": ProgramKind.MODULE, "passes_local_rank": True},
             ["py", "-u", "-m", "hadal.compat", "-m", "train.py", "--local_rank=1", *REST],
         ),
     ],

@@ -89,7 +89,7 @@ def test_the_host_says_what_it_waits_for(npus: RankPools) -> None:
     waiting, _ = npus(2).run(_told_of_waits)
     npus(2).close()
     for name in WAYS:
-        behind = f"s for {name} behind the sum for {name}: another rank has not come"
+        behind = f"s for {name} behind the sum for {name}: another rank has not joined"
         assert any(behind in line for line in waiting), (name, waiting)
         missing = (
             rf"rank 0: the sum for {name} is collective \d+ of its group: rank 1 has begun \d+ "

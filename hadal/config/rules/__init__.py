@@ -19,7 +19,7 @@ RULES = (
 )
 
 
-def tell_contradictions(config: Config, report: Report) -> None:
+def report_contradictions(config: Config, report: Report) -> None:
     """Report every contradiction except those that a faulty key may have caused."""
     found = [
         fault for rule in RULES if not report.is_faulty(rule.reads) for fault in rule.check(config)
