@@ -1,9 +1,9 @@
 """The message of a collective, and its bandwidth, as NCCL's tests count them.
 
-algorithm bandwidth  the message's bytes divided by the seconds that they took
-bus bandwidth        the same times `bus_factor`: what any algorithm must move at least through the
-                     link of each rank, so that it can be compared with the link's own speed, and
-                     between collectives and numbers of ranks
+algorithm bandwidth  the message's bytes divided by the transfer's seconds
+bus bandwidth        the same times `bus_factor`: the traffic that any algorithm needs on a
+                     rank's link, so it can be compared with the link's speed, and between
+                     collectives and numbers of ranks
 
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md derives the factors. The message
 of a gather (or all-gather) is all ranks' data together, that of a reduce-scatter, scatter or

@@ -1,8 +1,8 @@
 """Requests between ranks that are answered while the program is busy with something else.
 
-A thread polls the store of the rendezvous, a few times a second while a rank may ask, and more
-often while one does. Its answers travel in pairs on the host, so they never mix with the program's
-collectives, whichever of them is under way.
+A thread polls the store of the rendezvous a few times a second while a rank may send requests, and
+more often while one does. Answers travel between pairs of ranks on the host, so they never mix with
+the program's collectives.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from hadal.comm.transport import ANSWER
 
 _log = logging.getLogger(__name__)
 
-# Seconds between two polls, and while a rank asks; how long it is expected to ask again. The store
-# answers a thousand polls a second at most, however many ranks there are.
+# Seconds between two polls, and while a rank sends requests; the time for which more are expected.
+# The store answers a thousand polls a second at most, however many ranks there are.
 _PAUSE_S, _SHORT_PAUSE_S, _ASKING_S, _LOOKS_PER_S = 0.2, 0.002, 2.0, 1000
 
 
@@ -39,7 +39,7 @@ class Desk(Protocol):
 
     @property
     def is_asked(self) -> bool:
-        """Return True if a rank may ask now; otherwise the bell does not poll."""
+        """Return True if a rank may send requests now; otherwise the bell does not poll."""
 
     def answer(self, what: Sequence[int]) -> Tensor | None:
         """Return the requested values, 1-D on the host; None: not yet. For the bell's thread."""
@@ -63,7 +63,7 @@ def own_store(name: str) -> Store | None:
 
 
 class Bell:
-    """This rank's bell, which also asks the other ranks."""
+    """This rank's bell, which also sends requests to the other ranks."""
 
     _present: ClassVar[tuple[weakref.ref[dist.ProcessGroup], Bell] | None] = None
 
@@ -92,9 +92,9 @@ class Bell:
         return cls._present[1]
 
     def open(self, desk: Desk, ranks: Ranks) -> int:
-        """Let `ranks` ask a desk as long as it lives; return the desk's number.
+        """Let `ranks` send requests to a desk while it lives; return the desk's number.
 
-        The number is the same on all of them if they open their desks in one order.
+        The number is the same on all ranks if they open their desks in the same order.
         """
         group = _name_of(ranks)
         self._count[group] += 1
@@ -139,7 +139,7 @@ class Bell:
             self._store.set(verdict, str(self._store.add(place, 0) == ranks.size))
         return bool(self._store.get(verdict) == b"True")
 
-    # ---- what the thread does --------------------------------------------------------------------
+    # ---- the thread ------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         until, pause = 0.0, self._pause

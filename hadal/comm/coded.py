@@ -1,14 +1,13 @@
 """Gathers, reductions and means of values that a codec encodes into fewer bytes.
 
-The bytes travel by the same calls as everything else, also between the processes of one host. A
-codec rounds, on all ranks in the same place: in a gather each rank decodes every slice, its own
-as well, so that all hold the same bits; in a reduction each rank adds its own exact values to
-those that the others have sent.
+Encoded bytes are sent by the same calls as other tensors, also between the processes of one host. A
+codec rounds, in the same place on all ranks: in a gather each rank decodes every slice, including
+its own, so that all hold the same bits; in a reduction each rank adds its own exact values to the
+decoded ones of the others.
 
-A mean in two hops is encoded twice. Each rank sends every other one the encoded slice that this one
-owns; the owner decodes and averages them, and sends the mean, encoded anew, to all. Both sides
-remember what their encoding has lost and add it to what they encode next (Seide 2014; in two hops
-Tang 2021).
+A mean in two hops is encoded twice. Each rank encodes each slice and sends it to the slice's owner.
+The owner decodes and averages the slices, encodes the mean and sends it to all. Both sides keep the
+error of their encoding and add it to the next message (Seide 2014; in two hops Tang 2021).
 
 Tests: tests/comm/test_coded.py, tests/comm/test_compressed.py
 """
@@ -94,7 +93,7 @@ class Messages:
 
     @property
     def residuals(self) -> list[Tensor]:
-        """Return the residual of each message: what was lost and is still to be sent."""
+        """Return the residual of each message: the encoding error that is still to be sent."""
         return [error.residual for error in self._errors.values() if error.residual is not None]
 
 
@@ -164,7 +163,7 @@ class Owed(NamedTuple):
     """The values that this rank has still to send."""
 
     mine: Tensor
-    """Residual of its own values: one for each of them."""
+    """Residual of this rank's own values, one for each."""
     of_mean: Tensor
     """Residual of the mean of its slice."""
 
@@ -184,12 +183,12 @@ class CompressedMean:
         )
 
     def forget(self) -> None:
-        """Clear what is owed."""
+        """Clear the residuals."""
         for owed in self.owed:
             owed.zero_()
 
     def start(self, put: Put, label: str) -> Pending:
-        """Begin to average what is owed. All ranks must call it, in one order."""
+        """Begin to average the residuals. All ranks must call it, in the same order."""
         ranks, mine = self._ranks, self.owed.mine
         if ranks.size == 1:
             put(0, mine)

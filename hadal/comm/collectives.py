@@ -63,8 +63,9 @@ def start_gather_in_pieces(full: Tensor, ranks: Ranks, label: str, numel: int) -
 def start_gather_in_hops(full: Tensor, across: Ranks, inside: Ranks, label: str) -> Pending:
     """Gather as `start_all_gather` over several nodes; each byte enters each node once.
 
-    First gather the shards of the ranks `across` nodes that have my place in theirs, then what the
-    ranks `inside` my node have got. Slices of `full` are ordered by node, and by rank in each.
+    The first step gathers the shards of the ranks `across` nodes that have the same place in their
+    node; the second exchanges these between the ranks `inside` this node. Slices of `full` are
+    ordered by node, then by rank.
     """
     shape = across.size, inside.size, full.numel() // (across.size * inside.size)
     by_node = full.view(shape)
@@ -73,7 +74,7 @@ def start_gather_in_hops(full: Tensor, across: Ranks, inside: Ranks, label: str)
     slice_of(mine, across.rank, across).copy_(by_node[across.rank, inside.rank])
     pending = relayed(
         start_all_gather(mine, across, label),
-        # With a tag of its own: other gathers inside the node may have overtaken it.
+        # With its own tag: other gathers inside the node may have overtaken it.
         lambda: start_all_gather(by_rank, inside, label, HOP),
         full.device,
     )
@@ -134,8 +135,8 @@ def start_exchange(
 ) -> Pending:
     """Send 1-D `outgoing[r]` to each rank r, and put what r sends here into 1-D `incoming[r]`.
 
-    All are of one dtype, on one device. Both sides know the lengths; empty tensors are not sent.
-    None of them may be touched until the wait is over.
+    All tensors share one dtype and device. Both sides know the lengths; empty tensors are not sent.
+    No tensor may be read or written until the wait has returned.
     """
     if ranks.size == 1:
         incoming[0].copy_(outgoing[0])

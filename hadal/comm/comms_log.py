@@ -1,9 +1,9 @@
-"""The log of collectives: how many, how long, how fast. It never waits.
+"""The log of collectives: their count, latency and bandwidth. It never waits.
 
-A collective under way is a record: a stamp of its beginning, and one of its last work's end. The
-end of a work is reported by whoever knows it first: the thread that receives from a neighbour,
-torch's future of the work (on an accelerator it puts a stamp into a stream behind the collective),
-or, if a backend has none (gloo's sends and reduce-scatters), the thread that waits for it.
+Each collective has a record with a time stamp of its start and one of its last work's end. The
+first to see a work end reports it: the thread that receives from a neighbour; torch's future of the
+work (on an accelerator it records an event in a stream behind the collective); or, if a backend has
+no futures (gloo's sends and reduce-scatters), the thread that waits for the work.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LogChoice:
     """True: log a line for each collective."""
     prof_all: bool = True
     prof_ops: tuple[str, ...] = ()
-    """The kinds that are recorded if `prof_all` is false; a function's name stands for its kind.
+    """The kinds that are recorded if `prof_all` is false; torch's function names are accepted.
     """
     debug: bool = False
     """True: distinguish calls from different places."""
@@ -163,8 +163,8 @@ class Row:
     latencies_s: MutableSequence[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     """Seconds of each of the latest calls, the oldest first."""
     lost_s: dict[int, float] | None = None
-    """Seconds lost by rank in the latest calls on ranks that came later; None: not asked for, or
-    the ranks have not as many of these calls."""
+    """Seconds that each rank waited for later ranks in the latest calls; None if not requested, or
+    if the ranks differ in the number of these calls."""
 
     def add(self, record: Record) -> None:
         """Count a call that is over."""
@@ -233,7 +233,7 @@ class CommsLog:
         return record
 
     def reset(self) -> None:
-        """Forget all records, also of what is under way."""
+        """Forget all records, including those of collectives under way."""
         with self._lock:
             self._open.clear()
             self._rows.clear()
@@ -327,7 +327,7 @@ def start_log(
 
 
 def stop_log() -> None:
-    """Stop recording; what is under way comes to its end."""
+    """Stop recording; collectives under way are still completed."""
     comms_log.is_on = False
 
 

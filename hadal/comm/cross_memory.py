@@ -104,10 +104,10 @@ class Ended:
         return self._event.is_set()
 
     def wait(self) -> None:
-        """Wait for the end; `hurry` does here what the thread has not begun.
+        """Wait for the end; with `hurry`, run here the copies that the thread has not begun.
 
         Raises:
-            RuntimeError: the other process is gone, or has not come in time.
+            RuntimeError: the other process is gone, or did not arrive in time.
         """
         self._hurry()
         if not self._event.wait(self._timeout):
@@ -144,7 +144,7 @@ class Neighbour:
     # ---- in the caller's thread ------------------------------------------------------------------
 
     def send(self, tensor: Tensor, group: int, tag: int, timeout: float) -> Ended:
-        """Offer a contiguous tensor of the host; it must stay as it is until the end."""
+        """Offer a contiguous host tensor for reading; it must not change until the end."""
         nbytes, address, sent = tensor.nbytes, tensor.data_ptr(), Ended(tensor, timeout)
         with self._lock:
             self._check()
@@ -321,7 +321,7 @@ class Office:
             self._thread.start()
 
     def wake(self) -> None:
-        """Wake the thread, to look at what waits for it."""
+        """Wake the thread to process its queue."""
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:

@@ -58,13 +58,13 @@ def group_name(size: int) -> str:
 def make_expert_groups(size: int, among: Ranks, *, data_first: bool = False) -> ExpertGroups:
     """Return this rank's groups for experts over `size` ranks, made at the first call.
 
-    All of `among` must call it, alike. `expert_groups` answers with the result from now on.
+    All of `among` must call it with the same arguments. `expert_groups` then returns the result.
 
     Args:
-        size: ranks that share the experts.
+        size: number of ranks that share the experts.
         among: ranks that hold the same dense parameters.
-        data_first: copies of the same experts are on consecutive ranks; else the experts of one
-            copy are.
+        data_first: place copies of the same experts on consecutive ranks; if false, the experts of
+            one copy.
 
     Raises:
         UsageError: `size` does not divide the ranks.

@@ -38,6 +38,6 @@ def raised_on_all(
 
 
 def is_same_everywhere(text: str, ranks: Ranks) -> bool:
-    """Return True if all ranks passed the same text; one small exchange, whatever their number."""
+    """Return True if all ranks passed the same text; one small exchange for any number of ranks."""
     digest = hashlib.sha256(text.encode()).digest()
     return len(set(gather_codes(int.from_bytes(digest[:7], "big"), ranks))) == 1

@@ -1,8 +1,8 @@
-"""Collectives in torch's form: the only raw calls, beside `pairs.py`; both count what they send.
+"""Collectives with torch's signatures: with `pairs.py` the only raw calls; both count bytes.
 
-They take the arguments of torch's functions of the same names, in every supported release and
-without warnings about renamed functions. A call that fails or times out names the collective, its
-message and its ranks.
+They accept the arguments of torch's functions of the same names, in every supported release and
+without warnings about renamed functions. The error of a call that fails or times out names the
+collective, its message and its ranks.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Call:
 
     @contextmanager
     def named(self, record: Record | None) -> Iterator[None]:
-        """Let a fault name what failed."""
+        """Name the collective in errors raised inside."""
         try:
             yield
         except (RuntimeError, dist.DistError) as error:

@@ -62,11 +62,11 @@ def initialize_mesh_device(
 def monitored_barrier(
     group: Group = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Wait until every rank of a group has come here, whatever its backend.
+    """Wait until every rank of a group has arrived, with any backend.
 
     Raises:
-        CommunicationError: a rank has not come in time; the group's first rank names it, with
-            `wait_all_ranks` all of the missing ones.
+        CommunicationError: a rank did not arrive in time; the group's first rank names it, or with
+            `wait_all_ranks` every missing rank.
     """
     if dist.is_initialized():
         group = dist.group.WORLD if group is None else group

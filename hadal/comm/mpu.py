@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from hadal.errors import NotBuiltYetError, UsageError
 
-# What tensor-parallel programs call the ranks that hold parts of one model, the commonest first.
+# Names that tensor-parallel programs use for the ranks of one model, the most common first.
 _MODEL_NAMES = ("model_parallel", "tensor_model_parallel", "slice_parallel")
 _PIPE_NAMES = ("pipe_parallel", "pipeline_model_parallel")
 _ASKED = ("group", "world_size", "rank")
-# Kinds of ranks beside those, whose sizes Megatron-Core and others report: gradients, norms and
-# weights of each have rules of their own.
+# Other kinds of ranks whose sizes Megatron-Core and others report: gradients, norms and weights of
+# each follow different rules.
 _OTHER_KINDS = ("context_parallel", "expert_model_parallel")
 
 

@@ -1,9 +1,9 @@
 """Finding processes of one host that can read each other's memory, and so need no sockets.
 
-Linux lets a process copy from another one of the same user (cross-memory attach): one copy, at the
-speed of memory, where a socket needs several. Two processes try each other out when their group is
-made; where one cannot read from the other (another host, another container, a forbidding kernel),
-the pair stays with the backend's sends.
+Linux lets a process copy from another process of the same user (cross-memory attach): one copy at
+memory speed, while a socket needs several. Each pair of processes tests this when their group is
+created. If one cannot read from the other (another host, another container, a kernel that forbids
+it), the pair uses the backend's sends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Identity(NamedTuple):
     """The identity by which neighbours find each other."""
 
     host: str
-    """Equal if kernel, network and PID namespace are shared; empty: reads nobody."""
+    """Equal if kernel, network and PID namespace are shared; empty: cannot read others."""
     pid: int
     address: bytes
     """Address of its listening socket."""
@@ -78,7 +78,7 @@ def _host() -> str:
 
 
 def identity(*, reads: bool) -> Identity:
-    """Return what this process sends to the others before `meet`; no neighbours without `reads`."""
+    """Return the message to the others before `meet`; without `reads` there are no neighbours."""
     number = secrets.randbits(63)
     if not reads or system() is None or not _host():
         return Identity("", os.getpid(), b"", number)
@@ -151,9 +151,9 @@ def _pid_of(connection: socket.socket) -> int:
 
 
 def _let_read(pids: Sequence[int]) -> None:
-    """Let these processes read from this one, if the system lets only ancestors do so.
+    """Let these processes read from this one, even if the system allows that only to ancestors.
 
-    A job on accelerators sends little on its hosts, and leaves such a guard as it is.
+    A job on accelerators sends little between processes of a host, so it keeps that protection.
     """
     library = system()
     if library is None or accelerator_kind() is not None or not pids:

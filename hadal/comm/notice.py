@@ -1,8 +1,8 @@
 """A notice from one rank to all, which all ranks act on at the same boundary of their work.
 
-No rank waits and no collective runs until there is a notice. A thread polls a connection of its own
-to the rendezvous' store. Once it finds a notice, its rank passes no boundary before all agree on
-one: each publishes the next boundary that it has not passed, and the last of these is the one.
+No rank waits and no collective runs until there is a notice. A thread polls the rendezvous' store
+over its own connection. Once it finds a notice, its rank stops at its next boundary until all ranks
+agree on one: each publishes the next boundary that it has not passed, and the last one is chosen.
 
 Tests: tests/comm/test_notice.py
 """
@@ -50,7 +50,7 @@ class Notice:
         self._is_over = threading.Event()
         self.word = ""
         """The notice, once it is due."""
-        # The thread must not keep alive what it belongs to.
+        # The thread must not keep its owner alive.
         hear = weakref.WeakMethod(self._hear)
         self.close = start_polling(
             "hadal-notice", self._is_over, _listen, hear, self._is_over, pause
@@ -81,7 +81,7 @@ class Notice:
             )
         return passed == self._due
 
-    # ---- what the thread does --------------------------------------------------------------------
+    # ---- the thread ------------------------------------------------------------------------------
 
     def _hear(self) -> bool:
         """Look for a notice, and agree on a boundary if there is one; return True at the end."""

@@ -96,6 +96,6 @@ def _start_receive(tensor: Tensor, other: int, ranks: Ranks, *, tag: int) -> Wor
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     assert tensor.is_contiguous()  # it is read from its first byte on
-    # Values are carried, not added, so every dtype travels alike.
+    # Values are copied, not added, so every dtype is sent in the same way.
     # 1-D, as a dimension of one element may have any stride.
     return tensor.detach().view(-1).view(torch.uint8)

@@ -17,10 +17,10 @@ from hadal.errors import CommunicationError
 
 
 class Pending:
-    """A started collective: works to wait for, and what follows them, in order.
+    """A started collective: works to wait for, and follow-ups to run after them, in order.
 
-    A follow-up is arithmetic, or starts another collective, whose works are waited for before the
-    rest follows.
+    A follow-up computes, or starts another collective; `wait` waits for its works before it runs
+    the next follow-up.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Pending:
         return self
 
     def advance(self) -> None:
-        """Wait for the present works, and call what follows, up to the next collective."""
+        """Wait for the current works, and run follow-ups up to the next collective."""
         if self.done:
             return
         try:
@@ -72,7 +72,7 @@ class Pending:
 
 
 class Leaving:
-    """The sends that other ranks are still to take from this rank's memory, while it goes on.
+    """Sends that other ranks have not yet read from this rank's memory while it continues.
 
     At most `limit` bytes are kept for them.
     """
@@ -129,8 +129,8 @@ def finished(label: str) -> Pending:
     return pending
 
 
-# Whether the latest relayed collective has begun: they begin in the order in which they were asked
-# for, which is the same on all ranks.
+# Whether the latest relayed collective has begun: they begin in the order of their calls, which is
+# the same on all ranks.
 _begun = threading.Event()
 _begun.set()
 

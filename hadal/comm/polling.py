@@ -19,8 +19,8 @@ def start_polling(
     """Start a daemon thread that calls `poll(*given)`, which returns once `is_over` is set.
 
     Returns:
-        A function that ends the thread. It is called at exit, too: a thread that asks a store while
-        the interpreter ends would abort it.
+        A function that ends the thread. It also runs at exit: a thread that queries a store while
+        the interpreter shuts down would abort the process.
     """
     thread = threading.Thread(target=poll, args=given, name=name, daemon=True)
     thread.start()

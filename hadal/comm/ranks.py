@@ -76,7 +76,7 @@ class Ranks:
     def some(self, numbers: Sequence[int]) -> Ranks:
         """Return a new group of some of these ranks, by their numbers in the world.
 
-        It has a communicator of its own. All ranks of the new group must call it.
+        It has its own communicator. All ranks of the new group must call it.
         """
         return Ranks.of(_new_group(numbers))
 
@@ -88,10 +88,10 @@ class Ranks:
         return Ranks.of(_new_group(self.numbers, "gloo"))
 
     def twin(self) -> Ranks:
-        """Return the same ranks for collectives that each rank orders among these as it likes.
+        """Return the same ranks for collectives whose order relative to these may differ by rank.
 
-        An accelerator's backend matches collectives by their order alone, so the twin has a
-        communicator of its own. On the host each kind has its own tag. All ranks must call it.
+        An accelerator's backend matches collectives by their order alone, so the twin has its own
+        communicator. On the host each kind has its own tag. All ranks must call it.
         """
         if self.size == 1 or current_device().type == "cpu":
             return self
@@ -126,7 +126,7 @@ class Ranks:
 
 
 def once(group: dist.ProcessGroup, what: Hashable, make: Callable[[], T]) -> T:
-    """Return the value of the name `what` for a process group, made at the first call."""
+    """Return the value named `what` of a process group; the first call creates it."""
     known = _kept.setdefault(group, {})
     if what not in known:
         known[what] = make()

@@ -106,7 +106,7 @@ def init_distributed(
     try:
         _start(backend, place, init_method, timeout, device)
     except CommunicationError:
-        raise  # it says all itself
+        raise  # its message is complete
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         where = init_method or f"{place.address}:{place.port}"
         raise CommunicationError(
@@ -144,9 +144,9 @@ def _end_with_program() -> None:
 def _end() -> None:
     """End the process group, and let gloo's threads free the tensors of the last collective.
 
-    That takes the interpreter's lock. An ending interpreter kills a thread that asks for the lock,
-    and that aborts the process, though all was done. Other backends may wait for ranks that are
-    gone.
+    That takes the interpreter's lock. An interpreter that shuts down kills a thread that requests
+    the lock, which aborts the process after a successful run. Other backends may wait for ranks
+    that are gone.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
@@ -190,10 +190,10 @@ def _carries(backend: str, device: torch.device) -> bool:
 
 
 def refuse_shared_devices(store: Store, rank: int, world_size: int, device: torch.device) -> None:
-    """Refuse two ranks on one accelerator, on all ranks; each asks the store a few times.
+    """Refuse two ranks on one accelerator, on all ranks, with a few requests to the store.
 
     Raises:
-        CommunicationError: NCCL, which connects no two ranks of one device, would fail later.
+        CommunicationError: two ranks share a device, for which NCCL would fail later.
     """
     own = PrefixStore("hadal/devices", store)
     identity = device_identity(device)
@@ -317,9 +317,9 @@ _SLURM_LOCAL_SIZES = "SLURM_STEP_TASKS_PER_NODE"
 
 
 def get_local_world_size() -> int | None:
-    """Return how many processes run on each host, from the launcher; None if it did not say.
+    """Return the launcher's number of processes on each host; None if it sets none.
 
-    None too if Slurm says that hosts have unequally many.
+    Also None if Slurm reports different numbers for the hosts.
     """
     size = _env_local_size(os.environ)
     if size is not None:

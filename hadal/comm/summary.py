@@ -50,10 +50,11 @@ def log_summary(show_straggler: bool = False) -> list[Row]:
 
 
 def end_of_log(ranks: Ranks, patience_s: float = 2.0) -> list[Row]:
-    """Return this rank's records at the end of a program; on rank 0 with the times lost by rank.
+    """Return this rank's records at the end of a program; on rank 0 with the wait times by rank.
 
-    Every rank should call it, but none waits for long: latencies go to rank 0 through a store, as
-    ranks may end at different times. Where one is late, or has ended, times lost are unknown.
+    Every rank should call it, but none waits for long: each sends its latencies to rank 0 through
+    a store, as ranks may end at different times. If one is late or has ended, wait times are
+    unknown.
     """
     rows = comms_log.rows()
     world = dist.group.WORLD

@@ -73,7 +73,7 @@ class Collectives:
         return Pending(label, [work], lambda: sum_into(full, [sent], after, False))
 
     def exchange(self, out: Tensors, found: Tensors, ranks: Ranks, label: str, tag: int) -> Pending:
-        """Send 1-D `out[r]` to each rank r; fill `found[r]` with what r sends."""
+        """Send 1-D `out[r]` to each rank r; receive r's tensor into `found[r]`."""
         sent, lengths = torch.cat(list(out)), [one.numel() for one in found]
         joined, leaving = sent.new_empty(sum(lengths)), [one.numel() for one in out]
         work = labelled(
@@ -86,9 +86,8 @@ class Collectives:
 class Pairs(Collectives):
     """Sends of each slice to the rank that needs it, which does the arithmetic itself.
 
-    It sums in float32, whatever the wire's dtype, in rank order, whichever slice it owns: an
-    element's sum does not depend on how its buffer is cut. gloo's own reduce-scatter takes ten
-    times as long.
+    It sums in float32 for every wire dtype, and in rank order for every slice: an element's sum
+    does not depend on how its buffer is sliced. gloo's own reduce-scatter takes ten times as long.
     """
 
     def gather(self, table: Tensor, ranks: Ranks, label: str, tag: int) -> Pending:

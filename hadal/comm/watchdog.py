@@ -1,9 +1,9 @@
-"""Reports of long waits: a hang says which rank is missing.
+"""Warnings about long waits, which name the missing rank of a hang.
 
-One daemon thread looks at the waits that have begun and not ended. A wait costs an append to a
-list and a removal. If messages go from rank to rank, the missing rank is known. For other
-collectives the thread asks the other ranks' threads how far they have come, through the store
-of the rendezvous.
+One daemon thread checks the waits that have begun and not ended. A wait costs an append to a list
+and a removal. If ranks send to each other directly, the missing rank is known. For other
+collectives the thread requests the other ranks' progress from their threads, through the store of
+the rendezvous.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Inquiry:
         self._answered = 0
 
     def answer(self) -> None:
-        """Publish how far this rank has come, if a rank has asked since it last did."""
+        """Publish this rank's progress, if a rank has requested it since the last time."""
         asked = self._store.add("asked", 0)
         if asked != self._answered:
             self._answered = asked
@@ -155,7 +155,7 @@ class Watchdog:
         return unknown
 
     def _inquire(self, unknown: list[Begun], patience: float) -> None:
-        """Answer other ranks' watchdogs, and ask them who is behind."""
+        """Answer other ranks' watchdogs, and request their progress."""
         world = dist.group.WORLD
         if world is None or world.size() == 1 or not hasattr(world, "get_group_store"):
             return

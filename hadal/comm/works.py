@@ -39,7 +39,7 @@ def failure(label: str, error: Exception, what: str = "") -> CommunicationError:
     """Return the exception to raise if the backend reports `error` in the collective `label`."""
     details = f" ({what})" if what else ""
     return CommunicationError(
-        f"{label} failed{details}: {error}. Another rank died (its own message tells more), ended"
+        f"{label} failed{details}: {error}. Another rank died (see its own message), ended"
         " after fewer steps (uneven data?), or waits elsewhere."
     )
 

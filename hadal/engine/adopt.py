@@ -29,10 +29,10 @@ from hadal.zero.sharing import Sharing
 
 
 class Adopter:
-    """Adopter of a model's modules and parameters, as one configuration says.
+    """Adopter of a model's modules and parameters, following one configuration.
 
-    Remembers which modules and parameters it has seen: those added to the model later are taken
-    over in the same way, on request.
+    Remembers which modules and parameters it has seen; on request it adopts those that were added
+    to the model later.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class Adopter:
         self.offloading = Offloading(config, device)
         """The storage of each bucket between uses."""
         self.treatments = Treatments(model, config, sharing, self.offloading)
-        """What is sharded of each parameter, and over which ranks."""
+        """The partition of each parameter, and the ranks that share it."""
         self._limits = limits_of(config, sharing.shards.size)
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
     def zero(self) -> ZeroOptimization:
-        """The section that says what is sharded."""
+        """The section that selects what is sharded."""
         return self._config.zero_optimization
 
     def newcomers(self) -> dict[str, nn.Parameter]:
@@ -106,7 +106,7 @@ class Adopter:
         self._limits = replace(self._limits, persistent_total_numel=max(0, room))
 
     def uses(self) -> list[Unit]:
-        """Return every unit of the model as it is now, plus announced reads of other weights."""
+        """Return every unit of the model as it is now, and the announced reads of other weights."""
         managed = {p: -1 for p in self._model.parameters() if not is_foreign(p)}
         units = find_units(self._model, managed, leaves_of(self._config))
         return [*units, *announced_uses(self._model, units)]

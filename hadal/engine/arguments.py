@@ -10,7 +10,7 @@ from hadal.config.reading import read
 from hadal.config.scheduler import PARAMS
 from hadal.errors import UsageError
 
-# In order of preference: (attribute of `args`, what it is).
+# In order of preference: (attribute of `args`, description).
 _CONFIG_ATTRIBUTES = ("deepspeed_config", "deepscale_config")
 
 
@@ -27,10 +27,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def choose_config(args: Any, config: Any, config_params: Any) -> Any:
-    """Return the one configuration among those that a caller may give in several ways.
+    """Return the one configuration that the caller passed, in whichever argument.
 
     Raises:
-        UsageError: none was given, or more than one.
+        UsageError: none was passed, or more than one.
     """
     given = {"config=": config, "config_params=": config_params}
     for name in _CONFIG_ATTRIBUTES:
@@ -95,7 +95,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     for name, (default, meaning, _) in _TUNING.items():
         kind: Any = int if default is None else type(default)
         if kind is bool:
-            # `--switch`, `--switch true` and `--switch false` all mean what they say.
+            # `--switch`, `--switch true` and `--switch false` are all accepted.
             group.add_argument(
                 f"--{name}", nargs="?", const=True, default=default, type=_truth, help=meaning
             )
@@ -159,7 +159,7 @@ def with_schedule(args: Any, source: Any, brings_schedule: bool) -> Any:
 
 
 def asks_for_stages(source: Any) -> bool:
-    """Return whether the configuration may ask to cut the model; it is not checked yet."""
+    """Return whether the (still unchecked) configuration may request tensor parallelism."""
     _, raw = read(source)
     section = raw.get("pipeline")
     return isinstance(section, Mapping) and bool(section.get("auto"))

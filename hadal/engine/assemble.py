@@ -113,32 +113,32 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     engine_type: type[Engine] = Engine,
     pipeline_engine_type: type[PipelineEngine] | None = None,
 ) -> tuple[Engine, Optimizer | None, ShardedLoader | None, Any]:
-    """Make an engine that trains `model` as the configuration says. All ranks must call it.
+    """Build the engine that trains `model` with this configuration. All ranks must call it.
 
     Args:
-        args: a namespace whose `deepspeed_config` may name the configuration, and whose
-            `lr_schedule` a schedule if nothing else does (see `add_tuning_arguments`).
+        args: a namespace; its `deepspeed_config` may name the configuration, and its `lr_schedule`
+            selects a schedule if nothing else does (see `add_tuning_arguments`).
         model: the module to train; its weights and buffers on rank 0 are sent to all ranks that
             hold them. A `hadal.pipeline.PipelineModule` is trained in stages.
-        optimizer: an optimizer over the model's parameters, or a callable that makes one from
+        optimizer: an optimizer over the model's parameters, or a callable that builds one from
             `model_parameters`; it replaces the `optimizer` section.
         model_parameters: parameters, or param groups, to train; by default all that require
             gradients.
         training_data: a data set to shard over the ranks.
-        lr_scheduler: a schedule of the given optimizer, or a callable that makes one from it.
-        distributed_port: rank 0's port, if no launcher names one.
+        lr_scheduler: a schedule of that optimizer, or a callable that builds one from it.
+        distributed_port: rank 0's port, if no launcher sets one.
         mpu: the ranks' groups, if the model is split over several ranks (the methods of
             Megatron's `parallel_state`: `get_data_parallel_group`, `_world_size` and `_rank`, and
             the same of `model_parallel` or `tensor_model_parallel`), or if several ranks share
             a sequence (`get_sequence_parallel_*`).
         dist_init_required: False if the caller has started the process group.
-        collate_fn: how the loader makes a batch of samples.
+        collate_fn: collates samples into a batch.
         config: the configuration: a dict, the path of a JSON file, or its base64 text.
         mesh_param: (data_parallel, sequence_parallel), whose product is the number of ranks; the
-            second says how many consecutive ranks share each sequence.
+            second is the number of consecutive ranks that share each sequence.
         config_params: an older name of `config`.
-        engine_type: the class of the engine, if a program adds methods of its own.
-        pipeline_engine_type: the same for a model in stages.
+        engine_type: a subclass of the engine to build, for programs that add methods.
+        pipeline_engine_type: the same for a pipelined model.
 
     Returns:
         The engine, its optimizer, the loader over `training_data` and the schedule; None for each
@@ -181,13 +181,13 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     is_kept = not memory_is_tuned() and keep_freed_memory(current_device())
     engine = _assemble(admitted, wishes, topology, world, engine_type)
     if is_kept:
-        # Whole weights passed through this memory once; the steps ask for other sizes.
+        # Whole weights passed through this memory once; updates allocate other sizes.
         give_back_freed_memory()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _log_collectives(config: Config) -> None:
-    """Start recording collectives if the configuration asks for it."""
+    """Start recording collectives if the configuration enables it."""
     log = config.comms_logger
     if log is not None and log.enabled:
         start_log(log.verbose, log.prof_all, log.prof_ops, log.debug)
@@ -275,7 +275,7 @@ def _assemble(
     setting = setting_of(config, model, world, device, batches, topology)
     listeners = tuple(filter(None, (make(setting) for make in LISTENERS.values())))
     with raised_on_all(world, "initialize"):
-        # Parts of a model need not be alike; each is compared among its own ranks.
+        # Parts of a model may differ; each is compared among its own ranks.
         check_same(model, groups, _described(admitted, wishes), ranks)
     adopter = Adopter(model, config, topology.sharing, device)
     with raised_on_all(world, "initialize", OffloadError):
@@ -342,7 +342,7 @@ def _assemble(
 
 
 def _cut(admitted: _Admitted, topology: Topology, world: Ranks) -> None:
-    """Cut the model over its tensor-parallel ranks, if all ranks were asked for the same."""
+    """Split the model over its tensor-parallel ranks, if all ranks request the same split."""
     check_same_keys(_common(admitted.config), world)
     if admitted.config.tensor_parallel.is_on:
         from hadal.engine.tensor import cut_over_ranks  # for this alone
@@ -351,7 +351,7 @@ def _cut(admitted: _Admitted, topology: Topology, world: Ranks) -> None:
 
 
 def _slices_asked_for(model: nn.Module) -> int | None:
-    """Return the ranks that `tp_model_init` asked for; None if nobody called it."""
+    """Return the ranks that `tp_model_init` requested; None if it was not called."""
     tensor = sys.modules.get("hadal.engine.tensor")
     return None if tensor is None else tensor.size_asked_for(model)
 
@@ -379,7 +379,7 @@ def _common(config: Config) -> dict[str, Any]:
 
 
 def _described(admitted: _Admitted, wishes: Wishes) -> dict[str, Any]:
-    """Describe whatever must match on all ranks and is not in the config."""
+    """Describe everything outside the configuration that must match on all ranks."""
     groups = admitted.optimizer.param_groups if admitted.optimizer else []
     options = [{k: repr(v) for k, v in group.items() if k != "params"} for group in groups]
     return {

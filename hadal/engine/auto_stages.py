@@ -1,4 +1,4 @@
-"""`pipeline.auto`: a decoder is cut into stages, beside the other degrees of the configuration.
+"""`pipeline.auto`: splits a decoder into stages, together with other kinds of parallelism.
 
 Tests: tests/pipeline/test_decoder.py, tests/engine/test_stage_degrees.py
 """
@@ -43,14 +43,14 @@ class _Degrees(NamedTuple):
 def cut_by_configuration(
     model: nn.Module | None, source: Any, wishes: Wishes
 ) -> tuple[nn.Module | None, Wishes]:
-    """Return the model in stages, if `pipeline.auto` asks for that, with what it has of the wishes.
+    """Return the model in stages, if `pipeline.auto` is set, and the wishes for this stage.
 
     All ranks must call it.
 
     Raises:
         ConfigError: the number of stages is missing, or the degrees do not fit the ranks.
-        UsageError: the caller brings an optimizer of the whole model's parameters.
-        ModelError: the model cannot be cut.
+        UsageError: the caller passed an optimizer over the whole model's parameters.
+        ModelError: the model cannot be split.
     """
     _, raw = read(source)
     try:
@@ -110,8 +110,8 @@ def _refused(path: str, why: str) -> ConfigError:
 def _check(model: nn.Module, wishes: Wishes) -> None:
     if isinstance(wishes.optimizer, Optimizer):
         raise UsageError(
-            "initialize(optimizer=...) has parameters that other stages will hold; name it in the"
-            " configuration, or give a function that makes it"
+            "initialize(optimizer=...) has parameters that other stages will hold; configure it in"
+            " the optimizer section, or pass a function that builds it"
         )
     if any(init.born_among(parameter) is not None for parameter in model.parameters()):
         raise UsageError(
@@ -149,10 +149,10 @@ class StageSequences:
         attach(model, ranks.group, disable_in_eval=True)
 
     def cut(self, inputs: Mapping[str, Any], labels: Tensor) -> tuple[dict[str, Any], Any]:
-        """Return this rank's slice of a micro-batch, and what `loss` needs of its labels.
+        """Return this rank's slice of a micro-batch, and the labels that `loss` needs.
 
         Args:
-            inputs: token ids [batch, length], and what goes along with them.
+            inputs: token ids [batch, length], and the model's other inputs.
             labels: [batch, length].
         """
         size, rank = self._ranks.size, self._ranks.rank

@@ -35,7 +35,7 @@ class EngineBase(nn.Module):
         self._parts = parts
         self._session = Session(parts)
 
-    # ---- what it is made of ----------------------------------------------------------------------
+    # ---- components ------------------------------------------------------------------------------
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -200,7 +200,7 @@ class EngineBase(nn.Module):
             )
         self._session.cycle.boundary = is_boundary
 
-    # ---- what the last update found --------------------------------------------------------------
+    # ---- results of the last update --------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
         """Return the L2 norm of the last update's gradients before clipping.
@@ -253,9 +253,9 @@ class EngineBase(nn.Module):
         return dict(self._parts.clocks.last)
 
     def state_nbytes(self) -> dict[str, int]:
-        """Return the bytes of this rank's model states by kind, wherever they are stored.
+        """Return the bytes of this rank's model states by kind, on the device and on the host.
 
-        Optimizer state counts once there is some; what is on a disk does not.
+        Optimizer state counts once it exists. State on a disk is not counted.
         """
         found = {"weights": 0, "masters": 0, "gradients": 0, "optimizer state": 0}
         for bucket in self._parts.runtime.buckets:
@@ -278,7 +278,7 @@ class EngineBase(nn.Module):
         """The monitors of the configuration, for a program's own scalars.
 
         `engine.monitor.write_events([("Eval/loss", loss, engine.global_samples)])` writes them;
-        `enabled` says whether any monitor is on. Ranks other than 0 write nothing.
+        `enabled` is true if any monitor is on. Ranks other than 0 write nothing.
         """
         return self._parts.monitor
 

@@ -45,8 +45,8 @@ class Casting:
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors in `value`, also those in nested lists, tuples and mappings.
 
-    Containers are copied if something in them changes; the caller's stay as they are. Anything
-    else is passed through.
+    A container is copied if something in it changes; the caller's containers are never modified.
+    Other values are returned unchanged.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value

@@ -53,10 +53,10 @@ class Checkpoints:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save all that training needs under `save_dir`/`tag`. All ranks must call it.
+        """Save the whole training state under `save_dir`/`tag`. All ranks must call it.
 
         This includes the position in the training loader: how much of its epoch was consumed.
-        It excludes gradients: if some wait for an update, rank 0 warns, and a load restarts it.
+        Gradients are not saved: if some wait for an update, rank 0 warns, and a load restarts it.
 
         Args:
             save_dir: the directory; created if it does not exist.
@@ -77,7 +77,7 @@ class Checkpoints:
                 every rank, with the file and the reason.
             MismatchError: another rank continues without saving.
             ShardedAccessError: a sharded weight was written to on this rank (on the others it is a
-                `CheckpointError` that says so).
+                `CheckpointError` with the same message).
         """
         began = time.perf_counter()
         self._session.expect_alive()
@@ -114,7 +114,7 @@ class Checkpoints:
             self._has_logged_residuals = True
             if self._session.parts.world.rank == 0:
                 _log.warning(
-                    "error feedback (zero_optimization.zeropp_loco_param) is reset at each"
+                    "error feedback (zero_optimization.zeropp_loco_param) is reset by each"
                     " checkpoint, so that a resumed run gives the same numbers"
                 )
 
@@ -145,22 +145,22 @@ class Checkpoints:
         Args:
             load_dir: the directory that it was saved in.
             tag: its name; by default the latest.
-            load_module_strict: raise if the checkpoint lacks a parameter or buffer of the
-                model, or has others; else these keep their values, with a warning.
+            load_module_strict: raise if the checkpoint lacks a parameter or buffer of the model,
+                or has extra ones; if false, log a warning and keep the model's values.
             load_optimizer_states: load moments, the options of param groups and the loss scale;
-                else they stay as they are. Masters are loaded with the weights.
+                if false, keep the present ones. Masters are loaded with the weights.
             load_lr_scheduler_states: load the learning-rate schedule.
             load_module_only: load weights and buffers, and nothing else.
-            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` to put weights
-                and buffers into the module, in place of loading them by name.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` to load weights
+                and buffers into the module; by default they are matched by name.
 
         Returns:
             The checkpoint's directory and the `client_state` saved with it, its tensors on the
             host; (None, None) if `load_dir` holds none.
 
         Raises:
-            CheckpointError: it is damaged, or was saved by another model; on every rank, and
-                nothing has changed.
+            CheckpointError: it is damaged, or was saved by another model. Raised on every rank,
+                before anything has changed.
         """
         self._session.expect_alive()
         self._session.parts.runtime.meet_at_checkpoint()
@@ -188,7 +188,7 @@ class Checkpoints:
             module_only=load_module_only,
             custom=custom_load_fn,
         )
-        # Training continues with the loaded tensors, whatever mode the caller is in.
+        # Training continues with the loaded tensors, so inference mode of the caller is left.
         with torch.inference_mode(False), torch.no_grad(), collector_at_rest():
             if self._session.parts.runtime.gradients:
                 self._session.expect_training()
@@ -196,7 +196,7 @@ class Checkpoints:
         if str(folder.parent) == str(place):
             self._jobs = (*loaded.jobs[-_REMEMBERED_JOBS:], self._jobs[-1])
         if loaded.scalars is not None:
-            # What an older version has not counted starts at its default.
+            # Counters that an older version did not save start at their default.
             saved = loaded.scalars[COUNTERS]
             known = {one.name for one in fields(Counters)}
             self._session.counters = Counters(**{k: v for k, v in saved.items() if k in known})

@@ -263,11 +263,11 @@ def warn_untrained(
 
 
 def check_places(config: Config) -> None:
-    """Raise if checkpoints cannot go where the configuration says.
+    """Check that the configured locations of checkpoints can be used.
 
     Raises:
-        ConfigError: a URL's scheme is unknown, or the package for it is not installed; or what is
-            to be a directory of this machine is none.
+        ConfigError: a URL's scheme is unknown, or the package for it is not installed; or a local
+            path is not a directory.
     """
     section, found = config.checkpoint, []
     if section.on_signal is not None and section.on_signal.save_dir is not None:
@@ -319,10 +319,10 @@ def is_in_stages(model: Any) -> TypeGuard[PipelineModule]:
 
 
 def check_without_stages(config: Config, rank: int) -> None:
-    """Warn, on rank 0, of keys that a model without stages does not follow.
+    """Warn, on rank 0, of keys that have no effect on a model without stages.
 
     Raises:
-        ConfigError: stages are asked for.
+        ConfigError: the configuration requests stages.
     """
     stages = config.pipeline.stages
     if stages != "auto" and stages > 1:

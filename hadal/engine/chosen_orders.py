@@ -1,4 +1,4 @@
-"""Orders of samples that `data_efficiency` asks for.
+"""Orders of samples that `data_efficiency` requests.
 
 Tests: tests/data_efficiency/test_sampler.py, tests/data_efficiency/test_batching.py
 """

@@ -1,4 +1,4 @@
-"""Clipping by hand: torch's functions clip `.grad`, which is None where an engine trains."""
+"""Guards on torch's clipping functions: they clip `.grad`, which is None under an engine."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _warned: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def watch_clipping(session: Session) -> None:
-    """Make torch's clipping functions refuse the parameters that an engine trains.
+    """Make torch's clipping functions refuse parameters that an engine trains.
 
     Programs import these functions by name, so replacing torch's attributes would miss most calls.
-    Each of them is a wrapper that holds the real function in a closure cell; the cell gets a
-    function that looks at the parameters first.
+    Each is a wrapper that holds the real function in a closure cell; the cell is set to a function
+    that checks the parameters first.
     """
     if not _sessions:
         for wrapper in _FUNCTIONS:

@@ -1,4 +1,4 @@
-"""Python's garbage collector, disabled by engines that ask for it (`disable_python_gc`)."""
+"""Python's garbage collector, which `disable_python_gc` switches off while an engine lives."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from hadal.zero.views import flattened
 
 
 def prepare_model(config: Config, model: nn.Module) -> None:
-    """Prepare a model that `init_compression` was not called for, before its optimizer is made.
+    """Apply `compression_training`, if the program has not called `init_compression` itself.
 
-    A teacher that it was called with stays as it is.
+    It runs before the optimizer is built. A teacher passed to `init_compression` is unchanged.
 
     Raises:
         ConfigError: the groups of `compression_training` do not fit the model.
@@ -62,7 +62,7 @@ class ParameterValues:
     """Access to whole parameters of a model in an engine, at every stage."""
 
     def read(self, parameter: nn.Parameter) -> Tensor:
-        """Return a whole parameter, in fp32. All ranks call it alike."""
+        """Return a whole parameter, in fp32. All ranks must call it, in the same order."""
         found = safe_get_full_fp32_param(parameter)
         return parameter.detach().float() if found is None else found
 
@@ -72,5 +72,5 @@ class ParameterValues:
         return place.fragment_of(flattened(whole, place.slot)).clone()
 
     def put(self, parameter: nn.Parameter, part: Tensor) -> None:
-        """Replace this rank's part of a parameter. All ranks call it alike."""
+        """Replace this rank's part of a parameter. All ranks must call it, in the same order."""
         safe_set_local_fp32_param(parameter, part)

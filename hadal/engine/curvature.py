@@ -41,8 +41,8 @@ LossOf = Callable[[Any], Tensor]
 class BlockEigenvalues(Listener):
     """Computes the dominant eigenvalue of each block's Hessian before some of the updates.
 
-    The last micro-batch goes through a copy of the model that shares the weights and has none of
-    the engine's hooks, so that gradients and the training graph are left alone. At stage 3 all
+    It runs the last micro-batch through a copy of the model that shares the weights but has none
+    of the engine's hooks, so gradients and the training graph do not change. At stage 3 all
     weights are gathered for it.
     """
 
@@ -206,7 +206,7 @@ def _without_hooks(model: nn.Module) -> nn.Module:
     except Exception as error:
         raise UsageError(
             f"eigenvalue computes on a copy of {type(model).__name__}, which cannot be copied"
-            f" ({error}); keep what cannot be copied out of the module, or switch eigenvalue off"
+            f" ({error}); move that attribute out of the module, or disable eigenvalue"
         ) from error
 
 

@@ -144,7 +144,7 @@ class Engine(EngineBase):
     # ---- training --------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, its inputs cast and under autocast as the configuration says."""
+        """Run the module; inputs are cast, and autocast is applied, as configured."""
         if self._session.cycle.ended and not self._session.cycle.destroyed:
             return self._parts.casting.run(self.module, self.device, args, kwargs)
         self._session.expect_alive()
@@ -189,8 +189,8 @@ class Engine(EngineBase):
         """Compute gradients of `loss`, the mean over this rank's micro-batch, and return it.
 
         The engine divides by the micro-steps of an update, unless `scale_wrt_gas` is false, and by
-        the number of ranks that see different samples. Each rank has the same weight, whatever the
-        number of its samples. Ranks that share a sequence each pass their part of its loss; the
+        the number of ranks that see different samples. Each rank has the same weight, regardless
+        of its number of samples. Ranks that share a sequence each pass their part of its loss; the
         parts add up. `retain_graph` keeps the graph for another backward through it.
 
         Raises:
@@ -247,7 +247,7 @@ class Engine(EngineBase):
             cycle.counts_refused = False
             return
         if not cycle.backwards:
-            # Ranks that do call backward ask there whether any rank is at fault: answer them.
+            # Ranks that do call backward check there whether any rank has a fault: answer them.
             self._parts.runtime.gathering.any_fault(True)
             raise UsageError(
                 f"rank {self._parts.ranks.rank}: engine.step() has no gradients: no backward came"
@@ -355,9 +355,9 @@ class Engine(EngineBase):
         return self._preemption is not None and self._preemption.is_due
 
     def leave_preempted(self) -> None:
-        """End the program after a checkpoint that `is_preempted` has asked for.
+        """Exit the program with code 75, after a checkpoint that `is_preempted` has requested.
 
-        It waits for an asynchronous save, and ends with exit code 75. All ranks must call it.
+        Waits for an asynchronous save first. All ranks must call it.
 
         Raises:
             SystemExit: always.
@@ -492,10 +492,10 @@ class Engine(EngineBase):
 
     @torch.no_grad()
     def destroy(self) -> None:
-        """Remove the hooks and give every parameter its own whole memory. All ranks must call it.
+        """Remove the hooks and restore every parameter as a whole tensor. All ranks must call it.
 
         Raises:
-            OffloadError: weights cannot be read from their disk; files are removed all the same.
+            OffloadError: weights cannot be read from their disk; files are removed anyway.
         """
         cycle = self._session.cycle
         if cycle.destroyed:

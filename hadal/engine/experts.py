@@ -51,7 +51,7 @@ def make_groups_of_experts(model: nn.Module, config: Config, topology: Topology)
 
 
 def _boxes(model: nn.Module) -> Iterator[tuple[nn.Parameter, Box]]:
-    """Yield the experts' parameters that are here, and what they are of the whole model."""
+    """Yield this rank's expert parameters, and their place in the whole model."""
     from hadal.moe.blocks import DistributedExperts  # for this alone
     from hadal.moe.layer import MOELayer
 
@@ -72,12 +72,12 @@ def _boxes(model: nn.Module) -> Iterator[tuple[nn.Parameter, Box]]:
 
 
 def distribute_experts(model: nn.Module, config: Config, wish: TopologyWish, ranks: Ranks) -> None:
-    """Leave this rank's slice of the experts of a model, if `expert_parallel` asks for it.
+    """Keep only this rank's slice of the model's experts, if `expert_parallel` is enabled.
 
     Raises:
         ConfigError: the ranks cannot share experts evenly.
         ModelError: the model has no such blocks, or their sizes do not fit.
-        NotBuiltYetError: an mpu splits the model over ranks, or it was born sharded.
+        NotBuiltYetError: an mpu splits the model over ranks, or it was created sharded.
     """
     section = config.expert_parallel
     if not section.enabled:
@@ -88,7 +88,7 @@ def distribute_experts(model: nn.Module, config: Config, wish: TopologyWish, ran
     elif wish.cuts_the_model:
         raise NotBuiltYetError(
             "expert_parallel.enabled: with an mpu whose ranks hold parts of the model it is not"
-            " built yet; leave the section out, or the mpu and give tensor_parallel.autotp_size"
+            " built yet; leave the section out, or replace the mpu by tensor_parallel.autotp_size"
         )
     if any(born_among(parameter) is not None for parameter in model.parameters()):
         raise NotBuiltYetError(

@@ -1,4 +1,4 @@
-"""Features that a configuration asks for, as listeners: one factory for each section or key.
+"""Features that the configuration enables, as listeners: one factory per section or key.
 
 Tests: tests/engine/test_listeners.py
 """
@@ -64,7 +64,7 @@ def setting_of(
     batches: BatchSizes,
     topology: Topology,
 ) -> Setting:
-    """Return the setting of an engine; its clocks measure what listeners need."""
+    """Return the setting of an engine; its clocks measure the times that listeners need."""
     others = config.autotuning.enabled or config.flops_profiler.enabled
     clocks = Clocks(
         device, times=config.wall_clock_breakdown or others, memory=config.memory_breakdown
@@ -198,7 +198,7 @@ def _compression(setting: Setting) -> Listener | None:
     if is_old and setting.world.rank == 0:
         _log.warning(
             "quantize_training is read as compression_training.weight_quantization of all suitable"
-            " modules; write that section, which says which modules, and more"
+            " modules; write that section, which also selects the modules"
         )
     tell_missing_teacher(setting.model, section)
     if not section.changes_modules:
@@ -403,7 +403,7 @@ class _OwnLog(Listener):
 
 
 LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
-    # What changes inputs comes before what counts their tokens.
+    # Listeners that change inputs come before those that count tokens.
     "curriculum_learning": _lengths,
     "data_efficiency.data_sampling": _ordered,
     "data_efficiency.data_sampling.dynamic_batching": _batching,
@@ -415,13 +415,13 @@ LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
     "wall_clock_breakdown": _clocks,
     "steps_per_print": _reporter,
     "expert_parallel": _experts,
-    # What a report has beside the scalars is written before the monitors close their files.
+    # The report's other records are written before the monitors close their files.
     "jsonl_monitor": _journal,
     "monitor": _monitors,
     "jsonl_monitor.report": _page,
     "flops_profiler": _profiler,
     "autotuning": _experiment,
-    # Last: what others change or count are whole sequences.
+    # Last: the other listeners change or count whole sequences.
     "sequence_parallel_size": _slices,
 }
-"""Factories by the section or key that asks for them, in call order."""
+"""Factories by the section or key that enables them, in call order."""

@@ -19,7 +19,7 @@ from hadal.listener import Forward, Listener, Update
 
 _log = logging.getLogger(__name__)
 
-# Backwards before `engine.step` that programs with several losses may have, beside the micro-steps.
+# Further backwards before `engine.step` that a program with several losses may run.
 _SPARE_BACKWARDS = 8
 
 
@@ -91,7 +91,7 @@ _watching: WeakSet[FirstUpdate] = WeakSet()
 
 @atexit.register
 def _report_at_exit() -> None:
-    if not hasattr(sys, "last_type"):  # an error that ended the program says enough
+    if not hasattr(sys, "last_type"):  # an error that ended the program is report enough
         for each in tuple(_watching):
             each.report()
 
@@ -99,7 +99,7 @@ def _report_at_exit() -> None:
 def batch_size(values: Iterable[Any], expected: int) -> int:
     """Return the samples of a batch: dimension 0 of its tensors, also in lists and mappings.
 
-    Returns `expected` where dimension 0 may be something else: the tensors differ in it, there is
+    Returns `expected` if dimension 0 may be something else: the tensors differ in it, there is
     none, or one has `expected` as dimension 1.
     """
     shapes = [tensor.shape for tensor in _tensors(values) if tensor.dim()]

@@ -1,7 +1,7 @@
 """Param groups that are added while a model trains: `optimizer.add_param_group` as in torch.
 
-Whatever the program has added to the model since `initialize` (an adapter, another head) is taken
-over then: parameters in the group are trained, the rest are kept as frozen parameters.
+Modules that the program has added since `initialize` (an adapter, another head) are adopted then:
+parameters in the group are trained, the others are kept as frozen parameters.
 """
 
 from __future__ import annotations

@@ -60,21 +60,21 @@ class Reading:
 
 
 class ShardedLoader:
-    """Loader that gives each replica its own part of a data set, in a new order each epoch.
+    """Loader over each replica's own shard of a data set, reshuffled each epoch.
 
     One iteration is one epoch; the next iteration starts the next epoch. All replicas get the same
-    number of batches. Inside a `for` loop, and after it was left early, `state_dict` says how much
-    of the epoch was consumed; the first iteration after `load_state_dict` yields the rest of that
-    epoch (nothing, if that was its end), and an iteration under way continues there.
+    number of batches. `state_dict` records how much of the epoch was consumed, also inside a `for`
+    loop or after an early exit. The first iteration after `load_state_dict` yields the remaining
+    batches of that epoch (none at its end); an iteration under way continues there.
 
-    A sampler given by the caller, and an `IterableDataset`, must shard themselves, and give every
-    rank the same number of batches: a rank whose data ends first makes the others wait. An
+    A sampler that the caller passes, and an `IterableDataset`, must shard their samples and return
+    as many batches on every rank: the other ranks wait for one whose data has ended. An
     `IterableDataset` resumes by its own `state_dict` and `load_state_dict`; if it has none, its
     first samples are read again and dropped.
 
-    The order, and all random numbers of the data set and `collate_fn`, follow from `seed`: the
-    same with any number of workers, resumed or not. It may be set before the first epoch;
-    an engine's loaders have the seed that `torch.manual_seed` gave rank 0 before `initialize`.
+    The order, and all random numbers of the data set and `collate_fn`, depend only on `seed`, not
+    on the number of workers or on resuming. It may be set before the first epoch. An engine's
+    loaders use the seed that rank 0 passed to `torch.manual_seed` before `initialize`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ShardedLoader:
         self.post_process: PostProcess | None = None
         """Changes each batch before it is handed out; it is given the order's state, too."""
         self.on_batch: Callable[[Any], None] | None = None
-        """Called with the order's note on each batch as it is handed out, and with None when an
+        """Called with the order's note for each batch that is returned, and with None when an
         iteration begins."""
         if not self._is_stream and len(self) == 0:
             _log.warning(
@@ -278,7 +278,7 @@ class ShardedLoader:
                 yield handed.batch
 
     def _start_of_stream(self) -> tuple[tuple[Trail, ...], int, int]:
-        """Return where the workers start, whose turn it is, and the batches to drop."""
+        """Return where the workers start, the worker to read first, and the batches to drop."""
         done = self._handed // self.sharding.stride
         known = all(trail.state is not None or not trail.batches for trail in self._trails)
         if known and self._in_turn and sum(trail.batches for trail in self._trails) == done:
@@ -353,7 +353,7 @@ class ShardedLoader:
         If the data set now has another length, the epoch is restarted, with a warning.
 
         Raises:
-            UsageError: `state` is not what `state_dict` returned.
+            UsageError: `state` was not returned by `state_dict`.
         """
         try:
             epoch, samples, seed = (int(state[key]) for key in ("epoch", "samples", "seed"))
@@ -382,7 +382,7 @@ class ShardedLoader:
 
 @dataclass(frozen=True, slots=True)
 class ChosenOrder:
-    """The order of the training data that the configuration asks for."""
+    """The order of the training data, if the configuration requests one."""
 
     path: str
     """The JSON path of the section that does."""
@@ -393,7 +393,7 @@ class ChosenOrder:
     on_batch: Callable[[Any], None] | None = None
     """Follows the loader, as `ShardedLoader.on_batch`."""
     collate_fn: Collate | None = None
-    """Makes batches unless the program gives one; None: torch's `default_collate`."""
+    """Collate function if the program passes none; None: torch's `default_collate`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,8 +482,8 @@ class RepeatingLoader:
     """Endless iterator over a loader, which restarts at its end.
 
     `len`, `state_dict` and `load_state_dict` are the loader's. If the loader's sampler has
-    `set_epoch`, it gets the number of each epoch (torch's `DistributedSampler` would give every
-    epoch the same order).
+    `set_epoch`, it is called at each epoch (torch's `DistributedSampler` would otherwise repeat
+    one order).
     """
 
     def __init__(self, loader: Any) -> None:
@@ -502,9 +502,9 @@ class RepeatingLoader:
         """Return the next batch.
 
         Raises:
-            UsageError: the loader gives no batch at all.
+            UsageError: the loader returns no batch at all.
         """
-        # One epoch may be empty: the rest of one whose end was saved.
+        # One epoch may be empty, if the checkpoint was saved at its end.
         for _ in range(3):
             if self._iterator is None:
                 self._iterator = self._begin()

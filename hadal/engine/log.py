@@ -1,4 +1,4 @@
-"""Log handlers and levels: which ranks log, and what.
+"""Log handlers, and the level of each rank.
 
 Tests: tests/engine/test_report.py
 """
@@ -70,6 +70,6 @@ def open_log(config: Config, rank: int) -> None:
     if not asks or rank != 0:
         return
     if log.level == logging.NOTSET and log.getEffectiveLevel() > logging.INFO:
-        log.setLevel(logging.INFO)  # also beside `logging.basicConfig()`, whose level is higher
+        log.setLevel(logging.INFO)  # even if `logging.basicConfig()` has set a higher level
     if not log.handlers:
         log.addHandler(_IfAlone())

@@ -60,19 +60,19 @@ class Moving:
     ) -> None:
         """Move states to host memory and release their memory on the device.
 
-        Call it between two updates; `reload_states` must come before the engine is used again.
-        If a CPU computes, states are in host memory already, and nothing moves.
+        Call it between two updates, and `reload_states` before the engine is used again. On a CPU,
+        states are in host memory already and nothing moves.
 
         Args:
-            include: which ones: "optim_states" (the optimizer's state), "hp_params"
-                (masters), "lp_params" (weights), "lp_grads" and "contiguous_grad_buffer"
-                (gradients and their buffers, which are one thing here); all by default.
+            include: the states to move: "optim_states" (the optimizer's state), "hp_params"
+                (masters), "lp_params" (weights), "lp_grads" or "contiguous_grad_buffer" (both
+                mean gradients with their buffers); all by default.
             device: "cpu".
             pin_memory: pin the host memory, and keep it for reuse until `destroy`.
-            non_blocking: return while copies run beside other work of the device; the device
-                memory is free when they end. `reload_states` waits for them. It needs
-                `pin_memory`, and a device with streams (CUDA and the like): other devices finish
-                all copies before this returns.
+            non_blocking: return while copies overlap with other work of the device; the device
+                memory is freed when they end. `reload_states` waits for them. It requires
+                `pin_memory`, and a device with streams (such as CUDA): other devices finish all
+                copies before this returns.
 
         Raises:
             UsageError: no such state or device, states are moved already, or the model is running.
@@ -176,7 +176,7 @@ class Moving:
         if self._session.training is None:
             return
         if State.MASTERS in wanted:
-            # Whole values, kept beside the masters that are slices of them.
+            # Whole values, stored next to the masters that are slices of them.
             yield from (
                 h.values for h in self._session.training.stepper.held() if h.slot is not None
             )

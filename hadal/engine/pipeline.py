@@ -118,7 +118,7 @@ class PipelineEngine(Engine):
         self._work.batch_fn = fn
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Do nothing: tensors of any dtype are sent between stages as they are."""
+        """Do nothing: stages send tensors of any dtype unchanged."""
 
     def reset_activation_shape(self) -> None:
         """Let the next micro-batches have other shapes. All ranks must call it."""
@@ -168,12 +168,12 @@ class PipelineEngine(Engine):
         """Evaluate micro-batches, without gradients.
 
         Args:
-            data_iter: the micro-batches; stages in the middle read none.
+            data_iter: the micro-batches; middle stages read none.
             return_logits: return also the last micro-batch's output; None on other stages.
             compute_loss: compute losses, or else return the outputs themselves.
             reduce_output: "avg": their mean over micro-batches and ranks; None: the list of
                 them, on the last stage alone.
-            bcast_loss: give the mean loss to all stages; otherwise they get None.
+            bcast_loss: broadcast the mean loss to all stages; otherwise they return None.
             num_micro_batches: the number of micro-batches; by default that of an update.
 
         Raises:
@@ -241,7 +241,7 @@ class PipelineEngine(Engine):
         try:
             found = self._executor.run(steps, trains=trains)
         except CommunicationError:
-            raise  # a rank is gone, or programs differ: there is nobody to agree with
+            raise  # a rank is gone, or programs differ: ranks cannot agree any more
         except Exception as error:
             fault = error
         codes = gather_codes(int(fault is not None), pipe, "the stages to end a batch")
@@ -285,7 +285,7 @@ class PipelineEngine(Engine):
         self._additional = {name: torch.tensor(value) for name, value in found.items()} or None
 
     def get_additional_losses(self) -> dict[str, Tensor] | None:
-        """Return the module's further losses of the last batch, by name; None if it has none."""
+        """Return the module's additional losses of the last batch; None if it has none."""
         return self._additional
 
     def _reduced(self, found: list[Any], how: str | None, *, spreads: bool) -> Any:
@@ -307,7 +307,7 @@ class PipelineEngine(Engine):
         broadcast_(mean, last, pipe, "the results of the last stage")
         return mean
 
-    # ---- what the schedule does itself -----------------------------------------------------------
+    # ---- refused: the schedule does it -----------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise `PipelineError`: a stage has no input of its own."""

@@ -28,7 +28,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _WITH_STATISTICS = (*_BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _SAFE_PATH = "torch_autocast.lower_precision_safe_modules"
 
-# Apex's dynamic scale, unless the section says otherwise.
+# Apex's dynamic scale, unless the section sets another one.
 _AMP_SCALE = 2.0**16
 _AMP_WINDOW = 2000
 _NO_FLOOR = 2.0**-126  # the smallest normal float32: a scale must never become zero
@@ -235,7 +235,7 @@ def _safe_classes(config: Config) -> tuple[type[nn.Module], ...]:
             if not (isinstance(found, type) and issubclass(found, nn.Module)):
                 raise TypeError(f"it is a {type(found).__name__}, not a module class")
             classes.append(found)
-        except Exception as error:  # whatever the imported module raises
+        except Exception as error:  # the imported module may raise any error
             message = f'"{path}" cannot be imported: {error}; give "package.module.Class"'
             faults.append(Fault(f"{_SAFE_PATH}[{index}]", message))
     if faults:

@@ -83,8 +83,8 @@ class Preemption:
             if not self._has_warned and self._is_speaker:
                 self._has_warned = True
                 _log.warning(
-                    "engine.is_preempted is true (%s), but the program goes on training: save and"
-                    " leave, or set checkpoint.on_signal.save_dir",
+                    "engine.is_preempted is true (%s), but the program continues training: save and"
+                    " exit, or set checkpoint.on_signal.save_dir",
                     self._notice.word,
                 )
             return

@@ -39,7 +39,7 @@ class Progress:
     update_s: float | None
     """Seconds of an update, since the line before."""
     nbytes: int
-    """Memory of this rank: the accelerator's peak; on a CPU, what the process holds."""
+    """Memory of this rank: the accelerator's peak, or on a CPU the process's resident memory."""
     skipped: int
     """Updates skipped so far."""
 
@@ -109,8 +109,8 @@ def updates_of(config: Config) -> int | None:
 class LiveLine:
     """Line on a terminal that is rewritten after each update, at most five times a second.
 
-    It shows what the host knows: nothing waits for the device. The program's own output
-    appears above it.
+    It shows values that the host already has and never waits for the device. The program's own
+    output appears above it.
     """
 
     def __init__(self) -> None:

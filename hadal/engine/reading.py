@@ -90,7 +90,7 @@ class HandedBatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """Progress of one worker of a stream: what it has handed over, not what it has read."""
+    """Progress of one worker of a stream: the samples it has returned, not those it has read."""
 
     batches: int = 0
     state: Any = None
@@ -100,7 +100,7 @@ class Trail:
 
 @dataclass(frozen=True, slots=True)
 class StreamPlan:
-    """Batching of a stream's workers, and where they start."""
+    """Batching of a stream's workers, and their start positions."""
 
     batch_size: int
     drop_last: bool

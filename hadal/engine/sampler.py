@@ -1,9 +1,9 @@
 """Batches of sample indices for each replica: arithmetic on indices, no processes.
 
 A *replica* is a copy of the model that reads its own samples: a rank, or the ranks that share
-one sequence. All replicas follow one order of the data set and take turns in it: replica r of R
-reads positions r, r + R, r + 2R, ... So after k batches of B samples each, exactly the first k·B·R
-positions have been read, and the rest can be sharded again: over another number of replicas too.
+one sequence. All replicas take turns in one order of the data set: replica r of R reads positions
+r, r + R, r + 2R, ... After k batches of B samples each, exactly the first k·B·R positions have been
+read, and the remaining ones can be sharded again, over any number of replicas.
 """
 
 from __future__ import annotations

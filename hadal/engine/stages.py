@@ -1,4 +1,4 @@
-"""Models in stages before their engine is made: what the configuration says of them.
+"""Preparation of pipelined models for their engine, from the configuration.
 
 Tests: tests/engine/test_pipeline.py
 """
@@ -37,7 +37,7 @@ def groups_of_stages(module: PipelineModule, mpu: Any) -> PipelineParallelGrid:
     """Return the groups of ranks of a model in stages.
 
     Raises:
-        UsageError: the program gives other groups.
+        UsageError: the program passes other groups.
     """
     grid = module.mpu()
     if mpu is not None and mpu is not grid:
@@ -49,7 +49,7 @@ def groups_of_stages(module: PipelineModule, mpu: Any) -> PipelineParallelGrid:
 
 
 def prepare_stage(module: PipelineModule, config: Config) -> None:
-    """Apply the configuration to a stage, and mark what other stages have too.
+    """Apply the configuration to a stage, and mark parameters that other stages hold too.
 
     Raises:
         ConfigError: keys that do not fit a pipeline.

@@ -69,17 +69,17 @@ def tp_model_init(
     config: Any = None,
     tp_group: dist.ProcessGroup | None = None,
 ) -> nn.Module:
-    """Remember that `initialize` cuts this model over `tp_size` ranks; return it as it is.
+    """Record that `initialize` splits this model over `tp_size` ranks; return it unchanged.
 
     Args:
-        model: the model that `initialize` will get.
-        tp_size: the ranks that share a layer; as `tensor_parallel.autotp_size`.
+        model: the model to pass to `initialize`.
+        tp_size: the number of ranks that share a layer, as `tensor_parallel.autotp_size`.
         dtype: the dtype in which the model will compute.
         config: the configuration; it is read by `initialize`.
         tp_group: the ranks that share a layer; consecutive ones.
 
     Raises:
-        ModelError: the model is known with other arguments.
+        ModelError: an earlier call recorded other arguments for this model.
     """
     del config
     wanted = AskedSlices(
@@ -100,13 +100,13 @@ def tp_model_init(
 
 
 def size_asked_for(model: nn.Module) -> int | None:
-    """Return the ranks that `tp_model_init` asked for; None if it was not called."""
+    """Return the ranks that `tp_model_init` requested; None if it was not called."""
     asked = _asked.get(model)
     return None if asked is None else asked.size
 
 
 def plan_before_stages(model: nn.Module, section: TensorParallel) -> CutPlan:
-    """Return what `cut_over_ranks` will cut of the stages of a model that is whole yet.
+    """Return the plan by which `cut_over_ranks` will split the stages of a still whole model.
 
     Raises:
         ModelError: the rules, the model and the ranks do not fit each other.
@@ -127,7 +127,7 @@ def cut_over_ranks(
     topology: Topology,
     world: Ranks,
 ) -> None:
-    """Cut a model over its tensor-parallel ranks, if the configuration says so. All must call it.
+    """Split a model over its tensor-parallel ranks, if configured. All ranks must call it.
 
     Raises:
         ModelError: the rules, the model and the ranks do not fit each other.
@@ -156,7 +156,7 @@ def cut_over_ranks(
 
 
 def _placement(one: Sliced, name: str) -> Placement:
-    """Return what this rank holds of a whole parameter: a box of each part that is fused in it."""
+    """Return this rank's slice of a whole parameter: one box for each part fused in it."""
     dim, boxes = one.cut.dim, []
     for first, length in one.cut.spans(one.ranks.rank):
         offsets, sizes = [0] * len(one.shape), [*one.shape]
@@ -182,8 +182,8 @@ def _cut_state(optimizer: Optimizer | None, one: Sliced) -> None:
 
 
 def _compare_first_inputs(model: nn.Module, ranks: Ranks) -> None:
-    """Compare what the ranks of one model pass to its first forward: half a model on each of two
-    batches is no training."""
+    """Compare the first forward's inputs on the ranks of one model: they must read the same
+    samples."""
 
     def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()
@@ -274,7 +274,7 @@ def _faults_of_groups(section: TensorParallel, ranks: Ranks | None) -> Any:
 
 
 def _dtype_of(section: TensorParallel) -> torch.dtype | None:
-    """Return the dtype that the section gives; None if it does not."""
+    """Return the section's dtype; None if it sets none."""
     given = section.dtype
     if "dtype" not in section.model_fields_set or isinstance(given, torch.dtype):
         return given if isinstance(given, torch.dtype) else None

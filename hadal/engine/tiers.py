@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def tiers_of(config: Config) -> Offload:
-    """Return the tiers that the configuration asks for, without disks."""
+    """Return the configured tiers, without disks."""
     zero = config.zero_optimization
     weights, optimizer = zero.offload_param, zero.offload_optimizer
     cuts_weights = STAGES[zero.stage].weights and weights is not None
@@ -122,7 +122,7 @@ class Offloading:
         """Open every disk that may be needed, before ranks wait for each other.
 
         Raises:
-            OffloadError: nothing can be written where the configuration says.
+            OffloadError: the configured directory cannot be written.
         """
         zero = self._config.zero_optimization
         for tier, section in (
@@ -194,7 +194,7 @@ class Offloading:
         if tier is Tier.DEVICE or section is None:
             return Tier.DEVICE
         if not plan.trainable:
-            # A later param group may train it: `ratio` counts what is trained from the start.
+            # A later param group may train it: `ratio` counts only parameters trained at first.
             return tier if section.ratio == 1 else Tier.DEVICE
         numel = plan.numel
         self._seen += numel
@@ -205,7 +205,7 @@ class Offloading:
 
     def _weights_store(self) -> DiskStore:
         section = self._config.zero_optimization.offload_param
-        assert section is not None  # it says that weights are on the disk
+        assert section is not None  # weights are on the disk only if it is set
         if self._pool is None:
             count, nbytes = weight_buffers_of(self._config)
             self._pool = BufferPool(count, nbytes, pinned=section.pin_memory)

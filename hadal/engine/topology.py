@@ -119,7 +119,7 @@ def topology_wish_of(mpu: Any, mesh_param: Any, world: Ranks) -> TopologyWish:
 
 
 def with_slices(wish: TopologyWish, config: Config) -> TopologyWish:
-    """Return the wish with the tensor-parallel ranks that the configuration asks for."""
+    """Return the wish with the configured tensor-parallel ranks."""
     section = config.tensor_parallel
     if not section.is_on or wish.cuts_the_model:
         return wish

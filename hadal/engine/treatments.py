@@ -36,8 +36,8 @@ def expert_group_of(parameter: nn.Parameter) -> str | None:
 class Treatments:
     """Chooser of each parameter's ranks and partition.
 
-    Experts that are distributed over ranks are shared by fewer ranks than dense parameters are;
-    `zero_optimization.groups` gives modules a lower ZeRO stage.
+    Experts that are distributed over ranks are shared by fewer ranks than dense parameters;
+    `zero_optimization.groups` sets a lower ZeRO stage for some modules.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Treatments:
         self._config = config
         self._offloading = offloading
         self._sharings: dict[str | None, Sharing] = {None: sharing}
-        """By the name of experts' groups; None: dense parameters."""
+        """Keyed by the name of an experts' group; None: dense parameters."""
         self.usual = self._treatment(sharing, None)
         """The treatment of most parameters."""
 

@@ -1,8 +1,8 @@
-"""Updates that an accelerator skips by itself if gradients overflowed; the host learns it later.
+"""Updates that the device itself skips if gradients overflowed; the host reads the flag later.
 
-To decide, the host would have to wait until the device has computed all gradients, and the
-device would then wait for its next work. Kernels that read the flag on the device leave masters and
-state as they are, and the host reads the flag before the next update, or on request.
+To decide itself, the host would wait until the device has computed all gradients, and then the
+device would idle until its next work. Instead kernels read the flag on the device and leave masters
+and state unchanged; the host reads the flag before the next update, or on request.
 
 Tests: tests/engine/test_precision_fp16.py
 """

@@ -73,7 +73,7 @@ def measure(
         sharing = parts.topology.sharing
         norm = global_norm(gradients, sharing, model, rows, total) / scale
     overflowed = None
-    # The norm counts what several parts of the model hold on one of them only.
+    # The norm counts parameters that several parts of the model hold only once.
     if parts.skip_overflow and (norm is None or model is not None):
         overflowed = has_overflow(gradients, parts.ranks, model)
     if parts.skip_overflow and norm is not None:

@@ -1,4 +1,4 @@
-"""Optimizer, schedule and loader that a caller or the configuration asks for.
+"""Optimizer, schedule and loader that the caller passes or the configuration requests.
 
 Tests: tests/engine/test_arguments.py
 """

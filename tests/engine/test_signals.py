@@ -49,7 +49,7 @@ def handle_signals() -> None:
     assert engine.is_preempted
     with logged() as told:
         train(engine, range(2))  # it goes on
-    assert len([line for line in told if "the program goes on training" in line]) == 1
+    assert len([line for line in told if "the program continues training" in line]) == 1
     with pytest.raises(SystemExit) as left:
         engine.leave_preempted()
     assert left.value.code == EXIT_PREEMPTED
