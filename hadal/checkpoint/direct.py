@@ -264,7 +264,7 @@ def read_on(descriptor: int, wanted: bool) -> None:
 
 def _blocks_read(descriptor: int, start: int, stop: int, kept: Kept | None) -> Iterator[memoryview]:
     if start < stop < start + _DIRECT_NBYTES:
-        yield memoryview(_read_exactly(descriptor, start, stop))
+        yield memoryview(read_exactly(descriptor, start, stop))
         return
     if start == stop:
         return
@@ -294,8 +294,8 @@ def _blocks_read(descriptor: int, start: int, stop: int, kept: Kept | None) -> I
             free.append(block)
 
 
-def _read_exactly(descriptor: int, start: int, stop: int) -> bytearray:
-    """Read a short range, through the cache, which reads ahead for the next one."""
+def read_exactly(descriptor: int, start: int, stop: int) -> bytearray:
+    """Read a short range through the system's cache."""
     found = bytearray(stop - start)
     rest, place = memoryview(found), start
     while rest:

@@ -20,6 +20,8 @@ DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16"
 """The dtypes that weights can be converted to, by their names in configurations."""
 _log = logging.getLogger(__name__)
 _CUT_NUMEL = 1 << 19
+Progress = Callable[[int], object]
+"""Called with the number of bytes that were processed since the last call."""
 
 
 class ExportedValue(NamedTuple):
@@ -81,7 +83,7 @@ def export(
     dtype: torch.dtype | None,
     max_shard_nbytes: int,
     exclude_frozen: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Location]:
     """Write the weights of a checkpoint in the Hugging Face layout.
 
@@ -116,7 +118,7 @@ def _cuts(
     source: Source,
     values: list[Value],
     kinds: Mapping[str, str],
-    progress: Callable[[int], None],
+    progress: Progress,
 ) -> Iterator[Tensor]:
     for value in values:
         for start in range(0, value.numel, _CUT_NUMEL):

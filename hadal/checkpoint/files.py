@@ -192,17 +192,24 @@ def write_file(path: Location, chunks: Iterable[Chunk], *, doubled: bool = False
 
 
 @contextmanager
+def torch_save_errors(path: Path) -> Iterator[None]:
+    """Re-raise errors of `torch.save` as CheckpointError, with the file and the reason."""
+    with system_errors(path, "written"):
+        try:
+            yield
+        except RuntimeError as error:  # a full disk, among others
+            raise CheckpointError(f"{path} cannot be written: {error}") from error
+
+
+@contextmanager
 def open_new(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file for `torch.save`, which raises RuntimeError if a disk is full, for example.
+    """Open a new file for `torch.save`.
 
     Raises:
         CheckpointError: it cannot be written.
     """
-    with system_errors(path, "written"), open(path, "xb") as file:
-        try:
-            yield file
-        except RuntimeError as error:
-            raise CheckpointError(f"{path} cannot be written: {error}") from error
+    with torch_save_errors(path), open(path, "xb") as file:
+        yield file
 
 
 class _Blocks:
@@ -336,15 +343,13 @@ def replace_file(path: Location, content: str | bytes, mark: str = "") -> None:
 
 def exists(path: Location) -> bool:
     """Return whether there is a file or a folder at a location."""
-    with system_errors(path, "read"):
-        return storage_of(path).find(path) is not None
+    return _found(path) is not None
 
 
 def is_file(path: Location) -> bool:
     """Return whether there is a file at a location."""
-    with system_errors(path, "read"):
-        found = storage_of(path).find(path)
-        return found is not None and not found.is_folder
+    found = _found(path)
+    return found is not None and not found.is_folder
 
 
 def items_of(path: Location) -> list[StorageItem]:
@@ -355,15 +360,18 @@ def items_of(path: Location) -> list[StorageItem]:
 
 def is_folder(path: Location) -> bool:
     """Return whether there is a folder at a location."""
+    found = _found(path)
+    return found is not None and found.is_folder
+
+
+def _found(path: Location) -> StorageItem | None:
     with system_errors(path, "read"):
-        found = storage_of(path).find(path)
-        return found is not None and found.is_folder
+        return storage_of(path).find(path)
 
 
 def nbytes_at(path: Location) -> int:
     """Return the size of a file, or of all files in a folder; 0 if there is none."""
-    with system_errors(path, "read"):
-        found = storage_of(path).find(path)
+    found = _found(path)
     if found is None or not found.is_folder:
         return 0 if found is None else found.nbytes
     return sum(nbytes_at(path / item.name) for item in items_of(path))

@@ -347,9 +347,7 @@ def remove(folder: Location, beside: Location | None = None) -> None:
         OSError: something cannot be removed.
     """
     storage = storage_of(folder)
-    named: str | None = None
-    with suppress(CheckpointError):  # a damaged one is removed all the same
-        named = named_by(folder)
+    named = replaced_by(folder)
     if named is not None:
         expect_alone(folder, named, time.time())
     with replacing(beside or folder, named):
@@ -450,7 +448,8 @@ def named_by(folder: Location) -> str | None:
     """
     if not is_file(folder / INDEX):
         return None
-    return _mark_in(folder)
+    with parsing_errors(f"{folder / INDEX} is damaged"):
+        return mark_in(read_index(folder))
 
 
 def _drafts(items: list[StorageItem]) -> Iterator[tuple[StorageItem, re.Match[str]]]:
@@ -464,8 +463,3 @@ def _is_quiet(path: Location, item: StorageItem, now: float) -> bool:
     """Return whether nothing was written to a file or folder for long."""
     inside = storage_of(path).items(path) if item.is_folder else []
     return now - max([item.modified, *(one.modified for one in inside)]) > _QUIET_S
-
-
-def _mark_in(folder: Location) -> str | None:
-    with parsing_errors(f"{folder / INDEX} is damaged"):
-        return mark_in(read_index(folder))

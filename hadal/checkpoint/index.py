@@ -129,8 +129,4 @@ def seals_of(content: dict[str, Any], names: list[str], path: Location) -> dict[
         )
     if any(type(number) is not int or number < 0 for name in names for number in files[name]):
         raise CheckpointError(f"{path} is damaged: sizes and checksums must be whole numbers")
-    return {name: _seal(*files[name], kind=kind) for name in names}
-
-
-def _seal(nbytes: int, checksum: int, head_nbytes: int, head_checksum: int, *, kind: str) -> Seal:
-    return Seal(nbytes, checksum, head_nbytes, head_checksum, kind)
+    return {name: Seal(*files[name])._replace(kind=kind) for name in names}

@@ -17,6 +17,7 @@ from hadal.checkpoint import folders
 from hadal.checkpoint.contents import WEIGHT
 from hadal.checkpoint.deepspeed.pickles import check_pickle
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
+from hadal.checkpoint.export import Progress
 from hadal.checkpoint.files import Given, check_file, is_folder, items_of, location_of, storage_of
 from hadal.checkpoint.formats.dcp_source import DcpSource
 from hadal.checkpoint.index import INDEX
@@ -63,20 +64,16 @@ class CheckpointReport:
     faults: list[str] = field(default_factory=list)
 
 
-Tell = Callable[[int], object]
-"""Gets the bytes of each file that was compared with its checksum."""
-
-
-def _nobody(nbytes: int) -> None:
-    """Report to nobody."""
-
-
 def inspected(
-    path: Given, tag: str | None = None, *, verify: bool = True, tell: Tell = _nobody
+    path: Given,
+    tag: str | None = None,
+    *,
+    verify: bool = True,
+    progress: Progress = lambda nbytes: None,
 ) -> list[CheckpointReport]:
     """Inspect one checkpoint, or all in a folder in the order of their steps.
 
-    `tell` is called after each file that was compared with its checksum.
+    `progress` is called with the bytes of each file that was compared with its checksum.
 
     Raises:
         CheckpointError: there is no checkpoint.
@@ -84,14 +81,14 @@ def inspected(
     path = location_of(path)
     if tag is not None or is_checkpoint(path):
         folder = folder_of(path, tag)
-        return [_report(folder, _latest(folder.parent), verify, tell)]
+        return [_report(folder, _latest(folder.parent), verify, progress)]
     if not is_folder(path):
         raise CheckpointError(
             f"{path} is not a directory; pass the directory given to save_checkpoint"
         )
     names = [item.name for item in items_of(path) if not item.name.startswith(".")]
     found = [path / name for name in names if is_checkpoint(path / name)]
-    reports = [report for folder in found if (report := _stable_report(folder, verify, tell))]
+    reports = [report for folder in found if (report := _stable_report(folder, verify, progress))]
     if not reports:
         folder_of(path)  # raises with the reason
         raise CheckpointError(f"{path} holds no checkpoint")
@@ -106,11 +103,11 @@ def inspected(
     return sorted(reports, key=lambda report: (report.global_steps or 0, report.tag))
 
 
-def _stable_report(folder: Location, verify: bool, tell: Tell) -> CheckpointReport | None:
+def _stable_report(folder: Location, verify: bool, progress: Progress) -> CheckpointReport | None:
     """Inspect a folder again if another replaces it meanwhile; None if it was removed."""
     while True:
         before = _identity_of(folder)
-        report = _report(folder, None, verify, tell)
+        report = _report(folder, None, verify, progress)
         if before is None or not report.faults:
             break
         if _identity_of(folder) == before:
@@ -132,7 +129,9 @@ def _latest(folder: Location) -> str | None:
     return folders.latest_tag(folder)
 
 
-def _report(folder: Location, latest: str | None, verify: bool, tell: Tell) -> CheckpointReport:
+def _report(
+    folder: Location, latest: str | None, verify: bool, progress: Progress
+) -> CheckpointReport:
     report = CheckpointReport(folder.name, str(folder), folder.name == latest)
     try:
         source = open_source(folder)
@@ -142,7 +141,7 @@ def _report(folder: Location, latest: str | None, verify: bool, tell: Tell) -> C
     try:
         _describe(report, source)
         if verify:
-            report.faults += _damage(source, tell)
+            report.faults += _damage(source, progress)
             report.checked = True
     finally:
         source.close()
@@ -201,8 +200,10 @@ def _paths(source: StoredSource | DeepSpeedSource | DcpSource) -> list[Location]
     return [source.files.home / name for name in source.files]
 
 
-def _damage(source: StoredSource | DeepSpeedSource | DcpSource, tell: Tell) -> Iterator[str]:
-    """Yield the fault of each file that is missing or damaged; `tell` is called after each."""
+def _damage(
+    source: StoredSource | DeepSpeedSource | DcpSource, progress: Progress
+) -> Iterator[str]:
+    """Yield the fault of each file that is missing or damaged; `progress` is called after each."""
     checks: list[tuple[Callable[[], None], int]] = []
     if isinstance(source, DcpSource):
         checks.append((source.verify, 0))
@@ -217,4 +218,4 @@ def _damage(source: StoredSource | DeepSpeedSource | DcpSource, tell: Tell) -> I
             check()
         except CheckpointError as error:
             yield str(error)
-        tell(nbytes)
+        progress(nbytes)

@@ -104,7 +104,7 @@ class JoinedSource(ForeignSource):
         self.ranks_of_part = first.ranks_of_part
         self.world_size = self.parts * self.ranks_of_part
         self.optimizer, self.scalars, self.schedule = first.optimizer, first.scalars, first.schedule
-        self.jobs: tuple[str, ...] = getattr(first, "jobs", ())
+        self.jobs = first.jobs
         self._expect_known(asked)
         self._named: dict[str, list[_Holder]] = {}
         self._holders: dict[tuple[str, str], list[_Holder]] = {}

@@ -179,24 +179,18 @@ def expect_alone(folder: Location, mark: str, now: float) -> None:
             time.sleep(_LOOK_S)
 
 
-@cache
-def _machine(process: int) -> str:
-    """Return an identity of the running system and of this process's space of process ids."""
-    del process  # a forked process may be in another space
-    found = []
-    with suppress(OSError):
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        found.append(os.readlink("/proc/self/ns/pid"))
-    return "/".join([socket.gethostname(), *found])
+def _this_process() -> Holder:
+    return _holder(os.getpid())
 
 
 @cache
 def _holder(process: int) -> Holder:
-    return Holder(socket.gethostname(), _machine(process), process, _start_of(process))
-
-
-def _this_process() -> Holder:
-    return _holder(os.getpid())
+    """Return this process as a holder; a forked one may be in another space of process ids."""
+    host, system = socket.gethostname(), []
+    with suppress(OSError):
+        system.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        system.append(os.readlink("/proc/self/ns/pid"))
+    return Holder(host, "/".join([host, *system]), process, _start_of(process))
 
 
 def _start_of(pid: int) -> str:

@@ -24,8 +24,10 @@ _SCALARS = "biufcSUmM"
 
 
 class _Leaf(NamedTuple):
-    """The two directions of one type."""
+    """A type, and the two directions of its values."""
 
+    of: type | None
+    """The exact type; None: `leaf_of` recognizes it otherwise."""
     to_json: Callable[[Any], Any]
     from_json: Callable[[Any], Any]
 
@@ -163,38 +165,24 @@ def _device_from(name: str) -> torch.device | str:
 
 
 _LEAVES = {
-    "bytes": _Leaf(_text_of, _bytes_from),
-    "bytearray": _Leaf(_text_of, lambda text: bytearray(_bytes_from(text))),
+    "bytes": _Leaf(bytes, _text_of, _bytes_from),
+    "bytearray": _Leaf(bytearray, _text_of, lambda text: bytearray(_bytes_from(text))),
     "bytesio": _Leaf(
-        lambda value: _text_of(value.getvalue()), lambda text: BytesIO(_bytes_from(text))
+        BytesIO, lambda value: _text_of(value.getvalue()), lambda text: BytesIO(_bytes_from(text))
     ),
-    "numpy": _Leaf(_scalar_as_json, _scalar_from),
-    "path": _Leaf(_path_as_json, _path_from),
-    "datetime": _Leaf(_moment_as_json, _datetime_from),
-    "time": _Leaf(_moment_as_json, _time_from),
-    "date": _Leaf(date.isoformat, date.fromisoformat),
-    "timedelta": _Leaf(_delta_as_json, _delta_from),
-    "dtype": _Leaf(lambda value: str(value).removeprefix("torch."), _dtype_from),
-    "device": _Leaf(str, _device_from),
-    "decimal": _Leaf(str, Decimal),
-    "fraction": _Leaf(str, Fraction),
-    "uuid": _Leaf(str, UUID),
+    "numpy": _Leaf(None, _scalar_as_json, _scalar_from),
+    "path": _Leaf(None, _path_as_json, _path_from),
+    "datetime": _Leaf(datetime, _moment_as_json, _datetime_from),
+    "time": _Leaf(time, _moment_as_json, _time_from),
+    "date": _Leaf(date, date.isoformat, date.fromisoformat),
+    "timedelta": _Leaf(timedelta, _delta_as_json, _delta_from),
+    "dtype": _Leaf(torch.dtype, lambda value: str(value).removeprefix("torch."), _dtype_from),
+    "device": _Leaf(torch.device, str, _device_from),
+    "decimal": _Leaf(Decimal, str, Decimal),
+    "fraction": _Leaf(Fraction, str, Fraction),
+    "uuid": _Leaf(UUID, str, UUID),
     "range": _Leaf(
-        lambda value: [value.start, value.stop, value.step], lambda content: range(*content)
+        range, lambda value: [value.start, value.stop, value.step], lambda content: range(*content)
     ),
 }
-_NAMES: dict[type, str] = {
-    bytes: "bytes",
-    bytearray: "bytearray",
-    BytesIO: "bytesio",
-    datetime: "datetime",
-    time: "time",
-    date: "date",
-    timedelta: "timedelta",
-    torch.dtype: "dtype",
-    torch.device: "device",
-    Decimal: "decimal",
-    Fraction: "fraction",
-    UUID: "uuid",
-    range: "range",
-}
+_NAMES = {leaf.of: kind for kind, leaf in _LEAVES.items() if leaf.of is not None}

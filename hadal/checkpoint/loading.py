@@ -23,11 +23,9 @@ from torch.optim import Optimizer
 from hadal.checkpoint import folders, randomness
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
 from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL
-from hadal.checkpoint.deepspeed.source import DeepSpeedSource
 from hadal.checkpoint.files import is_file, parsing_errors, read_small
 from hadal.checkpoint.fitting import Fit, GroupFit, exact_kind, fit_groups, fit_names
 from hadal.checkpoint.formats.dcp import is_dcp
-from hadal.checkpoint.formats.dcp_source import DcpSource
 from hadal.checkpoint.index import INDEX
 from hadal.checkpoint.joined import Asked, JoinedSource
 from hadal.checkpoint.live import COUNTERS, LISTENERS, Live, plain_name
@@ -233,8 +231,7 @@ def load_from(
     _log_differences(source, plan, live, wanted)
     _change(source, plan, live, wanted)
     scalars = None if wanted.module_only else source.scalars
-    jobs = source.jobs if isinstance(source, StoredSource | JoinedSource) else ()
-    return Loaded(scalars, plan.client_state, jobs)
+    return Loaded(scalars, plan.client_state, source.jobs)
 
 
 # ---- looking ahead -------------------------------------------------------------------------------
@@ -550,7 +547,7 @@ def _differences(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) ->
     wants_masters = any(b.trainable and b.precision.keeps_master for b in live.runtime.buckets)
     if wants_masters and (not has_masters or not live.rules.uses_masters):
         lines.append("masters are initialized from the saved weights")
-    if isinstance(source, DeepSpeedSource | DcpSource) and not wanted.module_only:
+    if not wanted.module_only:
         lines += source.notes
     if plan.own is not None and not wanted.module_only:
         lines += _differences_of_place(source, plan.own, live)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from hadal.checkpoint.direct import Kept, Output, blocks_of, read_into, read_on
+from hadal.checkpoint.direct import Kept, Output, blocks_of, read_exactly, read_into, read_on
 from hadal.checkpoint.storage import Chunk, StorageItem
 
 
@@ -32,13 +32,7 @@ class LocalFile:
         """Return bytes [start, stop); the system does not read ahead."""
         with open(self._path, "rb", buffering=0) as file:
             read_on(file.fileno(), False)
-            found = b""
-            while start + len(found) < stop:
-                more = os.pread(file.fileno(), stop - start - len(found), start + len(found))
-                if not more:
-                    raise OSError(errno.EIO, "the file ends too early")
-                found += more
-            return found
+            return bytes(read_exactly(file.fileno(), start, stop))
 
     def blocks(self, start: int, stop: int, kept: Kept | None = None) -> Iterator[memoryview]:
         """Yield bytes [start, stop); a thread reads some blocks while the caller uses another."""

@@ -260,7 +260,7 @@ def decoded(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](decoded(item, tensors) for item in items)
     if kind in _OTHERS:
-        return _OTHERS[kind](items, tensors or {})
+        return _OTHERS[kind](items, {} if tensors is None else tensors)
     return leaf_from(kind, items)
 
 

@@ -57,22 +57,10 @@ _WINDOW_NBYTES = 1 << 20
 _UPLOAD_NBYTES, _AT_ONCE_UP = 1 << 25, 4
 # One request replaces an object. Any other file system may leave half a file, so it gets a draft.
 _OBJECT_STORES = frozenset(
-    [
-        "s3",
-        "s3a",
-        "gs",
-        "gcs",
-        "az",
-        "abfs",
-        "abfss",
-        "adl",
-        "oci",
-        "oss",
-        "r2",
-        "b2",
-        "tos",
+    (
+        *("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "r2", "b2", "tos"),
         "memory",
-    ],
+    )
 )
 _MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")
 

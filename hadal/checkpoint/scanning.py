@@ -31,120 +31,71 @@ _LEGACY = 5
 """Pickles at the beginning of a file of torch.save before it wrote zip files."""
 
 _HARMLESS_MODULES = frozenset({"torch._utils", "torch.storage"})
-HARMLESS = frozenset(
-    {
-        *(f"builtins.{name}" for name in ("set", "frozenset", "slice", "range", "complex", "list")),
-        *(f"builtins.{name}" for name in ("dict", "tuple", "int", "float", "bool", "str")),
-        *(f"builtins.{name}" for name in ("bytes", "bytearray", "object")),
-        *(f"__builtin__.{name}" for name in ("set", "frozenset", "slice", "complex", "bytearray")),
-        "argparse.Namespace",
-        "types.SimpleNamespace",
-        "_codecs.encode",
-        "copyreg._reconstructor",
-        "copy_reg._reconstructor",
-        *(f"collections.{name}" for name in ("OrderedDict", "defaultdict", "Counter", "deque")),
-        *(f"datetime.{name}" for name in ("datetime", "date", "time", "timedelta", "timezone")),
-        *(f"pathlib.{name}" for name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path")),
-        *(f"pathlib._local.{name}" for name in ("PosixPath", "WindowsPath", "PurePosixPath")),
-        "decimal.Decimal",
-        "fractions.Fraction",
-        "uuid.UUID",
-        *(
-            f"{module}.{name}"
-            for module in ("numpy.core.multiarray", "numpy._core.multiarray")
-            for name in ("_reconstruct", "scalar", "_frombuffer")
-        ),
-        *(f"numpy.{module}.numeric._frombuffer" for module in ("core", "_core")),
-        *(f"numpy.{name}" for name in ("ndarray", "dtype", "float64", "float32", "int64", "int32")),
-        *(f"numpy.dtypes.{name}DType" for name in ("Float64", "Float32", "Int64", "Int32", "Bool")),
-        *(f"torch.{name}" for name in ("Tensor", "Size", "device", "Generator", "dtype")),
-        *(f"torch.nn.parameter.{name}" for name in ("Parameter", "Buffer")),
-        "torch.serialization._get_layout",
-        "torch._tensor._rebuild_from_type_v2",
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-        "deepspeed.runtime.zero.config.ZeroStageEnum",
-        "deepspeed.utils.tensor_fragment.fragment_address",
-    }
+
+
+def _names(module: str, names: str) -> set[str]:
+    """Return the full names of a module's globals, which are given with blanks between them."""
+    return {f"{module}.{name}" for name in names.split()}
+
+
+_NUMPY_CORES = ("numpy.core", "numpy._core")
+HARMLESS = frozenset[str]().union(
+    _names("builtins", "set frozenset slice range complex list dict tuple int float bool str"),
+    _names("builtins", "bytes bytearray object"),
+    _names("__builtin__", "set frozenset slice complex bytearray"),
+    ("argparse.Namespace", "types.SimpleNamespace", "_codecs.encode"),
+    ("copyreg._reconstructor", "copy_reg._reconstructor"),
+    _names("collections", "OrderedDict defaultdict Counter deque"),
+    _names("datetime", "datetime date time timedelta timezone"),
+    _names("pathlib", "PosixPath WindowsPath PurePosixPath Path"),
+    _names("pathlib._local", "PosixPath WindowsPath PurePosixPath"),
+    ("decimal.Decimal", "fractions.Fraction", "uuid.UUID"),
+    *(_names(f"{core}.multiarray", "_reconstruct scalar _frombuffer") for core in _NUMPY_CORES),
+    *(_names(f"{core}.numeric", "_frombuffer") for core in _NUMPY_CORES),
+    _names("numpy", "ndarray dtype float64 float32 int64 int32"),
+    _names("numpy.dtypes", "Float64DType Float32DType Int64DType Int32DType BoolDType"),
+    _names("torch", "Tensor Size device Generator dtype"),
+    _names("torch.nn.parameter", "Parameter Buffer"),
+    ("torch.serialization._get_layout", "torch._tensor._rebuild_from_type_v2"),
+    _names("deepspeed.runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler"),
+    ("deepspeed.runtime.zero.config.ZeroStageEnum",),
+    ("deepspeed.utils.tensor_fragment.fragment_address",),
 )
 """Globals that are made of data alone."""
 _TORCH_WORDS = ("Storage", "Tensor")
-_TORCH_DTYPES = frozenset(
-    f"torch.{name}"
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "double", "float", "half", "bool", "uint8"),
-        *("int8", "int16", "int32", "int64", "short", "int", "long", "complex64", "complex128"),
-        *("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2"),
-    )
+_TORCH_DTYPES = _names(
+    "torch",
+    "float64 float32 float16 bfloat16 double float half bool uint8 int8 int16 int32 int64 short int"
+    " long complex64 complex128 uint16 uint32 uint64 float8_e4m3fn float8_e5m2",
 )
 
 _DANGEROUS_MODULES = frozenset(
-    {
+    (
         *("os", "posix", "nt", "posixpath", "ntpath", "subprocess", "_posixsubprocess", "pty"),
         *("sys", "runpy", "code", "codeop", "importlib", "imp", "pkgutil", "pip", "ensurepip"),
         *("socket", "ssl", "http", "urllib", "requests", "httpx", "aiohttp", "ftplib", "smtplib"),
-        *(
-            "shutil",
-            "tempfile",
-            "glob",
-            "fileinput",
-            "webbrowser",
-            "antigravity",
-            "ctypes",
-            "_ctypes",
-        ),
+        *("shutil", "tempfile", "glob", "fileinput", "webbrowser", "antigravity", "ctypes"),
         *("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"),
         *("multiprocessing", "threading", "_thread", "concurrent", "asyncio", "signal", "platform"),
         *("pdb", "bdb", "cProfile", "profile", "timeit", "trace", "doctest", "pydoc", "idlelib"),
         *("operator", "_operator", "functools", "_functools", "inspect", "gc", "types", "site"),
-        *("commands", "popen2", "lib2to3", "zipimport", "venv", "unittest", "pytest"),
+        *("commands", "popen2", "lib2to3", "zipimport", "venv", "unittest", "pytest", "_ctypes"),
         *("distutils", "setuptools", "numpy.f2py", "numpy.testing", "numpy.distutils"),
         *("torch.hub", "torch.utils", "torch.jit", "torch.fx", "torch._dynamo", "torch._inductor"),
         *("torch.distributed", "torch.package", "torch.testing", "torch.multiprocessing"),
-    }
+    )
 )
-_DANGEROUS = frozenset(
-    {
-        *(
-            f"{module}.{name}"
-            for module in ("builtins", "__builtin__")
-            for name in (
-                *("eval", "exec", "execfile", "compile", "__import__", "open", "file", "getattr"),
-                *(
-                    "setattr",
-                    "delattr",
-                    "globals",
-                    "locals",
-                    "vars",
-                    "apply",
-                    "input",
-                    "breakpoint",
-                ),
-                *(
-                    "map",
-                    "filter",
-                    "type",
-                    "super",
-                    "classmethod",
-                    "exit",
-                    "quit",
-                    "help",
-                    "memoryview",
-                ),
-            )
-        ),
-        "torch.load",
-        "torch.save",
-        "torch.serialization.load",
-        "torch.storage._load_from_bytes",
-        "torch._utils._import_dotted_name",
-        "numpy.load",
-        "numpy.loadtxt",
-        "numpy.fromfile",
-        "numpy.save",
-        "copyreg.add_extension",
-        COMPUTED,
-    }
+_DANGEROUS_BUILTINS = (
+    "eval exec execfile compile __import__ open file getattr setattr delattr globals locals vars"
+    " apply input breakpoint map filter type super classmethod exit quit help memoryview"
+)
+_DANGEROUS = frozenset[str]().union(
+    *(_names(module, _DANGEROUS_BUILTINS) for module in ("builtins", "__builtin__")),
+    _names("torch", "load save"),
+    ("torch.serialization.load", "torch.storage._load_from_bytes"),
+    ("torch._utils._import_dotted_name", "copyreg.add_extension"),
+    _names("numpy", "load loadtxt fromfile save"),
+    (COMPUTED,),
 )
 """Globals that run code, reach files or the network, or find other names; so do the modules."""
 

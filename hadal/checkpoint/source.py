@@ -77,6 +77,12 @@ class Source(Protocol):
     """The number of parts: of the model, and beside them sets of experts."""
     ranks_of_part: int
     """The number of ranks that saved each part of the model."""
+    jobs: tuple[str, ...]
+    """The jobs of the run that saved it, the last of which did; see `keep.JOBS`."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Messages about state that a load does not restore."""
 
     def expect(self, name: str, kind: str, start: int, stop: int) -> None:
         """Check that elements can be read, before anything is changed.
@@ -140,6 +146,12 @@ class ForeignSource:
 
     path: Location
     entries: Mapping[tuple[str, str], Entry]
+    jobs: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Return nothing."""
+        return ()
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """Return elements of a value."""

@@ -6,7 +6,7 @@ Tests: tests/checkpoint/test_loading.py, tests/checkpoint/test_reshard.py
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
@@ -84,6 +84,8 @@ class StoredSource:
         CheckpointError: the index is missing, damaged, or inconsistent.
     """
 
+    notes: Sequence[str] = ()
+
     def __init__(self, folder: Location, part: int = 0) -> None:
         self.path = folder
         content = read_index(folder)
@@ -121,7 +123,6 @@ class StoredSource:
         home = self.path if mark is None else self.path / mark
         self._files = SavedFiles(home, seals, frozenset(map(str, content["here"])))
         self.jobs = tuple(map(str, content.get(JOBS, ())))
-        """The jobs of the run that saved it, the last of which did; see `keep.JOBS`."""
         self.stage = int(content["stage"])
         self.saved_at = float(content["saved_at"])
         self.optimizer = content["optimizer"]
@@ -362,7 +363,7 @@ class StoredSource:
         with self._files.reading(path):
             header = self._files.header(path)
             saved = strict_json(header.texts[OWN], self._files.home / path)
-            tensors = _LazyTensors(header.rows, partial(self._files.whole, path))
+            tensors = _LazyTensors(partial(self._files.whole, path))
             values = [saved[key] for key in ("loader", "random")]
             # Earlier versions did not save these.
             values += [saved.get("extra", {"dict": []}), saved.get("exchange")]
@@ -410,21 +411,15 @@ class StoredSource:
         self._in_rows = None
 
 
-class _LazyTensors(Mapping[str, Tensor]):
+class _LazyTensors(dict[str, Tensor]):
     """The tensors of a file, each read on access."""
 
-    def __init__(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
-        self._names = names
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        super().__init__()
         self._read = read
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __missing__(self, name: str) -> Tensor:
         return self._read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def _overlapping(

@@ -260,8 +260,8 @@ def run_verify(parsed: argparse.Namespace) -> int:
     from hadal.checkpoint.inspection import inspected
 
     total = sum(one.file_nbytes for one in inspected(parsed.dir, parsed.tag, verify=False))
-    with byte_progress(total, "verifying") as tell:
-        reports = inspected(parsed.dir, parsed.tag, tell=tell)
+    with byte_progress(total, "verifying") as progress:
+        reports = inspected(parsed.dir, parsed.tag, progress=progress)
     for report in reports:
         count = report.file_count
         noun = "file" if count == 1 else "files"

@@ -38,6 +38,12 @@ class Files:
     experts: tuple[Path, ...] = ()
     """One for each expert of each layer of experts."""
 
+    @property
+    def all(self) -> list[Path]:
+        """All files of the checkpoint."""
+        values = [] if self.values is None else sorted(self.values.rglob("*.pt"))
+        return [*self.model, *self.experts, *self.optimizer, *values]
+
 
 def is_deepspeed(folder: Location) -> bool:
     """Return whether a folder looks like a DeepSpeed checkpoint."""

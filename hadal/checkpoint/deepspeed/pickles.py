@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -101,16 +101,25 @@ def check_pickle(path: Path) -> None:
         CheckpointError: it is missing or damaged.
     """
     open_file(path)
-    with system_errors(path, "read"):
-        try:
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()
-        except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
-            raise CheckpointError(f"{path} is damaged: {_short(error)}") from error
+    with system_errors(path, "read"), open(path, "rb") as file:
+        check_archive(file, f"{path} is damaged")
+
+
+def check_archive(file: BinaryIO, what: str) -> None:
+    """Compare every byte of what `torch.save` wrote with the checksums in it.
+
+    Raises:
+        CheckpointError: they differ; the message begins with `what`.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+        raise CheckpointError(f"{what}: {_short(error)}") from error
     if damaged is not None:
         raise CheckpointError(
-            f"{path} is damaged: the checksum of {damaged} in it does not match its contents; use"
-            " another checkpoint"
+            f"{what}: the checksum of {damaged} in it does not match its contents; use another"
+            " checkpoint"
         )
 
 

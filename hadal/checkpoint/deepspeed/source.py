@@ -6,7 +6,7 @@ Tests: tests/checkpoint/test_deepspeed.py, tests/checkpoint/test_from_deepspeed.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT, SavedGroup, state_kind
 from hadal.checkpoint.deepspeed import layouts
-from hadal.checkpoint.deepspeed.folder import Files, files_of
+from hadal.checkpoint.deepspeed.folder import files_of
 from hadal.checkpoint.deepspeed.layouts import TrainedValues
 from hadal.checkpoint.deepspeed.pickles import check_pickle, read_pickle
 from hadal.checkpoint.files import copy_folder, inside, parsing_errors
@@ -29,31 +29,14 @@ from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError, NotBuiltYetError
 
 OWN_KEYS = frozenset(
-    {
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "num_experts",
-        "ds_autoep_layers",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-        "universal_checkpoint_info",
-        "autotp_universal_checkpoint_info",
-    }
+    (
+        *("module", "buffer_names", "optimizer", "lr_scheduler", "data_sampler", "random_ltd"),
+        *("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"),
+        *("sparse_tensor_module_names", "skipped_steps", "global_steps", "global_samples"),
+        *("dp_world_size", "mp_world_size", "num_experts", "ds_autoep_layers"),
+        *("checkpoint_parallel_dimensions", "ds_config", "ds_version"),
+        *("universal_checkpoint_info", "autotp_universal_checkpoint_info"),
+    )
 )
 """DeepSpeed's own keys of the model states; all other keys are the caller's."""
 _EXTRA_STATE = "_extra_state"
@@ -98,15 +81,15 @@ class DeepSpeedSource(ForeignSource):
                 # Its files are mapped into memory, which only a disk's can be.
                 copy = Path(stack.enter_context(TemporaryDirectory(prefix="hadal-")))
                 copy_folder(folder, copy)
-            self._files = files_of(folder if isinstance(folder, Path) else copy)
+            self.by_role = files_of(folder if isinstance(folder, Path) else copy)
             self._open(names)
             self._kept = stack.pop_all()
 
     def _open(self, names: Sequence[Sequence[str]] | None) -> None:
-        models = [read_pickle(path) for path in self._files.model]
-        experts = [read_pickle(path) for path in self._files.experts]
+        models = [read_pickle(path) for path in self.by_role.model]
+        experts = [read_pickle(path) for path in self.by_role.experts]
         # Of a model with experts only what all ranks have in common is read.
-        optimizers = self._files.optimizer[:1] if experts else self._files.optimizer
+        optimizers = self.by_role.optimizer[:1] if experts else self.by_role.optimizer
         rows = [read_pickle(path) for path in optimizers]
         what = f"{self.path} cannot be understood as a DeepSpeed checkpoint, or is damaged"
         with parsing_errors(what):
@@ -121,7 +104,7 @@ class DeepSpeedSource(ForeignSource):
         optimizers: Sequence[Any],
         names: Sequence[Sequence[str]] | None,
     ) -> None:
-        model, files = self._model, self._files
+        model, files = self._model, self.by_role
         self.world_size, self.parts = int(model["dp_world_size"]), 1
         self.ranks_of_part = self.world_size
         self.optimizer: str | None = _optimizer_of(model["ds_config"])
@@ -170,8 +153,8 @@ class DeepSpeedSource(ForeignSource):
 
     def _common_state(self, optimizers: Sequence[Any]) -> Mapping[str, Any]:
         """Return the optimizer state that is common to all parameters."""
-        if self._files.values is not None:
-            state: Mapping[str, Any] = read_pickle(self._files.values / "optimizer_state.pt")
+        if self.by_role.values is not None:
+            state: Mapping[str, Any] = read_pickle(self.by_role.values / "optimizer_state.pt")
             return state
         return optimizers[0] if optimizers else self._model["optimizer"] or {}
 
@@ -181,15 +164,15 @@ class DeepSpeedSource(ForeignSource):
         first: Mapping[str, Any],
         names: Sequence[Sequence[str]] | None,
     ) -> TrainedValues:
-        if self._files.experts:
+        if self.by_role.experts:
             if names is not None:
                 raise NotBuiltYetError(
                     f"{self.path} is of a model with experts, of which DeepSpeed's optimizer state"
                     " is not read yet; pass load_optimizer_states=False to load the weights alone"
                 )
             return TrainedValues()
-        if self._files.values is not None:
-            return self._universal(self._files.values, first)
+        if self.by_role.values is not None:
+            return self._universal(self.by_role.values, first)
         if optimizers:
             cut = layouts.cut_by_parameter if "fp32_flat_groups" in first else layouts.cut_evenly
             return cut(optimizers, self._shapes)
@@ -314,7 +297,7 @@ class DeepSpeedSource(ForeignSource):
             "DeepSpeed wrote it, which saves neither random generators nor the training loader's"
             " position: these stay as they are"
         ]
-        if self._files.experts:
+        if self.by_role.experts:
             notes.append(
                 "of a model with experts only the weights are read, in the dtype that it computed"
                 " in: masters begin with these"
@@ -363,28 +346,9 @@ class DeepSpeedSource(ForeignSource):
             check_pickle(path)
 
     @property
-    def model_files(self) -> Sequence[Path]:
-        """The model states: one file for all ranks, or one for each."""
-        return self._files.model
-
-    @property
-    def optimizer_files(self) -> Sequence[Path]:
-        """The optimizer states, one file for each rank; none if they are not sharded."""
-        return self._files.optimizer
-
-    @property
     def files(self) -> Sequence[Path]:
         """All files of the checkpoint."""
-        return list(all_files(self._files))
-
-
-def all_files(files: Files) -> Iterator[Path]:
-    """Yield all files of a checkpoint."""
-    yield from files.model
-    yield from files.experts
-    yield from files.optimizer
-    if files.values is not None:
-        yield from sorted(files.values.rglob("*.pt"))
+        return self.by_role.all
 
 
 def _optimizer_of(config: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from hadal.checkpoint.contents import BUFFER, state_key
-from hadal.checkpoint.export import ExportedValue, tied_names, values_to_export
-from hadal.checkpoint.files import is_file, system_errors
+from hadal.checkpoint.export import ExportedValue, Progress, tied_names, values_to_export
+from hadal.checkpoint.files import is_file, system_errors, torch_save_errors
 from hadal.checkpoint.formats.drafts import drafted_folder
 from hadal.checkpoint.huggingface import Value
 from hadal.checkpoint.plain import decoded, encoded
@@ -38,7 +38,6 @@ TRAINING = ("hadal", "training")
 _CHUNK_NBYTES = 4 << 20
 _READ_NUMEL = 1 << 18
 
-Progress = Callable[[int], None]
 Path_ = tuple[str | int, ...]
 """The keys that lead to a value in the nested state dict."""
 
@@ -236,13 +235,8 @@ class _Writer:
             self._file = open(self._folder / self._name, "xb")  # noqa: SIM115 - closed by close
             self._count += 1
         offset = self._file.tell()
-        with system_errors(self._folder / self._name, "written"):
-            try:
-                torch.save(value, self._file)
-            except RuntimeError as error:  # a full disk, among others
-                raise CheckpointError(
-                    f"{self._folder / self._name} cannot be written: {error}"
-                ) from error
+        with torch_save_errors(self._folder / self._name):
+            torch.save(value, self._file)
         return self._info(self._name, offset, self._file.tell() - offset)
 
     def finish(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from hadal.checkpoint.deepspeed.pickles import Attributes
+from hadal.checkpoint.deepspeed.pickles import Attributes, check_archive
 from hadal.checkpoint.files import inside, open_file, parsing_errors, read_small
 from hadal.checkpoint.formats.dcp import METADATA, Path_
 from hadal.checkpoint.storage import Location, StoredFile
@@ -221,16 +220,7 @@ def check_item(folder: Location, item: StoredItem) -> None:
         CheckpointError: it is missing or damaged.
     """
     with _opened(folder, item) as file:
-        try:
-            with zipfile.ZipFile(file) as archive:
-                damaged = archive.testzip()
-        except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
-            damaged = str(error)
-    if damaged is not None:
-        raise CheckpointError(
-            f"{folder / item.file} is damaged at byte {item.offset}: {damaged}; use another"
-            " checkpoint"
-        )
+        check_archive(file, f"{folder / item.file} is damaged at byte {item.offset}")
 
 
 @contextmanager

@@ -189,16 +189,22 @@ class DcpSource(ForeignSource):
         return [self.path / name for name in sorted(self._names())]
 
     @property
-    def notes(self) -> Iterator[str]:
-        """Differences that a load should report, one line each."""
+    def notes(self) -> Sequence[str]:
+        """Messages about state that a load does not restore."""
+        notes = []
         if self.scalars is None:
-            yield "it holds no counters of Hadal: updates and samples are counted from here on"
-        yield "it holds neither random generators nor positions in data: these stay as they are"
+            notes.append(
+                "it holds no counters of Hadal: updates and samples are counted from here on"
+            )
+        notes.append(
+            "it holds neither random generators nor positions in data: these stay as they are"
+        )
         if self._lacks_names:
-            yield (
+            notes.append(
                 "its optimizer state is by number and not loaded, as it does not fit the parameters"
                 " here; save get_optimizer_state_dict instead of optimizer.state_dict()"
             )
+        return notes
 
     # ---- reading ---------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from hadal.checkpoint.deepspeed.pickles import STAND_INS, Attributes, read_pickle
-from hadal.checkpoint.files import system_errors
-from hadal.errors import CheckpointError
+from hadal.checkpoint.files import torch_save_errors
 
 
 class _Number(int):
@@ -83,9 +82,6 @@ def write_named(value: Any, path: Path) -> None:
     Raises:
         CheckpointError: it cannot be written.
     """
-    with system_errors(path, "written"):
+    with torch_save_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            torch.save(value, path, pickle_module=_MODULE)
-        except RuntimeError as error:  # a full disk, among others
-            raise CheckpointError(f"{path} cannot be written: {error}") from error
+        torch.save(value, path, pickle_module=_MODULE)

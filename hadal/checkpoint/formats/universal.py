@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT, state_key
 from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL
 from hadal.checkpoint.deepspeed.source import OWN_KEYS, DeepSpeedSource
-from hadal.checkpoint.export import values_to_export
+from hadal.checkpoint.export import Progress, values_to_export
 from hadal.checkpoint.files import inside, is_file, replace_file, system_errors
 from hadal.checkpoint.formats.drafts import drafted_folder
 from hadal.checkpoint.formats.foreign import (
@@ -45,8 +45,6 @@ _FP32, _STEP = "fp32", "step"
 _COMMON = "zero/optimizer_state.pt"
 """The file of what is common to all parameters."""
 _ALIGNMENT = 64
-
-Progress = Callable[[int], None]
 
 
 def is_universal(folder: Location) -> bool:
@@ -281,8 +279,8 @@ def _module_of(source: Source, scratch: Path) -> dict[str, Tensor]:
 
 def _convert(source: DeepSpeedSource, draft: Path, strict: bool, progress: Progress) -> None:
     zero = draft / "zero"
-    model = read_named(source.model_files[0])
-    optimizer = read_named(source.optimizer_files[0])["optimizer_state_dict"]
+    model = read_named(source.by_role.model[0])
+    optimizer = read_named(source.by_role.optimizer[0])["optimizer_state_dict"]
     patterns = _Patterns(model.get("universal_checkpoint_info") or {}, source.path)
     kinds = _trained_kinds(source)
     state = optimizer.get("base_optimizer_state", {}).get("state", {})
@@ -308,7 +306,7 @@ def _convert(source: DeepSpeedSource, draft: Path, strict: bool, progress: Progr
             " parameter; correct them, or convert with --no_strict"
         )
     write_named(_common_state(optimizer), draft / _COMMON)
-    for path in source.model_files:
+    for path in source.by_role.model:
         with system_errors(draft / path.name, "written"):
             shutil.copy2(path, draft)
 
