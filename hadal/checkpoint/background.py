@@ -1,6 +1,6 @@
 """Saves of one engine: synchronous, or by a thread that writes a copy while training goes on.
 
-The copy is in host memory, or in files of this machine, which the thread then uploads.
+The copy is in host memory, or in files on this machine, which the thread then uploads.
 
 Tests: tests/checkpoint/test_async.py, tests/checkpoint/test_staging.py
 """
@@ -38,7 +38,7 @@ _FAILED = 1
 
 @dataclass(slots=True)
 class _StagingMemory:
-    """Host memory that a state is copied to; it is kept because first writes to memory are slow."""
+    """Host memory for copies of the state, reused because first writes to memory are slow."""
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
@@ -78,7 +78,7 @@ class Saver:
         self._fault: CheckpointError | None = None
         self._memory = _StagingMemory()
         self._folder: OwnFolder | None = None
-        self._has_told = False
+        self._has_warned = False
         _finish_at_exit()
 
     def save(self, request: SaveRequest, live: Live) -> None:
@@ -94,8 +94,8 @@ class Saver:
         _failed.discard(self)
         job = begin(request, live)
         why_not = self._why_not_staged(job, live) if live.rules.is_async else None
-        if why_not is not None and not self._has_told and self._world.rank == 0:
-            self._has_told = True
+        if why_not is not None and not self._has_warned and self._world.rank == 0:
+            self._has_warned = True
             _log.warning(
                 "checkpoint.async_save: %s, so training waits until the checkpoint is written",
                 why_not,
@@ -126,7 +126,7 @@ class Saver:
         return f"a rank's state takes {largest:,} bytes, and checkpoint.staging.size is {limit:,}"
 
     def _on_disk(self, job: SaveJob, folder: Path) -> SaveJob:
-        """Return the job of uploading what is written into this directory now."""
+        """Write this rank's files into a directory; return the job of uploading them."""
         rank = self._world.rank
         try:
             with together(self._world, f"checkpoint {job.path} was not staged in {folder}"):
@@ -181,7 +181,7 @@ class Saver:
         return thread is not None
 
     def wait(self) -> None:
-        """Wait for the save under way. All ranks must call it.
+        """Wait for the save in progress. All ranks must call it.
 
         Raises:
             CheckpointError: on every rank: it failed.
@@ -197,7 +197,7 @@ class Saver:
 
 # ---- the end of the program ----------------------------------------------------------------------
 
-# The savers with a save under way, and those whose last save failed without anybody waiting for it.
+# The savers with a save in progress, and those whose last save failed and was not waited for.
 _running: set[Saver] = set()
 _failed: set[Saver] = set()
 
@@ -213,10 +213,10 @@ def _finish_all() -> None:
 
 
 def _leave() -> None:
-    """End the program with an exit code that says that its last save was lost.
+    """End the program with exit code 1 if its last save failed, which was logged as an error.
 
-    It was logged as an error. What was registered with `atexit` before Hadal was imported does not
-    run: there is no other way to change the exit code by then.
+    Functions registered with `atexit` before Hadal was imported do not run: there is no other way
+    to change the exit code at this point.
     """
     if _failed:
         logging.shutdown()
@@ -228,7 +228,7 @@ def _leave() -> None:
 @cache
 def _finish_at_exit() -> None:
     atexit.register(_leave)
-    # Without it the program waits for the threads all the same, but later.
+    # Without it the program also waits for the threads, but later.
     register = getattr(threading, "_register_atexit", None)
     if register is not None:
         register(_finish_all)

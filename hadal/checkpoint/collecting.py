@@ -337,7 +337,7 @@ def is_rounding(weights: Values, master: Values) -> bool:
 
 
 def _parts(values: Values) -> Iterator[Tensor]:
-    """Yield a million elements at a time, whatever the dtype."""
+    """Yield a million elements at a time, of any dtype."""
     if isinstance(values, Tensor):
         yield from values.split(_PART_NUMEL) if values.numel() else ()
     else:

@@ -82,7 +82,7 @@ def weights_of(live: Live, *, exclude_frozen: bool = False) -> ModelWeights:
     """Return a model's weights and buffers; no weights are gathered yet. A collective.
 
     Raises:
-        ModelError: ranks have different experts, and nothing says which.
+        ModelError: ranks have different experts, which are not marked.
     """
     runtime = live.runtime
     frozen = {p for p in live.names() if exclude_frozen and not live.is_trained(p)}
@@ -181,7 +181,7 @@ def write_consolidated(
                 copies = _copies(cuts)
                 write_model(folder, filename, values, copies, weights.aliases, max_shard_nbytes)
         finally:
-            # Gathers are collectives: the other ranks run them whatever happened here.
+            # Gathers are collectives: the other ranks run them even if this rank failed.
             for _ in cuts:
                 pass
 

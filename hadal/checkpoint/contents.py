@@ -131,10 +131,10 @@ class ModelPart:
     aliases: Mapping[str, str]
     """Other names of tied parameters, mapped to the names they are saved under."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """The parts of the whole model's tensors that parameters and buffers are, by name; those that
-    are missing here are whole, and called so in the whole model."""
+    """Which slices of the whole model's tensors the parameters and buffers are, by name. Those not
+    listed are whole, and have the same name in the whole model."""
     unknown: frozenset[str] | None = frozenset()
-    """The names of those that are parts of which nothing says which; None: perhaps all of them."""
+    """The names of slices whose position is not recorded; None: possibly all of them."""
 
 
 def part_as_json(part: ModelPart) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def part_of_json(content: Any) -> ModelPart:
         placements={
             str(name): _placement_of_json(*row) for name, row in content.get("boxes", {}).items()
         },
-        # Before format 9 no part said what it was.
+        # Before format 9 the positions were not recorded.
         unknown=frozenset(map(str, content["unknown"])) if "unknown" in content else None,
     )
 
@@ -260,7 +260,7 @@ def _slot_of_json(name: Any, shape: Any, group: Any, offset: Any, order: Any = (
 def _joined(cuts: list[list[int]]) -> list[list[int]]:
     """Merge cuts (rank, start, numel, holders) of consecutive ranks that have the same numel.
 
-    So the index does not grow with the ranks. A single holder is left out.
+    This keeps the index from growing with the ranks. A single holder is omitted.
     """
     joined: list[list[int]] = []
     for cut in sorted(cuts):

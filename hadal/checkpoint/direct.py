@@ -1,10 +1,10 @@
 """Direct file I/O in blocks.
 
-Blocks bypass the system's cache if possible: making room in it takes longer than the disk does, and
-evicts what the program has there. So whole blocks are written directly (O_DIRECT) and only the rest
-at the end goes through the cache; reads use the cache for what it already has. Blocks are on huge
-pages: a disk needs only a few requests for such a block but hundreds for pages of the usual size,
-which is two to four times as slow.
+Blocks bypass the page cache if possible: making room in it takes longer than the disk does, and
+evicts the program's own pages. Whole blocks are written directly (O_DIRECT), and only the remainder
+at the end goes through the cache; reads use the cache for pages that it already has. Blocks are on
+huge pages: a disk needs only a few requests for such a block, but hundreds for pages of the usual
+size, which is two to four times as slow.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def values_to_export(
 
     A weight whose own dtype is not wanted is read from its master; with `is_exact` the own dtype
     of a weight that has a master is the master's. A buffer may become wider, but never narrower:
-    fp32 buffers beside 16-bit weights are deliberate.
+    models keep fp32 buffers with 16-bit weights deliberately.
 
     Raises:
         CheckpointError: the checkpoint does not distinguish frozen parameters from trained ones.

@@ -1,8 +1,7 @@
 """Durable, verified files at any location: checksums, and errors that name the file.
 
-The checksum is 64-bit XXH3: it finds damage at the speed of memory (CRC-32, which earlier versions
-wrote, takes several times as long). It is no protection against a forger, who could write another
-checkpoint altogether.
+The checksum is 64-bit XXH3, which runs at memory speed (CRC-32, which earlier versions wrote, takes
+several times as long). It detects damage, not forgery: a forger could write another checkpoint.
 
 Tests: tests/checkpoint/test_damage.py, tests/checkpoint/test_crash.py
 """
@@ -128,7 +127,7 @@ def new_mark() -> str:
 
 
 class _Summed:
-    """Chunks that are summed as they are used; iterated again, all begins anew."""
+    """Chunks whose checksum is computed as they are used; each iteration starts over."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         self._chunks = chunks
@@ -139,7 +138,7 @@ class _Summed:
         found = _KINDS[CHECKSUM]()
         for number, chunk in enumerate(self._chunks):
             for start in range(0, len(chunk), _READ_NBYTES):
-                # Summed and copied while it is in the cache.
+                # The checksum and the copy use it while it is in the processor's cache.
                 piece = chunk[start : start + _READ_NBYTES]
                 found.update(piece)
                 yield piece
@@ -213,7 +212,7 @@ def open_new(path: Path) -> Iterator[BinaryIO]:
 
 
 class _Blocks:
-    """The blocks of a file, after its first bytes as one; iterated again, it is read again."""
+    """A file's first bytes as one chunk, then its blocks; each iteration reads it again."""
 
     def __init__(self, path: Location, head_nbytes: int) -> None:
         self._path, self._head_nbytes = path, head_nbytes
@@ -291,7 +290,7 @@ def check_file(path: Location, seal: Seal, *, whole: bool, kept: Kept | None = N
 
 
 def open_file(path: Location) -> StoredFile:
-    """Return a file to read ranges of; a pipe or a device, which could block forever, is none.
+    """Return a file to read ranges of; pipes and devices, which could block, are refused.
 
     Raises:
         CheckpointError: there is no such file.
@@ -301,7 +300,7 @@ def open_file(path: Location) -> StoredFile:
 
 
 def read_small(path: Location, limit: int) -> bytes:
-    """Return a file of at most `limit` bytes; others may replace it while it is read."""
+    """Return the contents of a file of at most `limit` bytes; a save may replace it meanwhile."""
     storage = storage_of(path)
     with system_errors(path, "read"):
         while True:
@@ -315,7 +314,7 @@ def read_small(path: Location, limit: int) -> bytes:
                 content = error
             now = storage.find(path)
             if now is not None and now.nbytes != file.nbytes:
-                continue  # replaced: these may be the first bytes of its successor
+                continue  # replaced: these may be the first bytes of the new file
             if isinstance(content, OSError):
                 raise content
             return content
@@ -353,7 +352,7 @@ def is_file(path: Location) -> bool:
 
 
 def items_of(path: Location) -> list[StorageItem]:
-    """Return what a folder contains, sorted by name; nothing if it does not exist."""
+    """Return the items of a folder, sorted by name; an empty list if it does not exist."""
     with system_errors(path, "read"):
         return storage_of(path).items(path)
 

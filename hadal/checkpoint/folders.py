@@ -1,12 +1,12 @@
 """Checkpoint folders, complete or absent: committed, replaced, found and removed atomically.
 
 The files of a save are in `<tag>/<mark>/`, and `<tag>/index.json` names the mark. The index is
-written last and atomically, so it is the commit: before, the tag has its previous checkpoint or
-none; after, the new one. Nothing is renamed, so object stores and disks work alike. Files that no
-index names are removed by a later save, once the lease on them is dead (`leases.py`): several jobs
-may save into one folder under different tags.
+written last and atomically, which commits the save: until then the tag has its previous checkpoint,
+or none. Nothing is renamed, so object stores and disks work alike. A later save removes files that
+no index names once their lease is dead (`leases.py`), so several jobs may save into one folder
+under different tags.
 
-Earlier versions wrote the files beside the index, into a draft `.<tag>.<mark>.partial` that was
+Earlier versions wrote the files next to the index, into a draft `.<tag>.<mark>.partial` that was
 then renamed; if a crash left only the previous folder `.<tag>.<mark>.old`, it is still found.
 
 Tests: tests/checkpoint/test_meanwhile.py, tests/checkpoint/test_crash.py
@@ -49,11 +49,11 @@ _DRAFT = re.compile(
 )
 _OWN = re.compile(r"rank_\d{5}\.safetensors|client_state\.safetensors")
 
-# The number of attempts to find a missing checkpoint, and the seconds between them: it may be about
-# to be replaced, or `latest` about to name another.
+# The number of attempts to find a missing checkpoint, and the seconds between them: another job may
+# be replacing it or `latest`.
 _LOOKS, _PAUSE_S = 3, 0.02
-# Files without a lease that nobody has written to for this long are abandoned. They may be an
-# export's, or a checkpoint that is being copied here, whose index comes last.
+# Files without a lease count as abandoned after this long without a write. Until then they may
+# belong to an export, or to a checkpoint that is being copied here, whose index comes last.
 _QUIET_S = 3600.0
 
 
@@ -139,7 +139,7 @@ def _is_there(path: Location) -> bool:
 
 
 def _others(load_dir: Location) -> str:
-    """Return the part of a message that lists the checkpoints of a directory."""
+    """Return the end of a message: the checkpoints in a directory."""
     if isinstance(load_dir, Path) and not load_dir.is_dir():
         return "there is no such directory"
     tags = [folder.name for folder in all_of(load_dir)]
@@ -171,7 +171,7 @@ def _read_latest(load_dir: Location, name: str = LATEST) -> str:
 
 
 def _folder_of_tag(load_dir: Location, tag: str) -> Location | None:
-    """Return a tag's folder, or the `.old` one beside it that an interrupted replacement left."""
+    """Return a tag's folder, or the `.old` one that an interrupted replacement left."""
     folder = load_dir / tag
     with system_errors(folder, "read"):
         try:
@@ -235,7 +235,7 @@ def begin(save_dir: Location, tag: str, mark: str) -> Lease:
 
 
 def end(folder: Location, lease: Lease) -> None:
-    """Release the lease on a save, and remove the folder of its tag if nothing is in it."""
+    """Release the lease on a save; remove the folder of its tag if it is empty."""
     lease.release()
     if isinstance(folder, Path):
         with suppress(OSError):
@@ -245,7 +245,7 @@ def end(folder: Location, lease: Lease) -> None:
 def replaced_by(folder: Location) -> str | None:
     """Return the mark of the checkpoint that a new index replaces; None if it has none.
 
-    The files of a damaged one stay until they are swept.
+    The files of a damaged checkpoint stay until they are swept.
     """
     with suppress(CheckpointError):
         return named_by(folder)
@@ -254,7 +254,7 @@ def replaced_by(folder: Location) -> str | None:
 
 @contextmanager
 def replacing(folder: Location, named: str | None) -> Iterator[None]:
-    """Hold a lease on the files that the block replaces: a crash leaves them to the next sweep.
+    """Hold a lease on the files that the block replaces, so a sweep removes them after a crash.
 
     `named` is the mark of the checkpoint that the index names now.
     """
@@ -288,7 +288,7 @@ def retire(folder: Location, named: str | None, kept: str) -> None:
 
 
 def _retire_drafts(folder: Path) -> None:
-    """Remove what kills of earlier versions left of this tag; the user's own files move to it."""
+    """Remove what earlier versions left of this tag when killed; move the user's files to it."""
     storage = storage_of(folder)
     for item, found in _drafts(storage.items(folder.parent)):
         if not item.is_folder or found["name"] != folder.name:
@@ -302,7 +302,7 @@ def _retire_drafts(folder: Path) -> None:
 
 
 def discard(folder: Location, mark: str) -> None:
-    """Remove the files of a failed save that no index can name, as far as possible."""
+    """Remove the files of a failed save that no index can name, if possible."""
     with suppress(OSError):
         storage_of(folder).remove(folder / mark)
 
@@ -339,8 +339,8 @@ def latest_tag(save_dir: Location) -> str | None:
 def remove(folder: Location, beside: Location | None = None) -> None:
     """Remove a checkpoint: first its index, so that it is none at once.
 
-    The lease meanwhile is in `beside`, the folder of another tag. Nothing is written into a folder
-    that goes: a request that timed out and was repeated may still come through, and make it anew.
+    The lease is in `beside`, the folder of another tag. Nothing is written into the folder that is
+    removed: a request that timed out and was repeated may arrive later, and would recreate it.
 
     Raises:
         CheckpointError: another process is saving under this tag.
@@ -405,8 +405,8 @@ def _leases_in(tags: Mapping[Location, list[StorageItem]], now: float) -> _Lease
     """Return the leases in these folders, each given with what was listed of it before."""
     leases = _Leases(set(), {})
     for folder, listed in tags.items():
-        # A lease is older than all it covers: those of what is listed are certainly seen by now,
-        # unless their saves have ended, as the index then says.
+        # A lease is older than the files it covers, so the leases of all listed files are visible
+        # now, unless their saves have ended, which the index then shows.
         for mark in filter(None, map(mark_of, {*listed, *storage_of(folder).items(folder)})):
             if is_alive(folder, mark, now):
                 leases.alive.add(mark)
@@ -416,7 +416,7 @@ def _leases_in(tags: Mapping[Location, list[StorageItem]], now: float) -> _Lease
 
 
 def _is_suspect(listed: list[StorageItem]) -> bool:
-    """Return whether a tag's folder holds more than a checkpoint, or less."""
+    """Return whether a tag's folder holds anything but one complete checkpoint."""
     saves = sum(item.is_folder and bool(MARK.fullmatch(item.name)) for item in listed)
     has_more = any(mark_of(item) for item in listed) or any(_drafts(listed))
     return has_more or saves > any(item.name == INDEX for item in listed)
@@ -428,7 +428,7 @@ def _sweep_tag(folder: Location, listed: list[StorageItem], leases: _Leases, now
     try:
         named = named_by(folder)
     except CheckpointError as error:
-        if is_file(folder / INDEX):  # else its own job has removed it meanwhile
+        if is_file(folder / INDEX):  # else its own job has removed it
             _log.warning("%s: leftovers are not removed: %s", folder, error)
         return False
     marks = {item: item.name for item in listed if item.is_folder and MARK.fullmatch(item.name)}
@@ -453,13 +453,13 @@ def named_by(folder: Location) -> str | None:
 
 
 def _drafts(items: list[StorageItem]) -> Iterator[tuple[StorageItem, re.Match[str]]]:
-    """Yield the files and folders whose names say that they are not final, with the parts of it."""
+    """Yield the items whose names mark them as drafts, with the parts of each name."""
     for item in items:
         if found := _DRAFT.fullmatch(item.name):
             yield item, found
 
 
 def _is_quiet(path: Location, item: StorageItem, now: float) -> bool:
-    """Return whether nothing was written to a file or folder for long."""
+    """Return whether a file or folder has had no write for `_QUIET_S`."""
     inside = storage_of(path).items(path) if item.is_folder else []
     return now - max([item.modified, *(one.modified for one in inside)]) > _QUIET_S

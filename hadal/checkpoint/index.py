@@ -58,7 +58,7 @@ def read_index(folder: Location) -> dict[str, Any]:
 
 
 def mark_in(content: dict[str, Any]) -> str | None:
-    """Return the mark that names the folder of the files; None if they are beside the index.
+    """Return the mark that names the folder of the files; None if they are next to the index.
 
     Raises:
         ValueError: the index has no such mark.

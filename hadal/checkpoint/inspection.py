@@ -92,7 +92,7 @@ def inspected(
     if not reports:
         folder_of(path)  # raises with the reason
         raise CheckpointError(f"{path} holds no checkpoint")
-    # Read only now, as the job may have saved meanwhile.
+    # Read last, as the job may have saved since.
     latest = _latest(path)
     for report in reports:
         report.is_latest = report.tag == latest
@@ -104,7 +104,7 @@ def inspected(
 
 
 def _stable_report(folder: Location, verify: bool, progress: Progress) -> CheckpointReport | None:
-    """Inspect a folder again if another replaces it meanwhile; None if it was removed."""
+    """Inspect a folder, again if a save replaces it; None if it was removed."""
     while True:
         before = _identity_of(folder)
         report = _report(folder, None, verify, progress)
@@ -116,7 +116,7 @@ def _stable_report(folder: Location, verify: bool, progress: Progress) -> Checkp
 
 
 def _identity_of(folder: Location) -> StorageItem | None:
-    """Return what changes if another checkpoint takes a folder's name; None if it is missing."""
+    """Return an item that changes if another checkpoint replaces this one; None if missing."""
     with suppress(OSError):
         return storage_of(folder).find(folder / INDEX) or storage_of(folder).find(folder)
     return None

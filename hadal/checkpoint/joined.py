@@ -1,8 +1,8 @@
-"""Parts of a model as one `Source`: what another set of parts, or one whole model, asks of them.
+"""Parts of a model as one `Source`, from which another set of parts, or a whole model, can load.
 
-Each part of a checkpoint says by boxes which elements of the whole model's tensors it holds, and so
-does each part of the model that loads. So what was saved by any pipeline stages, slices of layers
-and experts loads into any others.
+Each part of a checkpoint records as boxes which elements of the whole model's tensors it holds, and
+so does each part of the model that loads. A checkpoint of any pipeline stages, slices of layers and
+experts therefore loads into any others.
 
 Tests: tests/checkpoint/test_joined.py, tests/checkpoint/test_parts.py
 """
@@ -24,19 +24,19 @@ from hadal.errors import CheckpointError, few
 from hadal.zero.boxes import Box, Placement, boxes_between
 from hadal.zero.layout import strides_of
 
-# At most so many elements are read to have some that lie among them.
+# The most elements to read at a time when only some of them are needed.
 _HULL_NUMEL = 1 << 22
 _NEXT = "\n  "
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The parts of the whole model's tensors that one part of a model consists of."""
+    """The slices of the whole model's tensors that one part of a model holds."""
 
     of: Mapping[str, Placement]
-    """By the part's own names; a name that is missing here is the whole tensor of that name."""
+    """By the part's own names; a name that is not listed is a whole tensor of that name."""
     unknown: frozenset[str] = frozenset()
-    """Names of parts of tensors of which nothing says which parts they are."""
+    """Names of slices whose position is not recorded."""
 
     def find(self, name: str, shape: Sequence[int]) -> Placement:
         """Return the placement of a tensor of this name and shape."""
@@ -44,7 +44,7 @@ class Places:
 
 
 class Saved(NamedTuple):
-    """A part that was saved, and its places in the whole model."""
+    """A saved part, and its places in the whole model."""
 
     source: Source
     places: Places
@@ -52,14 +52,14 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The tensors that one part of the running model asks for."""
+    """The tensors that one part of the running model loads."""
 
     placements: Mapping[str, Placement]
     """Of all its parameters and buffers, by its own names."""
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The other names of tied parameters, by the first."""
     elsewhere: frozenset[str] = frozenset()
-    """The whole model's names that other parts ask for."""
+    """Names in the whole model that other parts load."""
     part: int = 0
     parts: int = 1
 
@@ -77,7 +77,7 @@ class _Holder(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A read of a box of a saved value into a box of what is asked for."""
+    """A read of a box of a saved value into a box of a requested value."""
 
     holder: _Holder
     there: Box
@@ -88,7 +88,7 @@ class _Step(NamedTuple):
 
 
 class JoinedSource(ForeignSource):
-    """Saved parts of a model, as the values that one part asks for; all of them whole by default.
+    """Saved parts of a model, as the values that one part loads; by default all values, whole.
 
     Raises:
         CheckpointError: a tensor has another shape there, the saved parts contradict each other, or
@@ -124,11 +124,11 @@ class JoinedSource(ForeignSource):
 
     @property
     def _main(self) -> Source:
-        """The part whose state of ranks is taken."""
+        """The part whose rank state and client state are used."""
         return self._saved[self._part].source
 
     def _in_turn(self) -> Iterator[int]:
-        """Yield the saved parts, from this one's number on: ranks begin with different files."""
+        """Yield the saved parts, starting at this part's: ranks begin with different files."""
         for number in range(len(self._saved)):
             yield (self._part + number) % len(self._saved)
 
@@ -182,7 +182,7 @@ class JoinedSource(ForeignSource):
         return shapes.pop()
 
     def _resolved(self, asked: Asked | None) -> dict[str, Placement]:
-        """Return what is asked for, by the names that it has in the saved parts.
+        """Return the requested placements, with the names of the saved parts.
 
         Raises:
             CheckpointError: a whole tensor has another shape in the checkpoint.
@@ -213,7 +213,7 @@ class JoinedSource(ForeignSource):
         return found
 
     def _entries_of(self) -> Iterator[tuple[tuple[str, str], Entry]]:
-        """Yield the values asked for, with their shapes here."""
+        """Yield the requested values, with their shapes here."""
         for name, placement in self._asked.items():
             for kind in self._kinds[placement.boxes[0].name]:
                 keys = [(box.name, kind) for box in placement.boxes]
@@ -230,7 +230,7 @@ class JoinedSource(ForeignSource):
                     yield (name, kind), self._odd[keys[0]].entry
 
     def _unasked(self, asked: Asked) -> Iterator[tuple[tuple[str, str], Entry]]:
-        """Yield the values that no part asks for, whole."""
+        """Yield the values that no part loads, whole."""
         here = {box.name for placement in self._asked.values() for box in placement.boxes}
         for name in self._named.keys() - here - asked.elsewhere - self._asked.keys():
             whole = Placement((Box.whole(name, self._shape_of(name)),))
@@ -239,7 +239,7 @@ class JoinedSource(ForeignSource):
                     yield (name, kind), Entry(whole.shape, holders[0].entry.dtype)
 
     def _merged_state(self) -> dict[str, dict[str, Any]]:
-        """Return the state that is not per element, on which the parts of a tensor must agree."""
+        """Return the state that is not per element; the parts of a tensor must agree on it."""
         merged: dict[str, dict[str, Any]] = {}
         for name, placement in self._asked.items():
             found = merged.setdefault(name, {})
@@ -254,7 +254,7 @@ class JoinedSource(ForeignSource):
         return {name: values for name, values in merged.items() if values}
 
     def _merged_groups(self) -> list[SavedGroup]:
-        """Return the saved param groups, with the names asked for; equal ones as one."""
+        """Return the saved param groups with the requested names; equal groups are merged."""
         names_of: dict[str, list[str]] = {}
         for name, placement in self._asked.items():
             for box in placement.boxes:
@@ -276,7 +276,7 @@ class JoinedSource(ForeignSource):
     # ---- reading ---------------------------------------------------------------------------------
 
     def _steps(self, name: str, kind: str, start: int, stop: int) -> Iterator[_Step]:
-        """Yield the reads that bring elements [start, stop) of a value.
+        """Yield the reads for elements [start, stop) of a value.
 
         Raises:
             CheckpointError: no part holds some of them.
@@ -295,7 +295,7 @@ class JoinedSource(ForeignSource):
             offset += region.numel
 
     def _pieces(self, kind: str, wanted: Box) -> Iterator[tuple[_Holder, Box]]:
-        """Yield the boxes that make up a box of a whole tensor, each once, and who holds them."""
+        """Yield the boxes that make up a box of a whole tensor, each once, with its holder."""
         left = [wanted]
         for holder in self._holders.get((wanted.name, kind), ()):
             rest: list[Box] = []
@@ -314,7 +314,7 @@ class JoinedSource(ForeignSource):
         )
 
     def _expect_uncut(self, name: str, kind: str) -> _Holder:
-        """Return who holds state of another shape than its tensor's, which no box cuts."""
+        """Return the holder of state of another shape than its tensor's, which cannot be sliced."""
         holder, placement = self._odd[self._asked[name].boxes[0].name, kind], self._asked[name]
         if not holder.box.is_whole or not all(box.is_whole for box in placement.boxes):
             raise CheckpointError(
@@ -352,7 +352,7 @@ class JoinedSource(ForeignSource):
         return found
 
     def _copy(self, step: _Step, kind: str, target: Tensor) -> None:
-        """Fill a target with a box of a saved value, reading what lies between its elements too."""
+        """Fill a target with a box of a saved value; reads the elements in between as well."""
         holder, strides = step.holder, strides_of(step.there.shape, ())
         for piece in step.there.pieces(_HULL_NUMEL):
             source, first = self._saved[holder.part].source, piece.start

@@ -1,8 +1,8 @@
-"""Leases: a small file beside a save's folder says who is at work on it, and that they still are.
+"""Leases: a small file next to a save's folder names the process that is saving.
 
 A lease `<tag>/<mark>.lease` exists before the first file of the save `<tag>/<mark>/` and until its
-outcome is final, and is written again every few seconds. It is dead if its process has ended, which
-only the same machine can see, or if it was not written for a while, by the storage's own clock.
+outcome is final, and is refreshed every few seconds. It is dead if its process has ended, which
+only the same machine can see, or if it has not been refreshed for a while by the storage's clock.
 
 Tests: tests/checkpoint/test_leases.py
 """
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _LEASE = re.compile(r"(?P<mark>[0-9a-f]{16})\.lease")
 _LIMIT = 1 << 16
 REFRESH_S, DEAD_S = 15.0, 120.0
-"""The seconds between two writes of a lease, and those after which a silent one is dead."""
+"""Seconds between two refreshes of a lease, and seconds without one after which it is dead."""
 _LOOK_S = 1.0
 # The marks of this process's own leases.
 _held: set[str] = set()
@@ -40,17 +40,17 @@ class Holder(NamedTuple):
 
     host: str
     machine: str
-    """The running system and its space of process ids; processes of another cannot be seen."""
+    """The running system and its PID namespace; processes of another are not visible."""
     pid: int
     start: str
-    """The start of the process, which distinguishes it from a later one of the same id."""
+    """The start time of the process, which distinguishes it from a later one with the same pid."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
 
 def lease_of(folder: Location, mark: str) -> Location:
-    """Return the place of the lease on the save of this mark under a tag's folder."""
+    """Return the location of the lease on the save with this mark in a tag's folder."""
     return folder / f"{mark}.lease"
 
 
@@ -88,7 +88,7 @@ class Lease:
         while not self._ended.wait(REFRESH_S):
             try:
                 if storage_of(self._path).find(self._path) is None:
-                    return  # `expect_held` says so
+                    return  # `expect_held` reports it
                 self._write()
             except (CheckpointError, OSError) as error:
                 _log.warning("%s: the lease was not refreshed: %s", self._path, error)
@@ -99,7 +99,7 @@ class Lease:
         return (found and found.modified) or time.time()
 
     def expect_held(self) -> None:
-        """Check that nobody has taken the lease for dead and removed it.
+        """Check that no other job has removed the lease as dead.
 
         Raises:
             CheckpointError: it is gone.
@@ -111,7 +111,7 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Remove the lease, as far as possible: a later save removes what is left."""
+        """Remove the lease if possible; otherwise a later save removes it."""
         self._ended.set()
         self._thread.join()
         with suppress(OSError):
@@ -120,7 +120,7 @@ class Lease:
 
 
 def holder_of(folder: Location, mark: str) -> Holder | None:
-    """Return who holds a lease; None if it is gone, or its text is not whole."""
+    """Return the process that holds a lease; None if it is gone or incomplete."""
     try:
         content: dict[str, Any] = json.loads(read_small(lease_of(folder, mark), _LIMIT))
         return Holder(
@@ -152,11 +152,11 @@ def expect_alone(folder: Location, mark: str, now: float) -> None:
 
     `now` is the time by the storage's clock.
 
-    A lease of another machine is watched until it is refreshed, or has been silent for so long that
-    it is dead: a job that starts again elsewhere can go on where the one before it was lost.
+    A lease of another machine is watched until it is refreshed or dead, so a job that restarts on
+    another machine can continue after the previous one was lost.
 
     Raises:
-        CheckpointError: another process is at work on it; the message names it.
+        CheckpointError: another process is saving it; the message names the process.
     """
     began = time.monotonic()
     others = [
@@ -185,7 +185,7 @@ def _this_process() -> Holder:
 
 @cache
 def _holder(process: int) -> Holder:
-    """Return this process as a holder; a forked one may be in another space of process ids."""
+    """Return this process as a holder; a forked one may be in another PID namespace."""
     host, system = socket.gethostname(), []
     with suppress(OSError):
         system.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -196,7 +196,7 @@ def _holder(process: int) -> Holder:
 def _start_of(pid: int) -> str:
     """Return when a process of this machine started; empty if there is none."""
     try:
-        # The command's name may contain anything, brackets too.
+        # The command's name may contain any character, including brackets.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in ("Z", "X") else fields[19]
     except (OSError, IndexError):

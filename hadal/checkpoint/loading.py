@@ -140,11 +140,11 @@ def load(folder: Location, live: Live, wanted: Wanted) -> Loaded:
             opened = open_source(folder, names=names)
             stack.callback(opened.close)
             asked = _asked_by(live)
-        # One rank of each part tells what it asks for, if there may be other parts.
-        is_told = live.has_experts or live.ranks.rank == 0
-        is_told &= live.parts > 1 or opened.parts > 1 or live.has_experts
-        told = {box.name for one in asked.placements.values() for box in one.boxes if is_told}
-        found = gather_objects((opened.mark, told), world)
+        # One rank of each part sends the names that it asks for, if there may be other parts.
+        sends = live.has_experts or live.ranks.rank == 0
+        sends &= live.parts > 1 or opened.parts > 1 or live.has_experts
+        sent = {box.name for one in asked.placements.values() for box in one.boxes if sends}
+        found = gather_objects((opened.mark, sent), world)
         verify = None
         with together(world, what):
             if len({mark for mark, _ in found}) > 1:

@@ -49,13 +49,13 @@ class LocalStorage:
     """Files of this machine, which survive a loss of power once written."""
 
     def write(self, path: Path, chunks: Iterable[Chunk], *, doubled: bool = False) -> None:
-        """Write a new file past the system's cache, and wait until it and its name are on disk."""
+        """Write a new file past the page cache, and wait until it and its name are on disk."""
         self._make(path.parent)
         _write(path, chunks, doubled=doubled)
         sync_folder(path.parent)
 
     def replace(self, path: Path, content: bytes, mark: str = "") -> None:
-        """Write a draft beside the file, and rename it."""
+        """Write a draft next to the file, and rename it."""
         draft = draft_of(path, mark)
         self._make(path.parent)
         try:
@@ -70,10 +70,10 @@ class LocalStorage:
         sync_folder(path.parent)
 
     def _make(self, folder: Path) -> None:
-        """Create a folder and those above it, durably."""
+        """Create a folder and its parents durably."""
         if not folder.is_dir():
             self._make(folder.parent)
-            with suppress(FileExistsError):  # another rank was faster, or `write` will say so
+            with suppress(FileExistsError):  # another rank made it, or `write` will report a file
                 folder.mkdir()
             sync_folder(folder.parent)
 
@@ -90,19 +90,19 @@ class LocalStorage:
         return _item(path.name, status, is_link=path.is_symlink())
 
     def items(self, path: Path) -> list[StorageItem]:
-        """Return what a folder contains; a link with no target is left out."""
+        """Return the items of a folder, without broken links."""
         try:
             entries = list(os.scandir(path))
         except (FileNotFoundError, NotADirectoryError):
             return []
         found = []
         for entry in entries:
-            with suppress(FileNotFoundError):  # removed meanwhile
+            with suppress(FileNotFoundError):  # removed since the listing
                 found.append(_item(entry.name, entry.stat(), is_link=entry.is_symlink()))
         return sorted(found)
 
     def remove(self, path: Path) -> None:
-        """Remove a file or a folder; others may remove it at the same time."""
+        """Remove a file or a folder; other processes may remove it at the same time."""
         while os.path.lexists(path):
             with suppress(FileNotFoundError):
                 if path.is_dir() and not path.is_symlink():
@@ -112,7 +112,7 @@ class LocalStorage:
 
 
 def draft_of(path: Path, mark: str) -> Path:
-    """Return the name that a file has while it is written, by the save of this mark."""
+    """Return the name of a file while the save with this mark writes it."""
     return path.with_name(f".{path.name}.{mark or os.urandom(8).hex()}.partial")
 
 

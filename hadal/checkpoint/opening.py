@@ -73,7 +73,7 @@ def joined(source: AnySource, asked: Asked | None = None) -> JoinedSource:
     """Return all parts of a checkpoint as one: the whole model, or what one part asks for.
 
     Raises:
-        CheckpointError: nothing says what the parts are, or tensors do not fit.
+        CheckpointError: the position of a slice is not recorded, or tensors do not fit.
     """
     if not isinstance(source, StoredSource):
         return JoinedSource([Saved(source, Places({}))], asked)
@@ -86,8 +86,8 @@ def opened(path: Given, tag: str | None = None, part: int | None = None) -> Sour
     """Open the checkpoint that a path and a tag refer to, or one part of it.
 
     Raises:
-        CheckpointError: it is damaged, not a checkpoint, has no such part, or has several and does
-            not say what each of them is.
+        CheckpointError: it is damaged, not a checkpoint, has no such part, or has several parts
+            without their positions in the whole model.
     """
     source = open_source(folder_of(path, tag), part or 0)
     parts = source.parts

@@ -46,7 +46,7 @@ _TEXTS = (
 )
 _MEMO_PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
 _MEMO_GETS = ("GET", "BINGET", "LONG_BINGET")
-# Objects of these are made by a call of the value that lies so far below the top.
+# These call the value at this depth below the top of the stack.
 _CALLS = {"REDUCE": 2, "NEWOBJ": 2, "NEWOBJ_EX": 3}
 
 

@@ -51,7 +51,7 @@ _SEQUENCES: dict[str, Callable[[Any], Any]] = {
     "set": set,
     "frozenset": frozenset,
 }
-# Bytes longer than this are stored beside the JSON, which would hold a third more.
+# Longer bytes are stored outside the JSON, where they would take a third more space.
 _LONG_NBYTES = 1 << 12
 _SAVABLE = (
     "numbers, text, bytes, paths, dates, enums, dtypes, devices, and lists, tuples, sets, dicts,"

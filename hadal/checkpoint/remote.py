@@ -1,7 +1,7 @@
 """URLs (`s3://`, `gs://`, `az://` and others) as a `Storage`, through the package fsspec.
 
-Credentials and timeouts come from where fsspec and its packages read them: the environment and
-their configuration files. A request that fails is repeated after a pause that doubles.
+fsspec and its packages read credentials and timeouts from the environment and their configuration
+files. A failed request is repeated, with exponential backoff.
 
 Tests: tests/checkpoint/test_storage.py, tests/checkpoint/test_s3.py
 """
@@ -34,11 +34,11 @@ class _ReplacedError(OSError):
 
 
 _log = logging.getLogger(__name__)
-# The seconds before each further attempt, each changed by up to a half at random: ranks that were
-# throttled together do not come back together.
+# Seconds before each further attempt, with a jitter of up to a half: ranks that were throttled
+# together do not retry together.
 PAUSES_S: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)
 _jitter = random.Random()
-# These do not go away by themselves.
+# Another attempt cannot succeed after these.
 _FINAL = (
     FileNotFoundError,
     NotADirectoryError,
@@ -49,13 +49,13 @@ _FINAL = (
     ImportError,
     _ReplacedError,
 )
-# The number of bytes of one request, and of requests at a time.
+# The number of bytes per request, and the number of concurrent requests.
 _PART_NBYTES, _AT_ONCE = 1 << 23, 8
-# The number of bytes that a short read brings: the next one is often beside it.
+# The number of bytes that a short read fetches: the next one is often adjacent.
 _WINDOW_NBYTES = 1 << 20
-# The same for uploads, whose parts are in memory meanwhile; S3 takes 10,000 of them per object.
+# The same for uploads, whose parts are held in memory; S3 accepts 10,000 parts per object.
 _UPLOAD_NBYTES, _AT_ONCE_UP = 1 << 25, 4
-# One request replaces an object. Any other file system may leave half a file, so it gets a draft.
+# One request replaces an object. Other file systems may leave half a file, so they get a draft.
 _OBJECT_STORES = frozenset(
     (
         *("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "r2", "b2", "tos"),
@@ -108,13 +108,13 @@ class _Requests:
         self._path = path
 
     def __call__(self, act: Callable[[], _T], *, again: bool = True) -> _T:
-        """Return what `act` returns; after failures call it again, unless `again` is false."""
+        """Call `act` and return its result; repeat it after failures, unless `again` is false."""
         for pause in PAUSES_S if again else ():
             try:
                 return act()
             except _FINAL:
                 raise
-            except Exception as error:  # each package has its own
+            except Exception as error:  # each package raises its own
                 _log.info("%s: %r; trying again in about %.1f s", self._path, error, pause)
                 time.sleep(pause * _jitter.uniform(0.5, 1.5))
         try:
@@ -134,7 +134,7 @@ class RemoteFile:
         self._window = (0, b"")
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return bytes [start, stop); those that follow are kept for the next short read."""
+        """Return bytes [start, stop); the following ones are kept for the next short read."""
         first, found = self._window
         if not first <= start <= stop <= first + len(found):
             wanted = min(max(stop, start + _WINDOW_NBYTES), self.nbytes)
@@ -222,12 +222,12 @@ class FsspecStorage:
             if found != nbytes:
                 raise OSError(f"{found} bytes arrived of {nbytes}")
 
-        # Chunks that can be had only once allow one attempt, of which single requests may fail.
+        # Chunks that can be iterated only once allow one attempt; single requests are repeated.
         is_whole = iter(chunks) is not chunks
         ask(upload, again=is_whole)
 
     def replace(self, path: RemotePath, content: bytes, mark: str = "") -> None:
-        """Replace an object by one request, or a file by a rename."""
+        """Replace an object with one request, or a file by a rename."""
         ask = _Requests(path)
         if hasattr(ask.filesystem, "call_s3"):
             ask(partial(_replace_known, ask, content))
@@ -275,12 +275,12 @@ class FsspecStorage:
         return sorted(
             _item(name, row)
             for name, row in zip(names, rows, strict=True)
-            # Some stores list the folder itself.
+            # Some stores also list the folder itself.
             if name and str(row["name"]).strip("/") != ask.inside.strip("/")
         )
 
     def remove(self, path: RemotePath) -> None:
-        """Remove an object, or all below a URL."""
+        """Remove an object, or everything below a URL."""
         ask = _Requests(path)
         if hasattr(ask.filesystem, "call_s3") and _remove_known(ask):
             return
@@ -311,7 +311,7 @@ def _modified(row: Mapping[str, Any]) -> float:
 def _upload_to(ask: _Requests, *, again: bool) -> Any:
     """Return a file to write to; it is complete once it is closed.
 
-    With `again` each request is repeated if it fails; without it those of parts are.
+    With `again` each failed request is repeated, otherwise only those of parts.
     """
     if hasattr(ask.filesystem, "call_s3"):
         return _S3Upload(ask, again)
@@ -383,7 +383,7 @@ class _S3Upload:
         self._pool = ThreadPoolExecutor(_AT_ONCE_UP, "hadal-upload")
 
     def write(self, chunk: Chunk) -> None:
-        """Take bytes, and send a part once it is full."""
+        """Append bytes; send a part once it is full."""
         self._rest += chunk
         if len(self._rest) >= _UPLOAD_NBYTES:
             self._send()
@@ -395,7 +395,7 @@ class _S3Upload:
         if self._upload is None:
             self._upload = self._call("create_multipart_upload")["UploadId"]
         if len(self._parts) >= _AT_ONCE_UP:
-            self._parts[-_AT_ONCE_UP].result()  # no more than these are in memory
+            self._parts[-_AT_ONCE_UP].result()  # limits the parts in memory
         body, self._rest = bytes(self._rest), bytearray()
         self._parts.append(self._pool.submit(self._part, len(self._parts) + 1, body))
 
@@ -404,7 +404,7 @@ class _S3Upload:
         return {"PartNumber": number, "ETag": self._ask(partial(send, Body=body))["ETag"]}
 
     def close(self) -> None:
-        """Send the rest, and complete the object."""
+        """Send the remaining bytes and complete the object."""
         if self._upload is None:
             self._call("put_object", Body=bytes(self._rest))
         else:
@@ -421,7 +421,7 @@ class _S3Upload:
 
 
 def _abandon(file: Any) -> None:
-    """Give a file up without completing it: closing it would upload what there is so far."""
+    """Abandon a file without completing it: closing it would upload the part written so far."""
     with suppress(Exception):
         file.discard()
     with suppress(Exception):

@@ -1,7 +1,7 @@
 """Saving: every rank writes its own file; once all are durable, the index commits them.
 
-Writing files needs nothing of the running program: `begin` gathers everything into a `SaveJob`, and
-`SaveJob.write` writes it to disk, at once or in a thread (`background.py`).
+`begin` gathers everything into a `SaveJob`, which is independent of the running program.
+`SaveJob.write` writes it, at once or in a thread (`background.py`).
 
 Tests: tests/checkpoint/test_contents.py, tests/checkpoint/test_async.py
 """
@@ -60,7 +60,7 @@ class SaveRequest(NamedTuple):
     save_latest: bool = True
     without_frozen: bool = False
     jobs: tuple[str, ...] = ()
-    """The jobs of this run, this one last; see `keep.JOBS`."""
+    """The jobs of this run, the current one last; see `keep.JOBS`."""
 
 
 class Plain(NamedTuple):
@@ -100,7 +100,7 @@ class _RankReport(NamedTuple):
     rows: dict[tuple[int, ...], PartRows]
     """As `RankContents.parts`."""
     heads: dict[tuple[int, ...], Head]
-    """Of those that it is the first rank of."""
+    """The heads of the parts whose first rank it is."""
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class SaveJob:
     reports: list[_RankReport]
     """The descriptions of all ranks, for the rank that writes the index."""
     staged: dict[Path, Seal] = field(default_factory=dict)
-    """This rank's files if they are written already, on a disk of this machine."""
+    """This rank's files, if they are staged on a disk of this machine."""
 
     @property
     def path(self) -> Location:
@@ -292,7 +292,7 @@ def begin(request: SaveRequest, live: Live) -> SaveJob:
         folders.check_save_dir(request.save_dir)
     what = f"checkpoint {request.save_dir / tag} was not saved"
     folder_ranks = tuple(range(world.size))
-    # Some programs give each rank its own folder and merge the files afterwards.
+    # Some programs give each rank its own folder and merge the files later.
     places = [place for _, _, place, _ in requests]
     has_several = live.rules.is_node_local or len(set(places)) > 1
     if has_several and isinstance(request.save_dir, Path):

@@ -1,8 +1,8 @@
 """Scan of other people's files for pickles, and of pickles for code that loading would run.
 
 Nothing is unpickled. A global is *harmless* if Hadal's or torch's restricted unpickler makes it of
-data alone, *dangerous* if it runs commands or code, and *unknown* otherwise: whoever loads the file
-without restrictions trusts it.
+data alone, *dangerous* if it runs commands or code, and *unknown* otherwise: loading the file
+without restrictions means trusting it.
 
 Tests: tests/checkpoint/test_scanning.py
 """
@@ -34,7 +34,7 @@ _HARMLESS_MODULES = frozenset({"torch._utils", "torch.storage"})
 
 
 def _names(module: str, names: str) -> set[str]:
-    """Return the full names of a module's globals, which are given with blanks between them."""
+    """Return the full names of a module's globals; `names` separates them with blanks."""
     return {f"{module}.{name}" for name in names.split()}
 
 

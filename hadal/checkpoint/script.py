@@ -1,4 +1,4 @@
-"""`zero_to_fp32.py` and `zero_to_torch.py`, which DeepSpeed users expect beside checkpoints.
+"""`zero_to_fp32.py` and `zero_to_torch.py`, which DeepSpeed users expect next to checkpoints.
 
 Tests: tests/checkpoint/test_export.py
 """
@@ -36,9 +36,8 @@ _log = logging.getLogger(__name__)
 def place_scripts(save_dir: Location) -> None:
     """Write the scripts that are missing from a directory of checkpoints; log a warning on failure.
 
-    Behind a URL there is nowhere to run them.
-
-    They are not part of a checkpoint: nothing is read from them, and no checksum covers them.
+    None are written to a URL, where they cannot run. They are not part of a checkpoint: nothing is
+    read from them, and no checksum covers them.
     """
     if not isinstance(save_dir, Path):
         return

@@ -55,7 +55,7 @@ class Source(Protocol):
     """Named values and the other state of training.
 
     `entries` lists the values by name and kind ("weight", "master", "buffer", "state.<key>"). A
-    trained parameter has a weight, a master if that was kept beside the weight, and state for each
+    trained parameter has a weight, a master if it was kept in addition, and state for each
     of the optimizer's keys; state of another shape than its parameter's has that shape.
     """
 
@@ -74,7 +74,7 @@ class Source(Protocol):
     world_size: int
     """The number of ranks that saved it."""
     parts: int
-    """The number of parts: of the model, and beside them sets of experts."""
+    """The number of parts: those of the model, and sets of experts."""
     ranks_of_part: int
     """The number of ranks that saved each part of the model."""
     jobs: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Parameters of experts that are spread over ranks, whole on the first of these ranks.
+"""Parameters of experts that are distributed over ranks, gathered on the first of them.
 
 Tests: tests/moe/test_checkpoints.py
 """
@@ -22,11 +22,11 @@ from hadal.zero.boxes import ATTRIBUTE, Box
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A parameter of which each of several ranks holds another expert's, or other experts'."""
+    """A parameter of experts, of which each of several ranks holds one or some."""
 
     ranks: Ranks
     boxes: tuple[Box, ...]
-    """What each of the ranks holds, in their order; alike in size."""
+    """The box of each rank, in their order; all have the same size."""
 
     @property
     def _is_stacked(self) -> bool:
@@ -44,7 +44,7 @@ class Spread:
             yield Value(name, shapes[name], dtype)
 
     def wholes(self, mine: Tensor) -> Iterator[Tensor]:
-        """Yield the whole tensors; on other ranks than the first they are of no use.
+        """Yield the whole tensors, which are complete on the first rank only.
 
         A collective. Each tensor is valid until the next one is requested.
         """
@@ -66,10 +66,10 @@ class Spread:
 
 
 def spread_experts(live: Live) -> dict[Tensor, Spread]:
-    """Return the parameters that are spread over ranks, with what each rank has. A collective.
+    """Return the parameters that are distributed over ranks, with each rank's box. A collective.
 
     Raises:
-        ModelError: nothing says which experts a rank has.
+        ModelError: the experts of a rank are not marked.
     """
     found: dict[Ranks, dict[nn.Parameter, str]] = {}
     for parameter, names in live.names().items() if live.has_experts else ():
@@ -96,7 +96,7 @@ def _box_of(parameter: nn.Parameter) -> Box | None:
 
 
 def _sharers_of(parameter: nn.Parameter) -> Ranks | None:
-    """Return the ranks that share the experts of which this is one; None if it is none."""
+    """Return the ranks over which an expert's parameter is distributed; None for any other."""
     name = getattr(parameter, "group_name", None)
     if getattr(parameter, "allreduce", True) or name not in expert_group_names():
         return None

@@ -1,7 +1,7 @@
-"""The seam between checkpoints and the place that they are stored in.
+"""The interface between checkpoints and the place where they are stored.
 
-A location is a `Path`, or a `RemotePath` for a URL. A `Storage` has all that a checkpoint needs of
-either: six methods, none of which renames. `local.py` and `remote.py` implement it.
+A location is a `Path`, or a `RemotePath` for a URL. A `Storage` has the six methods that a
+checkpoint needs; none of them renames. `local.py` and `remote.py` implement it.
 
 Tests: tests/checkpoint/test_storage.py
 """
@@ -20,7 +20,7 @@ Chunk = bytes | memoryview
 
 @dataclass(frozen=True, slots=True)
 class RemotePath:
-    """The location that a URL names, with as much of `Path` as names need."""
+    """The location of a URL, with the part of the `Path` interface that names need."""
 
     url: str
     """Without a slash at its end."""
@@ -63,17 +63,17 @@ class StorageItem(NamedTuple):
 
 
 class StoredFile(Protocol):
-    """A file to read ranges of. Each method raises OSError if it cannot, or if the file ends."""
+    """A file to read ranges of. Each method raises OSError if the range cannot be read."""
 
     nbytes: int
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return bytes [start, stop), which are few; no thread is started for them."""
+        """Return bytes [start, stop), a short range; no thread is started."""
 
     def blocks(self, start: int, stop: int, kept: Kept | None = None) -> Iterator[memoryview]:
         """Yield bytes [start, stop) in order; each block is valid until the next one.
 
-        Kept bytes are not read again; others are kept as far as `kept` has room.
+        Bytes in `kept` are not read again; other bytes are added to it while it has room.
         """
 
     def read_into(self, out: memoryview, start: int, kept: Kept | None = None) -> None:
@@ -86,14 +86,14 @@ class Storage(Protocol[_Of]):
     def write(self, path: _Of, chunks: Iterable[Chunk], *, doubled: bool = False) -> None:
         """Write a new file and create its folders; on return all of it is durable.
 
-        An interrupted write may leave a part of the file. `chunks` may be iterated again, for
-        another attempt. With `doubled` one block is written while the next is filled.
+        An interrupted write may leave part of the file. `chunks` may be iterated again for another
+        attempt. With `doubled` one block is written while the next is filled.
         """
 
     def replace(self, path: _Of, content: bytes, mark: str = "") -> None:
-        """Replace a file's contents atomically: whatever happens it has the old or the new ones.
+        """Replace a file's contents atomically: a crash leaves the old or the new ones.
 
-        `mark` names the save that does so, in the name of a draft that it may leave.
+        `mark` is that of the save; it is part of the name of a draft that a crash may leave.
         """
 
     def open(self, path: _Of) -> StoredFile:
@@ -103,7 +103,7 @@ class Storage(Protocol[_Of]):
         """Return the file or folder at a location, links followed; None if there is none."""
 
     def items(self, path: _Of) -> list[StorageItem]:
-        """Return what a folder contains, sorted by name; nothing if it does not exist."""
+        """Return the items of a folder, sorted by name; an empty list if it does not exist."""
 
     def remove(self, path: _Of) -> None:
-        """Remove a file, or a folder with all it contains; it may be gone already."""
+        """Remove a file, or a folder and its contents; it is no error if there is none."""

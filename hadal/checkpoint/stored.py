@@ -166,12 +166,12 @@ class StoredSource:
 
     @property
     def is_in_boxes(self) -> bool:
-        """Return whether there are several parts, or one whose tensors are not its own."""
+        """True if there are several parts, or one that holds slices of tensors."""
         return self.parts > 1 or bool(self.part.placements)
 
     @property
     def unknown(self) -> frozenset[str]:
-        """The names of parts of tensors of which nothing says which parts they are."""
+        """The names of slices whose position is not recorded."""
         if self.part.unknown is not None:
             return self.part.unknown
         return frozenset(name for name, _ in self.entries) if self.parts > 1 else frozenset()
@@ -320,7 +320,7 @@ class StoredSource:
         return rank_file(self.part.ranks[one.rank])
 
     def take_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> Tensor | None:
-        """Return the elements as `verify` has kept them, if they are one rank's whole slice."""
+        """Return the elements that `verify` kept, if they are one rank's whole slice."""
         for one in self._saved_by_ranks(kind, slots, start, stop):
             if (one.start, one.stop) == (start, stop):
                 name = self._file_of(one)
@@ -389,8 +389,8 @@ class StoredSource:
     ) -> None:
         """Compare every byte of files with their checksums: each `shares`-th file from `share` on.
 
-        With `spread` false (this rank does not see other ranks' files) it verifies the files it has
-        used so far. It keeps up to `room` bytes until `close`, so that they are not read again.
+        With `spread` false (this rank does not see other ranks' files) only the files used so far
+        are verified. Up to `room` bytes are kept until `close`, so that they are not read again.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -406,7 +406,7 @@ class StoredSource:
             room = self._files.verify(name, room, apart)
 
     def close(self) -> None:
-        """Free what is kept of the files."""
+        """Free the bytes that were kept."""
         self._files.close()
         self._in_rows = None
 

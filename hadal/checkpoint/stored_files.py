@@ -30,7 +30,7 @@ class Dtypes(NamedTuple):
 
 
 class SavedFiles(Mapping[str, Seal]):
-    """The files in a folder, by name, with their seals; the files `here` are in this folder.
+    """The seals of a checkpoint's files, by file name; the files `here` are in this folder.
 
     A file's size and header are checked when it is first needed, and all its bytes by `verify`.
     """
@@ -43,7 +43,7 @@ class SavedFiles(Mapping[str, Seal]):
         self._kept: dict[str, Kept] = {}
         self._headers: dict[str, Header] = {}
         self.used: set[str] = set()
-        """The files that were needed so far."""
+        """The files used so far."""
 
     def __getitem__(self, name: str) -> Seal:
         return self._seals[name]
@@ -75,7 +75,7 @@ class SavedFiles(Mapping[str, Seal]):
     def verify(self, name: str, room: int, apart: Iterable[tuple[int, int]]) -> int:
         """Compare every byte with the checksum; keep up to `room` bytes, and return what is left.
 
-        `apart` are the extents that `taken` gives away; see `Kept`.
+        `apart` lists the extents that `taken` can return; see `Kept`.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -156,7 +156,7 @@ class SavedFiles(Mapping[str, Seal]):
         return found
 
     def taken(self, name: str, extent: tuple[int, int]) -> Tensor | None:
-        """Return bytes that `verify` has kept apart, for the caller to own; None if it has not."""
+        """Return bytes that `verify` kept, which the caller then owns; None if it did not."""
         kept = self._kept.get(name)
         return None if kept is None else kept.whole(*extent)
 
@@ -165,6 +165,6 @@ class SavedFiles(Mapping[str, Seal]):
         return parsing_errors(f"{self.home / name} is damaged")
 
     def close(self) -> None:
-        """Free what is kept of the files."""
+        """Drop the opened files and the bytes that were kept."""
         self._open.clear()
         self._kept.clear()

@@ -52,7 +52,7 @@ class _Stored(NamedTuple):
 
 def is_dcp(folder: Location) -> bool:
     """Return whether a folder is a checkpoint that `torch.distributed.checkpoint` wrote."""
-    with suppress(CheckpointError):  # no name of a folder: whoever looks for it says so
+    with suppress(CheckpointError):  # not a valid path: the caller that opens it reports so
         return is_file(folder / METADATA)
     return False
 

@@ -29,15 +29,15 @@ from hadal.errors import CheckpointError
 
 @contextmanager
 def drafted_folder(target: Location, last: str) -> Iterator[Path]:
-    """Give an empty directory; what is in it becomes `target` when the block ends.
+    """Yield an empty directory, whose contents become `target` when the block ends.
 
-    `last` is the file without which the folder is none of its format. A folder that has it is an
-    earlier export, and is replaced; every other one that is not empty is refused. If the block
-    fails, nothing has changed.
+    `last` is the file that identifies the format. A folder that contains it is an earlier export,
+    and is replaced; any other folder that is not empty is refused. If the block fails, `target` is
+    unchanged.
 
-    The directory is beside `target` and renamed, each file on disk before. For a URL it is among
-    the temporary files of this machine (`TMPDIR`) and uploaded, an earlier export removed before,
-    `last` uploaded last.
+    On this machine the directory is next to `target`, and is renamed once its files are on disk.
+    For a URL it is a temporary directory (`TMPDIR`): an earlier export is removed, then the files
+    are uploaded, `last` as the last one.
 
     Raises:
         CheckpointError: `target` holds something else, or cannot be written.
@@ -76,7 +76,7 @@ def _refuse_others(target: Location, last: str) -> None:
 
 
 def _put(draft: Path, target: Path) -> None:
-    """Rename the draft to the target; an earlier export is aside between two renames."""
+    """Rename the draft to the target, after renaming an earlier export out of the way."""
     old = draft.with_suffix(".old")
     if target.is_dir():
         os.replace(target, old)

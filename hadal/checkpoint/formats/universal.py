@@ -55,7 +55,7 @@ def is_universal(folder: Location) -> bool:
 def export_universal(
     source: Source, folder: Location, *, strict: bool = True, progress: Progress | None = None
 ) -> Location:
-    """Write a checkpoint in the universal format, and `latest_universal` beside it.
+    """Write a checkpoint in the universal format, and `latest_universal` in its parent.
 
     One parameter's value is in memory at a time; `progress` is called with the bytes of each. A
     checkpoint of DeepSpeed becomes, file for file, what `ds_to_universal` makes of it; `strict`
