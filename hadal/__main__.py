@@ -1,4 +1,4 @@
-"""`python -m hadal`: the `hadal` command, where its folder is not on the path.
+"""`python -m hadal`: the `hadal` command, for shells without its directory on the path.
 
 Tests: tests/cli/test_cli.py
 """

@@ -96,7 +96,7 @@ class MonitorError(HadalError, RuntimeError):
 
 
 class MissingPackageError(MonitorError, ImportError):
-    """A package that the configuration asks for is not installed."""
+    """A package that the configuration requires is not installed."""
 
 
 class PipelineError(HadalError, RuntimeError):

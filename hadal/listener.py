@@ -1,7 +1,7 @@
-"""Listeners, by which a feature, or a program's own callback, takes part in training.
+"""Listeners: callbacks of Hadal's features and of programs, called during training.
 
-An engine calls each listener around every forward, backward and update. Nothing here reads the
-device early: a value that is still being computed there is read on request.
+An engine calls each listener around every forward, backward and update. Values that the device is
+still computing are read only on request.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Forward(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The elements of `input_ids`, by name, in a batch that is a mapping, or as a matrix of
-        integers that is the first argument; 0 if there are none. A model that is limited to
-        the first tokens only (`curriculum_seqlen`) is counted with these.
+        """The elements of `input_ids`: the entry of a batch that is a mapping, or a first argument
+        that is a matrix of integers; 0 if there are none. If the model sees only the first tokens
+        (`curriculum_seqlen`), only these count.
         """
         first = self.args[0] if self.args else None
         given = self.kwargs.get("input_ids")
@@ -206,7 +206,7 @@ class Listener:
         """Called before an update, once the gradients are reduced.
 
         Args:
-            gradients: by a trained parameter's full name, the mean gradient over ranks and
+            gradients: maps a trained parameter's full name to its mean gradient over ranks and
                 micro-steps, in fp32 and in the parameter's shape, without the loss scale and before
                 clipping. A lookup is a collective: all ranks must make it, in the same order. It
                 raises KeyError if there is no such parameter, or no gradient of it.
@@ -219,15 +219,16 @@ class Listener:
         """Called after a save to `folder`, or once it is under way (`checkpoint.async_save`).
 
         Args:
-            folder: the checkpoint's own, named by its tag: a `Path`; or its URL, by `str`.
-            seconds: how long training waited for it.
+            folder: the checkpoint's directory, named after its tag, as a `Path`; or its URL as a
+                `str`.
+            seconds: the time that training waited for it.
         """
 
     def on_error(self, error: BaseException) -> None:
         """Called if a forward, backward or update raised `error`, instead of its `after_...`."""
 
     def close(self) -> None:
-        """Write what is left and close files: the engine is destroyed."""
+        """Flush and close files: the engine is destroyed."""
 
     def at_exit(self) -> None:
         """Called when the program ends, if the engine was not destroyed: finish files.

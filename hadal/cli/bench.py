@@ -1,4 +1,4 @@
-"""`hadal bench`: what it measures. `hadal bench io PATH` finds the `aio` section for a disk."""
+"""`hadal bench`: its kinds of benchmarks. `hadal bench io PATH` tunes `aio` for a disk."""
 
 from __future__ import annotations
 

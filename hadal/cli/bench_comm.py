@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "pt2pt")
 _USUAL = ("all_gather", "reduce_scatter")
-"""The collectives of ZeRO: these are measured where no kind is named."""
+"""The collectives of ZeRO: the default kinds to measure."""
 _WAYS = {"hadal": "hadal.comm", "torch": "torch.distributed", "training": "as in training"}
 _DEFAULT_RANKS_OF_CPUS = 2
 _LOOK_S = 0.2
@@ -51,7 +51,7 @@ def add_to(group: Any) -> None:
             "hadal bench comm --all --factor 2",
         ),
     )
-    kinds = parser.add_argument_group("What is measured")
+    kinds = parser.add_argument_group("Collectives")
     parser.add_argument(
         "kinds",
         nargs="*",
@@ -104,7 +104,7 @@ def add_to(group: Any) -> None:
         "--dist",
         choices=tuple(_WAYS),
         default="hadal",
-        help="Whose calls: hadal.comm's (default), torch's own, or what an engine does in training",
+        help="Calls to measure: hadal.comm's (default), torch's own, or an engine's in training",
     )
     how.add_argument("--async-op", action="store_true", help="Start each call, then wait for it")
     how.add_argument(
@@ -149,7 +149,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _check(parsed: argparse.Namespace) -> None:
-    """Find what cannot work, and settle which kinds are measured."""
+    """Refuse flags that contradict each other, and select the kinds to measure."""
     import torch.distributed as dist
 
     if parsed.all and parsed.kinds:
@@ -194,7 +194,7 @@ def _meant(name: str, known: Sequence[str]) -> str:
 
 
 def _start_ranks(parsed: argparse.Namespace) -> int:
-    """Run this command again in ranks of its own, and show what they hand over."""
+    """Run this command again on several ranks, and show their results."""
     from hadal.device.inventory import devices
 
     found = len(devices())
@@ -202,7 +202,7 @@ def _start_ranks(parsed: argparse.Namespace) -> int:
     if ranks > found > 0:
         raise CommandError(f"--ranks {ranks}, but this machine has {found} accelerators")
     if ranks == 1:
-        note("one rank sends nothing: the figures are what the calls themselves take")
+        note("one rank sends nothing: the figures are the overhead of the calls")
     started = ["--quiet", "--num_accelerators", str(ranks), "--module"]
     with tempfile.TemporaryDirectory() as folder:
         words = [*_words(parsed), "--hand-over", folder]
@@ -300,7 +300,7 @@ def _trial(parsed: argparse.Namespace) -> Trial:
     return Trial(dtype, parsed.trials, parsed.warmups, parsed.async_op, parsed.dist)
 
 
-# ---- what is shown -------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def _show(parsed: argparse.Namespace, results: dict[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""`hadal checkpoint`: what to do with a checkpoint, or a pickle, without training."""
+"""`hadal checkpoint`: commands on checkpoints and pickles, without training."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def add_to(group: Any) -> None:
     inspecting = add_command(
         own,
         "inspect",
-        help="Show what a checkpoint contains, and whether it is whole",
-        description="Show what the checkpoints of a directory contain, and compare every byte with"
-        " its checksum. The exit code is 1 if one is damaged.",
+        help="Show the contents of a checkpoint, and verify them",
+        description="Show the contents of the checkpoints in a directory, and compare every byte"
+        " with its checksum. The exit code is 1 if one is damaged.",
         examples=("hadal checkpoint inspect checkpoints --quick",),
     )
     _add_input(inspecting)
@@ -121,7 +121,7 @@ def _add_checks(own: Any) -> None:
     scanning = add_command(
         own,
         "scan",
-        help="List what pickles would import and run, without running it",
+        help="List the code that pickles would import and run, without running it",
         description="List the globals that pickles and .pt files of others would import and call if"
         " they were loaded, without loading them. The exit code is 1 if one is not known to be"
         " harmless, or if a file cannot be read.",
@@ -238,11 +238,11 @@ def _export_universal(source: Source, parsed: argparse.Namespace) -> list[Locati
 _EXPORTS = {"hf": _export_hf, "dcp": _export_dcp, "deepspeed-universal": _export_universal}
 
 
-# ---- what is inside ------------------------------------------------------------------------------
+# ---- contents ------------------------------------------------------------------------------------
 
 
 def run_inspect(parsed: argparse.Namespace) -> int:
-    """Show checkpoints; return 1 where one is damaged."""
+    """Show checkpoints; return 1 if one is damaged."""
     from hadal.checkpoint.inspection import inspected
 
     reports = inspected(parsed.dir, parsed.tag, verify=not parsed.quick)

@@ -26,7 +26,7 @@ class Option:
     help: str
     takes_value: bool
     known: tuple[str, ...]
-    """The values that it may have; empty: files, or what nobody knows."""
+    """The values that it accepts; empty: files, or any text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Command:
     below: Mapping[str, str]
     """Its subcommands (or the words that it takes), and the help of each."""
     starts_program: bool
-    """The first word that is no flag is a program, and what follows is the program's."""
+    """True if the first word that is not a flag is a program, followed by its own arguments."""
 
 
 def add_to(group: Any) -> None:

@@ -37,9 +37,9 @@ def add_to(group: Any) -> None:
         own,
         "export",
         help="Quantize the weights of a model of transformers, and write them as integers",
-        description="Quantize the weights of a model of transformers as compression_training says,"
-        " or to a number of bits, and write them as integers; then compare size, latency and"
-        " accuracy with the model before.",
+        description="Quantize the weights of a model of transformers by compression_training, or to"
+        " a number of bits, and write them as integers; then compare size, latency and accuracy"
+        " with the original model.",
         examples=(
             "hadal compress export exported small --config ds_config.json --eval checks:accuracy",
             "hadal compress export exported small --bits 8 --layout compressed-tensors",
@@ -69,8 +69,8 @@ def add_to(group: Any) -> None:
         "--layout",
         choices=_LAYOUTS,
         default="hadal",
-        help="What reads the files: hadal.compression.load_packed, or from_pretrained of"
-        " transformers, with compressed-tensors or torchao (default: %(default)s)",
+        help="Format of the files: for hadal.compression.load_packed, or for from_pretrained of"
+        " transformers with compressed-tensors or torchao (default: %(default)s)",
     )
     exporting.add_argument(
         "--eval",
@@ -86,7 +86,7 @@ def run_export(parsed: argparse.Namespace) -> int:
     from hadal.compression.export import export_packed
 
     if parsed.out.resolve() == parsed.model.resolve():
-        raise CommandError(f"{parsed.out} holds the model itself; give another folder for OUT")
+        raise CommandError(f"{parsed.out} holds the model itself; pass another directory for OUT")
     evaluate = None if parsed.eval is None else _function(parsed.eval)
     model = _model(parsed.model)
     before = copy.deepcopy(model)

@@ -127,8 +127,8 @@ def _add_analyze(own: Any) -> None:
         "analyze",
         help="Measure the samples of an indexed data set for a curriculum",
         description="Measure every row of an indexed data set, and write the files that"
-        " data_efficiency.data_sampling.curriculum_learning reads, with a picture of each metric's"
-        " distribution. An analysis that was stopped does only the rest when it is run again.",
+        " data_efficiency.data_sampling.curriculum_learning reads, with a plot of each metric's"
+        " distribution. An analysis that was stopped resumes when it is run again.",
         examples=(
             "hadal data analyze corpus --output analysis",
             "hadal data analyze corpus -o analysis --metrics loss --model gpt2",
@@ -150,8 +150,8 @@ def _add_analyze(own: Any) -> None:
         type=_names,
         default=("length", "rarity"),
         metavar="NAMES",
-        help="Metrics by name, with commas: length (tokens), rarity (the sum of -log of the words'"
-        " shares), loss (1000 times the mean loss by a model) (default: length,rarity)",
+        help="Metrics, separated by commas: length (tokens), rarity (the sum of -log of the words'"
+        " frequencies), loss (1000 times a model's mean loss) (default: length,rarity)",
     )
     parser.add_argument(
         "--model",

@@ -53,7 +53,7 @@ def launch() -> int:
 
 
 def report() -> int:
-    """Run `ds_report` (`dsr`): what is installed and available."""
+    """Run `ds_report` (`dsr`): installed versions and available features."""
     return main(["report", *(word for word in sys.argv[1:] if word not in _OF_REPORT)])
 
 
@@ -72,7 +72,11 @@ def elastic() -> int:
     )
     parser.add_argument("-c", "--config", required=True, metavar="CONFIG", help=CONFIG_HELP)
     parser.add_argument(
-        "-w", "--world-size", default="0", metavar="N", help="Also show what each of N ranks does"
+        "-w",
+        "--world-size",
+        default="0",
+        metavar="N",
+        help="Also show the batch of each of N ranks",
     )
     parsed = parser.parse_args()
     ranks = [] if parsed.world_size == "0" else ["--world-size", parsed.world_size]
@@ -87,7 +91,7 @@ def io() -> int:
     return main(["bench", "io", parsed.nvme_dir, *rest])
 
 
-# Of ds_bench: its flags for kinds of collectives, and what they are called here.
+# ds_bench's flags for kinds of collectives, and their names here.
 _KINDS = {
     "--all-reduce": "all_reduce",
     "--all-gather": "all_gather",

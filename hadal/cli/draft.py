@@ -55,7 +55,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A configuration, and what to say of it."""
+    """A configuration, and the notes on it."""
 
     config: dict[str, Any]
     """With comments: keys that begin with `//`, which every reader of such files ignores."""
@@ -106,7 +106,7 @@ def draft(answers: Answers) -> Draft:
 
 
 def _allowed(answers: Answers) -> list[MemoryPlan]:
-    """Return the plans that offload to what may be offloaded to, the fastest first."""
+    """Return the plans that offload to the allowed storage, the fastest first."""
     from hadal.autotuning.estimate import PLANS
     from hadal.zero.policy import Tier
 

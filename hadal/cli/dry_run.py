@@ -1,4 +1,4 @@
-"""`hadal run --dry-run`: what would be started where."""
+"""`hadal run --dry-run`: the processes that each host would start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def show_plan(plan: LaunchPlan, variables: Mapping[str, str]) -> None:
             show("", key(name), aligned([(key("started by"), _joined(way.words))], indent=2))
     if job.elastic is not None:
         least, most = job.elastic.least, job.elastic.most
-        show("", f"elastic: goes on with {least} to {most} hosts, whose ranks are numbered anew")
+        show("", f"elastic: continues with {least} to {most} hosts; ranks are renumbered")
 
 
 def _rows(

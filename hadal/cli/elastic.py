@@ -29,7 +29,7 @@ def add_to(group: Any) -> None:
     )
     parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     parser.add_argument(
-        "--world-size", type=positive, metavar="N", help="Also show what each of N ranks does"
+        "--world-size", type=positive, metavar="N", help="Also show the batch of each of N ranks"
     )
     add_json(parser)
     parser.set_defaults(run=run)

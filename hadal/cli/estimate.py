@@ -40,10 +40,10 @@ def add_to(group: Any) -> None:
     parser = add_command(
         group,
         "estimate",
-        help="Estimate the memory that model states take, and what fits",
-        description="Estimate what weights, gradients and optimizer state take on devices, hosts"
-        " and disks. Without --config every ZeRO stage is shown, in bf16 with Adam; with it, what"
-        " that configuration takes, by kind. With --memory it says what fits.",
+        help="Estimate the memory of model states, and the configurations that fit",
+        description="Estimate the bytes of weights, gradients and optimizer state on devices, hosts"
+        " and disks. Without --config it shows every ZeRO stage, in bf16 with Adam; with it, that"
+        " configuration's states by kind. With --memory it marks the rows that fit.",
         examples=(
             "hadal estimate --params 7B --devices-per-node 8 --memory 80GB",
             "hadal estimate --model package.module:build --config ds_config.json",
@@ -113,7 +113,7 @@ def _model(path: str | None) -> nn.Module | None:
             raise ValueError("there is no colon in it")
         with torch.device("meta"):
             model = pkgutil.resolve_name(path)()
-    except Exception as error:  # whatever the user's module raises
+    except Exception as error:  # the user's module may raise any error
         raise ModelError(
             f'--model {path} cannot be used: {error!r}; pass "package.module:function", a'
             " function without arguments that returns a model"
@@ -253,7 +253,7 @@ def _buffers(config: Config, cost: Cost) -> Buffers:
 
 
 def _cost(config: Config) -> Cost:
-    """Return the bytes of one trained element, by the dtypes that the engine would give it."""
+    """Return the bytes of one trained element, in the dtypes that the engine would use."""
     import torch
     from torch import nn
 
@@ -281,7 +281,7 @@ def _moments(config: Config, weight: nn.Parameter) -> int:
     if config.optimizer is None:
         return 2
     kind = config.optimizer.type
-    # Of Muon the matrices are counted; its Adam remembers two values of the rest.
+    # Muon's state is counted for matrices; its Adam keeps two values of the other elements.
     groups = [{"params": [weight], **({"use_muon": True} if kind == "Muon" else {})}]
     made = build_optimizer(kind, config.optimizer.params, groups)
     weight.grad = torch.ones_like(weight)
@@ -290,7 +290,7 @@ def _moments(config: Config, weight: nn.Parameter) -> int:
     return sum(value.numel() == weight.numel() for value in kept)
 
 
-# ---- what is printed -----------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 class _Line(NamedTuple):
@@ -299,7 +299,7 @@ class _Line(NamedTuple):
     cells: tuple[str, ...]
     held: TierBytes
     peak: int | None = None
-    """Bytes of the device at most; None where a row is not a whole plan."""
+    """The device's maximum bytes; None if a row is not a whole plan."""
     is_best: bool = False
 
 
@@ -356,7 +356,7 @@ def _print_rest(
     stage: int,
     held: TierBytes | None = None,
 ) -> None:
-    """Describe what comes on top, and the memory of a whole node."""
+    """Describe the memory beyond model states, and that of a whole node."""
     from hadal.autotuning.estimate import host_nbytes, layer_nbytes, layers_take_turns
     from hadal.zero.policy import STAGES
 

@@ -1,4 +1,4 @@
-"""`hadal explain CONFIG`: what a configuration comes to, and where each value comes from."""
+"""`hadal explain CONFIG`: the effective configuration, and the origin of each value."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def add_to(group: Any) -> None:
         group,
         "explain",
         help="Show the effective configuration and the origin of every value",
-        description="Show what a configuration comes to, section by section: each value that is not"
-        " a default, and whether you gave it, `auto` stands for it or other keys imply it. The exit"
-        " code is 1 if `hadal.initialize` would refuse the configuration; every fault is listed.",
+        description="Show the effective configuration, section by section: each value that is not"
+        " a default, and its origin: the file, `auto`, or other keys that imply it. The exit code"
+        " is 1 if `hadal.initialize` would refuse the configuration; every fault is listed.",
         examples=(
             "hadal explain ds_config.json --world-size 8",
             "hadal explain ds_config.json --defaults",
@@ -88,7 +88,7 @@ def add_to(group: Any) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Show the configuration; return 1 where `initialize` would refuse it.
+    """Show the configuration; return 1 if `initialize` would refuse it.
 
     Raises:
         ConfigError: there is no configuration to show.
@@ -168,7 +168,7 @@ def _types_faults(config: Config) -> Iterator[Fault]:
 
 
 def rows(config: Config, raw: Mapping[str, Any], faults: Iterable[Fault]) -> list[ExplainedValue]:
-    """List all values in the order of their declaration; what is refused, as it was given."""
+    """List all values in the order of their declaration; refused values as in the file."""
     from hadal.config.plain import leaves
 
     refused = {_key_of(fault.path) for fault in faults}
@@ -221,7 +221,7 @@ def _is_below(path: str, sections: Iterable[str]) -> bool:
     return any(path == each or path.startswith(f"{each}.") for each in sections)
 
 
-# ---- what is shown -------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def _as_json(
@@ -271,7 +271,7 @@ def tree_of(table: Iterable[ExplainedValue]) -> SectionTree:
 
 
 def _listed(lines: list[ExplainedLine]) -> Text:
-    """Return lines as long as they are; a long value moves its own origin only."""
+    """Return unwrapped lines; a long value moves its own origin only."""
     from rich.text import Text
 
     names = max((len(line.name) for line in lines), default=0)

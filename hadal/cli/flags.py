@@ -1,4 +1,4 @@
-"""The flags of `hadal run`, and what they mean: the job to start, and what is printed about it.
+"""The flags of `hadal run`, and their translation into a job and its output.
 
 Tests: tests/cli/test_parser.py
 """
@@ -68,7 +68,7 @@ def _number(text: str) -> int | None:
 _HOSTS = (
     _flag(
         "-H --hostfile",
-        "Lines `NAME slots=N` (default: %(default)s, where it exists)",
+        "Lines `NAME slots=N` (default: %(default)s, if it exists)",
         metavar="FILE",
         default="/job/hostfile",
     ),
@@ -141,12 +141,12 @@ _PROGRAM = (
     ),
     _flag(
         "--no_local_rank",
-        "Do not give it, with --as-deepspeed either",
+        "Never pass it, even with --as-deepspeed",
         action="store_const",
         const=False,
         dest="local_rank",
     ),
-    _switch("--bind_cores_to_rank", "Give each rank cores of its own"),
+    _switch("--bind_cores_to_rank", "Bind each rank to its own cores"),
     _flag("--bind_core_list", "Which cores, such as 0-3,8", metavar="CORES", default=""),
     _flag(
         "--enable_each_rank_log",
@@ -163,7 +163,7 @@ _PROGRAM = (
         default="info",
     ),
     _switch("-q --quiet", "Report failures only"),
-    _switch("--dry-run", "Print what would be started where, and start nothing"),
+    _switch("--dry-run", "Print the commands of each host, and start nothing"),
 )
 _ELASTIC = (
     _switch("--elastic_training", "Go on without hosts that are lost, and with those that come"),
@@ -175,7 +175,7 @@ _ELASTIC = (
     ),
     _flag(
         "--max_elastic_nodes",
-        "Let more hosts stand by (default: all that there are)",
+        "Maximum hosts; others stand by (default: all hosts)",
         type=_count_or_open,
         metavar="N",
     ),
@@ -248,11 +248,11 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _bounds(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Return the range of nodes that `--num_nodes MIN:MAX` gives."""
+    """Return the range of nodes of `--num_nodes MIN:MAX`."""
     if not parsed.elastic_training:
         raise LaunchError(
-            f"--num_nodes {':'.join(map(str, parsed.num_nodes))}: a range is for"
-            " --elastic_training; give one number"
+            f"--num_nodes {':'.join(map(str, parsed.num_nodes))}: a range needs"
+            " --elastic_training; pass one number"
         )
     if parsed.min_elastic_nodes or parsed.max_elastic_nodes:
         raise LaunchError(
@@ -266,8 +266,8 @@ def _bounds(parsed: argparse.Namespace) -> dict[str, Any]:
 def elastic_bounds(program: Sequence[str]) -> Bounds:
     """Return the numbers of ranks that the program's own configuration allows.
 
-    That is the file after `--deepspeed_config` or `--deepspeed`, as programs commonly take it.
-    Nothing is said where there is none, or none with `elasticity`.
+    That is the file after `--deepspeed_config` or `--deepspeed`, as programs commonly accept it.
+    Without such a file, or without `elasticity` in it, the result has no limits.
     """
     from hadal.cli.elastic import Bounds, bounds_of
 
@@ -289,7 +289,7 @@ class Said:
         self._is_quiet = parsed.quiet or parsed.log_level in ("warning", "error", "critical")
 
     def note(self, text: str) -> None:
-        """Print what people may want to know."""
+        """Print a note."""
         if not self._is_quiet:
             note(text, label=_LABEL)
 
@@ -299,6 +299,6 @@ class Said:
             note(text, label=_LABEL)
 
     def report(self, text: str) -> None:
-        """Print what has failed."""
+        """Print an error."""
         style = "hint" if text.startswith("hint: ") else "error"
         say(_LABEL, text, "faint" if text.startswith("  ") else style)

@@ -33,8 +33,8 @@ def add_to(group: Any) -> None:
         help="Write a first ds_config.json, after five questions",
         description="Ask for the model's size, the devices, precision, batch and offloading, and"
         " write a commented ds_config.json whose model states fit. Comments are keys that begin"
-        " with `//`, which Hadal, DeepSpeed and plain JSON readers accept; an answer given by a"
-        " flag is not asked for.",
+        " with `//`, which Hadal, DeepSpeed and plain JSON readers accept. A flag answers its"
+        " question in advance.",
         examples=(
             "hadal init",
             "hadal init --yes --model 7B --devices-per-node 8 --memory 80GB",
@@ -51,7 +51,10 @@ def add_to(group: Any) -> None:
         "--force", action="store_true", help="Overwrite the file if it exists already"
     )
     parser.add_argument(
-        "-y", "--yes", action="store_true", help="Ask nothing: use defaults for what no flag says"
+        "-y",
+        "--yes",
+        action="store_true",
+        help="Ask nothing: use defaults for answers without a flag",
     )
     answers = parser.add_argument_group("Answers")
     answers.add_argument(
@@ -75,7 +78,7 @@ def add_to(group: Any) -> None:
     answers.add_argument(
         "--offload",
         metavar="WHERE",
-        help="Where to put what does not fit: nothing, cpu, or a directory on an NVMe disk",
+        help="Storage for states that do not fit: nothing, cpu, or a directory on an NVMe disk",
     )
     parser.set_defaults(run=run)
 
@@ -172,7 +175,7 @@ def _batch(parsed: argparse.Namespace, ranks: int) -> tuple[int, int]:
 def _asked(
     parsed: argparse.Namespace, number: int, question: str, usual: str, read: Callable[[str], T]
 ) -> T:
-    """Ask until the answer can be read; an empty one means what is usual."""
+    """Ask until the answer can be parsed; an empty answer selects the default."""
     from rich.text import Text
 
     if parsed.yes:
@@ -185,7 +188,7 @@ def _asked(
         if not line:
             print()
             raise CommandError(
-                "no more answers on standard input; --yes uses defaults for the rest"
+                "no more answers on standard input; --yes uses defaults for the others"
             )
         try:
             return read(line.strip() or usual)
@@ -199,7 +202,7 @@ def _asked(
 def _model(text: str) -> int:
     """Read a number of parameters, or find it in a model's name."""
     if _EXPERTS.search(text):
-        raise argparse.ArgumentTypeError(f"{text} has experts: give the number of all parameters")
+        raise argparse.ArgumentTypeError(f"{text} has experts: pass the number of all parameters")
     found = _SIZE_IN_NAME.findall(text)
     return numel("".join(found[-1])) if found else numel(text)
 

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     own: list[str] = []
     program: list[str] = []
-    if words[:1] == ["run"]:  # what follows a program's name is not for any parser of ours
+    if words[:1] == ["run"]:  # the program's arguments are not for our parsers
         own, program = divided(words[1:])
         words = ["run", *own]
     try:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _WIDEST = 100
 _NAMES_WIDTH = 30
 _REQUIRED, _ONE_OF = "the following arguments are required: ", "one of the arguments "
-# What has a colour in help; a group is named after its style.
+# Coloured parts of help; each group is named after its style.
 _STYLED = (
     r"(?m)^(?P<heading>Usage:|[A-Z][\w ,]*:$)",
     r"(?m)^ {2,}(?P<key>--?[a-zA-Z][\w-]*(?:, --?[\w-]+)*)",
@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         self.color = color
         self.examples = tuple(examples)
         self.words = words
-        """How usage names the words after the flags; empty: as they are declared."""
+        """Usage text for the words after the flags; empty: derived from their declarations."""
         self._optionals.title, self._positionals.title = "Options", "Arguments"
         self.add_argument("-h", "--help", action="help", help="Show this help and exit")
 
@@ -237,7 +237,7 @@ def _named(action: argparse.Action) -> str:
 
 
 def _columns(rows: Sequence[tuple[str, str]], room: int, width: int) -> str:
-    """Return names on the left, their help on the right; a long name has a line of its own."""
+    """Return names on the left, their help on the right; a long name has its own line."""
     lines = []
     for name, text in rows:
         wrapped = textwrap.wrap(text, max(20, width - room - 4)) or [""]

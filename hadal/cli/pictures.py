@@ -45,7 +45,7 @@ def picture_path(path: Path) -> Path:
 
 
 def write_picture(figure: Figure, path: Path) -> None:
-    """Write a figure, and print where it is.
+    """Write a figure, and print its path.
 
     Raises:
         CommandError: the file cannot be written.

@@ -28,8 +28,8 @@ def add_to(group: Any) -> None:
         group,
         "plot-schedule",
         help="Draw the learning rate of a configuration over the updates",
-        description="Draw the learning rate of a configuration over the updates, and the momentum"
-        " where it moves.",
+        description="Plot the learning rate of a configuration over the updates, and the momentum"
+        " if it changes.",
         examples=("hadal plot-schedule ds_config.json --steps 10000 --output schedule.svg",),
     )
     add_config(parser)
@@ -59,7 +59,7 @@ def run(parsed: argparse.Namespace) -> int:
     courses = _courses(config, parsed.steps)
     assert config.scheduler is not None  # there are courses, so there is a schedule
     if config.scheduler.params.get("warmup_min_ratio"):
-        note("the rate is 0 in the first update, whatever warmup_min_ratio is, as in DeepSpeed")
+        note("the rate is 0 in the first update for any warmup_min_ratio, as in DeepSpeed")
     write_picture(figure_of(config, courses), path)
     return 0
 
@@ -81,7 +81,7 @@ def _courses(config: Config, steps: int) -> list[ScheduleCourse]:
 
 
 def figure_of(config: Config, courses: Sequence[ScheduleCourse]) -> Figure:
-    """Draw the rates, and the momenta below them where they move."""
+    """Draw the rates, and below them the momenta if they change."""
     from matplotlib.figure import Figure
 
     assert config.scheduler is not None  # there are courses, so there is a schedule
@@ -103,7 +103,7 @@ def figure_of(config: Config, courses: Sequence[ScheduleCourse]) -> Figure:
 
 
 def _lines(axis: Axes, courses: Sequence[Sequence[float]], label: str) -> None:
-    """Draw one line for all groups that are alike."""
+    """Draw one line for all groups with equal values."""
     alike: dict[tuple[float, ...], list[int]] = {}
     for number, course in enumerate(courses):
         alike.setdefault(tuple(course), []).append(number)
@@ -144,7 +144,7 @@ def _mark(rows: Sequence[Axes], found: Sequence[tuple[int, str]], steps: int) ->
 
 
 def events(kind: str, params: Mapping[str, Any], rates: Sequence[float]) -> list[tuple[int, str]]:
-    """Return the turning points of the drawn course: (update, what happens there)."""
+    """Return the turning points of the curve: (update, description)."""
     from hadal.config.scheduler import PARAMS
 
     if kind not in PARAMS:
@@ -158,7 +158,7 @@ def events(kind: str, params: Mapping[str, Any], rates: Sequence[float]) -> list
         found.append((first, "peak"))
         found.append((first + (first if second is None else second), "end of cycle"))
     if "warmup_num_steps" in values:
-        # One update later than the params say where the warm-up is linear, as in DeepSpeed.
+        # One update later than in the params if the warm-up is linear, as in DeepSpeed.
         peak = rates.index(max(rates))
         found += [(peak, "end of warm-up")] * (peak < len(rates) - 1)
     if "total_num_steps" in values:

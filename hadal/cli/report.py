@@ -1,4 +1,4 @@
-"""`hadal report`: versions, devices, what is available here, and why something is not."""
+"""`hadal report`: versions, devices, available features, and the reasons for missing ones."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def add_to(group: Any) -> None:
     parser = add_command(
         group,
         "report",
-        help="Show versions, devices, and what is available here; or make a page about a run",
-        description="Show the versions of what is installed, the devices of this machine, what is"
-        " available here and why something is not. With the folder of a run that had"
+        help="Show versions, devices and available features; or build a page about a run",
+        description="Show the installed versions, the devices of this machine, the available"
+        " features and the reasons for missing ones. With the directory of a run that had"
         " jsonl_monitor enabled, write one HTML page about the run.",
         examples=(
             "hadal report --markdown  # to be pasted into an issue",

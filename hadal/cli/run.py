@@ -24,7 +24,7 @@ from hadal.errors import HadalError, LaunchError, nearest
 if TYPE_CHECKING:
     from hadal.launcher.choices import LaunchPlan
 
-UNREAD = 141  # what a shell says of a process that SIGPIPE has ended
+UNREAD = 141  # a shell's exit code for a process that SIGPIPE has ended
 
 
 def add_to(group: Any) -> None:
@@ -34,8 +34,8 @@ def add_to(group: Any) -> None:
         "run",
         help="Start a program on one machine, or on many over ssh, Slurm or MPI",
         description="Start a program on all slots of one machine, or on many machines over ssh,"
-        " Slurm or MPI. The flags are those of the `deepspeed` command; what follows the program's"
-        " name is the program's own, untouched.",
+        " Slurm or MPI. The flags are those of the `deepspeed` command; arguments after the"
+        " program's name are passed to it unchanged.",
         examples=(
             "hadal run train.py --lr 1e-3",
             "hadal run --num_gpus 2 train.py",
@@ -51,7 +51,7 @@ def add_to(group: Any) -> None:
 
 
 def start(words: Sequence[str]) -> int:
-    """Do what `hadal run` does with these words; for other commands that need ranks."""
+    """Run `hadal run` with these arguments, for other commands that need ranks."""
     own, program = divided(words)
     parser = Parser(prog="hadal")
     add_to(add_group(parser, "command"))
@@ -111,7 +111,7 @@ def _train(parsed: argparse.Namespace) -> int:
     )
     try:
         return front.run()
-    except BrokenPipeError:  # nobody reads what ranks print: without this process they end
+    except BrokenPipeError:  # the reader of the output is gone: without this process the ranks end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
 

@@ -22,9 +22,8 @@ def add_to(group: Any) -> None:
         "schema",
         help="Print the JSON schema of ds_config.json, for editors",
         description="Print the JSON schema of ds_config.json, with which editors complete keys,"
-        " show what they mean and underline mistakes. Name the file in the configuration's own"
-        " `$schema`, or for all of a project in VS Code's `json.schemas`; Hadal and DeepSpeed"
-        " ignore that key.",
+        " show their descriptions and underline mistakes. Set it as the configuration's `$schema`,"
+        " or for a whole project in VS Code's `json.schemas`; Hadal and DeepSpeed ignore that key.",
         examples=(
             "hadal schema --output ds_config.schema.json",
             '# in ds_config.json:  "$schema": "./ds_config.schema.json",',

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 FAILED = 1
-"""Exit code of a command that could not do what it was asked."""
+"""Exit code of a command that failed."""
 MISUSED = 2
 """Exit code of a command line that cannot be understood."""
 THEME = {
@@ -40,7 +40,7 @@ _PIPE_WIDTH = 10_000
 
 
 class CommandError(HadalError):
-    """A subcommand cannot do what it was asked; the message says why, and the remedy."""
+    """A subcommand failed; the message contains the reason and the remedy."""
 
 
 def is_colourful(stream: TextIO) -> bool:
@@ -161,7 +161,7 @@ def fail(problem: HadalError | str, hint: str = "") -> None:
 
 
 def note(text: str, label: str = "note") -> None:
-    """Report on the standard error what is worth knowing."""
+    """Print a note to standard error."""
     say(label, text, "warning")
 
 

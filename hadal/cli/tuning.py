@@ -83,10 +83,10 @@ def _tuner(parsed: argparse.Namespace, said: Said) -> Tuner:
 
 def _refuse(choices: Choices, is_dry: bool) -> None:
     if is_dry:
-        raise LaunchError("--dry-run shows one job, --autotuning starts many; give one of them")
+        raise LaunchError("--dry-run shows one job, --autotuning starts many; pass one of them")
     if choices.elastic_training:
         raise LaunchError(
-            "--elastic_training changes the number of ranks, for which --autotuning searches; give"
+            "--elastic_training changes the number of ranks, for which --autotuning searches; pass"
             " one of them"
         )
     if choices.no_ssh:
@@ -130,7 +130,7 @@ def _states_of(wish: SearchRequest, job: Job) -> Any:
 
 
 def _show(tuner: Tuner) -> None:
-    """Show the table, why something has no result, and where the best one is."""
+    """Show the table, the reasons for missing results, and the path of the best configuration."""
     from hadal.autotuning.summary import BEST_COMMAND, BEST_CONFIG, SUMMARY, TITLES
 
     findings, folder = tuner.findings, tuner.runner.results

@@ -1,4 +1,4 @@
-"""`zero_to_fp32.py` and `zero_to_torch.py` beside checkpoints, as users of DeepSpeed know them.
+"""`zero_to_fp32.py` and `zero_to_torch.py` next to checkpoints, as in DeepSpeed.
 
 Tests: tests/checkpoint/test_export.py
 """

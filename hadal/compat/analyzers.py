@@ -40,7 +40,7 @@ Values = npt.NDArray[Any]
 
 
 class _Mapped(NamedTuple):
-    """A range of samples, its chunks, and where their results are kept."""
+    """A range of samples, its chunks, and the location of their results."""
 
     spans: list[Span]
     kept: KeptChunks
@@ -109,7 +109,7 @@ class DataAnalyzer(_Analysis):
     """Measures every sample of a data set, and writes files from which a curriculum chooses.
 
     A map writes `<save_path>/<metric>/worker<w>_thread<t>/`, a reduce merges them. The threads of a
-    map are processes. A map that was killed does only the rest when it is run again.
+    map are processes. A map that was killed resumes when it is run again.
 
     Args:
         dataset: a data set with a length and items.
@@ -185,7 +185,7 @@ class DataAnalyzer(_Analysis):
         """Measure this worker's samples, and write a folder for each thread.
 
         Raises:
-            UsageError: a function does not return what its metric is to have.
+            UsageError: a function returned a value that its metric does not accept.
         """
         _remove(self._map())
 
@@ -335,7 +335,7 @@ class DataAnalyzer(_Analysis):
 
 
 def _remove(mapped: Sequence[_Mapped]) -> None:
-    """Remove what was kept for a restart."""
+    """Remove the intermediate files of a restart."""
     for each in mapped:
         each.kept.remove()
 
@@ -358,8 +358,8 @@ def _raise_together(failed: Exception | None, group: Any) -> None:
 class DistributedDataAnalyzer(_Analysis):
     """Measures a data set on all ranks of a group, and writes the same files as `DataAnalyzer`.
 
-    Samples of one value are in the order of their ids. A rank that was killed does only the rest
-    when the analysis is run again, if `save_path` is still there.
+    Samples of one value are ordered by id. A rank that was killed resumes when the analysis is run
+    again, if `save_path` still exists.
 
     Args:
         dataset: a data set with a length and items, the same on every rank.
@@ -372,7 +372,7 @@ class DistributedDataAnalyzer(_Analysis):
         metric_types: `single_value_per_sample` or `accumulate_value_over_samples`.
         save_path: the folder that rank 0 writes to.
         collate_fn: makes a batch of a list of samples.
-        device: has no effect; results travel on the group's device.
+        device: has no effect; results are sent on the group's device.
         comm_group: the process group; None: all ranks.
         sample_indices: the id of each sample; a batch's own "index" comes first.
 
@@ -406,15 +406,15 @@ class DistributedDataAnalyzer(_Analysis):
         ranks = comm.get_world_size(comm_group)
         if ranks != num_workers:
             raise UsageError(
-                f"num_workers is {num_workers}, and the process group has {ranks} ranks; give one"
-                " worker to each rank"
+                f"num_workers is {num_workers}, but the process group has {ranks} ranks; set one"
+                " worker per rank"
             )
 
     def run_map_reduce(self) -> None:
         """Measure this rank's samples; rank 0 gathers the measures and writes the files.
 
         Raises:
-            UsageError: a function does not return what its metric is to have, on any rank.
+            UsageError: on some rank, a function returned a value that its metric does not accept.
         """
         failed: Exception | None = None
         try:

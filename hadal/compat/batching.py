@@ -353,8 +353,8 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         dataset: a data set with a length and items.
         engine: an engine whose configuration switches dynamic batching on.
         dataset_seqlens: the tokens of each sample.
-        dataset_filter_ids: the samples to take; None: all.
-        dataloader_collate_fn: makes a batch of samples.
+        dataset_filter_ids: the samples to use; None: all.
+        dataloader_collate_fn: collates samples into a batch.
         sample_padding_fn: for models in stages, which dynamic batching is not built for yet.
         batch_seqlens_fn: measures a list of samples, if nothing else gives their lengths.
 

@@ -63,7 +63,7 @@ _BUILDERS = {
     for name, (operator, is_there) in _KNOWN.items()
 }
 COMPATIBLE_OPS: dict[str, bool] = dict(_KNOWN.values())
-"""Name of an operator -> whether what it does can be had here."""
+"""Name of an operator -> whether Hadal has a replacement for it."""
 
 
 def builder_of(class_name: str) -> type[OpBuilder] | None:

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class _State:
-    """The options of this process, and what programs have said about its ranks."""
+    """The options of this process, and the ranks that programs have configured."""
 
     def __init__(self) -> None:
         self.mpu: Any = None
@@ -34,7 +34,7 @@ class _State:
         self.recomputation = Recomputation()
 
     def use(self, options: ActivationCheckpointing) -> None:
-        """Set the options for later calls; inputs that are stored already stay as they are."""
+        """Set the options for later calls; inputs already stored are unaffected."""
         ranks = None
         if options.partition_activations:
             found = get_tensor_model_parallel_group()
@@ -150,7 +150,7 @@ def reset() -> None:
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed the generator with `seed` on all ranks, and a state to `fork` per part of the model.
 
-    The object passed to `configure`, or else the engine, says which part this rank holds.
+    The mpu passed to `configure`, or else the engine, determines the part that this rank holds.
     """
     seed_parts(seed, _part())
 
@@ -168,12 +168,12 @@ def _part() -> int:
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function, and recompute it in backward instead of storing its activations.
 
-    The recomputation draws the same random numbers, also from the named states. Inputs are stored
-    as `configure` says. The caller's own tensors never change.
+    The recomputation draws the same random numbers, also from the named states. `configure` sets
+    how inputs are stored. The caller's tensors never change.
 
     Returns:
-        The function's outputs. As DeepSpeed returns them, a list becomes a tuple, and the only
-        element of either comes alone.
+        The function's outputs. As in DeepSpeed, a list becomes a tuple, and a list or tuple with
+        one element becomes that element.
 
     Raises:
         UsageError: more calls precede a backward than the preallocated buffers have room for.

@@ -73,7 +73,7 @@ def reduce_scatter_fn(
 
 
 class TorchBackend:
-    """torch's process group, for programs that ask which collectives it has."""
+    """torch's process group, for programs that query its collectives."""
 
     def __init__(
         self,

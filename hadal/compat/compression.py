@@ -1,4 +1,4 @@
-"""The helpers of `deepspeed.compression` that programs use beside `init_compression`.
+"""The helpers of `deepspeed.compression` that programs use besides `init_compression`.
 
 Tests: tests/compat/test_compression_names.py
 """
@@ -136,10 +136,10 @@ class TopKBinarizer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, threshold: Any, sigmoid: bool) -> Tensor:
-        """Return 1 for the fraction `threshold` of the largest scores, and 0 for the rest.
+        """Return 1 for the fraction `threshold` of the largest scores, and 0 for the others.
 
         Args:
-            ctx: of autograd.
+            ctx: autograd's context.
             inputs: scores.
             threshold: the fraction to keep.
             sigmoid: whether the fraction is the sigmoid of `threshold`.
@@ -157,13 +157,13 @@ class TopKBinarizer(torch.autograd.Function):
 
 def _stepped(x: Tensor, bits: int, low: Any, high: Any, groups: int, *, symmetric: bool) -> Tensor:
     if (low is None) != (high is None):
-        raise UsageError("min_value and max_value are a range: give both, or neither")
+        raise UsageError("min_value and max_value are a range: pass both, or neither")
     if low is None:
         _expect_groups(x, groups)
         return in_steps(x, bits, groups, symmetric=symmetric)
     if groups != 1:
         raise UsageError(
-            f"num_groups is {groups} beside min_value and max_value, which are one range; expected"
+            f"num_groups is {groups}, but min_value and max_value set one range; expected"
             " num_groups 1, or no range"
         )
     first, last = (torch.as_tensor(each, device=x.device).reshape(()) for each in (low, high))
@@ -301,10 +301,10 @@ def get_module_name(
 def get_compress_methods(
     model: nn.Module, compress_methods: Mapping[str, Any], mpu: Any = None
 ) -> list[list[Any]]:
-    """Return what each group of a configuration names in a model.
+    """Return the modules of a model that each group of a configuration selects.
 
     Args:
-        model: whose modules are searched.
+        model: its modules are searched.
         compress_methods: from `get_compression_config`.
         mpu: the program's object for its model parallelism.
 
@@ -331,7 +331,7 @@ def get_compress_methods(
 def compression_preparation(
     model: nn.Module, compression_technique_list: Iterable[Any], mpu: Any = None
 ) -> nn.Module:
-    """Prepare the modules of what `get_compress_methods` returns; return the model."""
+    """Prepare the modules that `get_compress_methods` returned; return the model."""
     for names, _, techniques in compression_technique_list:
         for name in dict.fromkeys(each for of_pattern in names for each in of_pattern):
             module_replacement(model, name, techniques, mpu)
@@ -344,16 +344,16 @@ def module_replacement(
     compression_technique: Mapping[str, Mapping[str, Any]] | None = None,
     mpu: Any = None,
 ) -> None:
-    """Let one module compute with what techniques make of its weight and input.
+    """Apply techniques to the weight and input of one module.
 
     The module stays the same object; its class changes.
 
     Args:
         model: changed in place.
         module_name: the module's full name.
-        compression_technique: settings by technique, shared ones and those of the group together;
-            None changes the class alone. Those with `enabled` false do nothing.
-        mpu: accepted; modules are of this rank either way.
+        compression_technique: settings by technique, shared and group settings merged; None only
+            changes the class. Techniques with `enabled` false do nothing.
+        mpu: ignored; modules are always this rank's.
 
     Raises:
         ConfigError: the settings have faults, or do not fit the module.
@@ -362,7 +362,7 @@ def module_replacement(
     del mpu
     module = recursive_getattr(model, module_name)
     if isinstance(module, nn.BatchNorm2d) and not compression_technique:
-        return  # a batch normalization gets smaller as it is
+        return  # a batch normalization needs no change to be shrunk
     reason = why_not(module) if isinstance(module, nn.Module) else "it is no module"
     if reason is not None:
         raise UsageError(f"module_replacement: {module_name} cannot be changed: {reason}")
@@ -403,7 +403,7 @@ def _below(section: type[Section], key: str) -> type[Section]:
     return child.model
 
 
-# ---- what others do here -------------------------------------------------------------------------
+# ---- done by the engine instead ------------------------------------------------------------------
 
 
 def _refused(name: str, remedy: str) -> Callable[..., NoReturn]:

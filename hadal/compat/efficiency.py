@@ -156,7 +156,7 @@ class RandomLTDScheduler:
         return kept_at(self._listener.rule, global_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has under `random_ltd`."""
+        """Return the state that a checkpoint stores under `random_ltd`."""
         return dict(self._listener.state_dict())
 
     get_state = state_dict

@@ -58,7 +58,7 @@ class Eigenvalue:
         return torch.stack([(x * y).sum() for x, y in zip(xs, ys, strict=True)]).sum()
 
     def nan_to_num(self, x: Tensor) -> Tensor:
-        """Return a tensor with 0 in place of what is not finite."""
+        """Return a tensor with 0 in place of non-finite values."""
         return x.nan_to_num(0.0, 0.0, 0.0)
 
     def normalize(self, v: Sequence[Tensor]) -> list[Tensor]:

@@ -54,7 +54,7 @@ class DeepSpeedEngine(Accessors):
     """An engine with the name and the methods of DeepSpeed's."""
 
     rounds_early = True
-    seeds_data = False  # DeepSpeed shuffles with seed 0, whatever the program's
+    seeds_data = False  # DeepSpeed shuffles with seed 0, not with the program's seed
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
@@ -64,7 +64,7 @@ class DeepSpeedEngine(Accessors):
         self._was_applied = False
         self._monitors = MonitorMaster.of(parts.monitor)
         self.timers = SynchronizedWallClockTimer()
-        """Clocks by name. With `wall_clock_breakdown`, the phases of updates among them."""
+        """Clocks by name, including the phases of updates if `wall_clock_breakdown` is set."""
         if parts.clocks.lap is not None:
             self.add_listener(PhaseTimers(self.timers))
         self.tput_timer = ThroughputTimer()
@@ -431,5 +431,5 @@ def _destroy_engines_of(model: nn.Module) -> None:
     parameters = set(model.parameters())
     for engine in list(_engines):
         if not parameters.isdisjoint(engine._parts.runtime.bucket_of):
-            logger.info("an engine of this model is destroyed, as it is given to a new one")
+            logger.info("destroyed the model's engine, because initialize builds a new one")
             engine.destroy()

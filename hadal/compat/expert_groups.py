@@ -132,5 +132,5 @@ def max_expert_size_name() -> str:
 
 
 def max_expert_parallel_group() -> dist.ProcessGroup:
-    """Return the ranks that share experts in the groups where these are most."""
+    """Return the ranks that share experts, of the largest groups."""
     return parallel_group(max_expert_size_name())

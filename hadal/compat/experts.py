@@ -28,7 +28,7 @@ from hadal.moe.mappings import dropped, gathered
 
 TUTEL_INSTALLED = False
 Gated = tuple[Any, ...]
-"""(balance loss, weights [s, E, capacity], where they are not 0, counts [E]); with `sparse_routes`,
+"""(balance loss, weights [s, E, capacity], mask of nonzeros, counts [E]); with `sparse_routes`,
 (balance loss, capacity, E, experts [k, s] or -1, slots [k, s], weights [k, s], counts [E])."""
 
 
@@ -68,7 +68,7 @@ def top2gating(
     top2_2nd_expert_sampling: bool = True,
     sparse_routes: bool = False,
 ) -> Gated:
-    """Route each row of [s, E] logits, which stay as they are, to two experts."""
+    """Route each row of [s, E] logits to two experts; the logits are not modified."""
     tokens, experts = logits.shape
     capacity = capacity_of(tokens, experts, 2, capacity_factor, min_capacity)
     limit = capacity if drop_tokens else None

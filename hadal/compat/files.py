@@ -1,7 +1,7 @@
 """The files of a checkpoint, for programs that open them directly.
 
-Hadal's checkpoints have no such files: what programs read from them is written into temporary
-files, which are removed when the process ends.
+Hadal's checkpoints have no such files: their content is written into temporary files, which are
+removed when the process ends.
 
 Tests: tests/compat/test_names.py
 """

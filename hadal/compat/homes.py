@@ -478,4 +478,4 @@ def _words(names: str) -> Iterable[str]:
 
 
 HOMES: dict[str, str] = {**dict(_alike()), **_OTHERS}
-"""Full name on the surface -> where it leads."""
+"""Full name on the surface -> its home."""

@@ -112,7 +112,7 @@ def make_builder(out_file: str, impl: str, vocab_size: int | None = None) -> _Bu
 
 
 def make_dataset(path: str, impl: str, skip_warmup: bool = False) -> MMapIndexedDataset:
-    """Return a data set; the format follows from its files, whatever `impl` says."""
+    """Return a data set; its files determine the format, and `impl` is ignored."""
     return MMapIndexedDataset(path)
 
 

@@ -18,7 +18,7 @@ from hadal.compat.surface import ROOT, VERSION, modules
 from hadal.errors import UsageError
 
 _PROGRAMS = {"deepspeed.launcher.runner": "run", "deepspeed.launcher.launch": "launch"}
-"""Modules that are programs, and what `hadal.cli.deepspeed` calls them."""
+"""Modules that are programs, and their names in `hadal.cli.deepspeed`."""
 MARK = "_led_to_hadal.py"
 """The file that distinguishes the package that leads to Hadal from DeepSpeed's own."""
 

@@ -81,7 +81,7 @@ class LoggerFactory:
             ValueError: no name is given.
         """
         if name is None:
-            raise ValueError("create_logger(name=None): give the logger a name")
+            raise ValueError("create_logger(name=None): pass the logger's name")
         made = logging.getLogger(name)
         _open(made, level)
         return made
@@ -90,7 +90,7 @@ class LoggerFactory:
 def set_log_level_from_string(
     log_level_str: str, custom_logger: logging.Logger | None = None
 ) -> None:
-    """Set a logger's level by name, in any case.
+    """Set a logger's level from its name, in upper or lower case.
 
     Raises:
         ValueError: there is no such level.

@@ -120,13 +120,13 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913 - the signature is DeepSpeed'
         vocab_parallel_logits: [..., this rank's slice of the vocabulary].
         target: [...], integers in the whole vocabulary.
         tp_group: the ranks that share the vocabulary; None: it is whole.
-        sp_group: the ranks that share sequences, whose losses are reduced together; the gradient is
+        sp_group: the ranks that share sequences; the loss is reduced over them, and the gradient is
             that of this rank's part.
-        vocab_start_index: where this rank's slice begins; by default in the ranks' order.
-        vocab_end_index: where it ends; checked.
+        vocab_start_index: start of this rank's slice; by default slices follow the ranks' order.
+        vocab_end_index: end of the slice; checked.
         global_vocab_size: checked.
-        ignore_index: a target that does not count.
-        reduction: "mean" over the targets that count, "sum", or "none".
+        ignore_index: targets with this value are ignored.
+        reduction: "mean" over the targets that are not ignored, "sum", or "none".
         gather_sequence_loss: must be false; `vocab_sequence_parallel_cross_entropy` gathers.
         backend: "torch".
 
@@ -163,20 +163,20 @@ def vocab_parallel_linear_cross_entropy(  # noqa: PLR0913 - the signature is Dee
     reduction: str = "mean",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Return the same of `linear(hidden, weight, bias)`, without whole logits.
+    """Return the cross entropy of `linear(hidden, weight, bias)` without whole logits.
 
     Args:
         hidden: [..., hidden size].
         weight: [this rank's slice of the vocabulary, hidden size].
         target: [...], integers in the whole vocabulary.
         bias: [this rank's slice of the vocabulary].
-        tp_group: as in `vocab_parallel_cross_entropy`, like the arguments that follow.
+        tp_group: this and the next arguments are as in `vocab_parallel_cross_entropy`.
         sp_group: the ranks that share sequences.
-        vocab_start_index: where this rank's slice begins.
-        vocab_end_index: where it ends; checked.
-        ignore_index: a target that does not count.
+        vocab_start_index: start of this rank's slice.
+        vocab_end_index: end of the slice; checked.
+        ignore_index: targets with this value are ignored.
         reduction: "mean", "sum" or "none".
-        chunk_size: how many rows have logits at a time.
+        chunk_size: the number of rows whose logits exist at a time.
 
     Raises:
         SequenceError: shapes or the ends of the slice do not fit, or the reduction is unknown.

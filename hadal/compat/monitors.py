@@ -89,7 +89,7 @@ class TensorBoardMonitor(_OneMonitor):
         return self.summary_writer
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Write the buffered events."""
         if self._writer is not None:
             self._writer.flush()
 
@@ -160,7 +160,7 @@ class DeepSpeedMonitorConfig:
     """
 
     def __init__(self, **sections: Any) -> None:
-        # The batch is nobody's: a configuration is not complete without one.
+        # The batch size is unused, but a configuration requires one.
         self._hold(load_config({"train_batch_size": 1, **sections}, allow_unbuilt=True))
 
     @classmethod

@@ -1,7 +1,7 @@
 """`deepspeed...offload_activations`: inputs of transformers' recomputed layers in host memory.
 
-The layers recompute themselves (`gradient_checkpointing=True`); what they store until backward, the
-hidden states, leaves the device as `activation_checkpointing.cpu_checkpointing` says.
+The layers recompute themselves (`gradient_checkpointing=True`). The hidden states that they store
+until backward are offloaded as by `activation_checkpointing.cpu_checkpointing`.
 
 Tests: tests/npu/test_recomputed.py, tests/compat/test_losses.py
 """
@@ -22,16 +22,16 @@ from hadal.errors import MissingPackageError, UsageError
 class CheckpointHiddenStatesOffload:
     """A context in which recomputed layers of transformers store their hidden states on the host.
 
-    The copies are pinned and run on a side stream; backward, inside the context or after it,
-    fetches the next layer's while one is recomputed.
+    Copies go to pinned memory on a side stream. Backward, inside the context or after it, fetches
+    the next layer's hidden states while one layer is recomputed.
 
     Args:
-        use_pin_memory: accepted; memory is pinned where the device needs it.
-        use_streams: accepted; copies overlap with work where the device can.
+        use_pin_memory: ignored; memory is pinned if the device needs it.
+        use_streams: ignored; copies overlap with computation if the device supports it.
         min_offload_bytes: smaller hidden states stay on the device.
-        max_fwd_stash_count: copies to the host in flight; the next waits for the oldest.
-        max_cpu_buffer_pool_count: free buffers in host memory that are kept for reuse.
-        keep_last_count: hidden states that stay on the device until as many newer ones have come.
+        max_fwd_stash_count: maximum copies to the host in flight; the next waits for the oldest.
+        max_cpu_buffer_pool_count: maximum free host buffers to keep for reuse.
+        keep_last_count: number of newest hidden states that stay on the device.
 
     Raises:
         ValueError: a count or size is negative.

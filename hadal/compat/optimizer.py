@@ -187,7 +187,7 @@ class DeepSpeedOptimizer:
         return self.loss_scaler.dynamic
 
     def quantize_nontrainable_params(self) -> None:
-        """Do nothing: `initialize` has quantized them if the configuration says so."""
+        """Do nothing: `initialize` has quantized them if the configuration requests it."""
         self._expect_stage("quantize_nontrainable_params", 3)
         zero = self._engine._parts.config.zero_optimization
         if not zero.zero_quantized_nontrainable_weights:

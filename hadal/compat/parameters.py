@@ -101,7 +101,7 @@ def _index_in_group(parameter: nn.Parameter) -> int:
 
 
 def _external_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the parameters of other modules that are registered for this one, by name."""
+    """Return the parameters of other modules registered for this one, keyed by name."""
     return ((str(number), each) for number, each in enumerate(external_parameters(module)))
 
 
@@ -167,7 +167,7 @@ def _release(parameter: nn.Parameter, bucket: Bucket) -> Callable[..., None]:
         has_been_updated: bool = False,
         free_data: bool = True,
     ) -> None:
-        """Undo `all_gather`. Each rank keeps its shard of what was written."""
+        """Undo `all_gather`. Each rank keeps its shard of the written values."""
         for each in [parameter] if param_list is None else param_list:
             if each in _held:
                 _held.pop(each).__exit__(None, None, None)

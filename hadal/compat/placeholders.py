@@ -17,7 +17,7 @@ _WHOLE_SEQUENCES = (
 )
 _INSTEAD = {
     "deepspeed.sequence.fpdt_layer.": (
-        "For long sequences use sequence_parallel_size (a ring where ranks outnumber heads),"
+        "For long sequences use sequence_parallel_size (a ring if ranks outnumber heads),"
         " hadal.sequence.TiledMLP, hadal.sequence.linear_cross_entropy and"
         " activation_checkpointing.cpu_checkpointing"
     ),
@@ -25,11 +25,11 @@ _INSTEAD = {
     "deepspeed.compile.init_sp.": _WHOLE_SEQUENCES,
     "deepspeed.compile.passes.sp_compile.": _WHOLE_SEQUENCES,
 }
-"""What does the same here, by the beginning of a name."""
+"""Prefix of a name -> Hadal's replacement for it."""
 
 
 def unbuilt(name: str, instead: str | None = None) -> NotBuiltYetError:
-    """Return the error for a name that has no home yet, and what to use instead."""
+    """Return the error for a name that has no home yet; it names a replacement if there is one."""
     if instead is None:
         found = (remedy for start, remedy in _INSTEAD.items() if name.startswith(start))
         instead = next(found, "Do without it")
@@ -40,7 +40,7 @@ def unbuilt(name: str, instead: str | None = None) -> NotBuiltYetError:
 
 
 def placeholder(name: str, kind: NameKind) -> Any:
-    """Return an object that stands for `name` until it is called or used."""
+    """Return a placeholder for `name`, which raises when it is called or used."""
     if kind is NameKind.FUNCTION:
         return _function(name)
     if kind is NameKind.CLASS:

@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = "deepspeed"
 VERSION = "0.19.8"
-"""The release of DeepSpeed whose names these are: programs compare it with what they need."""
+"""The release of DeepSpeed that these names belong to; programs check it."""
 
 
 class NameKind(Enum):
@@ -29,9 +29,9 @@ class Module:
     name: str
     kinds: dict[str, NameKind]
     constants: dict[str, Any]
-    """Names that stand for a plain value, the same in every release."""
+    """Names of plain values that are the same in every release."""
     same: dict[str, str]
-    """Names that stand for what has another full name on the surface."""
+    """Second names of objects on the surface."""
     children: tuple[str, ...]
     """Its submodules."""
 

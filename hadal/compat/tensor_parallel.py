@@ -1,4 +1,4 @@
-"""Names of `deepspeed.module_inject` that programs use beside `tensor_parallel.autotp_size`.
+"""Names of `deepspeed.module_inject` that programs use besides `tensor_parallel.autotp_size`.
 
 Tests: tests/compat/test_tensor_parallel_names.py
 """
@@ -32,7 +32,7 @@ def is_autotp_training_mode() -> bool:
 
 
 class AutoTPPresets:
-    """The rules of families of models, by name."""
+    """The rules of families of models, keyed by name."""
 
     @staticmethod
     def get_preset(model_type: str) -> tuple[LayerRule, ...]:
@@ -49,7 +49,7 @@ class AutoTPPresets:
 
 @dataclass
 class _Shards:
-    """Settings that programs give once for all calls of `get_shard_size`."""
+    """Settings that programs set once for all calls of `get_shard_size`."""
 
     heads: int | None = None
     grain: int = 1

@@ -94,7 +94,7 @@ class TiledLinear(nn.Module):
         shapes = ((self.out_features, self.in_features), rows[0][-1].bias is None)
         if shapes != (tuple(other.weight.shape), other.bias is None):
             raise ModelError(
-                f"TiledLinear holds a weight of shape {shapes[0]} {_with_bias(shapes[1])}, and the"
+                f"TiledLinear holds a weight of shape {shapes[0]} {_with_bias(shapes[1])}, but the"
                 f" layer to copy {tuple(other.weight.shape)} {_with_bias(other.bias is None)}; give"
                 " one of the same shape"
             )

@@ -29,7 +29,7 @@ from hadal.zero.sharing import is_model_part
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """Copy nested tensors so that each owns exactly its memory: a view would save its bucket.
 
-    Anything that is not a list, tuple or dict is kept as it is.
+    Values that are not lists, tuples or dicts are returned unchanged.
     """
     return _mapped(item, lambda tensor: tensor.detach().to(device, copy=True))
 
@@ -58,7 +58,7 @@ def _mapped(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def copy_to_device(
     item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool]
 ) -> Any:
-    """Copy the nested tensors for which `criterion_func` is true; keep the rest."""
+    """Copy the nested tensors for which `criterion_func` is true; return others unchanged."""
     return _mapped(
         item, lambda tensor: tensor.to(device, copy=True) if criterion_func(tensor) else tensor
     )
@@ -120,11 +120,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the gradients of parameters that no engine trains, as torch does; return their norm.
 
-    With `mpu` it is the norm over all parts of the model: parameters marked as a part count on
-    every model-parallel rank, the rest on the first. All of these ranks must call it.
+    With `mpu` it is the norm over all parts of the model: parameters marked as split count on every
+    model-parallel rank, the others on the first. All of these ranks must call it.
 
     Raises:
-        UsageError: an engine trains one of them, and its configuration clips nothing.
+        UsageError: an engine trains one of them, and its configuration does not clip.
     """
     given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if mpu is None:

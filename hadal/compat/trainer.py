@@ -18,11 +18,11 @@ from hadal.sequence.tiles import IGNORED
 
 
 class SaveOnSignal(TrainerCallback):
-    """Make the Trainer save and leave at a signal of `checkpoint.on_signal`, with `save_dir` null.
+    """Make the Trainer save and exit at a signal of `checkpoint.on_signal`, with `save_dir` null.
 
-    `trainer.add_callback(SaveOnSignal())` on all ranks. The checkpoint is one of the Trainer's, in
-    its `output_dir`, from which `trainer.train(resume_from_checkpoint=True)` goes on. The program
-    ends with exit code 75 once it is saved.
+    Call `trainer.add_callback(SaveOnSignal())` on all ranks. The Trainer saves a checkpoint in its
+    `output_dir`, from which `trainer.train(resume_from_checkpoint=True)` resumes. Then the program
+    ends with exit code 75.
     """
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -39,12 +39,12 @@ class SaveOnSignal(TrainerCallback):
 
 
 class WeighByTargets:
-    """Let a Trainer that splits sequences over ranks weigh micro-batches by their targets.
+    """Mixin for a Trainer that splits sequences: weights micro-batches by their targets.
 
     With `ParallelismConfig(sp_backend="deepspeed")` the Trainer averages the micro-batches of an
-    update, whatever number of targets each has. Without sequence parallelism it averages over
-    targets, and so does a Trainer of this kind: `class Weighing(WeighByTargets, SFTTrainer): pass`.
-    Nothing changes in evaluation, or if sequences are not split.
+    update without regard to their numbers of targets. Without sequence parallelism it averages
+    over targets, and so does a Trainer with this mixin: `class Weighing(WeighByTargets,
+    SFTTrainer): pass`. Evaluation, and training without split sequences, do not change.
     """
 
     def get_batch_samples(

@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: importing it gives parameters the attributes of sharded ones.
+"""`deepspeed.zero`: importing it adds the attributes of sharded parameters to all parameters.
 
 Tests: tests/compat/test_names.py
 """

@@ -47,8 +47,8 @@ class ActivationCheckpointing(Section):
     )
     synchronize_checkpoint_boundary: Boolean = key(
         False,
-        "Synchronize with the device where the forward and the backward of a recomputed block "
-        "begin and end.",
+        "Synchronize with the device before and after the forward and the backward of each "
+        "recomputed block.",
     )
     profile: Boolean = key(False, "Log the times of each recomputed block's forward and backward.")
 

@@ -28,7 +28,7 @@ _OF_THE_DISK = (
 
 
 def report_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> None:
-    """Report keys that have no effect because of the keys beside them."""
+    """Report keys that have no effect because of other keys."""
     _advise_hysteresis(config, _written(prepared, "fp16"), report)
     if config.amp is not None and config.amp.enabled:
         _advise_amp(config.amp, _written(prepared, "amp"), report)
@@ -106,7 +106,7 @@ def _is_set(section: Section, name: str) -> bool:
 
 
 def _written(prepared: Mapping[str, Any], name: str) -> set[str]:
-    """Return the keys of a section that the JSON gives, and not as null."""
+    """Return the keys of a section that the JSON sets to values other than null."""
     section = prepared.get(name)
     keys = section.items() if isinstance(section, Mapping) else ()
     return {key for key, value in keys if value is not None}

@@ -1,4 +1,4 @@
-"""`autotuning`: the search for the fastest configuration, and what one experiment measures.
+"""`autotuning`: the search for the fastest configuration, and the measurement of one experiment.
 
 Tests: tests/config/test_every_key.py
 """

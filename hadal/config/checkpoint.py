@@ -96,7 +96,7 @@ class Checkpoint(Section):
         False,
         "Without a tag, load the checkpoint that latest_universal names rather than the one of "
         "latest, if there is one. Every checkpoint loads with another number of ranks or at "
-        "another stage, whatever the value.",
+        "another stage, regardless of this key.",
     )
     use_node_local_storage: Boolean = key(
         False,
@@ -119,7 +119,7 @@ class Checkpoint(Section):
     )
     staging: Staging = section(
         Staging,
-        "Where an asynchronous save keeps the state until it is written. Hadal's own section.",
+        "Storage of the state of an asynchronous save until it is written. Hadal's own section.",
     )
     on_signal: OnSignal | None = key(
         None,

@@ -50,7 +50,7 @@ class CommsLogging(Section):
     """Records the count, size and speed of messages between ranks.
 
     Recording never waits for a collective. `hadal.comm.log_summary()` prints the log. A process has
-    one log; the newest engine that enables it decides what it records.
+    one log; the newest engine that enables it sets the kinds that it records.
     """
 
     switch: ClassVar[str | None] = "enabled"
@@ -66,6 +66,6 @@ class CommsLogging(Section):
     prof_ops: Operations = key(
         (),
         "Kinds to record when prof_all is false: all_reduce, all_gather, reduce_scatter, "
-        "all_to_all, broadcast, reduce, gather, scatter, send, recv, barrier. The name of a "
-        "torch function stands for its kind.",
+        "all_to_all, broadcast, reduce, gather, scatter, send, recv, barrier. Names of torch's "
+        "functions are accepted for their kind.",
     )

@@ -35,8 +35,8 @@ class Communication(Section):
     )
     gradient_predivide_factor: Number = key(
         1.0,
-        "Divide gradients by this factor before they are rounded for the wire, and by the rest "
-        "of the number of ranks after the sum. Stages 2 and 3 require reduce_scatter false.",
+        "Divide gradients by this factor before they are rounded for the wire, and divide the sum "
+        "by (number of ranks / factor). Stages 2 and 3 require reduce_scatter false.",
         gt=0,
     )
     sparse_gradients: Boolean = key(

@@ -41,7 +41,7 @@ class LayerReduction(Section):
 
 
 class MixedQuantize(Section):
-    """A blend of weights as they are and quantized ones."""
+    """A blend of unquantized and quantized weights."""
 
     switch: ClassVar[str | None] = "enabled"
 
@@ -73,7 +73,7 @@ class WeightQuantizationShared(Section):
         " (MoQ). Both happen in the forward pass, in every dtype.",
     )
     fp16_mixed_quantize: MixedQuantize = section(
-        MixedQuantize, "Blend of weights as they are and quantized ones."
+        MixedQuantize, "Blend of unquantized and quantized weights."
     )
 
 

@@ -41,8 +41,8 @@ class CurriculumLearning(Section):
     max_difficulty: Integer | None = key(None, "Length at the end, in tokens. Required.", ge=1)
     schedule_type: Pace | None = key(
         None,
-        "Kind of schedule; for custom, engine.set_custom_curriculum_learning_schedule gives the"
-        " function. Required.",
+        "Kind of schedule; for custom, pass the function to"
+        " engine.set_custom_curriculum_learning_schedule. Required.",
     )
     schedule_config: PaceConfig | None = key(None, "Settings of the schedule.")
     truncate: Boolean | None = key(

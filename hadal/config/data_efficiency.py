@@ -11,8 +11,8 @@ from hadal.config.section import NO_EFFECT, Section, key, section
 from hadal.config.values import Boolean, Integer, Integers, Text
 
 _MASTER = (
-    "Does nothing by itself: enable the techniques below one by one. false is refused beside one"
-    " that is on."
+    "Does nothing by itself: enable the techniques below one by one. false is refused if one of"
+    " them is enabled."
 )
 _RESERVED = "Reserved."
 
@@ -41,8 +41,8 @@ class CurriculumMetric(Section):
     max_difficulty: Integer | None = key(None, "Difficulty at the end. Required.")
     schedule_type: Pace | None = key(
         None,
-        "Kind of schedule; for custom, engine.set_custom_curriculum_learning_schedule gives the"
-        " function. Required.",
+        "Kind of schedule; for custom, pass the function to"
+        " engine.set_custom_curriculum_learning_schedule. Required.",
     )
     schedule_config: PaceConfig | None = key(None, "Settings of the schedule.")
 
@@ -57,7 +57,7 @@ class MetricCurriculum(Section):
         None, "Directory to which rank 0 writes the samples of each difficulty; null: nowhere."
     )
     curriculum_metrics: dict[str, CurriculumMetric] | None = key(
-        None, "Measures by name; with several, a sample must be admitted by all of them."
+        None, "Metrics, keyed by name; with several, each must admit a sample."
     )
 
 
@@ -85,8 +85,8 @@ class DynamicBatching(Section):
     )
     loss_weighting: Literal["tokens", "samples", "none"] = key(
         "tokens",
-        "Weight of each micro-batch in the mean gradient: by its tokens (for a loss that is a mean"
-        " over tokens), by its samples, or all alike, as in DeepSpeed.",
+        "Weight of each micro-batch in the mean gradient: its tokens (for a loss that is a mean"
+        " over tokens), its samples, or the same weight for all, as in DeepSpeed.",
     )
     min_batch_size: Integer = key(1, "Smallest pack, in samples.", ge=1)
     max_batch_size: Integer | None = key(None, "Largest pack, in samples.", ge=1)

@@ -16,17 +16,17 @@ class DataTypes(Section):
         None,
         "Dtype in which the gradients of micro-batches are accumulated, at every stage; null is "
         "the model's dtype. It is also the dtype on the wire, unless `communication_data_type` "
-        "says otherwise.",
+        "sets another one.",
     )
     param_dtype: Dtype | None = key(
         None, "Dtype of the weights; if given, it must be the one that fp16 or bf16 implies."
     )
     buffer_dtype: Dtype | None = key(
         None,
-        "Dtype to cast floating-point buffers to; null leaves them as they are, so that a "
+        "Dtype to cast floating-point buffers to; null leaves them unchanged, so that a "
         "rotary embedding's frequencies stay exact. Only running statistics (of batch and "
         "instance norms) then take their module's dtype, as torch requires. If a module adds a "
-        "buffer to 16-bit values and passes the sum to a layer, give the model's dtype.",
+        "buffer to 16-bit values and passes the sum to a layer, set the model's dtype.",
     )
     keep_in_fp32_modules: Literal["auto"] | Texts = key(
         "auto",

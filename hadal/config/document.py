@@ -75,7 +75,7 @@ are accepted. [The main page]({_MAIN}) describes the sections that act.
 
 @dataclass(slots=True)
 class _Pages:
-    """The lines of both pages; a section's status decides which one it goes to."""
+    """The lines of both pages; a section's status selects its page."""
 
     main: list[str] = field(default_factory=list)
     unbuilt: list[str] = field(default_factory=list)

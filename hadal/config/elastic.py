@@ -176,8 +176,8 @@ def sizes_of(section: Elasticity, world_size: int, replicas: int) -> Sizes | Fau
     if shared * replicas != world_size:
         return Fault(
             "elasticity.model_parallel_size",
-            f"{shared}, but each model is shared by {world_size // replicas} of the {world_size}"
-            " ranks; give that number",
+            f"{shared}, but {world_size // replicas} of the {world_size} ranks share each model;"
+            " set that number",
         )
     choice = choice_of(section, world_size)
     if replicas not in choice.ranks:

@@ -17,11 +17,11 @@ _WORD_WITHOUT_EFFECT = Mark(status="no effect", auto_is_a_word=True)
 
 
 class ExpertParallel(Section):
-    """Distributes the experts of transformers models over ranks; their code stays as it is.
+    """Distributes the experts of transformers models over ranks, without changes to their code.
 
-    Blocks are found by their structure: a router beside experts whose weights are stacked in
-    three-dimensional parameters. Nothing is dropped. Keys of the router replace it by one that
-    follows them, and the model's own settings for those that are left out.
+    Hadal finds the blocks by their structure: a router, and experts whose weights are stacked in
+    three-dimensional parameters. No token is dropped. If a key of the router is set, Hadal's router
+    replaces the model's; keys that are left out keep the model's own settings.
     """
 
     switch: ClassVar[str | None] = "enabled"

@@ -22,7 +22,7 @@ class FlopsProfile(Section):
     recompute_fwd_factor: Number = key(
         0.0,
         "Fraction of forward that the lines with a formula add to backward for recomputation. "
-        "Operations that are actually recomputed are counted beside it.",
+        "Operations that are actually recomputed are counted in addition.",
         ge=0,
     )
     profile_step: Integer = key(1, "Number of updates before the profiled one.", ge=0)

@@ -26,6 +26,6 @@ class JsonlMonitor(Section):
     report: Boolean = key(
         False,
         "Also record warnings, checkpoints, memory, profile and communication, and write "
-        "report.html beside the file when the program ends. `hadal report FOLDER` makes "
+        "report.html next to the file when the program ends. `hadal report FOLDER` builds "
         "that page from any such file.",
     )

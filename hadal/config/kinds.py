@@ -29,7 +29,7 @@ _WORDS = {
 
 
 def expected(field: FieldInfo) -> str:
-    """Return what a key accepts: "0, 1, 2 or 3", "an integer >= 1"."""
+    """Describe the values that a key accepts: "0, 1, 2 or 3", "an integer >= 1"."""
     return _kind(field.annotation, tuple(field.metadata))
 
 

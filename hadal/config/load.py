@@ -45,7 +45,7 @@ class Circumstances:
     tensor_parallel_size: int | None = None
 
 
-def load_config(  # noqa: PLR0913 - what a program may know before
+def load_config(  # noqa: PLR0913 - facts that a program may know before
     source: Source,
     *,
     world_size: int = 1,
@@ -59,10 +59,10 @@ def load_config(  # noqa: PLR0913 - what a program may know before
 ) -> Config:
     """Load a dict, a file or a base64 text; raise one `ConfigError` that lists every fault.
 
-    `sequence_parallel_size` and `data_parallel_size` are what the program knows about its ranks,
-    for example from an mpu; None leaves them to the keys of the same names, and
-    `tensor_parallel_size` to `tensor_parallel.autotp_size`. `rounds_early` is the meaning of null
-    for `data_types.early_rounding`. Logs nothing; see `log_notes`.
+    The program may pass `sequence_parallel_size` and `data_parallel_size`, for example from an mpu;
+    None leaves them to the keys of the same names, and `tensor_parallel_size` to
+    `tensor_parallel.autotp_size`. `rounds_early` is the meaning of null for
+    `data_types.early_rounding`. Logs nothing; see `log_notes`.
     """
     brought = Circumstances(
         world_size,
@@ -75,7 +75,7 @@ def load_config(  # noqa: PLR0913 - what a program may know before
     )
     found = examine(source, brought)
     found.report.settle(found.name, allow_unbuilt=allow_unbuilt)
-    # Where it is allowed, what is not built has become a note.
+    # With `allow_unbuilt`, keys that are not built have become notes.
     found.config._notes, found.config._lines = found.report.notes, found.report.lines
     return found.config
 
@@ -104,7 +104,7 @@ def examine(source: Source, brought: Circumstances | None = None) -> Examined:
 
 
 def log_notes(config: Config) -> None:
-    """Log what was worth telling while a configuration was loaded."""
+    """Log the notes of a configuration that was loaded."""
     for line in config.lines:
         _log.warning("%s", line)
 
@@ -143,8 +143,8 @@ def _infer(values: dict[str, Any], brought: Circumstances, report: Report) -> tu
         inferred.append("sequence_parallel_size")
     zero = values.get("zero_optimization") or default_of(Config.model_fields["zero_optimization"])
     if zero.overlap_comm is None:
-        # Below stage 2 nobody knows which backward is an update's last, where the caller says so
-        # by `step`: reductions come behind it.
+        # Below stage 2, if the caller ends an update by `step`, its last backward is not known in
+        # advance: reductions run after it.
         managed = values.get("managed_gradient_accumulation", True)
         update = {"overlap_comm": managed or zero.stage >= 2}
         values["zero_optimization"] = zero.model_copy(update=update)
@@ -160,7 +160,7 @@ def _infer(values: dict[str, Any], brought: Circumstances, report: Report) -> tu
 def _infer_slices(
     values: dict[str, Any], brought: Circumstances, report: Report
 ) -> tuple[str, ...]:
-    """Fill in the tensor-parallel ranks that the program asked for before."""
+    """Fill in the tensor-parallel ranks that the program has requested before."""
     path, asked = "tensor_parallel.autotp_size", brought.tensor_parallel_size
     if asked is None or report.is_faulty(("tensor_parallel",)):
         return ()
@@ -293,7 +293,7 @@ def _data_parallel_ranks(values: Mapping[str, Any], brought: Circumstances, repo
 
 
 def _check_blocks(config: Config, brought: Circumstances, report: Report) -> None:
-    # Of one rank nothing is shared, whatever the sizes of blocks.
+    # One rank shares nothing, so the sizes of blocks do not matter.
     if brought.world_size == 1 or report.is_faulty(("zero_optimization", "sequence_parallel_size")):
         return
     ranks = brought.world_size // max(1, _slices({"tensor_parallel": config.tensor_parallel}))

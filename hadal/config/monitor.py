@@ -12,6 +12,6 @@ class MonitorScope(Section):
 
     extra: Boolean = key(
         True,
-        "Also write what DeepSpeed does not: gradient norm, samples and tokens per second, skipped"
-        " updates, peak memory.",
+        "Also write metrics that DeepSpeed does not write: gradient norm, samples and tokens per"
+        " second, skipped updates, peak memory.",
     )

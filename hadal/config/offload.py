@@ -24,7 +24,7 @@ class OffloadParam(Section):
     """Storage of stage 3's weights between uses.
 
     Below stage 3 every rank uses whole weights, and the section has no effect. If the model trains
-    on a CPU, "cpu" is where they are anyway.
+    on a CPU, "cpu" has no effect either.
     """
 
     switch: ClassVar[str | None] = "device"
@@ -109,9 +109,9 @@ class OffloadOptimizer(Section):
     )
     ratio: Number = key(
         1.0,
-        "Fraction of the elements that the host updates, in whole buckets; the device updates "
-        "the rest at the same time and keeps its state. Below 1 requires stage 3 and, if the "
-        "device is nvme, an elementwise optimizer (Adam, AdamW, Lion, Adagrad, SGD).",
+        "Fraction of the elements that the host updates, in whole buckets; the accelerator updates "
+        "the other buckets at the same time and stores their state. Below 1 requires stage 3 and, "
+        "if the device is nvme, an elementwise optimizer (Adam, AdamW, Lion, Adagrad, SGD).",
         ge=0,
         le=1,
     )

@@ -21,7 +21,7 @@ def canonical_type(name: Any) -> Any:
 
 
 class Optimizer(Section):
-    """The optimizer, by name. Not used when the program passes its own."""
+    """The optimizer and its arguments. Not used if the program passes its own optimizer."""
 
     required: ClassVar[tuple[str, ...]] = ("type",)
 

@@ -191,8 +191,8 @@ class OneBitAdamParams(_OneBitParams):
     is frozen. A param group may have an `exp_avg_mask`. Requires ZeRO stage 0.
 
     Each message then has one bit per element in each direction, and one float32 per 1024 elements.
-    Each rank remembers what the signs lose in float32 (for all elements, and once more for its own
-    slice of them) and adds it to the next message. Gradients stay on their ranks: their norm, for
+    Each rank keeps the rounding error of the signs in float32 (for all elements, and again for its
+    own slice) and adds it to the next message. Gradients stay on their ranks: their norm, for
     `gradient_clipping`, is the root mean square of all ranks' norms. Elements that have never had a
     gradient have no variance and do not change.
     """

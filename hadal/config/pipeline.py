@@ -10,7 +10,7 @@ from hadal.config.values import Boolean, Integer, Text
 
 
 def _of_module(argument: str, **more: Any) -> Mark:
-    return Mark(status="not built yet", why=f"give PipelineModule {argument} instead", **more)
+    return Mark(status="not built yet", why=f"pass PipelineModule {argument} instead", **more)
 
 
 class Pipeline(Section):
@@ -18,7 +18,7 @@ class Pipeline(Section):
 
     auto: Boolean = key(
         False,
-        "Cut a causal language model of transformers into `stages` as it is, between its blocks.",
+        "Split an unmodified causal language model of transformers into `stages`, between blocks.",
     )
     stages: Literal["auto"] | Integer = key(
         "auto",

@@ -44,7 +44,7 @@ def shown(value: Any) -> str:
 
 
 def found(value: Any) -> str:
-    """Format the value found, with its type where that may be the fault."""
+    """Format the value found, with its type if that may be the fault."""
     kinds = {str: "a string", bool: "a boolean", list: "a list", dict: "an object"}
     kind = kinds.get(type(value))
     return f"{shown(value)} ({kind})" if kind else shown(value)

@@ -45,7 +45,7 @@ def join(path: str, name: str) -> str:
 def _todays_name(
     model: type[Section], name: str, raw: Mapping[str, Any], report: Report, path: str
 ) -> str | None:
-    """Return the declared key that a name stands for, if any; report what is worth reporting."""
+    """Return the declared key for a name, if any; add notes on renamed keys to the report."""
     here = join(path, name)
     if name in model.model_fields:
         return name

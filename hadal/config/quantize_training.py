@@ -50,7 +50,7 @@ class QuantizeTraining(Section):
     enabled: Boolean = key(
         False,
         "Quantize the weights of all suitable modules bit by bit;"
-        " compression_training.weight_quantization says which ones, and more.",
+        " compression_training.weight_quantization can select modules, and has more settings.",
     )
     quantize_verbose: Boolean = key(False, "Log changes.")
     quantizer_kernel: Boolean = key(

@@ -72,7 +72,7 @@ def _text(source: str | os.PathLike[str]) -> Text:
             return Text("the base64 configuration", decoded)
     shown = str(source) if len(str(source)) <= 80 else str(source)[:77] + "..."
     if shown and len(shown) <= 80 and Path(shown).is_dir():
-        raise ConfigError(f'"{shown}" is a directory; give the JSON file in it')
+        raise ConfigError(f'"{shown}" is a directory; pass the JSON file in it')
     raise ConfigError(
         f'"{shown}" is neither an existing file nor base64 of a JSON object; '
         f"check the path (relative to {Path.cwd()}) or pass a dict"

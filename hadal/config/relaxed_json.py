@@ -61,7 +61,7 @@ def _duplicates(value: Any, path: str) -> Iterator[str]:
 def strict(text: str) -> str:
     """Blank out comments and trailing commas; lines and columns of the rest do not change."""
     parts: list[str] = []
-    comma: int | None = None  # where a comma stands that may turn out to be trailing
+    comma: int | None = None  # the position of a comma that may turn out to be trailing
     for match in _TOKENS.finditer(text):
         kind, token = match.lastgroup, match.group()
         if kind == "comment":

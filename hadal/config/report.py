@@ -49,7 +49,7 @@ class Report:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The notes as they are logged."""
+        """The lines to log."""
         idle = "; ".join(self.idle_notes)
         together = (f"keys that do nothing here: {idle}",) if idle else ()
         return _sentences(self.paths_by_note) + together
@@ -61,7 +61,7 @@ class Report:
         return any(_touch(fault, path) for path in paths for fault in self.faults)
 
     def settle(self, name: str, *, allow_unbuilt: bool) -> None:
-        """Raise if there is a fault; `allow_unbuilt` turns what is not built yet into notes."""
+        """Raise if there is a fault; `allow_unbuilt` turns keys that are not built into notes."""
         if allow_unbuilt:
             for fault in self.unbuilt.values():
                 self.note(fault.path, fault.message)

@@ -27,7 +27,7 @@ class _Params(Section):
 
 
 class LRRangeTestParams(_Params):
-    """LRRangeTest: raises the learning rate to find where training diverges."""
+    """LRRangeTest: raises the learning rate until training diverges, to find its upper limit."""
 
     lr_range_test_min_lr: NumberOrNumbers = key(1e-3, "Initial learning rate, or one per group.")
     lr_range_test_step_size: Count = key(
@@ -114,9 +114,9 @@ PARAMS: Mapping[str, type[_Params]] = {
 
 
 class Scheduler(Section):
-    """The learning-rate schedule, by name. Not used when the program passes its own.
+    """The learning-rate schedule and its arguments. Not used if the program passes its own.
 
-    It steps once per applied update, and not when fp16 overflows and the update is skipped.
+    It steps once per applied update, but not if fp16 overflows and the update is skipped.
     """
 
     required: ClassVar[tuple[str, ...]] = ("type",)

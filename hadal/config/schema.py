@@ -45,7 +45,7 @@ def config_schema() -> Schema:
 
 
 def _complete(schema: Schema, model: type[Section]) -> None:
-    """Add what pydantic does not know: "auto", names of older releases, required keys."""
+    """Add to pydantic's schema: "auto", names of older releases, required keys."""
     properties: dict[str, Schema] = schema.setdefault("properties", {})
     for name, field in model.model_fields.items():
         properties[name] = _tidy(properties[name], _also_taken(model, name))
@@ -72,7 +72,7 @@ def _write_status(schema: Schema, model: type[Section], above: Status) -> None:
 
 
 def _also_taken(model: type[Section], name: str) -> list[Schema]:
-    """Return what the loader accepts besides the declared type."""
+    """Return the schemas that the loader accepts besides the declared type."""
     field, more = model.model_fields[name], list[Schema]()
     mark = mark_of(field)
     words = spellings(field)

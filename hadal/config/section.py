@@ -1,14 +1,14 @@
-"""The parts of every section of the configuration: keys and what their declarations say.
+"""The parts of every section of the configuration: keys and their declarations.
 
 Words of this folder.
 
 section   a JSON object with known keys: a frozen model, one file each
 key       one name in a section, declared by `key(default, meaning, ...)`
-mark      what a key's declaration says beyond type and range (see `Mark`)
+mark      a key's properties beyond type and range (see `Mark`)
 leftover  a key of older releases that is accepted with a note and does nothing
 renamed   an old name for a key of today, accepted with a note
-moved     a key of older releases whose meaning has another place today; read there, with a note
-alias     a second name, as good as the first
+moved     a key of older releases that is in another place today; read there, with a note
+alias     a second name, accepted without a note
 fault     a reason to refuse the configuration        note  a line worth logging
 
 Tests: tests/config/test_every_key.py
@@ -32,7 +32,7 @@ class Mark:
 
     `off` are values besides the default that request nothing. `only` restricts the status to these
     values. `serves` names the key without which this one requests nothing. `stages` are the ZeRO
-    stages at which the key does anything. `why` says what prevents a key from being built.
+    stages at which the key has an effect. `why` is the reason for a key that is not built.
     """
 
     status: Status = "acts"
@@ -46,12 +46,12 @@ class Mark:
     null_is_default: bool = False
 
     def __call__(self, schema: dict[str, Any]) -> None:
-        """Write the status into the JSON schema, where an editor can show it."""
+        """Write the status into the JSON schema, so that editors can show it."""
         if self.status != "acts":
             schema["x-hadal-status"] = self.status
 
     def asks(self, value: Any, default: Any) -> bool:
-        """Return whether the value requests what the status is about."""
+        """Return whether the status applies to this value."""
         if self.only:
             return value in self.only
         return bool(value != default and value not in self.off)
@@ -107,7 +107,7 @@ class Section(BaseModel):
     moved: ClassVar[Mapping[str, str]] = {}
     """Maps a key that has another place today to that place; `legacy.py` moves it."""
     leftovers: ClassVar[Mapping[str, str]] = {}
-    """Maps a leftover to what happens instead, as the end of a sentence."""
+    """Maps a leftover to the behaviour that replaces it, as the end of a sentence."""
     required: ClassVar[tuple[str, ...]] = ()
     """Keys that are required if the section is present."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
@@ -125,14 +125,14 @@ class Section(BaseModel):
 
     @property
     def is_switched(self) -> bool:
-        """True if the JSON gives the switch, on or off."""
+        """True if the JSON sets the switch, on or off."""
         owner, _, name = (self.switch or "").rpartition(".")
         section = attrgetter(owner)(self) if owner else self
         return name in section.model_fields_set
 
     @classmethod
     def child(cls, name: str, raw: Mapping[str, Any]) -> "Child | None":
-        """Return the sections under a key; they may depend on the values beside it."""
+        """Return the sections under a key; they may depend on the section's other values."""
         del raw
         return child_of(cls.model_fields[name])
 

@@ -28,7 +28,7 @@ def status_inside(model: type[Section], above: Status) -> Status:
 
 
 def has_typed_params(model: type[Section], name: str) -> bool:
-    """Return whether the type beside a key decides which arguments it holds."""
+    """Return whether the section's `type` determines the arguments that a key accepts."""
     return issubclass(model, Optimizer | Scheduler) and name == "params"
 
 

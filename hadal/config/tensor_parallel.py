@@ -12,7 +12,7 @@ from hadal.config.section import NO_EFFECT, Mark, Section, key, section
 from hadal.config.values import Boolean, Integer, Texts, lowered
 
 Shape: TypeAlias = tuple[int | tuple[int, ...], ...]
-"""A fused weight: the number of equal parts of a dimension, their sizes, or -1 for what it is."""
+"""A fused weight: each dimension's number of equal parts, their sizes, or -1 for its own size."""
 
 
 def shape_fault(shape: Shape | None, dim: int) -> str | None:
@@ -45,8 +45,8 @@ class TensorParallelDegree(Section):
     tp_size: Integer = key(1, "Ranks that share a layer; 1, or the same as autotp_size.", ge=1)
     tp_grain_size: Integer = key(
         1,
-        "Slices of layers that are not cut between heads are multiples of this many rows; the last "
-        "rank has what is left over.",
+        "Slices of layers that are not split between heads are multiples of this many rows; the "
+        "last rank has the remainder.",
         ge=1,
     )
     mpu: Any = key(
@@ -69,7 +69,7 @@ class SplitLayer(Section):
     )
     partition_type: Annotated[Literal["column", "row", "skip"], BeforeValidator(lowered)] = key(
         "column",
-        "column cuts outputs, row cuts inputs and sums what the ranks compute, skip cuts nothing.",
+        "column splits outputs, row splits inputs and sums the ranks' results, skip does nothing.",
     )
     shape: Annotated[tuple[Any, ...] | None, BeforeValidator(_nested)] = key(
         None,
@@ -146,10 +146,10 @@ class TensorParallel(Section):
     kernel_inject: Boolean = key(False, "Replace modules with inference kernels.", mark=NO_EFFECT)
     vocab_parallel_lm_head: Boolean | None = key(
         None,
-        "Cut the output layer by vocabulary, and with it an embedding that has the same weight. "
-        "true: the loss is computed from slices of the logits in training, so that whole logits "
-        "never exist; its `logits` are then this rank's slice. null: as the model's plan says, "
-        "with whole logits. false: a tied output layer stays whole.",
+        "Split the output layer by vocabulary, and with it an embedding that shares its weight. "
+        "true: in training the loss is computed from slices of the logits, so that whole logits "
+        "never exist; the output's `logits` are then this rank's slice. null: follow the model's "
+        "plan, with whole logits. false: a tied output layer stays whole.",
     )
     vocab_parallel_ce_backend: Literal["torch", "liger"] = key(
         "torch",
@@ -158,8 +158,8 @@ class TensorParallel(Section):
     )
     sequence_parallel: Boolean = key(
         False,
-        "Cut what lies between the layers (norms, dropout, residuals) by the sequence: the same "
-        "bytes are sent, and each rank stores its share of these activations. Hadal's own; for "
-        "decoders of transformers.",
+        "Split activations between the layers (norms, dropout, residuals) by the sequence: ranks "
+        "send the same bytes, and each stores only its slice of these activations. Hadal's own; "
+        "for decoders of transformers.",
     )
     partition_config: PartitionConfig | None = key(None, "Custom rules.")

@@ -113,8 +113,7 @@ class General(Batch, Communication):
     ) = key(
         None,
         "Level of the logger `hadal`; null leaves it unchanged, or sets it to info if a key "
-        "asks for lines there. Ranks other than 0 log errors "
-        "only.",
+        "enables lines of that level. Ranks other than 0 log errors only.",
     )
     dataloader_drop_last: Boolean = key(
         False,
@@ -226,7 +225,7 @@ class Config(General):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Return the notes as they are logged: all keys that do nothing in one line."""
+        """Return the lines to log: one line lists all keys that do nothing."""
         return self._lines
 
     def as_dict(self) -> dict[str, Any]:

@@ -23,9 +23,9 @@ _Name: TypeAlias = Annotated[Literal["bf16", "fp16"], BeforeValidator(Spelled(_S
 class TorchAutocast(Section):
     """Weights keep their dtype; operations that are safe at lower precision use it.
 
-    Only what runs inside the engine's forward is under autocast; a loss computed outside it is not.
-    Autocast keeps its casts of weights from forward to backward, at stage 3 too: if memory is
-    short, weights in bf16 or fp16 (sections `bf16`, `fp16`) take less.
+    Autocast covers the engine's forward only; a loss computed outside it is not covered. Autocast
+    keeps its casts of weights from forward to backward, at stage 3 too: if memory is short, weights
+    in bf16 or fp16 (sections `bf16`, `fp16`) take less.
     """
 
     switch: ClassVar[str | None] = "enabled"

@@ -12,7 +12,7 @@ from hadal.errors import Fault
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The three sizes as the JSON gives them; None if it does not."""
+    """The three sizes in the JSON; None for a size that it does not set."""
 
     train: int | None = None
     micro: int | None = None
@@ -35,7 +35,7 @@ def complete(given: Given, ranks: int) -> Sizes | Fault:
     if given.micro is None:
         return Fault(
             "train_batch_size",
-            "neither this nor train_micro_batch_size_per_gpu is given; give one of the two",
+            "neither this nor train_micro_batch_size_per_gpu is set; set one of the two",
         )
     accumulation = given.accumulation or 1
     return Sizes(given.micro * accumulation * ranks, given.micro, accumulation)

@@ -74,7 +74,7 @@ def _refusal(value: Any, default: Any, mark: Mark) -> str:
     if mark.only:
         return f"{shown(value)} is not built yet; choose another"
     why = f": {mark.why}" if mark.why else ""
-    return f"{shown(value)} is not built yet{why}; leave it out or give {shown(default)}"
+    return f"{shown(value)} is not built yet{why}; leave it out or set {shown(default)}"
 
 
 def _descend(walk: _Walk, section: Section, path: str) -> None:

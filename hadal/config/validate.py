@@ -56,7 +56,7 @@ def validate_section(
 def _typed_params(
     model: type[Optimizer] | type[Scheduler], raw: Mapping[str, Any], report: Report, path: str
 ) -> dict[str, Any]:
-    """Validate params for the type beside them; keep only what was given."""
+    """Validate params against the section's type; keep only the ones that were set."""
     child = model.child("params", raw)
     if child is None:
         return dict(raw["params"])
@@ -100,7 +100,7 @@ def _report_leaf(
 
 
 def _drop(values: Any, leaf: Location) -> None:
-    """Remove a faulty value, so that the rest can be validated."""
+    """Remove a faulty value, so that the others can be validated."""
     for name in leaf[:-1]:
         values = values[name]
     if isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""`zero_optimization.zenflow`: important gradients update at once, the rest later on the CPU.
+"""`zero_optimization.zenflow`: updates with important gradients at once, others later on the CPU.
 
 Tests: tests/config/test_every_key.py
 """

@@ -1,4 +1,4 @@
-"""`zero_optimization`: what is sharded over the ranks, and how it is sent.
+"""`zero_optimization`: the states that are sharded over ranks, and their communication.
 
 Tests: tests/config/test_every_key.py
 """
@@ -45,7 +45,7 @@ class LocoParam(Section):
 
     err_beta: Number = key(
         0.8,
-        "Weight of the running average at each gradient; the rest is the weight of the new "
+        "Weight of the running average at each gradient; 1 minus it is the weight of the new "
         "quantization error. 0 keeps only the last error, 1 keeps none.",
         ge=0,
         le=1,
@@ -54,7 +54,7 @@ class LocoParam(Section):
 
 
 class StageGroup(Section):
-    """Modules at a lower ZeRO stage than the rest of the model."""
+    """Modules at a lower ZeRO stage than the model's other modules."""
 
     modules: TextOrTexts = key(
         (),
@@ -83,7 +83,7 @@ class ZeroOptimization(Section):
 
     stage: Stage = key(
         0,
-        "What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.",
+        "The states to shard: 0 none, 1 optimizer state, 2 also gradients, 3 also weights.",
         mark=TUNABLE,
     )
     contiguous_gradients: Boolean = key(
@@ -103,7 +103,7 @@ class ZeroOptimization(Section):
     reduce_bucket_size: Integer = key(
         500_000_000,
         "Elements reduced at a time: parameters share a gradient buffer up to this size, and at "
-        "most two such buffers are in flight. A larger parameter has a buffer of its own.",
+        "most two such buffers are in flight. A larger parameter has its own buffer.",
         gt=0,
         mark=TUNABLE,
     )
@@ -130,7 +130,7 @@ class ZeroOptimization(Section):
     overlap_comm: Boolean | None = key(
         None,
         "Overlap reductions with the backward pass and, on accelerators (stages 1 and 2), "
-        "gathers of new weights with the next forward; false waits for each where it starts. "
+        "gathers of new weights with the next forward; false waits for each one at once. "
         "null is true at every stage (DeepSpeed: at stage 3), since the results are the same; "
         "below stage 2 with managed_gradient_accumulation false there is nothing to overlap, "
         "and null is false.",
@@ -155,7 +155,7 @@ class ZeroOptimization(Section):
     )
     elastic_checkpoint: Boolean = key(
         False,
-        "Allow loading with another number of ranks. That is always possible, whatever the value.",
+        "Allow loading with another number of ranks. That is always possible, also with false.",
     )
     sub_group_size: Integer = key(
         1_000_000_000,
@@ -281,8 +281,8 @@ class ZeroOptimization(Section):
         False,
         "Stages 2 and 3: send gradients as int4 (ZeRO++ qgZ), with one scale per 128 elements: "
         "0.266 of bf16's bytes. They are summed inside each node first and then between nodes, "
-        "so that with R ranks on a node 1/R of that crosses nodes (the launcher's "
-        "LOCAL_WORLD_SIZE gives R; without it there is one hop). Sums are computed in fp32; "
+        "so that with R ranks on a node 1/R of that crosses nodes (the launcher sets R in "
+        "LOCAL_WORLD_SIZE; without it there is one hop). Sums are computed in fp32; "
         "`communication_data_type` does not apply. A non-finite value makes its whole block "
         "non-finite, and fp16 detects it. Rows of `sparse_gradients`, and exchanges between "
         "blocks of `mics_shard_size`, are sent unquantized. Requires `reduce_scatter`.",
@@ -293,7 +293,7 @@ class ZeroOptimization(Section):
         "Error feedback for `zero_quantized_gradients` (LoCo): a running average of the "
         "quantization error is added to the next gradient. Costs as much memory as all the "
         "gradients that a rank sends. It is reset at each checkpoint, saved or loaded, so that "
-        "a resumed run gives the same numbers.",
+        "a resumed run computes the same numbers.",
         mark=Mark(stages=(2, 3)),
     )
     mics_shard_size: Integer = key(
@@ -310,8 +310,8 @@ class ZeroOptimization(Section):
         False,
         "Stage 3: gather weights in two hops if the ranks that share a copy are on several "
         "nodes: first between nodes, then inside each, so that every byte reaches a node once. "
-        "Applies without `mics_shard_size` too. The launcher's LOCAL_WORLD_SIZE gives the "
-        "number of ranks per node.",
+        "Applies without `mics_shard_size` too. The launcher sets the number of ranks per node "
+        "in LOCAL_WORLD_SIZE.",
         mark=STAGE_3,
     )
     memory_efficient_linear: Boolean = key(

@@ -23,7 +23,7 @@ LOCALHOST = "localhost"
 RESTARTS = 3
 """The default number of restarts of an elastic job's ranks."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-# Without any of these there is no accelerator, and torch need not be asked (2 seconds).
+# Without any of these there is no accelerator, and torch (2 seconds) need not be imported.
 _DEVICE_FILES = ("nvidia0", "nvidiactl", "kfd", "dri", "davinci0", "accel", "hl0", "dxg")
 _COUNT = "import torch; print(torch.accelerator.device_count())"
 
@@ -46,7 +46,7 @@ class Choices:
     module: bool = False
     no_python: bool = False
     local_rank: bool | None = None
-    """True if `--local_rank=N` is the program's first argument; None: if it is DeepSpeed's."""
+    """Whether to pass `--local_rank=N` as the first argument; None: as DeepSpeed's command does."""
     no_ssh: bool = False
     no_ssh_check: bool = False
     ssh_port: int | None = None
@@ -63,7 +63,7 @@ class Choices:
     world_sizes: tuple[int, ...] = ()
     """The world sizes that the program's configuration allows; empty: any."""
     pause_s: float = 0.0
-    """The seconds that ranks train before new hosts are taken in."""
+    """The seconds that ranks train before new hosts are admitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,22 +141,22 @@ def _refuse(choices: Choices) -> None:
     if choices.as_deepspeed and choices.no_python:
         raise LaunchError("--as-deepspeed needs Python to run the program; leave out --no_python")
     if choices.module and choices.no_python:
-        raise LaunchError("--module and --no_python contradict each other; give one")
+        raise LaunchError("--module and --no_python contradict each other; pass one")
     counts = choices.num_nodes or choices.num_slots
     if (choices.include or choices.exclude) and counts and choices.launcher != "slurm":
         raise LaunchError(
-            "--include and --exclude say which slots are taken: leave out --num_nodes,"
-            " --num_gpus and --num_accelerators"
+            "--include and --exclude select the slots: leave out --num_nodes, --num_gpus and"
+            " --num_accelerators"
         )
     if choices.no_ssh and choices.node_rank is None:
         raise LaunchError(
-            "--no_ssh starts this host's ranks alone: say which host of the hostfile it is with"
+            "--no_ssh starts this host's ranks alone: set its index in the hostfile with"
             " --node_rank (0 for the first)"
         )
     if choices.node_rank is not None and not choices.no_ssh:
         raise LaunchError(
-            "--node_rank says which host this is, for --no_ssh; without that every host is started"
-            " from here"
+            "--node_rank is this host's index, for --no_ssh only; without --no_ssh this command"
+            " starts every host"
         )
 
 
@@ -229,7 +229,7 @@ def _here(choices: Choices, variables: Mapping[str, str]) -> tuple[Pool, tuple[s
     shown = variables.get(_VISIBLE, "").strip()
     filters = choices.include or choices.exclude
     if filters:
-        notes = (f"{_VISIBLE}={shown} gives way to --include and --exclude",) if shown else ()
+        notes = (f"--include and --exclude override {_VISIBLE}={shown}",) if shown else ()
         named = [LOCALHOST, *_hosts_in(filters)]
         strange = [host for host in named if host != LOCALHOST and not is_here(host)]
         if strange:
@@ -331,7 +331,7 @@ def _ways(choices: Choices, job: Job, is_one: bool) -> dict[str, Way]:
 def _own_host(choices: Choices, pool: Pool) -> str:
     """Return the host of the hostfile that --node_rank selects for this machine."""
     if not choices.master_addr:
-        raise LaunchError("--no_ssh: give the address of rank 0's host with --master_addr")
+        raise LaunchError("--no_ssh: set the address of rank 0's host with --master_addr")
     rank = choices.node_rank
     if rank is None or not 0 <= rank < len(pool):
         raise LaunchError(f"--node_rank {rank}, but there are hosts 0 to {len(pool) - 1}")
@@ -355,8 +355,8 @@ def _by_slurm(
         )
         if size is None:
             raise LaunchError(
-                "--launcher slurm: give the number of ranks per node with --num_gpus N (Slurm's"
-                " SLURM_GPUS_ON_NODE and SLURM_NTASKS_PER_NODE do not)"
+                "--launcher slurm: set the number of ranks per node with --num_gpus N (neither"
+                " SLURM_GPUS_ON_NODE nor SLURM_NTASKS_PER_NODE is set)"
             )
         pool = {f"node {number}": tuple(range(size)) for number in range(count)}
         nodes = _slurm_nodes("--nodelist", choices.include) + _slurm_nodes(
@@ -371,8 +371,8 @@ def _by_slurm(
 def _slurm_nodes(flag: str, text: str) -> tuple[str, ...]:
     if ":" in text:
         raise LaunchError(
-            f"--launcher slurm: {text!r} names slots, but Slurm gives out devices itself; name"
-            " whole nodes, and give the number of ranks with --num_gpus"
+            f"--launcher slurm: {text!r} names slots, but Slurm assigns devices itself; name"
+            " whole nodes, and set the number of ranks with --num_gpus"
         )
     return (f"{flag}={text.replace('@', ',')}",) if text else ()
 

@@ -23,7 +23,7 @@ _WORDLESS_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The failure of a rank that nobody had asked to end."""
+    """The failure of a rank that had not been requested to end."""
 
     rank: int
     host: str
@@ -118,7 +118,7 @@ def report(
         lines.append(f"{_who([first], names_hosts)} failed first: {first.how}")
         lines += [f"  {line}" for line in first.text.splitlines()]
     if not first.text:
-        lines.append("  it has written nothing to its standard error")
+        lines.append("  it wrote nothing to standard error")
     folded: dict[str, list[Failure]] = {}
     for failure in others:
         # An error that names several ranks has the same words on each of them.
@@ -128,9 +128,9 @@ def report(
         folded.setdefault(how, []).append(failure)
     lines += [f"{_who(same, names_hosts)} failed {how}" for how, same in folded.items()]
     if others and logs:
-        hints.append(f"all that each rank has printed is in {logs}")
+        hints.append(f"the full output of each rank is in {logs}")
     elif others:
-        hints.append("--enable_each_rank_log DIR keeps all that each rank prints")
+        hints.append("--enable_each_rank_log DIR saves the full output of each rank")
     return lines + [f"hint: {hint}" for hint in hints if hint]
 
 
@@ -150,15 +150,15 @@ def _folded(failure: Failure) -> str:
 def agents_words(notes: str, port: int) -> list[str]:
     """Return the lines to show of an agent's last messages."""
     if "EADDRINUSE" in notes:
-        return [f"port {port} is in use on that host; take another one by --master_port"]
+        return [f"port {port} is in use on that host; choose another one with --master_port"]
     return notes.splitlines()
 
 
 def _hint(first: Failure) -> str:
     if "unrecognized arguments: --local_rank" in first.text:
-        return "the program does not take --local_rank: add --no_local_rank to hadal run"
+        return "the program does not accept --local_rank: add --no_local_rank to hadal run"
     if "required: --local_rank" in first.text:
-        return "the program wants --local_rank: add --local_rank to hadal run"
+        return "the program requires --local_rank: add --local_rank to hadal run"
     if first.code == -signal.SIGKILL:
         return "SIGKILL often comes from the kernel when memory is exhausted: see `dmesg`"
     return ""

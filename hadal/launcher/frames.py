@@ -53,7 +53,7 @@ class RankEnded:
     rank: int
     code: int
     was_stopped: bool
-    """True if it had been asked to end."""
+    """True if it had been requested to end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ class Channel:
             self.process.terminate()
 
     def pass_on(self, sent: signal.Signals) -> None:
-        """Send the ranks a signal that does not ask them to end."""
+        """Send the ranks a signal that does not end them."""
         if self.way.reach is Reach.ALL:
             self.process.send_signal(sent)
         elif self.state is HostState.RUNNING:
@@ -185,7 +185,7 @@ class Front:
         return all(channel.state is HostState.GONE for channel in self._channels.values())
 
     def _beat(self) -> None:
-        """Send hosts heartbeats, even while nobody reads this process's output."""
+        """Send hosts heartbeats, even while this process's output is blocked."""
         while not self._has_ended.wait(self._job.program.lost_s / _BEATS):
             for channel in list(self._channels.values()):
                 if channel.state is HostState.RUNNING:
@@ -257,7 +257,7 @@ class Front:
         self._rank_failed()
 
     def _ranks_stopped_at(self) -> float | None:
-        """Return the time at which the running ranks were asked to end."""
+        """Return the time at which the running ranks were requested to end."""
         return self._stopped_at
 
     def _rank_failed(self) -> None:
@@ -289,7 +289,7 @@ class Front:
         self._stop(signal.SIGTERM)
 
     def _drain(self, channel: Channel) -> None:
-        """Read the rest of its standard error, which ssh's shared connections hold open."""
+        """Read its remaining standard error, which ssh's shared connections hold open."""
         pipe = channel.process.stderr
         assert pipe is not None
         if pipe.fileno() in self._selector.get_map():
@@ -332,7 +332,7 @@ class Front:
         return (*first.hello.addresses, "127.0.0.1")[0]
 
     def _look(self) -> None:
-        """Do what is due by time."""
+        """Run the checks that depend on time."""
         now = time.monotonic()
         self._printer.look()
         self._take_signals()

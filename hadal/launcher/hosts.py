@@ -32,7 +32,7 @@ def read_hostfile(text: str, name: str = "hostfile") -> Pool:
         host, count = found[1], int(found[2])
         if host in pool:
             raise LaunchError(
-                f"{name}, line {number}: the host {host!r} comes twice; write it once, with all"
+                f"{name}, line {number}: the host {host!r} is listed twice; list it once, with all"
                 " its slots"
             )
         pool[host] = tuple(range(count))
@@ -50,7 +50,7 @@ def filtered(pool: Mapping[str, Iterable[int]], include: str = "", exclude: str 
     """
     if include and exclude:
         raise LaunchError(
-            f"--include {include!r} and --exclude {exclude!r} contradict each other; give one"
+            f"--include {include!r} and --exclude {exclude!r} contradict each other; pass one"
         )
     slots = {host: tuple(own) for host, own in pool.items()}
     if include:
@@ -97,7 +97,7 @@ def _named(text: str, flag: str, pool: Mapping[str, tuple[int, ...]]) -> Pool:
 
 
 def narrowed(pool: Pool, nodes: int | None = None, slots: int | None = None) -> Pool:
-    """Keep the first `nodes` hosts, and give each the slots 0 to `slots` - 1.
+    """Keep the first `nodes` hosts, each with the slots 0 to `slots` - 1.
 
     Raises:
         LaunchError: there are fewer hosts.

@@ -53,7 +53,7 @@ class Program:
     slots: tuple[tuple[int, ...], ...] = ()
     """Each host's slots, if no process on the host can set them for its ranks; empty: all."""
     lost_s: float = LOST_S
-    """The seconds without a heartbeat after which hosts give each other up."""
+    """The seconds without a heartbeat after which a host counts as lost."""
 
     def command(self, local_rank: int, python: str = sys.executable) -> list[str]:
         """Return the command that starts one rank."""

@@ -1,8 +1,8 @@
 """The process on each host (`python -m hadal.launcher.node`), which runs its share of a job.
 
-It says hello, reads its share from its standard input (or from `--job`), and hands it to torch's
-elastic agent. If that input ends, or over ssh no heartbeat comes for long, the command that wanted
-the job is gone and everything here ends.
+It sends a hello, reads its share from standard input (or from `--job`), and passes it to torch's
+elastic agent. If that input ends, or over ssh heartbeats stop, the command that started the job is
+gone, and this process ends its ranks and itself.
 
 Tests: tests/launcher/test_run.py
 """
@@ -94,7 +94,7 @@ class HostProcess:
             self._agent.send_signal(signal.SIGKILL if again else sent)
 
     def pass_on(self, sent: signal.Signals) -> None:
-        """Send all ranks a signal that does not ask them to end; torch's agent would die of it."""
+        """Send all ranks a signal that does not end them; it would kill torch's agent."""
         if self._agent is not None:
             signal_children(self._agent.pid, sent)
 

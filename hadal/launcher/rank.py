@@ -52,7 +52,7 @@ class Rank:
 
     @property
     def was_stopped(self) -> bool:
-        """True if it was asked to end."""
+        """True if it was requested to end."""
         return self._kills_at is not None
 
     def run(self) -> int:
@@ -150,8 +150,8 @@ class Rank:
     def _ask(self, sent: signal.Signals) -> None:
         """Send a signal that a program may handle.
 
-        A Python program gets it alone: what it does then may need the processes that it has
-        started, such as those of a data loader. Once it has ended, they are killed.
+        Only the Python program receives it: its handler may still need the processes that it has
+        started, such as a data loader's workers. Once the program has ended, they are killed.
         """
         if self._program.kind is ProgramKind.BARE:
             self._send(sent)

@@ -89,7 +89,7 @@ class ElasticFront(Front):
             self._say(message)
         self._losses[host] = message
         if self._number == 0 and Front._is_over(self):  # no host was ever available
-            self._lost.append("no host is there")
+            self._lost.append("no host is available")
             self._stop(signal.SIGTERM)
         if self._phase is RoundPhase.FINISHING:
             self._ends_at = time.monotonic() + self._job.program.grace_s
@@ -151,7 +151,7 @@ class ElasticFront(Front):
         host = channel.host
         self._asks[host] = frame.port
         if self._losses.pop(host, None) is not None:
-            self._say(f"host {host} is there again")
+            self._say(f"host {host} is available again")
         if self._phase is RoundPhase.FINISHING:
             self._stop(signal.SIGTERM)  # its ranks have failed after others have finished
         elif host in self._members:
@@ -160,7 +160,7 @@ class ElasticFront(Front):
         self._begin()
 
     def _grow(self) -> None:
-        """Take in new hosts, if that gives more ranks."""
+        """Admit new hosts, if that yields more ranks."""
         lasts_s = time.monotonic() - self._began_round_at
         if self._phase is RoundPhase.RUNNING and lasts_s >= self._elastic.pause_s:
             members = self._chosen([*self._members, *self._asks])
@@ -210,7 +210,7 @@ class ElasticFront(Front):
         return self._number == 0 or ends
 
     def _chosen(self, hosts: Iterable[str]) -> tuple[str, ...]:
-        """Return the first hosts of the hostfile that give a valid number of ranks."""
+        """Return the first hosts of the hostfile with a valid total number of ranks."""
         there = [host for host in self._job.pool if host in set(hosts)][: self._elastic.most]
         sizes = self._elastic.world_sizes
         while len(there) >= self._elastic.least:

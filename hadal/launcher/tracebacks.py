@@ -15,7 +15,7 @@ _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line \d+')
 _ERROR = re.compile(r"(?:\w+\.)*(?P<kind>\w+)(?:: (?P<message>.*))?$")
 _OURS = "hadal.errors."
 _LIBRARY = re.compile(r"/lib/python3(\.\d+)?/")
-# What torch's C++ side logs as a process ends.
+# Lines that torch's C++ code logs as a process ends.
 _LOGGED = re.compile(r"\[[WEIF]\d{4} ")
 
 

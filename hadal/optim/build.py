@@ -62,8 +62,8 @@ _SENDING_SIGNS: Mapping[type[Optimizer], Callable[..., OptimizerStepper]] = {
 # Types that are not classes of torch.optim.
 _OWN_TYPES: list[type[Optimizer]] = [Lamb, Lion, Muon, *_SENDING_SIGNS]
 _OWN = {kind.__name__: kind for kind in _OWN_TYPES}
-# Keys of the `optimizer` section that are not arguments: they affect the choice of a class, or
-# request what is always the case here.
+# Keys of the `optimizer` section that are not arguments: they select a class, or request the
+# behaviour that Hadal always has.
 _ADAM = ("Adam", "AdamW")
 _SIGNS = [kind.__name__ for kind in _SENDING_SIGNS]
 _SWITCHES: Mapping[str, tuple[str, ...]] = {
@@ -105,7 +105,7 @@ def build_optimizer(
 
 
 def _with_tuples(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with tuples, which JSON does not have, where classes expect them."""
+    """Return the arguments with lists converted to tuples, which JSON does not have."""
     return {key: tuple(value) if key == "betas" else value for key, value in arguments.items()}
 
 
@@ -191,10 +191,10 @@ def build_stepper(
     steps: DiskSteps | None = None,
     parts: ModelParts | None = None,
 ) -> OptimizerStepper:
-    """Build the stepper for a user's optimizer, and give the optimizer the buckets' tensors.
+    """Build the stepper for a user's optimizer, and pass the buckets' tensors to the optimizer.
 
     The optimizer object and its group dicts remain; only `group["params"]` is replaced.
-    `parameters` lists each param group's parameters of the model in order; `steps` are the settings
+    `parameters` lists the model's parameters of each param group in order; `steps` are the settings
     for updates of state on the disk; `parts` are the ranks with the model's other parts.
 
     The optimizer's existing state is kept.

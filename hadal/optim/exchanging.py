@@ -138,12 +138,12 @@ class Lane:
                 owed.zero_()
 
     def rescale(self, part: Slice, factor: float) -> None:
-        """Multiply what is owed of a part by `factor`."""
+        """Multiply a part's residuals by `factor`."""
         for owed in self._owed(part.start, part.start + part.values.numel()):
             owed.mul_(factor)
 
     def _owed(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return what is owed of elements [start, stop): this rank's, and part of the mean's."""
+        """Return the residuals of elements [start, stop): this rank's, and part of the mean's."""
         owed = self.sending().owed
         first = self.bucket.ranks.rank * owed.of_mean.numel()
         mean = owed.of_mean[max(0, start - first) : max(0, stop - first)]
@@ -249,7 +249,7 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
         return begin_state(self._optimizer.state[part.held.values], part.held.values)
 
     def _blocks(self, part: Slice, *rest: Tensor) -> Iterator[Block]:
-        """Yield a part in blocks; `rest` are 1-D with the length of the part."""
+        """Yield a part in blocks; `rest` are further 1-D tensors of the part's length."""
         state = self._state(part)
         first, second = part.flat(state["exp_avg"]), part.flat(state["exp_avg_sq"])
         numel = block_numel(part.values.device)
@@ -289,7 +289,7 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
             yield block, scale_(mean.to(block[0].dtype, copy=True), multiplier)
 
     def _owe(self, multiplier: Multiplier) -> None:
-        """Add this update's message to what is owed."""
+        """Add this update's message to the residuals."""
         for lane, part in self._all_parts():
             owed, group = part.cut(lane.sending().owed.mine), self._group_of(part)
             for (_, first, _, debt), gradient in self._with_gradients(lane, part, multiplier, owed):
@@ -366,7 +366,7 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
         self._follow()
 
     def memory(self) -> dict[str, Any] | None:
-        """Return what each bucket owes, with its layout; None if nothing was ever sent."""
+        """Return each bucket's residuals, with its layout; None if nothing was ever sent."""
         if all(lane.mean is None for lane in self._lanes):
             return None
         owed = [list(lane.sending().owed) for lane in self._lanes]
@@ -382,7 +382,7 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
         return bool(memory["lies"] == [lane.lies for lane in self._lanes])
 
     def remember(self, memory: Any) -> None:
-        """Restore what was owed, unless values of that kind are no longer sent."""
+        """Restore the residuals, unless values of that kind are no longer sent."""
         if memory.get("of", self._kind_owed()) != self._kind_owed():
             return
         for lane, saved in zip(self._lanes, memory["owed"], strict=True):

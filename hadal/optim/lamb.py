@@ -339,7 +339,7 @@ class LambStepper(OptimizerStepper):
         return _trust_ratios(sums, [self._optimizer.param_groups[n] for n in self._groups])
 
     def _add_up_slices(self, sums: Tensor, slices: Ranks) -> None:
-        """Sum, over the ranks with slices of the same layers, the rows of what is split."""
+        """Sum the rows of split layers over the ranks that hold their slices."""
         if not self._are_agreed:
             self._are_agreed = is_same_everywhere(repr(self._cut_rows), slices)
         if not self._are_agreed:

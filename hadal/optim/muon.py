@@ -233,7 +233,7 @@ def _is_hidden_matrix(member: Any, names: Mapping[nn.Parameter, str]) -> bool:
 
 
 class MuonStepper(OptimizerStepper):
-    """A stepper of Muon: matrices whole, each on one rank, and the rest as slices on every rank."""
+    """A stepper of Muon: each matrix whole on one rank, other parameters as slices on all ranks."""
 
     _optimizer: Muon
 

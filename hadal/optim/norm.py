@@ -109,7 +109,7 @@ def device_of_sum(gradients: Sequence[Gradients]) -> torch.device:
 
 
 def _norms(values: Tensor) -> Iterator[Tensor]:
-    """Yield the norms of slices of the 1-D `values`: of each row, and of the rest."""
+    """Yield the norms of slices of the 1-D `values`: of each row, then of the remainder."""
     exact = torch.promote_types(values.dtype, torch.float32)
     on_cpu = values.device.type == "cpu"
     step = min(_CPU_BLOCK_NUMEL * growth(), values.numel()) if on_cpu else values.numel()

@@ -61,11 +61,11 @@ time.
 def update_on_disk(
     states: Sequence[DiskState], model_parallel: Ranks | None = None
 ) -> Iterator[None]:
-    """Guard an update of these buckets. All ranks must reach its end, whatever fails on them.
+    """Guard an update of these buckets. All ranks must reach its end, even after a failure.
 
     Args:
         states: their masters and state on the disk.
-        model_parallel: the ranks with the other parts of the model, if they share sums.
+        model_parallel: the ranks that hold the model's other parts, if they share sums.
 
     Raises:
         OffloadError: the disk failed on some rank; nothing has changed on any rank.

@@ -30,9 +30,9 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
     """A stepper of 0/1 Adam: at first, between the updates that learn the variance, ranks send
     gradients as signs; later they send the sum of their local updates.
 
-    If not every update is followed by an exchange, `_anchors` hold the weights of the last
-    exchange, with weight decay applied since. All ranks then start from them and add what all have
-    moved, so that they get the same bits.
+    If ranks do not exchange after every update, `_anchors` hold the weights of the last exchange,
+    with weight decay applied since. All ranks then start from them and add the mean of all local
+    updates, so that they get the same bits.
     """
 
     _anchors: dict[Slice, Tensor]
@@ -46,7 +46,7 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
             super()._update(number, multiplier)
 
     def _owe_block(self, debt: Tensor, first: Tensor, gradient: Tensor, group: Group) -> None:
-        """Add the gradient to what is owed."""
+        """Add the gradient to the residual."""
         debt.add_(gradient)
 
     def _take(self, part: Slice, cut: slice, mean: Tensor) -> None:

@@ -347,7 +347,7 @@ class DiskStates:
 
 
 def backup_of(states: Sequence[DiskState]) -> Callable[[], None]:
-    """Copy what an optimizer has in memory; return a function that restores it after a failure."""
+    """Copy an optimizer's state in memory; return a function that restores it after a failure."""
     optimizer, memories = states[0].optimizer, [state.memory() for state in states]
     options = [
         {key: value for key, value in group.items() if key != "params"}

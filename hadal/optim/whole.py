@@ -37,13 +37,13 @@ class _Transfer:
 
 
 class WholeParameters:
-    """Whole parameters, each on the rank that owns it, beside the flat shards they are cut into.
+    """Whole parameters, each on the rank that owns it, next to the flat shards of all ranks.
 
     Owns `values`: for each of the model's parameters that this rank owns, a parameter of the same
     shape and strides in the master's dtype, whose `grad` is set between `to_owners` and
-    `to_shards`. Gradients are sent only to their owners, and new values only to the shards that
-    need them. Owners keep values from update to update, so masters are sent only if others have
-    changed them.
+    `to_shards`. Ranks send gradients only to owners, and owners send new values only to the shards
+    that need them. Owners keep values between updates, so masters are sent only if something else
+    has changed them.
 
     If optimizer state is not partitioned, every rank owns everything and nothing is sent.
     """

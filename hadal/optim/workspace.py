@@ -37,8 +37,8 @@ def growth() -> int:
 def blocks(start: int, stop: int, numel: int) -> Iterator[tuple[int, int]]:
     """Yield [start, stop) split at the multiples of `numel`.
 
-    Kernels round the last few elements of a block as they do single ones. So for the same bits,
-    blocks must end at the same elements in every tier.
+    Kernels round the last few elements of a block as they round single elements, so blocks must end
+    at the same elements in every tier to get the same bits.
     """
     while start < stop:
         end = min(stop, (start // numel + 1) * numel)
@@ -65,7 +65,7 @@ def scale_(gradient: Tensor, multiplier: Multiplier) -> Tensor:
 
 
 class Item(NamedTuple):
-    """One block to update, as it is stored: its tensors may have several dtypes."""
+    """One block to update, in storage dtypes: its tensors may differ in dtype."""
 
     update: SliceUpdate
     gradient: Tensor

@@ -82,7 +82,7 @@ def test_one_program_starts_all(launcher: str, capsys: pytest.CaptureFixture[str
 def test_an_elastic_job_names_its_bounds(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["-H", "hosts", "--elastic_training", "--num_nodes", "1:2", "train.py"]
     assert main(["run", "--dry-run", *words]) == 0
-    assert "elastic: goes on with 1 to 2 hosts" in capsys.readouterr().out
+    assert "elastic: continues with 1 to 2 hosts" in capsys.readouterr().out
 
 
 def test_a_search_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,8 +67,8 @@ def test_masks_of_the_largest_scores_are_deepspeed_s() -> None:
     ("name", "arguments", "message"),
     [
         ("SymQuantizer", (8, None, None, 5), "num_groups is 5.*does not divide the 12 elements"),
-        ("AsymQuantizer", (8, None, torch.tensor(1.0)), "give both, or neither"),
-        ("SymQuantizer", (8, -1.0, 1.0, 3), "num_groups is 3 beside min_value"),
+        ("AsymQuantizer", (8, None, torch.tensor(1.0)), "pass both, or neither"),
+        ("SymQuantizer", (8, -1.0, 1.0, 3), "num_groups is 3, but min_value"),
         ("TernaryQuantizer", (4,), "num_bits is 4, but this quantizer has 2"),
         ("BinaryQuantizer", (1, -1.0, 1.0), "no meaning with 1 or 2 bits"),
     ],

@@ -67,7 +67,7 @@ def test_sizes_that_do_not_agree(sizes, message):
 def test_neither_train_nor_micro(sizes):
     assert only_fault(batch(*sizes)) == (
         "train_batch_size",
-        "neither this nor train_micro_batch_size_per_gpu is given; give one of the two",
+        "neither this nor train_micro_batch_size_per_gpu is set; set one of the two",
     )
 
 

@@ -53,6 +53,6 @@ def test_a_pass_is_refused_where_it_is_on_and_dormant_where_it_is_off(name):
     section = {name: OTHER_VALUES[name]}
     path, message = only_fault({**BASE, "compile": {"deepcompile": True, **section}})
     assert path == "compile.deepcompile"
-    assert "not built yet; leave it out or give false" in message
+    assert "not built yet; leave it out or set false" in message
     config = load_config({**BASE, "compile": section})
     assert not config.compile.is_on

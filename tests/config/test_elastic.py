@@ -180,7 +180,7 @@ def test_ranks_come_by_nodes_and_may_share_a_model() -> None:
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (1920, 6)
     assert config.gradient_accumulation_steps == 20
     told = faults_of(shared, world_size=64)["elasticity.model_parallel_size"]
-    assert "4, but" in told and "by 1" in told
+    assert "4, but" in told and "1 of the 64 ranks" in told
 
 
 def test_a_number_outside_the_list_has_a_batch_of_its_own_and_is_told() -> None:

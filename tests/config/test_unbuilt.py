@@ -14,7 +14,7 @@ from .faults import BASE, only_fault, with_zero
 def test_the_message_says_what_to_do():
     assert only_fault({**BASE, "compile": {"deepcompile": True}}) == (
         "compile.deepcompile",
-        "true is not built yet; leave it out or give false",
+        "true is not built yet; leave it out or set false",
     )
 
 

@@ -63,7 +63,7 @@ def test_the_visible_devices_are_the_slots(plan: Any) -> None:
     assert plan(shown, num_slots=1).job.pool == {"localhost": (2,)}
     made = plan(shown, include="localhost:0")
     assert made.job.pool == {"localhost": (0,)}
-    assert "gives way" in made.notes[0]
+    assert "override" in made.notes[0]
     # Names of devices stay as they are.
     named = plan({"CUDA_VISIBLE_DEVICES": "GPU-8f,MIG-2a"}).job
     assert (named.pool, named.shows_slots) == ({"localhost": (0, 1)}, False)
@@ -132,7 +132,7 @@ def test_without_ssh_each_host_starts_its_own_share(plan: Any, hostfile: str) ->
     assert {host: way.is_ssh for host, way in made.ways.items()} == {"b": False}
     assert made.address == "10.0.0.1"
     for fields, told in (
-        ({**here}, "say which host"),
+        ({**here}, "set its index in the hostfile"),
         ({**here, "node_rank": 3}, "hosts 0 to 2"),
         ({**here, "node_rank": 1, "master_addr": ""}, "with --master_addr"),
         ({"node_rank": 1}, "for --no_ssh"),
@@ -299,7 +299,7 @@ def test_every_flag_is_read(
     [
         ([], "no program"),
         (["--launcher_args", "'", "t.py"], """--launcher_args "'" cannot be read: No closing"""),
-        (["--num_nodes", "1:2", "t.py"], "--num_nodes 1:2: a range is for --elastic_training"),
+        (["--num_nodes", "1:2", "t.py"], "--num_nodes 1:2: a range needs --elastic_training"),
         (
             ["--num_nodes", "1:2", "--elastic_training", "--max_elastic_nodes", "3", "t.py"],
             "give only one of them",

@@ -154,7 +154,7 @@ def test_half_of_the_ranks_are_lost_and_come_back(folder: Path) -> None:
     assert "round 1: 4 ranks on alpha, beta" in told
     assert "host beta is lost" in told
     assert "round 2: 2 ranks on alpha\n" in told
-    assert "host beta is there again" in told
+    assert "host beta is available again" in told
     assert "round 3: 4 ranks on alpha, beta" in told
     assert [world for world, _ in rounds(folder)] == [4, 2, 4]
     curve = losses(folder)
@@ -206,7 +206,7 @@ def test_a_job_waits_for_hosts_and_ends(folder: Path) -> None:
     (folder / "down-alpha").touch()
     done = run(*flags, "never.py", folder=folder, **short)
     assert done.returncode == 255
-    assert done.stderr.endswith("hadal run: no host is there\n")
+    assert done.stderr.endswith("hadal run: no host is available\n")
 
 
 def test_an_interrupt_ends_an_elastic_job(folder: Path) -> None:
@@ -271,7 +271,7 @@ def test_ranks_train_for_a_while_before_hosts_are_taken_in(folder: Path) -> None
     (folder / "down-beta").unlink()
     assert job.stderr is not None
     told = [job.stderr.readline()]
-    while "host beta is there again" not in told[-1]:
+    while "host beta is available again" not in told[-1]:
         told.append(job.stderr.readline())
     time.sleep(1)  # without min_time the round would be over at once
     (folder / "enough").touch()

@@ -84,7 +84,7 @@ def test_the_first_nodes_are_kept_with_the_requested_slots(
         ("a slots=2x", "line 1"),
         ("a slot=2", "line 1"),
         ("slots=2", "line 1"),
-        ("a slots=2\na slots=1", "line 2: the host 'a' comes twice"),
+        ("a slots=2\na slots=1", "line 2: the host 'a' is listed twice"),
     ],
 )
 def test_invalid_hostfiles_are_refused(text: str, told: str) -> None:

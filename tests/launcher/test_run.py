@@ -257,7 +257,7 @@ def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         "hadal run: torch's agent on localhost failed: exit code 1",
-        f"hadal run:   port {port} is in use on that host; take another one by --master_port",
+        f"hadal run:   port {port} is in use on that host; choose another one with --master_port",
     ]
 
 
@@ -358,7 +358,7 @@ def test_an_error_of_ours_is_its_message_and_the_users_lines(tmp_path: Path) -> 
         "      return hadal.initialize(model=nn.Linear(2, 2), config=config)",
         f"rank {1 - int(first)} failed with the same error",
         "hint: HADAL_TRACEBACK=full shows the frames inside Hadal, too",
-        "hint: --enable_each_rank_log DIR keeps all that each rank prints",
+        "hint: --enable_each_rank_log DIR saves the full output of each rank",
     ]
     done = run("--num_gpus", 1, "mistake.py", folder=tmp_path, HADAL_TRACEBACK="full")
     assert "Traceback" in done.stderr and "hadal/config/report.py" in done.stderr

@@ -169,7 +169,7 @@ def test_pdsh_is_given_the_line_for_every_host(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("launcher", "words", "told"),
     [
-        ("slurm", ["--include", "n1:0", "--num_gpus", 2], "Slurm gives out devices itself"),
+        ("slurm", ["--include", "n1:0", "--num_gpus", 2], "Slurm assigns devices itself"),
         ("slurm", [], "with --num_gpus N"),
         ("mpich", ["-H", "hosts", "-i", "a:0,1@b"], "as many slots on each host"),
     ],
