@@ -59,7 +59,7 @@ def _rows(
 
 
 def _command(job: Job) -> str:
-    """Return the command of every rank; N stands for its number on its host."""
+    """Return the command of every rank, with N in place of its local rank."""
     words = job.program.command(0)
     if job.program.passes_local_rank:
         words[words.index("--local_rank=0")] = "--local_rank=N"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hadal.config.elasticity import Elasticity
 
 _NUMBERS = 16
-"""How many numbers a line has."""
+"""The count of numbers on a line."""
 
 
 def add_to(group: Any) -> None:

@@ -133,7 +133,7 @@ def start_exchange(
     label: str,
     tag: int = EXCHANGE,
 ) -> Pending:
-    """Send 1-D `outgoing[r]` to each rank r, and put what r sends here into 1-D `incoming[r]`.
+    """Send 1-D `outgoing[r]` to each rank r; receive r's tensor into 1-D `incoming[r]`.
 
     All tensors share one dtype and device. Both sides know the lengths; empty tensors are not sent.
     No tensor may be read or written until the wait has returned.

@@ -27,7 +27,7 @@ T = TypeVar("T")
 _kept: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = WeakKeyDictionary()
 
 _made: Counter[tuple[int, ...]] = Counter()
-"""How many groups of some ranks of the world this process has made. It never falls."""
+"""The number of groups of some ranks that this process has created. It never decreases."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Ranks:
     host_group: dist.ProcessGroup
     """The group that carries tensors on the host if `group` does not."""
     circle: Circle = field(default_factory=Circle, compare=False, repr=False)
-    """Those of the ranks that tensors on the host reach without the backend."""
+    """The ranks to which host tensors are sent without the backend."""
 
     @classmethod
     def world(cls) -> Ranks:

@@ -252,7 +252,7 @@ def find_place(
 ) -> WorldPlace:
     """Read this process's place from a launcher's variables; `ALONE` if there are none.
 
-    With `has_init_method` the caller knows where the ranks meet, and no address is needed.
+    With `has_init_method` the caller passes the rendezvous itself, and no address is needed.
     """
     launch = _from_launcher(variables)
     if launch is None:

@@ -321,8 +321,7 @@ class Accelerator:
     ) -> Tensor:
         """Return a pinned copy of a tensor; on a CPU, the tensor itself.
 
-                torch copies shape and values and aligns by itself, whatever the other arguments
-        request.
+        torch chooses shape, strides and alignment itself; the other arguments are ignored.
         """
         return tensor.pin_memory() if self._is_there() else tensor
 

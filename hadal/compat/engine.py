@@ -68,7 +68,7 @@ class DeepSpeedEngine(Accessors):
         if parts.clocks.lap is not None:
             self.add_listener(PhaseTimers(self.timers))
         self.tput_timer = ThroughputTimer()
-        """How fast updates come."""
+        """The engine's throughput."""
         self.mpu: Any = None
         """The `mpu` that `initialize` was given, as the next three."""
         self.client_optimizer: Any = None

@@ -272,5 +272,5 @@ def _check_slice(
     if differs or (whole is not None and (size if end is None else end) > whole):
         raise SequenceError(
             f"{name}: this rank has {size} columns of the vocabulary, but the caller says"
-            f" {start} to {end} of {whole}; give as many, without columns that pad the vocabulary"
+            f" {start} to {end} of {whole}; pass as many, without columns that pad the vocabulary"
         )

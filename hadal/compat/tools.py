@@ -210,7 +210,7 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 
 
 def parse_range_list(range_str: str) -> list[int]:
-    """Return the numbers of a list of ranges, in order: `0,2-4` gives 0, 2, 3, 4.
+    """Return the numbers of a list of ranges, in order: `0,2-4` is 0, 2, 3, 4.
 
     Raises:
         ValueError: the text is not such a list, or a number appears twice.

@@ -1,4 +1,4 @@
-"""For the Hugging Face Trainer: checkpoints when it is preempted, and weights of micro-batches.
+"""Additions to the Hugging Face Trainer: checkpoints on preemption, weights of micro-batches.
 
 Tests: tests/compat/test_preempted_trainer.py, tests/compat/test_ulysses.py
 """

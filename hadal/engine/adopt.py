@@ -1,4 +1,4 @@
-"""Adoption of a model: parameters into buckets, rank 0's values for the rest; later ones too."""
+"""Adoption of a model: parameters go into buckets, other tensors get rank 0's values."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ def choose_config(args: Any, config: Any, config_params: Any) -> Any:
     found = {name: value for name, value in given.items() if value is not None}
     if not found:
         raise UsageError(
-            "initialize got no configuration; give config= a dict or the path of a JSON file, or"
+            "initialize got no configuration; pass config= a dict or the path of a JSON file, or"
             " start the script with --deepspeed_config FILE"
         )
     if len(found) > 1:
         raise UsageError(
-            f"initialize got a configuration {len(found)} times: {', '.join(found)}; give it once"
+            f"initialize got a configuration {len(found)} times: {', '.join(found)}; pass it once"
         )
     return next(iter(found.values()))
 

@@ -366,7 +366,7 @@ def _among_parts(topology: Topology, world: Ranks) -> AbstractContextManager[Non
 def _common(config: Config) -> dict[str, Any]:
     """Return the keys that must be the same on all ranks.
 
-    Each rank may have its own disk, and each has an object of its own for groups of ranks.
+    Ranks may have different disks, and different objects for groups of ranks.
     """
     values = config.as_dict()
     degree = {**values["tensor_parallel"]["tp"], "mpu": None, "tp_group": None}

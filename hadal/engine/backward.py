@@ -150,14 +150,14 @@ class Backwards:
         where = f"rank {session.parts.ranks.rank}: engine.backward(loss)"
         if not session.parts.runtime.gradients:
             raise UsageError(
-                f"{where} has nothing to train: the optimizer has no parameter of the model that"
-                " requires a gradient"
+                f"{where} has nothing to train: no parameter of the model in the optimizer requires"
+                " a gradient"
             )
         if not session.cycle.backwards:
             self._newcomers.check(where)
         if not isinstance(loss, Tensor):
             raise LossError(
-                f"{where} expects a tensor, got {type(loss).__name__}; give the loss itself, for"
+                f"{where} expects a tensor, got {type(loss).__name__}; pass the loss itself, for"
                 " example outputs.loss or outputs[0]"
             )
         if loss.numel() != 1:

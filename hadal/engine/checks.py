@@ -57,7 +57,7 @@ def check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be a torch.nn.Module instance, got {type(model).__name__}")
     if isinstance(model, EngineBase):
-        raise UsageError("initialize got an engine; give it the module, engine.module")
+        raise UsageError("initialize got an engine; pass the module, engine.module")
 
 
 def check_parameters(
@@ -117,21 +117,21 @@ def check_birth(
         ranks = sharing.ranks
         if born is not None and born.ranks.numbers != ranks.numbers:
             raise UsageError(
-                f"parameter {name} was born sharded over ranks {born.ranks.numbers}, and is to be"
-                f" trained on ranks {ranks.numbers}; give hadal.zero.Init the mpu= that initialize"
-                " gets"
+                f"parameter {name} was created sharded over ranks {born.ranks.numbers}, but is"
+                f" trained on ranks {ranks.numbers}; pass hadal.zero.Init the same mpu= as"
+                " initialize"
             )
         near = None if born is None else born.node
         if near is not None and (sharing.node is None or near.numbers != sharing.node.numbers):
             raise UsageError(
-                f"parameter {name} was born with zero_param_parallel_group= ranks {near.numbers};"
-                f" give initialize zero_optimization.zero_hpz_partition_size {near.size} and stage"
-                " 3, or leave the group out"
+                f"parameter {name} was created with zero_param_parallel_group= ranks"
+                f" {near.numbers}; set zero_optimization.zero_hpz_partition_size {near.size} and"
+                " stage 3, or leave the group out"
             )
         for key in init.asked_at_birth(parameter):
             if not getattr(zero, key):
                 raise UsageError(
-                    f"parameter {name} was born with {key}=True; give initialize"
+                    f"parameter {name} was created with {key}=True; set"
                     f" zero_optimization.{key} true, or leave it out of hadal.zero.Init"
                 )
 

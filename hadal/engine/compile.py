@@ -29,7 +29,7 @@ def compile_module(
     if unknown:
         raise UsageError(
             f"engine.compile(compile_kwargs=...) got {unknown[0]!r}, expected some of"
-            f" {', '.join(sorted(taken))}; the backend is an argument of its own"
+            f" {', '.join(sorted(taken))}; the backend is a separate argument"
         )
     module.compile(backend=backend, **options)
     shield_hooks()  # now that the compiler is there

@@ -43,7 +43,7 @@ class Efficiency:
         if not isinstance(given, Mapping) and len(pacers) > 1:
             raise UsageError(
                 "set_custom_curriculum_learning_schedule got one function for the curricula"
-                f" {', '.join(pacers)}; give a dict of functions by these names"
+                f" {', '.join(pacers)}; pass a dict with a function for each name"
             )
         if not pacers or not named.keys() <= pacers.keys():
             raise UsageError(
@@ -68,7 +68,7 @@ class Efficiency:
         loader = self._session.loader
         if loader is None:
             raise UsageError(
-                "set_data_post_process_func: the engine has no training loader; give training_data"
+                "set_data_post_process_func: the engine has no training loader; pass training_data"
                 " to initialize, or call engine.deepspeed_io first"
             )
         if not callable(post_process_func):

@@ -42,8 +42,8 @@ class Listeners:
             )
         if any(one.name == listener.name for one in self._all):
             raise UsageError(
-                f"engine.add_listener: the engine has a listener named {listener.name!r}; give the"
-                " new one another `name`"
+                f"engine.add_listener: the engine has a listener named {listener.name!r}; set"
+                " another `name` on the new one"
             )
         self._all = (*self._all, listener)
         self._end.add(listener)

@@ -1,7 +1,7 @@
 """Loaders: `initialize(training_data=...)` and `engine.deepspeed_io` return a `ShardedLoader`.
 
-A loader counts the samples that it has handed to the program. It saves that number, not what its
-workers have read ahead.
+A loader counts the samples that it has returned to the program. It saves that number; samples that
+workers have read ahead do not count.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class ShardedLoader:
                     f" {type(self.dataset).__name__}, which has no {method}"
                 )
         if not hasattr(self._reading.sampler or (), "__len__"):
-            raise UsageError("data_sampler has no length; give a sampler of one epoch's indices")
+            raise UsageError("data_sampler has no length; pass a sampler of one epoch's indices")
 
     @property
     def batch_size(self) -> int:
@@ -197,7 +197,7 @@ class ShardedLoader:
         return len(counted)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield one epoch's micro-batches, or after `load_state_dict` the rest of one."""
+        """Yield one epoch's micro-batches, or the remaining ones after `load_state_dict`."""
         if not self._resumes and self._handed:
             self._next_epoch()
         while True:
@@ -348,7 +348,7 @@ class ShardedLoader:
         return {"workers": self._reading.workers, "in_turn": self._in_turn, "trails": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where `state` was saved, also with another batch size or number of replicas.
+        """Resume from the position in `state`, with any batch size and number of replicas.
 
         If the data set now has another length, the epoch is restarted, with a warning.
 

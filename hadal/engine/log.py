@@ -23,7 +23,7 @@ class _ErrorsOnly(logging.Filter):
 
 
 class _IfAlone(logging.StreamHandler[TextIO]):
-    """Handler to standard error, silent if the program has handlers of its own, now or later."""
+    """Handler to standard error, silent if the program has its own handlers, now or later."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ class Parts:
     clocks: Clocks
     monitor: Monitor
     listeners: tuple[Listener, ...]
-    """Those that the configuration enables."""
+    """Listeners that the configuration enables."""
     loader: ShardedLoader | None
     loading: Loading
     device: torch.device

@@ -182,7 +182,7 @@ class PipelineEngine(Engine):
         """
         if reduce_output not in ("avg", None):
             raise NotBuiltYetError(
-                f"eval_batch(reduce_output={reduce_output!r}) is not built yet; give 'avg' or None"
+                f"eval_batch(reduce_output={reduce_output!r}) is not built yet; pass 'avg' or None"
             )
         self._session.expect_alive()
         count = num_micro_batches or self.micro_batches
@@ -310,7 +310,7 @@ class PipelineEngine(Engine):
     # ---- refused: the schedule does it -----------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise `PipelineError`: a stage has no input of its own."""
+        """Raise `PipelineError`: a single stage has no input."""
         raise _refused("forward")
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:

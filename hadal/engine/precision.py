@@ -250,7 +250,7 @@ class BufferRule:
     cast: torch.dtype | None
     """The dtype of all buffers; None casts none."""
     statistics: torch.dtype | None
-    """If `cast` is None: the dtype of running statistics; None casts none."""
+    """The dtype of running statistics if `cast` is None; None does not cast them."""
     kept: re.Pattern[str] | None
     """The full names of buffers that are not cast."""
     keeps_batch_norm: bool

@@ -224,9 +224,7 @@ def _check(model: nn.Module, section: TensorParallel, config: Config, topology: 
     given = {"it": _dtype_of(section), "tp_model_init": asked and asked.dtype}
     for where, dtype in given.items():
         if None not in (computes, dtype) and dtype != computes:
-            message = (
-                f"{where} gives {dtype}, and the model computes in {computes}; make them equal"
-            )
+            message = f"{where} is {dtype}, but the model computes in {computes}; make them equal"
             faults.append(Fault(f"{_PATH}.dtype", message))
     if faults:
         raise ConfigError(written("the configuration", tuple(faults)), tuple(faults))

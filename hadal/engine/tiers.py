@@ -133,7 +133,7 @@ class Offloading:
                 self._store(section.nvme_path)
 
     def of(self, plan: BucketPlan, shards: int, accumulate: torch.dtype) -> Offload:
-        """Return where a bucket in `shards` shards is stored.
+        """Return the storage of a bucket in `shards` shards.
 
         `accumulate`: the dtype in which its gradients are summed over micro-steps.
 

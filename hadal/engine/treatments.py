@@ -124,6 +124,6 @@ def _matches(pattern: str, name: str, module: nn.Module) -> bool:
 
 def _unmatched(pattern: str) -> str:
     return (
-        f"{pattern!r} matches no module: give a class's name, or the end of full names, where *"
+        f"{pattern!r} matches no module: set a class's name, or the end of full names, in which *"
         ' is any part between two dots, such as "mlp.experts.*"'
     )

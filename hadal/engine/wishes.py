@@ -85,7 +85,7 @@ def _chosen_parameters(wishes: Wishes, model: nn.Module) -> list[Any]:
     except TypeError:
         raise OptimizerError(
             "initialize(model_parameters=...) takes parameters or param groups, got"
-            f" {type(given).__name__}; give model.parameters(), or leave it out"
+            f" {type(given).__name__}; pass model.parameters(), or leave it out"
         ) from None
 
 
@@ -124,12 +124,12 @@ def _brought_schedule(brought: Any, wishes: Wishes, optimizer: Optimizer) -> Any
     elif not isinstance(wishes.optimizer, Optimizer):
         raise OptimizerError(
             "initialize(lr_scheduler=...) got a schedule object without the optimizer object that"
-            " it belongs to; give both, or a callable that makes the schedule from the optimizer"
+            " it belongs to; pass both, or a callable that builds the schedule from the optimizer"
         )
     if not callable(getattr(brought, "step", None)):
         raise OptimizerError(
-            f"initialize(lr_scheduler=...) gave a {type(brought).__name__}, which has no step();"
-            " give a schedule, or a callable that returns one for the optimizer"
+            f"initialize(lr_scheduler=...) got a {type(brought).__name__}, which has no step();"
+            " pass a schedule, or a callable that returns one for the optimizer"
         )
     return brought
 

@@ -31,8 +31,8 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
     gradients as signs; later they send the sum of their local updates.
 
     If ranks do not exchange after every update, `_anchors` hold the weights of the last exchange,
-    with weight decay applied since. All ranks then start from them and add the mean of all local
-    updates, so that they get the same bits.
+    with weight decay applied since. All ranks then start from them and add the local updates of all
+    ranks, so that they get the same bits.
     """
 
     _anchors: dict[Slice, Tensor]

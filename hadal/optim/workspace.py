@@ -65,7 +65,7 @@ def scale_(gradient: Tensor, multiplier: Multiplier) -> Tensor:
 
 
 class Item(NamedTuple):
-    """One block to update, in storage dtypes: its tensors may differ in dtype."""
+    """One block to update, in its storage dtypes, which may differ."""
 
     update: SliceUpdate
     gradient: Tensor

@@ -171,7 +171,7 @@ def test_a_table_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("budget", [1.5, 80, 16384])
 def test_neither_a_share_nor_bytes(budget: float) -> None:
     section = {"activation_checkpointing": {"memory_budget": budget}}
-    with pytest.raises(hadal.ConfigError, match=rf"memory_budget.*{budget} is neither a share"):
+    with pytest.raises(hadal.ConfigError, match=rf"memory_budget.*{budget} is neither a fraction"):
         load_config({"train_batch_size": 1, **section})
 
 

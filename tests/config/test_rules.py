@@ -118,7 +118,7 @@ CONTRADICTIONS = [
     (
         {"optimizer": {"type": "lamb"}, "fp16": {"loss_scale": 128}},
         "fp16.loss_scale",
-        "Lamb needs a dynamic scale; give 0",
+        "Lamb needs a dynamic scale; set 0",
     ),
     ({"communication_data_type": "int8"}, "communication_data_type", '"fp32", "fp16"'),
     (
@@ -139,7 +139,7 @@ CONTRADICTIONS = [
     (
         with_zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
         "zero_optimization.offload_optimizer.ratio",
-        "give 1 or raise the stage",
+        "set 1 or raise the stage",
     ),
     (
         with_zero(offload_param={"device": "tpu"}),
@@ -376,7 +376,7 @@ CONTRADICTIONS = [
             }
         },
         "data_efficiency.data_routing.random_ltd.random_ltd_layer_num",
-        "give 1",
+        "set 1",
     ),
     (
         pruned(enabled=True, num_heads=4),

@@ -423,7 +423,7 @@ def test_batches_are_changed_without_a_curriculum_too() -> None:
         engine.set_data_post_process_func(torch.zeros(2))
     engine.destroy()
     engine = engine_of(0)
-    with pytest.raises(UsageError, match="the engine has no training loader; give training_data"):
+    with pytest.raises(UsageError, match="the engine has no training loader; pass training_data"):
         engine.set_data_post_process_func(print)
     engine.destroy()
 
@@ -457,7 +457,7 @@ def test_faults_are_told_by_path(folder: Path, name: str, value: Any) -> None:
 
 def test_a_curriculum_needs_metrics_and_levels_that_rise(folder: Path) -> None:
     for changes, path, message in (
-        ({"curriculum_metrics": {}}, f"{KEYS}.curriculum_metrics", "give at least one metric"),
+        ({"curriculum_metrics": {}}, f"{KEYS}.curriculum_metrics", "set at least one metric"),
         (
             {"curriculum_metrics": {"ma": {**metrics_of(folder, "value")["ma"], **FALLING}}},
             f"{KEYS}.curriculum_metrics.ma.schedule_config.difficulty",

@@ -253,7 +253,7 @@ def born_over_all() -> None:
         (other_keys_in_one_part, MismatchError, "0.5 on rank 0 and 1.5 on rank 1"),
         (wrong_in_one_part, MismatchError, "extra is nothing on rank 1 and (3,)"),
         (different_sizes, MismatchError, "different groupings"),
-        (born_over_all, UsageError, "give hadal.zero.Init the mpu="),
+        (born_over_all, UsageError, "pass hadal.zero.Init the same mpu="),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

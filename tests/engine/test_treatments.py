@@ -82,7 +82,7 @@ def of_groups(*groups: dict[str, Any], stage: int = 2, **zero: Any) -> None:
         (2, {"modules": "9", "stage": 1}, {}, "groups[0].modules '9' matches"),
         (2, {"modules": "0", "stage": 3}, {}, "groups[0].stage 3 is above"),
         (2, {"stage": 1}, {}, "names no modules"),
-        (3, {"modules": "0", "stage": 1}, {"mics_shard_size": 1}, "not built yet beside"),
+        (3, {"modules": "0", "stage": 1}, {"mics_shard_size": 1}, "not built yet with"),
     ],
 )
 def test_groups_that_cannot_be(

@@ -694,7 +694,7 @@ def test_ranks_on_any_paths_are_given_the_same_weights(seed: int, ranks: RankPoo
 def bear_asked() -> None:
     with hadal.zero.Init(zero_quantized_weights=True, zero_quantized_nontrainable_weights=True):
         model = wide()
-    with pytest.raises(UsageError, match=r"give initialize .*\.zero_quantized_weights true"):
+    with pytest.raises(UsageError, match=r"created with .*; set .*\.zero_quantized_weights true"):
         engine_on_nodes(model=model, **FROZEN)
     with pytest.raises(UsageError, match=r"zero_quantized_nontrainable_weights true"):
         engine_on_nodes(model=model, **WEIGHTS)

@@ -24,8 +24,8 @@ _ACCELERATOR_BLOCK_NUMEL = 1 << 24
 class Codec(ABC):
     """A conversion of 1-D values to bytes and back. A frozen value that keeps no state.
 
-    The same wire gives the same bits on every rank. If a value is infinite or NaN, so is its
-    decoded value, and maybe its neighbours': never a finite number.
+    Every rank decodes the same wire to the same bits. If a value is infinite or NaN, its decoded
+    value, and maybe its neighbours', is not finite either.
     """
 
     @abstractmethod

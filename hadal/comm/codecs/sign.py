@@ -94,7 +94,7 @@ def _put_signs(values: Tensor, packed: Tensor) -> None:
 
 @lru_cache
 def _table(device: torch.device) -> Tensor:
-    """Return a (256, 8) table of the signs that each byte stands for."""
+    """Return a (256, 8) table of the signs that each byte encodes."""
     bytes_ = torch.arange(256, device=device)[:, None]
     bits = bytes_ >> torch.arange(_SIGNS_PER_BYTE, device=device) & 1
     return bits.to(torch.float32) * 2 - 1

@@ -81,7 +81,7 @@ def _sampling(config: Config) -> Iterator[Fault]:
         if curriculum.curriculum_metrics is not None and not curriculum.curriculum_metrics:
             yield Fault(
                 f"{path}.curriculum_learning.curriculum_metrics",
-                "has none; give at least one metric, or switch the section off",
+                "has none; set at least one metric, or disable the section",
             )
         for name, metric in (curriculum.curriculum_metrics or {}).items():
             here = f"{path}.curriculum_learning.curriculum_metrics.{name}"
@@ -142,7 +142,7 @@ def _token_dropping(config: Config) -> Iterator[Fault]:
             yield Fault(
                 f"{path}.random_ltd_layer_num",
                 f"{count} differs from the {len(ids)} layers of random_ltd_layer_id;"
-                f" give {len(ids)}",
+                f" set {len(ids)}",
             )
         if not ids or min(ids) < 0 or any(a >= b for a, b in pairwise(ids)):
             yield Fault(

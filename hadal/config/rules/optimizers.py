@@ -31,7 +31,7 @@ def _type(config: Config) -> str:
 @reading(_TYPE, "fp16.loss_scale")
 def _lamb_scale(config: Config) -> Iterator[Fault]:
     if _type(config) in ("Lamb", "OneBitLamb") and config.fp16.loss_scale != 0:
-        yield Fault("fp16.loss_scale", f"{_type(config)} needs a dynamic scale; give 0")
+        yield Fault("fp16.loss_scale", f"{_type(config)} needs a dynamic scale; set 0")
 
 
 @reading(_TYPE, _STAGE)
@@ -51,7 +51,7 @@ def _local_steps(config: Config) -> Iterator[Fault]:
         yield Fault(
             _CHECKS,
             "reports weights that differ between ranks, which ZeroOneAdam allows between"
-            " exchanges; give false, or optimizer.params.local_step_clipper 1",
+            " exchanges; set false, or optimizer.params.local_step_clipper 1",
         )
 
 

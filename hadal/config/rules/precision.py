@@ -109,7 +109,7 @@ def _immediate_sums(config: Config) -> Iterator[Fault]:
     if config.bf16.enabled and config.bf16.immediate_grad_update and summed in ("fp16", "bf16"):
         yield Fault(
             "bf16.immediate_grad_update",
-            f'sums in fp32, and data_types.grad_accum_dtype says "{summed}"; leave one of them out',
+            f'sums in fp32, but data_types.grad_accum_dtype is "{summed}"; leave one of them out',
         )
 
 

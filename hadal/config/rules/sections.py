@@ -35,7 +35,7 @@ def _eigenvalue(config: Config) -> Iterator[Fault]:
         if not each.layer_num:
             yield Fault(
                 f"{path}.layer_num",
-                "required while the section is on; give the number of blocks in layer_name",
+                "required if the section is enabled; set the number of blocks in layer_name",
             )
 
 
@@ -55,7 +55,7 @@ def _contiguous_checkpoints(config: Config) -> Iterator[Fault]:
         if section.number_checkpoints is None:
             yield Fault(
                 f"{path}.number_checkpoints",
-                "needed by contiguous_memory_optimization: give the number of recomputed blocks",
+                "required by contiguous_memory_optimization: set the number of recomputed blocks",
             )
         if not section.partition_activations:
             yield Fault(
@@ -70,8 +70,8 @@ def _budget(config: Config) -> Iterator[Fault]:
     if budget is not None and 1 < budget < 1 << 20:
         yield Fault(
             "activation_checkpointing.memory_budget",
-            f"{budget:g} is neither a share of the device (up to 1, such as 0.9) nor as many bytes"
-            " as a model takes (a MiB and more); give one of the two",
+            f"{budget:g} is neither a fraction of the device (up to 1, such as 0.9) nor a number of"
+            " bytes that a model can need (a MiB or more); set one of the two",
         )
 
 
@@ -340,8 +340,8 @@ def _folders_of_monitors(config: Config) -> Iterator[Fault]:
         if section.enabled and (job.is_absolute() or ".." in job.parts):
             yield Fault(
                 f"{name}.job_name",
-                f"{shown(section.job_name)} leads out of output_path; give a name without"
-                f' ".." or a leading "/", and the place in {name}.output_path',
+                f"{shown(section.job_name)} leads out of output_path; set a name without"
+                f' ".." or a leading "/", and the directory in {name}.output_path',
             )
 
 
@@ -351,7 +351,7 @@ def _expert_groups(config: Config) -> Iterator[Fault]:
     groups, limited = section.num_expert_groups, section.num_limited_groups
     if section.enabled and (groups is None) != (limited is None):
         other = "num_expert_groups" if groups is None else "num_limited_groups"
-        yield Fault(f"expert_parallel.{other}", "needed beside the other of the two; add it")
+        yield Fault(f"expert_parallel.{other}", "required together with the other key; add it")
     elif section.enabled and groups is not None and limited is not None and limited > groups:
         yield Fault(
             "expert_parallel.num_limited_groups",

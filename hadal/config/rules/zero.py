@@ -26,7 +26,7 @@ def _partial_offload(config: Config) -> Iterator[Fault]:
     if offload is not None and offload.ratio < 1 and zero.stage != 3:
         yield Fault(
             f"{_ZERO}.offload_optimizer.ratio",
-            f"{offload.ratio} needs {_STAGE} 3, got {zero.stage}; give 1 or raise the stage",
+            f"{offload.ratio} needs {_STAGE} 3, got {zero.stage}; set 1 or raise the stage",
         )
 
 
@@ -50,7 +50,7 @@ def _disk_at_stage_0(config: Config) -> Iterator[Fault]:
         yield Fault(
             _DEVICE,
             f'"nvme" needs {_STAGE} 1, 2 or 3: at 0 every rank would write all of the state; raise'
-            ' the stage, or give "cpu"',
+            ' the stage, or set "cpu"',
         )
 
 
@@ -175,11 +175,11 @@ def _groups_above_the_stage(config: Config) -> Iterator[Fault]:
                 f" modules; raise {_STAGE}, and lower it for the other modules",
             )
         if not group.modules:
-            yield Fault(f"{path}.modules", "names no modules; give patterns, or remove the group")
+            yield Fault(f"{path}.modules", "names no modules; set patterns, or remove the group")
         if zero.stage == 3 and group.stage < 2 and zero.mics_shard_size > 0:
             yield Fault(
                 f"{path}.stage",
-                f"{group.stage} is not built yet beside {_MICS}; use 2, or remove {_MICS}",
+                f"{group.stage} is not built yet with {_MICS}; use 2, or remove {_MICS}",
             )
 
 
