@@ -112,7 +112,7 @@ def expect_methods(mpu: Any, methods: Sequence[str]) -> None:
     missing = [name for name in methods if not callable(getattr(mpu, name, None))]
     if missing:
         raise UsageError(
-            f"initialize(mpu=...) got a {type(mpu).__name__} without {', '.join(missing)}; give an"
+            f"initialize(mpu=...) got a {type(mpu).__name__} without {', '.join(missing)}; pass an"
             " object that has them (Megatron's parallel_state module does)"
         )
 

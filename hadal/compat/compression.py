@@ -417,7 +417,7 @@ def _refused(name: str, remedy: str) -> Callable[..., NoReturn]:
 
 
 _PRUNERS = (
-    'the engine prunes by momentum itself; give "method": "snip_momentum" in sparse_pruning, and'
+    'the engine prunes by momentum itself; set "method": "snip_momentum" in sparse_pruning, and'
     " call init_compression before initialize"
 )
 fix_compression = _refused(

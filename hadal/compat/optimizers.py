@@ -22,7 +22,7 @@ _WITHOUT_EFFECT = frozenset({"set_grad_none", "fp32_optimizer_states", "deepspee
 _REMEDIES = {
     "amsgrad": "DeepSpeed refuses or ignores it; take torch.optim.AdamW(amsgrad=True), which trains"
     " here",
-    "max_grad_norm": "give gradient_clipping in the configuration, which clips the gradients of all"
+    "max_grad_norm": "set gradient_clipping in the configuration, which clips the gradients of all"
     " parameters together",
 }
 

@@ -117,8 +117,8 @@ class Autotuning(Section):
     tuner_type: Literal["gridsearch", "random", "model_based"] = key(
         "model_based",
         "Order in which a stage's settings are tried: gridsearch takes them as listed, random "
-        "shuffles them (the same way each time), model_based tries next what a linear model of "
-        "the results so far predicts to be best.",
+        "shuffles them (the same way each time), model_based tries next the settings that a linear "
+        "model of the results so far predicts to be best.",
     )
     tuner_early_stopping: Integer = key(
         5, "Leave a stage after this many experiments without an improvement.", ge=1

@@ -39,7 +39,7 @@ class Batch(Section):
         "ranks. These ranks receive the same samples and count as one in the batch. In training, a "
         "model of transformers gets this rank's slice of each batch, its attention exchanges heads "
         "(Ulysses; with fewer heads than ranks, keys and values travel around a ring), and its "
-        "loss is that of whole sequences. Any other model gets what the program passes, and each "
+        "loss is that of whole sequences. Any other model gets the program's inputs, and each "
         "rank passes its part of the loss to `engine.backward`; the parts must add up to the loss "
         "of the whole sequence.",
         ge=1,

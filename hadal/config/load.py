@@ -234,7 +234,7 @@ def _elastic_batch(
     if given and not section.ignore_non_elastic_batch_info:
         report.fault(
             given[0],
-            "elasticity.enabled chooses the batch; leave it out, or give "
+            "elasticity.enabled chooses the batch; leave it out, or set "
             "elasticity.ignore_non_elastic_batch_info true",
         )
         return ()

@@ -15,7 +15,7 @@ from hadal.config.top_level import Config
 from hadal.errors import nearest
 
 AUTO = "auto"
-_TUNING = "for the autotuner: use `hadal run --autotuning tune`, or give a single value"
+_TUNING = "for the autotuner: use `hadal run --autotuning tune`, or set a single value"
 _COMMENTS = ("_", "//", "$")
 
 

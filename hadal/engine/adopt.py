@@ -54,7 +54,7 @@ class Adopter:
 
     @property
     def zero(self) -> ZeroOptimization:
-        """The section that selects what is sharded."""
+        """The section that selects the states to shard."""
         return self._config.zero_optimization
 
     def newcomers(self) -> dict[str, nn.Parameter]:

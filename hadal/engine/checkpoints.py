@@ -115,7 +115,7 @@ class Checkpoints:
             if self._session.parts.world.rank == 0:
                 _log.warning(
                     "error feedback (zero_optimization.zeropp_loco_param) is reset by each"
-                    " checkpoint, so that a resumed run gives the same numbers"
+                    " checkpoint, so that a resumed run computes the same numbers"
                 )
 
     def wait_for_checkpoint(self) -> None:

@@ -281,7 +281,7 @@ class Engine(EngineBase):
             )
         if self._session.batches.managed and not self._session.is_boundary:
             raise UsageError(
-                f"{where} ends no update; give the metric to the step for which"
+                f"{where} ends no update; pass the metric to the step for which"
                 " engine.is_gradient_accumulation_boundary() is true"
             )
 

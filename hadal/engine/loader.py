@@ -121,7 +121,7 @@ class ShardedLoader:
         if self._is_stream:
             if reading.sampler is not None:
                 raise UsageError(
-                    "an IterableDataset gives its samples in its own order; leave data_sampler out"
+                    "an IterableDataset has its own order of samples; leave data_sampler out"
                 )
             if reading.persistent_workers:
                 raise UsageError(

@@ -33,9 +33,9 @@ def _refuse(optimizer: Optimizer, *_: Any) -> None:
         raise UsageError(
             f"rank {parts.ranks.rank}: {type(optimizer).__name__}.step() was called for"
             f" {next(names, 'a parameter')}, whose gradient an engine holds: .grad is None, so the"
-            " step changes nothing. Call engine.step(), or give this optimizer to initialize"
-            " (optimizer=...); what another optimizer is to train must be trained before"
-            " initialize or after engine.destroy()"
+            " step changes nothing. Call engine.step(), or pass this optimizer to initialize"
+            " (optimizer=...); another optimizer can train these parameters only before initialize"
+            " or after engine.destroy()"
         )
 
 

@@ -353,7 +353,7 @@ class _StageWork:
     def load(self) -> tuple[Any, Any]:
         if self.batches is None:
             raise UsageError(
-                "train_batch() has no data: give data_iter=, or training_data= to initialize, or"
+                "train_batch() has no data: pass data_iter=, or training_data= to initialize, or"
                 " call set_dataiterator() or set_dataloader()"
             )
         batch = next(self.batches)

@@ -236,7 +236,7 @@ def _safe_classes(config: Config) -> tuple[type[nn.Module], ...]:
                 raise TypeError(f"it is a {type(found).__name__}, not a module class")
             classes.append(found)
         except Exception as error:  # the imported module may raise any error
-            message = f'"{path}" cannot be imported: {error}; give "package.module.Class"'
+            message = f'"{path}" cannot be imported: {error}; set "package.module.Class"'
             faults.append(Fault(f"{_SAFE_PATH}[{index}]", message))
     if faults:
         raise ConfigError(written("the configuration", tuple(faults)), tuple(faults))

@@ -99,7 +99,7 @@ def late_finding(found: Finding, parts: Parts) -> Finding:
     if found.rows is None:
         return Finding(overflow=True, culprit="a parameter")  # no norm is computed
     culprit = first_row_overflow(found.rows, names, parts.ranks)
-    near = None if culprit is None else f"{culprit} (or of a parameter stored beside it)"
+    near = None if culprit is None else f"{culprit} (or of another parameter in its bucket)"
     return Finding(math.inf, overflow=True, culprit=near)
 
 

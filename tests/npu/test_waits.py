@@ -91,7 +91,7 @@ def test_an_update_that_the_device_skips(
     start, end = "update 2 skipped: the gradient of tokens.weight", " is not finite"
     assert wanted[0]["lines"] == [f"{start}{end}"]
     # It looks in rows of gradients, and cannot tell parameters apart that share one.
-    assert found[0]["lines"] == [f"{start} (or of a parameter stored beside it){end}"]
+    assert found[0]["lines"] == [f"{start} (or of another parameter in its bucket){end}"]
 
 
 def _all_kinds() -> list[str]:
