@@ -1,11 +1,11 @@
-"""The peak memory of a GPT with each option of `activation_checkpointing`, and a budget's promise.
+"""The peak memory of a GPT with each option of `activation_checkpointing`, and its prediction.
 
     python benchmarks/activation_checkpointing.py --output recomputed.svg
 
-A GPT-2-shaped model trains a few updates in a process of its own for each option. On an accelerator
-the peak is what its allocator reports; on a CPU it is what the C library has allocated, with the
-tensors that each operation makes in between, and the growth of the process's resident memory is
-shown beside it. See ``benchmarks/README.md``.
+A GPT-2-shaped model trains a few updates in a separate process for each option. On an accelerator
+the peak is its allocator's; on a CPU it is the memory that the C library has allocated, including
+the tensors of each operation, and the growth of the process's resident memory is shown too. See
+``benchmarks/README.md``.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Groups:
 
 
 def train(args: argparse.Namespace, section: dict[str, Any]) -> dict[str, Any]:
-    """Train in this process; return losses, the peak of an update, and what was promised."""
+    """Train in this process; return losses, the peak of an update, and the predicted peak."""
     gc.collect()  # an engine that was trained before in this process
     torch.manual_seed(0)
     config: dict[str, Any] = {
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace, section: dict[str, Any]) -> dict[str, Any]:
     if section.get("partition_activations"):
         start = ["-m", "hadal", "run", "--num_accelerators", "2"]
     command = [sys.executable, *start, __file__, *sys.argv[1:], "--section", json.dumps(section)]
-    command += ["--threads", str(args.threads)]  # as many everywhere, or sums are rounded elsewise
+    command += ["--threads", str(args.threads)]  # the same everywhere, or sums round differently
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--output", type=Path, help="the picture's file")
     parser.add_argument(
-        "--strict", action="store_true", help="exit with 1 if a promise is off by more than 5 %%"
+        "--strict", action="store_true", help="exit with 1 if a prediction is off by more than 5 %%"
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--section", help=argparse.SUPPRESS)
@@ -173,7 +173,7 @@ def main() -> None:
         budget = int(least + share * (most - least))
         name = f"memory_budget {budget / MIB:,.0f} MiB"
         rows[name] = run(args, {"memory_budget": budget})
-    # A table tells those two peaks as well.
+    # A table also predicts those two peaks.
     rows["nothing recomputed"]["promised"] = rows[name]["most"]
     rows["every unit recomputed"]["promised"] = rows[name]["least"]
     assert len({tuple(row["losses"]) for row in rows.values()}) == 1, "losses differ"
@@ -182,12 +182,12 @@ def main() -> None:
         draw(rows, args.output)
     promised = [row for row in rows.values() if "promised" in row]
     if args.strict and any(abs(row["peak"] / row["promised"] - 1) > 0.05 for row in promised):
-        raise SystemExit("missed: a peak that is off by more than 5 % of what was promised")
+        raise SystemExit("missed: a peak is off by more than 5 % of the prediction")
 
 
 def show(rows: dict[str, dict[str, Any]], layers: int) -> None:
     """Print the table."""
-    print("| option | recomputed | peak MiB | promised MiB | off by | seconds |")
+    print("| option | recomputed | peak MiB | predicted MiB | off by | seconds |")
     print("|---|---|---|---|---|---|")
     for name, row in rows.items():
         count = layers * (name != "nothing recomputed")
@@ -202,7 +202,7 @@ def show(rows: dict[str, dict[str, Any]], layers: int) -> None:
 
 
 def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draw the peaks as bars, with a mark where a table promised it."""
+    """Draw the peaks as bars, with a mark at each prediction."""
     import matplotlib as mpl
 
     mpl.use("svg")

@@ -1,10 +1,10 @@
-"""What the bucket keys are for: the memory of one step beyond what rests, as the keys fall.
+"""The effect of the bucket keys: the memory of one step beyond model states, as they decrease.
 
 A model of equal blocks is trained on CPU ranks at stages 2 and 3 with both bucket keys at several
 values. Whenever a gradient arrives and whenever a block begins, each rank counts the bytes of all
-tensors that Python reaches; the peak, less what rests between steps, is gradients on their way,
-gathered weights and a few activations. Beside it stands the largest message of a refresh. The
-figures are counts of bytes: the same on every machine, whatever else runs on it.
+tensors that Python reaches. The peak minus the memory between steps is gradients in flight,
+gathered weights and a few activations. The table also has the largest message of a refresh. The
+figures are counts of bytes: the same on every machine, at any load.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Block(nn.Module):
 def _held_nbytes() -> int:
     """The bytes of all storages that a Python object reaches."""
     storages: dict[int, int] = {}
-    # Out of sight of torch-function modes: one that looks at what a step uses would see this.
+    # Hidden from torch-function modes, which watch the operations of a step.
     with torch._C.DisableTorchFunction():
         for found in gc.get_objects():
             if issubclass(type(found), Tensor) and found.layout is torch.strided:
@@ -57,7 +57,7 @@ def _held_nbytes() -> int:
 
 
 def _measure(options: argparse.Namespace, stage: int, key: int) -> dict[str, float]:
-    """MiB of one step beyond what rests, and of the largest message of its refresh."""
+    """MiB of one step beyond model states, and of the largest message of its refresh."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(options.width, options.layers) for _ in range(options.blocks)))
     engine, _, _, _ = hadal.initialize(
@@ -101,7 +101,7 @@ def _measure(options: argparse.Namespace, stage: int, key: int) -> dict[str, flo
         with patch.object(pairs, "_start_send", note):
             engine.step()
     engine.destroy()
-    # All ranks together send a message's worth from each.
+    # The ranks together send one message.
     world = dist.get_world_size()
     return {"step": (peak - rests) / _MIB, "message": largest * world / _MIB}
 
@@ -116,7 +116,7 @@ def _rank(rank: int, options: argparse.Namespace, port: int, results: Any) -> No
         MASTER_PORT=str(port),
     )
     hadal.init_distributed(dist_backend="gloo")
-    gc.freeze()  # what is there already holds no tensor of a step, and need not be looked at
+    gc.freeze()  # existing objects hold no tensor of a step, so the search can skip them
     for stage in (2, 3):
         for key in options.keys:
             found = _measure(options, stage, key)
@@ -156,7 +156,7 @@ def _draw(options: argparse.Namespace, results: dict[tuple[int, int], Any], file
     axes.set(
         xscale="log",
         xlabel="reduce_bucket_size = allgather_bucket_size, elements",
-        ylabel="MiB of one step beyond what rests",
+        ylabel="MiB of one step beyond model states",
         ylim=(0, None),
     )
     axes.legend()

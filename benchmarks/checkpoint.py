@@ -1,6 +1,6 @@
-"""Seconds to save and to load a checkpoint: Hadal beside DeepSpeed and torch.save, in one run.
+"""Seconds to save and load a checkpoint: Hadal, DeepSpeed and torch.save, in one run.
 
-Every contestant is started in turn, in rounds; ratios are those of medians over all saves of all
+All contestants are started in turn, in rounds; ratios are those of medians over all saves of all
 rounds. See ``benchmarks/README.md``.
 """
 
@@ -21,12 +21,12 @@ from peers.launch import GroupFailure, Interpreter, deepspeed_interpreter, run_r
 from peers.settings import Workload
 
 _LIBRARIES = ("hadal", "hadal async", "hadal unverified", "deepspeed", "torch")
-# Of DeepSpeed's seconds, at most so much.
+# The largest fraction of DeepSpeed's seconds.
 _GOALS = {
     "save": ("hadal", "save", 0.6),
     "blocked by an asynchronous save": ("hadal async", "save", 0.15),
     "first load of a new job": ("hadal", "new", 0.8),
-    "load in a job that runs": ("hadal", "load", 0.8),
+    "load in a running job": ("hadal", "load", 0.8),
     "load of files in the cache": ("hadal", "again", 0.8),
 }
 
@@ -50,7 +50,7 @@ class Measured:
         ranks: Sequence[dict[str, list[float]]],
         jobs: Sequence[Sequence[dict[str, list[float]]]],
     ) -> None:
-        """Take up one start, and those of new jobs which load what the first has saved."""
+        """Add one start, and those of new jobs that load its checkpoint."""
 
         def slowest(key: str) -> list[float]:
             return [max(each) for each in zip(*(rank[key] for rank in ranks), strict=True)]
@@ -58,7 +58,7 @@ class Measured:
         for new in jobs:
             self.new.append(max(rank["new"][0] for rank in new))
             self.raw.append(max(rank["raw"][0] for rank in new))
-        # The first of a start makes folders, threads and memory that the others find.
+        # The first save of a start creates directories, threads and memory that others reuse.
         self.first.append(slowest("save")[0])
         self.save += slowest("save")[1:]
         self.whole += slowest("whole")[1:]
@@ -78,12 +78,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--heads", type=int, default=12)
     add("--vocabulary", type=int, default=8192)
     add("--processes", type=int, default=2)
-    add("--saves", type=int, default=4, help="saves and loads per start; the first is told apart")
+    add("--saves", type=int, default=4, help="saves and loads per start; the first is separate")
     add("--repeat", type=int, default=2, help="rounds over all contestants")
-    add("--jobs", type=int, default=3, help="new jobs that load what a start has saved")
+    add("--jobs", type=int, default=3, help="new jobs that load the checkpoint of a start")
     add("--only", metavar="A,B", help=f"some of the contestants: {', '.join(_LIBRARIES)}")
     add("--settle", type=float, default=3.0, help="seconds between eviction and a load, see README")
-    add("--folder", type=Path, help="where checkpoints are written (a temporary folder)")
+    add("--folder", type=Path, help="directory for checkpoints (temporary by default)")
     add("--timeout", type=float, default=600.0, help="seconds one start may take")
     add("--json", type=Path, metavar="FILE", help="write every measurement as JSON")
     add("--strict", action="store_true", help="exit with 1 if a goal is missed")
@@ -104,7 +104,7 @@ def _measure(
     deepspeed = deepspeed_interpreter(options.deepspeed)
     found = {library: Measured() for library in libraries}
     for number in range(options.repeat):
-        # Every other round runs backwards, so that a steady drift favours nobody.
+        # Every other round runs in reverse, so that a steady drift favours no contestant.
         for library in libraries if number % 2 == 0 else reversed(libraries):
             python = deepspeed if library == "deepspeed" else Interpreter(sys.executable)
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = (options.only or ",".join(_LIBRARIES)).split(",")
     libraries = [library for library in _LIBRARIES if library in wanted]
     if not is_installed(options.deepspeed):
-        print(f"DeepSpeed is not installed in {options.deepspeed}; going on without it.")
+        print(f"DeepSpeed is not installed in {options.deepspeed}; continuing without it.")
         libraries = [library for library in libraries if library != "deepspeed"]
     verdicts, kept = [], {}
     for stage in map(int, options.stages):

@@ -1,13 +1,13 @@
-"""How fast codecs are, from which network on they are worth it, and what they cost in loss.
+"""The speed of codecs, the networks on which they pay off, and their effect on the loss.
 
     python benchmarks/codecs.py                   # GB/s on one thread, and break-even networks
     python benchmarks/codecs.py --loss 200        # loss curves of the demo GPT, 4 ranks as 2 nodes
 
-A codec pays where its time is less than that of the bytes it saves. In a gather over many ranks
-each of them encodes its shard and decodes everything; in a reduction it encodes everything it sends
-and adds up as much. So the network that a rank must have for the plain way to be as fast is, in a
-gather, (1 - share of bytes) x decode, and in a reduction (1 - share) / (1/encode + 1/decode_add).
-Times are those of the thread on its core: what else runs on the machine counts little.
+A codec pays off if it takes less time than the bytes that it saves. In a gather over many ranks
+each rank encodes its shard and decodes everything; in a reduction it encodes everything that it
+sends and sums as much. So the network speed at which the plain way is as fast is, in a gather,
+(1 - fraction of bytes) x decode, and in a reduction (1 - fraction) / (1/encode + 1/decode_add).
+Times are those of the thread on its core, so other work on the machine matters little.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Cast(Codec):
     dtype: torch.dtype
 
     def wire_bytes(self, numel: int) -> int:
-        """Return how many bytes `numel` values become."""
+        """Return the number of bytes of `numel` encoded values."""
         return whole_words(numel * self.dtype.itemsize)
 
     def encode(self, values: Tensor, out: Tensor) -> None:
@@ -94,7 +94,7 @@ def _gigabytes_per_second(act: Callable[[], object], nbytes: int) -> float:
 
 
 def _naive(values: Tensor, out: Tensor) -> None:
-    """What one would write first: whole tensors at each step."""
+    """The straightforward implementation: whole tensors at each step."""
     rows = values.float().view(-1, 256)
     scales = rows.abs().amax(1, keepdim=True) / 127
     out.view(torch.int8).copy_((rows / scales).round().clamp(-127, 127).view(-1))
@@ -104,7 +104,7 @@ def _tell_speed() -> None:
     torch.set_num_threads(1)
     values = torch.randn(1 << 24).to(torch.bfloat16)
     nbytes = values.nbytes
-    print("GB/s of bf16 values on one thread; the least of 7, 16 M values")
+    print("GB/s of bf16 values on one thread; the minimum of 7, 16 M values")
     print(f"{'':24} encode  decode  decode_add   share  pays below Gbit/s: gather  reduction")
     naive = _gigabytes_per_second(
         lambda: _naive(values, torch.empty(values.numel(), dtype=torch.uint8)), nbytes
@@ -127,11 +127,11 @@ def _tell_speed() -> None:
 
 
 def _by_torch(values: Tensor) -> Tensor:
-    """torch's own: one scale for each row, which it must be told."""
+    """torch's own: one given scale for each row."""
     rows = values.float().view(-1, 256)
     scales = rows.abs().amax(1).double() / 127
     zeros = torch.zeros(len(rows), dtype=torch.int64)
-    warnings.simplefilter("ignore", UserWarning)  # it will go from torch
+    warnings.simplefilter("ignore", UserWarning)  # torch will remove it
     return torch.quantize_per_channel(rows, scales, zeros, 0, torch.qint8)
 
 
@@ -148,7 +148,7 @@ def _train(rank: int, options: argparse.Namespace, name: str, port: int, where: 
         MASTER_ADDR="localhost",
         MASTER_PORT=str(port),
     )
-    # By their own names, as every process finds them beside the demo.
+    # By their own names, under which every process imports them from the demo's directory.
     from data import batch, read_standard_library
     from model import GPT, Shape
 
@@ -231,12 +231,12 @@ def _tell_losses(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--loss", type=int, default=0, help="steps of each run; 0: speed alone")
+    parser.add_argument("--loss", type=int, default=0, help="steps of each run; 0: only the speed")
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--folder", default=".", help="where runs leave their figures")
+    parser.add_argument("--folder", default=".", help="directory for the figures of runs")
     options = parser.parse_args()
     if options.loss:
         _tell_losses(options)

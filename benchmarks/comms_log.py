@@ -1,10 +1,10 @@
-"""What the log of collectives costs: nanoseconds of a call, off and on.
+"""The cost of the log of collectives: nanoseconds of a call, off and on.
 
     python benchmarks/comms_log.py
 
-One process, so that nothing is waited for: the smallest all-reduce of torch's, of `hadal.comm` with
-the log off and on, and the look at the log that every collective takes while it is off. The least
-of many repetitions, as other work on the machine only adds to it.
+One process, so that no call waits: torch's smallest all-reduce, that of `hadal.comm` with the log
+off and on, and the check of the log that every collective makes while it is off. The minimum of
+many repetitions, as other work on the machine only adds to it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
         return found
 
     rows = {
-        "a look at the log while it is off": least_ns(lambda: opened("all_reduce", one, None, "")),
+        "checking the log while it is off": least_ns(lambda: opened("all_reduce", one, None, "")),
         "a function that does nothing": least_ns(lambda: nothing("all_reduce", one, None, "")),
         "torch.distributed.all_reduce": least_ns(lambda: dist.all_reduce(one)),
         "hadal.comm.all_reduce, log off": least_ns(lambda: comm.all_reduce(one)),

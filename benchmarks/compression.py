@@ -1,8 +1,8 @@
 """Accuracy, bytes and speed of a BERT before and after compression.
 
-A BERT classifies pieces of Python's standard library by the package they come from. Test pieces are
-from files that training has not seen. Each seed orders the samples and the dropout of all trainings
-that begin with the same model, so their accuracies are compared in pairs. See
+A BERT classifies excerpts of Python's standard library by package. Test excerpts come from files
+that training has not seen. Each seed determines the samples and the dropout of all trainings that
+start from the same model, so their accuracies are compared in pairs. See
 `docs/compression.md`.
 
     python benchmarks/compression.py quantize --seeds 5
@@ -44,7 +44,7 @@ MOST_PIECES = 2000  # of a package
 
 
 class Texts:
-    """Pieces of source code as numbers of words, and the packages they are from."""
+    """Excerpts of source code as word ids, and their packages."""
 
     def __init__(self) -> None:
         words: dict[bool, list[list[list[str]]]] = {True: [], False: []}
@@ -230,7 +230,7 @@ def shortened(of: nn.Module, texts: Texts, updates: int, width: int, seed: int) 
 
 
 def plain(arguments: argparse.Namespace, texts: Texts, layers: int) -> nn.Module:
-    """A trained model, from the folder if it is there."""
+    """A trained model, loaded from the directory if it exists."""
     torch.manual_seed(0)
     model = bert(layers, arguments.width)
     path = arguments.folder / f"plain_{layers}_{arguments.width}_{arguments.updates}.pt"
@@ -267,7 +267,7 @@ def show_speed(texts: Texts, width: int) -> None:
 def compressed(
     goal: str, model: nn.Module, texts: Texts, more: int, width: int, seed: int
 ) -> dict[str, nn.Module]:
-    """Models trained on with one seed: first without compression, then with it."""
+    """Models trained further with one seed: first without compression, then with it."""
     longer = copy.deepcopy(model)
     train(longer, texts, more, rate=3e-4, seed=seed).destroy()
     models = {"dense, trained as long": longer}

@@ -65,7 +65,7 @@ class Task:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of a text side by side: the bytes, and the next bytes."""
+    """Adjacent windows of a text: the bytes, and the next bytes."""
 
     def __init__(self, text: Tensor, context: int) -> None:
         self.text, self.context = text, context
@@ -208,7 +208,7 @@ def validate(engine: hadal.Engine, text: Any, task: Task) -> float:
 
 
 def seconds_until(points: list[Any], goal: float) -> float | None:
-    """Return the seconds until the loss reaches `goal`, between two measurements; None: never."""
+    """Return the seconds until the loss reaches `goal`, interpolated; None if it never does."""
     for (_, before, higher), (_, after, loss) in pairwise(points):
         if loss <= goal:
             share = (higher - goal) / max(higher - loss, 1e-9)
@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens that each run reads")
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="figures of all runs; those in it are kept")
+    parser.add_argument("--json", type=Path, help="figures of all runs; existing ones are kept")
     parser.add_argument("--output", type=Path, help="picture (SVG)")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -4,8 +4,8 @@
     python benchmarks/data_files.py analyze            # 10 million samples measured
     python benchmarks/data_files.py index              # texts to tokens, against the tokenizer
 
-See benchmarks/README.md. Each line is JSON; seconds are of this process, or of a clock where worker
-processes help.
+See benchmarks/README.md. Each line is JSON; seconds are processor time of this process, or wall
+time if there are worker processes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hadal.data_efficiency.texts import PlainTexts
 
 @contextmanager
 def timed(found: dict[str, Any], name: str) -> Iterator[None]:
-    """Note the seconds of the clock, and those of this process's processors."""
+    """Record wall time, and processor time of this process."""
     clock, processor = time.perf_counter(), time.process_time()
     yield
     found[f"{name}_s"] = round(time.perf_counter() - clock, 2)
@@ -42,7 +42,7 @@ def timed(found: dict[str, Any], name: str) -> Iterator[None]:
 
 
 def peak_gb() -> float:
-    """Return the most memory that this process has had."""
+    """Return the peak memory of this process."""
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2)
 
 
@@ -95,7 +95,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def corpus(path: Path, nbytes: int) -> None:
-    """Write Python's own source text, again and again, up to a size."""
+    """Write Python's own source text repeatedly, up to a size."""
     library = Path(sysconfig.get_paths()["stdlib"])
     texts = [file.read_bytes() for file in sorted(library.glob("*.py"))]
     with open(path, "wb") as file:
@@ -117,7 +117,7 @@ def trained(path: Path, folder: Path) -> str:
 
 
 def index(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Index a corpus, and let its tokenizer encode the same documents and throw them away."""
+    """Index a corpus, and time its tokenizer on the same documents without storing tokens."""
     path = folder / "corpus.txt"
     corpus(path, options.nbytes)
     name = options.tokenizer

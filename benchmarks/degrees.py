@@ -1,6 +1,6 @@
-"""The cost of each degree of parallelism on paper: bytes held, bytes sent, waiting. Arithmetic.
+"""The calculated cost of each degree of parallelism: bytes held, bytes sent, idle time.
 
-Weights and gradients are bf16, masters and Adam's moments fp32, as `bf16.enabled` has them. Every
+Weights and gradients are bf16, masters and Adam's moments fp32, as with `bf16.enabled`. Every
 block is recomputed in backward. Ranks are placed as Hadal places them: those of one layer (tensor)
 are neighbours, then those of one sequence, of the same experts, replicas, and stages last.
 
@@ -29,7 +29,7 @@ _TIMES = 4  # a forward's work in a step: forward, recomputed, and twice that in
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder with grouped queries and gated feed-forward networks, of which some are experts."""
+    """A decoder with grouped queries and gated feed-forward networks, some of them experts."""
 
     name: str
     layers: int
@@ -44,7 +44,7 @@ class Shape:
     chosen: int = 1
     """Experts of a token."""
     shared: int = 0
-    """Feed-forward networks beside the experts, for all tokens."""
+    """Feed-forward networks for all tokens, in addition to the experts."""
 
     @property
     def network(self) -> int:
@@ -66,7 +66,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Of the model."""
+        """Parameters of the model."""
         ends = 2 * self.words * self.width + self.width
         return self.layers * (self.dense_block + self.expert_block) + ends
 
@@ -84,7 +84,7 @@ EXPERTS = Shape("104 B experts", 44, 4096, 1408, 96, 8, 128, 151552, 128, 8, 1)
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained on, and where."""
+    """The batch and the machine."""
 
     length: int = 4096
     """Tokens of a sequence."""
@@ -104,12 +104,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Layout:
-    """The degrees of parallelism, and what a rank computes at once."""
+    """The degrees of parallelism, and the micro-batch."""
 
     data: int
-    """Replicas, which see different samples."""
+    """Replicas, which read different samples."""
     stage: int
-    """Of ZeRO."""
+    """The ZeRO stage."""
     tensor: int = 1
     pipeline: int = 1
     experts: int = 1
@@ -128,7 +128,7 @@ class Layout:
         return job.sequences // (self.data * self.micro_batch)
 
     def fault(self, shape: Shape, job: Job) -> str | None:
-        """Return why there is no such layout; None: there is."""
+        """Return the reason that a layout is impossible; None if it is possible."""
         holders = self.data * self.sequence
         if shape.experts > 1 and self.tensor > 1:
             return "tensor slices leave experts whole: each of these ranks would compute the same"
@@ -147,7 +147,7 @@ class Layout:
 
 
 class Wire(NamedTuple):
-    """Bytes that one rank sends in a step, by where they go."""
+    """Bytes that one rank sends in a step, by destination."""
 
     inside: float = 0.0
     """To ranks of its node."""
@@ -155,15 +155,15 @@ class Wire(NamedTuple):
     """To other nodes."""
 
     def times(self, factor: float) -> Wire:
-        """Return so many times as much."""
+        """Return a multiple."""
         return Wire(self.inside * factor, self.between * factor)
 
     def plus(self, other: Wire) -> Wire:
-        """Return both together."""
+        """Return the sum."""
         return Wire(self.inside + other.inside, self.between + other.between)
 
     def seconds(self, job: Job) -> float:
-        """Return how long it takes; the two kinds of links are used at the same time."""
+        """Return the seconds; the two kinds of links are used at the same time."""
         return max(self.inside / job.inside, self.between / job.between)
 
 
@@ -180,22 +180,22 @@ class Held:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum."""
         states = self.weights + self.gradients + self.optimizer
         return states + self.activations + self.gathered
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a layout costs one rank."""
+    """The cost of a layout for one rank."""
 
     held: Held
     sent: Mapping[str, Wire]
-    """By degree."""
+    """Bytes sent, by degree."""
     idle: float
     """Share of the time in which stages wait for each other."""
     seconds: float
-    """A step at the job's rates, if what ZeRO sends is hidden behind computation."""
+    """Seconds of a step at the job's rates, if ZeRO's traffic is hidden behind computation."""
 
     @property
     def wire(self) -> Wire:
@@ -207,7 +207,7 @@ class Cost:
 
 
 def ring(ranks: Sequence[int], node: int, nbytes: float) -> Wire:
-    """Return an even share of a buffer's one pass around a ring: a gather or a reduce-scatter.
+    """Return an equal share of a buffer's pass around a ring: a gather or a reduce-scatter.
 
     Args:
         ranks: their numbers, in the ring's order; nodes hold consecutive ones.
@@ -222,7 +222,7 @@ def ring(ranks: Sequence[int], node: int, nbytes: float) -> Wire:
 
 
 def exchange(ranks: Sequence[int], node: int, nbytes: float) -> Wire:
-    """Return what the first of some ranks sends if it gives each of them an even part."""
+    """Return the bytes that the first of some ranks sends if it sends each an equal part."""
     here = sum(number // node == ranks[0] // node for number in ranks)
     share = nbytes / len(ranks)
     return Wire(share * (here - 1), share * (len(ranks) - here))
@@ -242,7 +242,7 @@ def zero_passes(stage: int, micro_batches: int, blocks: int) -> float:
 def tensor_sums(blocks: int, *, recomputes: bool, ends: int) -> int:
     """Return the all-reduces of a micro-batch's activations by tensor-parallel ranks.
 
-    A block has two in forward and two in backward; computed again it has one, for the second one's
+    A block has two in forward and two in backward; a recomputation has one, as the second one's
     result is not needed. Each end of the model has one: the embedding in forward, the output layer
     in backward.
     """
@@ -255,7 +255,7 @@ def expert_exchanges(blocks: int, *, recomputes: bool) -> int:
 
 
 def held_by(shape: Shape, layout: Layout, job: Job) -> Held:
-    """Return what the fullest stage's ranks hold."""
+    """Return the bytes of the ranks of the fullest stage."""
     ends = {0, layout.pipeline - 1}
     stages = (_held_by_stage(shape, layout, job, stage) for stage in ends)
     return max(stages, key=lambda held: held.total)
@@ -301,7 +301,7 @@ def _held_by_stage(shape: Shape, layout: Layout, job: Job, stage: int) -> Held:
 
 
 def sent_by(shape: Shape, layout: Layout, job: Job) -> dict[str, Wire]:
-    """Return what a rank of the first stage (of the last, for tensor sums) sends, by degree."""
+    """Return the bytes that a rank of the first stage (last, for tensor sums) sends, by degree."""
     tensor, sequence, pipeline = layout.tensor, layout.sequence, layout.pipeline
     together, count = tensor * sequence, layout.micro_batches(job)
     blocks, ranks = shape.layers // pipeline, layout.data * sequence
@@ -340,10 +340,10 @@ def idle_of(stages: int, micro_batches: int, schedule: str = "1f1b") -> float:
 
 
 def cost_of(shape: Shape, layout: Layout, job: Job) -> Cost:
-    """Return what a layout costs.
+    """Return the cost of a layout.
 
     Raises:
-        ValueError: there is no such layout.
+        ValueError: the layout is impossible.
     """
     fault = layout.fault(shape, job)
     if fault is not None:
@@ -359,7 +359,7 @@ def cost_of(shape: Shape, layout: Layout, job: Job) -> Cost:
 
 
 class Way(NamedTuple):
-    """A choice of degrees, of which the fastest that fits is taken."""
+    """A set of degrees, from which the fastest layout that fits is chosen."""
 
     name: str
     stages: tuple[int, ...]
@@ -369,7 +369,7 @@ class Way(NamedTuple):
     sequence: tuple[int, ...] = (1,)
 
     def layouts(self, world: int) -> list[Layout]:
-        """Return all layouts of so many ranks."""
+        """Return all layouts of a number of ranks."""
         return [
             Layout(
                 world // (tensor * pipeline * sequence),
@@ -414,7 +414,7 @@ WAYS: dict[Shape, tuple[Way, ...]] = {
 
 
 def best_of(shape: Shape, way: Way, world: int, job: Job) -> tuple[Layout, Cost] | str:
-    """Return the fastest layout that fits a rank's memory, else the smallest, else why none is."""
+    """Return the fastest layout that fits a rank's memory, else the smallest, else the reason."""
     layouts = way.layouts(world)
     possible = [layout for layout in layouts if layout.fault(shape, job) is None]
     if not possible:

@@ -1,4 +1,4 @@
-"""The table and the picture of `scale.py --degrees`. See ``benchmarks/README.md``."""
+"""The table and the plot of `scale.py --degrees`. See ``benchmarks/README.md``."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def draw(found: Found, job: Job, path: Path) -> None:
             worlds = [world for world, _ in points]
             style = {"marker": "o", "markersize": 4, "label": way.name}
             axes[0].plot(worlds, [cost.held.total / _GB for _, cost in points], **style)
-            # What does not fit does not train, whatever it would send.
+            # A layout that does not fit does not train, so its traffic is not shown.
             fits = [(w, cost) for w, cost in points if cost.held.total <= job.memory]
             between = [(w, cost.wire.between / _GB) for w, cost in fits if cost.wire.between]
             axes[1].plot(*zip(*between, strict=True) if between else ([], []), **style)

@@ -1,9 +1,9 @@
-"""Step time of stage 3 where ranks take the same path through a model, and where they never do.
+"""Step time of stage 3 if ranks take the same path through a model, and if they never do.
 
 A stack of blocks with two experts each is trained on CPU ranks by several engines in turns, in the
-same processes. Where nothing diverges each expert has half of a rank's tokens; where every step
-does, one expert has them all, in each block another one on each rank. So the arithmetic is the
-same, and so are the weights that must be gathered. See ``benchmarks/README.md``.
+same processes. If nothing diverges, each expert gets half of a rank's tokens; if every step
+diverges, one expert gets them all, in each block a different one on each rank. So the arithmetic is
+the same, and so are the weights to gather. See ``benchmarks/README.md``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Way:
     divergent_ranks: bool | str
     diverges: bool
     together: bool = False
-    """Whether a block's experts are one module, and gathered as a whole."""
+    """True if a block's experts are one module, gathered as a whole."""
 
     @property
     def label(self) -> str:
@@ -56,7 +56,7 @@ _WAYS = (
 
 @dataclass
 class Found:
-    """What one engine showed, step by step: seconds, and what they are of the first one's."""
+    """The figures of one engine, step by step: seconds, and their ratio to the first engine's."""
 
     clock: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Found:
 
 
 def _mixed(experts: Sequence[nn.Module], values: Tensor, chosen: int | None) -> Tensor:
-    """Give one expert all the tokens, or each of them its half."""
+    """Send all tokens to one expert, or half of them to each."""
     parts = zip(experts, values.chunk(_EXPERTS), strict=True)
     return (
         torch.cat([expert(part) for expert, part in parts])
@@ -75,7 +75,7 @@ def _mixed(experts: Sequence[nn.Module], values: Tensor, chosen: int | None) -> 
 
 
 class Experts(nn.Module):
-    """Experts that are gathered together, whichever is used."""
+    """Experts that are gathered together, even if only one is used."""
 
     def __init__(self, experts: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def _ratios(mine: Sequence[float], first: Sequence[float]) -> list[float]:
 
 
 def _measure(options: argparse.Namespace) -> list[Found]:
-    """Step all engines in turns, every other turn backwards."""
+    """Step all engines in turns, every other turn in reverse."""
     found = [Found() for _ in _WAYS]
     engines = [_engine(options, way) for way in _WAYS]
     inputs = torch.randn(options.tokens, options.width)

@@ -1,7 +1,7 @@
-"""One training step of a GPT-2-XL on this machine's GPUs: Hadal beside a loop written by hand.
+"""One training step of a GPT-2-XL on this machine's GPUs: Hadal and a hand-written loop.
 
-Steps per second, the share of the GPU's peak that the model's own operations come to (MFU), peak
-memory beside what Hadal's estimate says, and how much of the communication lies under computation.
+Steps per second, the fraction of the GPU's peak that the model's own operations reach (MFU), peak
+memory and Hadal's estimate of it, and the overlap of communication with computation.
 See ``benchmarks/README.md``.
 """
 
@@ -41,7 +41,7 @@ _GIB = 2**30
 _LOOP = "loop"
 _PROFILED_STEPS = 2
 _POLL_S = 0.05
-# Dense 16-bit operations per second, by what the device's name holds; the first that fits.
+# Dense 16-bit operations per second, by a part of the device's name; the first match counts.
 _PEAKS = (("H200", 989e12), ("H100 NVL", 835e12), ("H100 PCIe", 756e12), ("H100", 989e12))
 _PEAKS += (("B200", 2250e12), ("A100", 312e12), ("L40S", 362e12), ("MI300X", 1307e12))
 _MODEL = {"layers": 48, "width": 1600, "heads": 25, "vocabulary": 50304, "sequence": 1024}
@@ -49,7 +49,7 @@ _MODEL = {"layers": 48, "width": 1600, "heads": 25, "vocabulary": 50304, "sequen
 
 @dataclass(frozen=True)
 class Finding:
-    """What one contestant measured; memory and times are those of rank 0."""
+    """The figures of one contestant; memory and times are those of rank 0."""
 
     name: str
     parameters: int
@@ -67,7 +67,7 @@ class Finding:
         return median(self.steps)
 
 
-# ---- the contestants: each gives a function that makes one step and returns its loss -----------
+# ---- the contestants: each returns a function that makes one step and returns its loss ---------
 
 Step = Callable[[], Tensor]
 
@@ -113,7 +113,7 @@ def _hadal_step(stage: int, workload: Workload, batches: list[Tensor]) -> Step:
 
 
 def _loop_step(workload: Workload, batches: list[Tensor]) -> Step:
-    """bf16 weights, fp32 masters, torch's fused AdamW: what a program writes without a library."""
+    """bf16 weights, fp32 masters, torch's fused AdamW: a program without a library."""
     model = _model(workload, current_device())
     masters = [p.detach().float().clone() for p in model.parameters()]
     model.to(torch.bfloat16)
@@ -190,7 +190,7 @@ def measure(name: str, workload: Workload) -> Finding:
 
 
 def _memory(device: torch.device) -> tuple[int, int, int]:
-    """Bytes held now, on the host, and at most; on a CPU the host's stand for all of them."""
+    """Bytes held now, on the host, and at most; on a CPU all are the host's."""
     use = memory_use(device)
     return (use.host, use.host, use.host) if device.type == "cpu" else (use[1], use[0], use[2])
 
@@ -214,7 +214,7 @@ def _profiled(step: Step, device: torch.device) -> Overlap:
 
 
 def model_flops(workload: Workload) -> int:
-    """Operations of one rank's step that the model itself asks for: nothing twice.
+    """Operations of the model itself in one rank's step, without recomputation.
 
     Attention is counted in full, as is usual, though a causal kernel leaves out half of it.
     """
@@ -226,7 +226,7 @@ def model_flops(workload: Workload) -> int:
     return int(counter.get_total_flops()) * workload.accumulation
 
 
-# ---- all of them, and what is told ---------------------------------------------------------------
+# ---- all contestants, and the report -------------------------------------------------------------
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -257,7 +257,7 @@ def _workload(options: argparse.Namespace, processes: int) -> Workload:
 
 
 def _run(name: str, workload: Workload, options: argparse.Namespace) -> Finding | str:
-    """One contestant in processes of its own, or why there is no figure of it."""
+    """The figures of one contestant in its own processes, or the reason for their absence."""
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log")
         command = [sys.executable, __file__, *sys.argv[1:]]
@@ -286,7 +286,7 @@ def _run(name: str, workload: Workload, options: argparse.Namespace) -> Finding 
 
 
 def _fault_of(ranks: Sequence[subprocess.Popen[bytes]], timeout: float) -> str:
-    """Wait for all ranks; once one has failed, or it takes too long, none is left."""
+    """Wait for all ranks; stop all of them if one fails or the time is over."""
     deadline, fault = time.monotonic() + timeout, ""
     while not fault and any(rank.poll() is None for rank in ranks):
         if any(rank.poll() for rank in ranks):
@@ -301,7 +301,7 @@ def _fault_of(ranks: Sequence[subprocess.Popen[bytes]], timeout: float) -> str:
 
 
 def _peak(options: argparse.Namespace) -> tuple[str, float | None]:
-    """The device's name, and how many 16-bit operations it makes in a second, if that is known."""
+    """The device's name, and its 16-bit operations per second, if known."""
     if options.device == "cpu":
         return "cpu", options.peak_tflops and options.peak_tflops * 1e12
     device = current_device()
@@ -372,7 +372,7 @@ def _work(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure every contestant; 1 where one gave no figure."""
+    """Measure every contestant; return 1 if one has no figures."""
     options = _parse(arguments)
     if options.worker:
         return _work(options)

@@ -37,7 +37,7 @@ def _config(stage: int) -> dict[str, Any]:
 
 
 def _seconds(stage: int, *, born: bool) -> tuple[float, float]:
-    """How long building and `initialize` took, of the slower rank."""
+    """Seconds of building and of `initialize`, on the slower rank."""
     config = _config(stage)
     dist.barrier()
     began = time.perf_counter()
@@ -61,7 +61,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     transformers_log.set_verbosity_error()
-    GPT2LMHeadModel(GPT2Config(**_TINY, **_SMALL))  # what it imports on first use
+    GPT2LMHeadModel(GPT2Config(**_TINY, **_SMALL))  # imports modules on first use
     cases = [(int(stage), born) for stage in options.stages.split(",") for born in (False, True)]
     found: dict[tuple[int, bool], list[tuple[float, float]]] = {case: [] for case in cases}
     for number in range(options.rounds):

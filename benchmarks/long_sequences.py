@@ -3,9 +3,9 @@
     python benchmarks/long_sequences.py --output docs/pictures/long_sequences.svg
 
 A GPT (4 layers of width 256, 4 heads, vocabulary 8,192, fp32, AdamW, ZeRO 2, one sequence) trains
-two updates, the second of which is measured, in processes of its own for each technique and length.
-On an accelerator the peak is what its allocator reports; on a CPU it is what the C library has
-allocated, with the tensors that each operation makes in between. See ``benchmarks/README.md``.
+two updates, the second of which is measured, in separate processes for each technique and length.
+On an accelerator the peak is its allocator's; on a CPU it is the memory that the C library has
+allocated, including the tensors of each operation. See ``benchmarks/README.md``.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def around(group: Any) -> Attention:
 
 
 def train(technique: str, length: int) -> dict[str, Any]:
-    """Train in this process, one of those that share the sequence."""
+    """Train in this process, one of the ranks that share the sequence."""
     choices = TECHNIQUES[technique]
     ranks = choices.get("ranks", 1)
     config: dict[str, Any] = {
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--techniques", default=";".join(TECHNIQUES), help="separated by ;")
     parser.add_argument("--output", type=Path, help="the picture's file")
     parser.add_argument(
-        "--json", type=Path, help="the figures: what is there is not measured again"
+        "--json", type=Path, help="the figures; existing ones are not measured again"
     )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/monitors.py
 
-Engines of one model take their steps in turns, so that other work on the machine slows all alike.
+Engines of one model take their steps in turns, so that other work on the machine slows all equally.
 See ``benchmarks/README.md``.
 """
 

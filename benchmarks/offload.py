@@ -1,7 +1,7 @@
-"""How near offloading comes to what bounds it, in one run and in turns.
+"""The speed of offloading relative to its limits, in one run and in turns.
 
-Requests to a disk stand beside fio; with ``--step`` updates stand beside a copy of memory, torch's
-and DeepSpeed's own, and with a disk beside what that gives.
+Disk requests are compared with fio. With ``--step``, updates are compared with a memory copy and
+the updates of torch and DeepSpeed, and on a disk with its speed.
 See ``benchmarks/README.md``.
 """
 
@@ -27,14 +27,14 @@ from peers.launch import deepspeed_interpreter
 from hadal.autotuning.disk import SpeedTest
 from hadal.offload import DiskStore, IoSettings
 
-# The share of fio's bytes per second that reads and writes must reach.
+# The fraction of fio's bytes per second that reads and writes must reach.
 GOAL = 0.85
 ACTS = ("write", "read")
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is moved, and how."""
+    """The size, depth and kind of requests."""
 
     folder: Path
     nbytes: int
@@ -58,7 +58,7 @@ def fio_speed(load: Load, file: Path, act: str, options: argparse.Namespace) -> 
         *(f"--bs={load.block_nbytes}", f"--iodepth={load.depth}", f"--ioengine={options.engine}"),
         *(f"--rw={act}", "--time_based", f"--runtime={options.seconds}", "--output-format=json"),
     ]
-    # glibc then asks the kernel for huge pages, as we do.
+    # glibc then requests huge pages from the kernel, as Hadal does.
     more = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if options.fio_huge_pages else {}
     done = subprocess.run(
         command, env={**os.environ, **more}, capture_output=True, text=True, check=True
@@ -69,7 +69,7 @@ def fio_speed(load: Load, file: Path, act: str, options: argparse.Namespace) -> 
 
 @dataclass
 class Row:
-    """What both did in each round, by read and write: GB/s, and Hadal's as a share of fio's."""
+    """The figures of each round, by read and write: GB/s, and the ratio of Hadal's to fio's."""
 
     hadal: dict[str, list[float]] = field(default_factory=lambda: {act: [] for act in ACTS})
     fio: dict[str, list[float]] = field(default_factory=lambda: {act: [] for act in ACTS})
@@ -79,7 +79,7 @@ class Row:
 
 
 def measured(load: Load, options: argparse.Namespace) -> Row:
-    """Both in turn, forth and back, on one file: where it lies on the disk makes a difference."""
+    """Measure both in alternating order on one file, as its position on the disk matters."""
     row = Row()
     store = DiskStore(load.folder, load.settings)
     track = SpeedTest(store, load.nbytes)
@@ -117,27 +117,33 @@ def print_row(load: Load, row: Row) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--disk", type=Path, metavar="PATH", help="a folder on the disk to measure")
+    add("--disk", type=Path, metavar="PATH", help="a directory on the disk to measure")
     add("--loads", default="1024x8,1024x32,256x16", help="KiB of a block x depth, with commas")
     add("--gib", type=float, default=1.0, help="length of each contestant's file")
     add("--seconds", type=float, default=2, help="how long each one reads or writes in a round")
     add("--rounds", type=int, default=7)
     add("--engine", default="libaio", help="fio's (libaio, io_uring)")
-    add("--fio-huge-pages", action="store_true", help="let fio's memory lie on huge pages, as ours")
-    add("--step", action="store_true", help="measure updates, with --disk those of state on it too")
+    add(
+        "--fio-huge-pages",
+        action="store_true",
+        help="use huge pages for fio's memory, as Hadal does",
+    )
+    add(
+        "--step", action="store_true", help="measure updates, with --disk also those of state on it"
+    )
     add("--numel", type=int, default=1 << 25, help="elements that are updated")
-    add("--threads", type=int, default=1, help="threads of an update; with 1, one core is kept")
+    add("--threads", type=int, default=1, help="threads of an update; 1 is bound to one core")
     add("--deepspeed", type=Path, metavar="DIR", default=DEFAULT_ENVIRONMENT)
     add("--json", type=Path, metavar="FILE", help="write every measurement as JSON")
     add("--strict", action="store_true", help="exit with 1 if the goal is missed")
     options = parser.parse_args(arguments)
     if options.disk is None and not options.step:
-        parser.error("there is nothing to measure: name a folder (--disk PATH), or ask for --step")
+        parser.error("nothing to measure: pass a directory (--disk PATH) or --step")
     return options
 
 
 def measure_requests(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """Print what is found beside fio; every measurement, and whether all goals are met."""
+    """Print the comparison with fio; return every measurement, and whether all goals are met."""
     heads = [f"{act}, {what}" for act in ACTS for what in ("fio GB/s", "Hadal GB/s", "share")]
     print(f"| blocks x depth | {' | '.join(heads)} |")
     print("|---" * (len(heads) + 1) + "|")
@@ -155,14 +161,14 @@ def measure_requests(options: argparse.Namespace) -> tuple[dict[str, Any], bool]
 
 
 def measure_updates(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """Print what is found of updates; every measurement, and whether all goals are met."""
-    from peers import updating  # it needs torch, which fio's part does without
+    """Print the figures of updates; return every measurement, and whether all goals are met."""
+    from peers import updating  # needs torch, unlike the comparison with fio
 
     update = updating.Update(options.numel, options.rounds, options.threads)
     deepspeed = deepspeed_interpreter(options.deepspeed)
     has_deepspeed = is_installed(options.deepspeed)
     if not has_deepspeed:
-        print(f"DeepSpeed is not installed in {options.deepspeed}; going on without it.")
+        print(f"DeepSpeed is not installed in {options.deepspeed}; continuing without it.")
     print(f"{options.numel} elements, {options.threads} thread(s)\n")
     with updating.prepared(options.threads):
         tables = {"in memory": updating.in_memory(update, deepspeed if has_deepspeed else None)}
@@ -180,7 +186,7 @@ def measure_updates(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if not options.step and shutil.which("fio") is None:
-        print("fio is not installed, and there is nothing to compare with: apt install fio")
+        print("fio is not installed, so there is nothing to compare with: apt install fio")
         return 1
     kept, is_met = measure_updates(options) if options.step else measure_requests(options)
     if options.json:

@@ -1,9 +1,10 @@
-"""What offloading costs on one GPU, and the largest GPT that trains there, in under 10 minutes.
+"""The cost of offloading on one GPU, and the largest GPT that trains on it, in under 10 minutes.
 
-First the bits: host and disk alike, the device within rounding. Then one model that fits on the
-device, with its optimizer there, on the host, on both, and with its weights on the host. Then the
-largest model that trains with the optimizer on the host, and with ``--disk`` one on a disk. Each
-runs in a process of its own; what does not fit is told and the next smaller one is tried.
+First the bits: host and disk must agree exactly, the device within rounding. Then one model that
+fits on the device, with its optimizer on the device, on the host, on both, and with its weights on
+the host. Then the largest model that trains with the optimizer on the host, and with ``--disk`` one
+on a disk. Each runs in its own process; a model that does not fit is printed and the next smaller
+one is tried.
 See ``benchmarks/README.md``.
 """
 
@@ -37,7 +38,7 @@ from hadal.device.memory import free_host_nbytes, page_locked
 
 _GIB = 2**30
 GOAL = 0.4
-# Layers, width and heads of what is tried, by billions of parameters (GPT-3's, and between them).
+# Layers, width and heads of models, by billions of parameters (GPT-3's, and sizes between).
 LADDER = {
     40.0: (64, 7168, 56),
     30.0: (48, 7168, 56),
@@ -50,7 +51,7 @@ LADDER = {
     1.3: (24, 2048, 16),
 }
 _VOCABULARY = 50304
-# Bytes that the host holds of a parameter whose optimizer rests there: masters, moments, gradient.
+# Host bytes of a parameter with an offloaded optimizer: master, moments, gradient.
 _HOST_NBYTES = 4 + 8 + 2
 _HOST_SHARE = 0.85
 _DEVICE_SHARE = 0.6
@@ -59,7 +60,7 @@ _DISK_NBYTES = 2 * (4 + 8)
 
 @dataclass(frozen=True)
 class Case:
-    """One run: which model, where its states rest, how much it is given."""
+    """One run: the model, the tiers of its states, and its batch."""
 
     name: str
     layers: int
@@ -71,7 +72,7 @@ class Case:
     accumulation: int
     steps: int
     recomputed: float
-    """The share of the blocks that are computed again in backward."""
+    """The fraction of blocks that are recomputed in backward."""
     optimizer: str = "none"
     weights: str = "none"
     ratio: float = 1.0
@@ -87,7 +88,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Operations that the model asks for in a step: nothing twice, attention in full."""
+        """Operations of the model in a step, without recomputation, with attention in full."""
         attention = 12 * self.layers * self.width * self.sequence
         return self.tokens * (6 * self.numel + attention)
 
@@ -114,7 +115,7 @@ def _engine(case: Case, stage: int = 3) -> Any:
     shape = ("layers", "width", "heads", "vocabulary", "sequence")
     workload = Workload(**{name: getattr(case, name) for name in shape})
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)  # as 16-bit checkpoints are given
+    torch.set_default_dtype(torch.bfloat16)  # like a 16-bit checkpoint
     with current_device():
         model = Gpt(workload)
     torch.set_default_dtype(torch.float32)
@@ -130,7 +131,8 @@ def _batches(case: Case) -> Iterator[Tensor]:
         yield torch.randint(case.vocabulary, shape, generator=generator).to(current_device())
 
 
-# ---- one run, in a process of its own ------------------------------------------------------------
+# ---- one run, in its own process
+# ------------------------------------------------------------------
 
 
 def measured(case: Case) -> dict[str, Any]:
@@ -166,7 +168,7 @@ def measured(case: Case) -> dict[str, Any]:
 
 
 def compared(case: Case) -> dict[str, Any]:
-    """Train a tiny model in every tier: how far masters and moments are apart."""
+    """Train a tiny model in every tier; compare masters and moments."""
     hadal.init_distributed()
     found: dict[str, Any] = {}
     for stage in (1, 2, 3):
@@ -208,7 +210,7 @@ def _trained(case: Case, stage: int) -> list[Tensor]:
 
 
 def rates(seconds: float = 1.0) -> dict[str, float]:
-    """What bounds a step: products of bf16 matrices, and copies from and to page-locked memory."""
+    """Measure the limits of a step: bf16 matrix products, and copies from and to pinned memory."""
     device = current_device()
     width = 8192 if device.type != "cpu" else 256
     one, other = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in "ab")
@@ -236,11 +238,12 @@ def _per_second(act: Any, seconds: float) -> float:
     return count / passed
 
 
-# ---- what is run, and what is told ---------------------------------------------------------------
+# ---- the runs and the report
+# ----------------------------------------------------------------------
 
 
 def _run(kind: str, case: Case, options: argparse.Namespace, timeout: float) -> dict[str, Any]:
-    """What one process found; where it found nothing, the last it said under "fault"."""
+    """The figures of one process; without figures, its last output under "fault"."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         command = [sys.executable, __file__, f"--device={options.device}", f"--worker={kind}"]
@@ -253,7 +256,9 @@ def _run(kind: str, case: Case, options: argparse.Namespace, timeout: float) -> 
                 command, env=variables, capture_output=True, text=True, timeout=timeout, check=False
             )
         except subprocess.TimeoutExpired as late:
-            return {"fault": f"no result within {timeout:.0f} s; it said {str(late.stdout)[-300:]}"}
+            return {
+                "fault": f"no result within {timeout:.0f} s; last output: {str(late.stdout)[-300:]}"
+            }
         if result.exists():
             return dict(json.loads(result.read_text()))
         return {"fault": f"exit {done.returncode}: {(done.stdout + done.stderr)[-1500:]}"}
@@ -293,18 +298,22 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--device", choices=("gpu", "cpu"), default="gpu", help="cpu: to try it out, tiny")
-    add("--seconds", type=float, default=570.0, help="all of it takes so long at most")
-    add("--small", type=float, default=1.3, help="10^9 parameters of the model that is compared")
-    add("--largest", type=float, help="10^9 parameters to begin with; by default what may fit")
+    add("--seconds", type=float, default=570.0, help="time limit of the whole run")
+    add("--small", type=float, default=1.3, help="10^9 parameters of the compared model")
+    add(
+        "--largest",
+        type=float,
+        help="10^9 parameters to start with; by default the largest that may fit",
+    )
     add("--micro-batch", type=int, default=8, help="sequences of 1024 tokens in a micro-step")
     add("--accumulation", type=int, default=8, help="micro-steps of a step")
-    add("--recomputed", type=float, default=1.0, help="share of the blocks computed again")
+    add("--recomputed", type=float, default=1.0, help="fraction of recomputed blocks")
     add("--steps", type=int, default=2, help="measured steps")
     add("--disk", type=Path, metavar="PATH", help="also with the optimizer on a disk")
     add("--skip-bits", action="store_true", help="leave out the comparison of bits")
-    add("--only", choices=("largest", "small"), help="of the models that are trained")
+    add("--only", choices=("largest", "small"), help="which of the models to train")
     add("--json", type=Path, metavar="FILE", help="write every measurement as JSON")
-    add("--strict", action="store_true", help="exit with 1 where bits or the goal are missed")
+    add("--strict", action="store_true", help="exit with 1 if bits differ or the goal is missed")
     for name in ("--worker", "--case"):
         add(name, help=argparse.SUPPRESS)
     add("--result", type=Path, help=argparse.SUPPRESS)
@@ -322,24 +331,24 @@ def _case(name: str, size: float, options: argparse.Namespace, **more: Any) -> C
 
 
 def _share_of_host(size: float) -> float:
-    """How much of the optimizer of so many 10^9 parameters the host has memory for."""
+    """The fraction of the optimizer of a model (10^9 parameters) that fits on the host."""
     free = free_host_nbytes() or total_memory(torch.device("cpu")).total
     return min(1.0, int(100 * _HOST_SHARE * free / (size * 1e9 * _HOST_NBYTES)) / 100)
 
 
 def _sizes(options: argparse.Namespace) -> Iterator[tuple[float, float]]:
-    """What may fit, largest first, each with the host's share of its optimizer."""
+    """Sizes that may fit, largest first, each with the host's fraction of its optimizer."""
     device = total_memory(current_device()).total if options.device == "gpu" else 0
     for size in LADDER:
         share = _share_of_host(size)
-        # Weights and the gradients of what the device updates itself, and its optimizer.
+        # Weights, and the gradients and optimizer of the part that the device updates itself.
         there = size * 1e9 * (2 + (1 - share) * _HOST_NBYTES)
         if size <= (options.largest or size) and (not device or there < _DEVICE_SHARE * device):
             yield size, share
 
 
 class _Report:
-    """Runs cases while there is time, and prints what each found."""
+    """Runs cases while there is time, and prints the figures of each."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -361,7 +370,7 @@ class _Report:
         return found
 
     def train(self, case: Case) -> float | None:
-        """The share of the matrix rate; None where it did not train."""
+        """The fraction of the matrix rate; None if it did not train."""
         found = self.run("train", case)
         if "fault" in found:
             return None
@@ -414,7 +423,7 @@ def _measure(report: _Report, options: argparse.Namespace) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; 1 with `--strict` where bits or the goal are missed."""
+    """Measure; return 1 with `--strict` if bits differ or the goal is missed."""
     options = _parse(arguments)
     if options.worker:
         return _work(options)

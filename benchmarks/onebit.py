@@ -1,10 +1,10 @@
-"""What the optimizers that send signs are for: bytes and time of an update beside plain Adam.
+"""The benefit of optimizers that send signs: bytes and time of an update, against plain Adam.
 
 A GPT-like stack of linear layers is trained on CPU ranks at stage 0 in bf16, by each optimizer in
-turn, in its last phase: after the variance has come to stand still. Bytes are those that a rank
-gives to the other ranks in an update, told by the calls that carry them: the same on every machine.
-Time is the median of an update, of the slower rank; with `--slow MB` each byte beyond that many
-megabytes a second is waited for, as on a network of that speed.
+turn, in its last phase: after the variance is frozen. Bytes are those that a rank sends to other
+ranks in an update, counted at the calls: the same on every machine. Time is the median of an update
+on the slower rank; `--slow MB` delays sends to that many megabytes per second, as on a network of
+that speed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Wire:
         self._send = pairs._start_send
 
     def send(self, tensor: torch.Tensor, *args: Any, **keywords: Any) -> Any:
-        """As `pairs._start_send`."""
+        """Replaces `pairs._start_send`."""
         self.nbytes += tensor.nbytes
         if self._slow:
             time.sleep(tensor.nbytes / (self._slow * 1e6))
@@ -122,9 +122,7 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     numel = options.layers * options.width * (options.width + 1)
-    print(
-        f"{numel / 1e6:.1f} M parameters in bf16, {options.ranks} ranks: what one sends an update"
-    )
+    print(f"{numel / 1e6:.1f} M parameters in bf16, {options.ranks} ranks: sent by one per update")
     processes.spawn(_run, (options, port), options.ranks)
 
 

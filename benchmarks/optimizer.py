@@ -1,7 +1,7 @@
-"""How near to the speed of memory the elementwise optimizers step.
+"""The speed of the elementwise optimizers relative to the speed of memory.
 
-Each one is measured beside a plain copy and torch's own optimizers, in turn, in one process and on
-one core. See ``benchmarks/README.md``.
+Each one is measured in turn with a plain copy and torch's own optimizers, in one process and on one
+core. See ``benchmarks/README.md``.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from hadal.zero.offload import Offload
 from hadal.zero.policy import Partition, Precision
 from hadal.zero.sharing import Sharing
 
-# The share of a copy's bytes per second that AdamW must reach.
+# The fraction of a copy's bytes per second that AdamW must reach.
 GOAL_CPU, GOAL_ACCELERATOR = 0.90, 0.85
-# What clipping multiplies gradients with.
+# The factor by which clipping multiplies gradients.
 CLIP = 0.7
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -48,7 +48,7 @@ _ON_DEVICE = Offload()
 
 Action = Callable[[], object]
 Stopwatch = Callable[[], float]
-"""Acts, and says how many seconds that took."""
+"""Runs, and returns its seconds."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Kind:
 
     make: Callable[[list[nn.Parameter]], Optimizer]
     kept: int
-    """How many values it remembers of each element."""
+    """Values of state per element."""
 
 
 KINDS = {
@@ -100,7 +100,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Row:
-    """What one contestant reached."""
+    """The result of one contestant."""
 
     kind: str
     precision: str
@@ -114,7 +114,7 @@ class Row:
 def gradients_of(
     numel: int, precisions: Precisions, device: torch.device, offload: Offload = _ON_DEVICE
 ) -> Gradients:
-    """A bucket of one parameter, with a mean gradient as a reduction would have left it."""
+    """A bucket of one parameter, with a mean gradient as after a reduction."""
     parameter = nn.Parameter(torch.randn(numel, device=device).to(precisions.weights))
     plan = BucketPlan("benchmark", Partition(), [Member("weight", parameter, 0)], [])
     precision = Precision(
@@ -141,9 +141,9 @@ def hadal_step(kind: Kind, gradients: Gradients, multiplier: float) -> Action:
 def torch_step(
     gradients: Gradients, options: dict[str, bool], *, keeps_cast: bool = False
 ) -> Action:
-    """torch's AdamW as a program would use it: beside 16-bit weights, on a master of its own.
+    """torch's AdamW as a program would use it: with 16-bit weights, on its own master.
 
-    With `keeps_cast` gradients are cast into the same memory each time.
+    With `keeps_cast`, gradients are cast into the same memory each time.
     """
     bucket = gradients.bucket
     master = nn.Parameter(bucket.full.to(F32, copy=True))
@@ -160,7 +160,7 @@ def torch_step(
 
 
 def clocked(action: Action, device: torch.device) -> Stopwatch:
-    """The seconds of an action, until the device is done with it."""
+    """Seconds of an action, until the device has finished it."""
 
     def act() -> float:
         synchronize(device)
@@ -173,7 +173,7 @@ def clocked(action: Action, device: torch.device) -> Stopwatch:
 
 
 def in_turns(watches: Mapping[str, Stopwatch], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each one in each round; every other round goes backwards."""
+    """Seconds of each one in each round; every other round runs in reverse."""
     for watch in watches.values():
         watch()
     seconds: dict[str, list[float]] = {name: [] for name in watches}
@@ -184,7 +184,7 @@ def in_turns(watches: Mapping[str, Stopwatch], rounds: int) -> dict[str, list[fl
 
 
 def measure(name: str, precision: str, numel: int, rounds: int, device: torch.device) -> list[Row]:
-    """One optimizer in one row of dtypes, a copy of as many bytes, and its peers."""
+    """One optimizer in one row of dtypes, a copy of the same number of bytes, and its peers."""
     gc.collect()
     kind, precisions = KINDS[name], PRECISIONS[precision]
     nbytes = precisions.nbytes(kind.kept)
@@ -207,7 +207,7 @@ def measure(name: str, precision: str, numel: int, rounds: int, device: torch.de
     seconds = in_turns({who: clocked(act, device) for who, act in actions.items()}, rounds)
     rows = []
     for who, times in seconds.items():
-        # Ratios are formed within a round, so that a machine that slows down does not decide.
+        # Ratios are computed within a round, so that a machine that slows down does not bias them.
         shares = [
             copy / spent * counted[who] / nbytes
             for copy, spent in zip(seconds["copy"], times, strict=True)
@@ -246,7 +246,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--numel", type=int, default=1 << 25, help="elements that are stepped")
     add("--rounds", type=int, default=11, help="measured rounds")
-    add("--threads", type=int, default=1, help="threads on a CPU; with 1, one core is kept")
+    add("--threads", type=int, default=1, help="threads on a CPU; 1 is bound to one core")
     add("--optimizers", default=",".join(KINDS), help="only these")
     add("--all", action="store_true", help="every optimizer in every row of dtypes")
     add("--json", type=Path, help="also write the figures here")
@@ -279,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def kept_to_threads(threads: int) -> Iterator[None]:
-    """Compute with so many threads on a CPU; one alone stays on one core."""
+    """Use this many threads on a CPU; a single one is bound to one core."""
     torch.set_num_threads(threads)
     if threads > 1 or not hasattr(os, "sched_setaffinity"):
         yield
@@ -295,7 +295,7 @@ def kept_to_threads(threads: int) -> Iterator[None]:
 def _is_wanted(options: argparse.Namespace, name: str, precision: str) -> bool:
     if options.all:
         return True
-    # The rows that say something new: what only AdamW's users ask for is measured there.
+    # Only informative rows: the other dtypes are measured only for AdamW.
     listed = name in options.optimizers.split(",")
     return listed and (name == "AdamW" or precision in ("fp32", "bf16, fp32 master"))
 

@@ -1,4 +1,4 @@
-"""How long stages of a pipeline wait for each other, by schedule.
+"""The time that pipeline stages wait for each other, by schedule.
 
 Run it with `torchrun --nproc-per-node 2 benchmarks/pipeline.py`. See ``benchmarks/README.md``.
 """
@@ -38,7 +38,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """Takes 20 ms forward and 40 ms backward, divided by the layers of a stage: one for a chunk."""
+    """Sleeps 20 ms in forward and 40 ms in backward, divided by the layers (chunks) of a stage."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Sleeper(nn.Module):
 
 
 class Layer(nn.Module):
-    """A linear layer: its forward and both parts of its backward are equally much work."""
+    """A linear layer: its forward and both parts of its backward are equal work."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""What one rank holds, sends and does at start-up, as the number of ranks grows to 1024.
+"""The memory, messages and start-up work of one rank, as the number of ranks grows to 1024.
 
 The real mechanism (`hadal.initialize`, forward, backward, step) runs as one rank of many on torch's
-fake process group, where every other rank is a mirror image of this one: it sends what it was sent.
-Nothing travels, so one process is enough. The values that are trained mean nothing; bytes held,
+fake process group, in which every other rank mirrors this one: it returns the values sent to it.
+Nothing is transferred, so one process is enough. The trained values are meaningless; bytes held,
 calls and bytes on the wire are those of a real rank.
 
 See ``benchmarks/README.md``.
@@ -34,11 +34,11 @@ import hadal
 from hadal.comm import Ranks, collectives, functions, transport
 
 _MIB = 2**20
-# Steps until all is known: the optimizer's state, the paths, and that they come again.
+# Steps until the state is steady: optimizer state exists, and the paths have repeated.
 _STEPS_BEFORE = 4
 _WORLDS = (1, 2, 8, 64, 256, 1024)
 _ITEMSIZE = {"bf16": 2, "fp32": 4}
-# What else stands under `zero_optimization`, by its name; a number is the ranks of a node.
+# Other keys of `zero_optimization`, by name; a number is the ranks of a node.
 _ROUTES: dict[str, Callable[[int], dict[str, Any]]] = {
     "plain": lambda node: {},
     "hpz": lambda node: {"zero_hpz_partition_size": node},
@@ -48,7 +48,7 @@ _ROUTES: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 class Block(nn.Module):
-    """A feed-forward block: two matrices, and small parameters beside them."""
+    """A feed-forward block: two matrices, and small parameters."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -76,23 +76,23 @@ class Case:
 
 @dataclass
 class Traffic:
-    """What this rank gave to torch's raw calls."""
+    """Traffic of this rank in torch's raw calls."""
 
     collectives: int = 0
     """Calls of collectives of values: gathers, reductions."""
     messages: int = 0
     """Sends of values to single ranks."""
     nbytes: int = 0
-    """Bytes of values that leave this rank: by messages, or in a ring's share of a collective."""
+    """Bytes of values that leave this rank: in messages, or as a ring's share of a collective."""
     across: int = 0
-    """Those of them that leave its node; of a ring, a rank's share of what does."""
+    """Bytes that leave its node; for a ring, a rank's share of them."""
     rendezvous: int = 0
-    """Exchanges of a few numbers that every rank waits for: which bucket next, the norm. Nothing of
-    them is counted above."""
-    is_small = False  # whether what is sent now is one of these
+    """Exchanges of a few numbers for which every rank waits, such as the norm. They are not
+    counted above."""
+    is_small = False  # whether the current exchange is one of these
 
     def clear(self) -> None:
-        """Count from nothing."""
+        """Reset the counts."""
         self.__init__()
 
     @contextmanager
@@ -125,14 +125,14 @@ class Traffic:
 
 @dataclass
 class Found:
-    """What one case shows of one rank."""
+    """The figures of one rank in one case."""
 
     parameters: int
     start_s: float
     start_calls: int
     held: dict[str, int]
     traffic: Traffic
-    """Of a micro-step and its update."""
+    """Traffic of a micro-step and its update."""
     in_micro_step: int
     """Rendezvous in forward and backward, in the steady state."""
     in_update: int
@@ -144,7 +144,7 @@ class Found:
 
 
 class _Mirror:
-    """The other ranks: each sends here what it was sent."""
+    """The other ranks: each sends back the values sent to it."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[Any, int, int], list[Tensor]] = {}
@@ -160,7 +160,7 @@ class _Mirror:
 
 @contextmanager
 def _counted(case: Case) -> Iterator[Traffic]:
-    """Count the raw calls, and let tensors travel in pairs or by collectives."""
+    """Count the raw calls, and send tensors in pairs or by collectives."""
     traffic, mirror = Traffic(), _Mirror()
     originals = {name: getattr(dist, name) for name in ("isend", "irecv")}
 
@@ -254,7 +254,7 @@ def _configuration(case: Case, block_numel: int) -> dict[str, Any]:
 
 @contextmanager
 def _calls() -> Iterator[list[int]]:
-    """How many functions are called: work that is the same at each measurement."""
+    """The number of function calls: a deterministic measure of work."""
     count = [0]
 
     def see(_: Any, event: str, __: Any) -> None:
@@ -295,7 +295,7 @@ def _held(engine: hadal.Engine) -> dict[str, int]:
 
 def _reached_nbytes() -> int:
     """The bytes of all storages that a Python object reaches."""
-    # Out of sight of torch-function modes: one that looks at what a step uses would see this.
+    # Hidden from torch-function modes, which watch the operations of a step.
     with torch._C.DisableTorchFunction():
         tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
         gradients = [t.grad for t in tensors if t.is_leaf]
@@ -418,14 +418,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[Case, Found]:
     add("--node", type=int, default=8, help="ranks of a node")
     add("--blocks", type=int, default=4)
     add("--width", type=int, default=256)
-    add("--rank", type=int, default=0, help="which rank is measured, modulo their number")
-    add("--repeat", type=int, default=3, help="timed starts, of which the fastest is shown")
+    add("--rank", type=int, default=0, help="the measured rank, modulo their number")
+    add("--repeat", type=int, default=3, help="timed starts; the fastest is shown")
     add("--json", type=Path, metavar="FILE", help="write every measurement as JSON")
     add("--plot", type=Path, metavar="FILE", help="draw bytes held and sent (PNG)")
     add(
         "--degrees",
         action="store_true",
-        help="the degrees of parallelism of large models, on paper",
+        help="the calculated cost of degrees of parallelism",
     )
     options = parser.parse_args(arguments)
     if options.degrees:
@@ -441,9 +441,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[Case, Found]:
         for route in options.routes
         if route == "plain" or (stage == 3 and world % options.node == 0 and world > options.node)
     ]
-    measure(cases[0], options)  # what is imported at first use is no part of any case
+    measure(cases[0], options)  # imports at first use do not count in any case
     gc.collect()
-    gc.freeze()  # what is there already holds no tensor of a step, and need not be looked at
+    gc.freeze()  # existing objects hold no tensor of a step, so the search can skip them
     results = {}
     for case in cases:
         results[case] = measure(case, options)

@@ -4,9 +4,9 @@
 
 Forward and backward of 8 heads of 64 in fp32. Dense attention is torch's
 `scaled_dot_product_attention` without a mask (causal for the unidirectional pattern). At each
-length every pattern is measured once per round, beside dense attention, and the ratios are computed
-within a round. Memory is the growth of a process's peak over its inputs, each case in a process of
-its own (Linux).
+length every pattern is measured once per round, next to dense attention, and the ratios are
+computed within a round. Memory is the growth of a process's peak beyond its inputs, each case in
+its own process (Linux).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def once(attention: Attention, inputs: list[Tensor], gradient: Tensor) -> float:
 
 
 def times(names: list[str], length: int, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each round, by name; the first, which makes the plans, is not counted."""
+    """Milliseconds of each round, by name; the first, which creates the plans, is not counted."""
     inputs = inputs_of(length)
     gradient = torch.randn_like(inputs[0])
     every = list(dict.fromkeys([each for name in names for each in (beside(name), name)]))
@@ -88,7 +88,7 @@ def times(names: list[str], length: int, rounds: int) -> dict[str, list[float]]:
 
 
 def layouts(length: int, share: float) -> dict[str, Tensor]:
-    """Layouts of about this share of the pairs, in blocks of 16."""
+    """Layouts with about this fraction of the pairs, in blocks of 16."""
     count = length // 16
     places = torch.arange(count)
     distance = (places[:, None] - places).abs()
@@ -101,7 +101,7 @@ def layouts(length: int, share: float) -> dict[str, Tensor]:
 
 
 def densities(length: int, rounds: int) -> None:
-    """Print the times of layouts by their blocks, and whole with a mask."""
+    """Print the times of layouts by blocks, and whole with a mask."""
     inputs = inputs_of(length)
     gradient = torch.randn_like(inputs[0])
     print(f"at {length}:\n| layout | causal | share of pairs | blocks ms | whole ms | chosen |")
@@ -129,14 +129,14 @@ def peak_of(name: str, length: int) -> None:
     F.scaled_dot_product_attention(*small).sum().backward()
     inputs = inputs_of(length)
     gradient = torch.randn_like(inputs[0])
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident("VmRSS")
     once(attention_of(name, length), inputs, gradient)
     print(resident("VmHWM") - before)
 
 
 def resident(word: str) -> float:
-    """MiB of memory that this process has (VmRSS), or has had at most (VmHWM)."""
+    """Return MiB of this process's memory (VmRSS), or its peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith(word)]
     return int(line.split()[1]) / 1024
@@ -232,7 +232,7 @@ def main() -> int:
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--times", type=Path, help="the --json of an earlier run, for its times")
-    parser.add_argument("--output", type=Path, help="a picture over the length")
+    parser.add_argument("--output", type=Path, help="file for the plot over the length")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
     parser.add_argument("--densities", action="store_true", help="blocks against a mask instead")
     parser.add_argument("--peak", help=argparse.SUPPRESS)

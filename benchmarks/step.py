@@ -1,7 +1,7 @@
-"""Step time, peak memory, initialisation and import time of Hadal beside its peers.
+"""Step time, peak memory, initialisation and import time of Hadal and its peers.
 
-Everything is measured in one invocation, on one model, in rounds that take the contestants in
-turn. See ``benchmarks/README.md``.
+Everything is measured in one invocation, on one model, in rounds in which the contestants take
+turns. See ``benchmarks/README.md``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SMOKE = Workload(layers=1, width=64, heads=2, steps=1, warmup=0)
 
 @dataclass(frozen=True)
 class Machinery:
-    """The interpreters at hand and how long one start of a contestant may take."""
+    """The interpreters, and the time limit of one start of a contestant."""
 
     own: Interpreter
     deepspeed: Interpreter
@@ -59,7 +59,7 @@ def _names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
         names = [name for name in text.split(",") if name]
         unknown = [name for name in names if name not in allowed]
         if unknown:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(allowed)}")
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(allowed)}")
         return names
 
     return parse
@@ -82,13 +82,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--vocabulary", type=int, default=defaults.vocabulary)
     add("--sequence", type=int, default=defaults.sequence)
     add("--processes", type=int, default=defaults.world_size)
-    add("--offload", choices=_PLACES, help="where the optimizer is offloaded to")
-    add("--offload-weights", choices=_PLACES, help="where weights are, at stage 3")
-    add("--nvme", type=Path, metavar="PATH", help="a folder on the disk, for nvme")
+    add("--offload", choices=_PLACES, help="tier of the optimizer")
+    add("--offload-weights", choices=_PLACES, help="tier of the weights, at stage 3")
+    add("--nvme", type=Path, metavar="PATH", help="a directory on the disk, for nvme")
     add("--turns", type=int, default=15, help="steps with and without offload in one process")
     add("--deepspeed-adam", choices=("torch", "own"), default=defaults.deepspeed_adam)
     add("--timeout", type=float, default=600.0, help="seconds one start may take")
-    add("--parts", action="store_true", help="also measure the parts of a step alone")
+    add("--parts", action="store_true", help="also measure the parts of a step separately")
     add("--json", type=Path, metavar="FILE", help="write every measurement as JSON")
     add("--output", type=Path, metavar="FILE", help="draw a bar chart (PNG)")
     add("--strict", action="store_true", help="exit with 1 if a goal is missed")
@@ -99,11 +99,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="?",
         const=DEFAULT_ENVIRONMENT,
         metavar="DIR",
-        help="install DeepSpeed into a virtual environment of its own and stop",
+        help="install DeepSpeed into its own virtual environment and exit",
     )
     options = parser.parse_args(arguments)
     if "nvme" in (options.offload, options.offload_weights) and options.nvme is None:
-        parser.error("name a folder on the disk that nvme stands for: --nvme PATH")
+        parser.error("nvme needs a directory on the disk: --nvme PATH")
     return options
 
 
@@ -139,7 +139,7 @@ def _install(environment: Path, timeout: float) -> None:
 
 
 def _start(machinery: Machinery, results: report.Results, contestant: Contestant) -> Run | None:
-    """One start of one contestant; a failure is printed, kept, and not tried again."""
+    """One start of one contestant; a failure is printed, recorded, and not retried."""
     if contestant in results.failures:
         return None
     try:
@@ -162,7 +162,7 @@ def _measure_rounds(
     results.runs = {contestant: [] for contestant in contestants}
     for number in range(repeat):
         print(f"round {number + 1} of {repeat}", flush=True)
-        # Every other round runs backwards, so that a steady drift favours nobody.
+        # Every other round runs in reverse, so that a steady drift favours no contestant.
         for contestant in contestants if number % 2 == 0 else reversed(contestants):
             results.runs[contestant].append(_start(machinery, results, contestant))
 
@@ -210,7 +210,7 @@ def _measure_turns(
 def _present_peers(options: argparse.Namespace) -> list[str]:
     peers = list(options.peers)
     if "deepspeed" in peers and not is_installed(options.deepspeed):
-        print(f"DeepSpeed is not installed in {options.deepspeed}; going on without it.")
+        print(f"DeepSpeed is not installed in {options.deepspeed}; continuing without it.")
         print("Install it with: python benchmarks/step.py --install-deepspeed")
         peers.remove("deepspeed")
     return peers

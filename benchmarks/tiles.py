@@ -3,8 +3,8 @@
     python benchmarks/tiles.py              # 131,072 words, length 8,192, hidden size 256
     python benchmarks/tiles.py --hidden 4096 --device cuda --dtype bf16
 
-Each way runs forward and backward in a process of its own, because peak memory belongs to one. On a
-CPU it is the growth of the process's peak; on an accelerator what its allocator reports. Inputs,
+Each way runs forward and backward in its own process, because peak memory belongs to a process. On
+a CPU it is the growth of the process's peak; on an accelerator its allocator's figure. Inputs,
 weight and their gradients, which every way needs, are counted and printed as the floor.
 """
 

@@ -1,7 +1,7 @@
-"""How much faster a step becomes with random token dropping.
+"""The speedup of a step by random token dropping.
 
-A GPT trains on CPUs or an accelerator, with all tokens and with fewer in all layers but the first
-and the last. See `docs/data.md`.
+A GPT trains on CPUs or an accelerator, with all tokens, and with fewer in all layers except the
+first and the last. See `docs/data.md`.
 
     python benchmarks/token_drop.py
 """

@@ -3,7 +3,7 @@
     hadal run --num_accelerators 2 examples/04_gathered_parameters.py
 
 To read, every rank enters the context. To write, one rank, `modifier_rank`, changes the weights;
-when the context ends, every rank has its values, in the weights and in the fp32 masters.
+when the context ends, every rank has the new values, in the weights and in the fp32 masters.
 `hadal.utils` reads and writes the master, gradient and optimizer state of one parameter.
 """
 
@@ -29,7 +29,7 @@ def main() -> None:
         model=model, model_parameters=model.parameters(), config=CONFIG
     )
     rank, weight = hadal.comm.get_rank(), model[0].weight
-    assert weight.shape == (12, 6)  # the shape stays visible while the values are spread
+    assert weight.shape == (12, 6)  # the shape stays visible while the values are sharded
 
     with hadal.zero.GatheredParameters([weight]):
         torch.testing.assert_close(weight.detach().cpu(), start)
@@ -52,9 +52,7 @@ def main() -> None:
     assert hadal.utils.safe_get_full_optimizer_state(weight, "exp_avg").shape == (12, 6)
     assert not torch.equal(engine(x), first)
     if rank == 0:
-        print(
-            f"rank 0 wrote zeros into {tuple(weight.shape)}, and both ranks trained on from there"
-        )
+        print(f"rank 0 wrote zeros into {tuple(weight.shape)}, and both ranks continued from there")
     engine.destroy()
 
 

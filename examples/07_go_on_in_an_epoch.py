@@ -51,7 +51,7 @@ def train(engine: Any, batches: hadal.RepeatingLoader, steps: int) -> list[int]:
 def main() -> None:
     """Train ten steps without a break, and again with a break after four."""
     engine, batches = start()
-    # A directory that all ranks see; here the one they were started in.
+    # A directory that all ranks see; here the working directory.
     folder = Path("hadal_example")
     first = train(engine, batches, 4)
     engine.save_checkpoint(folder)

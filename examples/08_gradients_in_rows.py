@@ -2,9 +2,9 @@
 
     hadal run --num_accelerators 2 examples/08_gradients_in_rows.py
 
-Of a table with 5000 rows, each rank uses 8 per step. `sparse_gradients` sends these rows and their
-indices instead of the table: the same losses with fewer bytes. The example counts what ranks send
-by watching torch's own call, and therefore keeps them from reading each other's memory.
+Each rank uses 8 of a table's 5000 rows per step. `sparse_gradients` sends these rows and their
+indices instead of the table: the same losses with fewer bytes. The example counts the bytes
+in torch's own call, and therefore disables reads of other ranks' memory.
 """
 
 import os

@@ -2,8 +2,8 @@
 
     hadal run --num_accelerators 2 examples/14_born_sharded.py
 
-The weights are bit for bit those that rank 0 would have built outside the context, whatever
-initializes them and when: constructors, parents, or a function passed to `model.apply` later.
+The weights are bit for bit those that rank 0 would have built outside the context, regardless of
+how they are initialized: by constructors, parents, or a function passed to `model.apply` later.
 """
 
 import torch
@@ -56,7 +56,7 @@ def main() -> None:
     engine.backward(engine(inputs).float().square().mean())
     engine.step()
     if hadal.comm.get_rank() == 0:
-        print("born sharded, with the same bits, and trained")
+        print("created sharded, with the same bits, and trained")
     engine.destroy()
 
 

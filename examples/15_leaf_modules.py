@@ -1,9 +1,9 @@
-"""Leaf modules: stage 3 gathers a layer of experts as a whole, whichever expert a rank uses.
+"""Leaf modules: stage 3 gathers a layer of experts as a whole, for any expert that a rank uses.
 
     hadal run --num_accelerators 2 examples/15_leaf_modules.py
 
 Otherwise the ranks' paths differ, and every gather is announced to all ranks; this works too, with
-one warning. A leaf module keeps all ranks on one path, which is planned and gathered ahead of use.
+one warning. A leaf module keeps all ranks on one path, so gathers are planned and prefetched.
 """
 
 import torch

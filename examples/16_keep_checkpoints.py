@@ -36,7 +36,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     engine, _, _, _ = hadal.initialize(model=model, config=CONFIG)
-    # A directory that all ranks see; here the one they were started in.
+    # A directory that all ranks see; here the working directory.
     folder = Path("hadal_example")
     losses = []
     for number in range(9):

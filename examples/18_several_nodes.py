@@ -2,7 +2,7 @@
 
     hadal run --num_accelerators 4 examples/18_several_nodes.py
 
-Here every two ranks stand for a node. With `"mics_shard_size": 2` instead, each node would also
+Here every two ranks simulate a node. With `"mics_shard_size": 2` instead, each node would also
 hold a copy of gradients and optimizer state: less traffic between nodes, more memory.
 """
 

@@ -2,7 +2,7 @@
 
     hadal run --num_accelerators 2 examples/19_other_ranks.py
 
-Parameters are found by name, whatever the stage, number of ranks, dtypes and buckets were. The
+Parameters are found by name, for any stage, number of ranks, dtypes and buckets. The
 loading half works with any number of processes.
 """
 
@@ -49,7 +49,7 @@ def step(engine: Any) -> float:
 
 def main() -> None:
     """Train with one configuration, and continue with the other."""
-    # A directory that all ranks see; here the one they were started in.
+    # A directory that all ranks see; here the working directory.
     folder = Path("hadal_example")
     first = engine_of(SAVED)
     before = [step(first) for _ in range(30)]

@@ -3,8 +3,8 @@
     hadal run --num_accelerators 2 examples/22_hadal_run.py --steps 30
 
 The same line with `--hostfile hosts` starts it on all hosts of that file, and with `--dry-run` it
-shows what would be started where. Try `--fail 1`: rank 1
-raises an error, and the report shows its traceback first and the other rank's end below it.
+shows the processes without starting them. Try `--fail 1`: rank 1 raises an error, and the report
+shows its traceback first, and the other rank's exit below it.
 """
 
 import argparse
@@ -23,10 +23,10 @@ CONFIG = {
 
 
 def main() -> None:
-    """Learn a sum; each rank prints what it sees."""
+    """Learn a sum; each rank prints its variables."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--fail", type=int, help="the rank that is to fail")
+    parser.add_argument("--fail", type=int, help="the rank that fails")
     args = parser.parse_args()
 
     hadal.init_distributed()

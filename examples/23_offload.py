@@ -48,7 +48,7 @@ def main() -> None:
             "on the device": train({}),
             "optimizer state on the host": train({"offload_optimizer": {"device": "cpu"}}),
             # max_in_cpu 0: no weight stays in host memory
-            "all of it on the disk": train(
+            "everything on the disk": train(
                 {"offload_optimizer": nvme, "offload_param": {**nvme, "max_in_cpu": 0}}
             ),
         }

@@ -1,8 +1,8 @@
-"""A linear layer in tiles, of which stage 3 gathers only one at a time.
+"""A linear layer in tiles: stage 3 gathers only one at a time.
 
     hadal run --num_accelerators 2 examples/24_tiled_linear.py
 
-For a layer so wide that its gathered weight does not fit in memory. It computes the same as one
+Use it for a layer so wide that its gathered weight does not fit in memory. It computes the same as
 `nn.Linear`, and can copy its values.
 """
 

@@ -3,7 +3,7 @@
     hadal run --num_accelerators 4 examples/25_compressed.py
 
 All ranks compute with the same rounded weights; masters, checkpoints and values you read stay
-exact. `benchmarks/codecs.py` measures on which networks this pays.
+exact. `benchmarks/codecs.py` measures on which networks this pays off.
 """
 
 import torch

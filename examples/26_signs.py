@@ -4,8 +4,8 @@
 
 Each of these optimizers first learns the variance of the gradients and then freezes it. From then
 on the momentum is sent as signs, and the error is sent later. ZeroOneAdam also makes several
-updates without any exchange, so that weights differ between ranks for a while. `engine.eval()`, a
-checkpoint, and anything that reads weights make them equal first: all ranks must call these.
+updates without any exchange, so weights differ between ranks temporarily. `engine.eval()`,
+checkpoints and reads of weights synchronize them first: all ranks must call these.
 """
 
 import torch

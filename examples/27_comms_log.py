@@ -1,9 +1,9 @@
-"""The log of collectives: how often, how much and how fast ranks send, and who is the straggler.
+"""The log of collectives: counts, bytes and bandwidth, and which rank is the straggler.
 
     hadal run --num_accelerators 2 examples/27_comms_log.py
 
 Rank 1 is late in every step here. Bytes are those on the wire: weights are sent in bf16, gradients
-in fp32, as the configuration says.
+in fp32, as configured.
 """
 
 import time

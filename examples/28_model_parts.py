@@ -1,9 +1,9 @@
-"""Four ranks hold two replicas of a model in two parts; saved, loaded and exported.
+"""Two replicas of a model in two parts on four ranks: saved, loaded and exported.
 
     hadal run --num_accelerators 4 examples/28_model_parts.py
 
-Ranks 0 and 1 hold the parts, ranks 2 and 3 hold them again. A checkpoint loads with any number of
-replicas (2 processes: one of each part), but with the same number of parts only.
+Ranks 0 and 1 hold the parts of one replica, ranks 2 and 3 those of the other. A checkpoint loads
+with any number of replicas (2 processes: one), but only with the same number of parts.
 """
 
 import shutil

@@ -3,7 +3,7 @@
     python examples/30_autotune.py
 
 Each experiment runs this file with another configuration for three updates. One of the sizes
-simulates running out of memory; the table shows the reason. `--autotuning run` instead of `tune`
+simulates an out-of-memory error; the table shows the reason. `--autotuning run` instead of `tune`
 would then train with the best one. Your own search:
 
     hadal run --autotuning run train.py --deepspeed ds_config.json
@@ -25,14 +25,14 @@ CONFIG = {
         "enabled": True,
         "start_profile_step": 2,
         "end_profile_step": 3,
-        # Given, so that no first run is needed to count them.
+        # Given, so that no profiling run has to count them.
         "model_info": {"num_params": 33_088},
     },
 }
 
 
 def train(config: str, largest: int) -> None:
-    """Train like any other program, which takes the name of its configuration."""
+    """Train like any program that takes the path of its configuration."""
     import torch
     from torch import nn
 

@@ -1,8 +1,8 @@
-"""Ranks that run different parts of a model train as one process does, bit for bit, at every stage.
+"""Ranks that run different parts of a model train like one process, bit for bit, at every stage.
 
     hadal run --num_accelerators 2 examples/31_ranks_that_differ.py
 
-A vision-language model: the ranks take turns in having pictures, so only one of them runs the
+A vision-language model: only one rank at a time has pictures, so only that rank runs the
 vision tower. A mixture of experts: each token runs through one expert, and some experts get no
 token. One process trains on both ranks' batches for comparison.
 

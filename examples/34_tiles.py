@@ -1,9 +1,9 @@
-"""Tiles: a long sequence's MLPs and loss, a part of the sequence at a time.
+"""Tiles: the MLPs and the loss of a long sequence, computed one tile at a time.
 
     hadal run --num_accelerators 2 examples/34_tiles.py
 
 The intermediate tensors of an MLP, and above all the logits over a large vocabulary, grow with the
-sequence. In tiles only one tile's exist at a time; losses and gradients stay the same.
+sequence. With tiles, only those of one tile exist at a time; losses and gradients stay the same.
 """
 
 import torch
@@ -52,7 +52,7 @@ def train(way: str) -> list[float]:
     for step in range(4):
         generator = torch.Generator().manual_seed(10 * step + hadal.comm.get_rank())
         tokens = torch.randint(WORDS, (2, LENGTH + 1), generator=generator).to(engine.device)
-        loss = engine(tokens[:, :-1], tokens[:, 1:].contiguous())  # targets are shifted before
+        loss = engine(tokens[:, :-1], tokens[:, 1:].contiguous())  # targets are shifted first
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

@@ -1,9 +1,9 @@
-"""Ulysses: the tokens of each sequence split over ranks, for a model of transformers.
+"""Ulysses: the tokens of each sequence split over ranks, for a transformers model.
 
     hadal run --num_accelerators 2 examples/35_ulysses.py
 
-One key splits sequences: every rank gives the engine the same batch, computes its half of the
-tokens, and attention exchanges heads. The losses are those of one process.
+One key splits sequences: every rank passes the same batch to the engine and computes its half of
+the tokens, and attention exchanges heads. The losses are those of one process.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
     python examples/36_activation_checkpointing.py
 
-The section chooses which modules are recomputed; the model does not change.
+The section selects the modules to recompute; the model does not change.
 """
 
 import torch

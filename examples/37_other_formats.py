@@ -42,7 +42,7 @@ def load_in_plain_torch(folder: Path) -> nn.Module:
     optimizer = torch.optim.AdamW(model.parameters())
     weights, moments = get_state_dict(model, optimizer)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
+        warnings.simplefilter("ignore")  # about the single process
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder, no_dist=True)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     assert optimizer.param_groups[0]["lr"] == 0.01

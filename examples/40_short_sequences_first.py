@@ -2,7 +2,7 @@
 
     python examples/40_short_sequences_first.py
 
-The model knows nothing of it: Hadal truncates its inputs.
+The model is unchanged: Hadal truncates its inputs.
 """
 
 import torch

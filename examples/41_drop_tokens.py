@@ -1,4 +1,4 @@
-"""Random token dropping: the middle layers see a part of the tokens, and later all of them.
+"""Random token dropping: the middle layers see a subset of the tokens, and later all of them.
 
 python examples/41_drop_tokens.py
 """
@@ -35,7 +35,7 @@ config = {
 
 
 class Model(nn.Module):
-    """Tells what the sum of a sequence's first two tokens is, at every position."""
+    """Predicts the sum of a sequence's first two tokens, at every position."""
 
     def __init__(self) -> None:
         super().__init__()

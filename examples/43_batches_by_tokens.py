@@ -1,9 +1,9 @@
-"""Batches by tokens: short sequences are batched together, long ones apart.
+"""Batches by tokens: short sequences are batched together, long ones separately.
 
     hadal run --num_accelerators 2 examples/43_batches_by_tokens.py
 
-Each micro-batch has at most 64 tokens. Its loss is weighed by its tokens, and the learning rate of
-each update follows its samples.
+Each micro-batch has at most 64 tokens. Its loss is weighted by its tokens, and the learning
+rate of each update follows its number of samples.
 """
 
 import torch
@@ -68,7 +68,7 @@ def main() -> None:
         engine.step()
         assert (tokens != 16).sum() <= 64
     batching = engine.dynamic_batching
-    assert batching.samples == 400  # each one once, on whichever rank
+    assert batching.samples == 400  # each one once, on any rank
     assert loss.item() < 1.0
     if dist.get_rank() == 0:
         print(f"{engine.global_steps} updates of {batching.samples / engine.global_steps:.0f}")

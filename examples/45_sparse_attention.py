@@ -2,8 +2,8 @@
 
     python examples/45_sparse_attention.py
 
-The JSON says which blocks of the attention matrix are computed; the model reads it. For models of
-transformers one line does the same: `use_sparse_attention(model, CONFIG)`.
+The JSON selects the blocks of the attention matrix to compute; the model reads it. For transformers
+models, one line does the same: `use_sparse_attention(model, CONFIG)`.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
     python examples/46_fewer_bits.py
 
-The model keeps its classes and the names in its state dict. At the end its weights are the
-quantized ones, and then integers: the layer whose inputs are quantized multiplies them.
+The model keeps its classes and the names in its state dict. At the end its weights are quantized
+and stored as integers, which the layer with quantized inputs multiplies.
 """
 
 import torch

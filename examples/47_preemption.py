@@ -1,4 +1,4 @@
-"""Saving when a signal announces that the node is taken away, and going on from there.
+"""Saving when a signal announces that the node will be preempted, and resuming from there.
 
     hadal run --num_accelerators 2 examples/47_preemption.py
 
@@ -24,7 +24,7 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
     "checkpoint": {"on_signal": {"signals": ["SIGTERM", "SIGUSR1"]}},
 }
-# A directory that all ranks see; here the one they were started in.
+# A directory that all ranks see; here the working directory.
 FOLDER = Path("hadal_example_preempted")
 
 
@@ -43,7 +43,7 @@ def step(engine: Any) -> float:
 
 
 def train(engine: Any) -> None:
-    """Train until the signal; then save and leave."""
+    """Train until the signal; then save and exit."""
     losses = []
     for number in range(100_000):
         losses.append(step(engine))
@@ -56,7 +56,7 @@ def train(engine: Any) -> None:
 
 
 def main() -> None:
-    """Be preempted, and go on as the job's next start would."""
+    """Get preempted, and resume as the job's next start would."""
     torch.manual_seed(0)
     engine = make_engine()
     try:
@@ -71,7 +71,7 @@ def main() -> None:
     assert path is not None and len(client_state["losses"]) == again.global_steps
     assert step(again) == expected  # the same inputs and dropout
     if hadal.comm.get_rank() == 0:
-        print("preempted, and gone on, after update", len(client_state["losses"]))
+        print("preempted and resumed after update", len(client_state["losses"]))
         shutil.rmtree(FOLDER)
 
 

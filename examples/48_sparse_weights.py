@@ -2,7 +2,7 @@
 
     python examples/48_sparse_weights.py
 
-Three quarters of the hidden weights are zero at the end; the model has its own classes again.
+At the end three quarters of the hidden weights are zero, and the model has its own classes again.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
     python examples/49_fewer_layers.py
 
-Afterwards its weights are stored in 8 bits, in a file that is loaded back.
+Then its weights are stored in 8 bits, in a file that is loaded again.
 """
 
 import tempfile

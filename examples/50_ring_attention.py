@@ -1,9 +1,9 @@
-"""Ring attention: each sequence split over more ranks than its model has heads.
+"""Ring attention: each sequence is split over more ranks than the model has heads.
 
     hadal run --num_accelerators 4 examples/50_ring_attention.py
 
-The key is that of Ulysses. With fewer heads than ranks, keys and values travel around the ranks
-instead of heads. The losses are those of one process, here with two documents in each row.
+The key is the same as for Ulysses. With fewer heads than ranks, keys and values are passed around
+the ranks instead. The losses are those of one process, here with two documents in each row.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""Saving to a URL behind training: the state goes to a local disk first, and a thread uploads it.
+"""Saving to a URL during training: the state is staged on a local disk, and a thread uploads it.
 
     python examples/51_staging.py
 
-`memory://` stands for an object store here; with `s3://bucket/run` (and the package s3fs) nothing
+`memory://` replaces an object store here; with `s3://bucket/run` (and the package s3fs) nothing
 else changes, on any number of ranks.
 """
 
@@ -40,9 +40,9 @@ def step(engine: Any) -> float:
 
 
 def main() -> None:
-    """Save, train on meanwhile, and resume from what was saved."""
+    """Save, train during the upload, and resume from the checkpoint."""
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as scratch:  # on a cluster, the disk of the node
+    with tempfile.TemporaryDirectory() as scratch:  # on a cluster, the node's local disk
         engine = make_engine(scratch)
         step(engine)
         engine.save_checkpoint(URL)  # returns once the state is in `scratch`
@@ -51,7 +51,7 @@ def main() -> None:
         engine.load_checkpoint(URL)
         assert [step(engine) for _ in range(3)] == losses  # with the same inputs and dropout
         engine.destroy()
-    print("saved behind training, and resumed:", losses)
+    print("saved during training, and resumed:", losses)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python examples/52_fewer_heads.py
 
 Scores are trained along with the weights. At the end the matrices are smaller, and transformers
-loads them as any model.
+loads them like any model.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""Fewer channels: half of a convolution's channels are removed, with all that reads them.
+"""Fewer channels: half of a convolution's channels are removed, with the weights that read them.
 
 python examples/53_fewer_channels.py
 """

@@ -1,9 +1,9 @@
-"""Two ranks compute slices of the same layers; the weights that come out are whole.
+"""Tensor parallelism: two ranks compute slices of the same layers; saved weights are whole.
 
     hadal run --num_accelerators 2 examples/54_tensor_parallel.py
 
-A model of transformers needs `autotp_size` alone. This one is the program's own, so rules say which
-layers are cut: the first of a block by its outputs, the second by its inputs.
+A transformers model needs only `autotp_size`. This model is the program's own, so rules define the
+cuts: the first layer of a block by its outputs, the second by its inputs.
 """
 
 import shutil
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 def main() -> None:
     hadal.init_distributed()
-    torch.manual_seed(comm.get_rank())  # the first rank's weights count
+    torch.manual_seed(comm.get_rank())  # the first rank's weights are used
     model = nn.Sequential(nn.Linear(4, 16), Block(), nn.Linear(16, 1))
     engine, *_ = hadal.initialize(model=model, config=CONFIG)
     assert model[1].up.weight.shape == (32, 16)  # half of its 64 outputs

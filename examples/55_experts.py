@@ -1,9 +1,9 @@
-"""Four experts on two ranks: each token goes to two of them, wherever they are.
+"""Four experts on two ranks: each token goes to two of them, on any rank.
 
     hadal run --num_accelerators 2 examples/55_experts.py
 
-The layer and its arguments are DeepSpeed's (`deepspeed.moe.layer.MoE`). A model of transformers
-needs `{"expert_parallel": {"enabled": true, "autoep_size": 2}}` in its configuration alone.
+The layer and its arguments are DeepSpeed's (`deepspeed.moe.layer.MoE`). A transformers model
+needs only `{"expert_parallel": {"enabled": true, "autoep_size": 2}}` in its configuration.
 """
 
 import shutil
@@ -43,7 +43,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = Classifier(comm.get_world_size())
     engine, *_ = hadal.initialize(model=model, config=CONFIG)
-    draw = torch.Generator().manual_seed(comm.get_rank())  # each rank has samples of its own
+    draw = torch.Generator().manual_seed(comm.get_rank())  # each rank has its own samples
     for _ in range(200):
         x = torch.randn(16, 8, generator=draw)
         target = x[:, :4].argmax(1).to(engine.device)

@@ -1,4 +1,4 @@
-"""A model of transformers in pipeline stages, cut between its blocks by the configuration.
+"""A transformers model in pipeline stages, split between its blocks by the configuration.
 
     hadal run --num_accelerators 2 examples/57_decoder_in_stages.py
 

@@ -1,4 +1,4 @@
-"""A model of transformers in pipeline stages, with layers that are cut over ranks.
+"""A transformers model in pipeline stages, with layers that are cut over ranks.
 
     hadal run --num_accelerators 4 examples/58_stages_and_slices.py
 
@@ -53,7 +53,7 @@ if __name__ == "__main__":
     total = sum(parameter.numel() for parameter in whole.parameters())
     engine, *_ = hadal.initialize(model=whole, config=CONFIG)
     mine = sum(parameter.numel() for parameter in engine.module.parameters())
-    # All four ranks are parts of one model: there is one reader.
+    # All four ranks hold parts of one model, so there is one reader.
     assert engine.topology.data_parallel.size == 1
     data = (batch(number) for number in range(STEPS * MICRO))
     losses = [engine.train_batch(data).item() for _ in range(STEPS)]

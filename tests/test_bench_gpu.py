@@ -66,7 +66,7 @@ def measured(script: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_without_a_gpu_it_says_so() -> None:
+def test_without_a_gpu_it_prints_a_note() -> None:
     assert "There is no GPU here, so there is nothing to measure" in measured("gpu.py")
 
 

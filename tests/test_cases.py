@@ -38,7 +38,7 @@ def test_pairs_have_each_two_levels() -> None:
         )
 
 
-def test_what_is_chosen_runs_often() -> None:
+def test_chosen_cells_run_often() -> None:
     assert often(["a", "b"], "b") == [rarely("a"), "b"]
     assert often([(1, "a"), (2, "b")], (2, "b")) == [rarely(1, "a"), (2, "b")]
     with pytest.raises(AssertionError, match="c"):

@@ -75,7 +75,7 @@ def test_a_test_that_takes_too_much_fails(tmp_path: Path) -> None:
     assert "FAILED test_suite.py::test_prepared - it took 0.4" in run.stdout
 
 
-def test_the_end_of_a_run_lists_what_took_most() -> None:
+def test_the_end_of_a_run_lists_the_most_expensive_tests() -> None:
     assert costs.summary({"a.py::one": 1.0}) == []
     assert costs.summary({"a.py::one": 40.0, "b.py::one": 30.0, "a.py::two[::]": 2.0}) == [
         "processor time of tests: 72 s; most in a.py 42 s, b.py 30 s",

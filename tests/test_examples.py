@@ -132,7 +132,7 @@ def test_gpt_trains(gpt: tuple[Path, str]) -> None:
     assert (folder / "demo" / "loss.png").stat().st_size > 10_000
 
 
-def test_gpt_goes_on(gpt: tuple[Path, str]) -> None:
+def test_gpt_resumes(gpt: tuple[Path, str]) -> None:
     printed = run(GPT, *short_gpt(gpt[0]), processes=2, folder=gpt[0])
-    assert "Going on from step 3" in printed
+    assert "Continuing from step 3" in printed
     assert "(step 6)" in printed

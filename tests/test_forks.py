@@ -27,7 +27,7 @@ raise ValueError("no such place") if len(sys.argv) > 3 else SystemExit(7)
 
 
 @pytest.mark.parametrize("way", ["file", "-c", "-m"])
-def test_it_finds_what_an_interpreter_gives(tmp_path: Path, way: str) -> None:
+def test_it_finds_the_names_of_an_interpreter(tmp_path: Path, way: str) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "beside.py").touch()
     words = {"file": [str(tmp_path / "program.py")], "-c": ["-c", PROGRAM], "-m": ["-m", "program"]}

@@ -16,7 +16,7 @@ def test_sizes_are_read_as_the_hub_does(text: str | int, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["64X", "", "GB", "-1GB", "0", "1e3"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="a size must be"):
         nbytes_of(text)
 

@@ -1,4 +1,4 @@
-"""How each library is set up and driven through one optimiser step."""
+"""Sets up each library, and drives it through one optimiser step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Trainer(Protocol):
         """Run one optimiser step over the micro-batches; return the last one's loss."""
 
     def close(self) -> None:
-        """Release what the library holds."""
+        """Release the library's resources."""
 
 
 class Starter(Protocol):
@@ -65,10 +65,10 @@ class EngineTrainer:
 
 
 class TorchTrainer:
-    """DDP and FSDP2: accumulation, clipping and the optimiser stand in the training loop.
+    """DDP and FSDP2: accumulation, clipping and the optimiser are in the training loop.
 
-    ``forward`` computes the loss; ``synchronise`` is told, before each micro-batch, whether
-    its gradients are to be reduced, and yields around that micro-batch.
+    ``forward`` computes the loss; ``synchronise`` gets, before each micro-batch, whether its
+    gradients are to be reduced, and is a context around that micro-batch.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class TorchTrainer:
         return loss.item()
 
     def close(self) -> None:
-        """Nothing is held beyond the process group."""
+        """There is nothing to release except the process group."""
 
 
 def _import_hadal() -> Starter:
@@ -179,7 +179,7 @@ def _ddp_starter(make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -
             model, gradient_as_bucket_view=True, broadcast_buffers=False
         )
         if contestant.traffic == "bf16":
-            # DDP refuses this hook, by its name, on gloo, though gloo reduces bf16.
+            # DDP refuses the hook of this name on gloo, although gloo reduces bf16.
             wrapped.register_comm_hook(
                 None, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)
             )
@@ -211,11 +211,11 @@ _IMPORTS: dict[str, Callable[[], Starter]] = {
 
 
 def import_starter(library: str) -> Starter:
-    """Import the library and return what starts it; raises ``ImportError`` if it is missing."""
+    """Import the library and return its starter; raises ``ImportError`` if it is missing."""
     return _IMPORTS[library]()
 
 
 def join_group(workload: Workload) -> None:
-    """Join the process group over gloo, which every contestant then finds ready."""
+    """Join the process group over gloo, which every contestant uses."""
     torch.set_num_threads(workload.threads)
     dist.init_process_group("gloo")

@@ -1,7 +1,7 @@
 """DeepSpeed's compiled Adam for CPUs, by itself: ``python -m peers.cpu_adam ELEMENTS THREADS``.
 
-Makes an update for each line that it reads, and answers with its seconds: from a bf16 gradient to
-bf16 weights, as others are measured.
+Makes an update for each line that it reads, and prints its seconds: from a bf16 gradient to bf16
+weights, like the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from peers.settings import LEARNING_RATE, WEIGHT_DECAY
 
 def main() -> None:
     numel, threads = map(int, sys.argv[1:])
-    # Libraries print as they like; only seconds go to whoever asks.
+    # Libraries print to stdout; only the seconds go to the parent.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     torch.set_num_threads(threads)
@@ -28,7 +28,7 @@ def main() -> None:
     master = nn.Parameter(torch.randn(numel))
     weights = master.detach().to(torch.bfloat16)
     gradient = torch.randn(numel).mul_(1e-3).to(torch.bfloat16)
-    # It takes gradients of the masters' dtype: of another one it makes NaN.
+    # It requires gradients of the masters' dtype; other dtypes give NaN.
     master.grad = torch.zeros_like(master)
     optimizer = DeepSpeedCPUAdam([master], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     for _ in sys.stdin:

@@ -1,4 +1,4 @@
-"""Installs DeepSpeed into a virtual environment of its own, so Hadal's stays clean."""
+"""Installs DeepSpeed into its own virtual environment, so Hadal's stays clean."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def deepspeed_variables(directory: Path) -> dict[str, str]:
 
 
 def is_installed(directory: Path) -> bool:
-    """Whether ``directory`` is an environment that holds DeepSpeed."""
+    """True if ``directory`` is an environment with DeepSpeed."""
     return bool(list(directory.glob("lib/python*/site-packages/deepspeed/__init__.py")))
 
 

@@ -1,6 +1,6 @@
-"""Starts one process per rank and collects what the ranks measured.
+"""Starts one process per rank and collects the ranks' measurements.
 
-Nothing here imports torch: where a child starts, its peak memory counts its parent's too.
+Nothing here imports torch: the peak memory of a child includes its parent's at the start.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Interpreter:
 
 @dataclass(frozen=True)
 class Run:
-    """What one start of one contestant measured; ``steps`` holds the slowest rank's seconds."""
+    """The measurements of one start of one contestant; ``steps`` has the slowest rank's seconds."""
 
     steps: list[float]
     losses: list[float]
@@ -56,7 +56,7 @@ def deepspeed_interpreter(directory: Path) -> Interpreter:
 
 
 class GroupFailure(Exception):
-    """A process group ended without a result; the text says why."""
+    """A process group ended without a result; the text is the reason."""
 
 
 def imports_after_torch(interpreter: Interpreter, statement: str, repeat: int) -> float | None:
@@ -129,9 +129,9 @@ def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float) -> str | None:
-    """Wait for every rank to end; what went wrong, or None.
+    """Wait for every rank to end; return the fault, or None.
 
-    Ranks that have all written their results are given a moment only to shut down.
+    Once all ranks have written their results, they get only a moment to shut down.
     """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -169,7 +169,7 @@ def _start_ranks(
 def run_ranks(
     module: str, interpreter: Interpreter, workload: Workload, job: dict[str, Any], timeout: float
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Run ``python -m module JOB`` on every rank; what each wrote, and trouble at shutdown.
+    """Run ``python -m module JOB`` on every rank; return the results, and faults at shutdown.
 
     Raises ``GroupFailure`` with the end of the group's output if a rank wrote no result.
     """
@@ -195,7 +195,7 @@ def run_ranks(
 def run_contestant(
     interpreter: Interpreter, workload: Workload, contestant: Contestant, timeout: float
 ) -> Run:
-    """Start the contestant's ranks, let them train, and merge what they measured."""
+    """Start the contestant's ranks, let them train, and merge their measurements."""
     job = {"contestant": asdict(contestant)}
     ranks, trouble = run_ranks("peers.worker", interpreter, workload, job, timeout)
     if "unavailable" in ranks[0]:

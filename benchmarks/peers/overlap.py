@@ -1,4 +1,4 @@
-"""How much of the communication in a profiler's trace lies under computation."""
+"""The overlap of communication with computation in a profiler's trace."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 Interval = tuple[float, float]
 
-# How kernels, and on a CPU the ranges around what the threads of gloo do, are called.
+# The names of kernels, and on a CPU of the ranges around the work of gloo's threads.
 _COMMUNICATION = ("nccl", "rccl", "oneccl", "gloo")
-# Where a CPU computes: matrix products are the most of it, and nothing lies inside of them.
+# Computation on a CPU: matrix products are most of it, and contain no other range.
 _CPU_COMPUTE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product")
 
 
@@ -25,12 +25,12 @@ class Overlap:
 
     @property
     def share(self) -> float | None:
-        """How much of the communication lies under computation; None where there is none."""
+        """The fraction of communication that overlaps with computation; None if there is none."""
         return self.both_s / self.communication_s if self.communication_s else None
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points of time, in intervals that do not touch, in order."""
+    """The same times as disjoint intervals, in order."""
     result: list[Interval] = []
     for start, stop in sorted(i for i in intervals if i[0] < i[1]):
         if result and start <= result[-1][1]:
@@ -41,7 +41,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def common(one: list[Interval], other: list[Interval]) -> float:
-    """How long both last; each comes from `union`."""
+    """The total length of the intersection; both arguments come from `union`."""
     total, at = 0.0, 0
     for start, stop in one:
         while at < len(other) and other[at][1] <= start:
@@ -54,7 +54,7 @@ def common(one: list[Interval], other: list[Interval]) -> float:
 
 
 def measured(communication: Iterable[Interval], compute: Iterable[Interval]) -> Overlap:
-    """What two sets of intervals, in seconds, come to."""
+    """The totals of two sets of intervals, in seconds."""
     one, other = union(communication), union(compute)
     return Overlap(
         sum(stop - start for start, stop in one),
@@ -64,7 +64,7 @@ def measured(communication: Iterable[Interval], compute: Iterable[Interval]) -> 
 
 
 def read_trace(path: Path) -> Overlap:
-    """The overlap in a Chrome trace of torch's profiler: of kernels, or without any on the CPU."""
+    """The overlap in a Chrome trace of torch's profiler: of kernels, or else of CPU ranges."""
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
     kernels = [e for e in events if e.get("cat") == "kernel"]
     communication, compute = [], []

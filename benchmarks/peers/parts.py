@@ -1,4 +1,4 @@
-"""The parts of a step alone, so that the distance to the limit is seen.
+"""The parts of a step, measured separately to show the distance to the limit.
 
 As a module (``python -m peers.parts JOB``) it is one rank; all ranks measure at the same time,
 so they share the machine as they do in training.
@@ -50,7 +50,7 @@ def _compute(workload: Workload) -> Callable[[], object]:
 
 
 def _exchange(numel: int) -> Callable[[], object]:
-    """Every rank sends its half to the neighbour and receives the other's, as two ranks do."""
+    """Every rank sends its half to its neighbour and receives the other half."""
     rank, size = dist.get_rank(), dist.get_world_size()
     outgoing, incoming = torch.zeros(numel, dtype=_BF16), torch.zeros(numel, dtype=_BF16)
 
@@ -92,7 +92,7 @@ def _copy(numel: int) -> Callable[[], object]:
 
 
 def _makers(workload: Workload, numel: int) -> dict[str, tuple[int, _Maker]]:
-    """Of each part: the bytes it handles, and what prepares it for measuring."""
+    """For each part: the bytes it handles, and the function that prepares it."""
     share = -(-numel // workload.world_size)
     makers: dict[str, tuple[int, _Maker]] = {
         "forward and backward, bf16": (0, lambda: _compute(workload)),

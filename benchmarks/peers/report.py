@@ -23,7 +23,7 @@ IMPORT_GOAL_S = 0.2
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a step measured alone: its seconds, if it ran, and the bytes it handled."""
+    """One part of a step, measured separately: its seconds, if it ran, and its bytes."""
 
     seconds: float | None
     bytes: int
@@ -35,16 +35,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Turns:
-    """Steps with offload by those without, in turns in one process: medians over the turns."""
+    """Ratios of steps with offload to those without, in turns in one process: medians."""
 
     clock: float
-    """Of the slower rank's seconds."""
+    """Ratio of the slower rank's seconds."""
     processor: float
-    """Of the processor's seconds, of all ranks together."""
+    """Ratio of the processor seconds of all ranks."""
 
     @classmethod
     def of(cls, ranks: Sequence[Mapping[str, Mapping[str, Sequence[float]]]]) -> Turns:
-        """From what the ranks have measured."""
+        """Create it from the ranks' measurements."""
 
         def ratio(kind: str, merge: Callable[[tuple[float, ...]], float]) -> float:
             ours, plain = (
@@ -58,7 +58,7 @@ class Turns:
 
 @dataclass
 class Results:
-    """Everything one invocation measured; a round in which a contestant failed holds None."""
+    """All measurements of one invocation; None for a round in which a contestant failed."""
 
     workload: Workload
     runs: dict[Contestant, list[Run | None]] = field(default_factory=dict)
@@ -86,7 +86,7 @@ def hadal_like(contestant: Contestant) -> Contestant:
 
 
 def step_ratio(results: Results, ours: Contestant, peer: Contestant) -> float | None:
-    """Median over the rounds of our step time by the peer's in the same round."""
+    """Median over rounds of Hadal's step time divided by the peer's in the same round."""
     pairs = zip(results.runs.get(ours, []), results.runs.get(peer, []), strict=False)
     ratios = [
         median(one.steps) / median(other.steps)
@@ -153,7 +153,7 @@ def import_table(results: Results) -> str:
 
 
 def step_limit(parts: Mapping[str, Part], stage: int) -> float | None:
-    """Compute, traffic and update of a step one after the other, from the parts alone.
+    """The sum of computation, traffic and update of a step, from the separate parts.
 
     Two ranks exchange a share of the gradients and a share of the parameters, and at stage 3
     the parameters a second time. At stage 0 every rank updates all values.
@@ -179,7 +179,7 @@ def parts_table(results: Results) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One goal, what was measured for it, and whether it was met (None: not measured)."""
+    """One goal, its measurement, and whether it was met (None if not measured)."""
 
     goal: str
     measured: float | None
@@ -258,7 +258,7 @@ def judge(results: Results) -> list[Verdict]:
 
 
 def describe_environment() -> dict[str, str]:
-    """The versions and the machine the figures were taken with."""
+    """The versions and the machine of the figures."""
     return {
         "python": platform.python_version(),
         "torch": version("torch"),
@@ -268,7 +268,7 @@ def describe_environment() -> dict[str, str]:
 
 
 def write_json(results: Results, path: Path) -> None:
-    """Every single measurement, with the settings it was taken under."""
+    """Every single measurement, with its settings."""
     runs = [
         {
             **asdict(contestant),

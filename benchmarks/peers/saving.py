@@ -31,10 +31,10 @@ class Saver(Protocol):
     """A trained model under one library, ready to be saved."""
 
     def save(self, folder: Path, tag: str) -> None:
-        """Save; return when training may go on."""
+        """Save; return when training may continue."""
 
     def finish(self) -> None:
-        """Wait until what was saved is there."""
+        """Wait until the checkpoint is complete."""
 
     def load(self, folder: Path, tag: str) -> None:
         """Load it again."""
@@ -78,7 +78,7 @@ class TorchSaver:
             torch.save(state, folder / tag / "state.pt")
 
     def finish(self) -> None:
-        """Nothing goes on by itself."""
+        """Do nothing: saves are synchronous."""
 
     def load(self, folder: Path, tag: str) -> None:
         state = torch.load(folder / tag / "state.pt", weights_only=True)
@@ -121,7 +121,7 @@ def _peak() -> float:
 
 
 def _evict(folder: Path) -> None:
-    """Take the files out of the system's cache, where a job that is started anew finds none."""
+    """Evict the files from the system's cache, as a new job would find it."""
     for path in folder.rglob("*") if hasattr(os, "posix_fadvise") else ():
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -130,7 +130,7 @@ def _evict(folder: Path) -> None:
 
 
 def _bring_in(folder: Path) -> None:
-    """Read files through the system's cache, so that they lie there."""
+    """Read files into the system's cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             with open(path, "rb", buffering=0) as file:
@@ -139,9 +139,9 @@ def _bring_in(folder: Path) -> None:
 
 
 def _settle(seconds: float) -> None:
-    """Give a host that takes back a virtual machine's free memory the time to do so.
+    """Wait, so that a virtual machine's host can reclaim free memory.
 
-    Else who evicted much finds as much memory at once, and who wrote past the cache finds none.
+    Otherwise a library that evicted much would find that memory at once, and others would not.
     """
     dist.barrier()
     time.sleep(seconds)
@@ -157,7 +157,7 @@ def _measure(saver: Saver, folder: Path, repeat: int, settle: float) -> dict[str
         found["save"].append(seconds)
         found["whole"].append(seconds + _timed(saver.finish))
         dist.barrier()
-        # What is still to be written to disk belongs to no later measurement.
+        # Pending writes must not count in a later measurement.
         os.sync()
     found["peak_saving"] = _peak()
     _evict(folder)
@@ -174,9 +174,9 @@ def _measure(saver: Saver, folder: Path, repeat: int, settle: float) -> dict[str
 
 
 def _measure_new(saver: Saver, folder: Path, settle: float) -> dict[str, Any]:
-    """Seconds of the first load of a job that has just been started.
+    """Seconds of the first load of a new job.
 
-    And those in which the disk alone gives up the same bytes, when every rank reads its share.
+    Also the seconds in which the disk alone delivers the same bytes, if every rank reads its part.
     """
     found = {}
     for name, act in (
@@ -192,7 +192,7 @@ def _measure_new(saver: Saver, folder: Path, settle: float) -> dict[str, Any]:
 
 def _read_past_the_cache(folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    # A huge page where there are any: a disk takes it in a few requests.
+    # A huge page if available: a disk reads it in a few requests.
     memory = mmap.mmap(-1, 2 * _BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

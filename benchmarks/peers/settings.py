@@ -1,4 +1,4 @@
-"""What is measured: the workload all contestants share, and the contestants themselves."""
+"""The workload that all contestants share, and the contestants themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLIP = 1.0
 LIBRARIES = ("hadal", "deepspeed", "fsdp2", "ddp", "zero_redundancy")
 TRAFFIC = ("bf16", "fp32")
 
-# The stages whose memory and traffic each torch peer is the nearest counterpart of.
+# The ZeRO stages to which each torch peer corresponds most closely in memory and traffic.
 PEER_STAGES = {"ddp": (0,), "zero_redundancy": (1,), "fsdp2": (2, 3)}
 
 
@@ -39,9 +39,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One library in one setting: a ZeRO stage and the type in which gradients travel.
+    """One library in one setting: a ZeRO stage and the dtype of gradients on the wire.
 
-    ``optimizer`` and ``weights`` say where these are offloaded to (``none``, ``cpu``, ``nvme``).
+    ``optimizer`` and ``weights`` are their tiers (``none``, ``cpu``, ``nvme``).
     """
 
     library: str
@@ -58,7 +58,7 @@ class Contestant:
 
     @property
     def offload(self) -> str:
-        """What is offloaded, in words; empty where nothing is."""
+        """The offloaded states as text; empty if there are none."""
         places = {"optimizer": self.optimizer, "weights": self.weights}
         return ", ".join(f"{what} on {place}" for what, place in places.items() if place != "none")
 
@@ -68,7 +68,7 @@ class Contestant:
 
 
 def is_default(contestant: Contestant) -> bool:
-    """Whether the traffic type is the one the library uses when nothing is asked for."""
+    """True if the traffic dtype is the library's default."""
     engines = contestant.library in ("hadal", "deepspeed")
     return contestant.traffic == ("bf16" if engines else "fp32")
 
@@ -76,7 +76,7 @@ def is_default(contestant: Contestant) -> bool:
 def select_contestants(
     stages: Sequence[int], peers: Sequence[str], traffic: Sequence[str]
 ) -> list[Contestant]:
-    """Contestants in measuring order: those compared with one another stand side by side."""
+    """Contestants in measuring order: those that are compared are adjacent."""
     chosen = []
     for stage in stages:
         for kind in traffic:
@@ -111,10 +111,10 @@ def _zero_section(workload: Workload, contestant: Contestant) -> dict[str, objec
 
 
 def ds_config(workload: Workload, contestant: Contestant) -> dict[str, object]:
-    """The configuration given to Hadal and to DeepSpeed alike, but for DeepSpeed's Adam.
+    """The configuration of both Hadal and DeepSpeed, except for DeepSpeed's Adam.
 
     DeepSpeed's own compiled Adam is slower on the CPU than torch's fused one and keeps more
-    memory at stage 0, so it is given torch's unless the workload says otherwise.
+    memory at stage 0, so it uses torch's unless the workload chooses its own.
     """
     torch_adam = contestant.library == "deepspeed" and workload.deepspeed_adam == "torch"
     config: dict[str, object] = {

@@ -1,6 +1,6 @@
 """Steps with and without offload in turns, in one process: ``python -m peers.turns JOB``, a rank.
 
-Two engines on the same machine at the same time: what else it does, it does to both alike.
+Two engines run on the same machine at the same time, so other work affects both equally.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WAYS = ("without", "with")
 def _measure(
     trainers: dict[str, Trainer], workload: Workload, turns: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each step, by the clock and of the processor; every other turn goes backwards."""
+    """Wall and processor seconds of each step; every other turn runs in reverse."""
     batches = build_batches(workload, dist.get_rank())
     found: dict[str, dict[str, list[float]]] = {
         way: {"clock": [], "processor": []} for way in _WAYS

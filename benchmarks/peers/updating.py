@@ -1,4 +1,4 @@
-"""The update of offloaded state, in host memory and on a disk, beside what limits it."""
+"""The update of offloaded state, in host memory and on a disk, against its limits."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _PRECISIONS = PRECISIONS["bf16, fp32 master"]
 _TORCH = "torch.optim.AdamW(fused=True) and its casts"
 _TORCH_KEPT = "the same, the cast gradient's memory kept"
 _DEEPSPEED = "DeepSpeedCPUAdam"
-# What Hadal's bytes per second must be, of each peer's.
+# The required ratio of Hadal's bytes per second to each peer's.
 GOALS = {_TORCH: 1.3, _DEEPSPEED: 1.0}
 
 
 @dataclass(frozen=True)
 class Update:
-    """What is measured: how many elements, how often, with how many threads."""
+    """The settings: elements, rounds and threads."""
 
     numel: int
     rounds: int
@@ -56,14 +56,14 @@ class Update:
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant's seconds in each round, and how it stands to another one's."""
+    """One contestant's seconds in each round, and their ratio to another's."""
 
     who: str
     nbytes: int
-    """What an update moves; all contestants are counted by it."""
+    """Bytes that an update moves, for all contestants."""
     seconds: list[float]
     ratio: float
-    """Its seconds by those of Hadal's update: the median over the rounds."""
+    """Its seconds divided by those of Hadal's update: the median over the rounds."""
 
     @property
     def gb_per_s(self) -> float:
@@ -71,14 +71,14 @@ class Row:
 
 
 class DeepSpeedAdam:
-    """DeepSpeed's update in its own environment, in a process that steps when it is asked to."""
+    """DeepSpeed's update in its own environment, in a process that steps on request."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def __call__(self) -> float:
         asked, answers = self._process.stdin, self._process.stdout
-        assert asked is not None and answers is not None  # both were asked for
+        assert asked is not None and answers is not None  # both pipes were requested
         asked.write("\n")
         asked.flush()
         answer = answers.readline()
@@ -106,7 +106,7 @@ def _deepspeed(interpreter: Interpreter, update: Update, log: IO[str]) -> Iterat
 
 @contextmanager
 def prepared(threads: int) -> Iterator[None]:
-    """The process as an engine has it, with so many threads."""
+    """Set up the process like an engine, with this many threads."""
     torch.set_num_threads(threads)
     hadal.init_distributed()
     yield
@@ -114,7 +114,7 @@ def prepared(threads: int) -> Iterator[None]:
 
 
 def in_memory(update: Update, deepspeed: Interpreter | None) -> list[Row]:
-    """Hadal's update in host memory, a copy of as many bytes, and the peers', in turns."""
+    """Hadal's update in host memory, a copy of the same bytes, and the peers' updates, in turns."""
     nbytes = _PRECISIONS.nbytes(_KIND.kept) * update.numel
     source = torch.randn(nbytes // 8)  # a copy reads and writes each byte
     target = torch.empty_like(source)
@@ -137,7 +137,7 @@ def in_memory(update: Update, deepspeed: Interpreter | None) -> list[Row]:
 
 
 def on_disk(update: Update, folder: Path, seconds: float) -> list[Row]:
-    """Hadal's update of state on a disk, its requests alone, and what the disk gives, in turns."""
+    """Hadal's update of state on a disk, only its requests, and the disk's speed, in turns."""
     with ExitStack() as stack:
         store = DiskStore(folder)
         stack.callback(store.close)
@@ -192,7 +192,7 @@ def _rows(seconds: Mapping[str, Sequence[float]], nbytes: int) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows, with how many times their bytes per second Hadal's update moves."""
+    """The rows, with the ratio of Hadal's bytes per second to theirs."""
     lines = ["| | ms | GB/s | Hadal's GB/s over it |", "|---|---|---|---|"]
     lines += [
         f"| {row.who} | {median(row.seconds) * 1e3:.1f} | {row.gb_per_s:.2f} | {row.ratio:.2f} |"
@@ -202,13 +202,13 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def verdicts(rows: Sequence[Row]) -> list[tuple[str, bool]]:
-    """Of each row that has a goal: what is to be said, and whether it is met."""
+    """For each row with a goal: the text, and whether it is met."""
     found = []
     for row in rows:
         if row.who in GOALS:
             met = row.ratio >= GOALS[row.who]
             word = "met" if met else "MISSED"
             times = f"{row.ratio:.2f} times the bytes per second"
-            text = f"Hadal beside {row.who}: {times}, goal {GOALS[row.who]}: {word}"
+            text = f"Hadal against {row.who}: {times}, goal {GOALS[row.who]}: {word}"
             found.append((text, met))
     return found

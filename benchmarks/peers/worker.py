@@ -25,7 +25,7 @@ _Measured = tuple[Trainer, dict[str, Any]]
 
 
 def _resident() -> float:
-    """Resident memory of this process now, in MiB; 0 where the system does not tell."""
+    """Resident memory of this process now, in MiB; 0 if the system does not report it."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         return 0.0
@@ -33,13 +33,13 @@ def _resident() -> float:
 
 
 def _peak() -> float:
-    """The largest resident memory this process has had, in MiB."""
+    """The peak resident memory of this process, in MiB."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _MIB
 
 
 def _train(trainer: Trainer, workload: Workload, batches: list[Tensor]) -> dict[str, Any]:
-    """Train for the workload's steps; the seconds of those after the warm-up, and all losses."""
+    """Train for the workload's steps; return seconds after the warm-up, and all losses."""
     seconds, losses = [], []
     for _ in range(workload.warmup + workload.steps):
         dist.barrier()

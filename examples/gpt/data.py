@@ -1,4 +1,4 @@
-"""Text that every machine has: the source files of Python's standard library."""
+"""Text that is on every machine: the source files of Python's standard library."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Text:
 def read_standard_library() -> Text:
     """Read the `*.py` files at the top of the standard library; a tenth of them is validation.
 
-    A file's half is decided by its name alone, so it is the same on every rank and in every run.
+    Only a file's name decides its half, so it is the same on every rank and in every run.
     """
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     halves: dict[bool, list[bytes]] = {False: [], True: []}

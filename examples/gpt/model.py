@@ -1,4 +1,4 @@
-"""A byte-level GPT in plain `torch.nn`: nothing in this file knows how it will be trained."""
+"""A byte-level GPT in plain `torch.nn`: this file is independent of how it is trained."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
     make demo          # or, by hand, with one process per GPU or CPU core:
     torchrun --standalone --nproc_per_node=2 examples/gpt/train.py
 
-`ds_config.json` beside this file holds the configuration: change the stage, the precision or the
+The configuration is `ds_config.json` in this directory: change the stage, the precision or the
 schedule there. `model.py` is plain torch, `data.py` reads the text. The run shows the loss, the
-validation loss beside the text's unigram entropy, tokens per second, learning rate and gradient
-norm. It writes `demo/loss.png` and `demo/checkpoint`, and ends with a sample of generated code. A
-second run resumes from the checkpoint; `make demo-clean` starts over.
+validation loss, the text's unigram entropy, tokens per second, learning rate and gradient norm. It
+writes `demo/loss.png` and `demo/checkpoint`, and ends with a sample of generated code. A second run
+resumes from the checkpoint; `make demo-clean` starts over.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, default=HERE / "ds_config.json")
     parser.add_argument("--steps", type=int, help="steps of this run (default: the schedule's)")
     parser.add_argument("--minutes", type=float, default=3.7, help="stop after this long")
-    parser.add_argument("--folder", type=Path, default=Path("demo"), help="where to write")
+    parser.add_argument("--folder", type=Path, default=Path("demo"), help="directory for results")
     parser.add_argument("--width", type=int, default=Shape.width)
     parser.add_argument("--depth", type=int, default=Shape.depth)
     parser.add_argument("--sample", type=int, default=320, help="bytes to generate at the end")
@@ -65,8 +65,8 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 def train_one_step(engine: Any, text: Text, context: int) -> float:
     """Make one update, and return its mean loss.
 
-    A window's place depends on step, micro-step and rank alone, so a resumed run sees the text that
-    an unbroken one would have seen.
+    A window's position depends only on step, micro-step and rank, so a resumed run reads the same
+    text as an uninterrupted one.
     """
     step, losses = engine.global_steps, []
     for micro in range(engine.gradient_accumulation_steps()):
@@ -152,9 +152,7 @@ def draw(curve: Curve, entropy: float, file: Path) -> None:
     axes.plot(steps, smooth, color="tab:blue", label="train (mean of 10 steps)")
     axes.plot(*zip(*curve.validation, strict=True), "o-", color="tab:orange", label="validation")
     axes.axhline(entropy, color="gray", linestyle="--", label=f"unigram entropy {entropy:.2f}")
-    axes.set(
-        xlabel="step", ylabel="nats for each byte", title="A GPT on the standard library's source"
-    )
+    axes.set(xlabel="step", ylabel="nats per byte", title="A GPT on the standard library's source")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -180,13 +178,11 @@ def finish(engine: Any, text: Text, curve: Curve, args: argparse.Namespace) -> N
     console.rule("what the model writes")
     console.print(sample, markup=False, highlight=False)
     console.rule()
-    console.print(f"validation loss  {held_out:.3f} nats for each byte, in files it never saw")
-    console.print(
-        f"unigram entropy  {entropy:.3f} nats for each byte, the best without any context"
-    )
+    console.print(f"validation loss  {held_out:.3f} nats per byte, in unseen files")
+    console.print(f"unigram entropy  {entropy:.3f} nats per byte, the best without any context")
     console.print(f"picture          {args.folder / 'loss.png'}")
     console.print(f"checkpoint       {args.folder / 'checkpoint'} (step {engine.global_steps})")
-    console.print("Run `make demo` again to go on from there, or `make demo-clean` to start anew.")
+    console.print("Run `make demo` again to continue, or `make demo-clean` to start over.")
 
 
 def main() -> None:
@@ -206,11 +202,11 @@ def main() -> None:
     try:
         path, kept = engine.load_checkpoint(str(args.folder / "checkpoint"))
     except hadal.CheckpointError as error:
-        raise SystemExit(f"{error}\n`make demo-clean` starts anew.") from error
+        raise SystemExit(f"{error}\n`make demo-clean` starts over.") from error
     curve = Curve()
     if path is not None:
         curve = Curve(*([tuple(pair) for pair in kept[name]] for name in ("train", "validation")))
-        console.print(f"Going on from step {engine.global_steps} ({path}).")
+        console.print(f"Continuing from step {engine.global_steps} ({path}).")
     console.print(
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters, "
         f"{len(text.train) / 1e6:.1f} MB of text, {dist.get_world_size()} processes on "

@@ -28,7 +28,7 @@ def train_func(config: dict) -> None:
     """Train in each worker."""
     import hadal
 
-    hadal.install_as_deepspeed()  # not needed where the stub is installed
+    hadal.install_as_deepspeed()  # not needed if the stub is installed
     import deepspeed
 
     torch.manual_seed(0)
@@ -50,7 +50,7 @@ def train_func(config: dict) -> None:
             engine.backward(loss)
             engine.step()
         with tempfile.TemporaryDirectory() as folder:
-            # Each worker saves into a folder of its own; Ray brings the files together.
+            # Each worker saves into its own directory; Ray collects the files.
             engine.save_checkpoint(folder, client_state={"epoch": epoch})
             torch.distributed.barrier()
             report = {"loss": loss.item(), "epoch": epoch, "ranks": engine.world_size}

@@ -1,4 +1,4 @@
-"""The beginnings and ends of recomputed blocks: synchronization with the device, and times.
+"""The start and end of each recomputed block: device synchronization and timing.
 
 Tests: tests/activation_checkpointing/test_keeping.py
 """
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Boundaries:
-    """Calls around the forward and the backward of each recomputed block."""
+    """Calls before and after the forward and backward of each recomputed block."""
 
     def __init__(self, *, synchronizes: bool, profiles: bool) -> None:
         self._synchronizes = synchronizes
@@ -31,7 +31,7 @@ class Boundaries:
         self._task = -1
 
     def block(self, inputs: list[Tensor]) -> BlockBoundaries | None:
-        """Return the boundaries of one more block; None if nothing happens at them."""
+        """Return the boundaries of another block, or None if nothing happens at them."""
         if not (self._synchronizes or self._profiles) or not inputs:
             return None
         self._number += 1

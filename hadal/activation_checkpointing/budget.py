@@ -1,9 +1,9 @@
 """Which modules to recompute so that a step fits into a memory budget: arithmetic on measurements.
 
-A step is measured while every module is recomputed. Each recomputed call begins a part of backward;
-the peak of each part, and the bytes that its activations would take, give the peak of any choice:
-stored activations add to all parts before their own backward, and inputs that are on the host are
-missing there.
+A step is measured while every module is recomputed. Each recomputed call begins a part of backward.
+The peak of each part, and the bytes of its activations, determine the peak of any choice: stored
+activations add to all parts before their own backward, and inputs offloaded to the host no longer
+count there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MIB = 2**20
 
 
 class ModuleChoice(Enum):
-    """The fate of a module's activations."""
+    """The treatment of a module's activations."""
 
     STORED = "stored"
     RECOMPUTED = "recomputed"
@@ -30,13 +30,13 @@ class MeasuredCall:
 
     module: str
     stored_nbytes: int
-    """Bytes that its activations would take until its backward, beside its input."""
+    """Bytes that its activations would take until its backward, in addition to its input."""
     input_nbytes: int
     """Bytes of its inputs that could be on the host."""
     seconds: float
     """Duration of the recomputation."""
     peak: int
-    """Peak bytes from its recomputation to the next one's, or to the end of backward."""
+    """Peak bytes from its recomputation to the next one, or to the end of backward."""
     place: int = 0
     """Its position in forward."""
     before: int = 0
@@ -62,7 +62,7 @@ class MeasuredBackward:
         absent = [
             c.input_nbytes * (choices[c.module] is ModuleChoice.OFFLOADED) for c in self.calls
         ]
-        # What is waiting for its own backward; the next input to be used is already there again.
+        # Calls that wait for their own backward; the next input to be used is back already.
         peaks = [self.forward_peak + sum(stored) - sum(absent)]
         earlier = 0
         for call in sorted(self.calls, key=lambda one: one.place):
@@ -92,7 +92,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The choice for each module, by full name, and the peak bytes that it will have."""
+    """The choice for each module, by full name, and the resulting peak bytes."""
 
     choices: Mapping[str, ModuleChoice]
     peak: int
@@ -113,9 +113,9 @@ def choose(
 ) -> Verdict:
     """Return the choice that recomputes least within a budget.
 
-    Modules whose recomputation takes longest for the bytes that it saves are stored first; of equal
-    ones the last, whose activations live shortest. If recomputing all of them does not suffice,
-    inputs go to the host, the first module's first, which wait longest.
+    Modules whose recomputation takes the most time per byte saved are stored first; among equals,
+    the last module is, as its activations live the shortest. If recomputing all modules does not
+    suffice, inputs are offloaded to the host, starting with the first module, which waits longest.
 
     Args:
         steps: the measured step of each rank; the largest peak counts.
@@ -142,7 +142,7 @@ def choose(
 
     def worth(name: str) -> tuple[float, int]:
         _, nbytes, _ = costs.get(name, (0.0, 0, 0))
-        # Blocks of the same size take the same time: what differs is the measurement.
+        # Blocks of the same size take the same time: differences are measurement noise.
         return fmean(alike.get(nbytes, [0.0])) / max(nbytes, 1), modules.index(name)
 
     for name in sorted(modules, key=worth, reverse=True):
@@ -153,7 +153,7 @@ def choose(
 
 
 def costs_of(steps: Iterable[MeasuredStep]) -> dict[str, tuple[float, int, int]]:
-    """Return each module's seconds, activation bytes and input bytes, the most of any rank."""
+    """Return each module's seconds, activation bytes and input bytes: the maximum over ranks."""
     found: dict[str, tuple[float, int, int]] = {}
     for step in steps:
         for backward in step.backwards:
@@ -176,7 +176,7 @@ def costs_of(steps: Iterable[MeasuredStep]) -> dict[str, tuple[float, int, int]]
 
 
 def table(steps: Sequence[MeasuredStep], verdict: Verdict) -> Iterator[str]:
-    """Yield the lines of a table: what each module would take, and what was chosen."""
+    """Yield the lines of a table: the cost of each module, and the choice."""
     costs = costs_of(steps)
     width = max(len(name) for name in verdict.choices)
     yield f"{'module':<{width}}  activations MiB  input MiB  recomputation ms  choice"

@@ -1,4 +1,4 @@
-"""Memory for kept inputs: host memory that is lent again and again, and preallocated slots.
+"""Memory for stored inputs: reusable host buffers and preallocated slots.
 
 Tests: tests/activation_checkpointing/test_keeping.py
 """
@@ -49,7 +49,7 @@ class HostMemory:
             buffer, event = self._free.pop(best)
         else:
             if self._free:
-                # All are too small: the new buffer takes the place of one of them.
+                # All are too small: the new buffer replaces one of them.
                 self._free.pop()[1].wait_on_host()
             buffer, event = host_empty(nbytes, torch.uint8, pinned=True), Event()
 
@@ -72,7 +72,7 @@ class SlotKind(NamedTuple):
     """The inputs that share one contiguous buffer."""
 
     position: int
-    """The input's place among those of its call."""
+    """The input's position among those of its call."""
     numel: int
     dtype: torch.dtype
     device: torch.device
@@ -117,5 +117,5 @@ class Slots:
         return free
 
     def clear(self) -> None:
-        """Forget all slots; the memory of those that are lent is freed with their inputs."""
+        """Drop all slots; the memory of those in use is freed with their inputs."""
         self._free.clear()

@@ -77,7 +77,7 @@ class Recomputation:
             block.end_at(tensors)
         outer, inner = (None, None) if around is None else around(tensors)
 
-        # Refers to no tensor that is stored: autograd alone does.
+        # Holds no stored tensor: only autograd does.
         def run(*values: Any) -> Any:
             named = dict(zip(names, values[count:], strict=True))
             return function(*values[:count], **others, **named)
@@ -89,7 +89,7 @@ class Recomputation:
             return _checkpoint(run, *given, use_reentrant=False, context_fn=contexts)
 
     def reset(self) -> None:
-        """Free the memory of inputs whose backward will not come, and what is kept for reuse."""
+        """Free the memory of inputs whose backward will not run, and the buffers kept for reuse."""
         self._keeper.reset()
         self._boundaries.report()
 
@@ -116,7 +116,7 @@ def _is_stored(value: Any) -> bool:
 
 
 class _Again:
-    """Context of a recomputation: the named random states are those of the forward.
+    """Context of a recomputation, which uses the forward's named random states.
 
     It may be entered again, if the graph is retained.
     """

@@ -31,7 +31,7 @@ _LABEL = "the gather of a recomputed block's inputs"
 
 
 def tell_unshared(options: ActivationCheckpointing, ranks: Ranks | None) -> None:
-    """Log that inputs will not be sharded, where the options ask for it and no ranks share them."""
+    """Log that inputs will not be sharded, if the options ask for it but no ranks share them."""
     if options.partition_activations and (ranks is None or ranks.size == 1):
         _log.warning(
             "activation_checkpointing.partition_activations has no effect: one rank holds the whole"
@@ -41,14 +41,14 @@ def tell_unshared(options: ActivationCheckpointing, ranks: Ranks | None) -> None
 
 
 class HostLimits(NamedTuple):
-    """Limits of inputs that leave for the host."""
+    """Limits for inputs that are offloaded to the host."""
 
     copies: int | None = None
     """Copies in flight; the host waits for the oldest before it starts another."""
     buffers: int | None = None
     """Free buffers that are kept for reuse."""
     newest: int = 0
-    """Inputs that stay on the device until as many newer ones have come."""
+    """Number of the newest inputs that stay on the device."""
 
 
 class InputKeeper:
@@ -65,7 +65,7 @@ class InputKeeper:
         Args:
             options: the section, or the same from a program.
             ranks: the tensor-parallel ranks; None if there is one only.
-            limits: of what leaves for the host.
+            limits: for inputs that are offloaded to the host.
         """
         self.on_host = options.cpu_checkpointing
         self.ranks = ranks if options.partition_activations and ranks and ranks.size > 1 else None
@@ -81,8 +81,8 @@ class InputKeeper:
     def around(self, tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
         """Return a context around a recomputed call with these inputs.
 
-        Only floating-point tensors with an element for each rank are stored in another way, and
-        without a true attribute `no_checkpointing`.
+        Only floating-point tensors with at least one element per rank, and without a true attribute
+        `no_checkpointing`, are stored differently.
         """
         least = self.ranks.size if self.ranks else 1
         wanted = {
@@ -97,7 +97,7 @@ class InputKeeper:
         if not wanted:
             return nullcontext()
         call = RecomputedCall(self)
-        # torch calls the innermost hooks only: those around (weights that may be freed) go first.
+        # torch calls only the innermost hooks, so the outer ones (for weights) are called first.
         first, last = saved_tensors_hooks_here() or (_same, _same)
 
         def pack(tensor: Tensor) -> Any:
@@ -111,12 +111,12 @@ class InputKeeper:
         return saved_tensors_hooks(pack, unpack)
 
     def _moves(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is stored in any other way than as it is."""
+        """Return whether a tensor is sharded or offloaded, rather than stored as it is."""
         leaves = self.on_host and not is_host_memory(tensor.device)
         return leaves or self.ranks is not None or self.slots is not None
 
     def stay(self, kept: KeptInput) -> None:
-        """Let an input stay on the device, and the oldest of too many leave."""
+        """Keep an input on the device; if there are too many, offload the oldest."""
         self._staying.append(weakref.ref(kept))
         while len(self._staying) > self.limits.newest:
             oldest = self._staying.popleft()()
@@ -124,7 +124,7 @@ class InputKeeper:
                 oldest.leave()
 
     def left(self, event: Event) -> None:
-        """Count a copy to the host, and wait for the oldest of too many."""
+        """Count a copy to the host; if there are too many, wait for the oldest."""
         if self.limits.copies is None:
             return
         self._leaving.append(event)
@@ -132,7 +132,7 @@ class InputKeeper:
             self._leaving.popleft().wait_on_host()
 
     def reset(self) -> None:
-        """Free the memory that no input is stored in."""
+        """Free all memory that stores no input."""
         self.newest = None
         self.host.clear()
         if self.slots is not None:
@@ -146,7 +146,7 @@ class InputKeeper:
 
 
 class RecomputedCall:
-    """The inputs of one recomputed call, brought back together."""
+    """The inputs of one recomputed call, which are restored together."""
 
     def __init__(self, keeper: InputKeeper) -> None:
         self.keeper = keeper
@@ -168,7 +168,7 @@ class RecomputedCall:
                 kept.begin_upload()
 
     def bring(self) -> None:
-        """Start whatever the inputs need, and the copies of the call whose backward is next."""
+        """Start transfers of these inputs, and the copies of the cwhose backward is next."""
         coming = [kept for kept in self._alive() if not kept.is_coming]
         for kept in coming:
             kept.begin_upload()
@@ -190,7 +190,7 @@ class KeptInput:
         self._size, self._stride = tensor.size(), tensor.stride()
         self._numel, self._device = tensor.numel(), tensor.device
         self.is_coming = False
-        """True: all that it needs was started, and it was not restored since."""
+        """True if its transfers have started and it has not been restored since."""
         self._loan: LentMemory | None = None
         self._arriving: tuple[Event, Tensor] | None = None
         self._full: tuple[Pending, Tensor] | None = None
@@ -205,7 +205,7 @@ class KeptInput:
         self._part = self._stored(part, keeper, position)
 
     def leave(self) -> None:
-        """Leave the device, if backward has not come meanwhile."""
+        """Move to the host, unless backward has come in the meantime."""
         if not self.is_coming:
             self._check_version()
             self._part = self._stored(self._part, self._call.keeper, self._position)
@@ -215,7 +215,7 @@ class KeptInput:
         if self._part._version != self._version:
             raise UsageError(
                 f"the input of a recomputed layer, of size {tuple(self._size)}, was changed in"
-                " place before its backward; change a copy, or let every input leave at once"
+                " place before its backward; change a copy, or offload every input at once"
                 " (keep_last_count=0)"
             )
 
@@ -228,7 +228,7 @@ class KeptInput:
         elif leaves:
             loan = self._loan = keeper.host.borrow(part.numel(), part.dtype)
         else:
-            return part.clone()  # a slice alone; a view would hold the whole
+            return part.clone()  # a copy of the slice; a view would keep the whole alive
         loan.until_death_of(self)
         if not leaves:
             return loan.memory.copy_(part)
@@ -242,10 +242,10 @@ class KeptInput:
         return loan.memory
 
     def begin_upload(self) -> None:
-        """Start copying what is on the host to the device."""
+        """Start the copy from the host to the device."""
         if self._part.device == self._device or self._arriving is not None:
             return
-        assert self._loan is not None  # memory on the host is lent
+        assert self._loan is not None  # memory on the host is a loan
         there = torch.empty_like(self._part, device=self._device)
         _, back = self._call.keeper.ways(self._device)
         back.follow_device()
@@ -266,7 +266,7 @@ class KeptInput:
         self._full = start_all_gather(full, ranks, _LABEL), full
 
     def _here(self) -> Tensor:
-        """Return what this rank stores, on the device."""
+        """Return this rank's part, on the device."""
         if self._arriving is None:
             return self._part
         event, values = self._arriving
@@ -274,7 +274,7 @@ class KeptInput:
         return values
 
     def restored(self) -> Tensor:
-        """Return the input with its values, size and strides; it may be asked for again."""
+        """Return the input with its values, size and strides; this may be called again."""
         if not self.is_coming:
             self._call.bring()
         if self._full is None:
@@ -298,14 +298,14 @@ def _slice(flat: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what two objects for the same values have in common: autograd may pass another."""
+    """Return a key that is equal for two tensor objects with the same storage and layout."""
     return tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride()
 
 
 def _is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill their memory in some order, without gaps or repeats.
 
-    Others stay as they are: in another layout, kernels might round differently.
+    Other tensors are stored as they are: in another layout, kernels might round differently.
     """
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
         return False

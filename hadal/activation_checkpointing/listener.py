@@ -1,4 +1,4 @@
-"""The section `activation_checkpointing` in an engine: its modules are recomputed by themselves.
+"""The section `activation_checkpointing` in an engine: recomputes the modules it names.
 
 Tests: tests/activation_checkpointing/test_modules.py
 """
@@ -35,7 +35,7 @@ from hadal.listener import Forward, Listener, Update
 
 _log = logging.getLogger(__name__)
 
-# The update that is measured: the first makes optimizer state, and finds the order of uses.
+# The measured update; the first one creates optimizer state and records the order of uses.
 _MEASURED = 1
 
 
@@ -56,16 +56,16 @@ class RecomputedModules(Listener):
         self._caches = _takes_cache(model)
 
     def on_attach(self, engine: Any) -> None:
-        """Place recomputation over the modules' forwards."""
+        """Wrap the modules' forwards in recomputation."""
         self._placed = [
             Recomputed(name, module, self._recomputation) for name, module in self._modules.items()
         ]
 
     def before_forward(self, forward: Forward) -> Forward | None:
-        """Let a transformer keep no keys and values, which a recomputation would add again.
+        """Stop a transformer from caching keys and values, which a recomputation would add again.
 
         Raises:
-            UsageError: transformers' own switch has been turned on since `initialize`.
+            UsageError: transformers' own gradient checkpointing was turned on after `initialize`.
         """
         if not torch.is_grad_enabled():
             return None
@@ -79,7 +79,7 @@ class RecomputedModules(Listener):
         return forward._replace(kwargs={**forward.kwargs, "use_cache": False})
 
     def on_error(self, error: BaseException) -> None:
-        """Let torch's error about a recomputation say which module it was, and what to do."""
+        """Add the module and the remedy to torch's error about a recomputation."""
         if not isinstance(error, CheckpointError):
             return
         # Backward goes from the last module to the first.
@@ -92,7 +92,7 @@ class RecomputedModules(Listener):
         )
 
     def close(self) -> None:
-        """Give the modules their own forwards back."""
+        """Restore the modules' own forwards."""
         for one in self._placed:
             one.remove()
         self._recomputation.reset()
@@ -110,9 +110,9 @@ class Surroundings(NamedTuple):
 class BudgetedModules(RecomputedModules):
     """Recomputes as few modules as a memory budget allows, from one measured update.
 
-    Every module is recomputed in the first two updates; the second is measured, as the first makes
-    optimizer state and plans. All ranks choose alike. A later update shows whether the peak is as
-    promised; if it is above the budget, more is recomputed.
+    Every module is recomputed in the first two updates. The second is measured, as the first
+    creates optimizer state and plans. All ranks make the same choice. A later update checks the
+    predicted peak; if it exceeds the budget, more modules are recomputed.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class BudgetedModules(RecomputedModules):
         return self.verdict is None
 
     def on_attach(self, engine: Any) -> None:
-        """Place recomputation over the modules' forwards."""
+        """Wrap the modules' forwards in recomputation."""
         super().on_attach(engine)
         self._engine = weakref.ref(engine)
 
@@ -188,7 +188,7 @@ class BudgetedModules(RecomputedModules):
         self.before_backward()
 
     def after_update(self, update: Update) -> None:
-        """Choose after the measured update; compare with the promise after the one that checks."""
+        """Choose after the measured update; compare with the prediction after the checked one."""
         if self._meter is None:
             if update.number == _MEASURED + 1:
                 self._tell("a compiled model is not measured; every module is recomputed")

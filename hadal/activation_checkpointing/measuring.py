@@ -1,4 +1,4 @@
-"""Memory in use and its peaks during a measured step: from the allocator, or by operation.
+"""Memory in use and its peaks during a measured step: from the allocator, or per operation.
 
 Tests: tests/activation_checkpointing/test_budget.py
 """
@@ -29,7 +29,7 @@ from hadal.device import (
 
 
 class Meter(Protocol):
-    """Memory in use on a device, and its peak since the last look."""
+    """Memory in use on a device, and its peak since the last reading."""
 
     def start(self) -> None:
         """Begin a phase of the step."""
@@ -45,7 +45,7 @@ class Meter(Protocol):
 
 
 class AllocatorMeter:
-    """The figures of an accelerator's allocator, whose peak is reset at each look."""
+    """The figures of an accelerator's allocator, whose peak is reset at each reading."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,10 +68,10 @@ class AllocatorMeter:
 
 
 class HostMeter(TorchDispatchMode):
-    """The bytes that the process has allocated; between two looks, those of tensors.
+    """The bytes that the process has allocated; between two readings, those of tensors.
 
-    The C library knows no peak. Each operation's results count from then on, until their storage
-    dies; what an operation uses inside is not seen. Operations are slower meanwhile.
+    The C library reports no peak. An operation's results count until their storage is freed; its
+    internal temporaries are not counted. Operations are slower during the measurement.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class HostMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and count the storages that it made."""
+        """Run an operation, and count the storages that it created."""
         given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         found = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(found):
@@ -158,7 +158,7 @@ class CallMeter:
         return measured, Recomputing(self, measured)
 
     def look(self) -> tuple[int, int]:
-        """Return the peak bytes since the last look, and the bytes in use."""
+        """Return the peak bytes since the last reading, and the bytes in use."""
         synchronize(self._device, "the measurement of a recomputed block")
         return self._meter.take_peak(), self._meter.in_use()
 
@@ -194,7 +194,7 @@ class CallMeter:
             self._forward_peak = peak
 
     def result(self) -> MeasuredBackward:
-        """Return what was measured, at the end of the backward."""
+        """Return the measurement, at the end of the backward."""
         self._end_part(self._meter.take_peak())
         return MeasuredBackward(self._forward_peak or 0, tuple(self._calls))
 
@@ -234,7 +234,8 @@ class Recomputing:
         trace: TracebackType | None,
     ) -> None:
         if trace is not None:
-            # torch stops a recomputation by an exception, which keeps the block's own variables.
+            # torch stops a recomputation by an exception, which keeps the block's local variables
+            # alive.
             traceback.clear_frames(trace)
         self._calls.end(self._forward, self._begun)
 

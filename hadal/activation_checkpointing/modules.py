@@ -1,4 +1,4 @@
-"""The modules that a configuration recomputes: their choice, and what is placed over `forward`."""
+"""The modules that a configuration recomputes: their selection, and the wrapper of `forward`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATH = "activation_checkpointing.modules"
 # Containers of other modules that are never called themselves.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _SWITCH = "gradient_checkpointing"
-# Named like this, torch's own hooks are around a call that it will recompute.
+# The name of torch's own hooks around a call that it will recompute.
 _TORCHS_HOOKS = "_checkpoint_hook."
 
 
@@ -35,11 +35,11 @@ def chosen(
     Args:
         model: the whole model.
         wish: "units" for `blocks`; else patterns. A pattern matches a class's name, or a module's
-            full name, where `*` stands for any part between two dots.
+            full name, in which `*` matches any part between two dots.
         blocks: the full names of the model's repeated blocks.
 
     Returns:
-        The modules by full name, and what is wrong with the value.
+        The modules by full name, and the faults of the value.
     """
     modules = dict(model.named_modules())
     if isinstance(wish, str):
@@ -77,7 +77,7 @@ def _unmatched(pattern: str, modules: Mapping[str, nn.Module], blocks: Sequence[
     names = [*modules, *{type(module).__name__ for module in modules.values()}]
     near = get_close_matches(pattern, filter(None, names), n=1)
     meant = f"did you mean {near[0]!r}?" if near else f"names here are {_examples(modules)};"
-    units = ' "units" chooses the repeated blocks' if blocks else ""
+    units = ' "units" selects the repeated blocks' if blocks else ""
     return f"{pattern!r} matches no module's name or class; {meant}{units}"
 
 
@@ -97,8 +97,8 @@ def _misfits(found: Mapping[str, nn.Module]) -> Iterator[Fault]:
         if above is not None:
             yield Fault(
                 PATH,
-                f"{name} would be recomputed twice: {above or 'the model'}, which holds it, is"
-                " chosen too; narrow the patterns to one of them",
+                f"{name} would be recomputed twice: {above or 'the model'}, which contains it, is"
+                " selected too; narrow the patterns to one of them",
             )
 
 
@@ -107,7 +107,7 @@ def _is_below(name: str, other: str) -> bool:
 
 
 def recomputed_elsewhere(model: nn.Module, names: Sequence[str]) -> str | None:
-    """Return a message if a module of these recomputes itself already, by transformers' switch."""
+    """Return a message if transformers' gradient checkpointing already recomputes one of these."""
     for place, module in model.named_modules():
         if getattr(module, _SWITCH, False) is not True:
             continue
@@ -123,17 +123,17 @@ def recomputed_elsewhere(model: nn.Module, names: Sequence[str]) -> str | None:
 
 
 class Recomputed:
-    """A module's `forward` that is recomputed in backward. Copies of the module are free of it."""
+    """A module's `forward`, recomputed in backward. Copies of the module do not inherit it."""
 
     def __init__(self, name: str, module: nn.Module, recomputation: Recomputation) -> None:
-        """Place it over the `forward` of `module`, whose hooks run once, outside of it."""
+        """Wrap the `forward` of `module`, whose hooks run once, outside the wrapper."""
         self.name = name
         self.recomputation: Recomputation | None = recomputation
-        """How the module is recomputed; None: it is not."""
+        """The recomputation of the module; None if it is not recomputed."""
         self.around: Callable[[str, list[Tensor]], Contexts] | None = None
         """Makes the contexts of each call, from the module's name and its inputs."""
         self.is_again = False
-        """True: its latest call was a recomputation."""
+        """True if its latest call was a recomputation."""
         self._is_told = False
         self._module = module
         self._before = module.__dict__.get("forward")
@@ -157,7 +157,7 @@ class Recomputed:
         hooks = saved_tensors_hooks_here()
         if hooks is not None and hooks[0].__qualname__.startswith(_TORCHS_HOOKS):
             raise UsageError(
-                f"{self.name} is recomputed twice: {PATH} chooses it, and the model calls it inside"
+                f"{self.name} is recomputed twice: {PATH} selects it, and the model calls it inside"
                 " torch.utils.checkpoint; leave it out of the patterns, or remove that call"
             )
         around = None if self.around is None else functools.partial(self.around, self.name)
@@ -179,7 +179,7 @@ class Recomputed:
         )
 
     def remove(self) -> None:
-        """Let the module's own `forward` be called again."""
+        """Restore the module's own `forward`."""
         if self._module.__dict__.get("forward") is not self:
             return
         del self._module.forward

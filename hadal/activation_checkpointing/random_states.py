@@ -19,7 +19,7 @@ _OFFSET = 2718  # Megatron's offset, so that seeds of parts differ from nearby s
 
 
 class CudaRNGStatesTracker:
-    """Random states by name; `fork` draws from one of them temporarily."""
+    """Named random states; `fork` draws from one of them temporarily."""
 
     def __init__(self) -> None:
         self.states_: dict[str, Tensor] = {}
@@ -93,7 +93,7 @@ def seed_parts(seed: int, part: int) -> None:
 
 
 def reseed_parts(seed: int, part: int) -> None:
-    """Make this part's named state anew from a seed; every other state stays as it is."""
+    """Recreate this part's named state from a seed; every other state is unchanged."""
     states, seeds = TRACKER.get_states(), set(TRACKER.seeds_)
     states.pop(_MODEL_PARALLEL, None)
     TRACKER.reset()
@@ -104,7 +104,7 @@ def reseed_parts(seed: int, part: int) -> None:
 
 @contextmanager
 def recomputing_from(states: dict[str, Tensor]) -> Iterator[None]:
-    """Redraw inside the context what was drawn from these states; restore them afterwards."""
+    """Draw the same numbers from these states again inside the context; then restore them."""
     before = TRACKER.get_states()
     TRACKER.set_states(states)
     try:

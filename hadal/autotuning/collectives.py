@@ -24,7 +24,7 @@ from hadal.errors import UsageError
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "pt2pt")
 WAYS = ("hadal", "torch", "training")
 """Implementation: `hadal.comm`'s calls, torch's own, or the engine's in training."""
-# Buffers of a message that one measurement holds, and a little room.
+# Buffers of a message that one measurement holds, plus some headroom.
 _BUFFERS = 3
 
 
@@ -36,7 +36,7 @@ class Trial:
     trials: int = 20
     warmups: int = 5
     is_async: bool = False
-    """True: start calls, then wait for them."""
+    """True to start calls and wait for them later."""
     way: str = "hadal"
 
 
@@ -73,7 +73,7 @@ def numels_between(least: int, most: int, factor: int, ranks: int) -> list[int]:
 
 
 def numel_of_memory(share: float, dtype: torch.dtype, ranks: Ranks) -> int:
-    """Return how many elements a message has whose measurement takes `share` of the free memory.
+    """Return the elements of a message whose measurement takes `share` of the free memory.
 
     Ranks that compute on one host's CPUs share its memory.
     """

@@ -30,7 +30,7 @@ _GB = 1e9
 _FP32_NBYTES = 4
 # In elements: offloaded values on a disk are aligned to it.
 _UNIT_NUMEL = 4096
-# Model states may take so much of a device's memory: the rest is for activations and buffers.
+# The fraction of a device's memory for model states; the rest is for activations and buffers.
 _ROOM = 0.8
 _GENERATIONS = 2
 """Generations of state on a disk: an update that fails leaves the previous one intact."""
@@ -54,7 +54,7 @@ class Cost:
         return self.master + self.state
 
 
-# fp32 master and two moments beside 16-bit weights and gradients; in fp32 weights are masters.
+# fp32 master and two moments with 16-bit weights and gradients; in fp32 weights are masters.
 HALF = Cost(2, 2, 4, 8)
 FULL = Cost(4, 4, 0, 8)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write an object atomically, and create its folder."""
+    """Write an object atomically, and create its directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.part")
     beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

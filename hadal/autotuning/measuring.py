@@ -62,7 +62,7 @@ class Experiment(Listener):
         self._skipped_before = 0
         self._began_at: float | None = None
         self._in_use = 0
-        # Counting is slow: it has its own update, if there is one before the measured ones.
+        # Counting is slow, so it gets its own update if there is one before the measured ones.
         self._counted_update = max(1, section.start_profile_step - 1)
         self._is_counting = self._counted_update == 1
         what = "one forward" if self._profiles else f"update {section.end_profile_step}"
@@ -75,14 +75,14 @@ class Experiment(Listener):
     # ---- forward and backward ------------------------------------------------------------------
 
     def before_forward(self, forward: Forward) -> None:
-        """Note the memory in use before a forward, which is not activations."""
+        """Record the memory in use before a forward, which activations exclude."""
         if self._profiles and torch.is_grad_enabled():
             reset_peak_memory(self._device)
             self._in_use = memory_in_use(self._device)
         self._count()
 
     def after_forward(self, output: Any) -> None:
-        """Exit after a forward, if that was all to measure."""
+        """Exit after a forward, if nothing else is to be measured."""
         self._stop_counting()
         if self._profiles and torch.is_grad_enabled():
             self._leave_with_model_info()
@@ -109,7 +109,7 @@ class Experiment(Listener):
 
     def _leave_with_model_info(self) -> None:
         parameters = list(self._model.parameters())
-        # A process's peak on the host may precede this forward.
+        # The peak of a host process may precede this forward.
         on_host = is_host_memory(self._device)
         held = (memory_in_use if on_host else peak_memory)(self._device)
         info = self._section.model_info
@@ -174,10 +174,10 @@ class Experiment(Listener):
             try:
                 write_json(Path(path), content)
             except OSError as error:
-                _log.error("the numbers of this experiment cannot be written: %s", error)
+                _log.error("the results of this experiment cannot be written: %s", error)
                 fault = 1
         code = max(gather_codes(fault, self._world))
-        _log.info("autotuning: measured; the numbers are in %s", path)
+        _log.info("autotuning: measured; the results are in %s", path)
         sys.exit(code)
 
 

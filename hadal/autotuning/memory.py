@@ -1,7 +1,7 @@
 """The largest micro-batch that fits in a rank's memory, predicted or fitted to runs. Pure.
 
-A rank's memory has a part independent of the micro-batch (model states) and one proportional to
-it (activations).
+A rank's memory has a part that is independent of the micro-batch (model states), and one that is
+proportional to it (activations).
 
 Tests: tests/autotuning/test_search.py
 """

@@ -49,18 +49,18 @@ class Outcome:
 
     name: str
     found: dict[str, Any] | None
-    """The numbers that it wrote; None if it failed."""
+    """The results that it wrote; None if it failed."""
     reason: str = ""
-    """The reason of the failure: the last message of the rank that failed first."""
+    """The reason for the failure: the last message of the rank that failed first."""
     log: str = ""
     """The file with the full messages."""
     seconds: float = 0.0
     is_new: bool = True
-    """True if it was run now, false if its outcome comes from an earlier search."""
+    """True if it was run now; False if its outcome comes from an earlier search."""
 
     @property
     def failure(self) -> str:
-        """The reason of the failure and the log file."""
+        """The reason for the failure and the log file."""
         return f"{self.reason} (see {self.log})" if self.log else self.reason
 
 
@@ -192,7 +192,7 @@ def forget(results: Path, experiments: Path, *also: str) -> None:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Raise `Stopped` in the block on a signal to end."""
+    """Raise `Stopped` in the block if a signal asks the process to end."""
 
     def stop(number: int, _: object) -> None:
         raise Stopped(signal.Signals(number))

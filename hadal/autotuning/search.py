@@ -23,7 +23,7 @@ def score(metric: str, value: float) -> float:
 
 
 def has_gained(now: float, before: float) -> bool:
-    """Return whether a score is enough better than another for the climb to continue."""
+    """Return whether a score improves on another by enough for the climb to continue."""
     return now - before > GAIN * abs(before)
 
 
@@ -66,7 +66,7 @@ def _promising(left: Sequence[TuningTrial], scores: Mapping[TuningTrial, float])
     features = (features - features.mean(axis=0)) / np.where(spread > 0, spread, 1.0)
     features = np.hstack([features, np.ones((len(features), 1))])
     known, wanted = features[: len(scores)], features[len(scores) :]
-    # A ridge penalty keeps weights that the results do not determine at zero.
+    # A ridge penalty keeps weights at zero that the results do not determine.
     matrix = known.T @ known + 0.1 * np.eye(known.shape[1])
     weights = np.linalg.solve(matrix, known.T @ np.array(list(scores.values())))
     return left[int(np.argmax(wanted @ weights))]

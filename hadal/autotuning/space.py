@@ -1,4 +1,4 @@
-"""The search space: from the user's configuration to trials, and from a trial to its own one."""
+"""The search space: from the user's configuration to trials, and from a trial to its own."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def config_of(wish: SearchRequest, trial: TuningTrial) -> dict[str, Any]:
         **{key: json.loads(text) for key, text in trial.others},
     }
     config[MICRO] = trial.micro_batch
-    # If only the program knows its accumulation, it fills in both.
+    # If only the program knows its accumulation steps, it fills in both.
     if wish.accumulation is not None:
         config[ACCUMULATION] = wish.accumulation
         config[TRAIN] = trial.micro_batch * wish.samples_of_one

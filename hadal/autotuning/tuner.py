@@ -110,7 +110,7 @@ class Tuner:
         metric = self.findings.metric
         return score(metric, one.value or 0.0) > score(metric, other.value or 0.0)
 
-    # ---- a look at the model -------------------------------------------------------------------
+    # ---- the model's profile --------------------------------------------------------------------
 
     def _look_at_model(self) -> ModelProfile:
         """Measure one forward, unless the configuration gives the model's size.

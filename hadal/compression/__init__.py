@@ -3,9 +3,9 @@
 Words of this folder.
 
 technique        one section of `compression_training`, such as `weight_quantization`
-effective        weight that a forward computes with: the trained one, quantized and masked
+effective        the weight that a forward computes with: the trained one, quantized and masked
 applied updates  updates that were not skipped; every schedule is a function of their number
-clean            make the effective weights the model's own, and remove what they leave out
+clean            make the effective weights permanent, and remove what they leave out
 grid             the values that a quantized weight may have: integers times a scale, plus a zero
 packed           stored as integers of a few bits, and dequantized in each forward
 

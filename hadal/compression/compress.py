@@ -1,4 +1,4 @@
-"""Prepares a model for the techniques of `compression_training`, and finishes them.
+"""Prepares a model for the techniques of `compression_training`, and makes their results permanent.
 
 Tests: tests/compression/test_compress.py
 """
@@ -70,7 +70,7 @@ def section_of(config: Any) -> CompressionTraining:
 def with_old_form(
     section: CompressionTraining, old: QuantizeTraining | None
 ) -> CompressionTraining:
-    """Return the section with what `quantize_training` asks for as its weight quantization."""
+    """Return the section with the weight quantization that `quantize_training` requests."""
     if old is None or not old.enabled:
         return section
     algo = old.quantize_algo
@@ -98,15 +98,15 @@ def with_old_form(
 
 
 def prepare(model: nn.Module, section: CompressionTraining, whole: Whole = as_it_is) -> None:
-    """Let a model's modules do what the techniques that are on ask of them.
+    """Apply the enabled techniques to a model's modules.
 
     Args:
         model: changed in place.
-        section: what is asked.
-        whole: makes weights readable that may be sharded.
+        section: the section `compression_training`.
+        whole: makes possibly sharded weights readable.
 
     Raises:
-        ConfigError: groups and modules do not fit; the message lists every fault.
+        ConfigError: groups do not fit the modules; the message lists every fault.
     """
     faults: list[Fault] = []
     weights = _matches(model, section, "weight_quantization", _WEIGHTS, faults)
@@ -178,7 +178,7 @@ def _activation_rule(section: CompressionTraining, match: Match) -> ActivationRu
 def _uneven(section: CompressionTraining, weights: list[Match]) -> list[Fault]:
     groups = section.weight_quantization.shared_parameters.quantize_groups
     path = "compression_training.weight_quantization.shared_parameters.quantize_groups"
-    # Each row of an embedding is a group, whatever the number says.
+    # Each row of an embedding is a group, regardless of the number of groups.
     others = [match for match in weights if not isinstance(match.module, nn.Embedding)]
     sizes = {match.name: _numel(match.module) for match in others}
     uneven = [f"{name} ({size:,})" for name, size in sizes.items() if size % groups]
@@ -212,7 +212,7 @@ def _keep_calls(model: nn.Module) -> None:
     """Let torch's transformer layers call their linear layers in evaluation too."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and any(compressed_modules(module)):
-            # torch's fused path reads weights without a forward of theirs, unless this is 0.
+            # torch's fused path reads weights without calling their modules, unless this is 0.
             module.activation_relu_or_gelu = 0
 
 
@@ -231,7 +231,7 @@ def init_compression(
         model: the model, changed in place; if it has a `module`, that is changed.
         deepspeed_config: a dict, or the path of a file, with a section `compression_training`.
         teacher_model: the model whose layers the student takes over; only for `layer_reduction`.
-        mpu: accepted; modules are of this rank either way.
+        mpu: accepted and ignored; modules belong to this rank either way.
 
     Raises:
         ConfigError: the section has faults, or does not fit the model: patterns without a module,
@@ -244,7 +244,7 @@ def init_compression(
     if section.layer_reduction.is_on:
         if teacher_model is None:
             raise UsageError(
-                "init_compression: layer_reduction is on, but there is no teacher_model; give it as"
+                "init_compression: layer_reduction is on, but there is no teacher_model; pass it as"
                 " the third argument"
             )
         student_initialization(model, teacher_model, section)
@@ -255,9 +255,9 @@ def init_compression(
 
 
 def is_teacher(model: nn.Module) -> bool:
-    """Return whether a model was given to `init_compression` as a teacher, which stays as it is.
+    """Return whether a model was passed to `init_compression` as a teacher, which stays unchanged.
 
-    Programs give student and teacher the same configuration for their engines.
+    Programs pass the same configuration to the engines of student and teacher.
     """
     return model in _teachers
 
@@ -278,7 +278,7 @@ def student_initialization(
 
 
 def tell_missing_teacher(model: nn.Module, section: CompressionTraining) -> None:
-    """Warn of a student that has not taken over any layers in this process."""
+    """Warn if a student has not taken over any layers in this process."""
     if section.layer_reduction.is_on and model not in _students:
         _log.warning(
             "compression_training.layer_reduction is on, but this model has taken over no layers;"
@@ -289,17 +289,17 @@ def tell_missing_teacher(model: nn.Module, section: CompressionTraining) -> None
 
 @torch.no_grad()
 def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
-    """Make the compressed weights the model's own after training, and return the model.
+    """Make the compressed weights permanent after training, and return the model.
 
     A quantized weight gets the values that it has with its target bits. A module of a group with
-    `related_modules` loses its pruned rows, heads or channels, and the related modules lose what
-    belongs to them; other pruned weights get zeros. Modules know their new sizes, attention
-    modules the number of their heads, and the configuration of a model of transformers says both.
-    Masks and scores are removed. A quantized input stays quantized. `pack_weights` stores the
-    weights in fewer bytes then.
+    `related_modules` loses its pruned rows, heads or channels, and the related modules lose the
+    indices that belong to them; other pruned weights become zero. Modules know their new sizes, and
+    attention modules their number of heads; the configuration of a transformers model has both.
+    Masks and scores are removed. A quantized input stays quantized. `pack_weights` can then
+    store the weights in fewer bytes.
 
-    An engine's training ends with it: every rank gets the whole weights, which may have been
-    sharded, and the engine only evaluates. All ranks must call it.
+    This ends an engine's training: every rank gets the whole weights, even if they were sharded,
+    and the engine only evaluates from then on. All ranks must call it.
 
     Args:
         model: the engine, or a model that no engine holds, in the state to keep; changed in place.
@@ -308,8 +308,8 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
 
     Raises:
         ConfigError: the configuration does not fit the model.
-        UsageError: the model was never prepared; or it was given without the engine that shards
-            its weights.
+        UsageError: the model was never prepared, or it was passed without the engine that shards
+        its weights.
     """
     del mpu
     section, whole = section_of(deepspeed_config), _inner(model)
@@ -374,11 +374,11 @@ def _final(module: Compressed, rule: WeightRule) -> tuple[nn.Parameter, Grid]:
 
 
 def _expect_whole(name: str, module: Compressed) -> None:
-    # Between uses at stage 3 a weight keeps its shape, and its storage is empty.
+    # Between uses at stage 3, a weight keeps its shape but its storage is empty.
     held = module.weight.untyped_storage().nbytes()
     if held < _numel(module) * module.weight.element_size():
         raise UsageError(
-            f"redundancy_clean: {name}.weight is sharded over ranks; give the engine in place of"
+            f"redundancy_clean: {name}.weight is sharded over ranks; pass the engine instead of"
             " its module"
         )
 
@@ -411,7 +411,7 @@ class CompressionScheduler:
         self.training_steps = 0
 
     def step(self, step_zero_check: bool = False) -> None:
-        """Count an update that was applied; with `step_zero_check` only show the current state."""
+        """Count an applied update; with `step_zero_check`, only apply the current state."""
         if not step_zero_check:
             self.training_steps += 1
         self.check_all_modules()

@@ -66,8 +66,8 @@ def dominant_eigenvalue(
 ) -> float:
     """Return the dominant eigenvalue of a loss's Hessian with respect to some parameters.
 
-    It starts from a random direction by torch's generator, whose state is put back: all blocks
-    start from the same numbers.
+    It starts from a random direction drawn from torch's generator, whose state is restored: all
+    blocks start from the same numbers.
 
     Args:
         parameters: parameters of one block.
@@ -104,7 +104,7 @@ def relative(values: Sequence[float]) -> list[float]:
 
 
 def slowdown_of(value: float | None) -> int:
-    """Return by how much more a period grows for weights of this relative eigenvalue: 1 to 5."""
+    """Return the factor by which a period grows for weights of this relative eigenvalue: 1 to 5."""
     if value is None:
         return 1
     return 1 + math.floor(4 * value) if math.isfinite(value) else 5

@@ -1,4 +1,4 @@
-"""Packed models as other libraries read them.
+"""Packed models in the formats of other libraries.
 
 Tests: tests/compression/test_export.py
 """
@@ -27,11 +27,11 @@ _BUFFERS = ("codes", "scale", "zero", "spec")
 def export_packed(model: nn.Module, folder: str | Path, layout: str = "hadal") -> list[str]:
     """Write a packed model into a folder; return the modules whose weights were written unpacked.
 
-    `hadal` is what `load_packed` reads; it holds everything. `compressed-tensors` is what
-    `from_pretrained` of transformers reads where compressed-tensors is installed: symmetric weights
-    of linear layers as 4-bit or 8-bit integers with a scale per row or slice of a row, the values
-    unchanged. `torchao` is the same for torchao, with one byte per element. What these two cannot
-    express is written unpacked, and inputs are not quantized.
+    `load_packed` reads the layout `hadal`, which holds everything. `from_pretrained` of
+    transformers reads `compressed-tensors` if that package is installed: symmetric weights of
+    linear layers as 4-bit or 8-bit integers with a scale per row or slice of a row, the values
+    unchanged. `torchao` is the same for torchao, with one byte per element. Weights that these two
+    cannot express are written unpacked, and inputs are not quantized.
 
     Args:
         model: a model after `pack_weights`; for layouts but `hadal` one of transformers.
@@ -40,7 +40,7 @@ def export_packed(model: nn.Module, folder: str | Path, layout: str = "hadal") -
 
     Raises:
         UsageError: the layout is unknown, its package is not installed, the model is not one of
-            transformers, no weight is packed, or only Hadal can say the shapes of the model.
+        transformers, no weight is packed, or only `hadal` can store the shapes of the model.
     """
     if layout not in LAYOUTS:
         raise UsageError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
@@ -97,17 +97,17 @@ def _torchao(model: nn.Module, folder: Path) -> list[str]:
 def _parts(
     model: nn.Module, layout: str
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Packed, int]], list[str]]:
-    """Return unpacked tensors, packed modules with the size of their slices, and what is left."""
+    """Return unpacked tensors, packed modules with their slice size, and other names."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         raise UsageError(
-            f"{layout} needs a model of transformers, whose config.json says how to load it;"
+            f"{layout} needs a model of transformers, whose config.json defines how to load it;"
             f" {type(model).__name__} has none: use the layout hadal"
         )
     if getattr(config, "quantization_config", None):
         raise UsageError(
-            f"the configuration of {type(model).__name__} has a quantization_config already, which"
-            f" says the shapes that pruning left; {layout} needs its place: use the layout hadal"
+            f"the configuration of {type(model).__name__} already has a quantization_config, with"
+            f" the shapes that pruning left, and {layout} would replace it: use the layout hadal"
         )
     state = dict(model.state_dict())
     packed: dict[str, tuple[Packed, int]] = {}
@@ -143,7 +143,7 @@ def _write(
 
 
 def _slice_size(module: Packed) -> int | None:
-    """Return how many elements of a row share a scale; None if the layout has no such thing."""
+    """Return how many elements of a row share a scale; None if the layout cannot express it."""
     layout = module.layout
     rows, groups = layout.shape[0], layout.groups
     fits = isinstance(module, nn.Linear) and module.weight_zero is None and layout.bits <= 8

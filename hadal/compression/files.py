@@ -1,4 +1,4 @@
-"""A model with packed weights as a folder with a safetensors file, and back.
+"""Save a model with packed weights in a directory with a safetensors file, and load it.
 
 Tests: tests/compression/test_files.py
 """
@@ -25,11 +25,11 @@ _NOTE = "hadal_compression"
 
 
 def save_packed(model: nn.Module, folder: str | Path) -> Path:
-    """Write a model's state dict into a folder as it is, and return the path of the file.
+    """Write a model's state dict into a directory, and return the path of the file.
 
     Tensors that are shared are written once, and 2:4 weights without their zeros. The file's
-    metadata notes what inputs are quantized to. A model of transformers has its configuration
-    written beside it.
+    metadata records how inputs are quantized. The configuration of a transformers model is written
+    next to it.
 
     Args:
         model: a model, usually after `pack_weights`.
@@ -57,18 +57,18 @@ def save_packed(model: nn.Module, folder: str | Path) -> Path:
 def load_packed(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> nn.Module:
     """Load packed weights into a model whose weights are not packed, and return the model.
 
-    Its modules become packed, as small as the saved ones, and quantize their inputs as those did.
+    Its modules become packed, get the saved sizes, and quantize their inputs as the saved ones did.
 
     Args:
-        model: a model of the same architecture, as it was before pruning; changed in place.
-        source: the folder that `save_packed` wrote, its file, or a state dict. A state dict says
-            nothing of quantized inputs and smaller modules: call `init_compression` before, if
-            inputs are quantized.
+        model: a model of the same architecture, with the sizes before pruning; changed in place.
+        source: the folder that `save_packed` wrote, its file, or a state dict. A state dict
+        has no quantized inputs and no new sizes: call `init_compression` before, if
+        inputs are quantized.
 
     Raises:
         UsageError: there is no such file, or `save_packed` did not write it.
         ModelError: a packed weight has no module in the model, or one of another shape.
-        RuntimeError: other names or shapes differ, as `load_state_dict` says.
+        RuntimeError: other names or shapes differ, as in `load_state_dict`.
     """
     if isinstance(source, Mapping):
         load_state(model, source)
@@ -120,7 +120,7 @@ def _quantize_inputs(model: nn.Module, name: str, rule: ActivationRule) -> None:
 
 
 def distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return each tensor of a state dict once, and which names stand for which others."""
+    """Return each tensor of a state dict once, and the names that are aliases of others."""
     tensors: dict[str, Tensor] = {}
     shared: dict[str, str] = {}
     owners: dict[tuple[Any, ...], str] = {}
@@ -135,7 +135,7 @@ def distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def save_configuration(model: nn.Module, folder: Path) -> None:
-    """Write the configuration of a model of transformers beside its weights, if it is one."""
+    """Write the configuration of a transformers model next to its weights, if it is one."""
     save = getattr(getattr(model, "config", None), "save_pretrained", None)
     if save is not None:
         save(folder)

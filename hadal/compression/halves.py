@@ -1,6 +1,6 @@
-"""Weights of which 2 of every 4 inputs are zero (2:4), as the other 2 and their places.
+"""2:4-sparse weights, stored as the two nonzero values of every 4 inputs and their positions.
 
-The form is that of compressed-tensors' `sparse-24-bitmask`.
+The format is that of compressed-tensors' `sparse-24-bitmask`.
 
 Tests: tests/compression/test_halves.py
 """
@@ -20,14 +20,14 @@ _GROUP, _KEPT, _BYTE = 4, 2, 8
 
 
 def is_half_zero(matrix: Tensor) -> bool:
-    """Return whether a matrix has at most 2 numbers other than zero in every 4 of a row."""
+    """Return whether a matrix has at most 2 nonzero numbers in every 4 of a row."""
     if matrix.dim() != 2 or not matrix.numel() or matrix.shape[1] % _GROUP:
         return False
     return bool(((matrix != 0).view(-1, _GROUP).sum(1) <= _KEPT).all())
 
 
 def halve(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the kept numbers of a matrix for which `is_half_zero` is true, and their places.
+    """Return the kept numbers of a matrix for which `is_half_zero` is true, and their positions.
 
     Args:
         matrix: (rows, columns), any dtype.
@@ -37,7 +37,7 @@ def halve(matrix: Tensor) -> tuple[Tensor, Tensor]:
         / 8, rounded up).
     """
     groups = (matrix != 0).view(-1, _GROUP)
-    # Of zeros the earlier ones are kept, if fewer than 2 numbers are others.
+    # If fewer than 2 numbers are nonzero, the first zeros are kept too.
     order = groups.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     is_kept = torch.zeros_like(groups).scatter_(1, order[:, :_KEPT], True).view(matrix.shape)
     values = matrix[is_kept].view(matrix.shape[0], -1)
@@ -49,7 +49,7 @@ def halve(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def whole(values: Tensor, places: Tensor) -> Tensor:
-    """Return the matrix of which `halve` made these."""
+    """Return the matrix from which `halve` made these."""
     rows, columns = values.shape[0], 2 * values.shape[1]
     shifts = torch.arange(_BYTE, dtype=torch.uint8, device=places.device)
     is_kept = (places.unsqueeze(2) >> shifts & 1).bool().flatten(1)[:, :columns]
@@ -63,10 +63,10 @@ def without_zeros(
 ) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
     """Return a state dict in which 2:4 weights are halved, and their shapes by name.
 
-    `NAME` becomes `NAME.values` and `NAME.places`, where `NAME` is a weight, or its codes.
+    `NAME` becomes `NAME.values` and `NAME.places`, for a weight or its codes.
 
     Args:
-        model: whose linear layers and convolutions are looked at.
+        model: its linear layers and convolutions are examined.
         tensors: its state dict, or a part of it.
     """
     found, shapes = dict(tensors), {}
@@ -94,7 +94,7 @@ def without_zeros(
 
 
 def with_zeros(state: Mapping[str, Tensor], shapes: Mapping[str, list[int]]) -> dict[str, Tensor]:
-    """Return the state dict of which `without_zeros` made these."""
+    """Return the state dict from which `without_zeros` made these."""
     found = dict(state)
     for name, shape in shapes.items():
         values, places = found.pop(f"{name}.values"), found.pop(f"{name}.places")
@@ -110,7 +110,7 @@ def with_zeros(state: Mapping[str, Tensor], shapes: Mapping[str, list[int]]) -> 
 
 
 def _levels(codes: Tensor, layout: CodeLayout, module: Packed) -> Tensor | None:
-    """Return the integers of a packed weight, in its shape; None if no integer stands for zero."""
+    """Return the integers of a packed weight, in its shape; None if no integer represents zero."""
     if module.weight_zero is not None or layout.stride != 1:
         return None
     return (unpack(codes, layout.bits, layout.columns).int() + layout.first).view(layout.shape)

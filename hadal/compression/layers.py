@@ -1,8 +1,8 @@
 """Modules that compute with effective weights and inputs, in place of torch's own classes.
 
-A module changes its class only: parameters, buffers, hooks, its mode and names in the state dict
-stay, and so does what `isinstance` says. The effective weight exists during a forward only, so
-sharded weights need nothing but their unit's gather.
+Only a module's class changes: parameters, buffers, hooks, its mode and names in the state dict
+stay, and `isinstance` still holds. The effective weight exists only during a forward, so sharded
+weights need nothing but their unit's gather.
 
 Tests: tests/compression/test_layers.py
 """
@@ -33,15 +33,15 @@ class Compression:
     prunings: tuple[PruneRule | BlockRule, ...] = ()
     """In the order in which a forward applies them."""
     bits: Bits | None = None
-    """Bits of the weight in the next forward; None: it is used as it is."""
+    """Bits of the weight in the next forward; None if it is not quantized."""
     slowdowns: tuple[int, ...] = ()
-    """By how much more the period grew with each bit that the weight has lost."""
+    """The factors by which the period grew with each bit that the weight has lost."""
     activation_is_on: bool = False
     active: tuple[PruneRule | BlockRule, ...] = ()
     """Those of `prunings` that the next forward applies."""
 
     def advance(self, updates: int) -> None:
-        """Set the state to that after a number of applied updates."""
+        """Set the state after a number of applied updates."""
         if self.weight is not None:
             self.bits = self.weight.at(updates, self.slowdowns)
         if self.activation is not None:
@@ -59,7 +59,7 @@ class Compression:
 
     @property
     def lost_bits(self) -> int:
-        """Bits that a weight whose bits fall one by one has lost so far."""
+        """Bits that the weight has lost so far, if they fall one by one."""
         if self.weight is None or self.weight.in_forward or self.bits is None:
             return 0
         return self.weight.start_bits - self.bits.bits
@@ -71,7 +71,7 @@ class Compression:
 
 
 class RunningRange(nn.Module):
-    """Quantizes to a running range of what it has seen in training.
+    """Quantizes to a running range of the values seen in training.
 
     The buffer `x_min_max` holds the range: the first batch's, then moved by each batch. A forward
     that is repeated for the backward does not move it again.
@@ -107,7 +107,7 @@ class Compressed(nn.Module):
     """The base of the classes below."""
 
     plain: ClassVar[type[nn.Module]]
-    """The class that a module has again once nothing is left to do to it."""
+    """The class that a module gets back once nothing is left to apply."""
     compression: Compression
     weight: Tensor
     activation_quantizer: RunningRange | None
@@ -208,7 +208,7 @@ class Compressed(nn.Module):
         return x.numel() // x.shape[-1]
 
     def begin(self) -> None:
-        """Have nothing to do yet."""
+        """Start with nothing to apply."""
         self.compression = Compression()
         self.activation_quantizer = None
         self.kept_channels = None
@@ -272,19 +272,19 @@ KINDS: tuple[type[Compressed], ...] = (CompressedLinear, CompressedConv2d, Compr
 
 
 def compressible(module: nn.Module) -> bool:
-    """Return whether a module is of a class that techniques know, by itself or as a subclass."""
+    """Return whether a module's class is one that techniques know, or a subclass."""
     return isinstance(module, tuple(kind.plain for kind in KINDS))
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Return why a module's class cannot be changed; None if it can."""
+    """Return the reason that a module's class cannot be changed; None if it can."""
     if isinstance(module, Compressed) or type(module) in [kind.plain for kind in KINDS]:
         is_bound = isinstance(module, nn.Embedding) and module.max_norm is not None
         return "it has max_norm, which changes the weight itself" if is_bound else None
     name = type(module).__name__
     if name == "NonDynamicallyQuantizableLinear":
         return "nn.MultiheadAttention reads its weight without calling it"
-    return f"its class {name} may compute something else than torch's"
+    return f"its class {name} may compute something other than torch's"
 
 
 def change(module: nn.Module) -> Compressed:
@@ -298,7 +298,7 @@ def change(module: nn.Module) -> Compressed:
 
 
 def change_back(module: Compressed) -> None:
-    """Give a module its own class again."""
+    """Restore a module's own class."""
     if module.plain is type(module):
         module.begin()
         return

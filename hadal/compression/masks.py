@@ -1,4 +1,4 @@
-"""Masks: which weights are kept, and the blocks they are chosen by. Arithmetic alone.
+"""Masks: which weights are kept, and the blocks by which they are chosen. Pure arithmetic.
 
 A mask is 1.0 for what is kept and 0.0 for the rest.
 
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from hadal.compression.quantizers import largest, straight_through
 
-# As many as a layer loses at most, so that a signal passes.
+# The largest fraction that a layer loses, so that a signal still passes.
 MOST = 0.98
 # The largest float32 as an integer of the same bits: those of floats above 0 are in their order.
 _ALL_BITS = 0x7F800000
 Sum = Callable[[Tensor], Tensor]
-"""Adds up integers over the ranks."""
+"""Sums integers over the ranks."""
 
 
 def rows_of(weight: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class Blocks:
 
     @staticmethod
     def parse(pattern: str) -> Blocks | None:
-        """Return the pattern of a text such as "4x1" or "2:4"; None if it is none."""
+        """Return the pattern of a text such as "4x1" or "2:4"; None if it is invalid."""
         found = re.fullmatch(r"([1-9]\d*)([x:])([1-9]\d*)", pattern)
         if found is None:
             return None
@@ -76,7 +76,7 @@ class Blocks:
         return inputs % self.columns == 0 and (self.is_n_of_m or out % self.rows == 0)
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Return the shape of a matrix's scores: one each block, or one each element."""
+        """Return the shape of a matrix's scores: one per block, or one per element."""
         out, inputs = shape
         return shape if self.is_n_of_m else (out // self.rows, inputs // self.columns)
 
@@ -88,7 +88,7 @@ class Blocks:
         return values.reshape(out, self.rows, inputs, self.columns).mean((1, 3))
 
     def units(self, scores: Tensor) -> Tensor:
-        """Return the scores of what is pruned together, 1-D: blocks, or groups of inputs."""
+        """Return the scores, 1-D, of units that are pruned together: blocks or groups of inputs."""
         if not self.is_n_of_m:
             return scores.flatten()
         groups = scores.reshape(-1, self.columns)
@@ -119,7 +119,7 @@ def as_matrix(weight: Tensor) -> Tensor:
 
 
 def as_weight(matrix: Tensor, shape: torch.Size) -> Tensor:
-    """Return what `as_matrix` made of a weight of this shape."""
+    """Undo `as_matrix` for a weight of this shape."""
     if len(shape) == 2:
         return matrix
     out, channels, high, wide = shape
@@ -130,13 +130,13 @@ def sparsity_at(number: int, last: int, target: float) -> float:
     """Return the fraction to prune at a pruning: 0 at the first, `target` at the last.
 
     Args:
-        number: how many were before.
-        last: the number of the last; 0 if there is one only.
-        target: at the end.
+        number: the number of prunings before this one.
+        last: the number of the last pruning; 0 if there is only one.
+        target: the fraction at the end.
     """
     if last == 0:
         return target
-    # In this order of operations, as others round it.
+    # This order of operations rounds as DeepSpeed's does.
     kept = (1.0 - min(target, MOST)) ** (1 / last)
     return float(1.0 - kept**number)
 
@@ -152,7 +152,7 @@ def thresholds(
         units: this rank's slices of each layer's scores, 0 or more, fp32.
         sizes: the number of each layer's scores on all ranks together.
         count: how many to prune.
-        sum_: adds up integers over the ranks.
+        sum_: sums integers over the ranks.
         most: the largest fraction of one layer.
     """
     found = [-1.0] * len(units)

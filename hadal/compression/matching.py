@@ -1,4 +1,4 @@
-"""Which modules the groups of a technique name.
+"""The modules that the groups of a technique select.
 
 Tests: tests/compression/test_matching.py
 """
@@ -50,9 +50,9 @@ def matches_of(
     kinds: tuple[type[nn.Module], ...],
     faults: list[Fault],
 ) -> list[Match]:
-    """Return the modules that a technique's groups name; what is wrong with them goes to `faults`.
+    """Return the modules that a technique's groups select; append faults to `faults`.
 
-    A pattern is searched in full names; `*` is every module of `kinds` that can be changed.
+    A pattern is searched in full names; `*` selects every module of `kinds` that can be changed.
     """
     everything = list(model.named_modules())
     modules = [(name, module) for name, module in everything if compressible(module)]
@@ -62,7 +62,7 @@ def matches_of(
         if not section.modules:
             where = f"compression_training.{technique}.different_groups.{group}.modules"
             faults.append(
-                Fault(where, '[] names no module; give ["*"] for all, or remove the group')
+                Fault(where, '[] matches no module; use ["*"] for all, or remove the group')
             )
         for index, pattern in enumerate(section.modules):
             where = f"compression_training.{technique}.different_groups.{group}.modules[{index}]"
@@ -70,7 +70,9 @@ def matches_of(
             for name, module in named:
                 if name in owners:
                     faults.append(
-                        Fault(where, f"{pattern!r} names {name}, which {owners[name]} names too")
+                        Fault(
+                            where, f"{pattern!r} matches {name}, which {owners[name]} matches too"
+                        )
                     )
                     continue
                 owners[name] = f"{group!r}.modules[{index}]"
@@ -92,7 +94,7 @@ def _named(
         if not usable:
             known = ", ".join(kind.__name__ for kind in kinds)
             because = "".join(f"; {name}: {why_not(module)}" for name, module in every[:3])
-            faults.append(Fault(where, f"'*' names no module of {known}{because}"))
+            faults.append(Fault(where, f"'*' matches no module of {known}{because}"))
         yield from usable
         return
     try:
@@ -103,20 +105,20 @@ def _named(
     named = [(name, module) for name, module in modules if search(name)]
     if not named:
         others = [(name, module) for name, module in everything if search(name)]
-        what = "names no module" + _near(pattern, modules)
+        what = "matches no module" + _near(pattern, modules)
         if others:
             kind, known = type(others[0][1]).__name__, ", ".join(one.__name__ for one in kinds)
-            what = f"names {others[0][0]}: it is {kind}; this technique knows {known}"
+            what = f"matches {others[0][0]}: it is {kind}; this technique supports {known}"
         faults.append(Fault(where, f"{pattern!r} {what}"))
     for name, module in named:
         reason = why_not(module)
         if not isinstance(module, kinds):
             known = ", ".join(kind.__name__ for kind in kinds)
-            reason = f"it is {type(module).__name__}; this technique knows {known}"
+            reason = f"it is {type(module).__name__}; this technique supports {known}"
         if reason is None:
             yield name, module
         else:
-            faults.append(Fault(where, f"{pattern!r} names {name}: {reason}"))
+            faults.append(Fault(where, f"{pattern!r} matches {name}: {reason}"))
 
 
 def _near(pattern: str, modules: list[tuple[str, nn.Module]]) -> str:
@@ -125,4 +127,4 @@ def _near(pattern: str, modules: list[tuple[str, nn.Module]]) -> str:
     found = [name for name in names if name.rpartition(".")[2].startswith(leaf)] if leaf else []
     found = found or get_close_matches(pattern, names, n=3, cutoff=0.4) or names
     shown = ", ".join(found[:3])
-    return f"; some that can be named: {shown}" if shown else "; the model has none to name"
+    return f"; it could match {shown}" if shown else "; the model has no suitable module"

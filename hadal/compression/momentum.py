@@ -1,7 +1,7 @@
 """Pruning of blocks during training, by a running mean of |weight x gradient| (snip_momentum).
 
 Masks and scores are frozen parameters of their modules: they are sharded, offloaded, saved and
-loaded as weights are, and exist whole for one module at a time.
+loaded like weights, and are whole for only one module at a time.
 
 Tests: tests/compression/test_momentum.py
 """
@@ -28,7 +28,7 @@ _LIFT = 2.0**20
 
 
 class Values(Protocol):
-    """Access to parameters that may be sharded. All ranks call it alike."""
+    """Access to possibly sharded parameters. All ranks must make the same calls."""
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """Return a whole parameter, in fp32."""
@@ -58,11 +58,11 @@ class BlockPruning:
 
     @property
     def has_watched(self) -> bool:
-        """True if scores wait for the outcome of an update."""
+        """True if scores are waiting for the outcome of an update."""
         return bool(self._next)
 
     def watch(self, gradients: Mapping[str, Tensor]) -> None:
-        """Compute the scores after an update with these gradients; `keep` makes them count."""
+        """Compute the scores after an update with these gradients; `keep` stores them."""
         if self.rule is None:
             return
         for name, module in self._modules.items():

@@ -1,4 +1,4 @@
-"""Names of what pruning adds to a module: trained scores and fixed masks, as DeepSpeed names them.
+"""Names of the trained scores and fixed masks that pruning adds to a module, as in DeepSpeed.
 
 Tests: tests/compression/test_layers.py, tests/compression/test_training.py
 """

@@ -1,7 +1,7 @@
-"""Modules that store their weight as integers of a few bits, and make it anew in each forward.
+"""Modules that store their weight as integers of a few bits, and dequantize it in each forward.
 
-`module.weight` is the dequantized weight, bit for bit what `redundancy_clean` left; it is no
-parameter any more, and cannot be trained. The module's other parameters stay as they are.
+`module.weight` is the dequantized weight, bit for bit as `redundancy_clean` left it; it is no
+longer a parameter, and cannot be trained. The module's other parameters stay as they are.
 
 Tests: tests/compression/test_packed.py
 """
@@ -49,7 +49,7 @@ class Packed(nn.Module):
 
     @property
     def codes(self) -> Codes:
-        """The weight as it is stored."""
+        """The weight in stored form."""
         return Codes(self.weight_codes, self.layout, self.weight_scale, self.weight_zero)
 
     def _load_from_state_dict(
@@ -94,7 +94,7 @@ class PackedQuantizedLinear(Packed, CompressedLinear):
     """`CompressedLinear`, whose input is quantized, with a packed weight."""
 
     in_integers = False
-    """Whether forwards that need no gradients multiply integers (`compute_in_integers`)."""
+    """True if forwards without gradients multiply integers (`compute_in_integers`)."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product."""
@@ -131,18 +131,18 @@ _KINDS: dict[type[nn.Module], type[Packed]] = {
 
 
 def remember(module: nn.Module, grid: Grid) -> None:
-    """Note the values that a module's weight has since it was quantized for good."""
+    """Record the grid of a module's weight after it was permanently quantized."""
     setattr(module, _GRID, grid)
 
 
 def grid_left(module: nn.Module) -> Grid | None:
-    """Return the values that a module's weight has; None if it was not quantized for good."""
+    """Return the grid of a module's weight; None if it was not permanently quantized."""
     found: Grid | None = getattr(module, _GRID, None)
     return found
 
 
 def cut_grid(module: nn.Module, dimension: int, kept: Tensor) -> None:
-    """Keep a module's values known when only some indices of its weight's dimension are left."""
+    """Update a module's grid when only some indices of its weight's dimension are left."""
     grid = grid_left(module)
     if grid is not None:
         remember(module, grid.cut(dimension, kept))
@@ -150,11 +150,11 @@ def cut_grid(module: nn.Module, dimension: int, kept: Tensor) -> None:
 
 @torch.no_grad()
 def pack_weights(model: nn.Module) -> list[str]:
-    """Store the quantized weights of a cleaned model as integers; return what could not be packed.
+    """Store the quantized weights of a cleaned model as integers; return those that stay unpacked.
 
     Modules keep their place, hooks and names; weights that are tied share their codes. A weight
-    stays as it is if integers would not give exactly its values: one that was changed after
-    `redundancy_clean`, or one whose groups pruning has broken up.
+    stays unpacked if integers would not reproduce its values exactly: if it was changed after
+    `redundancy_clean`, or if pruning has broken up its groups.
 
     Args:
         model: a model after `redundancy_clean`, changed in place.
@@ -183,7 +183,7 @@ def pack_weights(model: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def unpack_weights(model: nn.Module) -> None:
-    """Give packed modules an ordinary weight again, a parameter with the same values."""
+    """Turn packed weights back into ordinary parameters with the same values."""
     made: dict[int, nn.Parameter] = {}
     for _, module in list(packed_modules(model)):
         key = module.weight_codes.data_ptr()
@@ -196,11 +196,11 @@ def unpack_weights(model: nn.Module) -> None:
 
 
 def compute_in_integers(model: nn.Module) -> list[str]:
-    """Let packed linear layers multiply integers; return what still multiplies numbers.
+    """Let packed linear layers multiply integers; return the layers that still use floating point.
 
-    A linear layer can whose weight and input are symmetric and have at most 8 bits, with a scale
-    for the whole weight or for even numbers of rows. It does so on CPUs, in evaluation, where
-    gradients are off. The sums are exact, so outputs differ by the rounding of sums otherwise.
+    A linear layer can do so if its weight and input are symmetric and have at most 8 bits, with a
+    scale for the whole weight or for equal numbers of rows. It does so on CPUs, in evaluation with
+    gradients off. The sums are exact, so outputs differ by the rounding of floating-point sums.
 
     Args:
         model: a model after `pack_weights` or `load_packed`, changed in place.
@@ -282,8 +282,8 @@ def _expect_fit(model: nn.Module, name: str, layout: CodeLayout) -> None:
     assert isinstance(weight, Tensor)
     if tuple(weight.shape) != layout.shape:
         raise ModelError(
-            f"{name}.weight has the shape {layout.shape} where it is packed, and"
-            f" {tuple(weight.shape)} in this model; build the model as small as the saved one"
+            f"{name}.weight has the shape {layout.shape} in the packed file, and"
+            f" {tuple(weight.shape)} in this model; build the model with the saved sizes"
         )
 
 

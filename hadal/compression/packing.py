@@ -23,15 +23,15 @@ _BYTE = 8
 
 @dataclass(frozen=True, slots=True)
 class CodeLayout:
-    """The codes of one weight: their bits, what they stand for, and how they are grouped."""
+    """The codes of one weight: their bits, their values, and their groups."""
 
     bits: int
     first: int
-    """The integer that code 0 stands for."""
+    """The integer that code 0 represents."""
     stride: int
     """Difference between the integers of two neighbouring codes."""
     groups: int
-    """Even slices of the flat weight, each with a scale of its own."""
+    """Equal slices of the flat weight, each with its own scale."""
     shape: tuple[int, ...]
 
     @property
@@ -110,7 +110,7 @@ def decode(packed: Tensor, layout: CodeLayout, scale: Tensor, zero: Tensor | Non
 
     Args:
         packed: the weight's packed rows.
-        layout: what they mean.
+        layout: their layout.
         scale: (groups,).
         zero: (groups,); None if every group is around zero.
     """
@@ -122,7 +122,7 @@ def decode(packed: Tensor, layout: CodeLayout, scale: Tensor, zero: Tensor | Non
 
 
 def levels_of(packed: Tensor, layout: CodeLayout, dtype: torch.dtype) -> Tensor:
-    """Return the integers that packed rows stand for, in a floating dtype; (rows, columns)."""
+    """Return the integers that packed rows represent, in a floating dtype; (rows, columns)."""
     levels = unpack(packed, layout.bits, layout.columns).to(dtype)
     if layout.stride != 1:
         levels.mul_(layout.stride)
@@ -130,7 +130,7 @@ def levels_of(packed: Tensor, layout: CodeLayout, dtype: torch.dtype) -> Tensor:
 
 
 def signed_levels(packed: Tensor, layout: CodeLayout) -> Tensor:
-    """Return the integers that packed rows of at most 8 bits stand for, as int8; (rows, columns).
+    """Return the integers that packed rows of at most 8 bits represent, as int8; (rows, columns).
 
     Only for weights around zero: others have integers up to 255.
     """
@@ -155,18 +155,18 @@ class Grid:
     """(groups,), in the dtype that values are computed in."""
     zero: Tensor | None
     shape: tuple[int, ...]
-    """That of the weight that was quantized."""
+    """Shape of the quantized weight."""
     kept: dict[int, Tensor] = field(default_factory=dict)
-    """Indices that are left in a dimension; all, if it is missing."""
+    """Indices that are left in a dimension; a missing dimension has all."""
 
     def cut(self, dimension: int, kept: Tensor) -> Grid:
-        """Return the grid of what is left after a selection from the weight's indices."""
+        """Return the grid after a selection from the weight's indices."""
         before = self.kept.get(dimension)
         kept = kept if before is None else before.to(kept.device)[kept]
         return replace(self, kept={**self.kept, dimension: kept})
 
     def groups_left(self) -> Tensor | None:
-        """Return the group of each even slice of what is left; None if slices mix groups."""
+        """Return the group of each equal slice of the rest; None if slices mix groups."""
         count = self.scale.numel()
         if count == 1 or not self.kept:
             return torch.arange(count)
@@ -210,10 +210,10 @@ class Codes:
 
 
 def encode(values: Tensor, grid: Grid) -> Codes | None:
-    """Return a quantized weight as codes; None if it is not exactly what they decode to.
+    """Return a quantized weight as codes; None if they do not decode to exactly its values.
 
-    Zeros that pruning has left are values too. A weight of one bit has none, so that it becomes
-    one of two bits.
+    Zeros that pruning left are values too. A one-bit weight has no zero, so it becomes a two-bit
+    one.
     """
     owners = grid.groups_left()
     if owners is None or grid.scale.dtype != values.dtype or not values.numel():
@@ -242,7 +242,7 @@ def _numberings(grid: Grid) -> Iterator[tuple[int, int, int]]:
 
 
 def _codes(values: Tensor, layout: CodeLayout, scale: Tensor, zero: Tensor | None) -> Tensor:
-    # In float64 a division recovers the integer, whatever was rounded on the way to the value.
+    # In float64 a division recovers the integer, however the value was rounded.
     flat = values.detach().double().reshape(layout.groups, -1)
     if zero is not None:
         flat = flat - zero.double().unsqueeze(1)

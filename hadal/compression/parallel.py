@@ -1,6 +1,6 @@
 """Compressed linear layers split over the ranks of a program's own `mpu`, in Megatron's way.
 
-Each rank has a slice of the weight, which techniques treat as a matrix of its own.
+Each rank has a slice of the weight, which techniques treat as a separate matrix.
 
 Tests: tests/compression/test_parallel.py
 """
@@ -45,7 +45,7 @@ class ColumnParallelLinear(CompressedLinear):
         _mark(self.weight, self.bias)
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        """Return all outputs, or this rank's, and what is left to add.
+        """Return all outputs or this rank's, and the bias that the caller has to add.
 
         Args:
             input: (..., input_size), the same on all ranks.
@@ -63,7 +63,7 @@ class ColumnParallelLinear(CompressedLinear):
 
 
 class RowParallelLinear(CompressedLinear):
-    """A linear layer whose inputs are split over ranks; their results are added up.
+    """A linear layer whose inputs are split over ranks; their results are summed.
 
     A forward returns the outputs, and the bias if `skip_bias_add` leaves it to the caller.
     """
@@ -82,7 +82,7 @@ class RowParallelLinear(CompressedLinear):
         _mark(self.weight)
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        """Return the outputs, the same on all ranks, and what is left to add.
+        """Return the outputs, the same on all ranks, and the bias that the caller has to add.
 
         Args:
             input: (..., input_size), the same on all ranks; or this rank's slice of its columns, if
@@ -98,7 +98,7 @@ class RowParallelLinear(CompressedLinear):
         return found + bias, None
 
 
-# Cleaned layers keep their classes, which know how to compute.
+# Cleaned layers keep their classes, which implement the parallel forward.
 for _kind in (ColumnParallelLinear, RowParallelLinear):
     _kind.plain = _kind
 
@@ -107,13 +107,13 @@ def _share(layer: Any, mpu: Any, size: int) -> int:
     ranks = dist.get_world_size(model_group_of(mpu))
     if size % ranks:
         raise ModelError(
-            f"{type(layer).__name__}: {ranks} ranks do not divide {size:,}; give a multiple"
+            f"{type(layer).__name__}: {ranks} ranks do not divide {size:,}; use a multiple"
         )
     return size // ranks
 
 
 def _mark(*parameters: Any) -> None:
-    """Mark slices as Megatron does: their norms are added up over the parts of the model."""
+    """Mark slices as Megatron does: their norms are summed over the model-parallel ranks."""
     for parameter in parameters:
         if parameter is not None:
             parameter.model_parallel = True
@@ -128,7 +128,7 @@ def _across(x: Tensor, forward: Way, backward: Way, group: Group) -> Tensor:
 
 
 class _Across(torch.autograd.Function):
-    """One way over the ranks in forward, and another for its gradient."""
+    """One collective over the ranks in forward, and another for its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Way, backward: Way, group: Group) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pruned models of transformers: their configuration, and what `from_pretrained` needs beyond it.
+"""Pruned transformers models: their configuration, and the shapes that it cannot express.
 
 Tests: tests/compression/test_pretrained.py
 """
@@ -24,15 +24,15 @@ Sizes = set[tuple[int, int]]
 
 
 def describe(model: nn.Module, heads: Sizes, rows: Sizes) -> None:
-    """Set a model's configuration to its new sizes, if it is one of transformers.
+    """Set the configuration of a transformers model to its new sizes.
 
-    If no configuration gives the modules their shapes, those that differ are noted in it as
+    If no configuration produces these shapes, those that differ are recorded in it as
     `quantization_config`; after `register_with_transformers`, `from_pretrained` reads them.
 
     Args:
         model: after pruning.
         heads: numbers of heads before and after, of all attention modules that were cut.
-        rows: the same of matrices that lost rows.
+        rows: the same for matrices that lost rows.
     """
     config: Any = getattr(model, "config", None)
     if not shapes_of(model) or not hasattr(config, "save_pretrained"):
@@ -65,16 +65,16 @@ def _candidates(config: Any, heads: Sizes, rows: Sizes) -> Iterator[Any]:
 
 
 def _misshapen(model: nn.Module, config: Any) -> list[str] | None:
-    """Return the modules that this configuration gives other shapes; None if it cannot be used.
+    """Return the modules whose shapes this configuration gets wrong; None if it cannot be used.
 
-    That is so if any of them would be too small, or modules differ in other numbers, such as the
-    size of a head.
+    It cannot be used if any module would be too small, or if modules differ in other numbers, such
+    as the head size.
     """
     kind: Any = type(model)
     try:
         with torch.device("meta"):
             made = kind(config)
-    except Exception:  # a configuration that the class refuses, or a class that wants more
+    except Exception:  # the class refuses the configuration, or requires more
         return None
     wrong = []
     expected = dict(model.named_parameters())
@@ -87,7 +87,7 @@ def _misshapen(model: nn.Module, config: Any) -> list[str] | None:
         wrong.append(name.rpartition(".")[0])
     noted = shapes_of(model)["attributes"]
     for name, module in made.named_modules():
-        # What the notes say is set after the configuration.
+        # The recorded shapes are set after the configuration.
         found = {**_numbers(module), **noted.get(name, {})}
         if name not in wrong and found != _numbers(model.get_submodule(name)):
             return None
@@ -102,8 +102,8 @@ def _numbers(module: nn.Module) -> dict[str, int | float]:
 def register_with_transformers() -> None:
     """Let `from_pretrained` of transformers load models whose heads `redundancy_clean` removed.
 
-    Call it once in a program, before `from_pretrained`. Models whose configuration says all sizes
-    load without.
+    Call it once in a program, before `from_pretrained`. Models whose configuration has all
+    sizes load without it.
 
     Raises:
         UsageError: transformers is not installed.
@@ -129,7 +129,7 @@ def register_with_transformers() -> None:
             self.modules, self.attributes = modules or {}, attributes or {}
 
     class Shrinker(base.HfQuantizer):  # type: ignore[misc]
-        """Makes a model's modules smaller before its weights are loaded."""
+        """Shrinks a model's modules before its weights are loaded."""
 
         def _process_model_before_weight_loading(self, model: Any, **rest: Any) -> Any:
             del rest
@@ -139,7 +139,7 @@ def register_with_transformers() -> None:
 
         def _process_model_after_weight_loading(self, model: Any, **rest: Any) -> Any:
             del rest
-            model.is_quantized = False  # nothing is: it saves and trains as any model
+            model.is_quantized = False  # no weight is quantized: it saves and trains like any model
             del model.hf_quantizer, model.quantization_method
             return model
 

@@ -1,4 +1,4 @@
-"""Which modules are pruned by which rule, and what their masks and scores begin with.
+"""The pruning rule of each module, and the initial masks and scores.
 
 Tests: tests/compression/test_pruning.py
 """
@@ -43,11 +43,11 @@ _OF_BLOCKS = {"schedule_offset_end", "schedule_offset_stride", "block_pattern", 
 _SPARSE = "compression_training.sparse_pruning"
 Pruned = tuple[Match, "PruneRule | BlockRule"]
 Whole = Callable[[Iterable[Any]], AbstractContextManager[Any]]
-"""Makes a context in which parameters are readable that may be sharded."""
+"""Makes a context in which possibly sharded parameters are readable."""
 
 
 def as_it_is(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
-    """Return a context that leaves parameters as they are."""
+    """Return a context that does nothing."""
     return nullcontext(parameters)
 
 
@@ -60,7 +60,7 @@ def prunes_blocks(section: CompressionTraining) -> bool:
 def prunings_of(
     model: nn.Module, section: CompressionTraining, faults: list[Fault]
 ) -> list[Pruned]:
-    """Return the modules that are pruned, and how; what is wrong with them goes to `faults`."""
+    """Return the modules that are pruned and their rules; append faults to `faults`."""
     found: list[Pruned] = []
     for technique, kinds in TECHNIQUES.items():
         wanted = getattr(section, technique)
@@ -114,7 +114,7 @@ def _blocks(
     if section.sparse_pruning.different_groups:
         _log.warning(
             "%s.different_groups has no effect: snip_momentum prunes all modules that"
-            " excluded_modules does not name",
+            " excluded_modules does not match",
             _SPARSE,
         )
     blocks = Blocks.parse(shared.block_pattern)
@@ -160,7 +160,7 @@ def _excluded(
             faults.append(Fault(f"{path}[{index}]", message))
             continue
         if not named:
-            faults.append(Fault(f"{path}[{index}]", f"{pattern!r} names no module"))
+            faults.append(Fault(f"{path}[{index}]", f"{pattern!r} matches no module"))
         found |= set(named)
     return found
 
@@ -186,7 +186,7 @@ def matrix_shape(module: nn.Module) -> tuple[int, int]:
 
 
 def begin(match: Match, rule: PruneRule | BlockRule, whole: Whole = as_it_is) -> None:
-    """Let a module prune by a rule from now on.
+    """Apply a pruning rule to a module from now on.
 
     Raises:
         UsageError: its mask depends on its weight, which is sharded.
@@ -244,7 +244,7 @@ def _fix_mask(name: str, module: Compressed, rule: PruneRule) -> None:
     where = mask_name(rule.technique)
     if rule.technique == "sparse_pruning":
         mask = largest(sizes, rule.ratio)
-        # A frozen parameter, and no buffer: it is sharded and offloaded as its weight is.
+        # A frozen parameter rather than a buffer: it is sharded and offloaded like its weight.
         module.register_parameter(where, nn.Parameter(mask, requires_grad=False))
     else:
         module.register_buffer(where, largest(rows_of(sizes), rule.ratio).bool())
@@ -263,6 +263,6 @@ def _begin_blocks(module: Compressed, rule: BlockRule) -> None:
 
 
 def score_of_blocks(weight: Tensor, gradient: Tensor, mask: Tensor, blocks: Blocks) -> Tensor:
-    """Return the scores of one update: |weight x gradient| of what is kept, a mean per block."""
+    """Return the scores of one update: |weight x gradient| of kept weights, averaged per block."""
     kept = as_matrix(weight) * blocks.expand(mask)
     return blocks.reduce((kept * as_matrix(gradient)).abs())

@@ -42,7 +42,7 @@ def quantize(
 def in_steps(
     x: Tensor, bits: int, groups: int = 1, *, symmetric: bool = True, stochastic: bool = False
 ) -> Tensor:
-    """Return `x` in even steps for any number of bits; as `quantize` does for 3 and more."""
+    """Return `x` in equal steps for any number of bits, as `quantize` does for 3 and more."""
     flat = x.reshape(groups, -1)
     wide = _widened(flat, bits)
     low, high = _range_of(wide, symmetric=symmetric)
@@ -72,7 +72,7 @@ def quantize_in_range(
 def scales_of(
     x: Tensor, bits: int, groups: int = 1, *, symmetric: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the scale and the zero of each group, of which `quantize` makes its values.
+    """Return the scale and the zero of each group, from which `quantize` computes its values.
 
     Each value is an integer times the scale, plus the zero; both are (groups, 1).
     """
@@ -122,13 +122,13 @@ def _rounded(
 def symmetric_levels(
     x: Tensor, bits: int, high: Tensor, noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return integers, in the dtype of `x`, and the scale that makes values around zero of them.
+    """Return integers, in the dtype of `x`, and the scale that turns them into values around zero.
 
     Args:
         x: any shape, floating point.
         bits: 3 or more.
         high: the largest magnitude of each group; broadcast to `x`.
-        noise: is added before rounding, in the shape of `x`.
+        noise: added before rounding, in the shape of `x`.
     """
     steps: int = 2**bits
     scale = 2 * high / steps
@@ -161,7 +161,7 @@ def _binary_scale(flat: Tensor) -> Tensor:
 
 
 class StraightThrough(torch.autograd.Function):
-    """Replaces a tensor by another in forward; the gradient goes to the first one unchanged."""
+    """Replaces a tensor by another in forward; passes the gradient to the first one unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shown: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        """Return the gradient as that of `x`."""
+        """Pass the gradient to `x`."""
         del ctx
         return gradients[0], None
 
@@ -187,8 +187,8 @@ def largest(scores: Tensor, ratio: float) -> Tensor:
 
     Args:
         scores: any shape.
-        ratio: the fraction to keep, 0 to 1; the number is rounded up. Of equal values the earlier
-            ones are kept.
+        ratio: the fraction to keep, 0 to 1; the number is rounded up. Among equal values, the
+        first are kept.
     """
     flat = scores.reshape(-1)
     count = math.ceil(ratio * flat.numel())

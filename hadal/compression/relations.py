@@ -1,4 +1,4 @@
-"""Which modules get smaller along with a pruned one, and in which dimension.
+"""The modules that shrink along with a pruned one, and in which dimension.
 
 Tests: tests/compression/test_relations.py
 """
@@ -24,12 +24,12 @@ _CONSUMERS: Mapping[str, tuple[type[nn.Module], ...]] = {
     "head_pruning": (nn.Linear,),
     "channel_pruning": (nn.Conv2d, nn.BatchNorm2d, nn.Linear),
 }
-"""The related modules that each technique knows."""
+"""The related modules that each technique supports."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutDimension:
-    """A dimension of one module that loses what a mask prunes."""
+    """A dimension of one module from which a mask removes indices."""
 
     name: str
     module: nn.Module
@@ -45,10 +45,10 @@ def cuts_of(
     prunings: list[tuple[Match, PruneRule | BlockRule]],
     faults: list[Fault],
 ) -> dict[tuple[str, str], tuple[CutDimension, ...]]:
-    """Return what gets smaller with each pruned module, itself first.
+    """Return the cuts that each pruned module causes, its own first.
 
     Keys are the technique and the module's full name; modules of groups without `related_modules`
-    are missing. What does not fit goes to `faults`.
+    are missing. Mismatches are appended to `faults`.
     """
     found: dict[tuple[str, str], tuple[CutDimension, ...]] = {}
     numbers: dict[tuple[str, str, int], int] = {}
@@ -72,7 +72,7 @@ def cuts_of(
             name, module = named[number]
             cut, reason = _consumer(name, module, match, rule)
             if reason is not None:
-                faults.append(Fault(where, f"{pattern!r} names {name}: {reason}"))
+                faults.append(Fault(where, f"{pattern!r} matches {name}: {reason}"))
             elif cut is not None:
                 cuts.append(cut)
         found[match.technique, match.name] = tuple(cuts)
@@ -129,7 +129,7 @@ def _own(match: Match, rule: PruneRule) -> CutDimension:
 def _named(
     model: nn.Module, pattern: str, where: str, match: Match, total: int, faults: list[Fault]
 ) -> list[tuple[str, nn.Module]] | None:
-    """Return the modules of a pattern, of which one belongs to each module that is pruned."""
+    """Return the modules of a pattern: one for each pruned module."""
     kinds = _CONSUMERS[match.technique]
     try:
         search = re.compile(pattern).search
@@ -145,10 +145,10 @@ def _named(
         return named
     known = ", ".join(kind.__name__ for kind in kinds)
     listed = ", ".join(name for name, _ in named[:3]) + (", ..." if len(named) > 3 else "")
-    told = f"names {len(named)} modules ({listed})" if named else "names no module"
+    found = f"matches {len(named)} modules ({listed})" if named else "matches no module"
     message = (
-        f"{pattern!r} {told} of {known}, but modules[{match.pattern}] names {total}; expected one"
-        " for each, in the same order"
+        f"{pattern!r} {found} of {known}, but modules[{match.pattern}] matches {total}; expected"
+        " one for each, in the same order"
     )
     if Fault(where, message) not in faults:
         faults.append(Fault(where, message))
@@ -158,7 +158,7 @@ def _named(
 def _consumer(
     name: str, module: nn.Module, match: Match, rule: PruneRule
 ) -> tuple[CutDimension | None, str | None]:
-    """Return the cut of a related module, or why there is none."""
+    """Return the cut of a related module, or the reason that there is none."""
     pruned: Any = match.module
     is_norm = isinstance(module, nn.BatchNorm2d)
     reason = None if is_norm else why_not(module)
@@ -185,11 +185,11 @@ def _consumer(
 
 
 def _heads_apart(number: int, expected: int) -> str:
-    """Explain why a module of attention has another number of outputs, and what to do."""
+    """Explain why an attention module has a different number of outputs, and the remedy."""
     if number < expected:
         why = "keys and values that several heads share stay as they are"
     else:
-        why = "a module of queries, keys and values in one has to be split into three"
+        why = "a fused module of queries, keys and values has to be split into three"
     return f"; {why}, or leave related_modules out, and pruned heads become zeros"
 
 
@@ -202,8 +202,8 @@ def _shared_heads(model: nn.Module, match: Match) -> Iterator[Fault]:
         if isinstance(each, int) and each > 1:
             yield Fault(
                 f"{match.path}.related_modules",
-                f"{each} heads of {name} share one of keys and values (num_key_value_groups), so"
-                " single heads cannot be removed; leave related_modules out, and pruned heads"
+                f"{each} heads of {name} share one head of keys and values (num_key_value_groups),"
+                " so single heads cannot be removed; leave related_modules out, and pruned heads"
                 " become zeros",
             )
             return
@@ -251,6 +251,6 @@ def _tied(
             if others:
                 yield Fault(
                     f"compression_training.{owner[0]}.different_groups",
-                    f"the weight of {cut.name} is also that of {others[0]}, so it cannot get"
-                    " smaller; leave related_modules out, and it gets zeros",
+                    f"the weight of {cut.name} is tied to that of {others[0]}, so it cannot shrink;"
+                    " leave related_modules out, and pruned entries become zeros",
                 )

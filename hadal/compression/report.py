@@ -40,7 +40,7 @@ class ModuleRow:
     nbytes_before: int
     """Bytes of its weight and bias before anything was removed or packed."""
     nbytes_after: int
-    """The same as they are now."""
+    """The same, now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class CompressionReport:
     nbytes_after: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as JSON has it."""
+        """Return the report as values for JSON."""
         return asdict(self)
 
     def __rich__(self) -> RenderableType:
@@ -90,7 +90,7 @@ class CompressionReport:
 
 
 def compression_report(model: nn.Module) -> CompressionReport:
-    """Return what compression has made of a model so far; printing it shows a table.
+    """Return a report of a model's compression so far; printing it shows a table.
 
     Modules without a technique and without a change of size are left out.
 
@@ -111,7 +111,7 @@ def compression_report(model: nn.Module) -> CompressionReport:
 
 
 def note_sizes(model: nn.Module) -> None:
-    """Note a model's sizes before anything is removed from it, unless they are noted already."""
+    """Record a model's sizes before anything is removed, unless they are recorded already."""
     if not hasattr(model, _BEFORE):
         sizes = {name: _nbytes(part) for name, part in model.named_modules() if compressible(part)}
         setattr(model, _BEFORE, {"": _nbytes_of_model(model), **sizes})
@@ -154,7 +154,7 @@ def _sparsity(module: nn.Module) -> float | None:
 
 
 def _draws(module: Compressed) -> bool:
-    """Return whether an effective weight draws random numbers, which are left to training."""
+    """Return whether an effective weight draws random numbers, which are reserved for training."""
     rule = module.compression.weight
     return rule is not None and rule.stochastic
 

@@ -1,4 +1,4 @@
-"""Settings of one module's compression, and what they come to after a number of updates.
+"""Settings of one module's compression, and their effect after a number of updates.
 
 Tests: tests/compression/test_rules.py
 """
@@ -12,7 +12,7 @@ from hadal.compression.masks import Blocks, sparsity_at
 
 
 class Bits(NamedTuple):
-    """Bit width of a weight, and how far it counts."""
+    """Bit width of a weight, and the fraction of the blend."""
 
     bits: int
     full: float
@@ -40,8 +40,8 @@ class WeightRule:
 
         Args:
             updates: the applied updates.
-            slowdowns: by how much more the period grew with each bit that was lost; 1 for those
-                that are missing.
+            slowdowns: the factors by which the period grew with each lost bit; 1 for missing
+            ones.
         """
         steps = updates - self.offset
         if steps < 0:
@@ -105,7 +105,7 @@ class PruneRule:
     """The fraction to keep."""
     offset: int
     learned: bool
-    """True if the masks follow trained scores; False if they are those of the first weights."""
+    """True if the masks follow trained scores; False if the initial weights determine them."""
     heads: int = 0
 
     @property
@@ -132,7 +132,7 @@ class BlockRule:
         return self.end
 
     def sparsity_at(self, updates: int) -> float | None:
-        """Return the fraction to prune before the next update; None: masks stay."""
+        """Return the fraction to prune before the next update; None if masks stay."""
         since = updates - self.offset
         if not self.offset <= updates <= self.end or since % self.stride:
             return None

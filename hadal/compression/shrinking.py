@@ -1,4 +1,4 @@
-"""Pruned weights become the model's own, and modules lose what is pruned.
+"""Make pruning permanent: weights are multiplied by masks, and modules shrink.
 
 Tests: tests/compression/test_shrinking.py
 """
@@ -21,7 +21,7 @@ from hadal.errors import ModelError
 
 _SHAPES = "_hadal_shapes"
 _PRUNED = "_hadal_pruned"
-# Attributes of attention modules that count heads, and those that count what all heads return.
+# Attributes of attention modules: the number of heads, and the size of all heads' output.
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_key_value_heads")
 _WIDTHS = ("all_head_size", "inner_dim")
 _SIZES: Mapping[type[nn.Module], tuple[str, str]] = {
@@ -41,10 +41,10 @@ def make_masks_final(
 
     Args:
         modules: by their full names.
-        cuts: what gets smaller, by technique and name.
+        cuts: the dimensions that shrink, by technique and name.
 
     Returns:
-        What is left to do: for each dimension the indices that are kept.
+        The indices to keep in each dimension that shrinks.
     """
     made: list[tuple[Tensor, Tensor, nn.Parameter]] = []
     due: list[tuple[CutDimension, Tensor]] = []
@@ -69,7 +69,7 @@ def make_masks_final(
 
 
 def pruned_by(module: nn.Module) -> tuple[str, ...]:
-    """Return the techniques by which a module was pruned for good."""
+    """Return the techniques by which a module was permanently pruned."""
     found: tuple[str, ...] = getattr(module, _PRUNED, ())
     return found
 
@@ -103,9 +103,9 @@ def _remove(module: Compressed, rule: PruneRule | BlockRule) -> None:
 
 @torch.no_grad()
 def shrink(model: nn.Module, due: list[tuple[CutDimension, Tensor]]) -> None:
-    """Remove from modules all indices but those that are kept, and note their new shapes.
+    """Remove from modules all indices except those that are kept, and record their new shapes.
 
-    Attention modules learn how many heads are left.
+    Attention modules get their new number of heads.
     """
     shapes: dict[str, Any] = getattr(model, _SHAPES, {"modules": {}, "attributes": {}})
     for cut, kept in due:
@@ -138,7 +138,7 @@ def count_heads(model: nn.Module, cuts: tuple[CutDimension, ...], heads: int) ->
 
 
 def _holders(names: list[str]) -> Iterator[str]:
-    """Yield the modules that hold these and nothing beyond their attention module."""
+    """Yield the modules that contain these and nothing beyond their attention module."""
     paths = [name.split(".")[:-1] for name in names]
     common = 0
     while all(len(path) > common and path[common] == paths[0][common] for path in paths):
@@ -151,10 +151,10 @@ def _holders(names: list[str]) -> Iterator[str]:
 
 
 def shapes_of(model: nn.Module) -> dict[str, Any]:
-    """Return the shapes of the modules that got smaller, as JSON has them; empty if none did.
+    """Return the shapes of the modules that shrank, as values for JSON; empty if none did.
 
-    `modules` has the shapes of weights by the modules' full names, `attributes` what attention
-    modules know of their heads.
+    `modules` has the shapes of weights by the modules' full names; `attributes` has the head counts
+    of attention modules.
     """
     found: dict[str, Any] = getattr(model, _SHAPES, {})
     return found if found.get("modules") else {}
@@ -162,14 +162,14 @@ def shapes_of(model: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def take_shapes(model: nn.Module, shapes: Mapping[str, Any]) -> None:
-    """Make a model as small as another one. Weights keep their first rows and columns.
+    """Shrink a model to the given shapes. Weights keep their first rows and columns.
 
     Args:
         model: of the same architecture, as large as before pruning; changed in place.
         shapes: from `shapes_of`.
 
     Raises:
-        ModelError: a module is missing, or smaller than it shall be.
+        ModelError: a module is missing, or already smaller than its shape.
     """
     if not shapes:
         return
@@ -185,7 +185,7 @@ def take_shapes(model: nn.Module, shapes: Mapping[str, Any]) -> None:
         pairs = list(zip(shape, weight.shape, strict=False))
         if weight.dim() != len(shape) or any(new > old for new, old in pairs):
             raise ModelError(
-                f"{name}.weight has the shape {tuple(weight.shape)}, but is to have"
+                f"{name}.weight has the shape {tuple(weight.shape)}; expected at least"
                 f" {tuple(shape)}; build the model that was pruned"
             )
         for dimension, (new, old) in enumerate(pairs[:2]):

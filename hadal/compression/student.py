@@ -18,12 +18,12 @@ _PATH = "compression_training.layer_reduction"
 def take_over_layers(student: nn.Module, teacher: nn.Module, section: LayerReduction) -> None:
     """Copy the named layers and modules of a teacher into a student, buffers included.
 
-    The student's layer i becomes a copy of the teacher's layer `teacher_layer[i]`. Dtypes and
-    devices of the student stay.
+    The student's layer i becomes a copy of the teacher's layer `teacher_layer[i]`. The student's
+    dtypes and devices are unchanged.
 
     Raises:
-        ModelError: a module is missing in one of the models, or is not alike in both, or the
-            student has more or fewer layers than `teacher_layer` names. Nothing is copied then.
+        ModelError: a module is missing in one of the models, or differs between them, or the
+        student has more or fewer layers than `teacher_layer` names. Nothing is copied.
     """
     prefix, chosen = section.module_name_prefix, section.teacher_layer
     assert prefix is not None  # the rules of the configuration check both
@@ -69,7 +69,7 @@ def _part(model: nn.Module, name: str, whose: str, where: str) -> nn.Module:
     except AttributeError:
         known = ", ".join(name for name, _ in model.named_children())
         raise ModelError(
-            f"{where}: the {whose} has no module {name!r}; at its top are {known}"
+            f"{where}: the {whose} has no module {name!r}; its top-level modules are {known}"
         ) from None
 
 
@@ -78,7 +78,7 @@ def _copies(student: nn.Module, teacher: nn.Module, name: str) -> list[tuple[Ten
     if targets.keys() != values.keys():
         only = sorted(targets.keys() ^ values.keys())
         raise ModelError(
-            f"{_PATH}: student and teacher are not alike in {name}: only one of them has"
+            f"{_PATH}: student and teacher differ in {name}: only one of them has"
             f" {', '.join(only[:3])}"
         )
     for leaf, target in targets.items():
@@ -86,7 +86,7 @@ def _copies(student: nn.Module, teacher: nn.Module, name: str) -> list[tuple[Ten
             raise ModelError(
                 f"{_PATH}: {name}.{leaf} is {tuple(target.shape)} in the student and"
                 f" {tuple(values[leaf].shape)} in the teacher; shapes must be the same"
-                " (weights that are born sharded are empty: take the layers over before)"
+                " (weights created sharded are empty: take the layers over before)"
             )
     return [(target, values[leaf]) for leaf, target in targets.items()]
 

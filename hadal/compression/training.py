@@ -27,10 +27,10 @@ _LABEL = "the ranges of activations"
 
 
 class CompressionTechniques(Listener):
-    """Moves the techniques of `compression_training` along with the applied updates.
+    """Advances the techniques of `compression_training` with each applied update.
 
-    The counters of the engine, and the model's parameters and buffers, say everything; but for
-    weights whose bits wait longer where the loss is curved (`eigenvalue`), which this remembers.
+    The engine's counters and the model's parameters and buffers determine its state, except for the
+    slowdowns of weights in curved regions of the loss (`eigenvalue`), which this stores.
     """
 
     name = "compression_training"
@@ -65,7 +65,7 @@ class CompressionTechniques(Listener):
         is_over = self._applied >= self._settled and attempts >= self._attempts
         if attempts == self._attempts or is_over:
             return
-        # May wait for the device to say whether the last update was skipped; not once all is over.
+        # May wait for the device's verdict on the last update; not after the last change.
         applied = attempts - skipped()
         self._attempts = attempts
         if applied != self._applied:
@@ -77,12 +77,12 @@ class CompressionTechniques(Listener):
         self._applied = applied
 
     def before_update(self, gradients: Mapping[str, Tensor]) -> None:
-        """Look at the gradients while blocks are still pruned by them."""
+        """Update scores from the gradients while blocks are still pruned by them."""
         if self._blocks.rule is not None and self._applied < self._blocks.rule.end:
             self._blocks.watch(gradients)
 
     def after_update(self, update: Update) -> None:
-        """Average the running ranges over the ranks, which have seen different samples."""
+        """Average the running ranges over the ranks, which see different samples."""
         if self._blocks.has_watched:
             self._blocks.keep(not update.skipped)
         engine = None if self._engine is None else self._engine()
@@ -108,7 +108,7 @@ class CompressionTechniques(Listener):
         return any(state.loses_a_bit(self._applied + 1) for state in states)
 
     def _slow_down(self, engine: Any) -> None:
-        """Put off the next fall of weights that have lost bits, where the loss is curved."""
+        """Delay the next bit reduction of weights whose loss is curved."""
         curvature = engine.eigenvalues
         if curvature is None:
             return
@@ -116,7 +116,7 @@ class CompressionTechniques(Listener):
             state = module.compression
             missing = state.lost_bits - len(state.slowdowns)
             if missing > 0:
-                # Of bits that were lost before a checkpoint without curvature, nothing is known.
+                # Bits that were lost before a checkpoint without curvature have no known slowdown.
                 now = slowdown_of(curvature.relative_of(name))
                 state.slowdowns += (*[1] * (missing - 1), now)
         self._settled = self._end()
@@ -126,7 +126,7 @@ class CompressionTechniques(Listener):
         return max((state.settled for state in states), default=0)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the applied updates, and by how much curvature has slowed each weight down."""
+        """Return the applied updates, and each weight's slowdowns by curvature."""
         states = {name: module.compression for name, module in self._modules.items()}
         slowed = {name: list(state.slowdowns) for name, state in states.items() if state.slowdowns}
         return {"applied": self._applied, "slowdowns": slowed}

@@ -1,10 +1,10 @@
-"""Data efficiency: the length of sequences and the layers that train, over the updates.
+"""Data efficiency: schedules for sequence lengths, samples, tokens and layers during training.
 
 Words of this folder.
 
 difficulty   an integer that grows during training: a length, or a value of a metric
 pace         the schedule of a difficulty
 
-A schedule is a function of the updates that were attempted (`engine.global_steps`), so that
-training resumes with the right value.
+A schedule is a function of the number of attempted updates (`engine.global_steps`), so training
+resumes with the right value.
 """

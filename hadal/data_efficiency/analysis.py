@@ -52,14 +52,14 @@ def analyze(
 ) -> dict[str, Distribution]:
     """Measure every row, and write the files of each metric below `folder`/<metric>/.
 
-    An analysis that was killed does only the rest when it is run again.
+    An analysis that was killed computes only the missing chunks when it runs again.
 
     Args:
         prefix: the indexed data set, without .bin and .idx.
-        folder: where the files go.
+        folder: directory for the files.
         metrics: names of built-in metrics: length, rarity, loss.
         model: the model of the loss.
-        workers: processes that measure; 0 and 1: this one does. The loss is measured in this one.
+        workers: processes that measure; 0 and 1 use this process. The loss always does.
         progress: called with the number of rows of each chunk; rarity counts every row twice.
 
     Returns:
@@ -73,9 +73,9 @@ def analyze(
         raise UsageError(f"no metric is given; expected some of {', '.join(METRICS)}")
     unknown = [name for name in metrics if name not in METRICS]
     if unknown:
-        raise UsageError(f"no metric is called {unknown[0]}; expected {', '.join(METRICS)}")
+        raise UsageError(f"unknown metric {unknown[0]}; expected {', '.join(METRICS)}")
     if "loss" in metrics and model is None:
-        raise UsageError("the metric loss needs a model; give one, or leave the metric out")
+        raise UsageError("the metric loss needs a model; pass one, or leave the metric out")
     rows = IndexedRows(prefix)
     if not len(rows):
         raise UsageError(f"{prefix} has no rows; there is nothing to measure")
@@ -89,7 +89,7 @@ def passes(metrics: Sequence[str]) -> int:
 
 
 def chunks_of(rows: IndexedRows) -> list[Span]:
-    """Return spans of rows with about 2 million numbers, and not too many rows, each."""
+    """Return spans of rows, each with about 2 million numbers and not too many rows."""
     places = np.arange(0, len(rows.numbers), _NUMBERS) * rows.dtype.itemsize
     by_numbers = np.searchsorted(rows.offsets, places)
     edges = {0, len(rows), *by_numbers.tolist(), *range(0, len(rows), _ROWS)}

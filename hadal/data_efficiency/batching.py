@@ -1,4 +1,4 @@
-"""Batches of about as many tokens (`data_efficiency.data_sampling.dynamic_batching`)."""
+"""Batches with about the same number of tokens (`data_sampling.dynamic_batching`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BatchShare(NamedTuple):
     """One replica's batch, as part of an update."""
 
     weight: float
-    """Its part of the update, times the update's batches: 1.0 if all are alike."""
+    """Its fraction of the update, times the update's batches: 1.0 if all are equal."""
     samples: int
     """Samples of the update, over all replicas and micro-steps."""
     tokens: int
@@ -44,7 +44,7 @@ class BatchShare(NamedTuple):
 
 
 class PackedOrder:
-    """Packs of samples, in the configured order, with as many for each replica.
+    """Packs of samples in the configured order, the same number for each replica.
 
     An update takes `train_batch_size` packs. An epoch is a whole number of updates: the largest
     packs are halved to make it one. Positions count packs.
@@ -110,7 +110,7 @@ class PackedOrder:
         """Yield this replica's batches after the first `done` packs; none after `num_epochs`.
 
         Raises:
-            UsageError: the epoch was begun with other packs.
+            UsageError: the epoch began with different packs.
         """
         if epoch >= self._epochs:
             return
@@ -129,18 +129,18 @@ class PackedOrder:
         before = self._expected
         if before is not None and before.get("epoch") == epoch and before.get("packs") != count:
             raise UsageError(
-                f"{PATH}: epoch {epoch} was begun with {before['packs']} packs, and has {count}"
+                f"{PATH}: epoch {epoch} began with {before['packs']} packs, but has {count}"
                 " now; resume with the max_tokens, train_batch_size and data set of the checkpoint"
             )
         if (count - done) % self._taking.stride:
             raise UsageError(
-                f"{PATH}: the checkpoint was saved inside an update, after {done} packs, which do"
-                f" not divide among {self._taking.replicas} ranks; resume on as many ranks as it"
-                " was saved on"
+                f"{PATH}: the checkpoint was saved in the middle of an update, after {done} packs,"
+                f" which {self._taking.replicas} ranks do not divide; resume with as many ranks as"
+                " saved it"
             )
 
     def _share(self, packs: Packs, tokens: Ids, first: int, begin: int) -> BatchShare:
-        """Return the part of the batch that begins with a pack in its update."""
+        """Return the fraction of its update that the batch of a pack makes up."""
         start = first - first % self._update
         update, mine = slice(start, start + self._update), slice(begin, begin + self._taking.micro)
         weighs = {"tokens": tokens, "samples": packs.sizes}.get(self._section.loss_weighting)
@@ -151,7 +151,7 @@ class PackedOrder:
         return BatchShare(weight, int(packs.sizes[update].sum()), int(tokens[update].sum()))
 
     def load_state_dict(self, state: Any) -> None:
-        """Expect the packs of a checkpoint."""
+        """Record the checkpoint's packs, which this run must match."""
         self._expected = state
 
 
@@ -165,7 +165,7 @@ def stacked(samples: list[Any]) -> Any:
         return default_collate(samples)
     except RuntimeError as error:
         raise UsageError(
-            f"{PATH}: the samples of a pack cannot be stacked ({error}); give initialize a"
+            f"{PATH}: the samples of a pack cannot be stacked ({error}); pass initialize a"
             " collate_fn that pads or joins samples of different lengths"
         ) from error
 
@@ -173,7 +173,7 @@ def stacked(samples: list[Any]) -> Any:
 def _tell_left_out(packs: Packs, count: int, section: DynamicBatching) -> None:
     if len(packs.too_long):
         _log.warning(
-            "%s: %d of %d samples are longer than max_tokens (%d), and no batch has them; the first"
+            "%s: %d of %d samples are longer than max_tokens (%d), and are left out; the first"
             " is sample %d",
             PATH,
             len(packs.too_long),
@@ -183,8 +183,8 @@ def _tell_left_out(packs: Packs, count: int, section: DynamicBatching) -> None:
         )
     if len(packs.left_over):
         _log.warning(
-            "%s: %d of %d samples are left out of the first epoch, because they make no pack of"
-            " min_batch_size (%d) samples, or no whole update",
+            "%s: %d of %d samples are left out of the first epoch, because they do not fill a pack"
+            " of min_batch_size (%d) samples or a whole update",
             PATH,
             len(packs.left_over),
             count,
@@ -195,7 +195,7 @@ def _tell_left_out(packs: Packs, count: int, section: DynamicBatching) -> None:
 class BatchingByTokens(Listener):
     """Weighs the loss of each micro-batch, and scales the learning rate of each update.
 
-    The loader reports which batches it has handed out; each has one backward, in the same order.
+    The loader reports each batch that it returns; each has one backward, in the same order.
     """
 
     name = "dynamic_batching"
@@ -217,7 +217,7 @@ class BatchingByTokens(Listener):
         """Their tokens."""
 
     def note(self, share: BatchShare | None) -> None:
-        """Note a batch that is handed out; None: an iteration begins."""
+        """Record a batch that the loader returns; None begins an iteration."""
         if share is None:
             self._handed.clear()
             return
@@ -254,11 +254,11 @@ class BatchingByTokens(Listener):
         return 1.0 if self._rates is None else self._rates.factor
 
     def loss_weight(self) -> float:
-        """Return the weight of the batch that was handed out first and had no backward yet."""
+        """Return the weight of the oldest batch without a backward."""
         return self._handed[0].weight if self._handed else 1.0
 
     def after_backward(self, loss: Any) -> None:
-        """Go on to the next batch."""
+        """Advance to the next batch."""
         del loss
         self.current = self._handed.popleft() if self._handed else None
 
@@ -296,6 +296,6 @@ class BatchingByTokens(Listener):
         return {"samples": self.samples, "tokens": self.tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume; batches that were handed out before do not count."""
+        """Resume; batches returned before do not count."""
         self.samples, self.tokens = int(state["samples"]), int(state["tokens"])
         self._handed.clear()

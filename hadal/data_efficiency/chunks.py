@@ -1,4 +1,4 @@
-"""Work over a range of samples in chunks: several processes compute, and a restart does the rest.
+"""Work over a range of samples in chunks, by several processes; a restart computes the rest.
 
 Tests: tests/data_efficiency/test_analysis.py
 """
@@ -47,7 +47,7 @@ def spans_of(span: Span, length: int) -> list[Span]:
 
 
 class _Computed(Dataset[Any], Generic[Found]):
-    """Results by their number; an error of ours is a result, so that its message stays as it is."""
+    """Results by number; a Hadal error is a result, so that its message stays unchanged."""
 
     def __init__(self, compute: Callable[..., Found], work: Sequence[tuple[Any, ...]]) -> None:
         self._compute = compute
@@ -71,7 +71,7 @@ def compute_all(
     Args:
         compute: called in the worker processes.
         work: the arguments of each call.
-        workers: processes that compute; 0 and 1: this one does.
+        workers: processes that compute; 0 and 1 use this process.
 
     Raises:
         HadalError: a call raised it.
@@ -79,14 +79,14 @@ def compute_all(
     """
     several = min(workers, len(work)) if workers > 1 else 0
     with warnings.catch_warnings():
-        # The caller asked for so many workers.
+        # The caller chose the number of workers.
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         loader = DataLoader(
             _Computed(compute, work),
             batch_size=None,
             num_workers=several,
             collate_fn=_unchanged,
-            generator=torch.Generator(),  # the program's random numbers stay as they are
+            generator=torch.Generator(),  # does not advance the program's generator
         )
         for found in _read(loader):
             if isinstance(found, HadalError):
@@ -111,12 +111,12 @@ def _unchanged(found: Found) -> Found:
 
 
 class KeptChunks:
-    """Results of chunks in a folder, from the first until all are put together.
+    """Results of chunks in a directory, until all are complete and joined.
 
     A kill loses only the chunks under way. Results of other work (`identity`) are removed.
 
     Raises:
-        UsageError: the folder cannot be made.
+        UsageError: the directory cannot be created.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
@@ -129,7 +129,7 @@ class KeptChunks:
                 folder.mkdir(parents=True)
             except OSError as error:
                 raise UsageError(
-                    f"{folder} cannot be made: {error.strerror}; give another folder"
+                    f"{folder} cannot be created: {error.strerror}; choose another directory"
                 ) from error
             _put(told, lambda path: path.write_text(known, "utf-8"))
 
@@ -140,7 +140,7 @@ class KeptChunks:
         return self._path(span).is_file()
 
     def save(self, span: Span, arrays: Arrays) -> None:
-        """Keep the results of a chunk."""
+        """Store the results of a chunk."""
 
         def write(path: Path) -> None:
             with open(path, "wb") as file:
@@ -159,7 +159,7 @@ class KeptChunks:
 
 
 def _put(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file that is whole or not there."""
+    """Write a file atomically: it is complete, or it does not exist."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.partial")
     write(draft)
     os.replace(draft, path)
@@ -172,13 +172,13 @@ def compute_kept(
     workers: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Compute the chunks that are not kept yet, and keep them.
+    """Compute the chunks that are not stored yet, and store them.
 
     Args:
         compute: returns the results for samples from `start` to before `stop`.
         spans: all chunks.
         kept: the folder of their results.
-        workers: processes that compute; 0 and 1: this one does.
+        workers: processes that compute; 0 and 1 use this process.
         progress: called with the number of samples of each chunk.
     """
     rest = [span for span in spans if span not in kept]

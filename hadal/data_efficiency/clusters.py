@@ -1,7 +1,7 @@
 """Curriculum over samples: which samples are admitted, and in which order they come.
 
-A cluster is the samples that a change of the difficulty has admitted, shuffled. Each batch draws
-how many samples it takes from each cluster, by the clusters' sizes, and takes the next ones of it.
+A cluster is the shuffled set of samples that a change of the difficulty admitted. Each batch draws
+the number of samples to take from each cluster, by cluster size, and takes the next ones in order.
 Every rank draws from the same generator, so ranks need not communicate.
 
 Tests: tests/data_efficiency/test_sampler.py
@@ -22,7 +22,7 @@ from hadal.data_efficiency.shuffling import shuffle
 from hadal.errors import UsageError
 
 Ids = npt.NDArray[Any]
-"""Numbers of samples, in the smallest unsigned type for the data set."""
+"""Indices of samples, in the smallest unsigned type for the data set."""
 _PART = 1 << 20
 
 
@@ -36,13 +36,13 @@ class Metric:
     percentiles: int
     """The maximum difficulty: the number of percentiles."""
     rows: IndexedRows | None = None
-    """Samples from easy to hard; with values, one row for each. None: all samples are admitted,
-    whatever their difficulty."""
+    """Samples from easy to hard; with values, one row for each. None admits all samples, of any
+    difficulty."""
     values: npt.NDArray[Any] | None = None
     """Ascending distinct values of the measure, if difficulties are values."""
 
     def between(self, before: float, now: float) -> tuple[int, int]:
-        """Return the places in `rows` of the samples with a difficulty in (before, now]."""
+        """Return the positions in `rows` of the samples with a difficulty in (before, now]."""
         assert self.rows is not None
         if self.is_percentile:
             count = self.rows.count
@@ -53,9 +53,9 @@ class Metric:
         return first, last
 
     def _place(self, bound: float) -> int:
-        """Return how many values are not larger."""
+        """Return how many values are less or equal."""
         assert self.values is not None
-        # By the file's own type: comparing with another one would copy all values.
+        # In the file's own type: comparing with another type would copy all values.
         kind = np.iinfo(self.values.dtype)
         if bound < kind.min:
             return 0
@@ -76,12 +76,12 @@ def admitted(
 ) -> Ids:
     """Return the samples that a change of the difficulties admits.
 
-    No array of all samples is made but the one returned, and with several metrics a byte for each.
+    The only arrays of all samples are the returned one and, with several metrics, one byte each.
 
     Args:
         metrics: the measures; a sample must be admitted by all of them.
         count: all samples.
-        before: the difficulties until now; a missing one admitted nothing.
+        before: the difficulties until now; a missing metric admitted nothing.
         now: the new ones.
         earlier: the samples of all clusters so far.
     """
@@ -139,12 +139,12 @@ def generator_of(state: Sequence[Any]) -> np.random.Generator:
 
 @dataclass(slots=True)
 class Cluster:
-    """Samples in their order, and how many of them this round has used."""
+    """Samples in order, and how many of them this round has used."""
 
     before: dict[str, int]
-    """The difficulties before it was made."""
+    """The difficulties before it was created."""
     now: dict[str, int]
-    """The difficulties that made it."""
+    """The difficulties that created it."""
     ids: Ids
     shuffles: tuple[tuple[Any, ...], ...] = ()
     """The generator's states before each shuffle: with the difficulties, they give the order."""
@@ -152,7 +152,7 @@ class Cluster:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The values that its samples and their order follow from."""
+        """The values that determine its samples and their order."""
         return (tuple(self.before.items()), tuple(self.now.items()), self.shuffles)
 
     @property
@@ -161,7 +161,7 @@ class Cluster:
         return "cluster" + "".join(f"_{name}{value}" for name, value in self.now.items())
 
     def shuffle(self, generator: np.random.Generator) -> None:
-        """Shuffle, and begin again."""
+        """Shuffle, and start over."""
         self.shuffles = (*self.shuffles, state_of_generator(generator))
         shuffle(self.ids, generator)
         self.position = 0
@@ -196,7 +196,7 @@ class SampleStream:
     """The JSON path of the curriculum, for messages."""
 
     def next(self, difficulties: dict[str, int]) -> tuple[list[int], Cluster | None]:
-        """Return the samples of the next batch, and a cluster if one was made for it.
+        """Return the samples of the next batch, and the new cluster if there is one.
 
         Raises:
             UsageError: no sample is admitted yet, or a difficulty that admits samples falls.
@@ -230,7 +230,7 @@ class SampleStream:
         return found.tolist(), made
 
     def _expect_no_fall(self, difficulties: Difficulties) -> None:
-        """Refuse what would admit samples twice, once the difficulty rises again."""
+        """Refuse a falling difficulty, which would admit samples twice once it rises again."""
         for metric in self.metrics:
             now = difficulties[metric.name]
             before = self.difficulties.get(metric.name, now)
@@ -255,7 +255,7 @@ class SampleStream:
         return admitted(self.metrics, self.count, before, now, earlier)
 
     def state(self) -> dict[str, Any]:
-        """Return the state as plain values: small, for clusters are made again."""
+        """Return the state as plain values; it is small, as clusters are recreated from it."""
         return {
             "np_rng_state": list(state_of_generator(self.generator)),
             "curriculum_step": self.step,
@@ -273,7 +273,7 @@ class SampleStream:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state: make the clusters again, and shuffle them as before.
+        """Restore a state: recreate the clusters, and shuffle them as before.
 
         Raises:
             UsageError: the files of the metrics admit other samples than those of the state.
@@ -282,7 +282,7 @@ class SampleStream:
         self.difficulties = dict(state["current_difficulties"])
         wanted = [_cluster_of(saved) for saved in state["clusters"]]
         keys = {cluster.key for cluster in wanted}
-        # What is not used again is let go before anything is made.
+        # Release unused clusters before creating others.
         known = {cluster.key: cluster.ids for cluster in self.clusters if cluster.key in keys}
         self.clusters = []
         for made, saved in zip(wanted, state["clusters"], strict=True):
@@ -297,8 +297,8 @@ class SampleStream:
         if len(ids) != count:
             raise UsageError(
                 f"{self.path}: the files of the metrics admit {len(ids)} samples to {made.name},"
-                f" and the checkpoint has {count}; resume with the files, and the data set, that it"
-                " was saved with"
+                f" but the checkpoint has {count}; resume with the metric files and the data set of"
+                " that run"
             )
         for state in made.shuffles:
             shuffle(ids, generator_of(state))

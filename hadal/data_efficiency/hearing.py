@@ -1,4 +1,4 @@
-"""Keywords that a model's forward listens to.
+"""Detects the keywords that a model's forward accepts.
 
 Tests: tests/data_efficiency/test_seqlen.py, tests/data_efficiency/test_layer_drop.py
 """
@@ -18,10 +18,10 @@ def accepts(module: nn.Module, keyword: str) -> bool:
 
 
 def listens(model: nn.Module, keyword: str) -> bool:
-    """Return whether the keyword reaches a forward that uses it, as far as signatures show.
+    """Return whether the keyword reaches a forward that uses it, judging by signatures.
 
-    A forward that takes any keyword is trusted to use it, unless one of transformers' classes is
-    in the model: these ignore unknown keywords.
+    A forward with **kwargs is assumed to use it, unless the model contains a transformers class:
+    these ignore unknown keywords.
     """
     if not accepts(model, keyword):
         return False
@@ -33,7 +33,7 @@ def listens(model: nn.Module, keyword: str) -> bool:
 
 
 def positional_names(module: nn.Module) -> list[str]:
-    """Return the names of the forward's parameters that may be given by position."""
+    """Return the names of the forward's positional parameters."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [name for name, each in _parameters(module).items() if each.kind in kinds]
 

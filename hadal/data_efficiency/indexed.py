@@ -1,7 +1,7 @@
-"""Indexed data sets: rows of numbers in `P.bin`, and where each begins in `P.idx`.
+"""Indexed data sets: rows of numbers in `P.bin`, and their offsets in `P.idx`.
 
-The files are byte for byte those of DeepSpeed and Megatron, little endian. Rows are read from a
-mapped file: opening takes the same time whatever the size.
+The files are byte for byte those of DeepSpeed and Megatron, little endian. Files are
+memory-mapped: opening takes the same time for any size.
 
 Tests: tests/data_efficiency/test_indexed.py
 """
@@ -40,8 +40,8 @@ CODES: Mapping[np.dtype[Any], int] = MappingProxyType(
     {np.dtype(name): code for code, name in enumerate(_WRITTEN, 1)}
 )
 """The code of each dtype in an index."""
-# Megatron-LM and older releases of DeepSpeed give other types to the codes from 6 on. The width of
-# an element, which follows from the offsets, distinguishes them.
+# Megatron-LM and older releases of DeepSpeed use other types for the codes from 6 on. The width of
+# an element, computed from the offsets, distinguishes them.
 _READ: Mapping[tuple[int, int], np.dtype[Any]] = MappingProxyType(
     {
         **{(code, dtype.itemsize): dtype for dtype, code in CODES.items()},
@@ -53,8 +53,8 @@ _READ: Mapping[tuple[int, int], np.dtype[Any]] = MappingProxyType(
     }
 )
 _SURE = 5
-"""The last code that means the same everywhere."""
-# In the old format codes above 5 are as Megatron's.
+"""The last code with the same meaning everywhere."""
+# In the old format, codes above 5 are Megatron's.
 _OLD_CODES: Mapping[int, np.dtype[Any]] = MappingProxyType(
     {
         **{code: dtype for dtype, code in CODES.items() if code <= _SURE},
@@ -76,15 +76,15 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedRows(Dataset[Row]):
-    """The rows of a data set, as views of the mapped file: read-only, and valid without it.
+    """The rows of a data set, as read-only views of the mapped file that outlive this object.
 
-    `data[i]` is row i, `data[a:b]` a list of rows. It may be sent to other processes, which map the
-    files anew.
+    `data[i]` is row i, `data[a:b]` a list of rows. It can be pickled to other processes, which map
+    the files themselves.
 
     Args:
-        prefix: the path of the two files without their endings.
-        dtype: the type of the numbers, if the index leaves it open (Megatron's code 7).
-        is_whole: True if the numbers are whole ones, so that nothing is open.
+        prefix: the path of the two files without their suffixes.
+        dtype: the type of the numbers, if the index is ambiguous (Megatron's code 7).
+        is_whole: True if the numbers are integers, so that the type is not ambiguous.
 
     Raises:
         UsageError: a file is missing, damaged, or not of this format.
@@ -111,7 +111,7 @@ class IndexedRows(Dataset[Row]):
             elif bytes(raw[:8]) == OLD_MAGIC:
                 self._read_old_index(raw)
             else:
-                raise UsageError(f"{index} is not the index of a data set: its format is unknown")
+                raise UsageError(f"{index} is not the index of a data set: unknown format")
         except (struct.error, ValueError, KeyError) as error:
             raise UsageError(f"{index} is damaged: {error}") from error
         expected = (
@@ -157,7 +157,7 @@ class IndexedRows(Dataset[Row]):
         return found
 
     def _width(self, nbytes: int) -> int | None:
-        """Return the bytes of a number, by the first row that shows it; None: no row does."""
+        """Return the bytes per number, from the first row that shows it; None if no row does."""
         first = next((number for number, size in enumerate(self.sizes) if size), None)
         if first is None:
             return None
@@ -199,7 +199,7 @@ class IndexedRows(Dataset[Row]):
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> Row:
-        """Return `length` numbers of a row from `offset` on; None: all to its end.
+        """Return `length` numbers of a row from `offset` on; None returns all to the row's end.
 
         Raises:
             IndexError: there is no such row, or it is shorter.
@@ -227,7 +227,7 @@ class IndexedRows(Dataset[Row]):
         return len(self._numbers) // self.dtype.itemsize
 
     def read(self, start: int, stop: int) -> Row:
-        """Return a copy of `numbers[start:stop]`, of which no mapped page stays in memory."""
+        """Return a copy of `numbers[start:stop]`; no mapped page stays in memory."""
         first = start * self.dtype.itemsize
         return np.fromfile(bin_path(self.prefix), self.dtype, max(0, stop - start), offset=first)
 
@@ -236,15 +236,15 @@ class IndexedRows(Dataset[Row]):
         return int(self.sizes[index])
 
     def start(self, index: int) -> int:
-        """Return the place of a row's first number in `numbers`; `len(self)` gives their count."""
+        """Return the offset of a row's first number in `numbers`; `len(self)` gives the total."""
         if index == len(self):
             return self.count
         return int(self.offsets[index]) // self.dtype.itemsize
 
     def checksum(self) -> str:
-        """Return a checksum that distinguishes data sets, of the files' sizes and samples of them.
+        """Return a checksum that distinguishes data sets, from file sizes and sampled bytes.
 
-        It takes the same time whatever their size, and does not find every damaged byte.
+        It takes the same time for any size, and does not detect every damaged byte.
         """
         digest = xxhash.xxh3_128()
         for path in (idx_path(self.prefix), bin_path(self.prefix)):
@@ -270,7 +270,7 @@ _READ_ALONE: Mapping[int, np.dtype[Any]] = MappingProxyType(
         10: np.dtype(np.uint64),
     }
 )
-"""The dtype of a code if no row shows the width."""
+"""The dtype of a code, if no row reveals the width."""
 
 
 def _mapped(path: Path) -> Row:
@@ -282,7 +282,7 @@ def _mapped(path: Path) -> Row:
 
 
 def _part(raw: Row, start: int, count: int, dtype: str) -> Row:
-    """Return a view of numbers in the index, which need not be aligned.
+    """Return a view of possibly unaligned numbers in the index.
 
     Raises:
         ValueError: the index is too short.
@@ -296,11 +296,11 @@ def _part(raw: Row, start: int, count: int, dtype: str) -> Row:
 class RowsBuilder:
     """Writes an indexed data set row by row.
 
-    Nothing is found under the data set's name before `finish`, which puts both files in place; a
-    builder that is left by an exception removes what it wrote.
+    The files appear under the data set's name only in `finish`, which moves both into place. If an
+    exception leaves the builder's `with` block, it removes its files.
 
     Args:
-        prefix: the path of the two files without their endings.
+        prefix: the path of the two files without their suffixes.
         dtype: the type of the numbers: one of `CODES`, of numpy or torch.
 
     Raises:
@@ -345,19 +345,19 @@ class RowsBuilder:
             self._append(joined, [row.size for row in made])
 
     def add_joined(self, numbers: Any, sizes: Any, ends: Any = ()) -> None:
-        """Append rows that are given end to end, with the size of each.
+        """Append concatenated rows, with the size of each.
 
         Args:
             numbers: the numbers of all rows.
             sizes: the number of each row's numbers.
-            ends: how many of these rows there are up to the end of each document.
+            ends: the number of these rows up to the end of each document.
 
         Raises:
             UsageError: a number does not fit the dtype, or a row is too long.
         """
         joined, counts = self._as_row(numbers), np.asarray(sizes)
         if len(joined) != counts.sum():
-            raise ValueError(f"{len(joined)} numbers for rows of {counts.sum()}")
+            raise ValueError(f"got {len(joined)} numbers for rows with {counts.sum()} in total")
         marks = np.asarray(ends, np.int64) + len(self.sizes)
         self._append(joined, counts)
         self._marks.frombytes(marks.tobytes())
@@ -367,7 +367,7 @@ class RowsBuilder:
         if counts.max(initial=0) > _LONGEST:
             row = len(self.sizes) + int(counts.argmax())
             raise UsageError(
-                f"{self.prefix}: row {row} has {counts.max()} numbers, and an index holds sizes up"
+                f"{self.prefix}: row {row} has {counts.max()} numbers, but an index holds sizes up"
                 f" to {_LONGEST}; split the row"
             )
         self._file.write(np.ascontiguousarray(joined).data)
@@ -406,9 +406,9 @@ class RowsBuilder:
             shutil.copyfileobj(file, self._file, _COPIED_NBYTES)
 
     def finish(self) -> None:
-        """Write the index, and put both files in place.
+        """Write the index, and move both files into place.
 
-        A data set of that name is replaced.
+        An existing data set of that name is replaced.
         """
         try:
             self._file.flush()
@@ -428,7 +428,7 @@ class RowsBuilder:
 
 
 class OldRowsBuilder(RowsBuilder):
-    """Writes a data set in the older format (`TNTIDX`), for programs that read no other.
+    """Writes a data set in the older format (`TNTIDX`), for programs that read only that.
 
     Raises:
         UsageError: the dtype has no code there, or the files cannot be written.
@@ -455,10 +455,10 @@ class OldRowsBuilder(RowsBuilder):
 
 
 def dtype_of(dtype: Any) -> np.dtype[Any]:
-    """Return the numpy dtype of one of numpy or torch that an index has a code for.
+    """Return the numpy dtype for a dtype of numpy or torch that an index can store.
 
     Raises:
-        UsageError: it has none.
+        UsageError: an index cannot store it.
     """
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
     try:
@@ -466,13 +466,13 @@ def dtype_of(dtype: Any) -> np.dtype[Any]:
     except TypeError:
         found = None
     if found not in CODES:
-        raise UsageError(f"{dtype} is no dtype of an indexed data set: {', '.join(_WRITTEN)}")
+        raise UsageError(f"{dtype} is not a dtype of indexed data sets: {', '.join(_WRITTEN)}")
     assert found is not None  # it is in the table
     return found
 
 
 def index_of(sizes: Sequence[int], marks: Sequence[int], dtype: np.dtype[Any]) -> bytes:
-    """Return the contents of the index of rows end to end."""
+    """Return the contents of an index of consecutive rows."""
     counts = np.asarray(sizes, "<i4")
     nbytes = counts.astype("<i8") * dtype.itemsize
     offsets = np.cumsum(nbytes, dtype="<i8") - nbytes

@@ -1,4 +1,4 @@
-"""From texts to an indexed data set of tokens: processes tokenize, this one writes.
+"""Tokenize texts into an indexed data set: worker processes tokenize, this process writes.
 
 Tests: tests/data_efficiency/test_indexing.py
 """
@@ -25,7 +25,7 @@ _BYTES = 256
 
 
 class Tokens(NamedTuple):
-    """Tokens of documents, end to end."""
+    """Concatenated tokens of documents."""
 
     numbers: npt.NDArray[Any]
     sizes: npt.NDArray[np.int64]
@@ -33,22 +33,22 @@ class Tokens(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """Makes tokens of texts."""
+    """Converts texts to tokens."""
 
     @property
     def words(self) -> int:
-        """A number that is larger than all tokens."""
+        """An upper bound of the tokens, exclusive."""
 
     @property
     def end(self) -> int | None:
-        """The token for the end of a document; None: there is none."""
+        """The end-of-document token; None if there is none."""
 
     def encode(self, texts: list[str]) -> Tokens:
-        """Return the tokens of the texts, without any that mark a beginning or an end."""
+        """Return the tokens of the texts, without special tokens for their start or end."""
 
 
 class ByteTokenizer:
-    """Makes a token of each byte of the UTF-8 text; 256 is the end of a document."""
+    """Maps each byte of the UTF-8 text to a token; 256 is the end of a document."""
 
     words = _BYTES + 1
     end = _BYTES
@@ -102,7 +102,7 @@ def _from_transformers(name: str) -> tuple[Any, Any]:
     except ImportError:
         raise UsageError(
             f'tokenizer "{name}" needs transformers, which is not installed: pip install'
-            f' transformers; "{BYTES}" needs nothing'
+            f' transformers; "{BYTES}" needs no package'
         ) from None
     try:
         found: Any = AutoTokenizer.from_pretrained(name)
@@ -116,7 +116,7 @@ def _from_file(name: str) -> tuple[Any, Any]:
         from tokenizers import Tokenizer as Backend
     except ImportError:
         raise UsageError(
-            f"{name} is read with tokenizers, which is not installed: pip install tokenizers"
+            f"{name} needs the package tokenizers, which is not installed: pip install tokenizers"
         ) from None
     try:
         return None, Backend.from_file(name)
@@ -125,7 +125,7 @@ def _from_file(name: str) -> tuple[Any, Any]:
 
 
 def tokenizer_of(name: str) -> Tokenizer:
-    """Return the tokenizer of a name: "bytes", a model or folder of transformers, or a file.
+    """Return the tokenizer for a name: "bytes", a transformers model or directory, or a file.
 
     Raises:
         UsageError: a library is not installed, or there is no such tokenizer.
@@ -134,7 +134,7 @@ def tokenizer_of(name: str) -> Tokenizer:
 
 
 def dtype_for(words: int) -> np.dtype[Any]:
-    """Return the dtype for tokens less than `words`, as programs that read the files expect it."""
+    """Return the dtype for tokens less than `words` that programs expect in these files."""
     for kind in (np.uint8, np.uint16):
         if words <= np.iinfo(kind).max + 1:
             return np.dtype(kind)
@@ -153,13 +153,13 @@ class _Encoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Indexing:
-    """The way in which texts become rows."""
+    """The conversion of texts to rows."""
 
     tokenizer: Tokenizer
     end: bool = False
-    """True appends the token for the end of a document to each."""
+    """True appends the end-of-document token to each document."""
     length: int | None = None
-    """The longest row: longer documents are several rows; None: a document is one row."""
+    """The longest row: longer documents become several rows. None makes each document one row."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -188,7 +188,7 @@ class Indexing:
 
 @dataclass(slots=True)
 class Indexed:
-    """Counts of what was written."""
+    """Counts of the written rows and tokens."""
 
     documents: int = 0
     rows: int = 0
@@ -209,15 +209,15 @@ def index_texts(
         source: the documents.
         indexing: tokenizer and rows.
         prefix: the path of the two files without their endings.
-        workers: processes that tokenize; 0 and 1: this one does.
+        workers: processes that tokenize; 0 and 1 use this process.
         progress: called with the size of each range that is done.
 
     Raises:
-        UsageError: a file cannot be read, there is no text, or the tokenizer has no token for the
-            end.
+        UsageError: a file cannot be read, there is no text, or the tokenizer has no
+        end-of-document token.
     """
     if indexing.end and indexing.tokenizer.end is None:
-        raise UsageError("the tokenizer has no token for the end of a document; leave it out")
+        raise UsageError("the tokenizer has no end-of-document token; leave that option out")
     ranges = source.ranges()
     found = Indexed()
     rows = _RangeRows(source, indexing)
@@ -232,13 +232,13 @@ def index_texts(
             if progress is not None:
                 progress(span.size)
         if not found.documents:
-            raise UsageError(f"no document with text, so {prefix} is not written")
+            raise UsageError(f"no document has text, so {prefix} was not written")
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class _RangeRows:
-    """The work of a process: read a range of the texts, and tokenize it."""
+    """The work of one process: read a range of the texts, and tokenize it."""
 
     source: TextSource
     indexing: Indexing

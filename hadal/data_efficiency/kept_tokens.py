@@ -1,7 +1,7 @@
-"""Random subsets of the tokens of sequences: drawn, taken out of tensors and put back.
+"""Random subsets of the tokens of sequences: draw, gather and scatter.
 
-Indices are [batch, kept] and ascending, so that a causal order stays one. A mask or an embedding of
-positions is taken at the same indices as the hidden states.
+Indices are [batch, kept] and ascending, which preserves causal order. Masks and position
+embeddings are gathered at the same indices as the hidden states.
 
 Tests: tests/data_efficiency/test_token_drop.py
 """
@@ -19,15 +19,15 @@ from hadal.errors import UsageError
 Order = Literal["batch_seq_dim", "seq_batch_dim"]
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "past")
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
-# Ranks' draws are shifted against each other by the golden ratio: evenly, for any number of ranks.
+# The golden ratio shifts the draws of ranks against each other, evenly for any number of ranks.
 _SHIFT = 0.6180339887498949
 
 
 def draw(batch: int, length: int, kept: int, rank: int, device: torch.device) -> Tensor:
     """Return `kept` ascending indices for each sequence, [batch, kept], uniform without repeats.
 
-    They come from torch's generator of the device, whose state a recomputation restores. Ranks that
-    were seeded alike draw different ones.
+    They come from torch's generator of the device, whose state a recomputation restores. Ranks
+    with the same seed draw different indices.
     """
     scores = (torch.rand(batch, length, device=device) + rank * _SHIFT % 1.0) % 1.0
     index: Tensor = scores.topk(kept, dim=1, sorted=False).indices.sort(dim=1).values
@@ -42,7 +42,7 @@ def take(hidden: Tensor, index: Tensor, order: Order) -> Tensor:
 
 
 def put_back(hidden: Tensor, part: Tensor, index: Tensor, order: Order) -> Tensor:
-    """Return hidden states with `part` at the indices. The others pass unchanged."""
+    """Return hidden states with `part` at the indices; the others are unchanged."""
     part = part.flatten(0, 1).to(hidden.dtype)
     whole = hidden.flatten(0, 1).index_copy(0, _rows(hidden, index, order), part)
     return whole.view(hidden.shape)
@@ -70,13 +70,13 @@ class Subset:
     layer: str
     """The layer's full name, for messages."""
     number: int
-    """The layer's number, under which a cache has its entries."""
+    """The layer's number, which is its index in a cache."""
 
     def of(self, name: str, value: Any) -> Any:
-        """Return an argument of the layer for these tokens alone.
+        """Return an argument of the layer for only these tokens.
 
         Raises:
-            UsageError: the argument goes over the sequence, and cannot be taken apart.
+            UsageError: the argument has a sequence dimension but cannot be reduced.
         """
         if value is None or name.startswith("encoder_"):
             return value
@@ -92,21 +92,21 @@ class Subset:
         return self._positions(name, value) if isinstance(value, Tensor) else value
 
     def _without_cache(self, name: str, value: Any) -> None:
-        """Leave out a cache that is still empty here: programs make one in training, too."""
+        """Leave out a cache that is empty for this layer: programs create one in training, too."""
         length = getattr(value, "get_seq_length", None)
         if length is None or length(self.number):
             raise self._refusal(name, value, "train without a cache (use_cache=False)")
 
     def _mask(self, name: str, value: Any) -> Tensor:
         if not isinstance(value, Tensor):
-            raise self._refusal(name, value, "give the mask as a tensor (attn_implementation=sdpa)")
+            raise self._refusal(name, value, "pass the mask as a tensor (attn_implementation=sdpa)")
         shape, length = value.shape, self.length
         kept = self.index.shape[1]
         if value.dim() == 2 and shape == (length, length) and not self._is_by_row(value):
             if self.is_causal:
                 shared: Tensor = value[:kept, :kept]
                 return shared
-            raise self._refusal(name, value, "give it a dimension for the batch: mask[None, None]")
+            raise self._refusal(name, value, "give it a batch dimension: mask[None, None]")
         taken: Tensor = value
         dims = (1,) if value.dim() == 2 else (value.dim() - 2, value.dim() - 1)
         for dim in dims:
@@ -130,7 +130,9 @@ class Subset:
             return self._along(value, list(shape).index(self.length, 1))
         if self.length in shape and self.length not in sequences:
             raise self._refusal(
-                name, value, "give it a dimension for the batch, since sequences keep other tokens"
+                name,
+                value,
+                "give it a batch dimension, since sequences keep different tokens",
             )
         return value
 
@@ -143,6 +145,6 @@ class Subset:
     def _refusal(self, name: str, value: Any, remedy: str) -> UsageError:
         kind = f"{type(value).__name__} {list(getattr(value, 'shape', ()))}".removesuffix(" []")
         return UsageError(
-            f"random_ltd: layer {self.layer} drops tokens, and its argument {name} ({kind}) cannot"
-            f" be reduced to the others; {remedy}"
+            f"random_ltd: layer {self.layer} drops tokens, but its argument {name} ({kind}) cannot"
+            f" be reduced to the kept tokens; {remedy}"
         )

@@ -1,4 +1,4 @@
-"""Progressive layer drop: layers are skipped more and more often during training."""
+"""Progressive layer drop: training skips layers more and more often."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DroppableLayer(ChangedLayer):
 
     gives_tuple: ClassVar[bool] = False
     drop_turn: tuple[bool, float] | None = None
-    """True if it runs in this forward, and its keep probability; None: it runs as it is."""
+    """True if it runs in this forward, and its keep probability; None runs it unchanged."""
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return `hidden` if skipped, else `hidden` plus the residual over the probability."""
@@ -55,8 +55,8 @@ def drop_layers(model: nn.Module, layers: type[nn.Module]) -> nn.Module:
     """Let `progressive_layer_drop` skip a model's layers, and return the model.
 
     Call it before `initialize`, for a model whose forward does not take `pld_theta`. Layer i of L
-    is kept with probability 1 - i/L (1 - theta), the same layers on all ranks. A layer takes the
-    hidden states first, and returns them, or a tuple that begins with them.
+    is kept with probability 1 - i/L (1 - theta), the same layers on all ranks. A layer's first
+    argument is the hidden states; it returns them, or a tuple that begins with them.
 
     Args:
         model: the model, changed in place; names in its state dict stay.
@@ -90,21 +90,21 @@ class LayerDrop(Listener):
             _expect_keywords(model)
 
     def before_forward(self, forward: Forward) -> Forward | None:
-        """Draw which layers are skipped, or pass the probability on."""
+        """Draw the layers to skip, or pass the probability to the model."""
         if not forward.is_training:
             return None
         theta = theta_at(self._limit, self._gamma, forward.updates)
         if not self._layers:
             told = {"progressive_layer_drop": True, "pld_theta": theta}
             return forward._replace(kwargs={**forward.kwargs, **told})
-        # By the update and micro-step alone: ranks, resumed runs and recomputations agree.
+        # Seeded by only the update and micro-step, so ranks, resumed runs and recomputations agree.
         drawn = random.Random(f"layer drop {forward.updates} {forward.micro_step}")
         for layer, keep in zip(self._layers, keeps_of(len(self._layers), theta), strict=True):
             layer.drop_turn = (drawn.random() < keep, keep)
         return None
 
     def after_update(self, update: Update) -> None:
-        """Move the probability, and write it to the monitors."""
+        """Update the probability, and write it to the monitors."""
         self.theta = theta_at(self._limit, self._gamma, update.number)
         if self._write is not None:
             self._write([("Train/Samples/pld_theta", self.theta, update.total_samples)])

@@ -1,6 +1,6 @@
-"""Layers that get a changed call, in place: their class is replaced by a subclass of it.
+"""Changes the call of layers in place: their class is replaced by a subclass.
 
-Names in state dicts, attributes and `isinstance` stay as they were.
+Names in state dicts, attributes and `isinstance` are unaffected.
 
 Tests: tests/data_efficiency/test_layer_drop.py
 """
@@ -18,13 +18,13 @@ _Made: TypeAlias = "tuple[type[ChangedLayer], type[nn.Module]]"
 
 
 class ChangedLayer:
-    """Base of what a layer's class gets in front of it."""
+    """Base of the mixins that are put in front of a layer's class."""
 
     made_of: ClassVar[_Made]
     """The change, and the layer's own class."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle by the two classes: no module has this one."""
+        """Copy and pickle by the two classes, as no module defines the combined one."""
         reduced: Any = super().__reduce_ex__(protocol)
         _, _, *state = reduced
         return (_empty, self.made_of, *state)
@@ -55,17 +55,17 @@ def _empty(change: type[ChangedLayer], kind: type[nn.Module]) -> nn.Module:
 def change_layers(
     model: nn.Module, layers: type[nn.Module], change: type[ChangedLayer], caller: str
 ) -> None:
-    """Change all layers of a class in place; those that are changed already stay as they are.
+    """Change all layers of a class in place, except those that are changed already.
 
     Raises:
-        UsageError: the model has no such layer, or it is no class.
+        UsageError: the model has no such layer, or `layers` is not a class.
     """
     if not (isinstance(layers, type) and issubclass(layers, nn.Module)):
         raise UsageError(f"{caller}: expected the class of the layers, got {layers!r}")
     found = [module for module in model.modules() if isinstance(module, layers)]
     if not found:
         raise UsageError(
-            f"{caller}: {type(model).__name__} has no {layers.__name__}; give the class of its"
+            f"{caller}: {type(model).__name__} has no {layers.__name__}; pass the class of its"
             " layers, such as type(model.layers[0])"
         )
     for module in found:
@@ -74,7 +74,7 @@ def change_layers(
 
 
 def changed_layers(model: nn.Module, change: type[ChangedLayer]) -> Iterator[tuple[str, Any]]:
-    """Yield the full names of a model's layers that were changed so, and the layers."""
+    """Yield the full names of a model's layers with this change, and the layers."""
     for name, module in model.named_modules():
         if isinstance(module, change):
             yield name, module

@@ -27,8 +27,8 @@ _GIVEN = ("lengths", "sizes")
 def length_of(sample: Any) -> int:
     """Return the number of tokens of a sample.
 
-    That is the length of `input_ids` or `tokens`, or of its first part that has one; of a tensor,
-    an array or a list of numbers, its own.
+    This is the length of `input_ids` or `tokens`, or of the first part with a length; for a
+    tensor, an array or a list of numbers, its own length.
 
     Raises:
         UsageError: it has no length.
@@ -59,7 +59,7 @@ def _first(parts: Mapping[Any, Any]) -> Any:
 
 
 def path_of(folder: str | Path) -> Path:
-    """Return the file of the lengths in a folder of metrics, without its ending."""
+    """Return the file of the lengths in a directory of metrics, without its suffix."""
     return Path(folder) / "seqlen" / "seqlen_sample_to_metric"
 
 
@@ -80,24 +80,24 @@ def read_lengths(folder: str | Path) -> Ids:
 def lengths_of(dataset: Sequence[Any], folder: str | None, *, writes: bool) -> Ids:
     """Return the tokens of each sample of a data set: (samples,) int64.
 
-    They are the data set's attribute `lengths` or `sizes`; else they are read from the folder of
-    metrics; else each sample is read and measured.
+    They come from the data set's attribute `lengths` or `sizes`, else from the directory of
+    metrics, else from reading and measuring each sample.
 
     Args:
         dataset: a data set with a length and items.
         folder: `metrics_path`.
-        writes: whether to write what was measured into the folder.
+        writes: whether to write measured lengths into the directory.
 
     Raises:
-        UsageError: the attribute or file is of another data set or holds no lengths, samples have
-            no length, or the folder cannot be made.
+        UsageError: the attribute or file belongs to another data set or holds no lengths, samples
+        have no length, or the directory cannot be created.
     """
     count = len(dataset)
     for name in _GIVEN:
         given = getattr(dataset, name, None)
         if given is not None:
-            told = f"{_PATH}: the attribute {name} of {type(dataset).__name__}"
-            return _checked(np.asarray(given), count, told)
+            what = f"{_PATH}: the attribute {name} of {type(dataset).__name__}"
+            return _checked(np.asarray(given), count, what)
     if folder is not None and is_measured(folder):
         return _checked(read_lengths(folder), count, f"{_WHERE}: {path_of(folder)}")
     found = measured(dataset, length_of)
@@ -107,18 +107,18 @@ def lengths_of(dataset: Sequence[Any], folder: str | None, *, writes: bool) -> I
 
 
 def measured(dataset: Sequence[Any], measure: Callable[[Any], int]) -> Ids:
-    """Return what `measure` returns for each sample."""
+    """Return the result of `measure` for each sample."""
     return np.fromiter((measure(dataset[i]) for i in range(len(dataset))), np.int64, len(dataset))
 
 
 def write_lengths(folder: str | Path, lengths: Ids) -> None:
-    """Write lengths where `lengths_of` looks for them: one row for each sample."""
+    """Write the file that `lengths_of` reads: one row for each sample."""
     path = path_of(folder)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"{_WHERE}: {path.parent} cannot be made: {error.strerror}; give a folder"
+            f"{_WHERE}: {path.parent} cannot be created: {error.strerror}; choose a directory"
         ) from error
     with RowsBuilder(path, smallest_dtype(0, int(lengths.max(initial=0)))) as builder:
         builder.add_all(lengths.reshape(-1, 1))
@@ -129,14 +129,14 @@ def write_lengths(folder: str | Path, lengths: Ids) -> None:
 def _checked(found: Any, count: int, what: str) -> Ids:
     if found.shape != (count,):
         raise UsageError(
-            f"{what} has {found.size} lengths, and the data set {count} samples; measure this data"
+            f"{what} has {found.size} lengths, but the data set {count} samples; measure this data"
             " set"
         )
     is_number = found.dtype.kind in "iuf"
     wrong = np.flatnonzero((found < 0) | (found % 1 != 0)) if is_number else range(count)
     if len(wrong):
         raise UsageError(
-            f"{what} has {found[wrong[0]].item()!r} for sample {wrong[0]}; expected whole numbers,"
+            f"{what} has {found[wrong[0]].item()!r} for sample {wrong[0]}; expected integers,"
             " 0 or more: the tokens of each sample"
         )
     return found.astype(np.int64)  # type: ignore[no-any-return]

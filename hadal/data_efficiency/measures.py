@@ -1,4 +1,4 @@
-"""Measures of samples by functions of batches: any data set, read as a loader would read it.
+"""Metrics of samples by functions of batches, for any data set that a loader can read.
 
 Tests: tests/compat/test_analyzers.py
 """
@@ -38,7 +38,7 @@ class Measure:
     function: Callable[[Any], Any]
     """Returns a tensor or an array for a batch."""
     accumulates: bool
-    """True adds the results of all batches; False expects one number for each sample."""
+    """True sums the results of all batches; False expects one number for each sample."""
     dtype: np.dtype[Any] | None = None
     """The type of the results; None: any integers."""
 
@@ -48,10 +48,10 @@ class Measure:
         return key_of(self.name)
 
     def values(self, batch: Any, samples: int) -> npt.NDArray[Any]:
-        """Return the results for a batch: `[samples]`, or what is added up.
+        """Return the results for a batch: `[samples]`, or the terms of a sum.
 
         Raises:
-            UsageError: they are no integers, not of the dtype, or not as many as samples.
+            UsageError: they are not integers, not of the dtype, or not one per sample.
         """
         found = self.function(batch)
         if not isinstance(found, Tensor | np.ndarray):
@@ -62,7 +62,7 @@ class Measure:
         array = found.detach().cpu().numpy() if isinstance(found, Tensor) else found
         if self.dtype is not None and array.dtype != self.dtype:
             raise UsageError(
-                f"the function of metric {self.name} returned {array.dtype}, and its dtype is"
+                f"the function of metric {self.name} returned {array.dtype}, but its dtype is"
                 f" {self.dtype}; return that, or change metric_dtypes"
             )
         if array.dtype.kind not in "iu":
@@ -92,11 +92,11 @@ def measures_of(
     types: Sequence[str],
     dtypes: Sequence[Any] | None = None,
 ) -> list[Measure]:
-    """Return the metrics that DeepSpeed's analysers are given as lists.
+    """Return the metrics from the lists that DeepSpeed's analyzers take.
 
     Raises:
-        UsageError: the lists are empty or differ in length, a name comes twice or is none of a
-            folder, an entry is no function, or a type or dtype is unknown.
+        UsageError: the lists are empty or differ in length, a name is repeated or cannot be a
+        directory's, an entry is not a function, or a type or dtype is unknown.
     """
     counts = {
         "metric_names": len(names),
@@ -130,9 +130,9 @@ def measures_of(
 def _expect_names(names: Sequence[str]) -> None:
     for number, name in enumerate(names):
         if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
-            raise UsageError(f"metric_names has {json.dumps(name)}; expected names of folders")
+            raise UsageError(f"metric_names has {json.dumps(name)}; expected directory names")
         if name in names[:number]:
-            raise UsageError(f"metric_names has {name} twice; each metric has files of its own")
+            raise UsageError(f"metric_names has {name} twice; each metric has its own files")
 
 
 def _dtype(metric: str, dtype: Any) -> np.dtype[Any]:
@@ -144,15 +144,15 @@ def _dtype(metric: str, dtype: Any) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class BatchMeasures:
-    """Measures of a data set's samples, batch by batch."""
+    """Metrics of a data set's samples, batch by batch."""
 
     dataset: Any
     measures: Sequence[Measure]
     batch_size: int = 1
     collate: Callable[[Any], Any] | None = None
-    """Makes a batch of a list of samples; None: torch's `default_collate`."""
+    """Makes a batch from a list of samples; None uses torch's `default_collate`."""
     ids: Sequence[int] | None = None
-    """The id of each sample; None: its index, unless the batch has an "index"."""
+    """The id of each sample; None uses its index, unless the batch has an "index"."""
 
     @property
     def chunk(self) -> int:
@@ -163,7 +163,7 @@ class BatchMeasures:
         """Return the measures of samples from `start` to before `stop`.
 
         Raises:
-            UsageError: a function does not return what its metric is to have.
+            UsageError: a function's result does not suit its metric.
         """
         found: dict[str, list[Any]] = {}
         for first in range(start, stop, self.batch_size):
@@ -197,7 +197,7 @@ class BatchMeasures:
         return np.asarray(self.ids[span.start : span.stop]).astype(np.int64)
 
     def identity(self) -> dict[str, Any]:
-        """Return plain values that distinguish this work from other work, as far as can be seen."""
+        """Return plain values that distinguish this work from other work, as far as possible."""
         return {
             "samples": len(self.dataset),
             "batch_size": self.batch_size,
@@ -213,13 +213,13 @@ def added_up(metric: str, parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]
     """Return the sum of a metric's results.
 
     Raises:
-        UsageError: they have several shapes.
+        UsageError: their shapes differ.
     """
     shapes = list(dict.fromkeys(part.shape for part in parts))
     if len(shapes) > 1:
         raise UsageError(
             f"the function of metric {metric} returned shapes {list(shapes[0])} and"
-            f" {list(shapes[1])}; expected one shape for all batches, since they are added up"
+            f" {list(shapes[1])}; expected one shape for all batches, since they are summed"
         )
     total: npt.NDArray[Any] = sum(parts[1:], parts[0])
     return total

@@ -1,4 +1,4 @@
-"""Files of an analysis of the data: samples by difficulty, and the values of a metric.
+"""Files of a data analysis: samples by difficulty, and the values of a metric.
 
 Tests: tests/data_efficiency/test_sampler.py, tests/data_efficiency/test_analysis.py
 """
@@ -32,17 +32,17 @@ _PART = 1 << 20
 
 
 class Origin(NamedTuple):
-    """The data set that a metric is of."""
+    """The data set of a metric."""
 
     samples: int
     dtype: str | None = None
     """The type of its numbers; None: unknown."""
     checksum: str | None = None
-    """Its checksum; None: it has none, and only samples are compared."""
+    """Its checksum; None if it has none: then only the number of samples is compared."""
 
     @classmethod
     def of(cls, dataset: Any) -> Origin:
-        """Return a data set's samples, and what `IndexedRows` and others return from `checksum`."""
+        """Return a data set's samples, dtype and checksum, if it has a method `checksum`."""
         told = getattr(dataset, "checksum", None)
         if not callable(told):
             return cls(len(dataset))
@@ -63,7 +63,7 @@ class Distribution(NamedTuple):
 
 
 def read_rows(path: str, where: str) -> IndexedRows:
-    """Return the rows of `path`.bin and `path`.idx, which are whole numbers.
+    """Return the rows of `path`.bin and `path`.idx, which must be integers.
 
     Raises:
         UsageError: a file is missing or damaged, or holds other numbers; `where` is the JSON path.
@@ -74,8 +74,7 @@ def read_rows(path: str, where: str) -> IndexedRows:
         raise UsageError(f"{where}: {error}{_hint_of(path)}") from error
     if rows.dtype.kind not in "iu":
         raise UsageError(
-            f"{where}: {path} holds {rows.dtype}, expected whole numbers; give the files of an"
-            " analysis"
+            f"{where}: {path} holds {rows.dtype}, expected integers; give the files of an analysis"
         )
     return rows
 
@@ -90,7 +89,7 @@ def _hint_of(path: str) -> str:
 
 
 def write_row(path: Path, values: Ids) -> None:
-    """Write one row as `path`.bin and `path`.idx: complete, or not at all.
+    """Write one row as `path`.bin and `path`.idx, atomically.
 
     Raises:
         UsageError: the files cannot be written.
@@ -104,7 +103,7 @@ def write_row(path: Path, values: Ids) -> None:
 
 
 def prefix_of(folder: Path, metric: str, kind: str) -> Path:
-    """Return the path of a metric's file, without its ending."""
+    """Return the path of a metric's file, without its suffix."""
     return folder / metric / f"{metric}_{kind}"
 
 
@@ -114,10 +113,10 @@ def write_values(
     """Write a row of one number for each value.
 
     Args:
-        prefix: the path of the two files without their endings.
-        values: the numbers, whole ones.
-        dtype: their type in the file; None: the smallest that holds them.
-        marks: the rows after which a document ends, but for the last row.
+        prefix: the path of the two files without their suffixes.
+        values: the numbers, which are integers.
+        dtype: their type in the file; None uses the smallest that holds them.
+        marks: the rows after which a document ends, except the last row.
     """
     kind = fitting(values) if dtype is None else dtype
     _write(prefix, kind, values, np.ones(len(values), np.int32), marks)
@@ -153,18 +152,18 @@ def write_single(
     """Write the files of a metric with one value for each sample.
 
     Args:
-        folder: the folder of the analysis.
+        folder: the directory of the analysis.
         metric: the metric's name.
-        values: whole numbers in the order in which samples were read, `[samples]`.
-        ids: the samples' ids in that order; None: 0, 1, 2 and so on.
-        by_id: True puts samples of one value in the order of their ids; False: as they were read.
-        reducers: a document ends after each of so many parts, and at the end of the file, as
-            where several of DeepSpeed's reducers wrote; None: one document.
+        values: integers in the order in which samples were read, `[samples]`.
+        ids: the samples' ids in that order; None numbers them from 0.
+        by_id: True sorts samples of one value by id; False keeps the order of reading.
+        reducers: a document ends after each of this many parts, and at the end of the file, as if
+        several of DeepSpeed's reducers wrote it; None writes one document.
 
     Raises:
         UsageError: a file cannot be written, or has a row of 2^31 samples or more.
     """
-    # Files that are replaced one by one have no origin meanwhile.
+    # While files are replaced one by one, they have no recorded origin.
     prefix_of(folder, metric, _ORIGIN).unlink(missing_ok=True)
     count = len(values)
     small = values.astype(fitting(values))
@@ -216,7 +215,7 @@ def _log_percentiles(metric: str, in_order: Values) -> None:
 
 
 def write_accumulated(folder: Path, metric: str, total: Values) -> None:
-    """Write the file of a metric that was added up over all samples."""
+    """Write the file of a metric that was summed over all samples."""
     total = total.reshape(-1)
     with RowsBuilder(prefix_of(folder, metric, "metric_value"), fitting(total)) as builder:
         builder.add(total)
@@ -224,7 +223,7 @@ def write_accumulated(folder: Path, metric: str, total: Values) -> None:
 
 
 def write_origin(folder: Path, metric: str, origin: Origin) -> None:
-    """Write which data set a metric is of, if it can be distinguished from others."""
+    """Record the data set of a metric, if it can be distinguished from others."""
     if origin.checksum is None:
         return
     path = prefix_of(folder, metric, _ORIGIN)
@@ -260,7 +259,7 @@ def read_metric(
         is_single: whether it admits all samples.
 
     Raises:
-        UsageError: the files are of another data set, or damaged.
+        UsageError: the files belong to another data set, or are damaged.
     """
     if is_single:
         return Metric(name, is_percentile, maximum)
@@ -271,7 +270,7 @@ def read_metric(
     lowest, highest, total = _summary(ids)
     if ids.count != data.samples or lowest < 0 or highest >= max(data.samples, 1):
         raise UsageError(
-            f"{here}: {samples} is of {ids.count} samples, numbered from {lowest} to {highest}, and"
+            f"{here}: {samples} has {ids.count} samples, numbered from {lowest} to {highest}, but"
             f" the data set has {data.samples}; analyze this data set"
         )
     if total != ids.count * (ids.count - 1) // 2:
@@ -287,26 +286,26 @@ def read_metric(
     _check_origin(there, values, data)
     if found.count != len(ids) or not _is_ascending(found):
         raise UsageError(
-            f"{there}: {values} has {found.count} values, and {samples} has {len(ids)} rows;"
+            f"{there}: {values} has {found.count} values, but {samples} has {len(ids)} rows;"
             " expected an ascending value for each row (not the percentile_merged file)"
         )
     return Metric(name, is_percentile, maximum, ids, found.numbers)
 
 
 def _parts(rows: IndexedRows) -> Iterator[Values]:
-    """Yield all numbers in parts; each begins with the last one of the part before."""
+    """Yield all numbers in chunks; each begins with the last number of the previous one."""
     for start in range(0, rows.count, _PART):
         yield rows.read(max(0, start - 1), min(start + _PART, rows.count))
 
 
 def _summary(rows: IndexedRows) -> tuple[int, int, int]:
-    """Return the lowest and the highest number (0 and 0 if there are none), and the sum of all."""
+    """Return the minimum, the maximum (0 and 0 if there are none), and the sum of all numbers."""
     lows, highs, total = [0] * (not rows.count), [0] * (not rows.count), 0
     for start in range(0, rows.count, _PART):
         part = rows.read(start, min(start + _PART, rows.count))
         lows.append(int(part.min()))
         highs.append(int(part.max()))
-        # Their sum shows what else the numbers are: values of a metric repeat.
+        # The sum distinguishes ids from values of a metric, which repeat.
         total += int(part.sum(dtype=np.int64))
     return min(lows), max(highs), total
 
@@ -327,6 +326,6 @@ def _check_origin(where: str, path: str, data: Origin) -> None:
         raise UsageError(f"{where}: {told} is damaged ({error}); analyze the data set") from error
     if known.checksum != data.checksum:
         raise UsageError(
-            f"{where}: {path} is of another data set ({known}; by {told.name}), and the training"
-            f" data are {data}; analyze this data set, or give the files of its analysis"
+            f"{where}: {path} belongs to another data set ({known}; by {told.name}), while the"
+            f" training data are {data}; analyze this data set, or give the files of its analysis"
         )

@@ -28,7 +28,7 @@ _LOSS_SCALE = 1000
 
 
 class RowMetric(Protocol):
-    """Measures rows; the results are whole numbers."""
+    """Measures rows; the results are integers."""
 
     @property
     def name(self) -> str:
@@ -36,13 +36,13 @@ class RowMetric(Protocol):
 
     @property
     def in_processes(self) -> bool:
-        """False if only the process of the caller can measure, as with a model on a device."""
+        """False if only the caller's process can measure, as with a model on a device."""
 
     def values(self, rows: IndexedRows, start: int, stop: int) -> Whole:
-        """Return the measure of the rows from `start` to before `stop`."""
+        """Return the metric of the rows from `start` to before `stop`."""
 
     def identity(self) -> str:
-        """Return a text that differs where results may."""
+        """Return a text that differs if results may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class ModelLoss:
                 except (IndexError, RuntimeError) as error:
                     raise UsageError(
                         f"the model {type(self.model).__name__} of the loss failed on rows of"
-                        f" {rows.prefix} ({error}); give a model whose vocabulary has all of its"
+                        f" {rows.prefix} ({error}); pass a model whose vocabulary has all of its"
                         " tokens, and which returns logits [rows, length, words]"
                     ) from error
                 found[numbers] = np.rint(_LOSS_SCALE * losses.cpu().numpy()).astype(np.int64)
@@ -178,14 +178,14 @@ def count_words(rows: IndexedRows, start: int, stop: int) -> Whole:
     """Return how often each number occurs in rows.
 
     Raises:
-        UsageError: the numbers are no words of a vocabulary.
+        UsageError: the numbers are not words of a vocabulary.
     """
     numbers = numbers_of(rows, start, stop)
     if numbers.dtype.kind not in "iu":
-        raise UsageError(f"{rows.prefix} holds {numbers.dtype}; the rarity is of whole numbers")
+        raise UsageError(f"{rows.prefix} holds {numbers.dtype}; the rarity requires integers")
     if numbers.size and (int(numbers.min()) < 0 or int(numbers.max()) >= MOST_WORDS):
         raise UsageError(
-            f"{rows.prefix} has numbers from {numbers.min()} to {numbers.max()}; the rarity is of"
+            f"{rows.prefix} has numbers from {numbers.min()} to {numbers.max()}; the rarity needs"
             f" words from 0 to {MOST_WORDS - 1}"
         )
     return np.bincount(numbers).astype(np.int64)

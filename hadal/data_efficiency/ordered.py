@@ -1,4 +1,4 @@
-"""A training loader in the configuration's order must be made, or that order acts nowhere.
+"""Warns if no training loader follows the order that the configuration sets.
 
 Tests: tests/data_efficiency/test_ordered.py
 """
@@ -13,10 +13,10 @@ _log = logging.getLogger(__name__)
 
 
 class ExpectsLoader(Listener):
-    """Warns once if training begins with batches of other loaders only.
+    """Warns once if training begins with only batches of other loaders.
 
     Args:
-        path: the JSON path of the section that gives the order.
+        path: the JSON path of the section that sets the order.
         tells: True on the rank that warns.
     """
 
@@ -26,7 +26,7 @@ class ExpectsLoader(Listener):
         self._path = path
         self._tells = tells
         self.is_made = False
-        """True once a loader in this order was made."""
+        """True once a loader in this order was created."""
 
     def before_backward(self) -> None:
         """Warn if there is no such loader."""
@@ -34,9 +34,9 @@ class ExpectsLoader(Listener):
             return
         self._tells = False
         _log.warning(
-            "%s is on, and this engine has made no training loader that follows it: it has no"
-            " effect on batches of other loaders. Give training_data to initialize, or make the"
-            " loader with engine.deepspeed_io(dataset); where a program makes its loader itself,"
-            " as the Trainer of Hugging Face does, remove the section",
+            "%s is on, but this engine has created no training loader that follows it: it has no"
+            " effect on batches of other loaders. Pass training_data to initialize, or create the"
+            " loader with engine.deepspeed_io(dataset); if a program creates its own loader, as"
+            " the Trainer of Hugging Face does, remove the section",
             self._path,
         )

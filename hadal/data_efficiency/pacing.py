@@ -25,13 +25,13 @@ class PaceRule:
     total: int = 1
     """fixed_linear, fixed_root: steps until `last`."""
     multiple: int = 1
-    """fixed_linear, fixed_root: difficulties are multiples of it, but for `last`."""
+    """fixed_linear, fixed_root: difficulties are multiples of it, except `last`."""
     degree: float = 1.0
     """fixed_root: degree of the root."""
     levels: tuple[int, ...] = ()
     """fixed_discrete: the difficulties."""
     ends: tuple[int, ...] = ()
-    """fixed_discrete: the last step of each level but the last."""
+    """fixed_discrete: the last step of each level except the last."""
 
 
 def pace_rule_of(section: CurriculumLearning | CurriculumMetric) -> PaceRule:
@@ -77,21 +77,21 @@ class Pacer:
     def __init__(self, rule: PaceRule, where: str, least: int | None = None) -> None:
         self.rule = rule
         self.current = rule.first
-        """The difficulty of the last step that was asked for."""
+        """The difficulty of the last requested step."""
         self._where = where
         self._least = least
         self._custom: CustomPace | None = None
 
     def set_custom(self, custom: CustomPace) -> None:
-        """Ask `custom` from now on.
+        """Use `custom` from now on.
 
         Raises:
-            UsageError: the schedule is not custom, or this is no function.
+            UsageError: the schedule is not custom, or `custom` is not a function.
         """
         if self.rule.kind != "custom":
             raise UsageError(
                 f"set_custom_curriculum_learning_schedule: {self._where}.schedule_type is"
-                f' "{self.rule.kind}"; set it to "custom", or leave the call out'
+                f' "{self.rule.kind}"; set it to "custom", or remove the call'
             )
         if not callable(custom):
             raise UsageError(
@@ -101,11 +101,11 @@ class Pacer:
         self._custom = custom
 
     def at(self, step: int) -> int:
-        """Return the difficulty of a step, and remember it. A custom one stays at the maximum.
+        """Return the difficulty of a step, and store it. A custom one stays at the maximum.
 
         Raises:
-            UsageError: the schedule is custom and has no function, or it returned no integer, or
-                one that is too small.
+            UsageError: the schedule is custom and has no function, or it did not return an integer,
+            or one that is too small.
         """
         if self.rule.kind != "custom":
             self.current = difficulty_at(self.rule, step)
@@ -116,7 +116,7 @@ class Pacer:
     def _asked(self, step: int) -> int:
         if self._custom is None:
             raise UsageError(
-                f'{self._where}.schedule_type is "custom", and its function is missing; call'
+                f'{self._where}.schedule_type is "custom", but its function is missing; call'
                 " engine.set_custom_curriculum_learning_schedule before the first forward (after a"
                 " resume too)"
             )

@@ -23,13 +23,13 @@ Picking: TypeAlias = Literal["dataloader", "random", "seqlen"]
 
 @dataclass(frozen=True, slots=True)
 class PackLimits:
-    """PackLimits of one pack."""
+    """Limits of one pack."""
 
     tokens: int
     least: int = 1
     """The fewest samples."""
     most: int | None = None
-    """The most samples; None: as many as the tokens allow."""
+    """The most samples; None means as many as the tokens allow."""
 
 
 def _nothing() -> Ids:
@@ -38,16 +38,16 @@ def _nothing() -> Ids:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packs:
-    """Packs, and the samples that are in none."""
+    """Packs, and the samples that are left out."""
 
     ids: Ids
     """The samples, pack after pack."""
     starts: Ids
-    """The place of each pack's first sample, and the number of samples at the end."""
+    """The offset of each pack's first sample, and the number of samples at the end."""
     too_long: Ids = field(default_factory=_nothing)
     """Samples that are longer than the limit."""
     left_over: Ids = field(default_factory=_nothing)
-    """Samples that made no pack of enough samples, or a pack too many."""
+    """Samples that did not fill a pack, or whose pack was one too many."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -82,7 +82,7 @@ def picked(
         picking: "dataloader" keeps the order; "random" shuffles by `seed`, as DeepSpeed does;
             "seqlen" sorts by length, then by number.
         seed: the seed of a shuffle.
-        ids: the samples to take; None: all.
+        ids: the samples to take; None takes all.
     """
     ids = np.arange(len(lengths)) if ids is None else np.asarray(ids, np.int64)
     if picking == "random":
@@ -97,15 +97,15 @@ def picked(
 def pack(lengths: npt.NDArray[Any], order: Ids, limits: PackLimits) -> Packs:
     """Return packs of consecutive samples of `order`, each as large as the limits allow.
 
-    A place at which no pack of enough samples can begin is left over, and the next one tried. Takes
-    time in proportion to the samples.
+    If no pack of enough samples can begin at a sample, that sample is left over. The time is linear
+    in the number of samples.
     """
     fits = lengths[order] <= limits.tokens
     ids = order[fits]
     count = len(ids)
     ends = np.zeros(count + 1, np.int64)
     np.cumsum(lengths[ids], out=ends[1:])
-    # The place after the largest pack that begins at each place.
+    # The end of the largest pack that begins at each position.
     stops = np.searchsorted(ends, ends[:-1] + limits.tokens, side="right") - 1
     if limits.most is not None:
         stops = np.minimum(stops, np.arange(count) + limits.most)
@@ -124,7 +124,7 @@ def pack(lengths: npt.NDArray[Any], order: Ids, limits: PackLimits) -> Packs:
 
 
 def pack_alike(lengths: npt.NDArray[Any], order: Ids, limits: PackLimits, count: int) -> Packs:
-    """Return packs of which each `count` consecutive ones have as many samples.
+    """Return packs such that each `count` consecutive ones have equally many samples.
 
     Their samples are dealt out in turn. For pipelines, which need micro-batches of one shape.
     """
@@ -159,8 +159,8 @@ def pack_alike(lengths: npt.NDArray[Any], order: Ids, limits: PackLimits, count:
 def evened(packs: Packs, multiple: int, least: int, *, may_split: bool) -> Packs:
     """Return packs whose number is a multiple of `multiple`.
 
-    With `may_split` the largest packs are halved until there are enough, so that no sample is left
-    out; if they cannot be, or without it, the last packs are left over.
+    With `may_split`, the largest packs are halved until there are enough, so that no sample is left
+    out. If that is impossible, or without `may_split`, the last packs are left over.
     """
     lacking = -len(packs) % multiple
     if not lacking:
@@ -177,8 +177,8 @@ def evened(packs: Packs, multiple: int, least: int, *, may_split: bool) -> Packs
 
 
 def _cuts(sizes: Ids, count: int, least: int) -> list[tuple[int, int]] | None:
-    """Return the packs to split, and where; None if they cannot make `count` more."""
-    # (minus the samples, the pack, where in it): the largest comes first, then the earliest.
+    """Return the packs to split and the positions; None if they cannot make `count` more."""
+    # (minus the samples, the pack, position in it): the largest comes first, then the earliest.
     parts = [(-size, number, 0) for number, size in enumerate(sizes.tolist())]
     heapq.heapify(parts)
     cuts = []
@@ -196,12 +196,12 @@ def _cuts(sizes: Ids, count: int, least: int) -> list[tuple[int, int]] | None:
 
 
 def shuffled(packs: Packs, seed: int, epoch: int) -> Packs:
-    """Return the same packs in an order that follows from `seed` and `epoch`."""
+    """Return the same packs in an order determined by `seed` and `epoch`."""
     order = np.random.default_rng([seed, epoch]).permutation(len(packs))
     sizes = packs.sizes[order]
     starts = np.zeros(len(packs) + 1, np.int64)
     np.cumsum(sizes, out=starts[1:])
-    # For each place, the old place of its sample.
+    # For each position, the old position of its sample.
     old = np.repeat(packs.starts[order] - starts[:-1], sizes) + np.arange(len(packs.ids))
     return Packs(packs.ids[old], starts, packs.too_long, packs.left_over)
 

@@ -17,28 +17,28 @@ _KEY = "batch_scaling"
 class ScaledRates:
     """Schedule whose learning rates are multiplied by a factor that changes with each batch.
 
-    The schedule inside sees its own rates only. Attributes that this one lacks are looked up there.
+    The inner schedule sees only its own rates. Attributes that this one lacks are looked up there.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Any = None) -> None:
         self.optimizer = optimizer
         self.schedule = schedule
-        """The schedule of the rates before the factor; None: they are constant."""
+        """The schedule of the rates before the factor; None if they are constant."""
         self.factor = 1.0
         self.plain: list[float] = []
         """The rate of each param group before the factor."""
         self._read()
 
     def scale(self, factor: float) -> None:
-        """Multiply the rates by `factor`, in place of the last one."""
+        """Multiply the rates by `factor`, which replaces the last one."""
         self.factor = factor
         groups = self.optimizer.param_groups
-        # Groups that were added since have their own rates.
+        # Groups added since then have their own rates.
         self.plain += [float(group["lr"]) for group in groups[len(self.plain) :]]
         self._write(factor)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the schedule inside; the factor stays."""
+        """Step the inner schedule; the factor stays."""
         if self.schedule is not None:
             self._write(1.0)
             self.schedule.step(*args, **kwargs)
@@ -50,23 +50,23 @@ class ScaledRates:
 
     def _write(self, factor: float) -> None:
         for group, rate in zip(self.optimizer.param_groups, self.plain, strict=False):
-            # A rate in a tensor stays in it: captured steps read it there.
+            # A rate in a tensor is updated in place, as captured steps read it there.
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate * factor)
             else:
                 group["lr"] = rate * factor
 
     def get_last_lr(self) -> list[float]:
-        """Return the rates that were written last."""
+        """Return the last rates."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner schedule's state, with the rates and the factor beside it."""
+        """Return the inner schedule's state, the rates and the factor."""
         inner = {} if self.schedule is None else self.schedule.state_dict()
         return {**inner, _KEY: {"plain": list(self.plain), "factor": self.factor}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state, of this or of the inner schedule alone."""
+        """Restore a saved state of this schedule, or of only the inner one."""
         inner = {name: value for name, value in state.items() if name != _KEY}
         if self.schedule is not None:
             self.schedule.load_state_dict(inner)
@@ -77,7 +77,7 @@ class ScaledRates:
             self._read()
 
     def __getattr__(self, name: str) -> Any:
-        """Look the attribute up in the schedule inside."""
+        """Look the attribute up in the inner schedule."""
         if name in ("schedule", "optimizer") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.schedule, name)

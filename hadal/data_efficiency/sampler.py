@@ -21,18 +21,18 @@ PATH = "data_efficiency.data_sampling.curriculum_learning"
 
 @dataclass(frozen=True, slots=True)
 class Taking:
-    """Numbers of samples that are taken at a time."""
+    """Numbers of samples per batch, rank and update."""
 
     micro: int
     """Samples of one rank's batch."""
     replicas: int
-    """Ranks that see different samples."""
+    """Number of ranks that see different samples."""
     replica: int
     """This rank's index among them."""
     accumulation: int
     """Batches of one update."""
     drop_last: bool
-    """True if an epoch leaves out samples that fill no batch of all ranks."""
+    """True if an epoch leaves out samples that do not fill a batch on all ranks."""
 
     @property
     def stride(self) -> int:
@@ -40,15 +40,15 @@ class Taking:
         return self.micro * self.replicas
 
     def batches(self, samples: int) -> int:
-        """Return the batches that so many samples make."""
+        """Return the number of batches that these samples make."""
         return samples // self.stride if self.drop_last else -(-samples // self.stride)
 
 
 class CurriculumOrder:
-    """Samples whose difficulty grows: those that the schedules of all metrics admit.
+    """Samples of growing difficulty: those that the schedules of all metrics admit.
 
-    The samples of an update are drawn for all ranks alike, so that they do not depend on the number
-    of ranks. An epoch has as many samples as the data set; which ones, the difficulties say.
+    The samples of an update are drawn for all ranks together, so they do not depend on the number
+    of ranks. An epoch has as many samples as the data set; the difficulties determine which.
     """
 
     is_own = False
@@ -82,7 +82,7 @@ class CurriculumOrder:
     def batches(self, epoch: int, done: int) -> Iterator[Picked]:
         """Yield this rank's batches; none after `num_epochs` epochs."""
         taking = self._taking
-        # Workers may have read ahead of what was handed out: begin where that ended.
+        # Workers may have read ahead of the returned batches: begin after the last of these.
         self._load(self._start)
         for _ in range(taking.batches(self._count - done) if epoch < self._epochs else 0):
             while len(self._pending) < taking.stride:
@@ -100,7 +100,9 @@ class CurriculumOrder:
             try:
                 write_row(self._folder / made.name, made.ids)
             except UsageError as error:
-                raise UsageError(f"{PATH}.data_cluster_path: {error}; give a folder") from error
+                raise UsageError(
+                    f"{PATH}.data_cluster_path: {error}; choose a directory"
+                ) from error
         return samples
 
     def _state(self) -> dict[str, Any]:
@@ -111,7 +113,7 @@ class CurriculumOrder:
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from the state of a batch."""
+        """Restore the state after a batch."""
         self._start = state
 
     def _load(self, state: Mapping[str, Any]) -> None:

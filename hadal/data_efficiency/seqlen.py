@@ -23,7 +23,7 @@ Write = Callable[[Iterable[tuple[str, Any, int]]], None]
 
 
 def gets_length(model: nn.Module, truncates: bool | None) -> bool:
-    """Return whether forward is given `curriculum_seqlen`; else Hadal truncates its inputs.
+    """Return whether to pass `curriculum_seqlen` to forward; else Hadal truncates its inputs.
 
     `truncates` is `curriculum_learning.truncate`; None decides by the model.
 
@@ -69,7 +69,7 @@ class LengthCurriculum(Listener):
         return self.pacer.current
 
     def set_custom(self, custom: CustomPace) -> None:
-        """Set the function of a custom schedule (step, from 1, to length)."""
+        """Set the function of a custom schedule: from step (counted from 1) to length."""
         self.pacer.set_custom(custom)
 
     def before_forward(self, forward: Forward) -> Forward | None:
@@ -111,8 +111,8 @@ class LengthCurriculum(Listener):
 def _with_count(whole: dict[str, Any], cut: dict[str, Any]) -> dict[str, Any]:
     """Return keywords whose `num_items_in_batch` counts the labels that are left.
 
-    Hugging Face's Trainer counts the labels of the whole update, by which the model divides. The
-    share that is left in this micro-batch is taken for the share in all of them.
+    Hugging Face's Trainer counts the labels of the whole update, and the model divides by this. The
+    fraction that is left in this micro-batch is assumed for all of them.
     """
     count, labels = whole.get("num_items_in_batch"), whole.get("labels")
     if count is None or not isinstance(labels, Tensor) or cut["labels"] is labels:

@@ -1,9 +1,9 @@
-"""Shuffling many numbers: numpy's order, in less time.
+"""Shuffles many numbers in numpy's order, in less time.
 
 Saved runs rely on the order of `numpy.random.Generator.shuffle`, which is Fisher and Yates's: from
 the last place down, the number at each place is swapped with the one at a place drawn at random.
 With 100 million numbers nearly every swap waits for memory, and numpy makes one after another.
-Here thousands of places are drawn at once, and swapped together as far as none comes twice.
+Here thousands of positions are drawn at once, and swapped together as long as none repeats.
 
 Tests: tests/data_efficiency/test_shuffling.py
 """
@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 _FEW = 1 << 24
-"""As many numbers numpy shuffles as fast; with fewer, the places of a block meet too often."""
+"""Below this size numpy is as fast, as positions within a block repeat too often."""
 _BLOCK = 1 << 13
-"""Draws at a time: the memory of their places fits into a processor's own cache."""
+"""Draws at a time: their positions fit into a processor's own cache."""
 _LIMIT = 1 << 32
-"""Places beyond it are drawn from 64 bits; no data set has them."""
+"""Positions beyond it are drawn from 64 bits; no data set has them."""
 
 
 def shuffle(numbers: npt.NDArray[Any], generator: np.random.Generator) -> None:
@@ -47,8 +47,8 @@ def shuffle(numbers: npt.NDArray[Any], generator: np.random.Generator) -> None:
 def _swap_block(numbers: npt.NDArray[Any], generator: np.random.Generator) -> int:
     """Make the next swaps from the end of the numbers down; return how many."""
     last = len(numbers) - 1
-    # A place is drawn from the fewest bits that hold the last one, again and again until it is not
-    # beyond the place to swap with.
+    # A position is drawn from the fewest bits that hold the last one, and redrawn until it is not
+    # beyond the position to swap with.
     bits = (1 << last.bit_length()) - 1
     draws = min(_BLOCK, last - (bits >> 1))
     drawn = _drawn(generator, draws)
@@ -77,21 +77,21 @@ def _swap_block(numbers: npt.NDArray[Any], generator: np.random.Generator) -> in
 
 
 def _drawn(generator: np.random.Generator, count: int) -> npt.NDArray[np.uint32]:
-    """Return `count` numbers of 32 bits, as the generator draws them one by one."""
+    """Return `count` numbers of 32 bits, as the generator would draw them one by one."""
     source = generator.bit_generator
     is_whole = isinstance(source, np.random.PCG64) and count % 2 == 0 and sys.byteorder == "little"
     if is_whole and not source.state["has_uint32"]:
-        # It draws 64 bits, and gives their lower half first.
+        # It draws 64 bits, and returns their lower half first.
         raw: npt.NDArray[np.uint64] = source.random_raw(count // 2)
         return raw.view(np.uint32)
     return generator.integers(0, _LIMIT, count, dtype=np.uint32)
 
 
 def _alone(places: npt.NDArray[np.uint32], lowest: int) -> list[int]:
-    """Return which swaps cannot be made with those before them.
+    """Return which swaps cannot be done together with those before them.
 
-    These are the swaps with a place above `lowest`, which another swap of the block may change, and
-    those with a place that came before.
+    These are the swaps with a position above `lowest`, which another swap of the block may change,
+    and those with a repeated position.
     """
     ordered = np.sort(places)
     twice = ordered[1:][ordered[1:] == ordered[:-1]].tolist()

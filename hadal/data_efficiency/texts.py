@@ -1,4 +1,4 @@
-"""Texts of documents, from files or data sets, in ranges that processes read by themselves.
+"""Texts of documents, from files or data sets, in ranges that processes read independently.
 
 Tests: tests/data_efficiency/test_indexing.py
 """
@@ -20,19 +20,19 @@ _SAMPLES = 1000
 _LOOKED_AT = 1 << 16
 
 Documents = Literal["line", "paragraph", "file"]
-"""The part of a text file that is one document."""
+"""The unit of a text file that is one document."""
 _ENDS = {"line": re.compile(rb"\n"), "paragraph": re.compile(rb"\n[ \t\r]*\n")}
 _SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 
 class TextRange(NamedTuple):
-    """A part of a source: the file's number, and a range in it."""
+    """A range of a source: the file's number, and a range in it."""
 
     file: int
     start: int
     stop: int
     size: int
-    """Its share of the source's `size`."""
+    """Its fraction of the source's `size`."""
 
 
 class TextSource(Protocol):
@@ -60,10 +60,14 @@ def source_of(paths: Sequence[str | Path], kind: str | None, field: str, by: Doc
         if not file.is_file():
             raise UsageError(f"{file} is not a file")
         if file.suffix in (".gz", ".zst", ".bz2", ".xz"):
-            raise UsageError(f"{file} is compressed, and is read in parts; decompress it first")
+            raise UsageError(
+                f"{file} is compressed, but files are read in ranges; decompress it first"
+            )
     kinds = {_SUFFIXES.get(file.suffix, "text") for file in files} if kind is None else {kind}
     if len(kinds) > 1:
-        raise UsageError(f"files of several formats ({', '.join(sorted(kinds))}); index them apart")
+        raise UsageError(
+            f"files of several formats ({', '.join(sorted(kinds))}); index them separately"
+        )
     (found,) = kinds
     if found == "parquet":
         return ParquetTexts(files, field)
@@ -91,14 +95,14 @@ class _TextFiles:
         return found
 
     def _read(self, span: TextRange) -> tuple[int, bytes]:
-        """Return where the range's first document begins, and its bytes."""
+        """Return the offset of the range's first document, and the range's bytes."""
         with open(self.files[span.file], "rb") as file:
             start, stop = (self._boundary(file, each) for each in (span.start, span.stop))
             file.seek(start)
             return start, file.read(stop - start)
 
     def _boundary(self, file: Any, place: int) -> int:
-        """Return the first place from `place` on at which a document begins."""
+        """Return the first offset from `place` on at which a document begins."""
         size = os.fstat(file.fileno()).st_size
         if self._end is None or not 0 < place < size:
             return place
@@ -152,7 +156,7 @@ class JsonTexts(_TextFiles):
         """Return the texts of a range; empty ones are left out.
 
         Raises:
-            UsageError: a line is no JSON object, or has no text in the field.
+            UsageError: a line is not a JSON object, or has no text in the field.
         """
         start, raw = self._read(span)
         self._text(span, start, raw)
@@ -201,14 +205,14 @@ class ParquetTexts:
         """Return the row groups of all files.
 
         Raises:
-            UsageError: a file is no Parquet file.
+            UsageError: a file is not a Parquet file.
         """
         found = []
         for number, file in enumerate(self.files):
             try:
                 told = _parquet().ParquetFile(file).metadata
             except (OSError, ValueError) as error:  # pyarrow's own errors are of these kinds
-                raise UsageError(f"{file} is no Parquet file, or damaged: {error}") from error
+                raise UsageError(f"{file} is not a Parquet file, or is damaged: {error}") from error
             for group in range(told.num_row_groups):
                 size = told.row_group(group).total_byte_size
                 found.append(TextRange(number, group, group + 1, size))
@@ -237,21 +241,21 @@ def _parquet() -> Any:
         import pyarrow.parquet
     except ImportError:
         raise UsageError(
-            "Parquet files are read with pyarrow, which is not installed: pip install pyarrow"
+            "Parquet files require pyarrow, which is not installed: pip install pyarrow"
         ) from None
     return pyarrow.parquet
 
 
 @dataclass(frozen=True)
 class DatasetTexts:
-    """A data set of Hugging Face, or any that gives columns for a slice."""
+    """A Hugging Face data set, or any that returns columns for a slice."""
 
     dataset: Any
     field: str = "text"
 
     @classmethod
     def load(cls, name: str, split: str, field: str = "text") -> DatasetTexts:
-        """Return a data set of the hub, or of a folder that `save_to_disk` wrote.
+        """Return a data set from the hub, or from a directory that `save_to_disk` wrote.
 
         Raises:
             UsageError: datasets is not installed, or cannot load it.
@@ -260,7 +264,7 @@ class DatasetTexts:
             import datasets
         except ImportError:
             raise UsageError(
-                "data sets of Hugging Face are read with datasets, which is not installed: pip"
+                "Hugging Face data sets require the package datasets, which is not installed: pip"
                 " install datasets"
             ) from None
         try:

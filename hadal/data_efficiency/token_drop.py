@@ -49,7 +49,7 @@ def kept_at(rule: KeptRule, updates: int) -> int:
 
 
 def layer_tokens_at(rule: KeptRule, updates: int) -> int:
-    """Return the tokens of one sample that all layers together see after `updates` updates."""
+    """Return the tokens of one sample, summed over all layers, after `updates` updates."""
     whole = rule.last * (rule.layers - rule.dropping)
     return kept_at(rule, updates) * rule.dropping + whole
 
@@ -74,9 +74,9 @@ class TokenKeeping:
     last: int = 1
     """Tokens at the end of the schedule."""
     kept: int | None = None
-    """Tokens of each sequence in this forward; None: all."""
+    """Tokens of each sequence in this forward; None keeps all."""
     is_told: bool = False
-    """True if sequences that do not fit the schedule were told."""
+    """True if sequences that do not fit the schedule were logged."""
 
     def tell(self, name: str, length: int, rows: int) -> None:
         """Log once that a layer's sequences do not fit the schedule."""
@@ -91,7 +91,7 @@ class TokenKeeping:
         if kept >= length:
             _log.warning(
                 "%s: %s, and keeps %d: none is dropped; lower min_value, or check that"
-                " hidden_state_order is that of the layers' hidden states",
+                " hidden_state_order matches the layers' hidden states",
                 schedule,
                 what,
                 kept,
@@ -117,10 +117,10 @@ class LayerPlace:
 
 
 class TokenDroppingLayer(ChangedLayer):
-    """Layer that sees a subset of the tokens in training; the others pass it by."""
+    """Layer that sees a subset of the tokens in training; the others bypass it."""
 
     dropping_place: LayerPlace | None = None
-    """None: the layer sees all tokens."""
+    """None if the layer sees all tokens."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on a subset of the tokens, and put the results back."""
@@ -140,7 +140,7 @@ class TokenDroppingLayer(ChangedLayer):
         if keeping.mask_name is not None and keeping.mask_name not in given:
             raise UsageError(
                 f"{_PATH}.model_mask_name is {keeping.mask_name!r}, but layer {place.name} was"
-                f" called without it, with {', '.join(given)}; name its mask, or give null"
+                f" called without it, with {', '.join(given)}; name its mask, or set null"
             )
         index = draw(rows, length, kept, keeping.rank, hidden.device)
         subset = Subset(
@@ -173,7 +173,7 @@ def _back(found: Any, hidden: Tensor, index: Tensor, place: LayerPlace) -> Any:
 
 
 class TokenDrop(Listener):
-    """Listener that moves the number of kept tokens, and counts the tokens of all layers."""
+    """Listener that updates the number of kept tokens, and counts the tokens of all layers."""
 
     name = "random_ltd"
 
@@ -198,7 +198,7 @@ class TokenDrop(Listener):
         self.kept = self.rule.first
         """Tokens of each sequence that dropping layers see."""
         self.layer_tokens = 0
-        """Tokens of all samples that all layers together have seen; over all ranks."""
+        """Tokens of all samples that all layers have seen, summed over layers and ranks."""
         self._counted = -1
         self.samples = samples
         """Samples of one update, of all ranks."""
@@ -219,8 +219,8 @@ class TokenDrop(Listener):
         """Let the converted layers of `random_ltd_layer_id` drop tokens.
 
         Raises:
-            UsageError: a number is missing among the converted layers, two layers have it, or there
-                are more than `total_layer_num`.
+            UsageError: no converted layer has one of the numbers, two have it, or there are more
+            layers than `total_layer_num`.
         """
         found: dict[int, list[tuple[str, Any]]] = {}
         for name, layer in changed_layers(model, TokenDroppingLayer):
@@ -247,8 +247,8 @@ class TokenDrop(Listener):
         layers = sum(map(len, found.values()))
         if self.rule.layers < layers and self._knows_layers:
             raise UsageError(
-                f"{_PATH}.total_layer_num is {self.rule.layers}, and {layers} layers were"
-                " converted; give the number of all layers, or leave it out"
+                f"{_PATH}.total_layer_num is {self.rule.layers}, but {layers} layers were"
+                " converted; set the number of all layers, or leave it out"
             )
         if not self._knows_layers:
             self.rule = replace(self.rule, layers=layers)
@@ -305,19 +305,19 @@ def _listed(found: Mapping[int, Any]) -> str:
 
 
 def convert_to_random_ltd(model: ModelType, convert_type: type[nn.Module]) -> ModelType:
-    """Let a model's layers drop tokens as the configuration says; return `model`.
+    """Make a model's layers drop tokens as configured; return `model`.
 
     The layers' class is replaced by a subclass of it: names in the state dict stay, and checkpoints
     load before and after.
 
     Args:
         model: an engine, or a model that `initialize` is given later.
-        convert_type: the class of the layers. They take the hidden states first, and return them,
-            or a tuple that begins with them.
+        convert_type: the class of the layers. Their first argument is the hidden states, and they
+        return them, or a tuple that begins with them.
 
     Raises:
-        UsageError: the model has no such layers, the engine's configuration does not switch
-            `random_ltd` on, or its `random_ltd_layer_id` do not fit the layers.
+        UsageError: the model has no such layers, the engine's configuration does not enable
+        `random_ltd`, or its `random_ltd_layer_id` does not fit the layers.
     """
     listeners = getattr(model, "listeners", None)
     if not isinstance(listeners, tuple):
@@ -327,7 +327,7 @@ def convert_to_random_ltd(model: ModelType, convert_type: type[nn.Module]) -> Mo
     if not drops:
         raise UsageError(
             f"convert_to_random_ltd: {_PATH}.enabled is not true in the configuration; set it, or"
-            " leave the call out"
+            " remove the call"
         )
     module: nn.Module = model.module  # type: ignore[assignment]
     change_layers(module, convert_type, TokenDroppingLayer, "convert_to_random_ltd")

@@ -65,7 +65,7 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _reference(flat: list[tuple[str, Tensor]]) -> Tensor | None:
-    """Return the tensor that shows the number of sequences and their length."""
+    """Return the tensor that determines the number of sequences and their length."""
     deep = [(key, value) for key, value in flat if value.dim() >= 2]
     for wanted in _TOKENS:
         for key, value in deep:
@@ -97,7 +97,7 @@ def _cut(value: Any, name: str, rows: int, full: int, length: int) -> Any:
 
 
 def _dims_of_sequence(name: str, shape: tuple[int, ...], rows: int, full: int) -> list[int]:
-    """Return the dimensions of a tensor that go over the tokens of a sequence."""
+    """Return the sequence dimensions of a tensor."""
     count = len(shape)
     if name in _POSITIONS:
         return [count - 1] if count and shape[-1] == full else []

@@ -3,10 +3,10 @@
 Words of this folder.
 
 expert     one of several modules of the same shape, of which each token uses a few
-gate       the layer that chooses them, and says how much each counts
+gate       the layer that chooses them and weights their outputs
 choice     one expert of one token; a token has k of them
 capacity   how many choices an expert keeps; it drops the others
-dispatch   the exchange that brings tokens to the ranks of their experts, and outputs back
+dispatch   the exchange that sends tokens to the ranks of their experts, and outputs back
 load       choices per expert
 """
 

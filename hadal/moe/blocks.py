@@ -1,7 +1,7 @@
-"""Blocks of experts in models of transformers, whose experts are distributed over ranks.
+"""Expert blocks of transformers models, distributed over ranks.
 
-A block keeps its own code. Its module of experts keeps its name and parameters, of which each rank
-has a slice, and exchanges tokens; its router is replaced only if the configuration sets it.
+A block keeps its own code. Its experts module keeps its name and parameters, each rank has a slice
+of them, and the ranks exchange tokens. Its router is replaced only if the configuration sets it.
 
 Tests: tests/moe/test_blocks.py
 """
@@ -38,12 +38,12 @@ _ALPHA, _LIMIT = 1.702, 7.0
 
 
 class ExpertPlace(NamedTuple):
-    """Which experts this rank has."""
+    """This rank's experts."""
 
     size: int
     """Ranks that share the experts."""
     rank: int
-    """This rank's place among them."""
+    """This rank's index among them."""
 
 
 class ExpertBlock(NamedTuple):
@@ -68,7 +68,7 @@ class _Setting:
 
 
 class DistributedExperts(nn.Module):
-    """A rank's slice of a module of experts: the class that such a module gets beside its own."""
+    """A rank's slice of an experts module: a mixin that is added to the module's class."""
 
     _hadal_setting: _Setting
     load: Load
@@ -90,7 +90,7 @@ class DistributedExperts(nn.Module):
         return self._hadal_setting.num_experts
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return [s, m]: for each of this rank's tokens, its experts' weighted outputs."""
+        """Return [s, m]: the weighted sum of the experts' outputs for each token of this rank."""
         setting = self._hadal_setting
         kept = top_k_index < setting.num_experts
         dispatch = plan_dispatch(
@@ -131,7 +131,7 @@ class DistributedExperts(nn.Module):
 
 
 class SetRouter(nn.Module):
-    """A router by the configuration's rule: the class that a router gets beside its own."""
+    """A router by the configuration's rule: a mixin that is added to a router's class."""
 
     _hadal_rule: RouterRule
 
@@ -149,11 +149,11 @@ class SetRouter(nn.Module):
 def find_blocks(
     model: nn.Module, section: ExpertParallel, *, may_have_none: bool = False
 ) -> list[ExpertBlock]:
-    """Return the blocks that the names of the section, or of transformers, find.
+    """Return the blocks that the section's names, or those of transformers, match.
 
     Raises:
-        ModelError: there are none, and it may not be so, or the model is not of the preset's
-            family.
+        ModelError: there are none although one is required, or the model does not belong to the
+        preset's family.
     """
     router, experts = section.router_pattern or "gate", section.expert_pattern or "experts"
     first, down, _ = _names(section)
@@ -168,7 +168,7 @@ def find_blocks(
             found.append(ExpertBlock(name, outer, inner))
     if not found and not may_have_none:
         raise ModelError(
-            f"expert_parallel: no block of {type(model).__name__} has a router ({router!r}) beside"
+            f"expert_parallel: no block of {type(model).__name__} has a router ({router!r}) next to"
             f" experts ({experts!r}) with weights {first!r} and {down!r} of three dimensions"
             f"{_of_pattern(section)}; set router_pattern, expert_pattern, expert_w1 and expert_w2"
         )
@@ -186,7 +186,7 @@ def _ends_like(name: str, pattern: str) -> bool:
 
 def _of_pattern(section: ExpertParallel) -> str:
     pattern = section.moe_layer_pattern
-    return f" and a name that ends like {pattern!r}" if pattern else ""
+    return f" and a name that ends with {pattern!r}" if pattern else ""
 
 
 def _is_stack(module: Any, name: str) -> bool:
@@ -199,17 +199,17 @@ def _check_preset(model: nn.Module, preset: str | None) -> None:
     kind = getattr(config, "model_type", None)
     if preset is not None and kind is not None and kind not in _MODELS[preset]:
         raise ModelError(
-            f"expert_parallel.preset_model is {preset!r}, and the model is a {kind!r}; leave the"
-            " key out, and blocks are found by their structure"
+            f"expert_parallel.preset_model is {preset!r}, but the model is a {kind!r}; leave the"
+            " key out to find blocks by their structure"
         )
 
 
 def distribute(
     model: nn.Module, section: ExpertParallel, place: ExpertPlace, *, may_have_none: bool = False
 ) -> list[ExpertBlock]:
-    """Leave this rank's slice of the experts in each block, marked as experts' parameters.
+    """Reduce each block to this rank's slice of the experts, marked as expert parameters.
 
-    `may_have_none`: the model is a stage, and the blocks may be on others.
+    `may_have_none`: the model is a pipeline stage, and the blocks may be on other stages.
 
     Raises:
         ModelError: blocks or sizes do not fit the section.
@@ -230,7 +230,7 @@ def _slice_experts(
     told = _of_config(model, section.num_experts_attr, "num_experts_attr")
     if told is not None and told != total:
         raise ModelError(
-            f"expert_parallel.num_experts_attr: the model's config says {told} experts, and"
+            f"expert_parallel.num_experts_attr: the model's config has {told} experts, but"
             f" {block.name} has {total}"
         )
     if total % place.size:
@@ -248,10 +248,10 @@ def _slice_experts(
     for parameter in experts.parameters():
         if len(parameter) != total:
             raise ModelError(
-                f"expert_parallel: a parameter of {block.name} has {len(parameter)} rows, and there"
-                f" are {total} experts; the slice of a rank is not known"
+                f"expert_parallel: a parameter of {block.name} has {len(parameter)} rows, but there"
+                f" are {total} experts; a rank's slice is undefined"
             )
-        # The same object: an optimizer may have it already.
+        # Keep the same object: an optimizer may hold it already.
         parameter.data = parameter.data[place.rank * count : (place.rank + 1) * count].clone()
         mark_expert(parameter, group_name(place.size))
     if hasattr(experts, "num_experts"):
@@ -269,13 +269,13 @@ def _slice_experts(
 
 
 def _add_class(module: nn.Module, added: type[nn.Module]) -> None:
-    """Put the methods of a class before those of a module's own; its name stays."""
+    """Add a mixin in front of a module's class, which keeps its name."""
     own = type(module)
     module.__class__ = type(own.__name__, (added, own), {"__module__": own.__module__})
 
 
 def _of_config(model: nn.Module, attribute: str | None, key: str) -> Any:
-    """Return what the model's config says under the attribute that a key names; None: no key."""
+    """Return the attribute of the model's config that a key names; None without the key."""
     if attribute is None:
         return None
     config = getattr(model, "config", None)
@@ -315,7 +315,7 @@ def _set_router(block: ExpertBlock, model: nn.Module, section: ExpertParallel) -
 
 
 def _rule(router: nn.Module, model: nn.Module, section: ExpertParallel) -> RouterRule:
-    """Return the section's settings, and the router's own where the section does not say."""
+    """Return the section's settings; missing ones come from the router."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     is_sigmoid = hasattr(router, "e_score_correction_bias") or kind in ("minimax_m2",)
     if section.preset_model is not None:

@@ -1,7 +1,7 @@
-"""Tokens to the ranks of their experts, and the experts' outputs back.
+"""Sends tokens to the ranks of their experts, and the experts' outputs back.
 
-Rows are sorted by expert, and each rank sends each other one exactly the rows of its experts: no
-padding, and nothing is dropped for a lack of room. A rank without rows takes part all the same.
+Rows are sorted by expert, and each rank sends each other rank exactly the rows of its experts: no
+padding, and nothing is dropped for lack of room. A rank without rows takes part too.
 
 Shapes: s tokens of width m, k experts per token, n kept choices of this rank, r rows that arrive.
 
@@ -26,7 +26,7 @@ class Dispatch:
     """The rows that one rank sends, receives and computes in one forward of one layer."""
 
     ranks: Ranks | None
-    """The ranks that share the experts; None: this rank has all of them."""
+    """The ranks that share the experts; None if this rank has all of them."""
     order: Tensor
     """[n]: the kept choices, of s * k, sorted by expert."""
     per_token: int
@@ -36,7 +36,7 @@ class Dispatch:
     received: list[int]
     """Rows from each rank."""
     by_expert: Tensor | None
-    """[r]: where in what arrives each row is, sorted by expert; None: it is sorted already."""
+    """[r]: the index of each received row, sorted by expert; None if they are sorted already."""
     counts: tuple[int, ...]
     """Rows of each of this rank's experts."""
 
@@ -45,7 +45,7 @@ class Dispatch:
 
         Args:
             tokens: this rank's tokens.
-            weights: [s, k]: factors of what each expert is given; None: 1.
+            weights: [s, k]: factors of each expert's inputs; None is 1.
         """
         rows: Tensor = _Spread.apply(tokens, self.order, self.per_token)  # type: ignore[no-untyped-call]
         if weights is not None:
@@ -82,15 +82,15 @@ def counts_of(experts: Tensor, kept: Tensor, num_experts: int) -> Tensor:
 
 
 def plan_dispatch(experts: Tensor, kept: Tensor, num_experts: int, ranks: Ranks | None) -> Dispatch:
-    """Agree with the ranks that share the experts on who sends what. All of them must call it.
+    """Agree on the exchange with the ranks that share the experts. All of them must call it.
 
-    Rank i of them has the i-th even share of the experts. Waits for the device.
+    Rank i of them has the i-th equal slice of the experts. Waits for the device.
 
     Args:
         experts: [s, k] int64: each token's choices.
         kept: [s, k] bool: choices that were not dropped.
         num_experts: experts on all ranks together.
-        ranks: they share the experts; None or one rank: this rank has all of them.
+        ranks: they share the experts; with None or one rank, this rank has all of them.
     """
     if ranks is not None and ranks.size == 1:
         ranks = None
@@ -100,7 +100,7 @@ def plan_dispatch(experts: Tensor, kept: Tensor, num_experts: int, ranks: Ranks 
     theirs = mine if ranks is None else _exchanged_counts(mine, ranks)
     told = read_on_host(torch.stack([mine, theirs]), "the numbers of tokens for experts")
     sent, received = told[0].sum(dim=1).tolist(), told[1].sum(dim=1).tolist()
-    # What is not kept comes last.
+    # Dropped choices come last.
     flat = torch.where(kept, experts, num_experts).reshape(-1)
     order = flat.argsort(stable=True)[: sum(sent)]
     by_expert = None
@@ -118,7 +118,7 @@ def plan_dispatch(experts: Tensor, kept: Tensor, num_experts: int, ranks: Ranks 
 
 
 def _exchanged_counts(mine: Tensor, ranks: Ranks) -> Tensor:
-    """[ranks, experts of one] -> the same: what I have for their experts, they for mine."""
+    """Exchange [ranks, experts per rank] counts: mine for their experts, theirs for mine."""
     theirs = torch.empty_like(mine)
     label = "the numbers of tokens for experts"
     labelled(label, all_to_all_single, theirs, mine, group=ranks.group_for(mine))
@@ -126,7 +126,7 @@ def _exchanged_counts(mine: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _sorted_by_expert(counts: Tensor, rows: int) -> Tensor:
-    """[rows]: the positions of rows that arrive by rank and then expert, sorted by expert."""
+    """Return [rows]: positions, sorted by expert, of rows that arrive by rank and then expert."""
     ranks, experts = counts.shape
     numbers = torch.arange(experts, device=counts.device).repeat(ranks)
     of_row = numbers.repeat_interleave(counts.reshape(-1), output_size=rows)
@@ -136,7 +136,7 @@ def _sorted_by_expert(counts: Tensor, rows: int) -> Tensor:
 class _Spread(torch.autograd.Function):
     """Copies of tokens, one for each kept choice; the gradients of a token's copies add up.
 
-    torch's own gradient of an index would add them in any order on an accelerator.
+    torch's own gradient of indexing would add them in an arbitrary order on an accelerator.
     """
 
     @staticmethod
@@ -159,7 +159,7 @@ def _exchanged(rows: Tensor, ranks: Ranks, sent: list[int], received: list[int])
 
 
 class _TokenExchange(torch.autograd.Function):
-    """Each rank's rows for each other rank; backward is the opposite exchange."""
+    """Exchanges each rank's rows for each other rank; backward is the reverse exchange."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The experts of one rank: modules of their own, or weights that are stacked in one tensor.
+"""The experts of one rank: separate modules, or weights stacked in one tensor.
 
 Tests: tests/moe/test_experts.py
 """
@@ -31,8 +31,9 @@ class Experts(nn.Module):
     """This rank's experts: copies of one module.
 
     Args:
-        expert: the module of one expert. It takes and returns rows of tokens in the last dimension;
-            of a tuple that it returns, the first is used.
+        expert: the module of one expert. It takes and returns tokens, whose features are the last
+            dimension;
+        if it returns a tuple, the first item is used.
         num_local_experts: experts on this rank.
         expert_group_name: `group_name` of their parameters.
     """
@@ -68,8 +69,8 @@ class Experts(nn.Module):
     def of_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Compute [r, m] of `counts` rows for each expert in turn.
 
-        An expert without rows computes none: each rank of a group uses the same weights in the same
-        order, and its backward brings a gradient of zero.
+        An expert without rows still runs, on none: each rank of a group uses the same weights in
+        the same order, and its backward returns a gradient of zero.
         """
         found = [
             _called(expert, some[None, None]).flatten(0, -2)
@@ -107,7 +108,7 @@ def looped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor
 
 
 def can_group(rows: Tensor, weight: Tensor) -> bool:
-    """Return True if torch's grouped product takes these: it wants rows of 16-byte multiples."""
+    """Return True if torch's grouped product supports these: rows must be multiples of 16 bytes."""
     if torch.is_autocast_enabled(rows.device.type) or rows.dtype != weight.dtype:
         return False
     is_even = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])

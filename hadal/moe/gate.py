@@ -1,4 +1,4 @@
-"""Gates: which experts each token goes to, and with which weight (arithmetic, no communication).
+"""Gates: the experts of each token, and their weights (arithmetic, no communication).
 
 Shapes: s tokens, E experts, k experts per token. Logits, probabilities and weights are fp32.
 "Switch Transformers" (Fedus et al., 2021) has the gate for one expert and its balance loss,
@@ -25,11 +25,11 @@ class Routing:
     """The experts of each token; a dropped choice has weight 0 and slot -1."""
 
     experts: Tensor
-    """[s, k] int64: the chosen experts, also where the choice was dropped."""
+    """[s, k] int64: the chosen experts, including dropped choices."""
     weights: Tensor
     """[s, k] fp32: the factors of the experts' outputs."""
     slots: Tensor
-    """[s, k] int64: the place of each choice among those of its expert."""
+    """[s, k] int64: the position of each choice among those of its expert."""
     counts: Tensor
     """[E] int64: choices per expert before any was dropped."""
     balance_loss: Tensor
@@ -42,7 +42,7 @@ class Routing:
 
 
 def capacity_of(tokens: int, experts: int, per_token: int, factor: float, minimum: int) -> int:
-    """Return how many choices an expert may keep: an even share times `factor`, or `minimum`."""
+    """Return how many choices an expert may keep: the mean times `factor`, at least `minimum`."""
     return max(math.ceil(tokens / experts * per_token * factor), minimum)
 
 
@@ -86,8 +86,8 @@ def route_to_one(
         capacity: choices that each expert keeps; None keeps all.
         used: [s]; tokens with zero go to no expert. None: all tokens are used.
         is_noisy: choose by the logits plus Gumbel noise.
-        keeps_at_random: an expert with more tokens than its capacity keeps random ones; else those
-            that torch's `topk` finds first.
+        keeps_at_random: an expert with more tokens than its capacity keeps random ones; otherwise
+        those that torch's `topk` returns first.
         generator: of the random numbers; None is the device's own.
     """
     probabilities = logits.softmax(dim=1)
@@ -213,7 +213,7 @@ def _largest_drawn(
 def _slots(
     experts: Tensor, valid: Tensor, size: int, capacity: int | None, order: Tensor | None
 ) -> Tensor:
-    """Number what each expert keeps by the order of tokens; it keeps what comes first in `order`.
+    """Number the choices that each expert keeps, by token order; it keeps the first in `order`.
 
     `order`: [s * k], the choices in the order in which experts take them; None: of the tokens.
     """
@@ -226,7 +226,7 @@ def _queued(
     experts: Tensor, valid: Tensor, size: int, capacity: int | None, order: Tensor | None
 ) -> Tensor:
     """[s, k]: each choice's place in the queue of its expert, in `order`; -1 beyond `capacity`."""
-    # Choices that are not valid queue at an expert of their own.
+    # Invalid choices queue at an extra expert.
     flat = _flat(torch.where(valid, experts, size))
     queue = flat if order is None else flat[order]
     counts = torch.zeros(size + 1, dtype=torch.int64, device=flat.device)
@@ -256,7 +256,7 @@ def dense(routing: Routing, capacity: int) -> Tensor:
     """Return the weights as [s, E, capacity], zero where nothing is routed (GShard's form)."""
     tokens, size = len(routing.experts), len(routing.counts)
     found = routing.weights.new_zeros(tokens, size * capacity + 1)
-    # What is dropped goes to a place of its own, which is cut off.
+    # Dropped choices go to an extra slot, which is cut off.
     places = routing.experts * capacity + routing.slots
     places = torch.where(routing.kept, places, size * capacity)
     return found.scatter(1, places, routing.weights)[:, :-1].view(tokens, size, capacity)

@@ -1,4 +1,4 @@
-"""A layer of experts: each token goes to a few of them, chosen by a gate.
+"""A layer of experts: a gate sends each token to a few of them.
 
 Names of classes, arguments and parameters are DeepSpeed's.
 
@@ -50,16 +50,16 @@ class TopKGate(nn.Module):
         model_dim: width of the tokens, m.
         num_experts: experts on all ranks together, E.
         k: experts per token.
-        capacity_factor: an expert keeps this multiple of its even share of the tokens.
+        capacity_factor: an expert keeps this multiple of the mean number of tokens.
         eval_capacity_factor: the same in evaluation.
         min_capacity: an expert keeps at least this many tokens.
         noisy_gate_policy: `Jitter` multiplies the gate's inputs by 0.99 to 1.01 in training;
             `RSample` adds Gumbel noise to the choice of one expert.
-        drop_tokens: experts drop what is beyond their capacity; else they have none.
-        use_rts: of k = 1, an expert keeps random tokens in training; else those that torch's `topk`
-            finds first.
-        ep_group: without effect: what is dropped depends on this rank's tokens alone.
-        top2_2nd_expert_sampling: of k = 2, the second expert is drawn in training.
+        drop_tokens: experts drop tokens beyond their capacity; otherwise they have no limit.
+        use_rts: with k = 1, an expert keeps random tokens in training; otherwise those that torch's
+        `topk` returns first.
+        ep_group: no effect: dropping depends on only this rank's tokens.
+        top2_2nd_expert_sampling: with k = 2, the second expert is sampled in training.
     """
 
     def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
@@ -165,12 +165,12 @@ class MOELayer(nn.Module):
         self.load = Load(ep_size * num_local_experts)
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
-        """Return [..., m]: for each token of `hidden_states` its experts' weighted outputs."""
+        """Return [..., m]: the weighted sum of the experts' outputs for each token."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if used_token is not None and used_token.numel() != len(tokens):
             raise ModelError(
-                f"used_token has {used_token.numel()} elements, and there are {len(tokens)} tokens;"
-                " give one element for each token"
+                f"used_token has {used_token.numel()} elements, but there are {len(tokens)} tokens;"
+                " pass one element for each token"
             )
         routing = self.gate.route(tokens, used_token)
         self.l_aux, self.exp_counts = routing.balance_loss, routing.counts
@@ -182,7 +182,7 @@ class MOELayer(nn.Module):
         return dispatch.to_tokens(rows, routing.weights).view(hidden_states.shape)
 
     def _ranks(self) -> Ranks | None:
-        """Return the ranks that share the experts, all of them if no engine has said which."""
+        """Return the ranks that share the experts: all ranks, unless an engine has set them."""
         if self.ep_size == 1:
             return None
         if self.ep_group_name not in expert_group_names():
@@ -196,7 +196,7 @@ class MoE(nn.Module):
 
     Args:
         hidden_size: width of the tokens, m.
-        expert: the module of one expert, of which every expert is a copy.
+        expert: the module of one expert; every expert is a copy of it.
         num_experts: experts on all ranks together, E.
         ep_size: ranks that share them; it divides both.
         k: experts per token.
@@ -206,11 +206,11 @@ class MoE(nn.Module):
         use_residual: add `expert` itself as a dense layer, weighted against the experts by a
             linear layer ("DeepSpeed-MoE", Rajbhandari et al., 2022).
         noisy_gate_policy: see `TopKGate`, as the next two.
-        drop_tokens: drop what is beyond the capacity.
+        drop_tokens: drop tokens beyond the capacity.
         use_rts: keep random tokens.
-        use_tutel: without effect.
-        enable_expert_tensor_parallelism: without effect: every tensor-parallel rank computes the
-            experts of all of its tokens, whether or not the experts are cut over these ranks.
+        use_tutel: no effect.
+        enable_expert_tensor_parallelism: no effect: every tensor-parallel rank computes the
+        experts of all its tokens, whether or not the experts are sharded over these ranks.
         top2_2nd_expert_sampling: see `TopKGate`.
 
     Raises:
@@ -239,10 +239,10 @@ class MoE(nn.Module):
         if ep_size < 1 or num_experts % ep_size:
             raise ModelError(
                 f"MoE(num_experts={num_experts}, ep_size={ep_size}): each of the {ep_size} ranks"
-                " has equally many experts; choose an ep_size that divides num_experts"
+                " must have equally many experts; choose an ep_size that divides num_experts"
             )
         if use_tutel:
-            _log.warning("MoE(use_tutel=True) has no effect: no package is used for the exchange")
+            _log.warning("MoE(use_tutel=True) has no effect: the exchange does not use Tutel")
         self.use_residual = use_residual
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
         self.num_experts = num_experts
@@ -273,7 +273,7 @@ class MoE(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Make the groups over all ranks, which must call it; `initialize` does it otherwise."""
+        """Create the groups; all ranks must call it. Otherwise `initialize` creates them."""
         init_distributed()
         make_expert_groups(self.ep_size, Ranks.world(), data_first=use_data_before_expert_parallel_)
 
@@ -302,7 +302,7 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, MOELayer]]:
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return whether a model has a layer of experts, and how many experts the first one has."""
+    """Return whether a model has a layer of experts, and the first one's number of experts."""
     for module in m.modules():
         if isinstance(module, MoE):
             return True, module.num_experts

@@ -21,7 +21,7 @@ _PREFIX = "Train/MoE/"
 
 
 class Load:
-    """Choices per expert of one layer since the last reading, if somebody wants to know."""
+    """Choices per expert of one layer since the last reading, counted only if enabled."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -31,7 +31,7 @@ class Load:
     def add(self, counts: Tensor, dropped: Tensor | int) -> None:
         """Count a forward: [E] choices, of which some were dropped.
 
-        A forward that is repeated in backward is counted once, and one in evaluation is not.
+        A forward that is recomputed in backward is counted once; one in evaluation is not counted.
         """
         if not self.is_counted or is_in_backward() or not torch.is_grad_enabled():
             return
@@ -39,7 +39,7 @@ class Load:
         self._counts = found if self._counts is None else self._counts + found
 
     def take(self, device: torch.device) -> Tensor:
-        """Return [E + 1] int64: choices per expert, and how many were dropped; start anew."""
+        """Return [E + 1] int64, choices per expert and dropped choices; reset the counts."""
         found, self._counts = self._counts, None
         if found is None:
             found = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device)
@@ -62,7 +62,7 @@ class ExpertLoad(Listener):
 
     Args:
         loads: of the model's layers.
-        ranks: all that see different tokens; all of them must add it.
+        ranks: all ranks that see different tokens; each of them must add this listener.
         write: the monitors' writer of scalars.
         device: of the model.
     """
@@ -80,7 +80,7 @@ class ExpertLoad(Listener):
             load.is_counted = True
 
     def after_update(self, update: Update) -> None:
-        """Add up all ranks' counts of the update, and write what they come to."""
+        """Sum the counts of the update over ranks, and write the results."""
         counts = [load.take(self._device) for load in self._loads]
         total = torch.cat(counts)
         sum_(total, self._ranks, "the sum of the experts' loads")
@@ -95,11 +95,11 @@ class ExpertLoad(Listener):
         )
 
     def on_error(self, error: BaseException) -> None:
-        """Forget the counts of an interrupted update."""
+        """Discard the counts of an interrupted update."""
         for load in self._loads:
             load.take(self._device)
 
     def close(self) -> None:
-        """Count no longer."""
+        """Stop counting."""
         for load in self._loads:
             load.is_counted = False

@@ -1,4 +1,4 @@
-"""Tokens split over tensor-parallel ranks, which have the same ones, and put together again.
+"""Splits tokens over tensor-parallel ranks, which have the same ones, and gathers them again.
 
 Tests: tests/moe/test_mappings.py
 """
@@ -24,7 +24,7 @@ def gathered(tokens: Tensor, ranks: Ranks | None, dim: int = 0) -> Tensor:
 
 
 def dropped(tokens: Tensor, ranks: Ranks | None, dim: int = 0) -> Tensor:
-    """Return this rank's even slice of tokens that all ranks have; backward gathers.
+    """Return this rank's equal slice of tokens that all ranks have; backward gathers.
 
     Raises:
         ModelError: the ranks do not divide the tokens.

@@ -1,4 +1,4 @@
-"""Param groups in which experts and other parameters are apart.
+"""Param groups in which experts and other parameters are separate.
 
 Tests: tests/moe/test_param_groups.py
 """
@@ -19,14 +19,14 @@ DENSE = "dense-params"
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Group | Sequence[Group], max_group_size: float = 178956971
 ) -> list[Group]:
-    """Take the experts out of param groups, into groups of their own at the end.
+    """Move the experts out of param groups into separate groups at the end.
 
-    Such a group has the other options of the one it comes from, `name` = the name of the experts'
-    ranks (`ep_size_<ranks>`), and `moe` = True.
+    Such a group has the options of the original one, `name` = the name of the experts' ranks
+    (`ep_size_<ranks>`), and `moe` = True.
 
     Args:
-        param_groups: one, or several; they are not changed.
-        max_group_size: a group is cut before it has more elements than this.
+        param_groups: one or several; they are not changed.
+        max_group_size: a group is split before it has more elements than this.
     """
     given = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     dense: list[Group] = []
@@ -58,7 +58,7 @@ def _cut(members: Iterable[Tensor], size: float) -> list[list[Tensor]]:
 
 
 def configure_moe_param_groups(model_parameters: Sequence[Any]) -> list[Group]:
-    """Return param groups, in which experts are apart, of parameters or of param groups."""
+    """Return param groups with separate experts, from parameters or param groups."""
     given = list(model_parameters)
     if given and isinstance(given[0], dict):
         return split_params_into_different_moe_groups_for_optimizer(cast(list[Group], given))
@@ -67,14 +67,14 @@ def configure_moe_param_groups(model_parameters: Sequence[Any]) -> list[Group]:
 
 
 def is_moe_param_group(param_group: Group) -> bool:
-    """Return True if a param group has experts only."""
+    """Return True if a param group has only experts."""
     return bool(param_group.get("moe", False))
 
 
 def split_params_into_shared_and_expert_params(
     params: Iterable[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters that are no experts', and those that are."""
+    """Return the parameters that do not belong to experts, and those that do."""
     given = list(params)
     return [p for p in given if not is_moe_param(p)], [p for p in given if is_moe_param(p)]
 
@@ -82,7 +82,7 @@ def split_params_into_shared_and_expert_params(
 def split_params_grads_into_shared_and_expert_params(
     group: Iterable[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the gradients of parameters that are no experts', and of those that are."""
+    """Return the gradients of parameters that do not belong to experts, and of those that do."""
     shared, experts = split_params_into_shared_and_expert_params(group)
     grads = [[p.grad for p in some if p.grad is not None] for some in (shared, experts)]
     return grads[0], grads[1]

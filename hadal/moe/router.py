@@ -1,4 +1,4 @@
-"""The router of a transformers model with settings of the configuration in place of its own.
+"""The router of a transformers model, with settings of the configuration instead of its own.
 
 Tests: tests/moe/test_router.py
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RouterRule:
-    """Rule by which scores become experts and weights."""
+    """Rule that turns scores into experts and weights."""
 
     top_k: int
     score: Literal["softmax", "sigmoid"]
@@ -24,7 +24,7 @@ class RouterRule:
     scale: float
     """Factor of the weights."""
     groups: int = 1
-    """Even groups of consecutive experts, E / groups each."""
+    """Equal groups of consecutive experts, E / groups each."""
     limited_groups: int = 1
     """Groups that a token may use."""
 
@@ -35,7 +35,7 @@ def routed(logits: Tensor, rule: RouterRule, bias: Tensor | None = None) -> tupl
     Args:
         logits: of the router, in any floating dtype.
         rule: the settings.
-        bias: [E]: added to the scores for the choice alone ("Auxiliary-loss-free load balancing",
+        bias: [E]: added to the scores only for the choice ("Auxiliary-loss-free load balancing",
             Wang et al., 2024). A group then counts by its two best scores, else by its best one.
     """
     logits = logits.float()
@@ -51,7 +51,7 @@ def routed(logits: Tensor, rule: RouterRule, bias: Tensor | None = None) -> tupl
 
 
 def _within_groups(choice: Tensor, rule: RouterRule, best: int) -> Tensor:
-    """Exclude experts of all groups but each token's best (DeepSeek-V2's group-limited choice)."""
+    """Exclude experts outside each token's best groups (DeepSeek-V2's group-limited choice)."""
     tokens, experts = choice.shape
     grouped = choice.view(tokens, rule.groups, -1)
     of_group = grouped.topk(min(best, grouped.shape[2]), dim=-1).values.sum(dim=-1)

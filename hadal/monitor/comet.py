@@ -14,7 +14,7 @@ from hadal.monitor.record import ScalarRecord
 
 
 class ThinnedEvents:
-    """Decides which values of an event are sent: the first, then one each so many samples."""
+    """Decides which values of an event are sent: the first, then one per interval of samples."""
 
     def __init__(self, samples_log_interval: int) -> None:
         self._interval = samples_log_interval
@@ -35,7 +35,7 @@ class CometWriter:
     section = "comet"
 
     def __init__(self, config: Comet, run: Mapping[str, Any]) -> None:
-        """Start or continue an experiment; what describes the run is among its other values.
+        """Start or continue an experiment; the run's description is among its other values.
 
         Raises:
             MissingPackageError: comet_ml is not installed.
@@ -70,5 +70,5 @@ class CometWriter:
         """Do nothing: Comet's own thread sends."""
 
     def close(self) -> None:
-        """End the experiment: what is left is sent, or written to the disk."""
+        """End the experiment: send the remaining values, or write them to the disk."""
         self.experiment.end()

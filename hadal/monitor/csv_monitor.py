@@ -20,19 +20,19 @@ _LONGEST_NAME = 250  # bytes, without the suffix
 
 
 class CsvWriter:
-    """Appends to the CSV files of one folder, and keeps those used last open.
+    """Appends to the CSV files of one directory, and keeps the most recently used ones open.
 
-    A file is called as its event with "/" and blanks replaced by "_". It begins with the header
+    A file is named after its event, with "/" and blanks replaced by "_". It begins with the header
     `step,<last part of the name>`; lines end with a carriage return and a newline.
     """
 
     section = "csv_monitor"
 
     def __init__(self, config: CsvMonitor, run: Mapping[str, Any]) -> None:
-        """Make the folder.
+        """Create the directory.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be created.
         """
         self.folder = Path(config.output_path) / config.job_name
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -69,6 +69,6 @@ class CsvWriter:
 
 
 def file_name(name: str) -> str:
-    """Return the file of an event. It contains no separator, so that it stays inside the folder."""
+    """Return the file of an event. Its name has no separator, so it stays inside the directory."""
     safe = "".join("_" if one in "/ " or not one.isprintable() else one for one in name)
     return safe.encode()[:_LONGEST_NAME].decode(errors="ignore") + ".csv"

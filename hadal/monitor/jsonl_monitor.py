@@ -20,20 +20,20 @@ FILE = "events.jsonl"
 
 
 def path_of(config: JsonlMonitor) -> Path:
-    """Return the file that a section asks for."""
+    """Return the file that a section configures."""
     return Path(config.output_path) / config.job_name / FILE
 
 
 class JsonlWriter:
     """Appends to one file: a line that describes the run, then one line for each record.
 
-    Each line is written at once. Runs that go on from a checkpoint append to the same file.
+    Each line is written at once. Resumed runs append to the same file.
     """
 
     section = "jsonl_monitor"
 
     def __init__(self, config: JsonlMonitor, run: Mapping[str, Any]) -> None:
-        """Make the folder, and write the line about the run.
+        """Create the directory, and write the line about the run.
 
         Raises:
             OSError: the file cannot be written.
@@ -55,7 +55,7 @@ class JsonlWriter:
         """Do nothing: nothing is buffered."""
 
     def close(self) -> None:
-        """Append the line that distinguishes an orderly end from a kill."""
+        """Append the line that distinguishes a normal exit from a kill."""
         try:
             self._write({"kind": "end", "time": time.time()})
         finally:
@@ -66,14 +66,14 @@ class JsonlWriter:
 
 
 def _plain(value: Value) -> Value | str:
-    """Return a value as every reader of JSON takes it: it knows no infinity."""
+    """Return a value that every JSON reader accepts: JSON has no infinity."""
     if value is None or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Return the objects of a file, in order, without damaged lines, such as a half one at the end.
+    """Return the objects of a file, in order, skipping damaged lines such as a truncated last one.
 
     Values that are not finite are the texts "NaN", "Infinity" and "-Infinity", which `float` takes.
     """

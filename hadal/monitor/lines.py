@@ -1,4 +1,4 @@
-"""A text file that grows by whole lines, on which several runs and processes may follow.
+"""A text file that grows by whole lines; several runs and processes may follow it.
 
 Tests: tests/monitor/test_files.py
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 class LineFile:
     """A file to which text is appended, each time in one write.
 
-    A killed process thus leaves no half line. A full disk does: what was written of it is taken
-    back. Where a file ends with a half line all the same, the next line begins on a new one.
+    Thus a killed process leaves no partial line. A full disk does, and the partial line is removed
+    again. If a file ends with a partial line nevertheless, the next line begins on a new one.
     """
 
     def __init__(self, path: Path, header: str = "") -> None:
@@ -36,7 +36,7 @@ class LineFile:
             raise
 
     def write(self, text: str) -> None:
-        """Append `text`, all of it or nothing.
+        """Append `text` completely or not at all.
 
         Raises:
             OSError: it cannot be written.

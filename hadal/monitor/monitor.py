@@ -14,21 +14,21 @@ from typing import Any
 from hadal.monitor.record import GivenScalars, ScalarDraft, events_of
 from hadal.monitor.writer import GuardedWriter, Writer
 
-# How long the end of a program waits for values that the device has not computed.
+# How long the end of a program waits for values that the device has not yet computed.
 _LAST_LOOK_S = 2.0
 
 
 class Monitor:
-    """Writes scalars to every monitor that the configuration turns on.
+    """Writes scalars to every enabled monitor.
 
     Rank 0 writes; on the other ranks `write_events` does nothing. Values that the device is still
-    computing are written once they are known, in the order in which they were given: nothing waits
-    for the device before `flush` or `close`.
+    computing are written once they are known, in the order of the calls: nothing waits for the
+    device before `flush` or `close`.
     """
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
-        """True if the configuration turns any monitor on. It is the same on every rank."""
+        """True if the configuration enables any monitor. It is the same on every rank."""
         self._guards: tuple[GuardedWriter, ...] = ()
         self._drafts: deque[ScalarDraft] = deque()
         self._lock = threading.RLock()
@@ -48,12 +48,12 @@ class Monitor:
         """Write a program's own scalars.
 
         Args:
-            event_list: (name, value, samples) each: a text, a number or a tensor of one element,
-                and the place on the x-axis, which is `engine.global_samples` for the engine's own.
-            flush: changes nothing. Files are written at once, TensorBoard's within a second.
+            event_list: tuples (name, value, samples): a text, a number or a tensor of one element,
+            and the x-coordinate, which is `engine.global_samples` for the engine's own scalars.
+            flush: no effect. Files are written at once, TensorBoard's within a second.
 
         Raises:
-            UsageError: something in the list is not such a triple.
+            UsageError: an item of the list is not such a triple.
         """
         if not self.enabled:
             return
@@ -62,7 +62,7 @@ class Monitor:
             self.write(GivenScalars(events, time.time()))
 
     def write(self, draft: ScalarDraft) -> None:
-        """Write a draft when its values are known, after those that were given before it."""
+        """Write a draft when its values are known, after all earlier drafts."""
         if self._guards:
             with self._lock:
                 self._drafts.append(draft)
@@ -88,7 +88,7 @@ class Monitor:
         self._close()
 
     def close_in_time(self, seconds: float = _LAST_LOOK_S) -> None:
-        """Close, but wait at most so long for the device, which may hang."""
+        """Close, but wait for the device, which may hang, for at most this long."""
         deadline = time.monotonic() + seconds
         self.write_known()
         while self._drafts and time.monotonic() < deadline:

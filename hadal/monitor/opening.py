@@ -30,9 +30,9 @@ which may be empty."""
 
 
 def sections_on(config: Config) -> tuple[str, ...]:
-    """Return the monitors that a configuration turns on.
+    """Return the monitors that a configuration enables.
 
-    None while the autotuner measures: a few updates of each experiment would mix with training's.
+    Return none while the autotuner measures: scalars of experiments would mix with training's.
     """
     if config.autotuning.enabled:
         return ()
@@ -50,10 +50,10 @@ def expect_packages(config: Config) -> None:
 
 
 def open_writers(config: Config, run: Mapping[str, Any]) -> tuple[Writer, ...]:
-    """Open the monitors of a configuration; `run` describes the run to those who look at it later.
+    """Open the monitors of a configuration; `run` is the description that they store.
 
     Raises:
-        MonitorError: a folder cannot be written, or a service refuses.
+        MonitorError: a directory cannot be written, or a service refuses.
     """
     return tuple(_opened(name, getattr(config, name), run) for name in sections_on(config))
 
@@ -68,10 +68,10 @@ def _opened(name: str, section: Any, run: Mapping[str, Any]) -> Writer:
         if path is None:
             raise MonitorError(f"{name} cannot be started: {error}") from error
         raise MonitorError(
-            f"{name} cannot write: {error}; set {name}.output_path to a folder that rank 0"
+            f"{name} cannot write: {error}; set {name}.output_path to a directory that rank 0"
             f" can write to (it is {path!r})"
         ) from error
-    except Exception as error:  # whatever a service's package raises
+    except Exception as error:  # any exception of a service's package
         raise MonitorError(
             f"{name} cannot be started: {type(error).__name__}: {error}; fix that, or set"
             f" {name}.enabled to false"

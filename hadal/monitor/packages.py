@@ -1,4 +1,4 @@
-"""The packages that monitors need: installed with `hadal-train[monitor]`.
+"""The packages that monitors require, installed with `hadal-train[monitor]`.
 
 Tests: tests/monitor/test_services.py
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from hadal.errors import MissingPackageError
 
-# section -> (the module, what pip installs)
+# section -> (the module, the package that pip installs)
 _PACKAGES = {
     "tensorboard": ("tensorboard", "tensorboard"),
     "wandb": ("wandb", "wandb"),

@@ -1,4 +1,4 @@
-"""Scalars on their way to the monitors: checked, and grouped by the samples they belong to."""
+"""Scalars for the monitors: checked, and grouped by their number of samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hadal.device import HostCopy, is_host_memory, start_reading
 from hadal.errors import UsageError
 
 Value = int | float | None
-"""None means no value: a CSV file has an empty field, the other monitors leave it out."""
+"""None is a missing value: a CSV file has an empty field, the other monitors leave it out."""
 
 _EXPECTED = "expected (name, value, samples), for example ('Eval/loss', 1.5, engine.global_samples)"
 
@@ -48,7 +48,7 @@ class ScalarDraft(Protocol):
 
 
 class Scalar(NamedTuple):
-    """One scalar as a program gives it."""
+    """One scalar as passed by a program."""
 
     name: str
     value: Value | HostCopy
@@ -68,7 +68,7 @@ class GivenScalars:
         return all(one.value.is_over for one in self.events if isinstance(one.value, HostCopy))
 
     def records(self) -> Iterator[ScalarRecord]:
-        """Return the scalars in their order, consecutive ones of the same samples together."""
+        """Return the scalars in order, grouping consecutive ones of the same samples."""
         values: dict[str, Value] = {}
         samples = 0
         for name, value, at in self.events:
@@ -87,11 +87,11 @@ def _read(value: Value | HostCopy) -> Value:
 
 
 def events_of(event_list: Iterable[Any]) -> tuple[Scalar, ...]:
-    """Check scalars given as (name, value, samples). Nothing is read from the device.
+    """Check scalars passed as (name, value, samples). Nothing is read from the device.
 
     Raises:
-        UsageError: one is not such a triple, its value is not a number, or its samples are not
-            whole.
+        UsageError: one is not such a triple, its value is not a number, or its samples are not an
+        integer.
     """
     return tuple(_event(given) for given in event_list)
 
@@ -133,6 +133,6 @@ def _whole(name: str, samples: Any) -> int:
         return operator.index(samples)
     except TypeError:
         raise UsageError(
-            f"write_events got {samples!r} as the samples of {name}; expected a whole number, for"
+            f"write_events got {samples!r} as the samples of {name}; expected an integer, for"
             " example engine.global_samples"
         ) from None

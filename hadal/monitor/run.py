@@ -1,4 +1,4 @@
-"""The description of a run, for those who look at its scalars later.
+"""The description of a run that is stored with its scalars.
 
 Tests: tests/monitor/test_monitor.py
 """
@@ -27,8 +27,8 @@ def describe_run(config: Config, model: nn.Module, ranks: dict[str, int]) -> dic
 
     Args:
         config: the effective configuration.
-        model: what is trained, whole or this rank's part of it.
-        ranks: how many ranks there are, and how many of them do what.
+        model: the trained model, or this rank's part of it.
+        ranks: the number of ranks, and of each kind of parallelism.
     """
     origins = {path: origin for path, origin in config.origins.items() if origin != "default"}
     return {

@@ -14,8 +14,8 @@ from hadal.config.tensorboard import TensorBoard
 from hadal.monitor.packages import imported
 from hadal.monitor.record import ScalarRecord
 
-# TensorBoard's own thread writes, and flushes the file so often; more in its queue would be waited
-# for.
+# TensorBoard's own thread writes and flushes the file at this interval; calls would block if its
+# queue were full.
 _FLUSH_S = 1
 _QUEUE = 1024
 
@@ -26,7 +26,7 @@ class TensorBoardWriter:
     section = "tensorboard"
 
     def __init__(self, config: TensorBoard, run: Mapping[str, Any]) -> None:
-        """Make the folder and the event file; the text "run" in it describes the run.
+        """Create the directory and the event file; its text "run" describes the run.
 
         Raises:
             MissingPackageError: tensorboard is not installed.
@@ -51,7 +51,7 @@ class TensorBoardWriter:
         self.summary_writer.file_writer.add_summary(summary, record.samples, record.time)
 
     def flush(self) -> None:
-        """Write what TensorBoard's thread has not written."""
+        """Flush the events that TensorBoard's thread has not written."""
         self.summary_writer.flush()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The scalars of training: what each update becomes."""
+"""The scalars that are written for each update."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _SUM = "the sum of the ranks' losses"
 
 @dataclass(frozen=True, slots=True)
 class ScalarScope:
-    """Which scalars are written, and over which ranks the loss is averaged."""
+    """The scalars to write, and the ranks over which the loss is averaged."""
 
     ranks: Ranks
-    """They average gradients: those with different samples, times those that share a sequence."""
+    """Number of ranks that average gradients: data-parallel ranks times sequence ranks."""
     samplers: int
-    """How many of them have different samples."""
+    """Number of ranks with different samples."""
     extra: bool
-    """True if more is written than DeepSpeed writes."""
+    """True to write more scalars than DeepSpeed."""
     has_scale: bool
     """True if there is a loss scale."""
 
@@ -48,10 +48,10 @@ class MeasuredUpdate:
 
     update: Update
     sums: HostCopy
-    """Over the ranks: their mean losses, how many of them know one, and their tokens."""
+    """Sums over ranks: their mean losses, the number of ranks with a loss, and their tokens."""
     scope: ScalarScope
     began: Stamp | None
-    """The end of the update before; None for the first one."""
+    """The end of the previous update; None for the first one."""
     ended: Stamp
     peak_nbytes: int
     time: float
@@ -96,8 +96,8 @@ class MeasuredUpdate:
 class TrainingEvents(Listener):
     """Writes the scalars of each update to the monitors.
 
-    The ranks add up their losses once in an update. On an accelerator that goes on beside its
-    other work, and the scalars are written when it has come so far, an update later or two.
+    The ranks sum their losses once per update. On an accelerator this overlaps with other work,
+    and the scalars are written once it has finished, one or two updates later.
     """
 
     name = "hadal.monitor"
@@ -117,12 +117,12 @@ class TrainingEvents(Listener):
             self._forwarded += forward.tokens
 
     def after_backward(self, loss: Tensor | None) -> None:
-        """Count them as trained with."""
+        """Count the forward's tokens as trained."""
         self._tokens += self._forwarded
         self._forwarded = 0
 
     def after_update(self, update: Update) -> None:
-        """Begin to add up the ranks' losses, and write what is known by now."""
+        """Start to sum the ranks' losses, and write the scalars that are known by now."""
         began, self._ended = self._ended, Stamp(self._device)
         peak = peak_memory(self._device) if self._scope.extra else 0
         sums = self._sums(update)
@@ -132,20 +132,20 @@ class TrainingEvents(Listener):
         )
 
     def on_error(self, error: BaseException) -> None:
-        """Forget a forward without its backward: it is not trained with."""
+        """Discard a forward without a backward: its tokens were not trained."""
         self._forwarded = 0
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """Return None: what led to a checkpoint is written before it is."""
+        """Return None, after writing the scalars of all updates before a checkpoint."""
         self._monitor.flush()
         return None
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining scalars."""
         self._monitor.close()
 
     def at_exit(self) -> None:
-        """Write what the device has computed by now."""
+        """Write the scalars that the device has computed by now."""
         self._monitor.close_in_time()
 
     def _sums(self, update: Update) -> HostCopy:
@@ -154,8 +154,8 @@ class TrainingEvents(Listener):
             row[0] = loss
             row[1] = 1
         row[2] = self._tokens
-        # The backend takes collectives in their order, and weights may be under way before this
-        # one: what the device computes next does not wait for it.
+        # The backend runs collectives in order, and gathers of weights may precede this one:
+        # the device's next computation does not wait for it.
         self._beside.follow_device()
         with self._beside.current():
             sum_(row, self._scope.ranks, _SUM)

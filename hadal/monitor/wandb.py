@@ -19,14 +19,14 @@ _log = logging.getLogger(__name__)
 class WandbWriter:
     """Logs to a run, with the samples as its step.
 
-    A run that the program has started is used and left open. Where the service cannot be reached,
+    A run that the program has started is used and left open. If the service cannot be reached,
     the run is written to the disk (`wandb sync` sends it later).
     """
 
     section = "wandb"
 
     def __init__(self, config: Wandb, run: Mapping[str, Any]) -> None:
-        """Start a run, or take the program's; what describes the run becomes its configuration.
+        """Start a run, or use the program's; the run's description becomes its configuration.
 
         Raises:
             MissingPackageError: wandb is not installed.

@@ -1,4 +1,4 @@
-"""The seam for one monitor, and what keeps its faults away from training.
+"""The interface of one monitor, and the wrapper that keeps its errors out of training.
 
 Tests: tests/monitor/test_monitor.py
 """
@@ -20,7 +20,7 @@ class Writer(Protocol):
     """The interface of one monitor."""
 
     section: str
-    """The section of the configuration that asks for it."""
+    """The section of the configuration that enables it."""
 
     def write(self, record: ScalarRecord) -> None:
         """Write the scalars of one record."""
@@ -29,14 +29,14 @@ class Writer(Protocol):
         """Write what is buffered."""
 
     def close(self) -> None:
-        """Write what is buffered and let go of files and connections."""
+        """Write what is buffered, and release files and connections."""
 
 
 class GuardedWriter:
-    """A writer whose faults do not end training.
+    """A writer whose errors do not stop training.
 
-    The first fault is logged. Scalars that cannot be written are counted, and writing is tried
-    again after a pause, which grows from a second to five minutes. `close` logs how many were lost.
+    The first error is logged. Scalars that cannot be written are counted, and writing is retried
+    after a pause, which grows from a second to five minutes. `close` logs how many were lost.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -55,7 +55,7 @@ class GuardedWriter:
         try:
             self.writer.write(record)
             self._pause = 0.0
-        except Exception as error:  # whatever a service's package raises
+        except Exception as error:  # any exception of a service's package
             self.lost += len(record.values)
             self._fail(error)
 
@@ -64,18 +64,18 @@ class GuardedWriter:
         if not self._pause:
             try:
                 self.writer.flush()
-            except Exception as error:  # whatever a service's package raises
+            except Exception as error:  # any exception of a service's package
                 self._fail(error)
 
     def close(self) -> None:
         """Close the writer and log how many scalars were lost, if any."""
         try:
             self.writer.close()
-        except Exception as error:  # whatever a service's package raises
+        except Exception as error:  # any exception of a service's package
             self._fail(error)
         if self.lost:
             _log.warning(
-                "%s: %d scalars of this run were not written; the first fault was %s",
+                "%s: %d scalars of this run were not written; the first error was %s",
                 self.writer.section,
                 self.lost,
                 _shown(self._first_fault),
@@ -87,7 +87,7 @@ class GuardedWriter:
         if self._first_fault is None:
             self._first_fault = error
             _log.warning(
-                "%s: cannot write (%s); training goes on, the scalars are lost until writing works"
+                "%s: cannot write (%s); training continues, scalars are lost until writing works"
                 " again, and their number is logged at the end",
                 self.writer.section,
                 _shown(error),

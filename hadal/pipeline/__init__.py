@@ -1,4 +1,4 @@
-"""Models split into stages: the splits, the places of ranks, and the steps of each stage.
+"""Models split into pipeline stages: the splits, the grid of ranks, and each stage's schedule.
 
 `hadal.initialize` returns a `PipelineEngine` for a `PipelineModule`.
 """

@@ -1,8 +1,8 @@
-"""A decoder of transformers in stages, as it is: each stage keeps its own blocks of the model.
+"""An unmodified transformers decoder in stages: each stage keeps its own blocks of the model.
 
-A stage calls the model's own forward. Blocks of other stages are passed over, a stage that is not
-the first one gives the hidden states in place of embeddings, and one that is not the last one ends
-before the final norm. So masks, rotary angles and types of blocks are the model's own business.
+A stage calls the model's own forward. Blocks of other stages are skipped. Every stage but the first
+passes hidden states instead of embeddings, and every stage but the last ends before the final norm.
+So the model itself computes masks, rotary angles and types of blocks.
 
 Tests: tests/pipeline/test_decoder.py
 """
@@ -24,18 +24,18 @@ from hadal.pipeline.topology import ProcessTopology
 
 _HIDDEN = "hidden"
 _CARRIED = ("attention_mask", "position_ids")
-"""Inputs that every block reads, which are sent along."""
+"""Inputs that every block reads, and that are sent along."""
 _PLAIN = (str, int, float, bool, type(None))
 
 
 class PassedBlock(nn.Module):
-    """A block of another stage: returns its hidden states as they are."""
+    """A block of another stage: returns its hidden states unchanged."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         for name, value in vars(block).items():
             if not name.startswith("_") and isinstance(value, _PLAIN):
-                setattr(self, name, value)  # models ask blocks for their type of attention
+                setattr(self, name, value)  # models read the attention type of blocks
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the hidden states."""
@@ -43,7 +43,7 @@ class PassedBlock(nn.Module):
 
 
 class DecoderBlocks(nn.ModuleList):
-    """All blocks of the model by their numbers, of which only some run."""
+    """All blocks of the model by number; only some of them run."""
 
     def __init__(self, blocks: list[nn.Module], note: Callable[[int], None]) -> None:
         super().__init__(blocks)
@@ -67,7 +67,7 @@ class DecoderBlocks(nn.ModuleList):
 
 
 class Sequences(Protocol):
-    """Slices of sequences over ranks, in training."""
+    """Splits sequences over ranks, in training."""
 
     def cut(self, inputs: Mapping[str, Any], labels: Tensor) -> tuple[dict[str, Any], Any]:
         """Return this rank's slice of a micro-batch, and keywords of the loss function."""
@@ -79,18 +79,18 @@ class Sequences(Protocol):
 class DecoderModule(PipelineModule):
     """A causal language model of transformers as a list: embedding, blocks, and norm with head.
 
-    Micro-batches are dictionaries as the model takes them, with `labels`; or pairs of such a
-    dictionary, or of token ids, and labels. Parameters keep the model's own names. The model is cut
-    in place: a stage loses the blocks of the others. All ranks must create it.
+    A micro-batch is a dictionary of the model's arguments with `labels`, or a pair of such a
+    dictionary (or token ids) and labels. Parameters keep the model's own names. The model is split
+    in place: a stage drops the blocks of the others. All ranks must create it.
 
     Args:
         model: a decoder with `embed_tokens`, `layers` and `norm`, and a head.
-        num_stages, topology, partition_method, chunks: as of `PipelineModule`.
-        plan: which layers of the whole model become slices over ranks; the caller applies it.
+        num_stages, topology, partition_method, chunks: as in `PipelineModule`.
+        plan: the tensor-parallel cuts of the whole model, which the caller applies.
 
     Raises:
-        ModelError: the model is another one, or does more than its blocks to the hidden states.
-        UsageError: as `PipelineModule`.
+        ModelError: the model is not supported, or changes hidden states outside its blocks.
+        UsageError: as in `PipelineModule`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class DecoderModule(PipelineModule):
     ) -> None:
         decoder = check_decoder(model)
         whole: Any = model
-        self._whole = whole, decoder  # no submodules: only their children are
+        self._whole = whole, decoder  # not submodules: only their children are
         head = nn.ModuleList([decoder.norm, whole.lm_head])
         super().__init__(
             [decoder.embed_tokens, *decoder.layers, head],
@@ -117,21 +117,21 @@ class DecoderModule(PipelineModule):
         self.loss_fn = self._loss
         self.plan = plan
         self.sequences: Sequences | None = None
-        """Ranks that share each sequence; None: none do."""
+        """Ranks that share each sequence; None if sequences are not split."""
 
     @property
     def whole_model(self) -> nn.Module:
-        """The model itself, whose blocks of other stages are passed over."""
+        """The model itself, in which blocks of other stages are skipped."""
         found: nn.Module = self._whole[0]
         return found
 
     @property
     def has_ties(self) -> bool:
-        """True if the head is the embedding, and these are on several stages."""
+        """True if the head is tied to the embedding, and they are on different stages."""
         return self._is_tied and self.stage_owner(0) != self.stage_owner(len(self._layer_specs) - 1)
 
     def train(self, mode: bool = True) -> DecoderModule:
-        """Set training mode, of the model itself, too."""
+        """Set training mode, also on the model itself."""
         self._whole[0].training = self._whole[1].training = mode
         super().train(mode)
         return self
@@ -162,12 +162,12 @@ class DecoderModule(PipelineModule):
             self.add_module(name, child)
 
     def _tie(self) -> dict[str, Tie]:
-        """Return the tie of the embedding and the head, if this stage has one of the two."""
+        """Return the tie of embedding and head, if this stage has one of them."""
         model, decoder = self._whole
         stages = [self.stage_owner(0), self.stage_owner(len(self._layer_specs) - 1)]
         if not self.has_ties or self.stage_id not in stages:
             return {}
-        holder = nn.Module()  # the weight alone: a head may have a bias, too
+        holder = nn.Module()  # only the weight: a head may have a bias, too
         is_first = self.stage_id == stages[0]
         holder.weight = (decoder.embed_tokens if is_first else model.lm_head).weight
         ranks = group_of([self.mpu().stage_to_global(stage) for stage in stages])
@@ -212,8 +212,8 @@ class DecoderModule(PipelineModule):
         if isinstance(batch, Mapping):
             if "labels" not in batch:
                 raise UsageError(
-                    f"a micro-batch has {few(list(batch))} and no labels, from which the loss"
-                    " comes; give labels, for example a copy of input_ids"
+                    f"a micro-batch has {few(list(batch))} but no labels, which the loss needs;"
+                    " pass labels, for example a copy of input_ids"
                 )
             inputs = {name: value for name, value in batch.items() if name != "labels"}
             batch = inputs, batch["labels"]
@@ -225,7 +225,7 @@ class DecoderModule(PipelineModule):
     def _loss(self, logits: Tensor, labels: Any) -> Tensor:
         model = self._whole[0]
         size = model.config.get_text_config().vocab_size
-        # Of a slice of sequences the labels are shifted already.
+        # The labels of sequence slices are shifted already.
         given = labels if isinstance(labels, Mapping) else {"labels": labels}
         found: Tensor = model.loss_function(
             logits=logits, vocab_size=size, **{"labels": None, **given}
@@ -239,7 +239,7 @@ def check_decoder(model: nn.Module) -> Any:
     """Return the decoder inside a causal language model.
 
     Raises:
-        ModelError: it cannot be cut between its blocks.
+        ModelError: it cannot be split between its blocks.
     """
     kind = type(model).__name__
     get_decoder: Any = getattr(model, "get_decoder", lambda: None)
@@ -249,7 +249,7 @@ def check_decoder(model: nn.Module) -> Any:
     missing += [name for name in ("lm_head", "loss_function", "config") if not hasattr(model, name)]
     if missing:
         raise ModelError(
-            f"pipeline.auto cuts causal language models of transformers between their blocks;"
+            f"pipeline.auto splits causal language models of transformers between their blocks;"
             f" {kind} has no {few(missing)}. Write it as a PipelineModule"
         )
     loose = [name for name, _ in model.named_parameters(recurse=False)]
@@ -257,15 +257,15 @@ def check_decoder(model: nn.Module) -> Any:
     if loose or getattr(model.config, "output_router_logits", False):
         what = few(loose) if loose else "config.output_router_logits"
         raise ModelError(
-            f"pipeline.auto: {kind} has {what} outside of its blocks, which no stage would have"
-            " alone. Write it as a PipelineModule"
+            f"pipeline.auto: {kind} has {what} outside its blocks, which belong to no single"
+            " stage. Write it as a PipelineModule"
         )
     _check_between_blocks(model, decoder)
     return decoder
 
 
 def _check_between_blocks(model: nn.Module, decoder: Any) -> None:
-    """Raise `ModelError` if the decoder changes hidden states outside of its blocks."""
+    """Raise `ModelError` if the decoder changes hidden states outside its blocks."""
     device, dtype = decoder.norm.weight.device, decoder.norm.weight.dtype
     width = decoder.norm.weight.shape[-1]
     hidden = torch.linspace(-1, 1, 2 * width, device=device).view(1, 2, width).to(dtype)
@@ -284,7 +284,7 @@ def _check_between_blocks(model: nn.Module, decoder: Any) -> None:
     if not is_same:
         raise ModelError(
             f"pipeline.auto: {type(model).__name__} scales, drops or adds to its embeddings outside"
-            " of its blocks, which every stage would do again. Write it as a PipelineModule"
+            " its blocks, which every stage would repeat. Write it as a PipelineModule"
         )
 
 
@@ -298,7 +298,7 @@ def _without_norm(decoder: Any) -> Iterator[None]:
 
 
 def with_positions(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return a micro-batch with positions, which slices of its sequences must know."""
+    """Return a micro-batch with positions, which slices of its sequences need."""
     if inputs.get("position_ids") is not None:
         return inputs
     words = inputs["input_ids"]
@@ -307,10 +307,10 @@ def with_positions(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def inputs_of(given: Any) -> dict[str, Any]:
-    """Return the model's inputs of a micro-batch: token ids, and what goes along with them.
+    """Return the model's inputs of a micro-batch: token ids, and the inputs sent along.
 
     Raises:
-        UsageError: there are others, which would not reach the other stages.
+        UsageError: there are other inputs, which would not reach later stages.
     """
     inputs = {"input_ids": given} if isinstance(given, Tensor) else dict(given)
     others = inputs.keys() - {"input_ids", *_CARRIED}

@@ -1,7 +1,7 @@
 """The work of one stage: its instructions in order, its buffers, and its messages to neighbours.
 
-What a stage sends leaves as soon as it is computed, and what it needs next is received while it
-computes: so messages pass beside the computation, whatever steps an instruction stands in.
+A stage sends its outputs as soon as they are computed, and receives its next inputs while it
+computes. So communication overlaps with computation, regardless of the order of instructions.
 
 Tests: tests/pipeline/test_executor.py
 """
@@ -47,23 +47,23 @@ class Computation(Protocol):
         """Return a chunk's output."""
 
     def loss(self, outputs: Any, labels: Any) -> Any:
-        """Return the loss of the last chunk's output; the output, if there is no loss function."""
+        """Return the loss of the last chunk's output, or the output without a loss function."""
 
     def backward(self, root: Tensor | None, loss: Tensor | None, *, is_last: bool) -> None:
-        """Run the backward of a scalar (None: of nothing).
+        """Run the backward of a scalar; None runs nothing.
 
-        `loss`: the micro-batch's own, if the root is that; `is_last`: no other backward follows.
+        `loss`: the micro-batch's loss, if it is the root; `is_last`: no other backward follows.
         """
 
     def put_off(self) -> list[Later]:
-        """Return what the last backward has left to compute: of weights, if the schedule asks."""
+        """Return the gradients of weights that the last backward has deferred."""
 
     def place(self, chunk: int) -> str:
-        """Return the layer at which a chunk's forward is, for errors."""
+        """Return the current layer of a chunk's forward, for errors."""
 
 
 class _Seam(torch.autograd.Function):
-    """A scalar whose backward gives outputs the gradients that were received for them."""
+    """A scalar whose backward passes the received gradients to the outputs."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
@@ -88,9 +88,9 @@ class _Slot:
     root: Tensor | None = None
     loss: Tensor | None = None
     forms: tuple[TensorForm, ...] | None = None
-    """Of the output's gradients; None before the forward."""
+    """Layout of the output's gradients; None before the forward."""
     gradients: list[Tensor] = field(default_factory=list)
-    """Of the output; the root's backward passes them on."""
+    """Gradients of the output; the root's backward passes them on."""
     sent: list[Sent] = field(default_factory=list)
     later: list[Later] = field(default_factory=list)
     """Gradients of weights that are not computed yet."""
@@ -98,7 +98,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class Chunk:
-    """Consecutive layers of a stage, and the wires to those before and after them."""
+    """Consecutive layers of a stage, and the wires to the chunks before and after."""
 
     name: str
     """The stage and its layers, for messages."""
@@ -107,9 +107,9 @@ class Chunk:
     gradients_in: Wire | None = None
     gradients_out: Wire | None = None
     inputs: dict[bool, ValueLayout] = field(default_factory=dict)
-    """The layout of inputs as the chunk before has announced it, in training or not."""
+    """The layout of inputs that the previous chunk has announced, by training mode."""
     outputs: dict[bool, ValueLayout] = field(default_factory=dict)
-    """The layout of outputs as it was announced to the chunk after this one."""
+    """The layout of outputs that was announced to the next chunk."""
     done: Counter[type[PipeInstruction]] = field(default_factory=Counter)
     """The micro-batches of this batch so far, by instruction."""
 
@@ -120,12 +120,12 @@ class Chunk:
         return [wire for wire in ends if wire is not None]
 
     def forget(self, *, is_training: bool) -> None:
-        """Announce layouts anew."""
+        """Announce layouts again."""
         self.inputs.pop(is_training, None)
         self.outputs.pop(is_training, None)
 
 
-# How many pipelines the ranks of a group have made: messages that a failure has left belong to one.
+# Number of pipelines per group of ranks: messages left by a failure belong to one of them.
 _serials: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -166,14 +166,14 @@ def chunks_of(
 
 
 _Place = tuple[int, int]
-"""A chunk's place on this stage, and a buffer."""
+"""A chunk's index on this stage, and a buffer."""
 
 
 class Executor:
-    """A stage's buffers, which follow a list of instructions.
+    """A stage's buffers, and the execution of its instructions.
 
     Args:
-        work: what this stage computes.
+        work: this stage's computation.
         chunks: its layers, in order; more than one if the schedule interleaves.
         keeps_layout: True if every micro-batch has the same layout, so that only the first one is
             announced.
@@ -197,18 +197,18 @@ class Executor:
             BackwardWeights: self._backward_weights,
             RecvActivation: self._receive_activation,
             RecvGrad: self._receive_gradient,
-            # What they send has left as soon as it was computed.
+            # Their sends were started as soon as the values were computed.
             SendActivation: lambda *_: None,
             SendGrad: lambda *_: None,
         }
 
     def forget_layouts(self) -> None:
-        """Announce layouts anew. All ranks must call it."""
+        """Announce layouts again. All ranks must call it."""
         for chunk in self._chunks:
             chunk.forget(is_training=True)
 
     def run(self, steps: Iterable[Sequence[PipeInstruction]], *, trains: bool) -> list[Any]:
-        """Follow the instructions of one batch; return the last stage's losses or outputs.
+        """Execute the instructions of one batch; return the last stage's losses or outputs.
 
         Instructions that are not about a micro-batch are left to the caller. If it raises, `end`
         must follow, on all ranks.
@@ -246,7 +246,7 @@ class Executor:
         return self._results
 
     def end(self) -> None:
-        """Drop everything under way after a failure. All ranks of the pipeline must call it."""
+        """Drop everything in progress after a failure. All ranks of the pipeline must call it."""
         self._slots.clear()
         self._coming.clear()
         self._told.clear()
@@ -256,20 +256,20 @@ class Executor:
                 wire.begin_anew()
 
     def _tell(self, error: BaseException, doing: _Doing) -> None:
-        """Tell the neighbours, which may wait for this stage, why it stops."""
+        """Send the neighbours, which may wait for this stage, the reason why it stops."""
         is_end = isinstance(error, StopIteration | DataEndedError)
         text = doing.told(error)
         for chunk in self._chunks:
             for wire in (chunk.activations_out, chunk.gradients_out):
                 if wire is not None:
-                    # A neighbour that is gone hears nothing.
+                    # A neighbour that has exited receives nothing.
                     with suppress(CommunicationError):
                         self._told.append(wire.tell(doing.errand, text, is_end=is_end))
 
     # ---- receiving -------------------------------------------------------------------------------
 
     def _post_ahead(self, todo: Sequence[PipeInstruction]) -> None:
-        """Begin to receive everything that the next computation needs."""
+        """Start to receive everything that the next computation needs."""
         for one in todo:
             if isinstance(one, ForwardPass | BackwardPass):
                 return
@@ -306,7 +306,7 @@ class Executor:
         slot.gradients[:], _ = self._coming.pop((RecvGrad, place)).take(slot.forms)
 
     def _slot(self, place: _Place, errand: Errand) -> _Slot:
-        """Return the slot of a micro-batch that begins."""
+        """Return the slot of a new micro-batch."""
         slot = self._slots.get(place)
         if slot is None or slot.errand != errand:
             if slot is not None:
@@ -346,9 +346,9 @@ class Executor:
         known = chunk.outputs.get(self._trains)
         if self._keeps_layout and known is not None and known != layout:
             raise UsageError(
-                f"{where} returned {layout} for {slot.errand}, and {known} for those before: the"
-                " next stage expects the same of every micro-batch. Call reset_activation_shape()"
-                " on all ranks between two batches, or give PipelineModule dynamic_shape=True"
+                f"{where} returned {layout} for {slot.errand}, but {known} for those before: the"
+                " next stage expects the same for every micro-batch. Call reset_activation_shape()"
+                " on all ranks between two batches, or pass PipelineModule dynamic_shape=True"
             )
         announced = None if self._keeps_layout and known is not None else layout
         chunk.outputs[self._trains] = layout
@@ -389,7 +389,7 @@ class Executor:
 
 
 class _Doing:
-    """The instruction that a stage is at, for the text of an error."""
+    """The current instruction of a stage, for the text of an error."""
 
     def __init__(self, work: Computation, chunks: Sequence[Chunk]) -> None:
         self._work = work

@@ -1,4 +1,4 @@
-"""The groups of ranks of a pipeline, under the names by which Megatron's programs ask for them.
+"""The groups of ranks of a pipeline, under the names that Megatron's programs use.
 
 Tests: tests/pipeline/test_module.py
 """
@@ -15,8 +15,8 @@ from hadal.comm import Ranks, init_distributed
 from hadal.errors import UsageError
 from hadal.pipeline.topology import PipeDataParallelTopology, ProcessTopology
 
-# Groups of one world, by their ranks: a process may build many pipelines, and each group has a
-# connection to each of its ranks.
+# Groups of one world, by their ranks, are reused: a process may build many pipelines, and each
+# group has a connection to each of its ranks.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Ranks]] = WeakKeyDictionary()
 
 
@@ -72,7 +72,7 @@ class PipelineParallelGrid:
         self.pp_groups = topology.get_axis_comm_lists("pipe")
         self.slice_groups = topology.get_axis_comm_lists("model")
         self.data = group_of(self._mine(self.dp_groups))
-        """Ranks with the same layers, which see different samples."""
+        """Ranks with the same layers and different samples."""
         self.pipe = group_of(self._mine(self.pp_groups))
         """Ranks with the stages of one model, the first stage first."""
         self.slices = group_of(self._mine(self.slice_groups))
@@ -90,17 +90,17 @@ class PipelineParallelGrid:
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
 
     def _mine(self, lists: Sequence[Sequence[int]]) -> Sequence[int]:
-        """Return the list that holds this rank; alone along an axis that does not exist."""
+        """Return the list that holds this rank; it is alone along an axis that does not exist."""
         found = (ranks for ranks in lists if self.global_rank in ranks)
         return next(found, [self.global_rank])
 
     def _neighbours(self) -> Iterator[tuple[int, int]]:
-        """Yield each rank with that of the next stage; the last stage's next one is the first."""
+        """Yield each rank with that of the next stage; the first stage follows the last."""
         for rank in range(self.world_size):
             line = next((ranks for ranks in self.pp_groups if rank in ranks), [rank])
             yield rank, line[(line.index(rank) + 1) % len(line)]
 
-    # ---- places ----------------------------------------------------------------------------------
+    # ---- coordinates -----------------------------------------------------------------------------
 
     def topology(self) -> ProcessTopology:
         """Return the grid of ranks."""
@@ -111,7 +111,7 @@ class PipelineParallelGrid:
         return self.stage_id
 
     def get_data_parallel_id(self) -> int:
-        """Return this rank's place among those with the same layers."""
+        """Return this rank's index among those with the same layers."""
         return self.data_parallel_id
 
     def get_global_rank(self) -> int:
@@ -119,9 +119,9 @@ class PipelineParallelGrid:
         return self.global_rank
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """Return the rank of another stage at this rank's place along the other axes.
+        """Return the rank of another stage at this rank's coordinates along the other axes.
 
-        `kwargs` replace places along these axes.
+        `kwargs` replace coordinates along these axes.
         """
         place = self._topo.get_coord(self.global_rank)._asdict()
         wanted = {**place, "pipe": stage_id, **kwargs}
@@ -148,11 +148,11 @@ class PipelineParallelGrid:
     # ---- samples ---------------------------------------------------------------------------------
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's place among those with the same layers."""
+        """Return this rank's index among those with the same layers."""
         return self.data.rank
 
     def get_data_parallel_world_size(self) -> int:
-        """Return the number of ranks with the same layers, which see different samples."""
+        """Return the number of ranks with the same layers and different samples."""
         return self.data_parallel_size
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
@@ -166,7 +166,7 @@ class PipelineParallelGrid:
     # ---- slices of sequences ---------------------------------------------------------------------
 
     def get_sequence_parallel_rank(self) -> int:
-        """Return this rank's place among those that share each sequence."""
+        """Return this rank's index among those that share each sequence."""
         return self.sequence.rank
 
     def get_sequence_parallel_world_size(self) -> int:
@@ -184,7 +184,7 @@ class PipelineParallelGrid:
     # ---- parts of one model ----------------------------------------------------------------------
 
     def get_model_parallel_rank(self) -> int:
-        """Return this rank's place among all parts of one model."""
+        """Return this rank's index among all parts of one model."""
         return self.replica.rank
 
     def get_model_parallel_world_size(self) -> int:
@@ -198,7 +198,7 @@ class PipelineParallelGrid:
     # ---- slices of layers ------------------------------------------------------------------------
 
     def get_slice_parallel_rank(self) -> int:
-        """Return this rank's place among those with slices of the same layers."""
+        """Return this rank's index among those with slices of the same layers."""
         return self.slices.rank
 
     def get_slice_parallel_world_size(self) -> int:
@@ -215,7 +215,7 @@ class PipelineParallelGrid:
 
 
 def _places(place: Any, *axes: str) -> dict[str, int]:
-    """Return the place along those of these axes that exist."""
+    """Return the coordinates along those of these axes that exist."""
     return {axis: getattr(place, axis) for axis in axes if hasattr(place, axis)}
 
 

@@ -1,7 +1,7 @@
-"""Gradients of weights that are computed after those of inputs, for the schedule "zero_bubble".
+"""Deferred gradients of weights, for the schedule "zero_bubble".
 
-A linear layer has most of the work in its weight's gradient, which no other stage waits for. So its
-backward computes the gradient of its input alone, and keeps what the other needs.
+In a linear layer's backward, no other stage waits for the weight's gradient. So its backward
+computes only the gradient of the input, and keeps the tensors for the weight's gradient.
 
 Tests: tests/pipeline/test_later_weights.py
 """
@@ -25,7 +25,7 @@ class Later(NamedTuple):
     input: Tensor
     """Shape [rows, inputs]."""
     gradient: Tensor
-    """Of the output; shape [rows, outputs]."""
+    """Gradient of the output; shape [rows, outputs]."""
     is_transposed: bool
     """True if the weight's shape is [inputs, outputs]."""
 
@@ -42,7 +42,7 @@ def _addmm(bias: Tensor, value: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer whose backward puts its weight's gradient off."""
+    """A linear layer whose backward defers its weight's gradient."""
 
     @staticmethod
     def forward(
@@ -72,11 +72,10 @@ class _Linear(torch.autograd.Function):
 
 
 class LaterWeights:
-    """Linear layers of a model that put off the gradients of their weights.
+    """Linear layers of a model that defer the gradients of their weights.
 
-    These are modules whose forward is that of `torch.nn.Linear`, or of transformers' `Conv1D`.
-    Gradients of other weights are computed at once, as are those under autocast and of compiled
-    layers.
+    These are modules with the forward of `torch.nn.Linear` or transformers' `Conv1D`. Gradients of
+    other weights are computed at once, as are those under autocast and of compiled layers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -86,13 +85,13 @@ class LaterWeights:
             layer.forward = partial(self._forward, layer, layer.forward, is_transposed)
 
     def close(self) -> None:
-        """Give the layers their own forwards back."""
+        """Restore the layers' own forwards."""
         for layer, _ in self._layers:
             del layer.forward
         self._layers.clear()
 
     def take(self) -> list[Later]:
-        """Return what was put off since the last call."""
+        """Return the gradients deferred since the last call."""
         found, self._later = self._later, []
         return found
 
@@ -115,7 +114,7 @@ class LaterWeights:
 
 
 def gradients_of(put_off: Sequence[Later]) -> dict[nn.Parameter, Tensor]:
-    """Return the gradient of each weight; several uses of one are added up, the last one first."""
+    """Return the gradient of each weight, summed over its uses, the last use first."""
     found: dict[nn.Parameter, Tensor] = {}
     for one in put_off:
         computed = one.compute()
@@ -131,7 +130,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     transformers = sys.modules.get("transformers.pytorch_utils")
     for module in model.modules():
         if "forward" in vars(module):
-            continue  # somebody else's
+            continue  # the forward was replaced
         if type(module).forward is nn.Linear.forward:
             yield module, False
         elif transformers is not None and type(module) is transformers.Conv1D:

@@ -1,4 +1,4 @@
-"""Files of single layers, by which DeepSpeed's programs store a pipeline.
+"""Files of single layers, in which DeepSpeed's programs store a pipeline.
 
 Tests: tests/pipeline/test_module.py
 """
@@ -21,7 +21,7 @@ _END = "model_states.pt"
 
 
 def prefix(grid: PipelineParallelGrid, folder: str | Path, tag: object) -> str:
-    """Return the beginning of the paths of a checkpoint's files of one rank."""
+    """Return the common prefix of the paths of one rank's checkpoint files."""
     place = grid.topology().get_rank_repr(grid.global_rank, omit_axes=("data",))
     return os.path.join(folder, str(tag), f"module{'-' * bool(place)}{place}")
 
@@ -58,14 +58,14 @@ def load(
     """Load one layer from the file of this rank's slice of it.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the file does not exist.
     """
     file = path(grid, folder, index)
     if not os.path.exists(file):
         found = ", ".join(paths(folder, index)) or "none"
         raise CheckpointError(
-            f"{file} is not there, the file of layer {index} ({type(module).__name__}); files of"
-            f" this layer: {found}. Give the directory that save_state_dict wrote to, of a model"
+            f"{file} does not exist, the file of layer {index} ({type(module).__name__}); files of"
+            f" this layer: {found}. Pass the directory that save_state_dict wrote to, for a model"
             " with as many slices of each layer"
         )
     if engine is None:

@@ -1,4 +1,4 @@
-"""A model as a list of layers, of which each stage builds its own.
+"""A model as a list of layers; each stage builds its own layers.
 
 Tests: tests/pipeline/test_module.py
 """
@@ -39,16 +39,16 @@ Seeding = Callable[[int], Any]
 
 
 class PipelineModule(nn.Module):
-    """The layers of this rank's stage, which pass on what the layer before returned.
+    """The layers of this rank's stage; each gets the output of the previous one.
 
-    Parameters have the names that they have in the whole model: `<index>.<name>` by the layer's
-    place in the list, and `tied_modules.<key>.<name>`. All ranks must create it, with the same
-    layers. Layers are built once, and only on their stage.
+    Parameters have the names of the whole model: `<index>.<name>` by the layer's index in the list,
+    and `tied_modules.<key>.<name>`. All ranks must create it, with the same layers. Layers are
+    built once, and only on their stage.
 
     Args:
         layers: descriptions (`LayerSpec`, `TiedLayerSpec`), modules, and functions of one argument.
         num_stages: the number of stages, if there is no `topology`.
-        topology: the grid of ranks; by default stages, times ranks that see different samples.
+        topology: the grid of ranks; by default stages times data-parallel ranks.
         loss_fn: called with the last layer's output and the labels; without it the last layer
             returns the loss.
         seed_layers: seed random numbers before each layer is built, and before it runs.
@@ -63,8 +63,8 @@ class PipelineModule(nn.Module):
             first stage has the first and the third quarter of the model.
 
     Raises:
-        UsageError: the ranks cannot hold the stages, a stage would be empty, or an argument is none
-            of these.
+        UsageError: the number of ranks does not fit the stages, a stage would be empty, or an
+        argument is invalid.
         NotBuiltYetError: a PipelineModule is a layer, or the method is another one.
         MismatchError: the ranks were given different layers.
     """
@@ -106,7 +106,7 @@ class PipelineModule(nn.Module):
         self.activation_checkpoint_func = activation_checkpoint_func
         self.dynamic_shape = dynamic_shape
         self.curr_layer: int | None = None
-        """The layer that runs, or has run last."""
+        """The layer that is running or ran last."""
         with raised_on_all(world, "PipelineModule"):
             self.parts = cut(self._layer_specs, self.num_stages * chunks, partition_method)
         self._check_same(world)
@@ -115,7 +115,7 @@ class PipelineModule(nn.Module):
         """The layers of each chunk of this stage."""
         self._forwards = [0] * chunks
         self.renamed: dict[nn.Parameter, str] = {}
-        """Names in the whole model of parameters that have another one on this stage."""
+        """Names in the whole model of parameters that have a different name on this stage."""
         self._functions: dict[int, Callable[[Any], Any]] = {}
         self.fwd_map: dict[str, int] = {}
         self.tied_modules = nn.ModuleDict()
@@ -133,8 +133,8 @@ class PipelineModule(nn.Module):
         if not is_same_everywhere(f"{names} {self.parts}", world):
             raise MismatchError(
                 f"rank {world.rank} has a PipelineModule of {len(names)} layers"
-                f" ({', '.join(names)}) in parts {self.parts}, and another rank has"
-                " different ones; give all ranks the same list of layers"
+                f" ({', '.join(names)}) in parts {self.parts}, but another rank has"
+                " different ones; pass the same list of layers on all ranks"
             )
 
     def _build(self) -> None:
@@ -225,7 +225,7 @@ class PipelineModule(nn.Module):
         return value
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Recompute so many layers together; 0: none.
+        """Recompute this many layers together; 0 recomputes none.
 
         Raises:
             UsageError: it is negative.
@@ -235,14 +235,15 @@ class PipelineModule(nn.Module):
         self.activation_checkpoint_interval = interval
 
     def get_additional_losses(self) -> Mapping[str, Tensor] | None:
-        """Return further losses of the last micro-batch by name, for reports; None: none.
+        """Return further losses of the last micro-batch by name, for reports; None if there are
+        none.
 
         Subclasses override it. It is called on the last stage, after the loss.
         """
         return None
 
     def pair_of(self, batch: Any) -> Any:
-        """Return the inputs and the labels of a micro-batch; here it is that pair already."""
+        """Return the inputs and the labels of a micro-batch, which is that pair by default."""
         return batch
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -251,7 +252,7 @@ class PipelineModule(nn.Module):
             for module in layer.children() if layer is self.tied_modules else (layer,):
                 module.compile(*args, **kwargs)
 
-    # ---- where things are ------------------------------------------------------------------------
+    # ---- stages and layers -----------------------------------------------------------------------
 
     def topology(self) -> ProcessTopology:
         """Return the grid of ranks."""
@@ -295,7 +296,7 @@ class PipelineModule(nn.Module):
         return f"stage {number % self.num_stages} ({layers})"
 
     def layer(self, index: int) -> Callable[[Any], Any]:
-        """Return a layer of this stage, by its place in the model."""
+        """Return a layer of this stage, by its index in the model."""
         return self._functions[index]
 
     def layer_name(self, index: int) -> str:
@@ -305,20 +306,20 @@ class PipelineModule(nn.Module):
     # ---- tied weights ----------------------------------------------------------------------------
 
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, dist.ProcessGroup]]:
-        """Return each weight of this stage that others have too, with the ranks that have it."""
+        """Return each weight of this stage that other stages share, with the ranks that have it."""
         return groups_of(self.tied_comms)
 
     def allreduce_tied_weight_gradients(self) -> None:
-        """Add up the gradients of tied weights over their copies, where no engine trains them.
+        """Sum the gradients of tied weights over their copies, if no engine trains them.
 
-        An engine does so itself, and keeps gradients elsewhere than in `.grad`.
+        An engine does so itself, and keeps gradients outside `.grad`.
         """
         sum_gradients(self.tied_comms)
 
     # ---- files of layers -------------------------------------------------------------------------
 
     def ckpt_prefix(self, checkpoints_path: str | Path, tag: object) -> str:
-        """Return the beginning of the paths of a checkpoint's files of this rank."""
+        """Return the common prefix of the paths of this rank's checkpoint files."""
         return layer_files.prefix(self._grid, checkpoints_path, tag)
 
     def ckpt_layer_path(self, ckpt_dir: str | Path, local_layer_idx: int) -> str:
@@ -332,10 +333,10 @@ class PipelineModule(nn.Module):
     def save_state_dict(
         self, save_dir: str | Path, checkpoint_engine: Any, exclude_frozen_params: bool = False
     ) -> None:
-        """Write a file for each layer of this stage, for programs that read these.
+        """Write a file for each layer of this stage, for programs that read these files.
 
-        `checkpoint_engine` has `save(state, path)`; None: torch's. Only the first of the ranks with
-        the same layers writes.
+        `checkpoint_engine` has `save(state, path)`; None uses torch's. Only the first of the ranks
+        with the same layers writes.
         """
         if self._grid.data_parallel_id == 0:
             write = torch.save if checkpoint_engine is None else checkpoint_engine.save
@@ -346,20 +347,21 @@ class PipelineModule(nn.Module):
     def load_state_dir(
         self, load_dir: str | Path, checkpoint_engine: Any, strict: bool = True
     ) -> None:
-        """Load this stage's layers from files of layers, whichever stages wrote them.
+        """Load this stage's layers from files of layers, which any split into stages may have
+        written.
 
-        `checkpoint_engine` has `load(path, map_location=)`; None: torch's.
+        `checkpoint_engine` has `load(path, map_location=)`; None uses torch's.
         """
         for index, module in self._own_modules():
             layer_files.load(self._grid, load_dir, index, module, checkpoint_engine, strict)
         begin_equal(self.tied_comms)
 
     def _own_index(self, place: int) -> int:
-        """Return the place in the model of this stage's layer number `place`."""
+        """Return the index in the model of this stage's layer number `place`."""
         return list(self._functions)[place]
 
     def _own_modules(self) -> Iterable[tuple[int, nn.Module]]:
-        """Yield this stage's layers that are called as modules, with their places in the model."""
+        """Yield this stage's layers that are called as modules, with their indices in the model."""
         for index, function in self._functions.items():
             if isinstance(function, nn.Module):
                 yield index, function
@@ -367,7 +369,7 @@ class PipelineModule(nn.Module):
 
 def _topology_of(num_stages: int | None, size: int) -> ProcessTopology:
     if num_stages is None:
-        raise UsageError("PipelineModule must be given num_stages= or topology=")
+        raise UsageError("PipelineModule requires num_stages= or topology=; pass one of them")
     if num_stages < 1 or size % num_stages:
         raise UsageError(
             f"PipelineModule(num_stages={num_stages}): the number of stages must divide the number"
@@ -382,7 +384,7 @@ def _checked(layers: Iterable[Layer]) -> list[Layer]:
         if isinstance(layer, PipelineModule):
             raise NotBuiltYetError(
                 f"layer {index} of a PipelineModule is a PipelineModule, which is not built yet;"
-                " give its layers"
+                " pass its layers"
             )
         if not callable(layer) and not isinstance(layer, LayerSpec):
             raise UsageError(

@@ -2,9 +2,9 @@
 
 - "gpipe" (Huang et al. 2019): all forwards, then all backwards.
 - "interleaved" (Narayanan et al. 2021): a stage has several chunks of the model, so the pipeline
-  fills as many times faster; micro-batches take turns in groups of as many as there are stages.
+  fills that many times faster; micro-batches run in groups as large as the number of stages.
 - "zero_bubble" (ZB-H1, Qi et al. 2024): a backward has two parts. The gradients of weights are
-  computed while the stage would wait for another one, so the next stage gets its gradient sooner.
+  computed while the stage would otherwise wait, so the next stage gets its gradient sooner.
 
 Tests: tests/pipeline/test_orders.py
 """
@@ -40,7 +40,7 @@ class JobKind(Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    """The gradients of the input; of the weights, too, unless the schedule has them apart."""
+    """The gradients of the input, and of the weights unless the schedule separates them."""
     WEIGHTS = "W"
     """The gradients of the weights."""
 
@@ -51,7 +51,7 @@ class StageJob(NamedTuple):
     kind: JobKind
     micro_batch: int
     chunk: int = 0
-    """Of this stage's chunks, the first one is 0."""
+    """Index among this stage's chunks."""
 
 
 Order = Sequence[StageJob]
@@ -83,7 +83,7 @@ def interleaved_order(micro_batches: int, stages: int, stage: int, chunks: int) 
 
 
 def zero_bubble_order(micro_batches: int, stages: int, stage: int) -> Order:
-    """Return 1F1B with the gradients of weights as many backwards later as stages come before."""
+    """Return 1F1B with the gradients of weights delayed by one backward per preceding stage."""
     found: list[StageJob] = []
     for job in one_forward_one_backward_order(micro_batches, stages, stage):
         found.append(job)
@@ -110,7 +110,7 @@ def _in_turns(
 
 
 def _alternating(forwards: Order, backwards: Order, ahead: int) -> Order:
-    """Return so many forwards, then a backward and a forward in turn."""
+    """Return this many forwards, then alternate a backward and a forward."""
     found = list(forwards[:ahead])
     left = iter(forwards[ahead:])
     for job in backwards:
@@ -123,7 +123,7 @@ class OrderedSchedule(PipeSchedule):
     """The instructions of one stage that computes in a given order.
 
     Args:
-        micro_batches, stages, stage_id: as of every schedule.
+        micro_batches, stages, stage_id: as in every schedule.
         order: the stage's computations.
         chunks: the stage's chunks of the model.
     """
@@ -156,7 +156,7 @@ class OrderedSchedule(PipeSchedule):
 
 
 def _kinds(kind: JobKind, *, is_first: bool, is_last: bool) -> Iterator[type[BufferOpInstruction]]:
-    """Yield what belongs to a computation of the model's first, last or another chunk."""
+    """Yield the instructions of a computation of the model's first, last or another chunk."""
     if kind is JobKind.WEIGHTS:
         yield BackwardWeights
     elif kind is JobKind.FORWARD:
@@ -202,30 +202,30 @@ def order_of(schedule: str, micro_batches: int, stages: int, stage: int, chunks:
 
 
 def check_schedule(schedule: str, micro_batches: int, stages: int) -> None:
-    """Raise `UsageError` if a schedule has no such number of micro-batches."""
+    """Raise `UsageError` if a schedule cannot run this number of micro-batches."""
     if schedule == "interleaved" and micro_batches % stages:
         raise UsageError(
             f"gradient_accumulation_steps is {micro_batches}, but pipeline.schedule is"
-            f" 'interleaved', in which groups of {stages} micro-batches, one for each stage, take"
-            f" turns: choose a multiple of {stages}, or another schedule"
+            f" 'interleaved', which runs groups of {stages} micro-batches, one for each stage:"
+            f" choose a multiple of {stages}, or another schedule"
         )
 
 
 def forward_order(micro_batches: int, stages: int, chunks: int) -> Order:
-    """Return forwards alone, of several chunks."""
+    """Return only forwards, of several chunks."""
     return _in_turns(JobKind.FORWARD, micro_batches, stages, range(chunks))
 
 
 def idle_share(
     orders: Sequence[Order], chunks: int = 1, cost: Mapping[JobKind, float] = {}
 ) -> float:
-    """Return the share of the time in which stages wait for each other.
+    """Return the fraction of time that stages spend waiting (the bubble).
 
     Args:
         orders: of all stages, the first one first.
         chunks: of each stage.
         cost: the time of each computation of a chunk; by default a backward takes twice as long as
-            a forward, and half of that for each of its parts where these are apart.
+            a forward, and each of its parts half of that if they are separate.
 
     Raises:
         ValueError: the stages wait for each other in a circle.

@@ -15,9 +15,9 @@ from hadal.errors import UsageError
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return bounds of parts of equal length; the first ones have one more if that is uneven.
+    """Return bounds of parts of equal length; the first ones have one more if it does not divide.
 
-    Of fewer items than parts each has a part of its own, and the last parts are empty.
+    If there are fewer items than parts, each part has at most one, and the last parts are empty.
 
     Raises:
         UsageError: there are no parts, or fewer than no items.
@@ -31,8 +31,8 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Return bounds for which the heaviest and the lightest part differ little.
 
     A dynamic program over the last bound. It keeps the best split of every prefix: the one with the
-    least difference between its parts, and of equal ones that with the latest bound. No part is
-    empty, unless there are fewer items than parts.
+    smallest difference between its parts, and among equals the one with the latest bound. No part
+    is empty, unless there are fewer items than parts.
 
     Raises:
         UsageError: there are no parts.
@@ -42,7 +42,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     if count <= num_parts:
         return partition_uniform(count, num_parts)
     sums = [0, *prefix_sum_inc(weights)]
-    # Of each prefix: its heaviest and lightest part, and where its last part begins.
+    # For each prefix: its heaviest and lightest part, and the start of its last part.
     found = [[(weight, weight, 0) for weight in sums]]
     for parts in range(2, num_parts + 1):
         before, row = found[-1], [(0.0, 0.0, 0)] * (count + 1)

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from hadal.pipeline.module import PipelineModule
 
 Recompute = Callable[..., Any]
-"""Called with a function and its arguments: returns what that returns, and calls it again in
+"""Called with a function and its arguments; returns the function's result, and calls it again in
 backward."""
 
-# Programs derived from Megatron's, whose other layers are no use to recompute.
+# Programs derived from Megatron's; recomputing their other layers is useless.
 _OF_MEGATRON = ("GPTModelPipe", "GPT2ModelPipe")
 _LAYER_OF_MEGATRON = "ParallelTransformerLayerPipe"
 
@@ -34,7 +34,7 @@ def recomputed(function: Callable[..., Any], *values: Any) -> Any:
 def calls_of(
     module: PipelineModule, layers: Sequence[int]
 ) -> Iterator[tuple[Sequence[int], Recompute | None]]:
-    """Yield groups of these layers, and how each is recomputed; None: it is not."""
+    """Yield groups of these layers, and how each is recomputed; None if it is not."""
     interval = module.activation_checkpoint_interval
     if interval == 0 or not torch.is_grad_enabled():
         yield layers, None

@@ -2,8 +2,8 @@
 
 Training is 1F1B (PipeDream-Flush, Narayanan et al. 2021): a stage alternates between the forward of
 one micro-batch and the backward of an earlier one, so it stores the inputs of no more micro-batches
-than there are stages from it on. Sends and receives of neighbours are in such an order that each
-may block until its counterpart has come.
+than there are stages from it on. Sends and receives of neighbours are ordered such that each may
+block until its counterpart has started.
 
 Tests: tests/pipeline/test_schedule.py
 """
@@ -18,7 +18,7 @@ from hadal.errors import UsageError
 
 
 class PipeInstruction:
-    """One thing that a stage does; its arguments are attributes, too."""
+    """One action of a stage; its arguments are attributes, too."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.name = type(self).__name__
@@ -38,7 +38,7 @@ class ReduceGrads(PipeInstruction):
 
 
 class ReduceTiedGrads(PipeInstruction):
-    """Add up the gradients of weights that several stages share."""
+    """Sum the gradients of weights that several stages share."""
 
 
 class CommitP2P(PipeInstruction):
@@ -112,7 +112,7 @@ class PipeSchedule(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yield the instructions of each step; none if this stage is idle meanwhile."""
+        """Yield the instructions of each step; none if this stage is idle in it."""
 
     def num_pipe_buffers(self) -> int:
         """Return how many micro-batches this stage stores at a time."""
@@ -138,12 +138,12 @@ class PipeSchedule(ABC):
 
     @property
     def is_first_stage(self) -> bool:
-        """Return True if nothing comes before this stage."""
+        """Return True if no stage precedes this one."""
         return self.stage_id == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Return True if nothing comes after this stage."""
+        """Return True if no stage follows this one."""
         return self.stage_id == self.stages - 1
 
     def _buffer(self, micro_batch: int) -> int | None:
@@ -179,11 +179,11 @@ class TrainSchedule(PipeSchedule):
             before = buffer
 
     def _micro_batch(self, step: int) -> int:
-        """Return the micro-batch that is due; there may be none of this number."""
+        """Return the number of the micro-batch that is due, which may not exist."""
         if step % 2 == self.stage_id % 2:
             return step // 2 - self.stage_id // 2
-        # The last stage begins as soon as its first forward is over; each stage before it a step
-        # later than the next one.
+        # The last stage starts backwards right after its first forward; each stage before it starts
+        # one step later than the next one.
         return (step + self.stage_id + 1) // 2 - self.stages
 
     def _forward(self, buffer: int | None, before: int | None) -> list[PipeInstruction]:
@@ -210,7 +210,7 @@ class TrainSchedule(PipeSchedule):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forwards alone: in micro-batches + stages - 1 steps, with two buffers."""
+    """Only forwards: in micro-batches + stages - 1 steps, with two buffers."""
 
     def num_pipe_buffers(self) -> int:
         """Return 2: one is sent while the other is filled."""

@@ -1,4 +1,4 @@
-"""Layers that are described now and built later, on the ranks that need them.
+"""Descriptions of layers, which are built later on the ranks that need them.
 
 Tests: tests/pipeline/test_module.py
 """
@@ -21,17 +21,17 @@ class LayerSpec:
 
     Args:
         typename: a subclass of `nn.Module`.
-        module_args: its arguments, as `module_kwargs`.
+        module_args: its positional arguments; `module_kwargs` are its keyword arguments.
 
     Raises:
-        UsageError: it is not such a class.
+        UsageError: `typename` is not such a class.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
             raise UsageError(
                 f"{type(self).__name__} takes a subclass of torch.nn.Module and its arguments, got"
-                f" {typename!r}; give a function to PipelineModule as it is"
+                f" {typename!r}; pass a function to PipelineModule directly"
             )
         self.typename = typename
         self.module_args = module_args
@@ -50,14 +50,14 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that stands at several places of a model, and is one module with one set of weights.
+    """A layer used at several positions of a model: one module with one set of weights.
 
-    Stages that have it each hold a copy; the gradients of all copies are added up.
+    Each of its stages holds a copy; the gradients of all copies are summed.
 
     Args:
         key: the module's name; equal keys are one module.
         typename: a subclass of `nn.Module`, with its arguments.
-        forward_fn: called with the module and its input in place of the module's forward.
+        forward_fn: called with the module and its input instead of the module's forward.
         tied_weight_attr: paths of the weights that copies share, as `get_tied_weights_and_groups`
             reports them.
     """
@@ -79,7 +79,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 Layer = LayerSpec | nn.Module | Callable[..., Any]
-"""A part of a pipeline: described, built already, or a function without weights."""
+"""A layer of a pipeline: a description, a module, or a function without weights."""
 
 
 def name_of(layer: Layer) -> str:

@@ -1,4 +1,4 @@
-"""Modules that several stages have: who holds copies, and their equal beginning.
+"""Modules that several stages share: the ranks with copies, and their common initial values.
 
 Tests: tests/pipeline/test_module.py
 """
@@ -20,7 +20,7 @@ from hadal.errors import UsageError
 from hadal.pipeline.specs import Layer, TiedLayerSpec
 
 TIED_COPY = "hadal_tied_copy"
-"""The mark of a tied parameter on every stage but the first one that has it."""
+"""The mark of a tied parameter on every stage except the first that has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Tie:
     weight_attr: tuple[str, ...]
     """Paths of the weights that are reported as tied."""
     ranks: Ranks
-    """A rank of each stage that has it, the first stage first."""
+    """One rank of each stage that has it, the first stage first."""
 
     def weights(self) -> Iterable[Tensor]:
         """Yield the weights that are reported as tied."""
@@ -46,7 +46,7 @@ class Tie:
         return self.ranks.rank > 0
 
     def __getitem__(self, name: str) -> Any:
-        """Return a field by the name that programs read: `group`, `ranks`, `module`, ..."""
+        """Return a field by the name that programs use: `group`, `ranks`, `module`, ..."""
         if name == "ranks":
             return list(self.ranks.numbers)
         return self.ranks.group if name == "group" else getattr(self, name)
@@ -55,7 +55,7 @@ class Tie:
 def owners_of(layers: Sequence[Layer], bounds: Sequence[int], stages: int) -> dict[str, list[int]]:
     """Return the stages that have each tied module, by its key in sorted order.
 
-    `bounds` are those of chunks, which the stages have in turn.
+    `bounds` are those of chunks, which are assigned to stages in turn.
     """
     found: dict[str, set[int]] = {}
     for number, (start, stop) in enumerate(pairwise(bounds)):
@@ -66,7 +66,7 @@ def owners_of(layers: Sequence[Layer], bounds: Sequence[int], stages: int) -> di
 
 
 def check_weights(key: str, module: nn.Module, paths: Iterable[str]) -> None:
-    """Raise `UsageError` if a tied module lacks a weight that is said to be tied."""
+    """Raise `UsageError` if a tied module lacks a weight that is declared as tied."""
     for path in paths:
         found = module
         for name in path.split("."):
@@ -80,7 +80,7 @@ def check_weights(key: str, module: nn.Module, paths: Iterable[str]) -> None:
 
 
 def begin_equal(ties: Mapping[str, Tie]) -> None:
-    """Give all copies the values of the first stage's. All ranks that have them must call it."""
+    """Copy the first stage's values to all copies. All ranks that have them must call it."""
     for key, tie in ties.items():
         for name, values in [*tie.module.named_parameters(), *tie.module.named_buffers()]:
             broadcast_(values.data, 0, tie.ranks, f"the broadcast of tied_modules.{key}.{name}")
@@ -90,7 +90,7 @@ def begin_equal(ties: Mapping[str, Tie]) -> None:
 
 
 def sum_gradients(ties: Mapping[str, Tie]) -> None:
-    """Add up the gradients in `.grad` over all copies. All ranks that have them must call it."""
+    """Sum the gradients in `.grad` over all copies. All ranks that have them must call it."""
     for key, tie in ties.items():
         for name, parameter in tie.module.named_parameters():
             if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""Ranks as a grid with named axes: which rank has which place, and which ranks are along an axis.
+"""Ranks as a grid with named axes: the coordinates of each rank, and the ranks along an axis.
 
 Tests: tests/pipeline/test_topology.py
 """
@@ -15,22 +15,22 @@ from hadal.errors import UsageError
 
 
 class ProcessTopology:
-    """A grid of ranks, numbered row by row: ranks next to each other differ in the last axis.
+    """A grid of ranks in row-major order: adjacent ranks differ in the last axis.
 
     Args:
         axes: the names of the axes.
         dims: the number of ranks along each.
 
     Raises:
-        UsageError: an axis has no ranks or no name of its own, or there is not one size for each.
+        UsageError: an axis has no ranks or no unique name, or there is not one size for each.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes, self.dims = list(axes), list(dims)
         if len(axes) != len(dims) or len(set(axes)) != len(axes) or any(dim < 1 for dim in dims):
             raise UsageError(
-                f"a topology got axes {list(axes)} with {list(dims)} ranks: expected different"
-                " names, and for each a number of at least 1"
+                f"a topology got axes {list(axes)} with {list(dims)} ranks: expected distinct"
+                " names, and a number of at least 1 for each"
             )
         make: Any = namedtuple  # its fields are known at run time only
         self.ProcessCoord = make("ProcessCoord", self.axes)
@@ -56,10 +56,10 @@ class ProcessTopology:
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """Return the rank at a place, given along every axis.
+        """Return the rank at coordinates that include every axis.
 
         Raises:
-            ValueError: an axis is missing or unknown, or the place is outside of the grid.
+            ValueError: an axis is missing or unknown, or the coordinates are outside the grid.
         """
         if set(coord_kwargs) != set(self.axes):
             raise ValueError(
@@ -67,11 +67,11 @@ class ProcessTopology:
             )
         place = self.ProcessCoord(**coord_kwargs)
         if place not in self.mapping:
-            raise ValueError(f"{place} is outside of axes {self.axes} with {self.dims} ranks")
+            raise ValueError(f"{place} is outside the axes {self.axes} with {self.dims} ranks")
         return self.mapping[place]
 
     def get_coord(self, rank: int) -> Any:
-        """Return the place of a rank, as a namedtuple of the axes.
+        """Return the coordinates of a rank, as a namedtuple of the axes.
 
         Raises:
             ValueError: there is no such rank.
@@ -87,13 +87,13 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """Return the place of a rank as text for file names, such as `model_00`."""
+        """Return the coordinates of a rank as text for file names, such as `model_00`."""
         place = self.get_coord(rank)._asdict()
         shown = (axis for axis in self.axes if axis not in frozenset(omit_axes))
         return outer_sep.join(f"{axis}{inner_sep}{place[axis]:02d}" for axis in shown)
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """Return the ranks whose places have all these values, ascending."""
+        """Return the ranks whose coordinates have all these values, ascending."""
         wanted = filter_kwargs.items()
         return [
             rank
@@ -102,7 +102,7 @@ class ProcessTopology:
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Return the ranks at one place of an axis, ascending."""
+        """Return the ranks at one index of an axis, ascending."""
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Values that one stage gives the next: nested tensors, taken apart and put together again.
+"""Values that one stage sends to the next: nested tensors, flattened and restored.
 
 Tests: tests/pipeline/test_executor.py
 """
@@ -34,7 +34,7 @@ class TensorForm(NamedTuple):
 
 
 class ValueLayout(NamedTuple):
-    """The structure of a value, and the form of each tensor in it: what a receiver must know."""
+    """The structure of a value, and the form of each tensor in it, for the receiver."""
 
     frame: Any
     """Nested tuples: a kind, its type or keys, and the frames inside; tensors have none."""
@@ -55,8 +55,8 @@ _TENSOR = ("tensor",)
 def taken_apart(value: Any, where: str) -> tuple[list[Tensor], ValueLayout]:
     """Return the tensors in a value, in order, and its layout.
 
-    A value is a tensor, a plain Python value, or a tuple, list, mapping or dataclass of values. The
-    tensors that require a gradient take one.
+    A value is a tensor, a plain Python value, or a tuple, list, mapping or dataclass of values.
+    Tensors that require a gradient get one.
 
     Raises:
         UsageError: it holds anything else; `where` names the layer.
@@ -77,8 +77,8 @@ def taken_apart(value: Any, where: str) -> tuple[list[Tensor], ValueLayout]:
             values = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
             return ("fields", type(one), tuple(values), tuple(map(frame_of, values.values())))
         raise UsageError(
-            f"{where} returned a {type(one).__name__}, which cannot be sent to the next stage; give"
-            " a tensor, or a tuple, list, dict or dataclass of tensors and plain values"
+            f"{where} returned a {type(one).__name__}, which cannot be sent to the next stage;"
+            " return a tensor, or a tuple, list, dict or dataclass of tensors and plain values"
         )
 
     frame = frame_of(value)
@@ -119,7 +119,9 @@ def _mapping(make: Any, keys: Sequence[Any], values: list[Any]) -> Any:
 def _fields(make: Any, names: Sequence[str], values: list[Any]) -> Any:
     made = object.__new__(make)
     for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)  # frozen ones, and fields that are no arguments, too
+        object.__setattr__(
+            made, name, value
+        )  # also for frozen ones, and fields that are not arguments
     return made
 
 

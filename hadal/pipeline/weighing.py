@@ -1,4 +1,4 @@
-"""The weight of each layer, by which a list of layers is cut into stages.
+"""The weight of each layer, by which a list of layers is split into stages.
 
 Tests: tests/pipeline/test_module.py
 """
@@ -32,7 +32,7 @@ def cut(layers: Sequence[Layer], stages: int, method: str) -> list[int]:
     """
     if len(layers) < stages:
         raise UsageError(
-            f"{len(layers)} layers cannot be cut into {stages} stages: stage {len(layers)} would"
+            f"{len(layers)} layers cannot be split into {stages} stages: stage {len(layers)} would"
             " have none; use fewer stages"
         )
     word, _, pattern = method.partition(":")
@@ -71,7 +71,7 @@ class Weigher:
         self._known: dict[tuple[object, ...], int] = {}
 
     def weights(self, layers: Sequence[Layer]) -> list[int]:
-        """Return the trainable elements of each layer, those of tied ones at each of its places."""
+        """Return the trainable elements of each layer; tied ones count at every position."""
         return [self._weight(layer) for layer in layers]
 
     def _weight(self, layer: Layer) -> int:
@@ -95,11 +95,11 @@ def trainable_numel(module: nn.Module) -> int:
 def built_without_memory(spec: LayerSpec) -> nn.Module:
     """Build a layer on the meta device, or in memory if its constructor reads values.
 
-    The program's random numbers stay as they were.
+    The program's random generators are not advanced.
     """
     with torch.random.fork_rng(devices=()):
         try:
             with torch.device("meta"):
                 return spec.build()
-        except Exception:  # whatever the constructor raises: the second attempt raises it as well
+        except Exception:  # any exception: the second attempt raises it again
             return spec.build()

@@ -1,8 +1,8 @@
-"""Messages between neighbouring stages: a head on the host, then tensors on their device.
+"""Messages between neighbouring stages: a header on the host, then tensors on their device.
 
-The head says which micro-batch comes. It comes before the tensors, so a stage that has failed can
-say so in its place, and stages that do different things find out. Tensors have the layout of those
-before them, unless the head announces another one.
+The header names the micro-batch. It precedes the tensors, so a failed stage can send its error
+instead, and stages that run different instructions detect it. Tensors have the layout of the
+previous ones, unless the header announces another one.
 
 Tests: tests/pipeline/test_executor.py
 """
@@ -25,26 +25,26 @@ from hadal.errors import MismatchError, PipelineError
 from hadal.pipeline.values import TensorForm, ValueLayout
 
 _FIRST_TAG, _TAGS = 64, 3
-# Tags begin anew after a failure, so that no message of before is taken for one of after.
+# Tags change after a failure, so that no earlier message is mistaken for a later one.
 # Every pipeline has tags of its own, for this many failures.
 _FAILURES, _GENERATIONS, _TAGS_IN_ONE = 16, 1 << 14, 1 << 16
 _HEAD_NUMEL = 8
 
 
 class MessageKind(IntEnum):
-    """The content of a message, as its head says."""
+    """The content of a message, according to its header."""
 
     TENSORS = 0
     ANNOUNCED = 1
     """A layout, then tensors."""
     FAULT = 2
-    """The text of an error that has ended the sender's work."""
+    """The text of an error that stopped the sender."""
     END = 3
-    """The same: its data has ended."""
+    """The same, when its data has ended."""
 
 
 class Errand(NamedTuple):
-    """One thing that a message can be about; both ends must be on the same one."""
+    """The subject of a message; both ends must agree on it."""
 
     batch: int
     """The number of the batch."""
@@ -62,30 +62,30 @@ class DataEndedError(Exception):
 
 @dataclass(slots=True)
 class Sent:
-    """A message under way."""
+    """A message in flight."""
 
     works: list[Pending]
     tensors: list[Tensor]
     """Kept until the other rank has them."""
 
     def wait(self) -> None:
-        """Wait until the other rank has it."""
+        """Wait until the other rank has received it."""
         for work in self.works:
             work.wait()
 
 
 class Wire:
-    """One direction between this rank and another one: of activations, or of their gradients.
+    """One direction between this rank and another, for activations or for their gradients.
 
     Args:
         ranks: the ranks of the pipeline; on an accelerator, with a communicator for this direction.
         other: the rank at the other end, among them.
         number: the number of this direction, the same at both ends.
         device: where tensors are.
-        name: both ends and what travels, for messages.
-        slices: ranks that have the same tensors here, of which each sends a slice of the first
-            one; None: each sends all.
-        serial: the number of this pipeline among all that these ranks have made.
+        name: both ends and the content, for messages.
+        slices: ranks that have the same tensors here, each of which sends a slice of the first
+        one; None: each sends all.
+        serial: the number of this pipeline among all that these ranks have created.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Wire:
     def send(
         self, errand: Errand, tensors: Iterable[Tensor], announced: ValueLayout | None = None
     ) -> Sent:
-        """Send tensors, whose layout the other end knows or is told now."""
+        """Send tensors, and their layout unless the other end knows it."""
         text = b"" if announced is None else pickle.dumps(announced)
         kind = MessageKind.TENSORS if announced is None else MessageKind.ANNOUNCED
         sent = self._send_head(kind, errand, text)
@@ -138,7 +138,7 @@ class Wire:
         return sent
 
     def tell(self, errand: Errand, text: str, *, is_end: bool) -> Sent:
-        """Send the text of a failure in place of what the other end waits for."""
+        """Send the text of a failure instead of the expected message."""
         return self._send_head(
             MessageKind.END if is_end else MessageKind.FAULT, errand, text.encode()
         )
@@ -157,22 +157,22 @@ class Wire:
     # ---- receiving -------------------------------------------------------------------------------
 
     def expect(self, errand: Errand, forms: Sequence[TensorForm] | None) -> Coming:
-        """Begin to receive a message; `forms`: of its tensors, if they are known already."""
+        """Start to receive a message; `forms`: of its tensors, if they are known already."""
         return Coming(self, errand, forms)
 
     def receive_text(self, length: int, label: str) -> bytes:
-        """Receive the text that a head speaks of."""
+        """Receive the text that a header announces."""
         body = torch.empty(length, dtype=torch.uint8)
         start_receive(body, self._other, self._ranks, self._tag(1), label).wait()
         return body.numpy().tobytes()
 
     def start_head(self, label: str) -> tuple[Tensor, Pending]:
-        """Begin to receive a head."""
+        """Start to receive a header."""
         head = torch.empty(_HEAD_NUMEL, dtype=torch.int64)
         return head, start_receive(head, self._other, self._ranks, self._tag(0), label)
 
     def start_tensors(self, forms: Sequence[TensorForm], label: str) -> tuple[list[Tensor], Any]:
-        """Begin to receive tensors; the works are to be waited for in order."""
+        """Start to receive tensors; wait for the works in order."""
         tensors, works = [], []
         for number, form in enumerate(forms):
             tensor = form.empty(self._device)
@@ -187,7 +187,7 @@ class Wire:
         return tensors, works
 
     def _mine(self, flat: Tensor, number: int) -> Tensor:
-        """Return what this rank sends, or receives, of a tensor: all of it, or a slice."""
+        """Return the part of a tensor that this rank sends or receives: all of it, or a slice."""
         slices = self._slices
         if slices is None or number or flat.numel() % slices.size or not flat.is_floating_point():
             return flat
@@ -200,7 +200,7 @@ class Wire:
 
 
 class Coming:
-    """A message that is to be received, of which some may be under way."""
+    """A message to be received, parts of which may be in flight."""
 
     def __init__(self, wire: Wire, errand: Errand, forms: Sequence[TensorForm] | None) -> None:
         self._wire = wire
@@ -217,13 +217,13 @@ class Coming:
     ) -> tuple[list[Tensor], ValueLayout | None]:
         """Wait for the message; return its tensors, and its layout if it was announced.
 
-        `forms`: of its tensors, if they have become known meanwhile.
+        `forms`: of its tensors, if they are known by now.
 
         Raises:
             PipelineError: the other stage has failed.
             DataEndedError: its data has ended.
-            MismatchError: it is about something else, or its layout is not known.
-            CommunicationError: the other rank is gone.
+            MismatchError: its subject differs, or its layout is not known.
+            CommunicationError: the other rank has exited.
         """
         self._begun.wait()
         kind, batch, is_training, micro_batch, length, *_ = self._head.tolist()
@@ -233,8 +233,8 @@ class Coming:
         found = Errand(batch, bool(is_training), micro_batch)
         if found != self._errand:
             raise MismatchError(
-                f"{self._wire.name}: {found} has come, and {self._errand} is expected: the ranks'"
-                " programs differ. Call train_batch and eval_batch equally often on every rank,"
+                f"{self._wire.name}: got {found}, expected {self._errand}: the ranks' programs"
+                " differ. Call train_batch and eval_batch equally often on every rank,"
                 " with the same number of micro-batches"
             )
         layout = None
@@ -246,8 +246,8 @@ class Coming:
             self._tensors, self._works = self._wire.start_tensors(forms, self._label)
         if self._tensors is None:
             raise MismatchError(
-                f"{self._label}: the sender has announced its layout before, and this rank does not"
-                " know it; call reset_activation_shape() on all ranks"
+                f"{self._label}: the sender announced its layout earlier, but this rank does not"
+                " have it; call reset_activation_shape() on all ranks"
             )
         for work in self._works:
             work.wait()

@@ -1,4 +1,4 @@
-"""Profiles of one update: operations by module, times, and the share of the device's peak."""
+"""Profiles of one update: operations by module, times, and the fraction of the device's peak."""
 
 from hadal.profiling.counting import Count, Counter
 from hadal.profiling.listener import ProfilerListener

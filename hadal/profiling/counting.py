@@ -39,7 +39,7 @@ class Count:
         return self.products // 2
 
     def __add__(self, other: Count | int) -> Count:
-        # torch's counter begins at the number 0.
+        # torch's counter starts from 0.
         if isinstance(other, int):
             return Count(self.products + other, self.others)
         return Count(self.products + other.products, self.others + other.others)

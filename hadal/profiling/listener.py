@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class Pass(Enum):
-    """Use of the current update."""
+    """The measurements of the current update."""
 
     WAIT = auto()
     COUNT = auto()
@@ -58,7 +58,7 @@ class ProfilerListener(Listener):
     """Listener that counts one update, times the next one, and reports; on rank 0 only.
 
     Counting slows each operation, so the times are those of the following update. If training ends
-    before that, the report has the counted update's own times, with a note. With `trace_file`
+    before that, the report has the counted update's own times, with a note. With `trace_file`,
     the update after that is traced. Outside these updates the listener does nothing.
     """
 
@@ -79,7 +79,7 @@ class ProfilerListener(Listener):
         self._own_times: tuple[ModuleTimes, Mapping[str, float]] | None = None
         self._ended_at: float | None = None
         self._trace: Any = None
-        # A program may end without closing its engine, before the update that is timed.
+        # A program may end without closing its engine, before the timed update.
         self._at_exit: Callable[[], None] | None = None
         prepare_counting()
 
@@ -164,7 +164,7 @@ class ProfilerListener(Listener):
     def _end_count(self, update: Update) -> None:
         assert self._counted is not None and self._times is not None  # since the pass began
         self._own_times = self._times, update.times
-        # For readers of `engine.flops_profiler` now; the report has better times.
+        # For readers of `engine.flops_profiler` until the report, which has better times.
         self.profiler.profile = self._profile(self._times, update.times, None, is_slowed=True)
         self._begin(Pass.TIME)
         mine = weakref.ref(self)

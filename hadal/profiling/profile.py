@@ -1,4 +1,4 @@
-"""Profile of one update: a tree of modules, and the figures of the whole.
+"""Profile of one update: a tree of modules, and the figures of the whole model.
 
 Tests: tests/profiling/test_profiler.py
 """
@@ -66,7 +66,7 @@ def tree_of(
         named = module.named_children()
         children = tuple(grow(child, below + key, key) for key, child in named)
         count, spent = counts.get(path), seconds.get(path)
-        if count is None:  # nobody calls a container
+        if count is None:  # a container is never called
             count = sum((child.forward for child in children), Count())
         else:
             count = Count(count.products // micro_steps, count.others // micro_steps)
@@ -114,7 +114,7 @@ class Profile:
     step_s: float
     """Seconds from the last backward's end to the update's."""
     whole_s: float | None
-    """Seconds from the update before to this one, with data loading; None if not known."""
+    """Seconds from the previous update to this one, with data loading; None if not known."""
     is_slowed: bool
     """True if the times are those of an update whose operations were counted."""
     ranks: Trained
@@ -139,7 +139,7 @@ class Profile:
 
     @property
     def mfu(self) -> float | None:
-        """The share of the device's peak that the update reached; None if the peak is not known."""
+        """The fraction of the device's peak that was reached; None if the peak is unknown."""
         return self.flops_per_second / self.peak_flops if self.peak_flops else None
 
     @property

@@ -29,15 +29,15 @@ class FlopsProfiler:
     """Counter of the operations of a model's forward, which also times its modules.
 
     Between `start_profile` and `stop_profile` every forward is counted; the results stay until
-    `end_profile`. Matrix products, convolutions and attention are counted exactly, whoever calls
-    them; norms, activation functions, softmax and pooling as a few operations per element.
+    `end_profile`. Matrix products, convolutions and attention are counted exactly, wherever they
+    are called; norms, activation functions, softmax and pooling as a few operations per element.
 
     Args:
         model: the module whose forwards are counted.
         ds_engine: the engine that trains it. Its own profile, once there is one, is printed
             instead of the one counted here.
-        recompute_fwd_factor: the share of the forward that backward costs on top of twice
-            the forward.
+        recompute_fwd_factor: the fraction of the forward that backward repeats, in addition to
+        its own cost of two forwards.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FlopsProfiler:
     # ---- start and stop ------------------------------------------------------------------------
 
     def start_profile(self, ignore_list: Iterable[type[nn.Module]] | None = None) -> None:
-        """Start counting. `ignore_list` is accepted and changes nothing, as in DeepSpeed."""
+        """Start counting. `ignore_list` is accepted and has no effect, as in DeepSpeed."""
         self.reset_profile()
         self.started = True
         self._times = ModuleTimes(self.model, _device_of(self.model))
@@ -195,7 +195,7 @@ def get_model_profile(  # noqa: PLR0913 - the signature is DeepSpeed's
         warm_up: forwards before the one that is counted.
         as_string: return the results as text with units.
         output_file: the file to write the report to.
-        ignore_modules: accepted and changes nothing, as in DeepSpeed.
+        ignore_modules: accepted without effect, as in DeepSpeed.
         mode: "forward" calls the model, "generate" its `generate`.
 
     Returns:

@@ -174,7 +174,7 @@ def aggregated(tree: Tree, layout: ReportLayout) -> str:
 
 
 def detailed(tree: Tree, stream: TextIO | None = None) -> str:
-    """Return the tree of modules, each with its figures and their shares of the whole."""
+    """Return the tree of modules, each with its figures and their fractions of the whole."""
     whole = tree
 
     def label(each: Tree) -> Text:

@@ -25,7 +25,7 @@ class ModuleTimes:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, records: bool = False) -> None:
-        """Make a timer; `records`: each forward is a named span in a torch profile."""
+        """Create a timer; `records` adds a named span for each forward to torch profiles."""
         self._names = {id(module): name for name, module in model.named_modules()}
         self._device = device
         self._records = records
@@ -47,7 +47,7 @@ class ModuleTimes:
         self._running.clear()
 
     def seconds(self) -> Mapping[str, float]:
-        """Return the seconds of each module's forwards together, by its name.
+        """Return the total seconds of each module's forwards, by its name.
 
         The device must have finished them; see `hadal.device.synchronize`.
         """

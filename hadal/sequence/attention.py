@@ -25,9 +25,9 @@ class DistributedAttention(nn.Module):
             query's layout, with heads and sizes in two dimensions or joined in one.
         sequence_process_group: the ranks that share each sequence, in the order of its positions.
         scatter_idx: 2, the dimension of heads.
-        gather_idx: the dimension of positions; `batch_dim_idx` of `forward` decides.
-        sp_stream: accepted and not needed; query, key and value travel in one message.
-        num_kv_heads: accepted and not needed; the tensors show it.
+        gather_idx: the dimension of positions; `batch_dim_idx` of `forward` takes precedence.
+        sp_stream: accepted but not needed; query, key and value are sent in one message.
+        num_kv_heads: accepted but not needed; the tensors determine it.
 
     Raises:
         SequenceError: `scatter_idx` is not 2, or, in forward, heads or shapes do not fit.
@@ -133,7 +133,7 @@ def single_all_to_all(
     if input.dim() != 4 or input.shape[dim] % size:
         raise SequenceError(
             f"a tensor of shape {tuple(input.shape)} cannot be split over {size} ranks along"
-            f" dimension {dim}; expected four dimensions, of which that one divides evenly"
+            f" dimension {dim}; expected four dimensions, with that one divisible"
         )
     heads = input.shape[2] * (1 if by_heads else size)
     ranges = share_heads(heads, heads, size).queries

@@ -1,4 +1,4 @@
-"""Batches of whole sequences become slices, one for each rank: arithmetic on tensors.
+"""Splits batches of whole sequences into one slice for each rank: arithmetic on tensors.
 
 Tests: tests/sequence/test_loader.py
 """
@@ -37,7 +37,7 @@ def padded(batch: Mapping[str, Any], size: int) -> dict[str, Any]:
     """Return a batch of whole sequences with shifted labels and a length that `size` divides.
 
     `labels` [batch, length] become `shift_labels`, each position's next token; the last position
-    has none. What is added at the end is no target, is masked, and continues the positions.
+    has none. Padding at the end has no targets, is masked, and continues the positions.
 
     Raises:
         SequenceError: there are no sequences, or a tensor has another length.
@@ -56,7 +56,7 @@ def padded(batch: Mapping[str, Any], size: int) -> dict[str, Any]:
         if is_cut(value):
             if value.shape[1] != length:
                 raise SequenceError(
-                    f"{name} has the shape {tuple(value.shape)}, and the batch's sequences"
+                    f"{name} has the shape {tuple(value.shape)}, but the batch's sequences"
                     f" {length} positions; expected [batch, {length}, ...]"
                 )
             found[name] = _extended(name, value, missing) if missing else value
@@ -66,7 +66,7 @@ def padded(batch: Mapping[str, Any], size: int) -> dict[str, Any]:
 def check_padding(mask: Tensor) -> None:
     """Raise an error if a mask [batch, length] masks positions before others that count.
 
-    Slices attend causally, without the mask: only what is at the end is seen by none.
+    Slices attend causally, without the mask, so only positions at the end stay unseen.
     """
     begins = (mask[:, :-1] == 0) & (mask[:, 1:] != 0)
     if bool(begins.any()):

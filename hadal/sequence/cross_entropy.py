@@ -1,7 +1,7 @@
 """Cross entropy over large vocabularies, and over vocabularies and sequences split over ranks.
 
-The logits of a few rows exist at a time, in fp32. `linear_cross_entropy` computes its gradients in
-forward, while a row's logits are there: three matrix products as for plain logits, none repeated.
+Only a few rows have logits at a time, in fp32. `linear_cross_entropy` computes its gradients in
+forward, while these exist: three matrix products as for plain logits, none repeated.
 
 Tests: tests/sequence/test_cross_entropy.py
 """
@@ -30,11 +30,11 @@ class _Slice(NamedTuple):
     """This rank's columns of a vocabulary, which may be split unevenly."""
 
     group: Group
-    """The ranks that share the vocabulary; None: it is whole."""
+    """The ranks that share the vocabulary; None if it is whole."""
     start: int
     """The first column."""
     rows: int
-    """How many rows fill `ROWS_NUMEL` on the rank with most columns: the same on all ranks."""
+    """The rows that fill `ROWS_NUMEL` on the rank with most columns: the same on all ranks."""
     total: int
     """All ranks' columns."""
 
@@ -60,7 +60,7 @@ def _slice_of(size: int, group: Group, start: int | None) -> _Slice:
 
 
 def _check_targets(target: Tensor, ignore_index: int, total: int) -> None:
-    """Raise an error for targets without a column; on an accelerator that would wait for it."""
+    """Raise an error for targets without a column, except on accelerators, where it would block."""
     if target.is_floating_point() or target.is_complex():
         raise SequenceError(f"targets of {target.dtype}; expected integers, the vocabulary's rows")
     if target.device.type != "cpu":
@@ -69,7 +69,7 @@ def _check_targets(target: Tensor, ignore_index: int, total: int) -> None:
     if wrong.numel():
         raise SequenceError(
             f"a target is {int(wrong.max())}, in a vocabulary of {total}; expected 0 to"
-            f" {total - 1}, or {ignore_index} (ignore_index) where none counts"
+            f" {total - 1}, or {ignore_index} (ignore_index) for positions that do not count"
         )
 
 
@@ -103,9 +103,9 @@ def linear_cross_entropy(  # noqa: PLR0913 - of a layer, a loss and a split
         bias: [vocabulary].
         ignore_index: a target that does not count.
         reduction: "mean" over the targets that count (0 if there are none), "sum", or "none".
-        rows: how many rows have logits at a time; by default as many as fill 128 MiB.
+        rows: the number of rows with logits at a time; by default as many as fill 128 MiB.
         vocab_group: ranks among which the vocabulary is split, evenly or not.
-        vocab_start: where this rank's slice begins; by default slices are in the ranks' order.
+        vocab_start: the start of this rank's slice; by default slices follow the ranks' order.
 
     Returns:
         The loss in fp32, without dimensions; with "none" of the shape of `target`.
@@ -145,10 +145,10 @@ def vocab_parallel_cross_entropy(
     Args:
         logits: [..., this rank's slice of the vocabulary]; slices may differ in size.
         target: [...], integers in the whole vocabulary.
-        vocab_group: the ranks that share the vocabulary; None: it is whole.
+        vocab_group: the ranks that share the vocabulary; None if it is whole.
         ignore_index: a target that does not count; its loss is 0.
         reduction: "none", "sum", or "mean" over the targets that count.
-        vocab_start: where this rank's slice begins; by default slices are in the ranks' order.
+        vocab_start: the start of this rank's slice; by default slices follow the ranks' order.
 
     Returns:
         The loss in fp32. Logits are read row by row; no fp32 copy of all of them is made.
@@ -160,7 +160,7 @@ def vocab_parallel_cross_entropy(
     if logits.shape[:-1] != target.shape:
         raise SequenceError(
             f"logits of shape {tuple(logits.shape)} need targets of shape"
-            f" {tuple(logits.shape[:-1])}, and got {tuple(target.shape)}"
+            f" {tuple(logits.shape[:-1])}, but got {tuple(target.shape)}"
         )
     vocab = _slice_of(logits.shape[-1], vocab_group, vocab_start)
     _check_targets(target, ignore_index, vocab.total)
@@ -184,13 +184,13 @@ def vocab_sequence_parallel_cross_entropy(
 ) -> Tensor:
     """Return the loss of whole sequences from logits split along the sequence.
 
-    Each rank's gradient is that of its own positions; as elsewhere, those of all ranks add up.
+    Each rank's gradient is that of its own positions; as elsewhere, they sum over ranks.
 
     Args:
         vocab_parallel_logits: [length / ranks, batch, vocabulary], this rank's positions.
         target: [length / ranks, batch].
         sp_group: the ranks that share each sequence, in the order of its positions.
-        tp_group: the ranks that share the vocabulary; None: it is whole.
+        tp_group: the ranks that share the vocabulary; None if it is whole.
         ignore_index: a target that does not count.
         reduction: "none", "sum", or "mean" over the targets that count.
         gather_sequence_loss: over the whole sequence; otherwise over this rank's positions.
@@ -215,7 +215,7 @@ def vocab_sequence_parallel_cross_entropy(
 
 
 def reduce_losses(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Reduce losses, which are 0 where no target counts; the mean is over those that do."""
+    """Reduce losses, which are 0 for ignored targets; the mean is over the others."""
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -412,7 +412,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    # Not in place: a graph that is kept may run backward again.
+    # Not in place: a retained graph may run backward again.
     return torch.mul(values, factor.to(values.dtype), out=torch.empty_like(values, dtype=dtype))
 
 

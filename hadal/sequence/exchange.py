@@ -1,7 +1,7 @@
-"""Exchange between a slice of the sequence with all heads and whole sequences with a few heads.
+"""Exchange between slices of the sequence with all heads and whole sequences with some heads.
 
-Several tensors travel in one message, whose parts are copied once on each side. The backward of
-each direction is the other.
+Several tensors are sent in one message, whose parts are copied once on each side. The backward of
+each direction is the other direction.
 
 Tests: tests/sequence/test_attention.py
 """
@@ -66,14 +66,14 @@ def _exchanged(
     group: dist.ProcessGroup,
     gathers: bool,
 ) -> tuple[Tensor, ...]:
-    """Send each rank its slice of every tensor, and put together what comes from each."""
+    """Send each rank its slice of every tensor, and join the received slices."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
     outputs = [
         _empty(one, mine[me], all_heads, size, gathers)
         for one, mine, all_heads in zip(tensors, ranges, heads, strict=True)
     ]
     sent = [list(_pieces(tensors, ranges, rank, me, size, gathers)) for rank in range(size)]
-    # What arrives has the shape of what the opposite exchange would send.
+    # The received values have the shape that the opposite exchange would send.
     places = [list(_pieces(outputs, ranges, rank, me, size, not gathers)) for rank in range(size)]
     lengths_out = [sum(piece.numel() for piece in pieces) for pieces in sent]
     lengths_in = [sum(piece.numel() for piece in pieces) for pieces in places]
@@ -95,7 +95,7 @@ def _exchanged(
         if gathers:
             place.copy_(view)
         else:
-            place.add_(view)  # several ranks may have had the same head
+            place.add_(view)  # several ranks may have used the same head
     return tuple(outputs)
 
 

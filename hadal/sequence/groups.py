@@ -1,4 +1,4 @@
-"""Groups of ranks that share a sequence, under the names that programs ask an `mpu` for.
+"""Groups of ranks that share a sequence, with the method names of an `mpu`.
 
 Tests: tests/sequence/test_attention.py
 """
@@ -27,7 +27,7 @@ class SequenceGroups:
         if not isinstance(size, int) or size < 2 or world.size % size:
             divisors = [n for n in range(2, world.size + 1) if world.size % n == 0]
             raise SequenceError(
-                f"sequence_parallel_size is {size!r}, and there are {world.size} ranks; expected a"
+                f"sequence_parallel_size is {size!r}, but there are {world.size} ranks; expected a"
                 f" divisor of them greater than 1{f': {divisors}' if divisors else ''}"
             )
         self._world = world
@@ -42,7 +42,7 @@ class SequenceGroups:
         return self._sequence.size
 
     def get_sequence_parallel_rank(self) -> int:
-        """Return this rank's place in the sequence."""
+        """Return this rank's index in the sequence."""
         return self._sequence.rank
 
     def get_sequence_data_parallel_group(self) -> dist.ProcessGroup:
@@ -54,7 +54,7 @@ class SequenceGroups:
         return self._world.size
 
     def get_sequence_data_parallel_rank(self) -> int:
-        """Return this rank among all ranks."""
+        """Return this rank's number among all ranks."""
         return self._world.rank
 
 
@@ -62,7 +62,7 @@ _newest: list[SequenceGroups] = []
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> SequenceGroups:
-    """Make the groups that this module's functions answer with from now on; return them.
+    """Create the groups that this module's functions return from now on; return them.
 
     All ranks must call it.
 
@@ -93,7 +93,7 @@ def get_sequence_parallel_world_size() -> int:
 
 
 def get_sequence_parallel_rank() -> int:
-    """Return this rank's place in the sequence."""
+    """Return this rank's index in the sequence."""
     return _groups().get_sequence_parallel_rank()
 
 
@@ -108,5 +108,5 @@ def get_sequence_data_parallel_world_size() -> int:
 
 
 def get_sequence_data_parallel_rank() -> int:
-    """Return this rank among all ranks."""
+    """Return this rank's number among all ranks."""
     return _groups().get_sequence_data_parallel_rank()

@@ -31,7 +31,7 @@ class Heads:
     def local_group(self, rank: int) -> int | None:
         """Return how many of a rank's query heads use each of its heads of keys.
 
-        None if the number differs between heads.
+        Return None if the number differs between heads.
         """
         places, keys = self.local_keys(rank), len(self.keys[rank])
         group = len(places) // keys
@@ -41,7 +41,7 @@ class Heads:
 
 @lru_cache(maxsize=64)
 def share_heads(heads: int, key_heads: int, ranks: int) -> Heads:
-    """Distribute heads over ranks as evenly as they allow.
+    """Distribute heads over ranks as evenly as possible.
 
     If there are as many heads of keys as ranks, each rank has whole groups. Otherwise a rank has as
     many query heads as the others, or one more, and the heads of keys that these need.

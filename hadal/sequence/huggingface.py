@@ -1,10 +1,10 @@
-"""Split sequences in models of transformers, which go on calling their own attention by name.
+"""Splits sequences in transformers models, which still call their own attention by name.
 
 Ranks exchange heads for positions (Ulysses); if there are more ranks than heads, keys and values
-travel around a ring.
+are passed around a ring.
 
 The function registered under that name stays, and is called for every module of other models. The
-modules of a registered model are known one by one, so a reference model keeps its own attention.
+modules of a registered model are recorded one by one, so a reference model keeps its own attention.
 
 Tests: tests/sequence/test_huggingface.py
 """
@@ -33,9 +33,9 @@ from hadal.sequence.ring import ring_attention
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
-# They describe a rank's own slice, which is not what the local attention sees.
+# They describe a rank's own slice, but the local attention sees whole sequences.
 _OF_SLICE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# Masks say these, and masks of slices are not those of whole sequences.
+# Masks encode these, and masks of slices are not those of whole sequences.
 _LAYERS = ("chunked_attention", "linear_attention", "mamba", "recurrent", "conv")
 
 _attached: WeakKeyDictionary[nn.Module, UlyssesSPAttentionHF] = WeakKeyDictionary()
@@ -45,7 +45,7 @@ _by_path: dict[str, UlyssesSPAttentionHF] = {}
 class UlyssesSPAttentionHF(nn.Module):
     """Attention of transformers over sequences that are split over ranks.
 
-    `register_with_transformers` makes one. Heads are taken from the tensors, so that layers may
+    `register_with_transformers` creates one. Heads are taken from the tensors, so layers may
     differ.
 
     Args:
@@ -112,20 +112,21 @@ class UlyssesSPAttentionHF(nn.Module):
         Args:
             model_name_or_path: the model; or its name, for models that are loaded from there later.
             core_attn_implementation: the attention that the model uses ("sdpa",
-                "flash_attention_2", ...); None: whichever it is.
+                "flash_attention_2", ...); None accepts any.
             sequence_parallel_size: how many consecutive ranks share each sequence.
             micro_batch_size: rows of a batch; not needed.
             seq_length: the length of whole sequences; checked if it is not variable.
             seq_length_is_variable: lengths may differ between batches.
             disable_in_eval: in evaluation each rank attends to its own batch.
-            max_length: accepted and not needed.
+            max_length: accepted but not needed.
 
         Returns:
             The groups, for `initialize(mpu=...)`; None if the size is 1.
 
         Raises:
-            SequenceError: the model's attention is another one, or one that cannot be distributed;
-                heads, length or ranks do not fit.
+            SequenceError: the model's attention differs or cannot be distributed, or heads, length
+                or
+            ranks do not fit.
         """
         if sequence_parallel_size == 1:
             return None
@@ -200,7 +201,7 @@ class UlyssesSPAttentionHF(nn.Module):
         if self._takes_head_range:
             raise SequenceError(
                 f"attention over a pattern ({getattr(self.attn, '__name__', 'hadal_sparse')}) needs"
-                f" a head on each of the {self.world_size} ranks of a sequence, and there are"
+                f" a head on each of the {self.world_size} ranks of a sequence, but there are"
                 f" {heads}: ring attention does not support patterns; set"
                 f" sequence_parallel_size to {heads} or less, or attn_implementation to 'sdpa'"
             )
@@ -208,7 +209,7 @@ class UlyssesSPAttentionHF(nn.Module):
     def take_positions(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        """Before the model's forward: keep its positions, or number those of this rank's slice."""
+        """Before the model's forward, store its positions, or number those of this rank's slice."""
         if not self.is_active(module):
             return None
         self._cache.forget()
@@ -246,7 +247,7 @@ def attach(
     name = used if implementation is None else implementation
     if isinstance(model, nn.Module) and used != name:
         raise SequenceError(
-            f"{type(model).__name__} uses the attention {used!r}, and {name!r} was requested; load"
+            f"{type(model).__name__} uses the attention {used!r}, but {name!r} was requested; load"
             f" the model with attn_implementation={name!r}"
         )
     _check_attention(name, config)
@@ -280,13 +281,13 @@ def is_attached(model: nn.Module) -> bool:
 
 
 def detach(model: nn.Module) -> None:
-    """Give a model its own attention back."""
+    """Restore a model's own attention."""
     for module in model.modules():
         _attached.pop(module, None)
 
 
 def attention_of(module: nn.Module) -> UlyssesSPAttentionHF | None:
-    """Return what a module's attention exchanges heads with; None: it is its own."""
+    """Return the attention that exchanges heads for a module; None if it uses its own."""
     found = _attached.get(module)
     if found is None and _by_path:
         path = getattr(getattr(module, "config", None), "_name_or_path", None)
@@ -305,17 +306,19 @@ def _takes_positions(kind: type[nn.Module]) -> bool:
     return takes_any or "position_ids" in parameters
 
 
-# ---- the function under transformers' name -------------------------------------------------------
+# ---- the function registered with transformers ---------------------------------------------------
 
 
 def _dispatched(name: str) -> Attention:
-    """Return transformers' function of a name, and let that name distinguish modules."""
+    """Return transformers' function of a name, and make that name distinguish modules."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     known = ALL_ATTENTION_FUNCTIONS.get(name)
     if known is None:
         names = ", ".join(sorted(one for one in ALL_ATTENTION_FUNCTIONS if "|" not in one))
-        raise SequenceError(f"{name!r} is no attention of transformers; expected one of {names}")
+        raise SequenceError(
+            f"{name!r} is not an attention of transformers; expected one of {names}"
+        )
     own: Attention | None = getattr(known, "hadal_core", None)
     if own is not None:
         return own
@@ -342,7 +345,7 @@ def _attend(
     args: Any,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """Call the attention with whole sequences; documents that are packed do not see each other."""
+    """Call the attention with whole sequences; packed documents do not see each other."""
     window = kwargs.get("sliding_window")
     is_flash = "flash" in getattr(attn, "__name__", "")
     if is_flash or not getattr(module, "is_causal", True):
@@ -373,7 +376,7 @@ def _in_a_ring(
     positions: Positions,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Attend to whole sequences with fewer heads than ranks: the keys and values travel."""
+    """Attend to whole sequences with fewer heads than ranks: keys and values are passed around."""
     changes = [name for name in ("dropout", "softcap", "s_aux") if kwargs.get(name)]
     if changes:
         raise SequenceError(
@@ -417,7 +420,7 @@ def _window_mask(query: Tensor, window: int | None) -> Tensor | None:
 
 @contextmanager
 def _grouped(module: nn.Module, group: int) -> Iterator[None]:
-    """Let a module's attention repeat its heads of keys as often as this rank's heads need."""
+    """Make a module's attention repeat its key heads as often as this rank's query heads need."""
     known = getattr(module, "num_key_value_groups", None)
     if known is None or known == group:
         yield
@@ -494,7 +497,7 @@ def _check_call(
         )
     if length is not None and query.shape[2] != length:
         raise SequenceError(
-            f"{where} got {query.shape[2]} positions on this rank, and sequences were said to have"
+            f"{where} got {query.shape[2]} positions on this rank, but seq_length implies"
             f" {length} on each; pass seq_length_is_variable=True if lengths differ"
         )
     if kwargs.get("position_bias") is not None:
@@ -504,6 +507,6 @@ def _check_call(
         )
     if mask is not None and not getattr(module, "is_causal", True):
         raise SequenceError(
-            f"{where} attends in both directions with a mask, which is that of a rank's slice"
-            " alone; give batches without padding"
+            f"{where} attends in both directions with a mask, which covers only a rank's"
+            " slice; pass batches without padding"
         )

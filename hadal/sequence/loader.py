@@ -24,22 +24,23 @@ _LABEL = "batches of the ranks that share sequences"
 class UlyssesSPDataLoaderAdapter:
     """A loader of whole sequences as a loader of this rank's slices of them.
 
-    Each rank reads its own batches. In each round the ranks work on one another's batches in turn,
-    so that there are as many times more. Labels are shifted before sequences are split, and named
-    `shift_labels`. A length that the ranks do not divide is padded at the end: no targets, masked,
-    positions continued. Ranks may have different numbers of batches.
+    Each rank reads its own batches. In each round the ranks work on each other's batches in turn,
+    so one batch of each rank yields as many slices as there are ranks. Labels are shifted before
+    sequences are split, and named `shift_labels`. A length that the ranks do not divide is padded
+    at the end, without targets, masked, with continued positions. Ranks may have different numbers
+    of batches.
 
     Args:
         dl: yields mappings with `input_ids`, `position_ids` and usually `labels`, each [batch,
             length], and other values; tensors [batch, length, ...] are split.
-        sp_rank: this rank's place in the sequence; the group knows it.
+        sp_rank: this rank's index in the sequence; the group has it.
         sp_group: the ranks that share each sequence.
-        sp_world_size: how many they are.
-        device: accepted and not needed; batches are in host memory.
+        sp_world_size: their number.
+        device: accepted but not needed; batches are in host memory.
 
     Raises:
-        SequenceError: while iterating, on all ranks: a batch is no mapping, has no positions, or
-            tensors of different lengths.
+        SequenceError: while iterating, on all ranks: a batch is not a mapping, has no positions, or
+        has tensors of different lengths.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class UlyssesSPDataLoaderAdapter:
         self._ranks = Ranks.of(sp_group)
         if sp_world_size != self._ranks.size:
             raise SequenceError(
-                f"sp_world_size is {sp_world_size}, and sp_group has {self._ranks.size} ranks"
+                f"sp_world_size is {sp_world_size}, but sp_group has {self._ranks.size} ranks"
             )
         self.sp_rank, self.sp_group = self._ranks.rank, sp_group
         self.sp_world_size, self.device = sp_world_size, device
@@ -87,9 +88,9 @@ class UlyssesSPDataLoaderAdapter:
                 yield one
 
     def _round(self, batch: Any, ends: bool) -> tuple[list[dict[str, Any]], bool]:
-        """Give each rank its slices of all ranks' batches; none if no rank has one.
+        """Send each rank its slices of all ranks' batches; none if no rank has one.
 
-        Also return whether this is the last round, as all loaders say.
+        Also return whether this is the last round of all loaders.
         """
         whole, fault = _prepared(batch, self.sp_world_size)
         tensors = {name: value for name, value in whole.items() if is_cut(value)}
@@ -112,7 +113,7 @@ class UlyssesSPDataLoaderAdapter:
     def _exchanged(
         self, tensors: list[Tensor], told: list[dict[str, Any]]
     ) -> list[dict[str, Tensor]]:
-        """Send each rank its slices of my tensors, and take mine of everybody's: one message."""
+        """Send each rank its slices of my tensors, and receive mine, in one message."""
         size = self._ranks.size
         sent = [
             torch.cat([_as_bytes(slice_of_rank(one.cpu(), rank, size)) for one in tensors])
@@ -139,7 +140,7 @@ class UlyssesSPDataLoaderAdapter:
 
 
 def _prepared(batch: Any, size: int) -> tuple[dict[str, Any], str]:
-    """Return a batch ready to be split, and its fault: all ranks have to learn of it."""
+    """Return a batch ready to be split, and its fault, which all ranks must raise."""
     if batch is None:
         return {}, ""
     if not isinstance(batch, Mapping):

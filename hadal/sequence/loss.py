@@ -1,7 +1,7 @@
-"""Losses of whole sequences whose positions are on several ranks.
+"""Losses of whole sequences whose positions are split over ranks.
 
-The engine adds up the gradients of all ranks of a sequence. A loss here has the value of the whole
-on every rank, and the gradient of this rank's part.
+The engine sums the gradients of all ranks of a sequence. A loss here has the value of the whole on
+every rank, and the gradient of this rank's part.
 
 Tests: tests/sequence/test_loss.py
 """
@@ -20,7 +20,7 @@ from hadal.sequence.cross_entropy import vocab_parallel_cross_entropy
 from hadal.sequence.tiles import IGNORED
 
 _LABEL = "the loss of a whole sequence"
-# Nodes of autograd's graph to look at: a loss from all ranks' parts is near its end.
+# Nodes of autograd's graph to examine: a loss from all ranks' parts is near its end.
 _NODES = 256
 
 
@@ -61,8 +61,8 @@ def whole_value(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 def as_parts(loss: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return a loss whose gradient is that of this rank's part of it.
 
-    A loss put together by `torch.distributed.nn.functional.all_gather`, as transformers does, has
-    the gradients of all ranks' copies of it: that of the part, times the number of ranks.
+    A loss built with `torch.distributed.nn.functional.all_gather`, as in transformers, has the
+    gradients of all ranks' copies of it: that of the part, times the number of ranks.
     """
     if not _gathers(loss, group):
         return loss

@@ -2,7 +2,7 @@
 
 The attention of rows against all columns is merged from partial results by their log-sum-exp. With
 the merged output and log-sum-exp, the backward of each gives its part of the gradients, exactly:
-dS = P (dP - rowsum(dO O)) with P = exp(S - log-sum-exp) holds for every column on its own.
+dS = P (dP - rowsum(dO O)) with P = exp(S - log-sum-exp) holds for every column separately.
 
 Tests: tests/sequence/test_ring.py
 """
@@ -20,7 +20,7 @@ from hadal.device import fused_attention, fused_attention_backward, has_fused_at
 
 NOTHING = -1e30
 """The log-sum-exp of a row without columns; finite, so that differences are defined."""
-# Scores that exist at a time where they are written out: 64 MiB in fp32 for each head and sample.
+# Scores that exist at a time if they are materialized: 64 MiB in fp32 per head and sample.
 _SCORES = 1 << 24
 
 
@@ -30,9 +30,9 @@ class Pattern:
 
     is_causal: bool = True
     documents: Tensor | None = None
-    """[batch, length]: the number of each position's document; None: each row is one."""
+    """[batch, length]: the number of each position's document; None if each row is one document."""
     window: int | None = None
-    """Positions that each one attends to, itself included and backwards; None: all."""
+    """Number of positions that each one attends to, itself and earlier ones; None for all."""
 
     def meets(self, rows: range, columns: range) -> bool:
         """Return False if no row attends to any column."""
@@ -42,7 +42,7 @@ class Pattern:
         return columns.start < rows.stop and is_near
 
     def mask(self, rows: range, columns: range, device: torch.device) -> Tensor | None:
-        """Return which pairs count, [batch or 1, 1, rows, columns]; None: all do."""
+        """Return which pairs count, [batch or 1, 1, rows, columns]; None if all do."""
         if not self.is_causal:
             return None
         of_rows = torch.arange(rows.start, rows.stop, device=device)[:, None]
@@ -184,7 +184,7 @@ def _attend(
         is_triangle = pattern.is_triangle(rows, columns)
         bias = None if is_triangle else _bias(rows, columns, pattern, query)
         out, lse = fused_attention(query, key, value, bias, scale, is_causal=is_triangle)
-        if bias is not None:  # rows that see nothing have a log-sum-exp of 0
+        if bias is not None:  # rows without columns have a log-sum-exp of 0
             lse = lse.masked_fill(bias.amax(-1) == -torch.inf, NOTHING)
         return PartialResult(out.to(kind), lse.to(kind))
     scores = _scores(operands, rows, columns, pattern, scale)

@@ -37,7 +37,7 @@ class Positions:
 
 
 def gather_positions(mine: Tensor, group: dist.ProcessGroup) -> Positions:
-    """Put together the positions [..., length / ranks] of all ranks."""
+    """Join the positions [..., length / ranks] of all ranks."""
     size = dist.get_world_size(group)
     found = mine.new_empty(size, *mine.shape)
     labelled(
@@ -66,7 +66,7 @@ def documents_in(positions: Tensor) -> tuple[tuple[int, ...], ...] | None:
 
 
 class PositionsCache:
-    """The positions of the newest forward: its layers ask for the same ones."""
+    """The positions of the latest forward, which all its layers use."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -75,11 +75,11 @@ class PositionsCache:
         self._found: Positions | None = None
 
     def forget(self) -> None:
-        """Forget them: another forward begins, maybe with the same tensor on some ranks only."""
+        """Drop them: another forward starts, possibly with the same tensor on only some ranks."""
         self._mine = self._found = None
 
     def of(self, mine: Tensor) -> Positions:
-        """Return the positions of whole sequences; all ranks must call it alike."""
+        """Return the positions of whole sequences; all ranks must make the same calls."""
         if self._found is None or self._mine is not mine or self._version != mine._version:
             self._found = gather_positions(mine, self._group)
             self._mine, self._version = mine, mine._version

@@ -1,13 +1,13 @@
-"""Attention of split sequences by keys and values that travel around a ring of ranks.
+"""Ring attention: attention of split sequences, with keys and values passed around the ranks.
 
-Each rank keeps its queries and sees the keys and values of all ranks in turn, so that the number of
-heads does not matter. Results are merged by the log-sum-exp (partial.py). In backward, keys and
-values travel again, and their gradients with them.
+Each rank keeps its queries and receives the keys and values of all ranks in turn, so any number of
+heads works. Results are merged by the log-sum-exp (partial.py). In backward, keys and values are
+passed around again, with their gradients.
 
 Causal attention computes half of all pairs, and a rank with the end of a sequence would have most
-of them. The sequence is therefore cut into two chunks for each rank, and rank r computes the chunks
-r and 2 * ranks - 1 - r: every rank has as many pairs as the others in every step. Chunks change
-places before the attention and after it.
+of them. The sequence is therefore split into two chunks per rank, and rank r computes the chunks r
+and 2 * ranks - 1 - r: every rank has equally many pairs in every step. Chunks are exchanged before
+and after the attention.
 
 Tests: tests/sequence/test_ring.py
 """
@@ -60,8 +60,8 @@ def ring_attention(
         is_causal: each position attends to itself and earlier ones only.
         scale: factor of the scores; 1 / sqrt(D) by default.
         documents: [batch, length], the number of each position's document: causal attention stays
-            inside it. None: each row is one.
-        window: positions that each one attends to in causal attention, itself included.
+        inside it. None: each row is one document.
+        window: number of positions that each one attends to in causal attention, itself included.
 
     Returns:
         [batch, heads, length / ranks, D].
@@ -239,7 +239,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _cut(tensor: Tensor, rank: int, ranks: int, pattern: Pattern) -> list[tuple[range, slice]]:
-    """Return the positions of a rank's chunks, and where they are in its tensors."""
+    """Return the positions of a rank's chunks, and their ranges in its tensors."""
     chunks = chunks_of(rank, ranks, tensor.shape[2], is_balanced=pattern.is_causal)
     found, start = [], 0
     for chunk in chunks:
@@ -249,24 +249,24 @@ def _cut(tensor: Tensor, rank: int, ranks: int, pattern: Pattern) -> list[tuple[
 
 
 def _operands(query: Tensor, held: Tensor) -> Operands:
-    """Give query [batch, heads, ...] a key and value for each head."""
+    """Expand key and value to one for each head of query [batch, heads, ...]."""
     groups = query.shape[1] // held.shape[2]
     key, value = held.repeat_interleave(groups, 2) if groups > 1 else held
     return Operands(query, key, value)
 
 
 def _ungrouped(gradient: Tensor, heads: int) -> Tensor:
-    """Add up the gradients of the heads that used one head of keys."""
+    """Sum the gradients of the heads that share a key head."""
     total: Tensor = gradient.unflatten(1, (heads, -1)).sum(2)
     return total
 
 
 class _Hop:
-    """A tensor on its way to the next rank, and one from the rank before."""
+    """A tensor sent to the next rank, and one received from the previous rank."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         me, ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._sent = tensor.contiguous()  # alive until it has left
+        self._sent = tensor.contiguous()  # alive until it is sent
         self._arrived = torch.empty_like(self._sent)
         sent, received = [0] * ranks, [0] * ranks
         sent[(me + 1) % ranks] = received[(me - 1) % ranks] = tensor.numel()
@@ -282,7 +282,7 @@ class _Hop:
         )
 
     def wait(self) -> Tensor:
-        """Return what has arrived."""
+        """Return the received tensor."""
         if self._work is not None:
             self._work.wait()
         return self._arrived

@@ -2,7 +2,7 @@
 
 Each tile is recomputed in backward by torch's non-reentrant checkpoint. The tiles are ordinary
 nodes of one autograd graph, so a weight's gradient is the sum over tiles, scaled like any other,
-and reaches the weight once: no mechanism has to know of tiles.
+and reaches the weight once: no other mechanism needs to handle tiles.
 
 Tests: tests/sequence/test_tiles.py
 """
@@ -53,7 +53,7 @@ def sequence_tiled_compute(  # noqa: PLR0913 - the signature is DeepSpeed's
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> Tensor:
-    """Call `fn` on tiles of the sequence and put its outputs together.
+    """Call `fn` on tiles of the sequence and join its outputs.
 
     Args:
         fn: takes both kinds of keyword arguments; returns a tensor with the tile's positions in
@@ -64,13 +64,13 @@ def sequence_tiled_compute(  # noqa: PLR0913 - the signature is DeepSpeed's
         kwargs_to_pass: arguments that every tile receives whole.
         grad_requiring_tensor_key: one of the arguments' names; not needed, as autograd finds what
             requires gradients.
-        compute_params: the same.
+        compute_params: also not needed.
         output_unshard_dimension: dimension along which outputs are joined.
-        output_reduction: None joins the outputs; "sum" adds them up; "mean" averages, where each
-            tile counts by its number of positions.
+        output_reduction: None joins the outputs; "sum" sums them; "mean" averages them, weighted
+        by the number of positions of each tile.
 
     Raises:
-        SequenceError: a tensor has another length, or `shards` or the reduction is none.
+        SequenceError: a tensor has another length, or `shards` or the reduction is invalid.
     """
     _check_reduction(output_reduction, (None, "mean", "sum"))
     names = [*kwargs_to_shard, *kwargs_to_pass]
@@ -165,10 +165,10 @@ class TiledMLP:
             self: passed on to `fn`; usually the module whose forward this replaces.
             x: [batch, length, hidden] or [length, hidden].
             shards: number of tiles; a shorter sequence has one for each position.
-            compute_params: accepted and not needed; autograd finds the weights.
+            compute_params: accepted but not needed; autograd finds the weights.
 
         Raises:
-            SequenceError: `x` has fewer than two dimensions, or `shards` is no number of tiles.
+            SequenceError: `x` has fewer than two dimensions, or `shards` is not a positive integer.
         """
         if x.dim() < 2:
             raise SequenceError(
@@ -209,14 +209,14 @@ class TiledFusedLogitsLoss:
             self: passed on to `fn`; usually the model.
             x: hidden states [batch, length, ...].
             y: targets [batch, length, ...]. Integer targets of -100 do not count.
-            mask: [batch, length]; True or nonzero where a target counts. None: everywhere.
+            mask: [batch, length]; True or nonzero if a target counts. None: all targets count.
             shards: number of tiles; a shorter sequence has one for each position.
-            compute_params: accepted and not needed; autograd finds the weights.
-            output_reduction: what `fn` computes. "mean" weights each tile by its targets that
-                count, so that the result is the mean over all of them; 0 if there are none.
+            compute_params: accepted but not needed; autograd finds the weights.
+            output_reduction: the reduction in `fn`. "mean" weights each tile by its targets that
+            count, so the result is the mean over all of them; 0 if there are none.
 
         Raises:
-            SequenceError: shapes do not fit, or `shards` or the reduction is none.
+            SequenceError: shapes do not fit, or `shards` or the reduction is invalid.
         """
         _check_reduction(output_reduction, ("mean", "sum"))
         _check_shapes(x, y, mask)
@@ -244,7 +244,7 @@ def _check_losses(losses: Sequence[Tensor]) -> None:
 
 
 def _weighted_mean(losses: Sequence[Tensor], counts: Tensor) -> Tensor:
-    """Return the mean of losses, each counted so many times, in the losses' dtype; or 0 of none."""
+    """Return the mean of losses, weighted by counts, in their dtype; 0 if all counts are 0."""
     dtype = losses[0].dtype
     weights = counts.to(torch.promote_types(dtype, torch.float32))
     return (torch.stack(list(losses)) * weights / weights.sum().clamp(min=1)).sum().to(dtype)
@@ -262,7 +262,7 @@ def _check_shapes(x: Tensor, y: Tensor, mask: Tensor | None) -> None:
     for name, value in (("y", y), ("mask", mask)):
         if value is not None and tuple(value.shape[:2]) != tuple(x.shape[:2]):
             raise SequenceError(
-                f"{name} has the shape {tuple(value.shape)}, and x {tuple(x.shape)}; expected the"
+                f"{name} has the shape {tuple(value.shape)}, but x {tuple(x.shape)}; expected the"
                 " same first two dimensions, [batch, length, ...]"
             )
 
@@ -285,9 +285,9 @@ def _targets_in(y: Tensor, mask: Tensor | None = None) -> Tensor:
 def _never_empty(
     count: Tensor, y: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor] | tuple[Tensor, Tensor]:
-    """Give a tile without targets some: its mean would be 0/0, and it is multiplied by zero.
+    """Add targets to a tile without any: its mean would be 0/0; its weight is zero anyway.
 
-    Decided on the device: a tile that one rank skips would be missing in the others' collectives.
+    The decision is made on the device: skipping a tile on one rank would hang others' collectives.
     """
     if not y.is_floating_point():
         y = torch.where(count > 0, y, y.clamp(min=0))

@@ -1,7 +1,7 @@
 """Sequences split over ranks in an engine's training, for models of transformers.
 
-All ranks of a sequence give the engine the same batch. Each rank's model gets its slice; the loss
-has the value of whole sequences and the gradient of this rank's part.
+All ranks of a sequence pass the same batch to the engine. Each rank's model gets its slice; the
+loss has the value of whole sequences and the gradient of this rank's part.
 
 Tests: tests/sequence/test_training.py
 """
@@ -38,7 +38,7 @@ _LOSS = "ForCausalLM"
 
 
 class _LossOfSlices:
-    """A model's loss function, which shows whether the model gave it the targets of a slice."""
+    """Wraps a model's loss function, and records whether it got the targets of a slice."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.function = function
@@ -50,7 +50,7 @@ class _LossOfSlices:
 
 
 class SequenceSlices(Listener):
-    """Gives a model this rank's slices of batches, and their loss the value of the whole.
+    """Passes this rank's slices of batches to a model, and computes the loss of whole sequences.
 
     In evaluation each rank computes whole sequences.
     """
@@ -63,14 +63,14 @@ class SequenceSlices(Listener):
         self._is_loss_cut = False
         self._is_compared = False
         attach(model, group, disable_in_eval=True)
-        # The module that computes the loss, of transformers' classes: others may be around it.
+        # The transformers module that computes the loss: other modules may wrap it.
         self._owner = next((m for m in model.modules() if hasattr(type(m), "loss_function")), None)
         self._loss: _LossOfSlices | None = None
         self._handle: RemovableHandle = model.register_forward_hook(self._join_loss)
 
     @classmethod
     def of(cls, model: nn.Module, group: dist.ProcessGroup) -> SequenceSlices | None:
-        """Return the listener; None if the program has registered the model and splits batches."""
+        """Return the listener; None if the program registered the model and splits batches."""
         return None if is_attached(model) else cls(model, group)
 
     def before_forward(self, forward: Forward) -> Forward | None:
@@ -82,7 +82,7 @@ class SequenceSlices(Listener):
         if tokens is None:
             raise SequenceError(
                 "sequence_parallel_size: the model's forward got no input_ids or inputs_embeds"
-                " [batch, length, ...] to split over the ranks; pass them by name"
+                " [batch, length, ...] to split over the ranks; pass them by keyword"
             )
         labels = batch.get("labels")
         self._check(batch, labels)
@@ -104,11 +104,11 @@ class SequenceSlices(Listener):
         return forward._replace(args=(), kwargs=mine)
 
     def on_error(self, error: BaseException) -> None:
-        """Forget the batch."""
+        """Drop the batch."""
         self._is_loss_cut = False
 
     def close(self) -> None:
-        """Give the model its own attention back."""
+        """Restore the model's own attention."""
         self._handle.remove()
         if self._loss is not None and self._owner is not None:
             self._owner.loss_function = self._loss.function  # type: ignore[assignment]
@@ -121,7 +121,7 @@ class SequenceSlices(Listener):
                 f"sequence_parallel_size: attention_mask has the shape {tuple(mask.shape)};"
                 " expected [batch, length], as masks between positions cannot be split over ranks"
             )
-        # Looking at a mask waits for an accelerator: once, at the first batch.
+        # Reading a mask waits for an accelerator, so only the first batch is checked.
         looks = not self._is_compared or (isinstance(mask, Tensor) and mask.device.type == "cpu")
         if looks and isinstance(mask, Tensor) and batch.get("position_ids") is None:
             check_padding(mask)
@@ -133,14 +133,14 @@ class SequenceSlices(Listener):
         if length % self._size or (isinstance(mask, Tensor) and not bool(mask.all())):
             raise SequenceError(
                 f"sequence_parallel_size: {type(self._model).__name__} attends in both directions,"
-                f" so that padding would be seen; give batches without padding, of a length that"
+                f" so that padding would be seen; pass batches without padding, of a length that"
                 f" {self._size} ranks divide (found {length})"
             )
 
     def _take_loss(self) -> None:
         kind = getattr(self._owner, "loss_type", None)
         found = getattr(self._owner, "loss_function", None)
-        # Models whose class name says nothing (GPT2LMHeadModel) have it, too.
+        # Models whose class name does not tell (GPT2LMHeadModel) have it, too.
         if kind != _LOSS and (kind or getattr(found, "__name__", "") != f"{_LOSS}Loss"):
             raise self._no_loss(str(kind))
         assert self._owner is not None  # it has a loss
@@ -166,7 +166,7 @@ class SequenceSlices(Listener):
             if other != found[0]:
                 raise SequenceError(
                     f"sequence_parallel_size: ranks {ranks.numbers[0]} and {number} share sequences"
-                    f" and got different ones (of shapes {found[0][0]} and {other[0]}); read the"
+                    f" but got different ones (of shapes {found[0][0]} and {other[0]}); read the"
                     " same samples on all ranks of a sequence, as the loader that initialize"
                     " returns does. With Accelerate or the Trainer, set"
                     ' ParallelismConfig(sp_backend="deepspeed", sp_size=...) instead of this key'
@@ -185,7 +185,7 @@ class SequenceSlices(Listener):
 
 
 def _by_name(model: nn.Module, forward: Forward) -> dict[str, Any]:
-    """Return the arguments of a forward by name; a mapping as its only one is a batch."""
+    """Return the arguments of a forward by name; a mapping as the only argument is a batch."""
     if len(forward.args) == 1 and isinstance(forward.args[0], Mapping):
         return {**forward.args[0], **forward.kwargs}
     if not forward.args:

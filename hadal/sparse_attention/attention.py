@@ -3,8 +3,8 @@
 On CPUs each part of the plan (see plan.py) is computed by torch's fused attention on gathered
 blocks, and the parts are merged by their log-sum-exp. Backward calls the fused backward of each
 part with the merged output and log-sum-exp: dS = P (dP - rowsum(dO O)) with P = exp(S - lse) holds
-for every column on its own, so the sum over the parts is exact. Nothing has a row for each token
-and a column for each, and a chunk of gathered blocks fits in a processor's cache.
+for every column on its own, so the sum over the parts is exact. No tensor has a row and a
+column for each token, and a chunk of gathered blocks fits in a processor's cache.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from hadal.sparse_attention.masks import Masks
 from hadal.sparse_attention.plan import RUN, Group, Part, parts_of
 from hadal.sparse_attention.scores import Scores, attend
 
-# Elements of the largest tensor of gathered blocks: larger ones leave the cache.
+# Elements of the largest tensor of gathered blocks; larger ones do not fit in the cache.
 _CHUNK_NUMEL = 1 << 19
 # Shorter sequences are computed whole, with a mask: the overhead of blocks would be larger.
 _SHORT = 1024
-# A layout whose blocks take longer than all pairs with a mask is computed whole: its share of the
-# pairs, of which scattered ones take this many times as long, is above one. Whole means a mask of
-# [layouts, L, L]: larger ones than this many elements would undo what blocks save.
+# A layout is computed whole, with a mask, if its blocks would take longer than all pairs: if its
+# fraction of the pairs, with scattered ones counted this many times, exceeds one. The mask is
+# [layouts, L, L]: beyond this many elements it would cost more memory than blocks save.
 _FULL, _SCATTERED, _LARGEST_MASK = 1.0, 2.0, 1 << 26
 # The log-sum-exp of a row without columns; finite, so that differences are defined.
 _NOTHING = -1e30
 
 
 class BlockLayout:
-    """A layout ready for use: what is derived from it is kept.
+    """A layout with its cached derived values.
 
     Args:
         layout: [heads, n, n] of any integer or boolean dtype; 1 head if all share one layout.
@@ -69,7 +69,7 @@ class BlockLayout:
         self._parts: dict[tuple[bool, bool], list[Part]] = {}
         self._chunks: dict[tuple[int, int, int, bool, bool], list[list[Group]]] = {}
         self.kept: dict[Any, Any] = {}
-        """Further values derived from it, such as masks, by a key of their own."""
+        """Further derived values, such as masks, by key."""
 
     @property
     def length(self) -> int:
@@ -150,12 +150,12 @@ def sparse_attention(  # noqa: PLR0913 - all that an attention function may be g
         query: [batch, heads, rows, D]; under autocast it is cast, as torch's attention does.
         key, value: [batch, heads, L, D], of the same dtype and device.
         layout: the blocks to compute, of L tokens rounded up to a block.
-        masks: what is added to the scores.
+        masks: terms added to the scores.
         scale: factor of the scores; 1 / sqrt(D) by default.
         first_row: the position of the first query if there are fewer queries than keys; by default
             they are the last ones.
         first_key: the position of the first key. If it is not 0, there are fewer queries than
-            positions, and `masks` are of the keys that are given.
+        positions, and `masks` cover only the given keys.
         softcap: products become softcap * tanh(product / softcap) before masks are added.
         sinks: [heads], the score of one more key with a value of zero for each head.
 
@@ -196,7 +196,7 @@ def sparse_attention(  # noqa: PLR0913 - all that an attention function may be g
 
 
 def _is_better_whole(layout: BlockLayout, scores: Scores, *, is_causal: bool) -> bool:
-    """Return whether all pairs are faster at once; plain operations would store them."""
+    """Return whether computing all pairs at once is faster; plain operations would store them."""
     return scores.is_plain and (layout.is_dense or layout.is_full(is_causal=is_causal))
 
 
@@ -211,7 +211,7 @@ def _check_shapes(
     ):
         raise NotBuiltYetError(
             f"attention between query {shapes[0]}, key {shapes[1]} and value {shapes[2]} is not"
-            " built yet; give all three as [batch, heads, length, D], key and value alike"
+            " built yet; pass all three as [batch, heads, length, D], key and value with one shape"
         )
     dtypes = {one.dtype for one in (query, key, value)}
     if len(dtypes) > 1 or not query.is_floating_point():
@@ -222,12 +222,12 @@ def _check_shapes(
     heads, own = query.shape[1], len(layout.layout)
     if own not in (1, heads):
         raise ModelError(
-            f"the query has {heads} heads, but the layout {own}; make the pattern with"
-            f" num_heads={heads}, or give head_offset if this rank holds a part of the heads"
+            f"the query has {heads} heads, but the layout {own}; create the pattern with"
+            f" num_heads={heads}, or set head_offset if this rank holds a part of the heads"
         )
     if -(-length // layout.block) * layout.block != layout.length:
         raise ModelError(
-            f"the layout is for {layout.length} tokens in blocks of {layout.block}, and the"
+            f"the layout is for {layout.length} tokens in blocks of {layout.block}, but the"
             f" sequence has {length}; make one with make_layout for its length, rounded up"
         )
 
@@ -377,7 +377,7 @@ class _TwoParts(torch.autograd.Function):
         block, heads, width = layout.block, query.shape[1], query.shape[3]
         flat = [_blocks(each, block) for each in (query, key, value, gradient.contiguous())]
         parts = layout.chunks(query.shape, query.device, is_causal=masks.is_causal, splits=True)
-        # Sums over many chunks, in 16 bits, would lose what is small.
+        # Sums over many chunks, in 16 bits, would lose small terms.
         totals = [torch.zeros_like(each, dtype=lse.dtype) for each in flat[:3]]
         for part in parts:
             for group in part:
@@ -400,7 +400,7 @@ class _TwoParts(torch.autograd.Function):
         gradients = [total.to(query.dtype).view(query.shape) for total in totals]
         by_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
-            # A sink's value is zero, so that of dS = P (dP - rowsum(dO O)) the second term is left.
+            # A sink's value is zero, so only the second term of dS = P (dP - rowsum(dO O)) remains.
             sums = (flat[3].view(query.shape) * out.view(query.shape)).sum(-1, dtype=lse.dtype)
             shares = (sinks.to(lse.dtype)[:, None] - lse.view(sums.shape)).exp_()
             by_sinks = -(shares * sums).sum((0, 2)).to(sinks.dtype)
@@ -410,7 +410,7 @@ class _TwoParts(torch.autograd.Function):
 def _put(
     out: Tensor, lse: Tensor, rows: Tensor, found: tuple[Tensor, Tensor], *, merges: bool
 ) -> None:
-    """Write a chunk's output and log-sum-exp, merged with what earlier parts left there."""
+    """Write a chunk's output and log-sum-exp, merged with those of earlier parts."""
     block = lse.shape[1]
     new, sums = found[0].reshape(len(rows), block, -1), found[1].reshape(len(rows), block)
     if merges:

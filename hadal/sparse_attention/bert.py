@@ -1,4 +1,4 @@
-"""BERT's self-attention over a pattern, and what turns a trained BERT or RoBERTa into it.
+"""BERT's self-attention over a pattern, and the conversion of a trained BERT or RoBERTa.
 
 Tests: tests/sparse_attention/test_models.py
 """
@@ -26,7 +26,7 @@ class BertSparseSelfAttention(nn.Module):
     """The self-attention of a BERT layer over a pattern, without dropout of its probabilities.
 
     Args:
-        config: has `hidden_size` and `num_attention_heads`, and maybe `max_position_embeddings`.
+        config: has `hidden_size`, `num_attention_heads` and optionally `max_position_embeddings`.
         sparsity_config: the pattern; a FixedSparsityConfig by default.
         returns_tuple: whether forward returns (output, None), as layers of transformers expect.
 
@@ -73,11 +73,11 @@ class BertSparseSelfAttention(nn.Module):
             hidden_states: [batch, L, hidden].
             attention_mask: of keys, [batch, L] or [batch, 1, 1, L]; or of pairs, [batch, 1, L, L].
                 Booleans are true where tokens are seen; numbers are added to the scores.
-            others: further arguments of transformers' layers; those that ask for something else
-                (a cache, cross-attention) are refused.
+            others: further arguments of transformers' layers; those for unsupported features
+            (a cache, cross-attention) are refused.
 
         Raises:
-            NotBuiltYetError: a cache or cross-attention is asked for.
+            NotBuiltYetError: a cache or cross-attention is requested.
         """
         for name in ("past_key_values", "encoder_hidden_states"):
             if others.get(name) is not None:
@@ -109,7 +109,7 @@ class SparseAttentionUtils:
         The parameter stays the same object; call this before `initialize`.
 
         Raises:
-            ModelError: another model, or it has as many positions already.
+            ModelError: the model is not supported, or already has as many positions.
         """
         inner, special = _inner(model, "extend_position_embedding")
         embeddings = inner.embeddings
@@ -118,7 +118,7 @@ class SparseAttentionUtils:
         rows = len(old) - special
         if max_position <= rows:
             raise ModelError(
-                f"max_position is {max_position}, but the model has {rows} positions; give more"
+                f"max_position is {max_position}, but the model has {rows} positions; use more"
             )
         repeats = -(-max_position // rows)
         longer = torch.cat([old[:special], old[special:].repeat(repeats, 1)])
@@ -134,7 +134,7 @@ class SparseAttentionUtils:
 
     @staticmethod
     def update_tokenizer_model_max_length(tokenizer: Any, max_position: int) -> Any:
-        """Let a tokenizer of transformers make sequences of `max_position` tokens; return it."""
+        """Set a transformers tokenizer to sequences of up to `max_position` tokens; return it."""
         tokenizer.model_max_length = max_position
         tokenizer.init_kwargs["model_max_length"] = max_position
         return tokenizer
@@ -151,7 +151,7 @@ class SparseAttentionUtils:
             sparsity_config: the pattern; a FixedSparsityConfig by default.
 
         Raises:
-            ModelError: another model.
+            ModelError: the model is not supported.
         """
         inner, special = _inner(model, "replace_model_self_attention_with_sparse_self_attention")
         _set_positions(model, max_position + special)
@@ -166,7 +166,7 @@ class SparseAttentionUtils:
     def replace_self_attention_layer_with_sparse_self_attention_layer(
         config: Any, layers: Layers, sparsity_config: SparsityConfig | None = None
     ) -> Layers:
-        """Replace `attention.self` of each layer by one over a pattern with the same weights."""
+        """Replace `attention.self` of each layer by a sparse one with the same weights."""
         for layer in layers:
             before = layer.attention.self
             after = BertSparseSelfAttention(config, sparsity_config, returns_tuple=True)
@@ -187,21 +187,21 @@ class SparseAttentionUtils:
     ) -> tuple[int, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Pad inputs on the right to a multiple of the block.
 
-        Padded tokens are masked; where no mask is given, one is made if there are any. Embeddings
-        are padded with those of `pad_token_id`, by `model_embeddings`.
+        Padded tokens are masked; if no mask is given but padding is added, one is created.
+        Embeddings are padded with those of `pad_token_id`, from `model_embeddings`.
 
         Returns:
             The number of tokens added, and the five inputs.
 
         Raises:
-            ModelError: neither ids nor embeddings are given, or embeddings alone without
-                `model_embeddings`.
+            ModelError: neither ids nor embeddings are given, or only embeddings without
+            `model_embeddings`.
         """
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:
-            raise ModelError("pad_to_block_size needs input_ids or inputs_embeds; give one of them")
+            raise ModelError("pad_to_block_size needs input_ids or inputs_embeds; pass one of them")
         if block_size < 1:
-            raise ModelError(f"block_size is {block_size}; give the block of the pattern")
+            raise ModelError(f"block_size is {block_size}; pass the block of the pattern")
         batch, length = given.shape[:2]
         more = -length % block_size
         if more:
@@ -209,7 +209,7 @@ class SparseAttentionUtils:
                 attention_mask = torch.ones(batch, length, dtype=torch.long, device=given.device)
             if inputs_embeds is not None:
                 if model_embeddings is None:
-                    raise ModelError("padding inputs_embeds needs model_embeddings; give it")
+                    raise ModelError("padding inputs_embeds needs model_embeddings; pass it")
                 pad = inputs_embeds.new_full((batch, more), pad_token_id, dtype=torch.long)
                 inputs_embeds = torch.cat([inputs_embeds, model_embeddings(pad)], 1)
             input_ids = _padded(input_ids, more, pad_token_id)
@@ -229,7 +229,7 @@ def _padded(values: Tensor | None, more: int, value: int) -> Tensor | None:
 
 
 def _inner(model: nn.Module, method: str) -> tuple[Any, int]:
-    """Return the encoder of a model, and how many of its positions are reserved."""
+    """Return the encoder of a model, and the number of its reserved positions."""
     for name, special in (("bert", 0), ("roberta", 2)):
         inner = getattr(model, name, None)
         if inner is not None:

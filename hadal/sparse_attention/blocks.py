@@ -19,7 +19,7 @@ class MatMul:
         layout: [heads, rows, columns] over blocks.
         block: edge of a block.
         mode: "sdd" (the result is sparse), "dsd" (the first factor) or "dds" (the second).
-        trans_a, trans_b: whether a factor is transposed before.
+        trans_a, trans_b: whether a factor is transposed first.
         bench: accepted and ignored.
 
     Raises:
@@ -75,7 +75,7 @@ class MatMul:
 
 
 class Softmax:
-    """The softmax of each row of a block-sparse matrix, over the blocks that are there.
+    """The softmax of each row of a block-sparse matrix, over its blocks.
 
     Args:
         layout: [heads, rows, columns] over blocks.

@@ -46,7 +46,7 @@ def flex(
         lse = sums.lse
     else:  # of older torches
         found, lse = function(query, key, value, return_lse=True, **choices)
-    # A key with a value of zero takes its share of the weights from all others.
+    # A key with a value of zero reduces the weights of all others.
     share = (lse - scores.sinks.to(lse.dtype)[:, None]).sigmoid()
     less: Tensor = found * share[..., None].to(found.dtype)
     return less
@@ -60,10 +60,10 @@ def _compiled() -> Any:
 
 
 def block_mask_of(layout: BlockLayout, device: torch.device, *, is_causal: bool) -> BlockMask:
-    """Return the layout as a BlockMask, which is kept with it.
+    """Return the layout as a BlockMask, which is cached with it.
 
-    Blocks of the kernel that are wholly in the layout are computed without a look at the mask;
-    those that are in it in part ask, for each token, the layout (and causality).
+    Kernel blocks that lie wholly in the layout are computed without the mask; partial blocks
+    evaluate the layout (and causality) for each token.
     """
     key = ("flex", device, is_causal)
     if key not in layout.kept:
@@ -89,13 +89,13 @@ def _block_mask(layout: BlockLayout, device: torch.device, *, is_causal: bool) -
 def coarse(
     layout: Tensor, block: int, length: int, *, is_causal: bool, edge: int = _EDGE
 ) -> tuple[Tensor, Tensor]:
-    """Return which squares of `edge` tokens hold some computed pair, and which only computed ones.
+    """Return which squares of `edge` tokens have any computed pair, and which have only those.
 
     Both are bool, [heads, ceil(length / edge), ceil(length / edge)].
     """
     heads, count, _ = layout.shape
     squares = -(-length // edge)
-    # The blocks that each square touches, as a range; both sizes may divide the other or neither.
+    # The range of blocks that each square touches; either size may divide the other, or neither.
     starts = torch.arange(squares, device=layout.device) * edge
     first = starts // block
     last = (torch.clamp(starts + edge, max=length) - 1) // block
@@ -117,7 +117,7 @@ def coarse(
 
 
 def _listed(squares: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the number of columns of each row, and the columns themselves in front."""
+    """Return the number of columns of each row, and the rows with these columns first."""
     numbers = squares.sum(-1).to(torch.int32)
     places = squares.int().argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return numbers[None].to(device), places[None].contiguous().to(device)

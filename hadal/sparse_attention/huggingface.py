@@ -1,9 +1,9 @@
-"""`hadal_sparse`: an attention function for models of transformers.
+"""`hadal_sparse`: an attention function for transformers models.
 
-Any model whose layers go through `ALL_ATTENTION_FUNCTIONS` may use it, decoders and encoders. The
+Any model whose layers use `ALL_ATTENTION_FUNCTIONS` can use it, decoders and encoders. The
 pattern is `config.sparse_attention`, a dict as in the JSON, which is saved in the model's
 config.json. Random blocks are drawn for each layer from its index, so they are the same on all
-ranks, after a restart and for whoever loads the model.
+ranks, after a restart and in every program that loads the model.
 
 Tests: tests/sparse_attention/test_models.py
 """
@@ -41,7 +41,7 @@ _UNKNOWN = ("head_mask", "block_table")
 
 
 def register_with_transformers() -> None:
-    """Make `attn_implementation="hadal_sparse"` known to transformers; again changes nothing.
+    """Register `attn_implementation="hadal_sparse"` with transformers; may be called again.
 
     Raises:
         MissingPackageError: transformers is not installed.
@@ -58,12 +58,12 @@ def register_with_transformers() -> None:
 
 
 def use_sparse_attention(model: Model, source: Any = None) -> Model:
-    """Let a model of transformers compute its attention over a pattern; return the model.
+    """Make a transformers model compute its attention over a pattern; return the model.
 
     Args:
-        model: any model whose layers go through `ALL_ATTENTION_FUNCTIONS`.
+        model: any model whose layers use `ALL_ATTENTION_FUNCTIONS`.
         source: the pattern: a section as a dict, a configuration, or an engine. By default
-            `initialize` gives the one of its configuration.
+        `initialize` sets the pattern of its configuration.
 
     Raises:
         ModelError: the model has no choice of attention functions.
@@ -92,11 +92,11 @@ def use_sparse_attention(model: Model, source: Any = None) -> Model:
 
 
 def give_pattern(model: nn.Module, section: SparseAttention) -> None:
-    """Give the pattern of a configuration to the parts of a model that use `hadal_sparse`."""
+    """Set a configuration's pattern on the parts of a model that use `hadal_sparse`."""
     is_used = _give(model, section.of_the_mode())
     if not is_used and not any(isinstance(one, SparseSelfAttention) for one in model.modules()):
         _log.info(
-            "sparse_attention: no part of %s uses it; a model of transformers does after"
+            "sparse_attention: no part of %s uses it; a transformers model does after"
             " hadal.sparse_attention.use_sparse_attention(model), and others read it with"
             " hadal.sparse_attention.from_config(config, num_heads)",
             type(model).__name__,
@@ -132,26 +132,26 @@ def hadal_sparse(
 
     Args:
         module: the layer's attention; its `config.sparse_attention` is the pattern.
-        query: [batch, heads, rows, D]; fewer rows than keys (generation) are the last ones that
-            the mask shows, or the last of all.
+        query: [batch, heads, rows, D]; if there are fewer rows than keys (generation), they are
+        the last ones in the mask, or the last of all.
         key, value: [batch, heads or fewer, L, D].
         attention_mask: [batch, L] (true where keys are seen) or [batch, 1 or heads, rows, L]. If
             a cache has dropped the first keys, its columns are all positions, and the keys the
             last ones.
         dropout: must be 0.
         scaling: factor of the scores.
-        is_causal: whether later tokens are not seen; by default what the module says.
-        others: what other attention functions take. `position_bias`, [batch or 1, heads, rows, L],
-            is added to the scores, and may need a gradient; `softcap` limits them; `s_aux`,
-            [heads], are the scores of sinks. `head_range` says which of how many heads these are,
-            if ranks share them: (first, number of all).
+        is_causal: whether later tokens are not seen; by default the module's attribute.
+        others: arguments of other attention functions. `position_bias`, [batch or 1, heads, rows,
+        L], is added to the scores, and may need a gradient; `softcap` limits them; `s_aux`,
+        [heads], are the scores of sinks. `head_range` is (first head, number of all heads), if
+        ranks share them.
 
     Returns:
         [batch, rows, heads, D] and None.
 
     Raises:
         UsageError: dropout, or no pattern.
-        NotBuiltYetError: a feature of other functions.
+        NotBuiltYetError: a feature of other attention functions is requested.
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     _check_call(module, dropout, others)
@@ -184,10 +184,10 @@ def hadal_sparse(
     return out.transpose(1, 2).contiguous(), None
 
 
-# Sequence parallelism says which heads of a pattern a rank computes.
+# Sequence parallelism determines the heads of a pattern that a rank computes.
 hadal_sparse.takes_head_range = True  # type: ignore[attr-defined]
 
-# A plan is no tensor: compiled models leave the graph here.
+# A plan is not a tensor, so compiled models break the graph here.
 _disabled: Callable[..., Tensor] = torch.compiler.disable(sparse_attention)
 
 
@@ -196,12 +196,12 @@ def _masks(given: Tensor | None, key: Tensor, causal: bool, bias: Tensor | None)
     if given is None or given.dim() == 2:
         keys = None if given is None else key_mask(given, "mul", key)
         return Masks(keys, added, causal)
-    # A whole mask says what is causal, too.
+    # A whole mask includes causality.
     return Masks(None, (*added, PairMask(given, multiplies=given.dtype is torch.bool)), False)
 
 
 def _dropped(mask: Tensor | None, length: int) -> int:
-    """Return how many keys of earlier tokens a cache has dropped."""
+    """Return the number of earlier keys that a cache has dropped."""
     return 0 if mask is None or mask.dim() != 4 else max(0, mask.shape[-1] - length)
 
 
@@ -220,7 +220,7 @@ def _first_row(mask: Tensor | None, rows: int, length: int) -> int | None:
 def _check_call(module: nn.Module, dropout: float, others: dict[str, Any]) -> None:
     if dropout:
         raise UsageError(
-            f"{NAME} has no dropout, and {type(module).__name__} asks for {dropout}; set"
+            f"{NAME} has no dropout, but {type(module).__name__} requests {dropout}; set"
             " attention_dropout or attention_probs_dropout_prob of the model's config to 0"
         )
     unknown = [name for name in _UNKNOWN if others.get(name) is not None]
@@ -241,7 +241,7 @@ def _is_cross(module: nn.Module, *, causal: bool) -> bool:
 def _tell_cross(name: str) -> None:
     """Log it once for each class."""
     _log.info(
-        "%s: %s attends to another sequence, and is computed whole; the pattern is for"
+        "%s: %s attends to another sequence, so all of it is computed; the pattern applies to"
         " self-attention",
         NAME,
         name,
@@ -252,7 +252,7 @@ def _layout(module: nn.Module, length: int, heads: int, mine: range) -> BlockLay
     values = getattr(getattr(module, "config", None), "sparse_attention", None)
     if values is None:
         raise UsageError(
-            f"{type(module).__name__} uses {NAME}, but its config has no pattern; give one by"
+            f"{type(module).__name__} uses {NAME}, but its config has no pattern; set one with"
             ' hadal.sparse_attention.use_sparse_attention(model, {"mode": "fixed"}) or the section'
             ' "sparse_attention" of the configuration'
         )
@@ -278,7 +278,7 @@ def _made(written: str, heads: int, length: int, layer: int) -> BlockLayout:
     if not pattern.is_random and (layer or length != padded):
         return _made(written, heads, padded, 0)  # one for all layers
     pattern.draws = random.Random(layer)
-    # A short prompt has fewer blocks than a window: it sees the first ones of a longer layout.
+    # A short prompt has fewer blocks than a window: it uses the first ones of a longer layout.
     fits = max(padded, pattern.fewest_blocks * pattern.block)
     layout = pattern.distinct_layout(fits)
     count = padded // pattern.block
@@ -300,17 +300,17 @@ def _mask_of(
     attention_mask: Tensor | None = None,
     **others: Any,
 ) -> Tensor | None:
-    """Return the padding as [batch, L] where the mask is plain, or the whole of any other one.
+    """Return the padding as [batch, L] if the mask is plain, otherwise the whole mask.
 
-    The whole mask has a column for each position, those whose keys a cache has dropped too: that
-    tells the attention function where the keys are in the pattern.
+    The whole mask has a column for each position, including those whose keys a cache has dropped:
+    it tells the attention function the positions of the keys in the pattern.
     """
     from transformers import masking_utils as known
 
     plain = (known.causal_mask_function, known.bidirectional_mask_function)
     whole = mask_function is not known.bidirectional_mask_function
     has_room = isinstance(q_offset, Tensor) or q_offset + q_length != kv_length
-    # Sliding windows, packed sequences, a program's own; a cache with room for more.
+    # Sliding windows, packed sequences, a program's own mask, or a cache with spare room.
     if mask_function not in plain or (whole and (has_room or kv_offset)):
         others.pop("allow_is_causal_skip", None)
         others.pop("allow_is_bidirectional_skip", None)

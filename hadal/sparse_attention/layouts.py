@@ -1,4 +1,4 @@
-"""The patterns of block-sparse attention: which blocks of the attention matrix are computed.
+"""The patterns of block-sparse attention: the blocks of the attention matrix to compute.
 
 Words of this folder.
 
@@ -37,7 +37,7 @@ class SparsityConfig:
     Args:
         num_heads: number of attention heads.
         block: edge of a block in tokens.
-        different_layout_per_head: whether heads have layouts of their own.
+        different_layout_per_head: whether each head has its own layout.
     """
 
     draws: Draws = random
@@ -48,7 +48,7 @@ class SparsityConfig:
     ) -> None:
         for name, value in (("num_heads", num_heads), ("block", block)):
             if not isinstance(value, Integral) or value < 1:
-                raise ModelError(f"{name} is {value!r}; give 1 or more")
+                raise ModelError(f"{name} is {value!r}; expected 1 or more")
         self.num_heads = num_heads
         self.block = block
         self.different_layout_per_head = different_layout_per_head
@@ -120,7 +120,7 @@ class SparsityConfig:
         return torch.stack([self.head_layout(count, head) for head in range(self.num_layout_heads)])
 
     def sizes(self) -> dict[str, int]:
-        """Return numbers of blocks, by name, that a sequence must have at least."""
+        """Return the minimum numbers of blocks in a sequence, by name."""
         return {}
 
     def head_layout(self, count: int, head: int) -> Tensor:
@@ -131,14 +131,14 @@ class SparsityConfig:
         )
 
     def _random_blocks(self, layout: Tensor, number: int, *, before: bool = False) -> None:
-        """Set `number` random blocks in each row; with `before`, none beyond the row itself."""
+        """Set `number` random blocks in each row; with `before`, only up to the row itself."""
         count = len(layout)
         for row in range(count if number else 0):
             limit = row + 1 if before else count
             if number > limit:
                 raise ModelError(
                     f"num_random_blocks is {number}, but row {row} of a unidirectional layout has"
-                    f" {limit} to choose from; give 1 or 0, or attention 'bidirectional'"
+                    f" {limit} to choose from; use 1 or 0, or attention 'bidirectional'"
                 )
             layout[row, self.draws.sample(range(limit), number)] = True
 
@@ -180,13 +180,13 @@ def _ranges(starts: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int
         ends = [start + 1 for start in starts]
     if len(starts) != len(ends):
         raise ModelError(
-            f"global_block_indices has {len(starts)} members and global_block_end_indices"
-            f" {len(ends)}; give as many ends as starts"
+            f"global_block_indices has {len(starts)} members, but global_block_end_indices"
+            f" {len(ends)}; pass as many ends as starts"
         )
     for start, end in zip(starts, ends, strict=True):
         if not 0 <= start < end:
             raise ModelError(
-                f"global blocks {start} to {end} (exclusive) are no range; give a start >= 0 in"
+                f"global blocks {start} to {end} (exclusive) are not a range; use a start >= 0 in"
                 " global_block_indices and a larger end in global_block_end_indices"
             )
     return list(zip(starts, ends, strict=True))
@@ -202,7 +202,7 @@ class DenseSparsityConfig(SparsityConfig):
 
 
 class FixedSparsityConfig(SparsityConfig):
-    """Windows of equal size, each represented to all others by its last blocks.
+    """Windows of equal size, whose last blocks represent them to all other windows.
 
     Sparse Transformers (Child et al. 2019).
 
@@ -212,7 +212,8 @@ class FixedSparsityConfig(SparsityConfig):
         num_global_blocks: blocks that represent a window; divides num_local_blocks.
         attention: "unidirectional" (no later block) or "bidirectional".
         horizontal_global_attention: the representatives attend to everything, too.
-        num_different_global_patterns: how many choices of representatives the heads take in turn.
+        num_different_global_patterns: the number of choices of representatives that heads cycle
+            through.
 
     Raises:
         ModelError, NotBuiltYetError: arguments contradict each other.
@@ -250,7 +251,7 @@ class FixedSparsityConfig(SparsityConfig):
         if num_different_global_patterns > most:
             raise ModelError(
                 f"num_different_global_patterns is {num_different_global_patterns}, but a window"
-                f" of {num_local_blocks} blocks has {most} choices of {num_global_blocks}; give at"
+                f" of {num_local_blocks} blocks has {most} choices of {num_global_blocks}; use at"
                 f" most {most}"
             )
 
@@ -304,8 +305,8 @@ class VariableSparsityConfig(SparsityConfig):
         super().__init__(num_heads, block, different_layout_per_head)
         if not local_window_blocks or min(local_window_blocks) < 1:
             raise ModelError(
-                f"local_window_blocks is {list(local_window_blocks)}; give at least one size, each"
-                " 1 or more"
+                f"local_window_blocks is {list(local_window_blocks)}; expected at least one size,"
+                " each 1 or more"
             )
         _check_attention(attention, horizontal=horizontal_global_attention)
         self.num_random_blocks = num_random_blocks
@@ -322,7 +323,7 @@ class VariableSparsityConfig(SparsityConfig):
         return self.num_random_blocks > 0
 
     def sizes(self) -> dict[str, int]:
-        """Return numbers of blocks, by name, that a sequence must have at least."""
+        """Return the minimum numbers of blocks in a sequence, by name."""
         return {"num_random_blocks": self.num_random_blocks}
 
     def head_layout(self, count: int, head: int) -> Tensor:
@@ -346,7 +347,7 @@ class BigBirdSparsityConfig(SparsityConfig):
         num_heads, block, different_layout_per_head: see SparsityConfig.
         num_random_blocks: random blocks in each row.
         num_sliding_window_blocks: width of the window; an even one acts as the next odd one.
-        num_global_blocks: blocks at the start that attend to all, and all to them.
+        num_global_blocks: blocks at the start that attend to all, and to which all attend.
         attention: "unidirectional" (random blocks not beyond the row) or "bidirectional".
 
     Raises:
@@ -376,7 +377,7 @@ class BigBirdSparsityConfig(SparsityConfig):
         return self.num_random_blocks > 0
 
     def sizes(self) -> dict[str, int]:
-        """Return numbers of blocks, by name, that a sequence must have at least."""
+        """Return the minimum numbers of blocks in a sequence, by name."""
         return {
             "num_random_blocks": self.num_random_blocks,
             "num_sliding_window_blocks": self.num_sliding_window_blocks,
@@ -400,13 +401,13 @@ class BSLongformerSparsityConfig(SparsityConfig):
     Args:
         num_heads, block, different_layout_per_head: see SparsityConfig.
         num_sliding_window_blocks: width of the window; an even one acts as the next odd one.
-        global_block_indices: blocks that attend to all and all to them, or the starts of their
-            ranges; those beyond the sequence are ignored.
+        global_block_indices: blocks that attend to all and to which all attend, or the starts of
+        their ranges; those beyond the sequence are ignored.
         global_block_end_indices: the (exclusive) ends of these ranges.
         attention: "unidirectional"; anything else is bidirectional.
 
     Raises:
-        ModelError: the ranges are none.
+        ModelError: the ranges are invalid.
     """
 
     def __init__(
@@ -427,7 +428,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
         self._globals = _ranges(global_block_indices, global_block_end_indices)
 
     def sizes(self) -> dict[str, int]:
-        """Return numbers of blocks, by name, that a sequence must have at least."""
+        """Return the minimum numbers of blocks in a sequence, by name."""
         return {"num_sliding_window_blocks": self.num_sliding_window_blocks}
 
     def head_layout(self, count: int, head: int) -> Tensor:
@@ -462,7 +463,7 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
         self.attention = attention
 
     def sizes(self) -> dict[str, int]:
-        """Return numbers of blocks, by name, that a sequence must have at least."""
+        """Return the minimum numbers of blocks in a sequence, by name."""
         return {"num_sliding_window_blocks": self.num_sliding_window_blocks}
 
     def head_layout(self, count: int, head: int) -> Tensor:

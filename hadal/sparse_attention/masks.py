@@ -1,7 +1,7 @@
 """Terms added to the scores of an attention: padding, masks of pairs, causality.
 
-All of it is additive in the dtype of the queries, with -inf for pairs that are not computed, and
-is gathered for the blocks at hand: nothing here has a row for each token and a column for each.
+All terms are additive in the dtype of the queries, with -inf for pairs that are not computed. They
+are gathered for the current blocks: no tensor here has a row and a column for each token.
 
 Tests: tests/sparse_attention/test_attention.py
 """
@@ -29,10 +29,10 @@ class PairMask:
 
     values: Tensor
     multiplies: bool
-    """True: a zero masks the pair, anything else does nothing. False: the values are added."""
+    """True if a zero masks the pair and other values do nothing; False if values are added."""
 
     def added(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return (gathered) values as what is added to the scores."""
+        """Return the term that is added to the scores for (gathered) values."""
         if self.multiplies:
             return torch.zeros_like(values, dtype=dtype).masked_fill(values == 0, -torch.inf)
         return values.to(dtype)
@@ -75,7 +75,7 @@ class Masks:
         return Masks(keys, pairs, self.is_causal)
 
     def of_tokens(self, rows: Tensor, columns: int, like: Tensor) -> Tensor | None:
-        """Return all of it but causality for some rows and all columns; None if there is none."""
+        """Return all terms but causality for some rows and all columns; None if there are none."""
         total = None if self.keys is None else self.keys[:, None, None, :]
         for one in self.pairs:
             values = one.values
@@ -86,7 +86,7 @@ class Masks:
         return total
 
     def of_blocks(self, group: Group, heads: int, block: int, like: Tensor) -> Tensor | None:
-        """Return all of it for entries whose blocks are numbered in [batch x heads x n] order.
+        """Return all terms for entries whose blocks are numbered in [batch x heads x n] order.
 
         Returns:
             Broadcastable to [entries, 1, R * block, C * block], or None.
@@ -139,7 +139,7 @@ def key_mask(given: Tensor, mode: str, query: Tensor) -> Tensor:
         query: [batch, heads, L, D].
 
     Raises:
-        ModelError: the shape or the mode is another.
+        ModelError: the shape or the mode is not supported.
     """
     check_mode(mode, "key_padding_mask_mode")
     batch, length = query.shape[0], query.shape[2]
@@ -159,7 +159,7 @@ def key_mask(given: Tensor, mode: str, query: Tensor) -> Tensor:
         zero = torch.zeros_like(found, dtype=query.dtype)
         found = zero.masked_fill(found == 0, -torch.inf)
     if found.shape[1] < length:
-        # Programs pad their inputs to the block but not the mask: what they added is padding.
+        # Programs pad their inputs to the block, but not the mask: the added keys are padding.
         _tell_short(found.shape[1], length)
     return functional.pad(found.to(query.dtype), (0, length - found.shape[1]), value=-torch.inf)
 
@@ -182,10 +182,10 @@ def pair_mask(given: Tensor, mode: str, query: Tensor, name: str = "attn_mask") 
         given: [L, L], [batch, L, L], [batch or 1, 1, L, L] or [batch or 1, heads, L, L].
         mode: "add", or "mul" (a zero masks the pair).
         query: [batch, heads, L, D].
-        name: what the caller calls it.
+        name: the caller's name for it.
 
     Raises:
-        ModelError: the shape or the mode is another.
+        ModelError: the shape or the mode is not supported.
     """
     check_mode(mode, f"{name}_mode")
     batch, heads, length, _ = query.shape

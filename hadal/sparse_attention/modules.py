@@ -30,14 +30,14 @@ class SparseSelfAttention(nn.Module):
         attn_mask_mode: "mul" (a zero masks the pair), or "add".
         max_seq_length: the length of `master_layout`, rounded up to a block.
         causal: whether a token attends to no later one. None: if the pattern is unidirectional
-            and no `attn_mask` is given. DeepSpeed's unidirectional patterns are so by whole blocks
-            only, and need an `attn_mask`.
+            and no `attn_mask` is given. DeepSpeed's unidirectional patterns are causal only by
+            whole blocks, and need an `attn_mask`.
         head_offset: the number of the first head here, if the heads are split over ranks and the
             pattern has those of all ranks.
 
     Raises:
-        ModelError: the pattern does not fit `max_seq_length`, or is none.
-        NotBuiltYetError: a mode of a mask is another.
+        ModelError: the pattern does not fit `max_seq_length`, or is not a SparsityConfig.
+        NotBuiltYetError: the mode of a mask is not supported.
     """
 
     master_layout: Tensor
@@ -56,8 +56,8 @@ class SparseSelfAttention(nn.Module):
         config = FixedSparsityConfig(num_heads=4) if sparsity_config is None else sparsity_config
         if not isinstance(config, SparsityConfig):
             raise ModelError(
-                f"sparsity_config is a {type(config).__name__}; give a SparsityConfig, such as"
-                " FixedSparsityConfig(num_heads), or that of a JSON by"
+                f"sparsity_config is a {type(config).__name__}; pass a SparsityConfig, such as"
+                " FixedSparsityConfig(num_heads), or that of a configuration from"
                 " hadal.sparse_attention.from_config(config, num_heads)"
             )
         check_mode(key_padding_mask_mode, "key_padding_mask_mode")
@@ -80,7 +80,7 @@ class SparseSelfAttention(nn.Module):
         return f"{type(self.sparsity_config).__name__}, block={self.sparsity_config.block}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without what is derived from the layout."""
+        """Return the state without values derived from the layout."""
         return {**self.__dict__, "_layouts": {}}
 
     def get_layout(self, seq_len: int) -> Tensor:
@@ -88,7 +88,7 @@ class SparseSelfAttention(nn.Module):
 
         Raises:
             ModelError: the length is not a multiple of the block, or longer than `max_seq_length`
-                where `master_layout` decides.
+            although `master_layout` determines the layout.
         """
         layout = self._boolean_layout(seq_len)
         return layout.long().expand(self.sparsity_config.num_heads, -1, -1)
@@ -108,13 +108,13 @@ class SparseSelfAttention(nn.Module):
 
     @property
     def _is_drawn(self) -> bool:
-        """True if the layout cannot be made again for another length."""
+        """True if the layout cannot be recreated for another length."""
         return self.sparsity_config.is_random or _makes_its_own(self.sparsity_config)
 
     def _layout_for(self, length: int, heads: int) -> BlockLayout:
         block = self.sparsity_config.block
         version = self.master_layout._version
-        if version != self._version:  # loaded since
+        if version != self._version:  # loaded since then
             self._layouts.clear()
             self._version = version
         padded = -(-length // block) * block
@@ -130,7 +130,7 @@ class SparseSelfAttention(nn.Module):
         if last > len(layout):
             raise ModelError(
                 f"the query has {heads} heads from head_offset {self.head_offset} on, but the"
-                f" pattern only {len(layout)}; make it with num_heads={last}"
+                f" pattern only {len(layout)}; create it with num_heads={last}"
             )
         return layout[self.head_offset : last]
 
@@ -168,7 +168,7 @@ class SparseSelfAttention(nn.Module):
             raise NotBuiltYetError(
                 f"attention between query {tuple(query.shape)}, key {tuple(key.shape)} and value"
                 f" {tuple(value.shape)} is not built yet: SparseSelfAttention is for"
-                " self-attention; give all three as [batch, heads, length, D]"
+                " self-attention; pass all three as [batch, heads, length, D]"
             )
         causal = self.causal
         if causal is None:
@@ -185,7 +185,7 @@ class SparseSelfAttention(nn.Module):
 
 
 def _makes_its_own(config: SparsityConfig) -> bool:
-    """Return whether a program's own class makes the layout."""
+    """Return whether a program's own class creates the layout."""
     return type(config).make_layout is not SparsityConfig.make_layout
 
 

@@ -1,4 +1,4 @@
-"""The plan of an attention: which row blocks meet which column blocks, in few batched calls.
+"""The plan of an attention: batched calls that cover all pairs of row and column blocks.
 
 An entry is a set of row blocks and a set of column blocks, all pairs of which are computed. A group
 holds entries of one shape, so that one batched call computes them. A part is a list of groups in
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 # Tokens of neighbouring rows whose common columns are computed together, and the fewest of these
-# that pay: what two parts have in common must be merged, which costs about as much as 64 columns.
+# that pay off: merging the results of two parts costs about as much as 64 columns.
 _TILE, _FEWEST = 512, 128
 RUN = 64
 """Tokens of neighbouring rows with equal columns in one entry of the second part."""
@@ -45,7 +45,7 @@ def parts_of(layout: Tensor, block: int, *, is_causal: bool, splits: bool = True
         layout: bool, [heads, n, n].
         block: edge of a block in tokens.
         is_causal: no block above the diagonal is computed.
-        splits: False gives one part, in which each row meets all of its columns at once.
+        splits: False returns one part, in which each row meets all of its columns at once.
     """
     if is_causal:
         layout = layout.tril()
@@ -66,7 +66,7 @@ def parts_of(layout: Tensor, block: int, *, is_causal: bool, splits: bool = True
 def _common(layout: Tensor, block: int, *, is_causal: bool) -> Iterator[tuple[range, Tensor]]:
     """Yield tiles of rows with the columns that all their rows have, if these are enough.
 
-    Neighbouring tiles with the same columns become one. Blocks on the diagonal are left out where
+    Neighbouring tiles with the same columns become one. Blocks on the diagonal are left out if
     causality masks inside them.
     """
     heads, count, _ = layout.shape
@@ -113,7 +113,7 @@ def _runs(layout: Tensor, block: int, *, is_causal: bool) -> Iterator[Group]:
     """Group runs of neighbouring rows with equal columns, by their shape."""
     heads, count, _ = layout.shape
     flat = layout.reshape(heads * count, count)
-    # The length of the run that starts in each row; 0 where none does.
+    # The length of the run that starts in each row; 0 if none does.
     longest = max(1, RUN // block)
     differs = torch.ones(heads * count, dtype=torch.bool, device=layout.device)
     differs[1:] = (flat[1:] != flat[:-1]).any(-1)

@@ -1,4 +1,4 @@
-"""Scores of an attention beyond a scaled product: capped ones, and sinks.
+"""Attention scores beyond a scaled product: soft caps and sinks.
 
 Tests: tests/sparse_attention/test_attention.py
 """
@@ -42,11 +42,11 @@ def attend(
     Args:
         query: [batch, heads, rows, D].
         key, value: [batch, heads, L, D].
-        mask: broadcastable to [batch, heads, rows, L]: bool, false for masked pairs, or added.
+        mask: broadcastable to [batch, heads, rows, L]: bool (False masks the pair), or added.
         scores: its sinks are [heads] or [batch, heads].
 
     Returns:
-        [batch, heads, rows, D]. Scores that are not plain are computed in fp32 at least.
+        [batch, heads, rows, D]. Capped scores and sinks are computed in at least fp32.
     """
     if scores.is_plain:
         return functional.scaled_dot_product_attention(

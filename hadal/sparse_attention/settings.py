@@ -1,4 +1,4 @@
-"""The `sparse_attention` section for models: from an engine or a configuration to a pattern."""
+"""Reads the `sparse_attention` section of an engine or a configuration into a pattern."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _section_of(source: Any) -> Any:
 
 
 def _checked(section: dict[str, Any]) -> SparseAttention:
-    """Return a section that a program holds as a dict, with the checks of a whole file."""
+    """Return a section given as a dict, validated like a whole file."""
     whole = load_config({"train_batch_size": 1, "sparse_attention": section}, world_size=1)
     assert whole.sparse_attention is not None
     return whole.sparse_attention

@@ -1,7 +1,7 @@
-"""Values that cross from whole tensors to slices of tensor-parallel ranks and back, with gradients.
+"""Conversions between whole tensors and slices of tensor-parallel ranks, with gradients.
 
-Each way in forward has the opposite way in backward: a value that all ranks have has a gradient
-that is summed, and the other way around.
+Each operation in forward has its adjoint in backward: the gradient of a value that all ranks have
+is summed, and the gradient of a sum is passed to all ranks.
 
 Tests: tests/tensor_parallel/test_models.py
 """
@@ -22,7 +22,7 @@ Way = Callable[[Tensor], Tensor]
 
 
 def across(x: Tensor, forward: Way, backward: Way) -> Tensor:
-    """Return `forward(x)`, whose gradient is `backward` of the gradient."""
+    """Return `forward(x)`; its backward applies `backward` to the gradient."""
     found: Tensor = _Crossing.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return found
 
@@ -40,12 +40,12 @@ class _Crossing(torch.autograd.Function):
 
 
 def same(x: Tensor) -> Tensor:
-    """Return the values as they are."""
+    """Return the values unchanged."""
     return x.view_as(x)
 
 
 def summed(x: Tensor, ranks: Ranks, label: str) -> Tensor:
-    """Return the sum over ranks. The argument is left as it is, contiguous or not."""
+    """Return the sum over ranks. The argument, contiguous or not, is unchanged."""
     total = x.clone(memory_format=torch.contiguous_format)
     labelled(label, all_reduce, total, group=ranks.group)
     return total

@@ -1,4 +1,4 @@
-"""A model's layers become slices, in place.
+"""Turns a model's layers into slices, in place.
 
 Tests: tests/tensor_parallel/test_models.py
 """
@@ -41,21 +41,21 @@ class Sliced(NamedTuple):
     name: str
     parameter: nn.Parameter
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole."""
     cut: WeightCut
     ranks: Ranks
 
     def whole(self, mine: Tensor) -> Tensor:
-        """Return the whole of all ranks' slices, which all of them must call together."""
+        """Return the whole parameter from all ranks' slices. All ranks must call it."""
         cut, label = self.cut, f"the whole of {self.name}"
         found = gathered(mine.detach(), cut.dim, cut.sizes, self.ranks, label)
         return cut.join(found.split(cut.sizes, cut.dim)) if len(cut.parts) > 1 else found
 
 
 def share_values(model: nn.Module, ranks: Ranks) -> None:
-    """Give all ranks the values and random numbers of the first. All of them must call it.
+    """Copy the first rank's values and random states to all ranks. All of them must call it.
 
-    Slices are of one model, and what is not cut is the same on all ranks.
+    Then slices belong to one model, and whole parameters are the same on all ranks.
     """
     for name, parameter in model.named_parameters():
         broadcast_(parameter.detach(), 0, ranks, f"the broadcast of {name}")
@@ -65,7 +65,7 @@ def share_values(model: nn.Module, ranks: Ranks) -> None:
 
 
 def share_random_numbers(ranks: Ranks) -> None:
-    """Give all ranks the first one's random states: what is not cut drops the same values."""
+    """Copy the first rank's random states to all, so that whole layers drop the same values."""
     label = "the random state of tensor-parallel ranks"
     state = torch.get_rng_state()
     broadcast_(state, 0, ranks, label)
@@ -86,13 +86,13 @@ def cut_model(
     *,
     is_stage: bool = False,
 ) -> list[Sliced]:
-    """Cut a model as planned; return the parameters that were cut.
+    """Cut a model according to a plan; return the parameters that were cut.
 
     All ranks must call it, with the same values.
 
     Args:
         model: the whole model, or a stage of it.
-        plan: what is cut.
+        plan: the cuts.
         section: the options.
         ranks: the ranks that share the layers.
         loss: the cross entropy of logits that are cut by the vocabulary.
@@ -100,7 +100,7 @@ def cut_model(
             model's forward.
 
     Raises:
-        ModelError: the model is not one whose loss, or sequences, can be cut as the section says.
+        ModelError: the section cuts the loss or sequences, which this model does not support.
     """
     group = TensorGroup(ranks, overlaps=section.tp_overlap_comm)
     sliced = list(_sliced(plan, ranks))
@@ -136,7 +136,7 @@ def _outputs(plan: CutPlan) -> Iterator[ColumnLinear]:
     """Yield the output layer, unless another stage has it."""
     if plan.head is None:
         raise ModelError(
-            "tensor_parallel.vocab_parallel_lm_head: no output layer was found; give its name in"
+            "tensor_parallel.vocab_parallel_lm_head: no output layer was found; set its name in"
             " tensor_parallel.partition_config.lm_head_patterns"
         )
     for one in plan.layers:

@@ -15,7 +15,7 @@ from torch import Tensor
 from hadal.config.tensor_parallel import Shape, shape_fault
 from hadal.errors import ModelError
 
-# Layers of a feed-forward block, and output layers, are no multiples of heads.
+# Layers of a feed-forward block, and output layers, are not multiples of heads.
 _FEED_FORWARD = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 HEAD_NAMES = ("lm_head", "embed_out")
 
@@ -29,8 +29,8 @@ def shard_sizes(
         total: the length of the dimension.
         ranks: the number of ranks.
         heads: key-value heads; rows of an attention are cut between them.
-        grain: other rows are cut at multiples of this, and the last rank gets what is left over.
-        name: the layer's name, which tells attentions from other layers.
+        grain: other rows are cut at multiples of this, and the last rank gets the rest.
+        name: the layer's name, which distinguishes attentions from other layers.
     """
     if heads and total % heads == 0 and not _is_headless(name):
         return [count * (total // heads) for count in _even(heads, ranks)]
@@ -53,11 +53,11 @@ def _even(total: int, ranks: int) -> list[int]:
 def subparameter_sizes(length: int, shape: Shape | None, dim: int) -> tuple[int, ...]:
     """Return the sizes of the parts that are fused along a dimension; one if nothing is fused.
 
-    A shape sees the dimension as equal parts (`(3, -1)`) or as parts of given sizes
+    A shape splits the dimension into equal parts (`(3, -1)`) or parts of given sizes
     (`((16, 4, 4), -1)`).
 
     Raises:
-        ModelError: the parts do not make up `length`.
+        ModelError: the parts do not add up to `length`.
     """
     if shape is None:
         return (length,)
@@ -68,7 +68,7 @@ def subparameter_sizes(length: int, shape: Shape | None, dim: int) -> tuple[int,
     if isinstance(entry, tuple):
         if sum(entry) != length:
             raise ModelError(
-                f"the parts {list(entry)} have {sum(entry):,} rows, and the weight {length:,}; give"
+                f"the parts {list(entry)} have {sum(entry):,} rows, but the weight {length:,}; set"
                 " the rows of each part"
             )
         return entry
@@ -76,7 +76,7 @@ def subparameter_sizes(length: int, shape: Shape | None, dim: int) -> tuple[int,
         return (length,)
     if length % entry:
         raise ModelError(
-            f"{length:,} rows are no {entry} equal parts; give the rows of each part, as"
+            f"{length:,} rows do not split into {entry} equal parts; set the rows of each part, as"
             " [[a, b, c], -1]"
         )
     return (length // entry,) * entry
@@ -88,7 +88,7 @@ class WeightCut:
 
     dim: int
     parts: tuple[tuple[int, ...], ...]
-    """For each fused part (one if nothing is fused) the size of every rank's share of it."""
+    """For each fused part (one if nothing is fused), the size of every rank's slice of it."""
 
     @classmethod
     def of(cls, dim: int, parts: Sequence[Sequence[int]]) -> WeightCut:
@@ -106,7 +106,7 @@ class WeightCut:
         return [sum(shares) for shares in zip(*self.parts, strict=True)]
 
     def spans(self, rank: int) -> list[tuple[int, int]]:
-        """Return first row and number of rows of each piece that a rank holds, in its order."""
+        """Return first row and number of rows of each range that a rank holds, in its order."""
         starts = accumulate((sum(sizes) for sizes in self.parts), initial=0)
         return [
             (start + sum(sizes[:rank]), sizes[rank])
@@ -114,7 +114,7 @@ class WeightCut:
         ]
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """Return a rank's share of a whole weight, in memory of its own."""
+        """Return a rank's slice of a whole weight, as a copy."""
         pieces = [whole.narrow(self.dim, *span) for span in self.spans(rank)]
         return (
             pieces[0].clone(memory_format=torch.contiguous_format)
@@ -123,7 +123,7 @@ class WeightCut:
         )
 
     def join(self, shares: Sequence[Tensor]) -> Tensor:
-        """Return the whole weight of all ranks' shares."""
+        """Return the whole weight from all ranks' slices."""
         cut = [
             share.split([sizes[rank] for sizes in self.parts], self.dim)
             for rank, share in enumerate(shares)

@@ -1,7 +1,7 @@
-"""Heads of attentions: how many a model has, and what an attention on some of them must know.
+"""Attention heads: their number in a model, and the attributes of an attention with some of them.
 
 Forward code of models reshapes by attributes of its module (`num_heads`, `hidden_size`), or by its
-configuration. On a rank they say what this rank has.
+configuration. On a rank they are set to this rank's numbers.
 
 Tests: tests/tensor_parallel/test_models.py
 """
@@ -37,9 +37,9 @@ def text_config_of(model: Any) -> Any:
 
 
 def key_heads_of(model: Any) -> int | None:
-    """Return the number of key-value heads of a model's attentions; None if nothing says it.
+    """Return the number of key-value heads of a model's attentions; None if it is unknown.
 
-    Heads that share keys and values (grouped queries) stay together, so these are what is cut.
+    Query heads that share keys and values stay together, so cuts are between key-value heads.
     """
     config = text_config_of(model)
     for name in _KEY_HEADS:
@@ -55,7 +55,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def head_size_of(module: nn.Module, config: Any) -> int | None:
-    """Return the length of an attention's heads; None if nothing says it."""
+    """Return the size of an attention's heads; None if it is unknown."""
     for owner in (module, config):
         for name in ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "d_kv"):
             found = getattr(owner, name, None)
@@ -68,14 +68,14 @@ def head_size_of(module: nn.Module, config: Any) -> int | None:
 def show_share(
     module: nn.Module, heads: int | None, size: int, rank: int, configs: dict[int, Any]
 ) -> None:
-    """Let an attention say what this rank has of its heads.
+    """Set an attention's attributes to this rank's heads.
 
     Args:
         module: the module whose layers were cut.
         heads: key-value heads of the model.
         size: tensor-parallel ranks.
-        rank: this one's place among them.
-        configs: the configurations that modules of this model got, by that of the model.
+        rank: this rank's index among them.
+        configs: this rank's copies of configurations, by the model's own.
     """
 
     def share(total: int) -> int:
@@ -103,7 +103,7 @@ def show_share(
 
 
 def _take_alibi(module: nn.Module, sizes: list[int], rank: int) -> None:
-    """Give an attention the biases of its own heads: the model makes those of all."""
+    """Reduce the biases of an attention to its own heads: the model computes those of all."""
     first, total = sum(sizes[:rank]), sum(sizes)
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Which layers of a model without rules are rows: those whose outputs leave a block.
+"""The row layers of a model without rules: those whose outputs leave a block.
 
 Tests: tests/tensor_parallel/test_rules.py
 """
@@ -15,9 +15,9 @@ from hadal.tensor_parallel.rules import COLUMN, ROW, SKIP, LayerRule
 _ROWS = frozenset(
     {"o_proj", "out_proj", "down_proj", "dense_4h_to_h", "fc2", "fc_out", "wo", "o", "w2"}
 )
-# A layer of this name leaves the block only in these.
+# A layer of this name is a block's output only in these.
 _DENSE, _LEAVES = "dense", frozenset({"attention", "self_attention", "self_attn", "output"})
-# A router chooses among experts, and every rank chooses for itself.
+# A router chooses among experts; every rank computes the whole choice.
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 # Their fused or relative attentions would be cut wrongly.
 REFUSED = frozenset(
@@ -39,13 +39,13 @@ def row_layers(model: nn.Module) -> dict[str, list[str]]:
     """Return, for each class of blocks, the names of its row layers: "parent.layer".
 
     Raises:
-        ModelError: this type of model is not cut without rules.
+        ModelError: this type of model cannot be cut without rules.
     """
     kind = str(getattr(getattr(model, "config", None), "model_type", ""))
     if kind in REFUSED:
         raise ModelError(
-            f"tensor_parallel.autotp_size: a model of type {kind!r} is not cut without rules; give"
-            " tensor_parallel.partition_config with layer_specs for its layers"
+            f"tensor_parallel.autotp_size: a model of type {kind!r} cannot be cut without rules;"
+            " set tensor_parallel.partition_config with layer_specs for its layers"
         )
     found: dict[str, set[str]] = {}
     for _, block in blocks_of(model):

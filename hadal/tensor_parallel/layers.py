@@ -1,7 +1,7 @@
-"""Linear layers and embeddings of which each tensor-parallel rank holds a slice.
+"""Linear layers and embeddings that are sliced over tensor-parallel ranks.
 
 A layer of the model becomes one of these in place, and its parameters get this rank's slices:
-names, identities and `isinstance` stay as they were. Parameters are plain tensors, marked
+names, identities and `isinstance` are preserved. Parameters are plain tensors, marked
 `tensor_model_parallel`.
 
 Tests: tests/tensor_parallel/test_models.py
@@ -24,7 +24,7 @@ from hadal.tensor_parallel.cut import WeightCut
 
 
 class TensorGroup:
-    """The ranks that hold slices of one model's layers, and what its layers share."""
+    """The ranks that hold slices of one model's layers, and the state that its layers share."""
 
     def __init__(self, ranks: Ranks, *, overlaps: bool = False) -> None:
         self.ranks = ranks
@@ -33,7 +33,7 @@ class TensorGroup:
         self._entered: tuple[Tensor, Tensor] | None = None
 
     def enter(self, x: Tensor, label: str) -> Tensor:
-        """Return values that all ranks have, for a computation on slices: gradients are summed.
+        """Pass values that all ranks have to a computation on slices; sum their gradients.
 
         Layers that follow each other and have the same input (query, key and value) share one sum.
         """
@@ -47,7 +47,7 @@ class TensorGroup:
         return self._entered[1]
 
     def leave(self, x: Tensor, label: str) -> Tensor:
-        """Return the sum over ranks of what each computed from its slices."""
+        """Return the sum over ranks of their partial results."""
         self._entered = None
         return across(x, lambda values: summed(values, self.ranks, label), same)
 
@@ -62,7 +62,7 @@ class TensorGroup:
         )
 
     def forget(self) -> None:
-        """Hold no inputs of layers any longer."""
+        """Release the inputs of layers."""
         self._entered = None
 
     def __deepcopy__(self, memo: Any) -> TensorGroup:
@@ -80,11 +80,11 @@ class SlicedLayer(nn.Module):
 
     tensor_group: TensorGroup
     cut: WeightCut
-    """How the whole weight is cut."""
+    """The cut of the whole weight."""
     label: str
     """The layer's full name."""
     cuts_sequence = False
-    """True if, in training, the module around it gathers positions, and a row scatters them."""
+    """True if, in training, its parent gathers positions and a row layer scatters them."""
 
     def _take(self, group: TensorGroup, cut: WeightCut, name: str) -> None:
         self.tensor_group, self.cut, self.label = group, cut, name
@@ -96,7 +96,7 @@ class SlicedLayer(nn.Module):
 
 
 def take_slice(parameter: nn.Parameter, cut: WeightCut, ranks: Ranks) -> None:
-    """Give a parameter this rank's slice of its values, and mark it. Twice is once (tied names)."""
+    """Reduce a parameter to this rank's slice, and mark it. A repeated call does nothing."""
     if getattr(parameter, "tensor_model_parallel", False):
         return
     parameter.data = cut.take(parameter.detach(), ranks.rank)
@@ -153,9 +153,9 @@ class ColumnLinear(SlicedLayer, nn.Linear):
 
 
 class RowLinear(SlicedLayer, nn.Linear):
-    """A linear layer that sees a slice of its inputs; what the ranks compute is summed.
+    """A linear layer with a slice of its inputs; the ranks' results are summed.
 
-    The bias is whole, and added to the sum.
+    The bias is whole, and is added to the sum.
     """
 
     @classmethod
@@ -179,7 +179,7 @@ class RowLinear(SlicedLayer, nn.Linear):
 
 
 class VocabularyEmbedding(SlicedLayer, nn.Embedding):
-    """An embedding that holds a slice of its vocabulary; what the ranks look up is summed."""
+    """An embedding with a slice of its vocabulary; the ranks' results are summed."""
 
     @classmethod
     def become(cls, layer: nn.Embedding, group: TensorGroup, cut: WeightCut, name: str) -> None:
@@ -197,7 +197,7 @@ class VocabularyEmbedding(SlicedLayer, nn.Embedding):
         start, length = self.cut.spans(self.tensor_group.ranks.rank)[0]
         is_known = (input >= 0) & (input < self.num_embeddings)
         is_mine = (input >= start) & (input < start + length)
-        # What no rank has is looked up everywhere, so that every rank raises torch's error.
+        # An index that no rank has is looked up on all, so that every rank raises torch's error.
         places = torch.where(is_known, torch.where(is_mine, input - start, 0), input + length)
         found = F.embedding(places, self.weight).masked_fill(~is_mine[..., None], 0)
         if self.padding_idx is not None:

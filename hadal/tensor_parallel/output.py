@@ -1,4 +1,4 @@
-"""The loss of a language model whose output layer has a slice of the vocabulary on each rank.
+"""The loss of a language model whose output layer is sliced by vocabulary over ranks.
 
 Tests: tests/tensor_parallel/test_models.py
 """
@@ -37,12 +37,12 @@ class OutputSlices:
         *,
         is_after: bool = False,
     ) -> None:
-        """Take the place of the model's loss function.
+        """Replace the model's loss function.
 
         `is_after`: it is called after the model's forward, which gets no labels.
 
         Raises:
-            ModelError: the model has none that is known.
+            ModelError: the model has no supported loss function.
         """
         owner = next((m for m in model.modules() if hasattr(type(m), "loss_function")), None)
         kind = getattr(owner, "loss_type", None)
@@ -95,9 +95,9 @@ class OutputSlices:
             logits: (batch, length, vocabulary), or this rank's slice of the vocabulary.
             labels: (batch, length), the tokens; those of `ignore_index` do not count.
             vocab_size: the whole vocabulary.
-            num_items_in_batch: tokens that count in the whole update; None: those here.
+            num_items_in_batch: tokens that count in the whole update; None counts those here.
             ignore_index: the label that does not count.
-            shift_labels: labels that are shifted already.
+            shift_labels: labels that are already shifted.
             kwargs: for the model's own function.
         """
         if self._output.gather_output:

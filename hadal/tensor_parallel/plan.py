@@ -1,4 +1,4 @@
-"""Which layers of a model are cut, and how: a plan, checked before anything changes.
+"""The plan of a model's cuts, checked before anything changes.
 
 Tests: tests/tensor_parallel/test_refusals.py
 """
@@ -35,7 +35,7 @@ from hadal.tensor_parallel.rules import (
 _log = logging.getLogger(__name__)
 
 _PATH = "tensor_parallel"
-# Classes with a forward of their own that computes what a linear layer does.
+# Classes whose own forward computes a linear layer.
 _PLAIN = frozenset({"FalconLinear"})
 # Norms of single heads: each rank applies them to its own heads.
 _HEAD_NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?_?norm")
@@ -64,23 +64,23 @@ class CutLayer:
 
 @dataclass(slots=True)
 class CutPlan:
-    """All that changes in a model that is cut over ranks."""
+    """All changes to a model that is cut over ranks."""
 
     size: int
     heads: int | None
-    """Key-value heads; None if nothing says how many there are."""
+    """Key-value heads; None if their number is unknown."""
     layers: list[CutLayer] = field(default_factory=list)
     embeddings: list[CutLayer] = field(default_factory=list)
     """Embeddings that are cut by their vocabulary."""
     biases: list[CutLayer] = field(default_factory=list)
-    """Embeddings whose entries are those of heads (biases of positions)."""
+    """Embeddings with an entry for each head (position biases)."""
     summed: dict[str, nn.Parameter] = field(default_factory=dict)
-    """Whole parameters of whose gradient each rank has a part, by full name."""
+    """Whole parameters whose gradient is partial on each rank, by full name."""
     head: str | None = None
     """The output layer, if it is cut by its vocabulary."""
 
     def among(self, model: nn.Module) -> CutPlan:
-        """Return the part of the plan that is about a stage's modules, which have their names."""
+        """Return the part of the plan for a stage's modules, which keep their names."""
         modules, parameters = set(model.modules()), set(model.parameters())
         kept = {
             kind: [one for one in getattr(self, kind) if one.layer in modules]
@@ -98,7 +98,7 @@ class CutPlan:
 
 
 def rules_for(model: nn.Module, section: TensorParallel) -> tuple[LayerRule, ...]:
-    """Return the rules for a model: the configuration's, its own plan's, or guessed ones.
+    """Return the rules for a model: the configuration's, its own plan's, or heuristic ones.
 
     Raises:
         ModelError: none can be used.
@@ -125,7 +125,7 @@ def rules_for(model: nn.Module, section: TensorParallel) -> tuple[LayerRule, ...
 
 
 def plan_cuts(model: nn.Module, section: TensorParallel, size: int) -> CutPlan:
-    """Return what is cut over `size` ranks. Nothing has changed yet.
+    """Return the cuts over `size` ranks, without changing anything.
 
     Raises:
         ModelError: the rules, the layers and the ranks do not fit each other.
@@ -161,7 +161,7 @@ class _Planner:
         if not self._plan.layers and not self._plan.embeddings:
             raise ModelError(
                 f"{_PATH}.autotp_size: no rule matches a layer of {type(self._model).__name__};"
-                f" give {_PATH}.partition_config.layer_specs whose patterns match from the start of"
+                f" set {_PATH}.partition_config.layer_specs whose patterns match from the start of"
                 " its parameters' full names"
             )
         check_pairs(self._plan.layers, self._blocks)
@@ -193,7 +193,7 @@ class _Planner:
             return
         self._expect_plain(name, layer, rule)
         if is_head and self._is_tied(layer) and (tied is None or wish is False):
-            return  # its embedding stays whole, and with it the head
+            return  # its embedding stays whole, and so does the tied head
         cut = self._cut_of(name, layer, rule)
         if is_head and rule.partition_type is COLUMN:
             self._plan.head = name
@@ -255,9 +255,9 @@ class _Planner:
         return cut
 
     def _parts_of(self, name: str, length: int, rule: LayerRule) -> tuple[int, ...]:
-        """Return the sizes of the parts that are fused in a weight."""
+        """Return the sizes of a weight's fused parts."""
         if rule.origin.startswith("preset") and rule.shape == (3, -1):
-            # The preset's equal parts hold for as many key-value heads as there are heads.
+            # The preset's equal parts assume as many key-value heads as query heads.
             grouped = self._grouped_parts(name, length)
             if grouped is not None:
                 return grouped
@@ -324,7 +324,7 @@ class _Planner:
                         self._plan.summed.setdefault(leaf, parameter)
 
     def _is_of_heads(self, norm: nn.Module, parent: str) -> bool:
-        """Return whether a norm is applied to single heads, not to what is not cut (latents)."""
+        """Return whether a norm is applied to single heads, not to whole values (latents)."""
         size = head_size_of(self._modules[parent], self._config)
         found = [parameter.shape for parameter in norm.parameters()]
         return bool(found) and all(len(shape) == 1 and shape[0] == size for shape in found)
@@ -373,13 +373,13 @@ def _is_plain_table(table: nn.Embedding) -> bool:
 
 
 def check_pairs(layers: list[CutLayer], blocks: set[str]) -> None:
-    """Check that what a column cuts meets a row that is cut alike, and the other way around.
+    """Check that each column layer meets a row layer with the same cut, and vice versa.
 
-    A row belongs to the smallest module around it with columns, a column to the smallest with such
-    rows.
+    A row belongs to the smallest enclosing module with columns, and a column to the smallest one
+    with such rows.
 
     Raises:
-        ModelError: one has no partner, or another cut.
+        ModelError: a layer has no partner, or the cuts differ.
     """
     columns = [one for one in layers if not one.is_row and not one.gather_output]
     rows = [one for one in layers if one.is_row]
@@ -394,9 +394,9 @@ def check_pairs(layers: list[CutLayer], blocks: set[str]) -> None:
         region = next((path for path in _around(column.name, blocks) if path in owned), None)
         if region is None:
             raise ModelError(
-                f"{column.rule.origin} cuts the outputs of {column.name}, and no row layer around"
+                f"{column.rule.origin} cuts the outputs of {column.name}, but no row layer around"
                 f" it takes them (rows: {few([row.name for row in rows]) or 'none'}); cut the"
-                ' inputs of the layer that takes them ("partition_type": "row"), or give'
+                ' inputs of the layer that takes them ("partition_type": "row"), or set'
                 " gather_output"
             )
         paired.setdefault(region, []).append(column)
@@ -405,16 +405,16 @@ def check_pairs(layers: list[CutLayer], blocks: set[str]) -> None:
         mates = paired.get(owner, []) if owner is not None else []
         if not mates:
             raise ModelError(
-                f"{row.rule.origin} cuts the inputs of {row.name}, and no column layer around it"
+                f"{row.rule.origin} cuts the inputs of {row.name}, but no column layer around it"
                 f" makes them (columns: {few([one.name for one in columns]) or 'none'}); cut the"
                 ' outputs of the layer that makes them ("partition_type": "column")'
             )
         if not any(_are_alike(row.cut, column.cut) for column in mates):
             raise ModelError(
-                f"{row.name} has {row.cut.sizes} of its inputs ({row.rule.origin}), and"
+                f"{row.name} has {row.cut.sizes} of its inputs ({row.rule.origin}), but"
                 f" {mates[0].name} has {mates[0].cut.sizes} of its outputs"
-                f" ({mates[0].rule.origin}): they do not meet. Use a number of ranks that divides"
-                " both evenly, or give shapes"
+                f" ({mates[0].rule.origin}): they do not match. Use a number of ranks that divides"
+                " both evenly, or set shapes"
             )
 
 
@@ -436,7 +436,7 @@ def _smallest_with(columns: list[CutLayer], name: str, blocks: set[str]) -> str 
 
 
 def _are_alike(row: WeightCut, column: WeightCut) -> bool:
-    """Return whether each rank has the same share of two cuts (fused outputs are longer)."""
+    """Return whether each rank has the same fraction of two cuts (fused outputs are longer)."""
     for part in column.parts:
         total, shares = sum(part), row.sizes
         if all(
@@ -447,7 +447,7 @@ def _are_alike(row: WeightCut, column: WeightCut) -> bool:
 
 
 def describe(plan: CutPlan) -> dict[str, Any]:
-    """Return how many layers are cut in each way, for a log."""
+    """Return the number of layers that are cut in each way, for a log."""
     columns = sum(not one.is_row for one in plan.layers)
     return {
         "columns": columns,

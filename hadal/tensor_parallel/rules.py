@@ -1,4 +1,4 @@
-"""Rules that say how layers are cut: presets, plans of transformers, and the configuration's.
+"""Rules for cutting layers: presets, plans of transformers, and the configuration's.
 
 Tests: tests/tensor_parallel/test_rules.py
 """
@@ -31,7 +31,7 @@ class LayerRule:
     """A way to cut the parameters that match a pattern.
 
     Raises:
-        ModelError: the shape cannot be cut so.
+        ModelError: the shape cannot be cut this way.
     """
 
     patterns: Sequence[str]
@@ -40,7 +40,7 @@ class LayerRule:
     shape: Shape | None = None
     """A fused weight: the number or the sizes of its parts (see `subparameter_sizes`)."""
     partition_dim: int | None = None
-    """The dimension of that shape; None: outputs of a column, inputs of a row."""
+    """The dimension of that shape; None: the outputs of a column, the inputs of a row."""
     model_types: Sequence[str] | None = None
     gather_output: bool = False
     """column: every rank gets the outputs of all."""
@@ -49,7 +49,7 @@ class LayerRule:
     cuts_vocabulary: bool = False
     """skip: an embedding may be cut by its vocabulary."""
     origin: str = ""
-    """Where the rule stands: a path of the configuration, a preset, or an entry of a plan."""
+    """The rule's origin: a path in the configuration, a preset, or an entry of a plan."""
 
     def __post_init__(self) -> None:
         fault = shape_fault(self.shape, self.dim)
@@ -64,7 +64,7 @@ class LayerRule:
         return 1 if self.partition_type is ROW else 0
 
     def matches(self, name: str, model_type: str | None = None) -> bool:
-        """Return whether the rule is for this parameter of this type of model."""
+        """Return whether the rule applies to this parameter of this type of model."""
         if self.model_types is not None:
             known = {kind.lower() for kind in self.model_types}
             if model_type is None or model_type.lower() not in known:
@@ -89,7 +89,7 @@ class LayerRule:
 def find_rules(
     rules: Iterable[LayerRule], name: str, model_type: str | None
 ) -> tuple[LayerRule | None, list[LayerRule]]:
-    """Return the first rule that matches a parameter, and others that contradict it."""
+    """Return the first rule that matches a parameter, and the others that contradict it."""
     found = [rule for rule in rules if rule.matches(name, model_type)]
     if not found:
         return None, []
@@ -183,17 +183,17 @@ def pattern_of(wildcard: str) -> str:
 
 
 def rules_of_plan(plan: Mapping[str, str]) -> tuple[LayerRule, ...] | None:
-    """Return the rules of a plan of transformers; None if it is empty.
+    """Return the rules of a transformers plan; None if it is empty.
 
     Raises:
-        ModelError: a style has no rule. Nothing is cut then: a column without its row would be
-            wrong.
+        ModelError: a style has no rule. Then nothing is cut, as a column without its row would be
+        wrong.
     """
     unknown = sorted({style.lower() for style in plan.values()} - STYLES)
     if unknown:
         raise ModelError(
             f"HuggingFace tp_plan contains unsupported partition style(s): {unknown}. Applying only"
-            " the supported entries could shard one half of a column/row pair, so none is. Give"
+            " the supported entries could shard one half of a column/row pair, so none is. Set"
             " tensor_parallel.preset_model or tensor_parallel.partition_config"
         )
     rules = tuple(
@@ -204,7 +204,7 @@ def rules_of_plan(plan: Mapping[str, str]) -> tuple[LayerRule, ...] | None:
 
 
 def without_experts(plan: Mapping[str, str]) -> dict[str, str]:
-    """Return a plan without its modules of stacked experts: each rank has these whole."""
+    """Return a plan without its modules of stacked experts, which stay whole on each rank."""
     stacks = [name for name, style in plan.items() if style.lower() in _STACKS]
     return {
         name: style
@@ -214,7 +214,7 @@ def without_experts(plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def plan_of(model: Any) -> dict[str, str]:
-    """Return the plan that a model of transformers has: its configuration's, class's and own."""
+    """Return a transformers model's plan, merged from its configuration, class and instance."""
     plan: dict[str, str] = {}
     config = getattr(model, "config", None)
     own = (config, "base_model_tp_plan"), (type(model), "_tp_plan"), (model, "_tp_plan")

@@ -1,7 +1,7 @@
 """Norms, dropout and residuals between the cut layers, on slices of the sequence.
 
-Where a block's computation on slices of weights begins, positions are gathered; where it ends, they
-are summed and scattered, which takes as many bytes as the sum does. What lies between is stored for
+Positions are gathered before a block's computation on slices of weights; after it they are summed
+and scattered, which moves as many bytes as the sum alone. Activations in between are stored for
 1/t of the positions ("Reducing Activation Recomputation in Large Transformer Models",
 arXiv:2205.05198).
 
@@ -27,10 +27,10 @@ _VALUES = "hidden_states"
 
 
 def cut_sequences(model: nn.Module, plan: CutPlan, group: TensorGroup) -> None:
-    """Cut sequences between the layers of a model that is cut already.
+    """Split sequences between the layers of a model that is already cut.
 
     Raises:
-        ModelError: the model's blocks are not known well enough.
+        ModelError: the model's structure is not supported.
     """
     modules = dict(model.named_modules())
     regions = [path for path, layers in plan.parents().items() if not layers[0].gather_output]
@@ -40,7 +40,7 @@ def cut_sequences(model: nn.Module, plan: CutPlan, group: TensorGroup) -> None:
     if len(stacks) != 1 or norm is None or any(region in blocks for region in regions):
         raise ModelError(
             f"{_KEY}: {type(model).__name__} is not a decoder with one list of blocks, attentions"
-            f" and feed-forward modules in them, and one of {', '.join(_NORMS)} beside the list;"
+            f" and feed-forward modules in them, and one of {', '.join(_NORMS)} next to the list;"
             " leave the key out"
         )
     cut = {id(p) for one in plan.layers for p in one.layer.parameters() if _is_slice(p)}
@@ -51,7 +51,7 @@ def cut_sequences(model: nn.Module, plan: CutPlan, group: TensorGroup) -> None:
             is_row_bias = isinstance(modules[name.rpartition(".")[0]], RowLinear)
             if any(_is_in(name, region) for region in regions) and not is_row_bias:
                 raise ModelError(
-                    f"{_KEY}: {name} is whole, and in a module whose layers are cut; add a rule"
+                    f"{_KEY}: {name} is whole, but in a module whose layers are cut; add a rule"
                     " for it to tensor_parallel.partition_config.layer_specs, or leave the key out"
                 )
             sum_gradient(parameter, group.ranks, name)
@@ -87,19 +87,19 @@ def _last_norm(modules: dict[str, nn.Module], stacks: set[str]) -> str | None:
 
 
 class _Ways:
-    """Ways of values from whole sequences to slices and back, in training."""
+    """Converts whole sequences to slices and back, in training."""
 
     def __init__(self, group: TensorGroup) -> None:
         self._group, self._ranks = group, group.ranks
         self._even = group.ranks.size
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give the first block this rank's positions."""
+        """Pass this rank's positions to the first block."""
         values = _values(args, kwargs)
         if not block.training:
             if torch.is_grad_enabled() and values.requires_grad:
                 raise UsageError(
-                    f"{_KEY}: gradients were asked for in evaluation, where sequences are not cut;"
+                    f"{_KEY}: gradients were requested in evaluation, where sequences are whole;"
                     " call model.train(), or use torch.no_grad()"
                 )
             return None
@@ -119,7 +119,7 @@ class _Ways:
         return _with(found, args, kwargs)
 
     def enter(self, region: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give an attention, or a feed-forward module, all positions."""
+        """Pass all positions to an attention or a feed-forward module."""
         if not region.training:
             return None
         values = _values(args, kwargs)

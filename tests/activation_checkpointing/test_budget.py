@@ -65,7 +65,7 @@ def test_equal_modules_are_stored_from_the_last_one() -> None:
     assert chosen(step, 1140, 4) == [RECOMPUTED, RECOMPUTED, RECOMPUTED, STORED]
 
 
-def test_what_takes_longest_for_its_bytes_is_stored() -> None:
+def test_modules_with_most_time_per_byte_are_stored() -> None:
     step = step_of((100, 10, 1.0), (120, 10, 5.0), (300, 10, 6.0))
     assert chosen(step, 1450, 3) == [RECOMPUTED, STORED, STORED]
     assert chosen(step, 1330, 3)[1:] == [RECOMPUTED, STORED]
@@ -102,7 +102,7 @@ def test_choices_fit_and_are_needed(calls: list[tuple[int, int, float]], budget:
             assert step.peak({**verdict.choices, name: STORED}) > budget
 
 
-def test_the_meter_of_a_host_sees_what_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_meter_of_a_host_counts_allocations_and_frees(monkeypatch: pytest.MonkeyPatch) -> None:
     # Python and torch allocate some 10 kB now and then, which is not what this test is about.
     monkeypatch.setattr(measuring, "allocated_host_nbytes", lambda: 1000)
     meter = HostMeter()

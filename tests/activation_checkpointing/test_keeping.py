@@ -169,7 +169,7 @@ def test_hooks_around_go_first() -> None:
     assert torch.equal(x.grad, torch.ones(3, 3) @ weight.detach().t())
 
 
-def test_too_few_buffers_are_told() -> None:
+def test_too_few_buffers_are_reported() -> None:
     call = recomputation({**OPTIONS[4], "number_checkpoints": 2}).call
     x = torch.randn(4, requires_grad=True)
     alive = [call(torch.sin, x) for _ in range(2)]

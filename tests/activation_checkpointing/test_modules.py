@@ -227,7 +227,7 @@ def test_a_module_that_computes_something_else_again_is_named() -> None:
     engine.destroy()
 
 
-def test_slices_that_no_ranks_share_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_slices_that_no_ranks_share_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hadal"):
         engine_of({"modules": "units", "partition_activations": True}).destroy()
     assert "partition_activations has no effect: one rank holds the whole model" in caplog.text
@@ -257,7 +257,7 @@ def test_a_reentrant_recomputation_around(caplog: pytest.LogCaptureFixture) -> N
     engine.destroy()
 
 
-def test_a_section_without_modules_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_section_without_modules_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hadal"):
         engine_of({"cpu_checkpointing": True}).destroy()
     assert 'applies only to calls of deepspeed.checkpointing.checkpoint; "modules"' in caplog.text

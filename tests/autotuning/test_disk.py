@@ -88,7 +88,7 @@ def test_time_is_divided_evenly() -> None:
     assert TimeBudget(0, 1).turn() > 0
 
 
-def test_noise_is_what_differs_between_two_measurements_of_the_same() -> None:
+def test_noise_is_the_difference_of_two_measurements_of_one_setting() -> None:
     times = iter([1.0, *[2.0] * (Search.count - 1), 1.2, 1.0])
     search = Search(lambda settings: as_measured(settings, next(times)))
     first, *others = search.run()

@@ -182,7 +182,7 @@ def test_an_interrupt_between_two_experiments_stops_the_search(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.claims("autotuning.overwrite")
-def test_if_nothing_runs_the_error_says_why(tmp_path: Path) -> None:
+def test_if_nothing_runs_the_error_has_the_reason(tmp_path: Path) -> None:
     configure(tmp_path, micro=[2], **SECTION)
     assert tune("tune", *WORDS, folder=tmp_path).returncode == 0
     (tmp_path / RESULTS / "mine.txt").touch()

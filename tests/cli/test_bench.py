@@ -47,7 +47,7 @@ def test_the_best_settings_are_printed_and_written(
         (["--size", "1000000TB"], "are needed"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
+def test_unmeasurable_data_are_refused(
     arguments: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "io", str(tmp_path), *arguments]) == 1

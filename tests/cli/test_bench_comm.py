@@ -70,7 +70,7 @@ def every_kind(way: str, is_async: bool) -> list[tuple[str, int, float]]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_async", [False, True])
-def test_every_kind_is_measured_alike_on_all_ranks(
+def test_every_kind_is_measured_equally_on_all_ranks(
     ranks: RankPools, way: str, is_async: bool
 ) -> None:
     first, second = ranks(2).run(every_kind, way, is_async)
@@ -78,7 +78,7 @@ def test_every_kind_is_measured_alike_on_all_ranks(
     assert len(first) == 2 * (len(KINDS) - (way == "training"))
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_unmeasurable_data_are_refused() -> None:
     hadal.init_distributed()
     with pytest.raises(UsageError, match=r"'all_gathr' cannot be measured.*all_gather"):
         list(sweep(["all_gathr"], [1], Trial()))
@@ -88,7 +88,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
         bench.measure("pt2pt", 1, Trial(way="training"), Ranks.world())
 
 
-def test_the_command_starts_ranks_and_shows_what_they_found(
+def test_the_command_starts_ranks_and_shows_their_results(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -134,7 +134,7 @@ def test_faults_are_found_before_ranks_start(
     assert capsys.readouterr().err.startswith(f"error: {told}")
 
 
-def test_what_is_measured_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     def parsed(*words: str) -> Any:
         own = command_line().parse_args(["bench", "comm", *words])
         bench_comm._check(own)

@@ -58,7 +58,7 @@ def inspected(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -
     return code, json.loads(out) if out else None
 
 
-def test_what_is_inside_is_told(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contents_are_reported(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, reports = inspected(saved, capsys)
     assert code == 0
     assert [report["tag"] for report in reports] == ["global_step1", "global_step2"]
@@ -180,7 +180,7 @@ def test_parts_of_a_model_leave_one_by_one(
 
 
 @pytest.mark.parametrize("case", ["stage3_bf16_world2", "universal1_fp16_world2"])
-def test_deepspeeds_are_told_too(
+def test_deepspeeds_are_reported_too(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unpacked = unpack(case, tmp_path)
@@ -198,7 +198,7 @@ def test_deepspeeds_are_told_too(
         assert code == 1 and path.name in report["faults"][0]
 
 
-def test_nothing_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_directory_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "inspect", str(tmp_path)]) == 1
     assert "is not a checkpoint" in capsys.readouterr().err
     assert main(["checkpoint", "export", str(tmp_path / "no"), str(tmp_path / "out")]) == 1

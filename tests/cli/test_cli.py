@@ -30,7 +30,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"hadal {__version__}\n"
 
 
-def test_a_closed_pipe_is_no_error(written):
+def test_a_closed_pipe_is_not_an_error(written):
     """As of `hadal explain FILE --all | head -1`."""
     config = written({"train_batch_size": 1})
     command = f"{sys.executable} -m hadal explain {config} --all | head -1"

@@ -58,7 +58,7 @@ def completed(shell: str, folder: Path, *words: str) -> set[str]:
     return {word for word in found if word.startswith(words[-1])} - {"train.py", "script"}
 
 
-def test_what_is_completed(shell: str, tmp_path: Path) -> None:
+def test_completions(shell: str, tmp_path: Path) -> None:
     def asked(*words: str) -> set[str]:
         return completed(shell, tmp_path, "hadal", *words)
 

@@ -67,13 +67,13 @@ def test_json(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_faults_are_told(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_faults_are_reported(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = str(corpus / "p")
     (corpus / "empty.txt").write_text("\n\n")
     for words, message in (
         (["index", str(corpus / "no.txt"), "-o", prefix], "no.txt is not a file"),
         (["index", str(corpus / "corpus.jsonl"), "-o", prefix], 'no field "text"; it has body'),
-        (["index", str(corpus / "empty.txt"), "-o", prefix], "no document with text"),
+        (["index", str(corpus / "empty.txt"), "-o", prefix], "no document has text"),
         (["index", "a", "b", "--format", "dataset", "-o", prefix], "one at a time"),
         (["analyze", str(corpus / "no"), "-o", str(corpus / "a")], "no.idx does not exist"),
     ):
@@ -84,9 +84,12 @@ def test_faults_are_told(corpus: Path, capsys: pytest.CaptureFixture[str]) -> No
     capsys.readouterr()
     for words, message in (
         (["--metrics", "loss"], "the metric loss needs a model"),
-        (["--metrics", "lenght"], "no metric is called lenght; expected length, rarity, loss"),
+        (["--metrics", "lenght"], "unknown metric lenght; expected length, rarity, loss"),
         (["--metrics", ","], "no metric is given; expected some of length, rarity, loss"),
-        (["-o", str(corpus / "corpus.txt")], "unfinished_length cannot be made: Not a directory"),
+        (
+            ["-o", str(corpus / "corpus.txt")],
+            "unfinished_length cannot be created: Not a directory",
+        ),
     ):
         assert main(["data", "analyze", prefix, "-o", str(corpus / "a"), *words]) == 1
         assert message in capsys.readouterr().err

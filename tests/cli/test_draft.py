@@ -48,7 +48,7 @@ def test_the_fastest_plan_that_fits_is_chosen(
     assert draft(answers).fits
 
 
-def test_what_does_not_fit_is_the_smallest_plan() -> None:
+def test_if_nothing_fits_the_smallest_plan_is_chosen() -> None:
     made = draft(replace(ANSWERS, memory=10**9, offload="nothing"))
     assert not made.fits and made.config["zero_optimization"]["stage"] == 3
 

@@ -57,7 +57,7 @@ def test_all_stages_of_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert table["3", "nvme", "nvme"] == ["-", "2.50", "3.28"]
 
 
-def test_what_fits_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_that_fit_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--params", "7.5B", "--largest-layer", "100M", "--devices-per-node", "8"]
     assert main(["estimate", *words, "--memory", "40GB"]) == 0
     shown = capsys.readouterr().out
@@ -128,7 +128,7 @@ def test_dtypes_and_optimizers(
     assert table["optimizer",][0] == optimizer
 
 
-def test_faults_are_told(module: str, written: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_faults_are_reported(module: str, written: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for function, reason in (
         ("absent", "has no attribute"),
         ("nothing", "returned a int, expected a model"),

@@ -98,7 +98,7 @@ def test_values_are_folded_on_a_terminal(tmp_path: Path, monkeypatch: pytest.Mon
     assert lines[at].endswith("default") and lines[at + 1].startswith(" " * 20)
 
 
-def test_whatever_is_refused_is_told_at_once(
+def test_all_refusals_are_reported_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {
@@ -153,7 +153,7 @@ JUDGED: list[tuple[dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("config", "code"), JUDGED)
-def test_it_refuses_what_initialize_refuses(
+def test_it_refuses_the_same_as_initialize(
     config: dict[str, Any], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {"train_batch_size": 1, **config}
@@ -169,7 +169,7 @@ def test_it_refuses_what_initialize_refuses(
         assert code == 0
 
 
-def test_what_is_no_configuration_is_one_error(
+def test_an_invalid_configuration_is_one_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "ds_config.json"

@@ -105,7 +105,7 @@ def test_nothing_is_overwritten_or_left_half_done(
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_that_do_not_fit_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--yes", "--model", "1T", "--offload", "nothing"]) == 0
     assert "warning: model states do not fit" in capsys.readouterr().err
 

@@ -76,7 +76,7 @@ def test_commands_in_pages_and_examples_are_understood() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_help_is_written_alike(name: str) -> None:
+def test_help_has_one_style(name: str) -> None:
     for action in ALL[name]._actions:
         if action.help is None:
             assert isinstance(action, argparse._SubParsersAction)
@@ -110,7 +110,7 @@ _WORDS = ("bash", "dtype", "torch", "`import")
         ),
     ],
 )
-def test_errors_name_the_subcommand_and_what_was_meant(
+def test_errors_name_the_subcommand_and_the_intended_option(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -71,7 +71,7 @@ def test_each_group_that_differs_and_the_momentum_are_drawn():
     assert marked(rates) == marked(momenta) == [30, 60]
 
 
-def test_a_scheduler_of_torch_is_drawn_and_what_is_beyond_is_not_marked():
+def test_a_scheduler_of_torch_is_drawn_without_marks_beyond_its_end():
     (axis,) = drawn(config_of("StepLR", step_size=2), 5).axes
     (curve,) = curves(axis)
     assert list(curve.get_ydata()) == pytest.approx([3e-4, 3e-4, 3e-5, 3e-5, 3e-6, 3e-6])
@@ -115,7 +115,7 @@ def test_a_warm_up_is_marked_where_it_ends():
         assert marked(axis) == []
 
 
-def test_what_cannot_be_drawn_is_told(tmp_path: Path, capsys, monkeypatch):
+def test_schedules_that_cannot_be_drawn_are_reported(tmp_path: Path, capsys, monkeypatch):
     def told(source: dict[str, Any], *more: str) -> tuple[int, str]:
         path = tmp_path / "ds.json"
         path.write_text(json.dumps(source))

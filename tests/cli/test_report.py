@@ -15,7 +15,7 @@ from hadal.cli.main import main
 from hadal.device import inventory
 
 
-def test_it_tells_versions_the_machine_and_what_is_available(
+def test_it_reports_versions_the_machine_and_features(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["report", "--json"]) == 0
@@ -34,7 +34,7 @@ def test_it_tells_versions_the_machine_and_what_is_available(
             assert any(line.split() == [*name.split(), *text.split()] for line in shown.split("\n"))
 
 
-def test_what_is_missing_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_items_are_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report.shutil, "which", lambda name: None)
     monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
     told = report.lacking()
@@ -43,7 +43,7 @@ def test_what_is_missing_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch
     assert report.deepspeed().startswith("not importable (use `hadal run --as-deepspeed`")
 
 
-def test_deepspeed_itself_is_told(
+def test_deepspeed_itself_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pytest.TempPathFactory
 ) -> None:
     class Spec:
@@ -68,7 +68,7 @@ def test_it_can_be_pasted_into_an_issue(
     assert "yes" not in shown
 
 
-def test_the_accelerators_libraries_are_told(
+def test_the_accelerators_libraries_are_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     driver = tmp_path / "version"

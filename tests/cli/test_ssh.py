@@ -41,7 +41,7 @@ def test_the_exit_code_is_the_worst(hostfile: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("words", [[], ["-i", "d", "true"], ["-f", "/no/such", "true"]])
-def test_faulty_words_are_told(
+def test_faulty_words_are_reported(
     hostfile: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ssh", "-f", hostfile, *words]) == 2

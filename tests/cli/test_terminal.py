@@ -57,7 +57,7 @@ def test_errors_of_one_line_and_of_more(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "error: elasticity: too few\n"
 
 
-def test_what_is_piped_is_neither_wrapped_nor_padded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_piped_output_is_neither_wrapped_nor_padded(capsys: pytest.CaptureFixture[str]) -> None:
     made = terminal.table("name", "count", right=["count"])
     made.add_row("x" * 300, "1")
     made.add_row("[y]", "1,000")
@@ -106,7 +106,7 @@ def test_numbers_are_read_by_one_rule(read: object, text: str, value: float) -> 
         (numel, "many", "a number such as 1300000000 or 7B"),
     ],
 )
-def test_one_message_for_what_is_none(read: object, text: str, wanted: str) -> None:
+def test_invalid_values_share_one_message(read: object, text: str, wanted: str) -> None:
     assert callable(read)
     with pytest.raises(type(expected("", ""))) as caught:
         read(text)

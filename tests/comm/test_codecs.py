@@ -115,7 +115,7 @@ def test_of_a_block_with_a_fault_nothing_is_finite(codec, given, place, fault):
     assert out[~hit].isfinite().all()
 
 
-def test_what_float32_cannot_hold_is_a_fault():
+def test_values_beyond_float32_are_a_fault():
     out = there_and_back(Blockwise(8, 4), torch.tensor([1e300, 1, 1, 1], dtype=torch.float64))
     assert not out.isfinite().any()
 
@@ -154,7 +154,7 @@ def test_the_largest_value_is_not_rounded_beyond_the_range(bits, monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_what_is_next_to_nothing_becomes_nothing(bits):
+def test_tiny_values_become_zero(bits):
     codec = Blockwise(bits, 4)
     assert (wire_of(codec, torch.zeros(6)) == 0).all()
     assert (there_and_back(codec, torch.tensor([1e-40, -3e-40, 0.0, 1e-41])) == 0).all()
@@ -162,13 +162,13 @@ def test_what_is_next_to_nothing_becomes_nothing(bits):
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_was_decoded_travels_on_as_it_is(bits, dtype):
+def test_decoded_values_are_forwarded_unchanged(bits, dtype):
     codec = Blockwise(bits, 32)
     once = there_and_back(codec, torch.randn(1000).to(dtype))
     assert torch.allclose(there_and_back(codec, once), once, rtol=1e-6)
 
 
-def test_a_wire_is_as_short_as_it_is_said_to_be():
+def test_a_wire_has_the_declared_length():
     numel = 1 << 16
     assert Blockwise(8, 256).wire_bytes(numel) / (2 * numel) == pytest.approx(0.5078125)
     assert Blockwise(4, 128).wire_bytes(numel) / (2 * numel) == pytest.approx(0.265625)
@@ -209,7 +209,7 @@ def test_with_feedback_nothing_is_lost_for_good(bits):
 
 @settings(deadline=None, max_examples=30)
 @given(decay=st.floats(0, 1), seed=st.integers(0, 1000))
-def test_a_residual_is_a_moving_average_of_what_is_lost(decay, seed):
+def test_a_residual_is_a_moving_average_of_the_error(decay, seed):
     generator = torch.Generator().manual_seed(seed)
     codec = Blockwise(4, 32)
     feedback = ErrorFeedback(codec, torch.float32, decay)
@@ -221,7 +221,7 @@ def test_a_residual_is_a_moving_average_of_what_is_lost(decay, seed):
         assert torch.allclose(feedback.residual, residual, atol=1e-5)
 
 
-def test_a_fault_is_told_and_not_remembered():
+def test_a_fault_is_reported_and_not_cached():
     feedback = ErrorFeedback(Blockwise(4, 4), torch.float32, 0.5)
     given = torch.tensor([1.0, 2.0, 3.0, 4.5, 1.0, 2.0, 3.0, 4.5])
     sent(feedback, given)

@@ -109,7 +109,7 @@ def reduce(collectives: bool) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("collectives", [False, True], ids=["pairs", "collectives"])
-def test_an_owner_adds_up_its_own_values_and_what_was_sent(
+def test_an_owner_sums_its_own_and_the_received_values(
     world: int, collectives: bool, ranks: RankPools
 ) -> None:
     ranks(world).run(reduce, collectives)
@@ -190,6 +190,6 @@ def feed_back() -> tuple[float, float]:
     return found[0], found[1]
 
 
-def test_what_is_lost_in_either_hop_comes_later(ranks: RankPools) -> None:
+def test_the_error_of_either_hop_is_sent_later(ranks: RankPools) -> None:
     for without, with_feedback in ranks(4).run(feed_back):
         assert with_feedback < without / 5

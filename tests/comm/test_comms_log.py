@@ -95,7 +95,7 @@ def test_calls_that_cannot_be_matched_tell_no_straggler() -> None:
     assert lost(KEY, [{KEY: (2, (1.0, 1.0))}, {}, {}]) is None
 
 
-def test_the_table_shows_what_there_is() -> None:
+def test_the_table_shows_the_available_features() -> None:
     from rich.console import Console
 
     def row(operation: str, ranks: tuple[int, ...], **more: Any) -> Row:
@@ -217,7 +217,7 @@ def objects() -> list[tuple[str, int, int]]:
         return told(log)
 
 
-def test_objects_are_counted_as_they_are_pickled(ranks: RankPools) -> None:
+def test_objects_are_counted_as_pickled(ranks: RankPools) -> None:
     import pickle
 
     def nbytes(letters: int) -> int:
@@ -393,7 +393,7 @@ def test_a_record_ends_with_its_last_work_and_once() -> None:
     assert told(log) == [("all_gather", 16, 1)]
 
 
-def test_what_never_ends_holds_nothing_up() -> None:
+def test_an_endless_wait_blocks_nothing() -> None:
     log = CommsLog()
     stuck = log.open("send", torch.ones(1), None, "")
     assert stuck is not None
@@ -428,7 +428,7 @@ def test_calls_of_one_key_are_taken_in_their_order() -> None:
 # ---- choices -------------------------------------------------------------------------------------
 
 
-def test_what_is_chosen_alone_is_recorded() -> None:
+def test_a_separate_choice_is_recorded() -> None:
     log = CommsLog()
     log.choice = LogChoice(prof_all=False, prof_ops=("all_gather",))
     assert [name for name in OPERATIONS if log.open(name, torch.ones(1), None, "")] == [
@@ -438,7 +438,7 @@ def test_what_is_chosen_alone_is_recorded() -> None:
     assert not LogChoice(prof_all=False).wants("send")
 
 
-def test_calls_from_different_places_are_told_apart() -> None:
+def test_calls_from_different_places_are_distinguished() -> None:
     hadal.init_distributed()
     with logged(debug=True) as log:
         for _ in range(2):
@@ -447,7 +447,7 @@ def test_calls_from_different_places_are_told_apart() -> None:
         functions.labelled("the norm", functions.all_reduce, torch.ones(2))
         sites = sorted((row.site, row.count) for row in log.rows())
     assert [count for _, count in sites] == [2, 1, 1]
-    name = "test_calls_from_different_places_are_told_apart"
+    name = "test_calls_from_different_places_are_distinguished"
     assert all(
         site.startswith("test_comms_log.py:") and site.endswith(name) for site, _ in sites[:2]
     )
@@ -560,7 +560,7 @@ def test_an_engine_tells_each_collective(ranks: RankPools) -> None:
     assert ranks(2).run(lines, {"enabled": True})[0] == []
 
 
-def test_a_function_stands_for_its_kind() -> None:
+def test_a_function_maps_to_its_kind() -> None:
     named = LogChoice(prof_all=False, prof_ops=("all_gather_into_tensor", "isend"))
     assert named.prof_ops == ("all_gather", "send")
     section = {"enabled": True, "prof_all": False, "prof_ops": ["reduce_scatter_tensor"]}

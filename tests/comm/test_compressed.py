@@ -52,7 +52,7 @@ def as_in_one_place() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_both_hops_and_what_they_owe(ranks: RankPools, world: int):
+def test_both_hops_and_their_residuals(ranks: RankPools, world: int):
     ranks(world).run(as_in_one_place)
 
 

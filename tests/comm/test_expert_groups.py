@@ -79,7 +79,7 @@ def test_groups_on_ranks_are_those_of_the_tables(ranks: RankPools) -> None:
             assert told[3] == (size == 1)
 
 
-def test_what_cannot_be_made_or_found_is_named() -> None:
+def test_missing_and_uncreatable_files_are_named() -> None:
     init_distributed()
     with pytest.raises(UsageError, match=r"over 3 ranks.*divide the 1 ranks.*one of \[1\]"):
         make_expert_groups(3, Ranks.world())

@@ -138,7 +138,7 @@ ONE_BY_ONE = [
 ]
 
 
-def test_they_do_what_torchs_do_without_a_warning(ranks: RankPools) -> None:
+def test_they_behave_like_torchs_without_a_warning(ranks: RankPools) -> None:
     for found, own in zip(ranks(2).run(results), ONE_BY_ONE, strict=True):
         assert found == BOTH | own
 
@@ -217,7 +217,7 @@ def test_a_timeout_names_the_operation_and_the_group(ranks: RankPools, how: str)
         assert "1" in told.split("): ")[1]  # who is missing
 
 
-def test_tensors_of_several_kinds_are_no_one_message() -> None:
+def test_tensors_of_several_kinds_are_separate_messages() -> None:
     hadal.init_distributed()
     with pytest.raises(UsageError, match=r"all_reduce_coalesced.*one dtype.*bfloat16.*float32"):
         comm.all_reduce_coalesced([torch.ones(1), torch.ones(1, dtype=torch.bfloat16)])

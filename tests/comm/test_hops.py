@@ -104,6 +104,6 @@ def meet_between_start_and_wait(late: int) -> None:
 
 
 @pytest.mark.parametrize("late", range(2))
-def test_the_second_hop_needs_nobody_to_wait_for_it(late: int, ranks: RankPools) -> None:
+def test_the_second_hop_starts_without_a_waiting_rank(late: int, ranks: RankPools) -> None:
     """A rank that meets the others first, and waits then, holds up none of them."""
     ranks(4).run(meet_between_start_and_wait, late)

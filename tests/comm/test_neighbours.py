@@ -129,7 +129,7 @@ def both_ways(dtype: torch.dtype) -> list[bool]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_neighbours_give_what_the_backend_gives(dtype: torch.dtype, ranks: RankPools) -> None:
+def test_neighbours_return_the_same_as_the_backend(dtype: torch.dtype, ranks: RankPools) -> None:
     for same in ranks(3).run(both_ways, dtype):
         assert all(same)
 
@@ -164,7 +164,7 @@ def of_another_length() -> None:
         work.wait()
 
 
-def test_a_tensor_of_another_length_is_told_at_both_ends(ranks: RankPools) -> None:
+def test_a_tensor_of_another_length_is_reported_at_both_ends(ranks: RankPools) -> None:
     raised = [str(error) for error in ranks(2).raises(of_another_length)]
     assert "20004 bytes were sent where 20000 are expected" in raised[0]
     assert "could not take it" in raised[1]
@@ -193,7 +193,7 @@ def child_begins_anew() -> list[bool]:
     ]
 
 
-def test_a_forked_child_begins_anew_and_its_parent_goes_on(ranks: RankPools) -> None:
+def test_a_forked_child_starts_over_and_its_parent_continues(ranks: RankPools) -> None:
     for found in ranks(2).run(child_begins_anew):
         assert all(found)
 
@@ -245,7 +245,7 @@ def wait_for_the_dead(fork: bool) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("fork", [False, True], ids=["alone", "with a child"])
-def test_a_rank_that_dies_is_told_at_once(fork: bool) -> None:
+def test_a_rank_that_dies_is_reported_at_once(fork: bool) -> None:
     pool = RankPool(2)
     try:
         with pytest.raises(RanksFailed, match=r"TOLD (.*: )?connection closed by process"):
@@ -285,7 +285,7 @@ def test_where_one_cannot_read_both_stay_with_the_backend(who: int, ranks: RankP
     assert ranks(2).run(without_reading, who) == [(0, True), (0, True)]
 
 
-def test_another_host_is_no_neighbour() -> None:
+def test_another_host_is_not_a_neighbour() -> None:
     here = neighbours.identity(reads=True)
     there = here._replace(host="another host", pid=here.pid + 1, address=b"\0nobody")
     silent = neighbours.identity(reads=False)
@@ -308,7 +308,7 @@ for child in children:
 """
 
 
-def test_yama_is_told_of_the_peers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yama_gets_only_the_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes one process, and lets that one's descendants read: a peer, or all peers' launcher.
 
     Where only the first process of the host is above all of them, nobody is told.

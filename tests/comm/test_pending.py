@@ -29,7 +29,7 @@ def test_a_fault_of_any_kind_ends_a_wait_in_a_thread(fault: BaseException) -> No
 
 
 @pytest.mark.parametrize("is_relayed", [False, True])
-def test_a_fault_of_the_backend_says_in_what_it_was(is_relayed: bool) -> None:
+def test_a_fault_of_the_backend_names_the_operation(is_relayed: bool) -> None:
     pending = Pending("a gather", [Failing(RuntimeError("closed"))])
     if is_relayed:
         pending = relayed(pending, lambda: finished("a second hop"), torch.device("cpu"))
@@ -37,7 +37,7 @@ def test_a_fault_of_the_backend_says_in_what_it_was(is_relayed: bool) -> None:
         pending.wait()
 
 
-def test_a_fault_says_with_which_rank_it_was() -> None:
+def test_a_fault_names_the_rank() -> None:
     class Arrives:
         def wait(self) -> None:
             pass

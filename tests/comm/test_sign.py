@@ -69,7 +69,7 @@ def test_a_block_of_zeros_stays_zero():
 
 
 @pytest.mark.parametrize("odd", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_is_decoded_to_nothing_finite(odd: float):
+def test_non_finite_values_are_decoded_to_non_finite_values(odd: float):
     values = torch.randn(3000)
     values[1500] = odd
     out = there_and_back(Sign(), values)
@@ -77,7 +77,7 @@ def test_what_is_not_finite_is_decoded_to_nothing_finite(odd: float):
     assert bool(out[:1024].isfinite().all()) and bool(out[2048:].isfinite().all())
 
 
-def test_large_values_are_no_overflow():
+def test_large_values_are_not_an_overflow():
     values = torch.full((1024,), 3e38)
     assert torch.allclose(there_and_back(Sign(), values), values)
 
@@ -89,7 +89,7 @@ def test_the_wire_is_a_fifteenth_of_16_bits(numel: int):
     assert nbytes <= 2 * numel / 15 + 4 + WIRE_BYTES
 
 
-def test_what_lies_behind_the_signs_is_always_the_same():
+def test_padding_behind_the_signs_is_always_the_same():
     wires = [torch.full((Sign().wire_bytes(5),), fill, dtype=torch.uint8) for fill in (0, 255)]
     for wire in wires:
         Sign().encode(torch.arange(5) - 2.0, wire)

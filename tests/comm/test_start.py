@@ -103,7 +103,7 @@ def test_places(variables, place):
     assert find_place(variables) == place
 
 
-def test_mpi_is_asked_for_the_first_host_where_nothing_else_says_it(monkeypatch):
+def test_mpi_names_the_first_host_if_nothing_else_does(monkeypatch):
     class Communicator:
         asked: ClassVar[list[int]] = []
 
@@ -196,7 +196,7 @@ def test_the_first_host_of_a_slurm_list(nodes, host):
 @pytest.mark.parametrize(
     ("address", "url"), [("10.0.0.1", "tcp://10.0.0.1:7"), ("fd00::1", "tcp://[fd00::1]:7")]
 )
-def test_an_address_of_ipv6_stands_in_brackets(address: str, url: str) -> None:
+def test_an_ipv6_address_is_in_brackets(address: str, url: str) -> None:
     assert _url(ALONE._replace(address=address, port=7)) == url
 
 
@@ -217,7 +217,7 @@ print(comm.get_rank(), comm.get_world_size(), comm.Ranks.world().others)
 """
 
 
-def test_processes_meet_by_url_and_one_alone_needs_nobody(tmp_path: Path):
+def test_processes_meet_by_url_and_a_single_one_needs_no_other(tmp_path: Path):
     url = f"file://{tmp_path}/store"
     known = ("RANK", "WORLD_SIZE", "SLURM", "OMPI", "PMI", "MASTER")
     env = {k: v for k, v in os.environ.items() if not k.startswith(known)}
@@ -260,7 +260,7 @@ began.append(time.monotonic())
 """
 
 
-def test_a_group_that_somebody_else_started_ends_with_the_program_too() -> None:
+def test_a_group_of_another_owner_also_ends_with_the_program() -> None:
     done = forks.run(["-c", _ENDS], env=os.environ, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "True"]

@@ -32,7 +32,7 @@ class Arrives:
         pass
 
 
-def test_a_wait_is_told_ever_more_rarely() -> None:
+def test_a_wait_is_reported_ever_more_rarely() -> None:
     wait = Wait("the gather of blocks.1", [], 100.0)
     told = []
     for now in range(100, 200):
@@ -150,7 +150,7 @@ def wait_for_a_sleeper(sleep_s: float) -> list[str]:
     return lines
 
 
-def test_a_rank_that_waits_says_for_whom_and_where(
+def test_a_waiting_rank_names_the_missing_rank_and_the_place(
     fresh_ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for pace in paces(0.5):

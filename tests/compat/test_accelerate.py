@@ -29,7 +29,7 @@ def _run_configured() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", often(range(4), 0, 3))
-def test_it_trains_saves_and_goes_on(clients: RankPool, tmp_path: Path, stage: int) -> None:
+def test_it_trains_saves_and_resumes(clients: RankPool, tmp_path: Path, stage: int) -> None:
     for rank, (found, plain) in enumerate(clients.run(_run, tmp_path, stage, "no", timeout=180)):
         assert found["engine"] == "DeepSpeedEngine"
         assert found["is_unwrapped"]

@@ -266,7 +266,7 @@ def test_a_killed_map_does_only_the_rest(tmp_path: Path) -> None:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_what_other_functions_found_is_not_taken(tmp_path: Path) -> None:
+def test_results_of_other_functions_are_not_reused(tmp_path: Path) -> None:
     given = {"metric_names": ["val"], "metric_types": [SINGLE], "metric_dtypes": [torch.int64]}
     for function, largest in ((lambda batch: batch, 10), (lambda batch: batch * 2, 20)):
         analyzer = MODULE.DataAnalyzer(
@@ -294,12 +294,12 @@ def test_what_other_functions_found_is_not_taken(tmp_path: Path) -> None:
         ({"num_workers": 2}, "there is no process group; call init_distributed"),
         ({"custom_map_init": print}, "give all three"),
         ({"metric_functions": [5]}, "metric val has no function, but int; expected one of a batch"),
-        ({"metric_names": ["a/b"]}, 'metric_names has "a/b"; expected names of folders'),
+        ({"metric_names": ["a/b"]}, 'metric_names has "a/b"; expected directory names'),
         ({name: [] for name in LISTS}, "no metric is given"),
         ({"batch_size": 0}, "batch_size is 0; expected 1 or more"),
         ({"num_threads": 0}, "num_threads is 0; expected 1 or more"),
         ({"num_workers": 0}, "num_workers is 0; expected 1 or more"),
-        ({"save_path": "/proc/none"}, r"/proc/none/\.unfinished_worker0_thread0 cannot be made"),
+        ({"save_path": "/proc/none"}, r"/proc/none/\.unfinished_worker0_thread0 cannot be created"),
         ({"dataset": []}, "the data set has no samples; there is nothing to measure"),
         ({"dataset": iter([1])}, "analyzed by index, and list_iterator has none; give a data set"),
     ],
@@ -328,7 +328,7 @@ def test_metrics_need_names_of_their_own_and_sums_of_one_shape(tmp_path: Path) -
         MODULE.DataAnalyzer(
             Numbers(), metric_names=["val", "val"], metric_types=[SINGLE] * 2, **given
         )
-    with pytest.raises(UsageError, match=r"metric sum .* shapes \[3\] and \[[12]\].* added up"):
+    with pytest.raises(UsageError, match=r"metric sum .* shapes \[3\] and \[[12]\].* summed"):
         MODULE.DataAnalyzer(
             Numbers(), metric_names=["val", "sum"], metric_types=[SINGLE, ACCUMULATED], **given
         ).run_map_reduce()

@@ -53,7 +53,7 @@ def test_rates_are_those_of_deepspeed(kind: str, method: str) -> None:
     assert schedule.get_last_lr()[0] == pytest.approx(expected["after_step0"])
 
 
-def test_other_objects_are_no_schedules() -> None:
+def test_other_objects_are_not_schedules() -> None:
     with pytest.raises(ValueError, match=r"Unknown type for lr_scheduler_or_optimizer: <class 's"):
         named.lr_scheduler_for_variable_batch_size(8, [4], None, "adam")
     assert named.scale_lr(16, 4, 0.1, "sqrt") == pytest.approx(0.05)

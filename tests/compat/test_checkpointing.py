@@ -101,7 +101,7 @@ def test_buffers_need_their_number_and_slices() -> None:
     assert not checkpointing.is_configured()
 
 
-def test_nothing_to_share_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_single_rank_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hadal"):
         configure(None, partition_activations=True)
     assert "partition_activations has no effect: one rank holds" in caplog.text

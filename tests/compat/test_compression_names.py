@@ -160,6 +160,6 @@ def test_one_module_is_replaced_in_place() -> None:
         ("get_mpu", "gave to initialize"),
     ],
 )
-def test_what_is_elsewhere_says_where(name: str, remedy: str) -> None:
+def test_moved_names_say_where(name: str, remedy: str) -> None:
     with pytest.raises(UsageError, match=rf"helper\.{name} has no counterpart here: .*{remedy}"):
         getattr(HELPER, name)(Bert(), None)

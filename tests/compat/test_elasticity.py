@@ -82,7 +82,7 @@ def test_version_2_takes_ranks_as_an_argument() -> None:
         (config(), NOW, ElasticityConfigError, "number of ranks is unknown"),
     ],
 )
-def test_what_cannot_be_computed_is_refused(
+def test_unsupported_computations_are_refused(
     told: dict[str, Any], version: str, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -68,7 +68,7 @@ def test_initialize_returns_what_programs_expect() -> None:
     engine._is_accelerate_prepared = optimizer._is_accelerate_prepared = True
 
 
-def test_getters_tell_what_the_configuration_says() -> None:
+def test_getters_return_the_configuration() -> None:
     engine = engine_of(2, gradient_clipping=0.5, bf16={"enabled": True})
     assert engine.zero_optimization_stage() == 2
     assert engine.zero_optimization()
@@ -164,7 +164,7 @@ def test_accessors_tell_the_configuration() -> None:
         engine.allreduce_gradients()
 
 
-def test_an_applied_step_is_told_from_one_within_an_accumulation_and_a_skipped_one() -> None:
+def test_an_applied_step_is_distinguished_from_a_micro_step_and_a_skipped_one() -> None:
     engine = engine_of(2, gradient_accumulation_steps=2)
     assert not engine.was_step_applied()
     seen = []
@@ -290,7 +290,7 @@ def test_torch_s_schedules_hang_on_the_optimizer_where_nothing_is_cut() -> None:
         assert not isinstance(engine_of(**changes).optimizer, torch.optim.Optimizer)  # type: ignore[arg-type]
 
 
-def test_accessors_stand_in_nobody_s_way_and_lead_somewhere() -> None:
+def test_accessors_shadow_no_attribute_and_resolve() -> None:
     engine: Any = engine_of(2, fp16={"enabled": True}, torch_autocast={"enabled": False})
     named = {*accessors._PATHS, *accessors._UNBUILT.split()}
     own = set(vars(accessors.Accessors)) - {"__module__", "__doc__"}
@@ -307,7 +307,7 @@ def test_accessors_stand_in_nobody_s_way_and_lead_somewhere() -> None:
             scope = scope[part]
 
 
-def test_what_is_not_built_says_so_and_what_is_unknown_is_missing() -> None:
+def test_unbuilt_names_say_so_and_unknown_names_are_missing() -> None:
     engine = engine_of(3)
     for name in accessors._UNBUILT.split():
         with pytest.raises(NotImplementedError, match=rf"DeepSpeedEngine\.{name} is not built yet"):
@@ -331,7 +331,7 @@ def test_a_model_may_be_given_to_a_second_engine(stage: int) -> None:
         first(batch_of(0)[0])
 
 
-def test_backward_returns_the_loss_as_it_was_divided() -> None:
+def test_backward_returns_the_divided_loss() -> None:
     engine = engine_of(1, gradient_accumulation_steps=4)
     loss = loss_of(engine(batch_of(0)[0]), batch_of(0)[1])
     assert engine.backward(loss).item() == loss.item() / 4
@@ -346,7 +346,7 @@ def test_backward_returns_the_loss_as_it_was_divided() -> None:
         engine.step(lr_kwargs={"metrics": 3})
 
 
-def test_a_loss_may_pass_through_another_engine_s_model_and_leaves_it_as_it_is(
+def test_a_loss_may_pass_through_another_engines_model_without_changing_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     mine, other = engine_of(1), engine_of(1)
@@ -425,7 +425,7 @@ def test_one_model_s_update_may_be_skipped_with_another_s(ranks: RankPools) -> N
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_masters_are_told_under_the_name_of_their_stage(stage: int) -> None:
+def test_masters_are_reported_under_the_name_of_their_stage(stage: int) -> None:
     optimizer: Any = engine_of(stage, bf16={"enabled": True}).optimizer
     names = {1: "single_partition_of_fp32_groups", 3: "fp32_partitioned_groups_flat"}
     names[2] = names[1]
@@ -500,7 +500,7 @@ def _seen_in_backward() -> list[Any]:
     return _Looks.seen
 
 
-def test_what_autograd_saved_of_a_parameter_answers_too(ranks: RankPools) -> None:
+def test_saved_tensors_of_a_parameter_answer_too(ranks: RankPools) -> None:
     # The last one is small and stays whole, the first is gathered again.
     for seen in ranks(2).run(_seen_in_backward):
         assert seen == [ZeroParamStatus.AVAILABLE] * 2
@@ -598,7 +598,7 @@ def test_parameters_of_stages_1_and_2_have_a_place_in_their_group() -> None:
     assert not any(hasattr(p, "param_idx_in_group") for p in engine_of(3).module.parameters())
 
 
-def test_alone_stage_3_is_told_all_the_same() -> None:
+def test_stage_3_on_one_rank_is_still_reported() -> None:
     engine = engine_of(3)
     statuses = {p.ds_status for p in engine.module.parameters()}  # type: ignore[attr-defined]
     assert statuses == {ZeroParamStatus.AVAILABLE}

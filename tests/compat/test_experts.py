@@ -103,7 +103,7 @@ def ask() -> dict[str, object]:
     }
 
 
-def test_groups_are_asked_for_by_name(ranks: RankPools) -> None:
+def test_groups_are_requested_by_name(ranks: RankPools) -> None:
     for rank, told in enumerate(ranks(2).run(ask)):
         assert told == {
             "parallel": [0, 1],

@@ -89,7 +89,7 @@ def test_deepspeed_itself_is_never_hidden(tmp_path: Path) -> None:
         assert str(real / "__init__.py") in done.stderr
 
 
-def test_a_program_runs_as_it_is(tmp_path: Path) -> None:
+def test_a_program_runs_unchanged(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(
         "import sys, deepspeed, beside\n"
@@ -101,7 +101,7 @@ def test_a_program_runs_as_it_is(tmp_path: Path) -> None:
     assert done.stdout == "__main__ ['--deepspeed', 'ds.json'] 1 3\n"
 
 
-def test_a_module_runs_as_it_is(tmp_path: Path) -> None:
+def test_a_module_runs_unchanged(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("import sys, deepspeed; print(__name__, sys.argv[1:])\n")
     done = forked("-m", "hadal.compat", "-m", "job", "--x", path=(tmp_path,))
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ def _run(folder: Path, stage: int | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_it_fits_saves_goes_on_and_validates(clients: RankPool, tmp_path: Path, stage: int) -> None:
+def test_it_fits_saves_resumes_and_validates(clients: RankPool, tmp_path: Path, stage: int) -> None:
     plain = clients.run(_run, tmp_path, None, timeout=180)
     for found, expected in zip(clients.run(_run, tmp_path, stage), plain, strict=True):
         assert len(expected["losses"]) == 4
@@ -36,7 +36,7 @@ def _run_fabric(folder: Path, stage: int | None, precision: str = "32-true") -> 
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_fabric_trains_saves_and_goes_on(clients: RankPool, tmp_path: Path, stage: int) -> None:
+def test_fabric_trains_saves_and_resumes(clients: RankPool, tmp_path: Path, stage: int) -> None:
     plain = clients.run(_run_fabric, tmp_path, None, timeout=180)
     for found, expected in zip(
         clients.run(_run_fabric, tmp_path, stage, timeout=180), plain, strict=True

@@ -113,7 +113,9 @@ def test_a_backend_names_torch_s_calls() -> None:
     assert alias("deepspeed.comm.comm").all_reduce is comm.all_reduce is hadal.comm.all_reduce
 
 
-def test_the_log_of_collectives_is_switched_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_of_collectives_is_switched_and_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     hadal.init_distributed()
     comm = alias("deepspeed.comm")
     log = alias("deepspeed.utils.comms_logging").CommsLogger()
@@ -299,7 +301,7 @@ def test_the_environment_may_choose_the_cpu_and_nothing_that_is_not_there() -> N
     assert "the chosen device is 'meta'" in told["meta"]
 
 
-def test_the_cpu_may_be_chosen_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_may_be_chosen_despite_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     found = torch.accelerator
     monkeypatch.setattr(found, "is_available", lambda: True)
     monkeypatch.setattr(found, "current_accelerator", lambda: torch.device("meta"))
@@ -315,7 +317,7 @@ def test_the_cpu_may_be_chosen_beside_an_accelerator(monkeypatch: pytest.MonkeyP
         init_distributed()
 
 
-def test_builders_say_what_can_be_had_and_build_nothing() -> None:
+def test_builders_report_compatibility_and_build_nothing() -> None:
     builders = alias("deepspeed.ops.op_builder")
     assert COMPATIBLE_OPS is alias("deepspeed.ops").__compatible_ops__
     assert COMPATIBLE_OPS[builders.AsyncIOBuilder.NAME] is builders.AsyncIOBuilder().is_compatible()
@@ -426,7 +428,7 @@ def test_a_configuration_can_be_read_before_there_is_an_engine() -> None:
 # ---- leaf modules, weights that are whole --------------------------------------------------------
 
 
-def test_leaf_modules_are_marked_by_name_and_by_the_end_of_a_name() -> None:
+def test_leaf_modules_are_marked_by_name_and_by_name_suffix() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
     assert set_z3_leaf_modules_by_name(model, ["1", "9"]) == ([model[1]], ["9"])
     assert get_z3_leaf_modules(model) == [model[1]]
@@ -469,7 +471,7 @@ def test_files_of_deepspeed_are_found(tmp_path: Path) -> None:
         get_optim_files(tmp_path)
 
 
-def test_of_a_checkpoint_of_hadal_files_are_made_that_tell_what_is_read_from_them(
+def test_checkpoints_of_hadal_become_files_that_record_their_reads(
     tmp_path: Path,
 ) -> None:
     engine = initialize(model=model_of(), config=config_of(2))[0]
@@ -547,7 +549,7 @@ class _Conv1D(nn.Module):
         return x @ self.weight + self.bias
 
 
-def test_tools_do_what_their_names_say() -> None:
+def test_tools_match_their_names() -> None:
     model = nn.Sequential(nn.Tanh(), nn.Sequential(_Conv1D(3, 2)))
     x = torch.randn(4, 2)
     before = model(x)

@@ -50,9 +50,7 @@ def test_a_classifier_learns_in_16_bits(clients: RankPool, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_program_goes_on_where_its_checkpoint_ends(
-    clients: RankPool, tmp_path: Path, stage: int
-) -> None:
+def test_a_program_resumes_at_its_checkpoint(clients: RankPool, tmp_path: Path, stage: int) -> None:
     told = (f"--folder={tmp_path}", f"--stage={stage}", "--steps=4")
     whole = clients.run(_run, "masked_words", ("losses",), *told)
     again = clients.run(_run, "masked_words", ("losses",), *told, "--resume")

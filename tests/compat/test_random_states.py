@@ -23,7 +23,7 @@ def _drawn(seed: int) -> Tensor:
     return torch.rand(3)
 
 
-def test_parts_draw_differently_inside_a_fork_and_alike_outside() -> None:
+def test_parts_draw_differently_inside_a_fork_and_equally_outside() -> None:
     expected = _drawn(7), _drawn(7 + 2718 + 2)
     checkpointing.configure(_Third())
     try:
@@ -64,7 +64,7 @@ def test_a_recomputation_draws_the_same_again() -> None:
         get_cuda_rng_tracker().reset()
 
 
-def test_states_are_told_apart_by_name_and_seed() -> None:
+def test_states_are_distinguished_by_name_and_seed() -> None:
     tracker = CudaRNGStatesTracker()
     with pytest.raises(UsageError, match="no such random state"), tracker.fork("mine"):
         pass

@@ -63,7 +63,7 @@ def test_a_submodule_may_be_the_first_import(site: Path) -> None:
     assert (done.stdout, done.stderr) == ("hadal.zero.init\n", "")
 
 
-def test_it_goes_together_with_a_call(site: Path) -> None:
+def test_it_combines_with_a_call(site: Path) -> None:
     code = "import hadal; hadal.install_as_deepspeed(); import deepspeed; print(deepspeed.__file__)"
     assert told(code, path=(site,)) == [str(ROOT / "hadal/compat/alias.py")]
 

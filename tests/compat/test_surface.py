@@ -77,7 +77,7 @@ def test_every_home_is_there_and_is_of_the_surface() -> None:
         assert getattr(alias(module), leaf) is (getattr(value, thing) if thing else value)
 
 
-def test_what_has_no_home_says_so_when_it_is_used() -> None:
+def test_names_without_a_home_raise_when_used() -> None:
     unbuilt = 0
     for module in surface.modules().values():
         for leaf, kind in module.kinds.items():
@@ -100,7 +100,7 @@ def test_what_has_no_home_says_so_when_it_is_used() -> None:
         ("autosp_vit.UlyssesSPViTAttention", "DistributedAttention"),
     ],
 )
-def test_what_is_for_long_sequences_names_what_to_use_instead(name: str, instead: str) -> None:
+def test_names_for_long_sequences_mention_the_replacement(name: str, instead: str) -> None:
     module, _, leaf = name.partition(".")
     stands = getattr(alias(f"deepspeed.sequence.{module}"), leaf)
     with pytest.raises(NotBuiltYetError, match=rf"{leaf} is not built yet.*{instead}"):
@@ -156,7 +156,7 @@ def _named(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", _waiting())
-def test_a_name_that_waits_says_so_by_its_own_name(name: str) -> None:
+def test_an_unbuilt_name_raises_with_its_own_name(name: str) -> None:
     leaf = name.rpartition(".")[2]
     for arguments in ({}, {"model": 1, "config": {}}):
         with pytest.raises(NotImplementedError, match=rf"\b{leaf} is not built yet"):

@@ -28,7 +28,7 @@ def test_parts_are_even_and_whole(numel: int, data: Any) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("splits", [(1, 1), (3, 2), (5, 7)])
-def test_tiles_compute_what_one_layer_does(splits: tuple[int, int], bias: bool) -> None:
+def test_tiles_compute_the_same_as_one_layer(splits: tuple[int, int], bias: bool) -> None:
     whole = nn.Linear(5, 7, bias=bias, dtype=torch.float64)
     tiled = TiledLinear(5, 7, bias, *splits, init_linear=whole, dtype=torch.float64)
     x = torch.randn(2, 3, 5, dtype=torch.float64)
@@ -39,7 +39,7 @@ def test_tiles_compute_what_one_layer_does(splits: tuple[int, int], bias: bool) 
     torch.testing.assert_close(torch.cat(parts, dim=-1), whole(x))
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_models_that_cannot_be_cut_are_refused() -> None:
     with pytest.raises(ModelError, match="4 features cannot be split into 5 parts"):
         TiledLinear(4, 8, in_splits=5)
     with pytest.raises(ModelError, match=r"shape \(8, 4\) with a bias.*\(8, 4\) without a bias"):

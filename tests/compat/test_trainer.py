@@ -71,14 +71,14 @@ def test_a_resumed_run_repeats_the_losses_bit_for_bit(run: Run, config: str) -> 
 
 
 @pytest.mark.parametrize("config", ["STAGE_2", "STAGE_3"])
-def test_what_is_saved_is_what_was_trained(run: Run, config: str) -> None:
+def test_saved_weights_are_the_trained_ones(run: Run, config: str) -> None:
     for found in run("llama", config):
         assert {"latest", "global_step2", "model.safetensors"} <= set(found["files"])
         for one, other in zip(found["saved"], found["weights"], strict=True):
             assert torch.equal(one, other)
 
 
-def test_from_pretrained_gives_the_same_bits_sharded(run: Run) -> None:
+def test_from_pretrained_loads_the_same_bits_sharded(run: Run) -> None:
     for found, expected in zip(run("llama", "STAGE_3"), run("llama", None), strict=True):
         assert found["ds"] == [True]
         assert expected["ds"] == [False]
@@ -129,7 +129,7 @@ def _cut(folder: Path, stage: int | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_model_that_is_cut_over_ranks_trains_alike(
+def test_a_model_that_is_cut_over_ranks_trains_identically(
     clients: RankPool, tmp_path: Path, stage: int
 ) -> None:
     # Two ranks with slices read one batch of two; two ranks with whole models one of one each.

@@ -61,7 +61,7 @@ def test_a_configuration_without_techniques_changes_nothing(tmp_path: Path):
     assert [type(module) for module in model.modules()] == kinds
 
 
-def test_what_cannot_be_done_is_told():
+def test_impossible_requests_raise_an_error():
     with pytest.raises(UsageError, match="Bert has no compressed modules; call init_compression"):
         redundancy_clean(Bert(), config(weights(8, 8)))
     with pytest.raises(ConfigError, match="is of type int; pass a dict, a path or base64 text"):
@@ -79,7 +79,7 @@ def test_files_are_read_as_configurations_are(tmp_path):
         init_compression(Bert(), file)
 
 
-def test_a_schedule_without_momentum_is_told(caplog):
+def test_a_schedule_without_momentum_is_reported(caplog):
     shared = {"method": "snip_momentum", "dense_ratio": 0.5, "schedule_offset_end": 4}
     sparse = {"shared_parameters": {"enabled": True, "schedule_offset": 0, **shared}}
     wishes = {"compression_training": {"sparse_pruning": sparse}}
@@ -113,7 +113,7 @@ def test_a_wrapped_model_is_changed_inside():
 
 
 @pytest.mark.parametrize(("given", "told"), [(Bert, "the class Bert"), ("bert", "str")])
-def test_what_is_no_module_is_refused(given, told):
+def test_objects_that_are_not_modules_are_refused(given, told):
     for call in (init_compression, redundancy_clean):
         with pytest.raises(UsageError, match=f"expected a torch.nn.Module to compress, got {told}"):
             call(given, config(weights(8, 8)))

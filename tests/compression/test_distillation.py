@@ -30,7 +30,7 @@ def test_states_are_compared_with_those_that_are_named():
     assert hidden_state_loss(half, teacher).dtype == torch.float32
 
 
-def test_what_does_not_fit_is_refused():
+def test_mismatches_are_refused():
     x = [torch.zeros(2, 4)]
     with pytest.raises(ModelError, match=r"the logits of the student have the shape \(2, 4\)"):
         distillation_loss(x[0], torch.zeros(2, 5))

@@ -46,7 +46,7 @@ def packed(model, wishes):
     return model
 
 
-def test_what_cannot_be_exported_is_refused(tmp_path: Path, monkeypatch):
+def test_unsupported_exports_are_refused(tmp_path: Path, monkeypatch):
     model = packed(Bert(), config(weights(8, 8, modules=["attention"], **NOW)))
     with pytest.raises(UsageError, match="layout is 'gguf'; expected one of hadal, compressed-t"):
         export_packed(model, tmp_path, "gguf")
@@ -117,7 +117,7 @@ def test_a_pruned_model_is_packed_and_keeps_its_shapes(tmp_path: Path):
     loaded = load_packed(tiny(), tmp_path)
     assert torch.equal(loaded(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits)
     with pytest.raises(
-        UsageError, match=r"has a quantization_config already.*use the layout hadal"
+        UsageError, match=r"already has a quantization_config.*use the layout hadal"
     ):
         _parts(model, "torchao")
 

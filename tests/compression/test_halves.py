@@ -39,7 +39,7 @@ def test_the_two_halves_make_the_matrix_again(rows, groups, seed, dtype):
         (torch.zeros(4), False),
     ],
 )
-def test_what_is_half_zero(matrix, expected):
+def test_half_zero_matrices(matrix, expected):
     assert is_half_zero(matrix) is expected
 
 

@@ -144,7 +144,7 @@ def test_a_module_keeps_everything_but_its_class():
     assert isinstance(head, CompressedLinear)
 
 
-def test_adapters_of_peft_stay_as_they_are():
+def test_adapters_of_peft_are_unchanged():
     """The base layer is quantized; the adapter is trained and merged as before."""
     peft = pytest.importorskip("peft")
     adapters = peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)

@@ -76,19 +76,19 @@ def faults(*sections, model: nn.Module | None = None) -> dict[str, str]:
     return {fault.path: fault.message for fault in caught.value.faults}
 
 
-def test_all_faults_are_told_at_once_by_their_path():
+def test_all_faults_are_reported_at_once_by_path():
     found = faults(
         weights(8, 8, modules=["attenion.self", "(", "dense", "intermediate"], quantize_groups=7),
         inputs(8, modules=["word_embeddings"]),
     )
     group = "compression_training.weight_quantization.different_groups.g.modules"
-    assert "names no module; some that can be named: " in found[f"{group}[0]"]
+    assert "matches no module; it could match " in found[f"{group}[0]"]
     assert "is not a regular expression" in found[f"{group}[1]"]
-    assert "intermediate.dense, which 'g'.modules[2] names too" in found[f"{group}[3]"]
+    assert "intermediate.dense, which 'g'.modules[2] matches too" in found[f"{group}[3]"]
     shared = "compression_training.weight_quantization.shared_parameters.quantize_groups"
     assert found[shared].startswith("7 does not divide the elements of the weight of bert.encoder")
     technique = "compression_training.activation_quantization.different_groups.g.modules[0]"
-    assert "it is Embedding; this technique knows Linear, Conv2d" in found[technique]
+    assert "it is Embedding; this technique supports Linear, Conv2d" in found[technique]
     assert len(found) == 5
 
 
@@ -100,7 +100,7 @@ class Own(nn.Linear):
 @pytest.mark.parametrize(
     ("part", "reason"),
     [
-        (Own(4, 4), "its class Own may compute something else"),
+        (Own(4, 4), "its class Own may compute something other"),
         (nn.MultiheadAttention(4, 2), "nn.MultiheadAttention reads its weight without calling it"),
         (nn.Embedding(4, 4, max_norm=1.0), "it has max_norm, which changes the weight itself"),
     ],
@@ -117,19 +117,19 @@ def test_classes_that_cannot_be_changed_are_refused(part, reason):
 def test_a_star_that_names_nothing_is_refused():
     norm = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     for model, reason in ((nn.Sequential(norm), "; 0: its class Parametrized"), (nn.GELU(), "")):
-        with pytest.raises(ConfigError, match=rf"'\*' names no module of .*Embedding{reason}"):
+        with pytest.raises(ConfigError, match=rf"'\*' matches no module of .*Embedding{reason}"):
             init_compression(model, config(weights(8, 8, modules=["*"])))
 
 
-def test_modules_that_no_technique_knows_are_told_by_their_kind():
+def test_unsupported_modules_are_reported_with_their_class():
     model = nn.ModuleDict({"linear": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
     (message,) = faults(weights(8, 8, modules=["norm"]), model=model).values()
-    knows = "this technique knows Linear, Conv2d, Embedding"
-    assert message == f"'norm' names norm: it is LayerNorm; {knows}"
+    knows = "this technique supports Linear, Conv2d, Embedding"
+    assert message == f"'norm' matches norm: it is LayerNorm; {knows}"
 
 
 def test_a_group_without_patterns_is_refused():
     (path, message), *none = faults(weights(8, 8, modules=[])).items()
     assert not none
     assert path == "compression_training.weight_quantization.different_groups.g.modules"
-    assert message.startswith('[] names no module; give ["*"] for all')
+    assert message.startswith('[] matches no module; use ["*"] for all')

@@ -141,14 +141,14 @@ def losses_of(name: str, stage: int, changes: dict) -> list[float]:
 @pytest.mark.parametrize(
     "name", [*(each for each in ALL if each != "l1"), pytest.param("l1", marks=pytest.mark.slow)]
 )
-def test_every_stage_trains_alike(ranks: RankPools, name, dtype):
+def test_every_stage_trains_identically(ranks: RankPools, name, dtype):
     changes = {"gradient_accumulation_steps": 2} if dtype == "fp32" else {"bf16": {"enabled": True}}
     found = [ranks(2).run(losses_of, name, stage, changes) for stage in range(4)]
     assert all(each == found[0] for each in found)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_resumed_run_goes_on_with_the_same_masks(tmp_path: Path, name):
+def test_a_resumed_run_continues_with_the_same_masks(tmp_path: Path, name):
     engine = seeded_engine(ALL[name], 0)
     train(engine, range(3))
     engine.save_checkpoint(tmp_path)

@@ -110,7 +110,7 @@ def test_sums_of_integers_do_not_overflow_in_half_precision(dtype):
     torch.testing.assert_close(found, expected.to(dtype).expand(2, 8))
 
 
-def test_what_has_no_integers_is_named():
+def test_modules_without_integers_are_named():
     kinds = {"quantization_type": "asymmetric"}
     model = cleaned(
         weights(8, 8, modules=["bert", "classifier"], quantize_groups=8, **NOW),
@@ -126,7 +126,7 @@ def test_what_has_no_integers_is_named():
     assert "bert.encoder.layer.0.attention.self.query" in compute_in_integers(model)
 
 
-def test_a_packed_state_dict_goes_into_a_model_that_is_not_packed():
+def test_a_packed_state_dict_loads_into_an_unpacked_model():
     model = cleaned(weights(4, 4, modules=["bert"], **NOW))
     pack_weights(model)
     fresh = Bert()
@@ -176,7 +176,7 @@ def test_rows_of_an_embedding_are_those_of_its_weight():
         assert torch.equal(model(torch.tensor(3)), expected[0, 3])
 
 
-def test_a_weight_that_was_changed_afterwards_stays_as_it_is():
+def test_a_weight_that_was_changed_afterwards_stays_unpacked():
     model = cleaned(weights(8, 8, modules=["bert"], **NOW))
     changed = model.bert.encoder.layer[0].attention.self["query"]
     changed.weight.data += 0.001
@@ -192,7 +192,7 @@ def test_a_state_dict_that_does_not_fit_is_refused():
         load_state(Bert(layers=1), state)
     fresh = Bert()
     fresh.bert.encoder.layer[0].attention.self["query"] = nn.Linear(16, 8)
-    with pytest.raises(ModelError, match=r"query.weight has the shape \(16, 16\) where it is"):
+    with pytest.raises(ModelError, match=r"query.weight has the shape \(16, 16\) in the packed"):
         load_state(fresh, state)
     fresh.bert.encoder.layer[0].attention.self["query"] = nn.Identity()
     with pytest.raises(ModelError, match="the module is Identity; expected Linear, Conv2d"):

@@ -72,7 +72,7 @@ def test_weights_that_pruning_removed_are_zeros_of_the_grid(bits, symmetric):
     assert torch.equal(decode(found.packed, found.layout, found.scale, found.zero), values)
 
 
-def test_a_zero_outside_of_the_range_is_no_value_of_the_grid():
+def test_a_zero_outside_the_range_is_not_on_the_grid():
     weight = torch.rand(4, 4) + 5
     values = quantize(weight, 4, symmetric=False)
     grid = grid_of(weight, 4, 1, symmetric=False)

@@ -66,7 +66,7 @@ def check_cut_layers(gather: bool, skip: bool) -> None:
 
 
 @pytest.mark.parametrize(("gather", "skip"), [(True, False), (False, False), (False, True)])
-def test_they_compute_what_whole_layers_do(ranks: RankPools, gather: bool, skip: bool) -> None:
+def test_they_compute_the_same_as_whole_layers(ranks: RankPools, gather: bool, skip: bool) -> None:
     ranks(2).run(check_cut_layers, gather, skip)
 
 

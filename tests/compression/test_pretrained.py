@@ -39,7 +39,7 @@ def cleaned(kind: str, wishes: dict, **shape):
 
 
 @torch.no_grad()
-def test_sizes_that_a_configuration_can_say_are_all_it_needs(tmp_path):
+def test_sizes_that_a_configuration_can_express_suffice(tmp_path):
     related = [["q_proj", "k_proj", "v_proj"]]
     wishes = config(heads(modules=["o_proj"], related=related))
     model, before = cleaned("Llama", wishes, head_dim=4, num_key_value_heads=4)
@@ -62,7 +62,7 @@ def test_rows_alone_are_in_the_configuration_of_a_bert(tmp_path):
 
 
 @torch.no_grad()
-def test_shapes_that_no_configuration_says_are_noted_in_it(tmp_path):
+def test_shapes_that_a_configuration_cannot_express_are_recorded_in_it(tmp_path):
     model, before = cleaned("Bert", config(BERT_ROWS, BERT_HEADS))
     found = model(TOKENS).last_hidden_state
     assert torch.allclose(found, before, atol=1e-5)

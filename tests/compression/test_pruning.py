@@ -83,7 +83,7 @@ def test_topk_learns_scores():
 
 
 @pytest.mark.parametrize("method", ["l1", "topk"])
-def test_clean_weights_have_zeros_for_what_was_pruned(method):
+def test_clean_weights_have_zeros_for_pruned_entries(method):
     wishes = config(
         sparse(method, 0.25, ["attention.self"]), weights(8, 8, quantize_weight_in_forward=True)
     )
@@ -141,15 +141,15 @@ def faults(*sections, model=None) -> dict[str, str]:
     return {fault.path: fault.message for fault in caught.value.faults}
 
 
-def test_what_does_not_fit_is_told_at_once():
+def test_mismatches_are_reported_at_once():
     found = faults(sparse(modules=["nope", "word_embeddings", "query", "self.q"]))
     group = f"{SPARSE}.different_groups.g.modules"
-    assert "names no module" in found[f"{group}[0]"]
-    assert "it is Embedding; this technique knows Linear, Conv2d" in found[f"{group}[1]"]
-    assert "which 'g'.modules[2] names too" in found[f"{group}[3]"]
+    assert "matches no module" in found[f"{group}[0]"]
+    assert "it is Embedding; this technique supports Linear, Conv2d" in found[f"{group}[1]"]
+    assert "which 'g'.modules[2] matches too" in found[f"{group}[3]"]
     found = faults(blocks(excluded_modules=["nope", "("]))
     path = f"{SPARSE}.shared_parameters.excluded_modules"
-    assert "names no module" in found[f"{path}[0]"]
+    assert "matches no module" in found[f"{path}[0]"]
     assert "is not a regular expression" in found[f"{path}[1]"]
     assert "5x7 fits no module" in faults(blocks("5x7")).popitem()[1]
 
@@ -174,7 +174,7 @@ def test_a_ratio_out_of_range_is_refused(ratio):
     assert path == f"{SPARSE}.different_groups.g.params.dense_ratio"
 
 
-def test_keys_of_another_method_are_told(caplog):
+def test_keys_of_another_method_are_reported(caplog):
     built(sparse(schedule_offset_end=7))
     assert 'schedule_offset_end have no effect with method "l1"' in caplog.text
 

@@ -49,7 +49,7 @@ def test_stochastic_rounding_is_that_of_deepspeed():
     assert found[0].tolist() == pytest.approx([0.90234375, -0.99609375, 0.2578125, -0.33984375])
 
 
-def test_groups_without_a_range_stay_as_they_are():
+def test_groups_without_a_range_are_unchanged():
     zeros, ones = torch.zeros(2, 2), torch.full((2, 2), 0.7)
     for bits in (1, 2, 4, 8):
         assert torch.equal(quantize(zeros, bits), zeros)

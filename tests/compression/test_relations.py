@@ -19,7 +19,7 @@ def faults(*sections, model: nn.Module | None = None) -> dict[str, str]:
     return {fault.path: fault.message for fault in caught.value.faults}
 
 
-def test_everything_that_does_not_fit_is_told_at_once():
+def test_all_mismatches_are_reported_at_once():
     found = faults(
         rows(related=[["nope", "attention.output", "(", "classifier"], ["x"]]),
         heads(3, related=[["intermediate", "self.query"]]),
@@ -27,7 +27,7 @@ def test_everything_that_does_not_fit_is_told_at_once():
     row, head = GROUPS.format("row_pruning"), GROUPS.format("head_pruning")
     first = f"{row}.related_modules[0]"
     assert (
-        "'nope' names no module of Linear, but modules[0] names 2; expected one for each"
+        "'nope' matches no module of Linear, but modules[0] matches 2; expected one for each"
         in (found[f"{first}[0]"])
     )
     assert (
@@ -35,7 +35,7 @@ def test_everything_that_does_not_fit_is_told_at_once():
         in (found[f"{first}[1]"])
     )
     assert "is not a regular expression" in found[f"{first}[2]"]
-    assert "names 1 modules (classifier) of Linear" in found[f"{first}[3]"]
+    assert "matches 1 modules (classifier) of Linear" in found[f"{first}[3]"]
     assert "2 lists for 1 entries of modules" in found[f"{row}.related_modules"]
     assert "it has 64 outputs" in found[f"{head}.related_modules[0][0]"]
     path = "compression_training.head_pruning.shared_parameters.num_heads"
@@ -56,7 +56,7 @@ def test_tied_weights_and_grouped_convolutions_do_not_get_smaller():
     first, second = model.bert.encoder.layer
     second.intermediate["dense"].weight = first.intermediate["dense"].weight
     (message,) = faults(rows(related=[[LAYER + "output"]]), model=model).values()
-    assert "so it cannot get smaller; leave related_modules out" in message
+    assert "so it cannot shrink; leave related_modules out" in message
     images = Images()
     images[3] = nn.Conv2d(6, 4, 3, groups=2)
     (message,) = faults(channels(related=[["3"]]), model=images).values()
@@ -71,8 +71,8 @@ def test_a_ratio_out_of_range_is_refused(ratio):
 
 def test_techniques_know_their_kinds_of_modules():
     found = faults(rows(modules=["word_embeddings"]), channels(modules=["query"]))
-    assert "this technique knows Linear" in found[f"{GROUPS.format('row_pruning')}.modules[0]"]
-    assert "knows Conv2d" in found[f"{GROUPS.format('channel_pruning')}.modules[0]"]
+    assert "this technique supports Linear" in found[f"{GROUPS.format('row_pruning')}.modules[0]"]
+    assert "supports Conv2d" in found[f"{GROUPS.format('channel_pruning')}.modules[0]"]
 
 
 class Fused(nn.Module):
@@ -92,10 +92,10 @@ def test_fused_and_shared_heads_are_refused_by_their_names():
     (found,) = faults(heads(modules=["dense"], related=[["qkv"]]), model=model).items()
     assert found[0] == f"{path}[0][0]"
     assert "attention.qkv: it has 48 outputs, but attention.dense has 16 to prune" in found[1]
-    assert "queries, keys and values in one has to be split into three" in found[1]
+    assert "a fused module of queries, keys and values has to be split into three" in found[1]
     model = nn.ModuleDict({"attention": Fused(2)})
     found = faults(heads(modules=["dense"], related=[["query", "key"]]), model=model)
-    assert "2 heads of attention share one of keys and values" in found[path]
+    assert "2 heads of attention share one head of keys and values" in found[path]
     assert "attention.key: it has 8 outputs" in found[f"{path}[0][1]"]
     assert "keys and values that several heads share stay" in found[f"{path}[0][1]"]
     # Queries alone fit, but their heads would then read other keys.

@@ -204,7 +204,7 @@ class Images(nn.Sequential):
 
 
 @pytest.mark.claims("compression_training.channel_pruning.different_groups.<group>.related_modules")
-def test_clean_channels_are_removed_from_what_reads_them():
+def test_pruned_channels_are_removed_from_their_readers():
     wishes = channels(modules=["0", "3"], related=[["1", "3"], ["5"]])
     model = built(wishes, model=Images())
     image = torch.randn(2, 2, 6, 6)
@@ -224,7 +224,7 @@ def test_clean_channels_are_removed_from_what_reads_them():
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("method", ["l1", "topk"])
-def test_a_network_of_normalized_channels_is_trained_as_it_is_cleaned(method, stage):
+def test_a_network_of_normalized_channels_is_the_same_in_training_and_after_cleaning(method, stage):
     wishes = channels(method, modules=["0", "3"], related=[["1", "3"], ["5"]], schedule_offset=1)
     engine = engine_of(stage, built(wishes, model=Images()), **config(wishes))
     image = torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -292,5 +292,5 @@ def test_a_smaller_model_is_loaded_into_one_that_was_pruned(tmp_path):
         load_packed(Bert(layers=1), tmp_path)
     smaller = Bert()
     smaller.bert.encoder.layer[0].intermediate["dense"] = nn.Linear(16, 8)
-    with pytest.raises(ModelError, match=r"has the shape \(8, 16\), but is to have \(32, 16\)"):
+    with pytest.raises(ModelError, match=r"has the shape \(8, 16\); expected at least \(32, 16\)"):
         load_packed(smaller, tmp_path)

@@ -134,7 +134,7 @@ def test_the_section_eigenvalue_slows_down_too() -> None:
     engine.destroy()
 
 
-def test_a_resumed_run_goes_on_as_slowly(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_as_slowly(tmp_path: Path) -> None:
     engine = engine_of(None, model=Uneven(), **old_form())
     train(engine, 3)
     engine.save_checkpoint(tmp_path)

@@ -82,7 +82,7 @@ def test_other_modules_keep_their_values_if_they_are_not_named():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_copied(changes, message):
+def test_mismatches_are_refused_before_anything_is_copied(changes, message):
     small = student()
     before = [parameter.detach().clone() for parameter in small.parameters()]
     with pytest.raises(ModelError, match=message):
@@ -96,7 +96,7 @@ def test_layers_of_other_shapes_are_refused():
     with pytest.raises(ModelError, match=r"classifier.weight is \(5, 16\) in the student and \(3,"):
         init_compression(small, wishes(), teacher())
     small.classifier = nn.Linear(16, 3, bias=False)
-    with pytest.raises(ModelError, match="not alike in classifier: only one of them has bias"):
+    with pytest.raises(ModelError, match="differ in classifier: only one of them has bias"):
         init_compression(small, wishes(), teacher())
 
 
@@ -113,7 +113,7 @@ def test_both_names_are_required(name):
         load_config({"train_batch_size": 1, **wishes(keep_number_layer=3)})
 
 
-def test_a_model_that_took_nothing_over_is_told(caplog):
+def test_a_model_that_took_over_no_layers_is_reported(caplog):
     engine_of(0, student(), **wishes()).destroy()
     assert "init_compression(model, config, teacher_model)" in caplog.text
     caplog.clear()
@@ -121,7 +121,7 @@ def test_a_model_that_took_nothing_over_is_told(caplog):
     assert "teacher_model" not in caplog.text
 
 
-def test_a_teacher_stays_as_it_is_in_an_engine(caplog):
+def test_a_teacher_is_unchanged_in_an_engine(caplog):
     quantized = config(weights(2, 2, modules=["attention"]), wishes()["compression_training"])
     source = teacher()
     expected = source(TOKENS)

@@ -148,7 +148,7 @@ def test_programs_that_call_the_module_train_by_the_same_schedule(tmp_path: Path
     assert found[0] == found[1]
 
 
-def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path):
+def test_a_resumed_run_continues_with_the_same_bits(tmp_path: Path):
     sections = (FALLING, inputs(8, ["intermediate"], schedule_offset=4, range_calibration="static"))
     engine = engine_with(*sections)
     train(engine, range(3))
@@ -195,7 +195,7 @@ def go_on(folder: str, stage: int) -> list[int | None]:
     return found
 
 
-def test_the_schedule_goes_on_at_another_number_of_ranks(ranks: RankPools, tmp_path: Path):
+def test_the_schedule_resumes_at_another_number_of_ranks(ranks: RankPools, tmp_path: Path):
     told, same = ranks(2).run(save_in_mid_schedule, str(tmp_path))
     assert told == same == [6, 6, 6, 5]
     assert ranks(1).run(go_on, str(tmp_path), 3) == [told]
@@ -215,7 +215,7 @@ def test_updates_that_overflow_do_not_count():
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_every_stage_trains_alike(ranks: RankPools, dtype):
+def test_every_stage_trains_identically(ranks: RankPools, dtype):
     found = [ranks(2).run(losses_of, stage, dtype) for stage in range(4)]
     assert all(each == found[0] for each in found)
 
@@ -256,7 +256,7 @@ COMPILED = {
         for name in COMPILED
     ],
 )
-def test_a_compiled_model_is_compressed_alike(techniques):
+def test_a_compiled_model_is_compressed_identically(techniques):
     found = []
     for is_compiled in (False, True):
         torch.manual_seed(0)
@@ -283,7 +283,7 @@ def clean_and_evaluate(stage: int) -> Tensor:
     wishes = config(FALLING)
     if stage == 3:
         with pytest.raises(
-            UsageError, match=r"query\.weight is sharded over ranks; give the engine"
+            UsageError, match=r"query\.weight is sharded over ranks; pass the engine"
         ):
             redundancy_clean(engine.module, wishes)
     taken = init_compression(Bert(), wishes)

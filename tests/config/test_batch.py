@@ -33,7 +33,7 @@ def sizes_of(config):
         ((None, 4, None), (16, 4, 1)),
     ],
 )
-def test_what_is_left_out_is_inferred(sizes, expected):
+def test_omitted_values_are_inferred(sizes, expected):
     config = load_config(batch(*sizes), world_size=4)
     assert sizes_of(config) == expected
     for name, size in zip(NAMES, sizes, strict=True):
@@ -85,7 +85,7 @@ def test_sizes_are_integers_above_0(name, size):
     ranks=st.integers(1, 64),
     given_keys=st.sets(st.sampled_from(NAMES)),
 )
-def test_whatever_is_left_out_comes_back(micro, accumulation, ranks, given_keys):
+def test_omitted_parts_are_restored(micro, accumulation, ranks, given_keys):
     train = micro * accumulation * ranks
     whole = Sizes(train, micro, accumulation)
     known = dict(zip(NAMES, (train, micro, accumulation), strict=True))
@@ -145,7 +145,7 @@ def test_the_program_knows_its_ranks_better_than_the_world_does():
 
 
 @pytest.mark.claims("data_parallel_size")
-def test_data_parallel_size_is_checked_beside_sequence_parallel_size():
+def test_data_parallel_size_is_checked_with_sequence_parallel_size():
     both = {**batch(micro=4), "sequence_parallel_size": 2, "data_parallel_size": 4}
     assert load_config(both, world_size=8).notes == ()
     assert only_fault({**both, "data_parallel_size": 3}, world_size=8) == (
@@ -167,14 +167,14 @@ def test_the_key_may_not_contradict_the_program():
 
 
 @pytest.mark.claims("vocabulary_size")
-def test_a_vocabulary_that_divides_badly_is_told():
+def test_a_vocabulary_that_does_not_divide_is_reported():
     (note,) = load_config({**batch(micro=1), "vocabulary_size": 50257}).notes
     assert note == "vocabulary_size: 50257 is not a multiple of 8; a multiple of 8 would be faster"
     assert load_config({**batch(micro=1), "vocabulary_size": 50304}).notes == ()
 
 
 @pytest.mark.claims("graph_harvesting")
-def test_a_leftover_of_older_releases_is_told():
+def test_a_leftover_of_older_releases_is_reported():
     (note,) = load_config({**batch(micro=1), "graph_harvesting": True}).notes
     assert note == "graph_harvesting: true has no effect"
 
@@ -218,7 +218,7 @@ def test_elasticity_chooses_the_batch():
     assert sizes_of(load_config({**batch(micro=1), "elasticity": elastic})) == (8, 2, 4)
 
 
-def test_what_the_program_brings_is_in_the_effective_configuration():
+def test_the_programs_objects_are_in_the_effective_configuration():
     config = load_config(batch(micro=4), world_size=8, sequence_parallel_size=2)
     assert config.sequence_parallel_size == 2
     assert config.origins["sequence_parallel_size"] == "inferred"

@@ -51,7 +51,7 @@ def _expect_every_key(name: str, origins: object, notes: object) -> None:
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_it_waits_for_nothing_but_what_is_said(name: str) -> None:
+def test_it_waits_only_for_the_declared_events(name: str) -> None:
     try:
         config = load_config(FOUND[name], world_size=2)
     except UnbuiltConfigError as error:

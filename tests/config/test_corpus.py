@@ -41,7 +41,7 @@ def test_the_corpus_is_whole():
 
 
 @pytest.mark.parametrize("name", UNBUILT)
-def test_it_lacks_only_what_is_not_built_yet(name):
+def test_it_lacks_only_unbuilt_names(name):
     path = CORPUS / "unbuilt" / f"{name}.json"
     with pytest.raises(UnbuiltConfigError) as caught:
         load_config(path, world_size=2)
@@ -52,7 +52,7 @@ def test_it_lacks_only_what_is_not_built_yet(name):
 
 
 @pytest.mark.parametrize("name", UNBUILT)
-def test_what_is_not_built_yet_is_a_note_where_allowed(name):
+def test_unbuilt_keys_are_a_note_where_allowed(name):
     path = CORPUS / "unbuilt" / f"{name}.json"
     config = load_config(path, world_size=2, allow_unbuilt=True)
     assert "not built yet" in " ".join(config.notes)

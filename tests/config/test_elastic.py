@@ -99,7 +99,7 @@ def test_where_nothing_fits() -> None:
         )
     )
 )
-def test_every_number_that_is_told_divides_the_batch(wish: Wish) -> None:
+def test_every_listed_number_divides_the_batch(wish: Wish) -> None:
     train, ranks = chosen(wish)
     most = wish.most or wish.cap // min(wish.micros)
     assert train <= wish.cap
@@ -142,7 +142,7 @@ def sizes(source: dict[str, object], world_size: int) -> tuple[int | None, ...]:
     "elasticity.micro_batch_sizes",
     "elasticity.version",
 )
-def test_the_section_gives_all_three_sizes() -> None:
+def test_the_section_sets_all_three_sizes() -> None:
     for count, accumulation in ((7, 40), (8, 35)):
         assert sizes(section(version=0.1), count) == (1680, 6, accumulation)
     config = load_config(section(version=0.1), world_size=7)
@@ -183,7 +183,7 @@ def test_ranks_come_by_nodes_and_may_share_a_model() -> None:
     assert "4, but" in told and "1 of the 64 ranks" in told
 
 
-def test_a_number_outside_the_list_has_a_batch_of_its_own_and_is_told() -> None:
+def test_a_number_outside_the_list_has_its_own_batch_and_is_logged() -> None:
     config = load_config(section(min_gpus=8, max_gpus=128, num_gpus_per_node=8), world_size=56)
     assert config.train_batch_size == 1904
     assert any("1904" in note and "56" in note for note in config.notes)

@@ -54,7 +54,7 @@ def test_links_inside_a_page_lead_to_its_headings(written):
 
 
 @pytest.mark.parametrize("path", EXAMPLES)
-def test_an_example_is_accepted_and_says_something_of_its_section(path):
+def test_an_example_is_accepted_and_sets_keys_of_its_section(path):
     example = EXAMPLES[path]
     sizes = {"train_micro_batch_size_per_gpu", "elasticity"}
     ranks = 2 if path == "tensor_parallel" else 1

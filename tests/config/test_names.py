@@ -9,7 +9,7 @@ from hadal.config import load_config, log_notes
 from .faults import BASE, faults_of, only_fault, with_zero
 
 
-def test_an_unknown_top_level_key_is_told(caplog):
+def test_an_unknown_top_level_key_is_reported(caplog):
     with caplog.at_level(logging.WARNING, logger="hadal.config"):
         config = load_config({**BASE, "my_own_thing": 3})
         log_notes(config)
@@ -31,11 +31,11 @@ def test_comments_as_keys_pass_in_silence(name):
 
 
 @pytest.mark.parametrize("name", ["msamp", "inference", "comment"])
-def test_keys_of_other_programs_are_no_typos(name):
+def test_keys_of_other_programs_are_not_typos(name):
     assert load_config({**BASE, name: {}}).notes[0].startswith(f"{name}: ignored: ")
 
 
-def test_a_key_beside_its_section_is_a_fault():
+def test_a_key_outside_its_section_is_a_fault():
     path, message = only_fault({**BASE, "overlap_comm": True})
     assert (path, message) == (
         "overlap_comm",
@@ -67,7 +67,7 @@ def test_an_unknown_key_deep_below_is_a_fault():
     assert 'did you mean "bits"?' in message
 
 
-def test_auto_means_the_default_and_is_told_once():
+def test_auto_means_the_default_and_is_logged_once():
     config = load_config(
         with_zero(stage=3, reduce_bucket_size="auto", stage3_max_live_parameters="auto")
         | {"fp16": {"enabled": "auto"}, "gradient_clipping": "auto"}
@@ -114,7 +114,7 @@ def test_booleans_are_true_or_false(value):
     assert message.startswith("expected true or false, got ")
 
 
-def test_all_faults_are_told_at_once():
+def test_all_faults_are_reported_at_once():
     faults = faults_of(
         {
             "train_batch_size": True,
@@ -175,7 +175,7 @@ def test_unprefixed_names(name, value):
 
 
 @pytest.mark.parametrize("old", [True, False])
-def test_an_old_name_beside_the_new_one_is_a_fault(old):
+def test_an_old_name_together_with_the_new_one_is_a_fault(old):
     name = "stage3_gather_fp16_weights_on_model_save"
     new = "stage3_gather_16bit_weights_on_model_save"
     assert only_fault(with_zero(**{name: old, new: True}))[0] == f"zero_optimization.{name}"
@@ -194,7 +194,7 @@ def test_boolean_zero():
     assert "old form of stage 0" in config.notes[0]
 
 
-def test_allgather_size_beside_a_section_is_ignored_and_told():
+def test_allgather_size_with_a_section_is_ignored_and_logged():
     config = load_config({**with_zero(stage=1), "allgather_size": 400})
     assert config.zero_optimization.allgather_bucket_size == 500_000_000
     assert "ignored" in config.notes[0]
@@ -308,7 +308,7 @@ def test_the_inner_switches_decide_but_for_an_outer_one_that_contradicts():
 
 
 @pytest.mark.parametrize("section", ["amp", "curriculum_learning", "progressive_layer_drop"])
-def test_sections_that_must_say_whether_they_are_on(section):
+def test_sections_that_require_enabled(section):
     path, message = only_fault({**BASE, section: {}})
     assert path == f"{section}.enabled"
     assert "add it" in message
@@ -331,12 +331,12 @@ def test_misplaced_arg_mappings_find_home():
     assert only_fault(both)[0] == "arg_mappings"
 
 
-def test_an_uneven_vocabulary_is_told():
+def test_an_uneven_vocabulary_is_reported():
     config = load_config({**BASE, "vocabulary_size": 100})
     assert config.notes[0].startswith("vocabulary_size: 100 is not a multiple of 8")
 
 
-def test_what_cannot_be_moved_is_told():
+def test_immovable_states_are_reported():
     faults = faults_of({**BASE, "data_efficiency": {"data_routing": 3, "random_ltd": {}}})
     assert "data_efficiency.data_routing.random_ltd" in faults["data_efficiency.random_ltd"]
     faults = faults_of({**BASE, "autotuning": 3, "arg_mappings": {}})

@@ -26,7 +26,7 @@ def test_a_dict_a_path_and_base64_are_the_same(tmp_path):
     assert all(one == loaded[0] for one in loaded)
 
 
-def test_the_callers_dict_stays_as_it_is():
+def test_the_callers_dict_is_unchanged():
     source = {
         "train_batch_size": "auto",
         "optimizer": {"type": "adam", "params": {"lr": "1e-3", "betas": [0.9, 0.9]}},
@@ -64,7 +64,7 @@ def test_a_syntax_error_names_line_and_column(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{,}", '{"a": 1,,}', "[1 2]", '{"a" 1}', "{", "", "[]", "3"])
-def test_what_is_no_object_is_refused(tmp_path, text):
+def test_json_that_is_not_an_object_is_refused(tmp_path, text):
     path = tmp_path / "ds_config.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"ds_config\.json"):
@@ -101,7 +101,7 @@ def test_neither_path_nor_base64(source):
     assert len(str(caught.value)) < 500
 
 
-def test_json_text_is_no_configuration():
+def test_json_text_is_not_a_configuration():
     with pytest.raises(ConfigError, match=r"this is JSON text; pass json\.loads"):
         load_config(TEXT)
 
@@ -153,7 +153,7 @@ def test_numbers_beyond_computing_are_config_errors(keys):
         load_config({"train_micro_batch_size_per_gpu": 1, **keys})
 
 
-def test_faults_are_told_in_columns_under_the_files_name(tmp_path):
+def test_faults_are_reported_in_columns_under_the_files_name(tmp_path):
     path = tmp_path / "ds_config.json"
     text = '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4,'
     text += '"gradient_accumulation_steps": 2,'
@@ -195,7 +195,7 @@ def test_infinity_means_never_for_steps_per_print_only():
     assert only_fault({**BASE, "fp16": {"loss_scale": math.nan}})[0] == "fp16.loss_scale"
 
 
-def test_a_byte_order_mark_is_no_fault(tmp_path):
+def test_a_byte_order_mark_is_accepted(tmp_path):
     path = Path(tmp_path / "ds_config.json")
     path.write_text(TEXT, encoding="utf-8-sig")
     assert load_config(path).zero_optimization.stage == 2

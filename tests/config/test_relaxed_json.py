@@ -37,12 +37,12 @@ def rendered(value, draw):
 
 
 @given(st.data(), VALUES)
-def test_relaxed_json_means_what_strict_json_means(data, value):
+def test_relaxed_json_equals_strict_json(data, value):
     assert parse(rendered(value, data.draw) + data.draw(FILLERS)) == value
 
 
 @given(VALUES, st.integers(0, 2) | st.none())
-def test_strict_json_stays_as_it_is(value, indent):
+def test_strict_json_is_unchanged(value, indent):
     text = json.dumps(value, indent=indent)
     assert strict(text) == text
     assert parse(text) == value

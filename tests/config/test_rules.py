@@ -428,7 +428,7 @@ CONTRADICTIONS = [
     CONTRADICTIONS,
     ids=[path for _, path, _ in CONTRADICTIONS],
 )
-def test_a_contradiction_is_told_at_its_path(keys, path, words):
+def test_a_contradiction_is_reported_at_its_path(keys, path, words):
     faults = faults_of({**BASE, **keys})
     assert words in faults[path]
 
@@ -474,7 +474,7 @@ SOUND = [
 
 
 @pytest.mark.parametrize("keys", SOUND)
-def test_what_is_sound_loads(keys):
+def test_intact_files_load(keys):
     load_config({**BASE, **keys})
 
 
@@ -525,7 +525,7 @@ def test_no_contradiction_follows_from_a_faulty_key():
     assert "raise the stage" not in " ".join(faults.values())
 
 
-def test_schedules_must_say_how_long_they_are():
+def test_schedules_must_have_a_length():
     path, message = only_fault({**BASE, "scheduler": {"type": "WarmupDecayLR"}})
     assert path == "scheduler.params.total_num_steps"
     assert "add it" in message
@@ -572,7 +572,7 @@ def test_a_type_must_be_named(section):
         ("seq_parallel_communication_data_type", 1, "communication_data_type"),
     ],
 )
-def test_the_wire_dtype_that_does_not_act_is_told(written: str, shared: int, silent: str) -> None:
+def test_a_wire_dtype_without_effect_is_reported(written: str, shared: int, silent: str) -> None:
     for key in (written, silent):
         text = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": shared, key: "bf16"}
         told = [note for note in load_config(text, world_size=2).notes if "has no effect" in note]

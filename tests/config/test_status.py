@@ -47,7 +47,7 @@ def test_every_key_of_a_group_of_modules_is_on_the_page() -> None:
         assert re.sub(r"<\w+>", "<name>", path) in rows
 
 
-def test_an_editor_is_told_the_same() -> None:
+def test_an_editor_gets_the_same() -> None:
     schema = config_schema()["$defs"]
     for model, places in statuses(Config).items():
         if places != {"not built yet"}:

@@ -33,7 +33,7 @@ def test_a_newer_torch_may_have_more() -> None:
     assert not is_class_of("a_package_that_nobody_imported", "SGD")
 
 
-def test_all_faults_of_the_optimizer_and_the_schedule_are_told_at_once() -> None:
+def test_all_faults_of_the_optimizer_and_the_schedule_are_reported_at_once() -> None:
     optimizer = {"type": "AdmaW", "params": {"learning_rate": 0.1}}
     faults = faults_of({**BASE, "optimizer": optimizer, "scheduler": {"type": "WarmupLr"}})
     assert faults == {

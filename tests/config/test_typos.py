@@ -67,7 +67,7 @@ def source_with(path):
 
 @settings(max_examples=200)
 @given(typos())
-def test_a_typo_is_told_with_the_key_that_was_meant(typo):
+def test_a_typo_is_reported_with_the_intended_key(typo):
     path, name, model = typo
     if model.is_open():
         return
@@ -88,7 +88,7 @@ JUNK = st.sampled_from([None, True, 3, -1, 2.5, "x", "auto", [], [1], ["x"], {},
 
 @settings(max_examples=200)
 @given(st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=4))
-def test_whatever_stands_there_loads_or_is_refused_in_words(values):
+def test_any_file_loads_or_is_refused_with_a_message(values):
     source = {**BASE}
     for (path, _), value in values.items():
         inner = source

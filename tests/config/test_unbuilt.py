@@ -11,14 +11,14 @@ from hadal.errors import ConfigError, UnbuiltConfigError
 from .faults import BASE, only_fault, with_zero
 
 
-def test_the_message_says_what_to_do():
+def test_the_message_names_the_remedy():
     assert only_fault({**BASE, "compile": {"deepcompile": True}}) == (
         "compile.deepcompile",
         "true is not built yet; leave it out or set false",
     )
 
 
-def test_a_real_fault_beside_makes_it_an_ordinary_error():
+def test_another_real_fault_makes_it_an_ordinary_error():
     with pytest.raises(ConfigError) as caught:
         load_config({**BASE, "compile": {"deepcompile": True}, "fp16": {"enabled": 3}})
     assert not isinstance(caught.value, UnbuiltConfigError)
@@ -42,7 +42,7 @@ def test_a_section_that_is_off_always_loads(section):
     assert not getattr(load_config({**BASE, section: source}), section).enabled
 
 
-def test_a_section_that_is_on_is_told_once():
+def test_an_enabled_section_is_logged_once():
     source = {**BASE, "hybrid_engine": {"enabled": True, "max_out_tokens": 7}}
     assert only_fault(source)[0] == "hybrid_engine.enabled"
 
@@ -69,7 +69,7 @@ def test_keys_at_their_defaults_always_load():
         {"pipeline_loading_checkpoint": True},
     ],
 )
-def test_what_acts_at_stage_3_only_asks_for_nothing_below(keys):
+def test_keys_of_stage_3_require_nothing_below_it(keys):
     load_config(with_zero(stage=2, **keys))
     assert "not built yet" in only_fault(with_zero(stage=3, **keys))[1]
 
@@ -101,7 +101,7 @@ BUILT = [
 
 
 @pytest.mark.parametrize("keys", BUILT)
-def test_what_is_built_loads_in_silence(keys):
+def test_built_names_load_without_a_warning(keys):
     assert load_config({**BASE, **keys}).notes == ()
 
 
@@ -112,13 +112,13 @@ def test_what_is_built_loads_in_silence(keys):
         {"contiguous_gradients": False},
     ],
 )
-def test_what_changes_nothing_says_so(keys):
+def test_arguments_without_effect_are_reported(keys):
     (note,) = load_config(with_zero(stage=3, **keys)).notes
     assert note.endswith("has no effect")
     assert next(iter(keys)) in note
 
 
-def test_keys_without_effect_are_told():
+def test_keys_without_effect_are_reported():
     config = load_config(
         {**BASE, "disable_allgather": True, **with_zero(memory_efficient_linear=False)}
     )
@@ -146,7 +146,7 @@ IDLE = [
 
 
 @pytest.mark.parametrize(("keys", "stage", "why"), IDLE)
-def test_a_key_that_does_nothing_at_its_place_is_told(keys, stage, why):
+def test_a_key_without_effect_at_its_place_is_reported(keys, stage, why):
     (note,) = load_config(with_zero(stage=stage, **keys)).notes
     assert note.startswith(f"zero_optimization.{next(iter(keys))}")
     assert f": has no effect {why}" in note
@@ -174,7 +174,7 @@ WITHOUT_A_SWITCH = [
 
 
 @pytest.mark.parametrize(("keys", "path", "switch"), WITHOUT_A_SWITCH)
-def test_keys_without_their_switch_are_told(keys, path, switch):
+def test_keys_without_their_switch_are_reported(keys, path, switch):
     assert load_config({**BASE, **keys}).notes == (f"{path}: has no effect without {switch}",)
 
 
@@ -197,16 +197,16 @@ OFF_ON_PURPOSE = [
 
 
 @pytest.mark.parametrize("keys", OFF_ON_PURPOSE)
-def test_what_is_off_on_purpose_is_silent(keys):
+def test_deliberately_disabled_features_are_silent(keys):
     assert load_config({**BASE, **keys}).notes == ()
 
 
-def test_a_switch_that_nobody_filled_in_is_no_missing_one():
+def test_an_unresolved_switch_is_not_a_missing_one():
     (note,) = load_config({**BASE, "fp16": {"enabled": "auto", "loss_scale": 128}}).notes
     assert note.startswith("fp16.enabled: ")
 
 
-def test_keys_of_techniques_that_are_not_built_are_told():
+def test_keys_of_unbuilt_techniques_are_reported():
     keys = {
         "activation_checkpointing": {"number_checkpoints": 4},
     }
@@ -232,7 +232,7 @@ def test_all_keys_that_do_nothing_are_logged_in_one_line(caplog):
         ({"weight_quantization": {"q_groups": 2}}, "weight_quantization.enabled"),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(keys, path):
+def test_unbuilt_features_are_refused_by_name(keys, path):
     found, message = only_fault({**BASE, **keys})
     assert found == path
     assert "not built yet" in message

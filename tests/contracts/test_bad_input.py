@@ -359,7 +359,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("mistake", "stage"), CASES)
-def test_every_rank_is_told(mistake: Mistake, stage: int, ranks: RankPools) -> None:
+def test_every_rank_gets_the_error(mistake: Mistake, stage: int, ranks: RankPools) -> None:
     """The right exception, with the words that lead to the fault, on both ranks."""
     for rank, error in enumerate(ranks(2).raises(mistake.do, stage, timeout=LIMIT)):
         assert isinstance(error, mistake.error), f"rank {rank} got {error!r}"

@@ -184,7 +184,7 @@ def compile_wrongly(kwargs: dict[str, Any]) -> tuple[str, str, bool]:
         ({"compile_kwargs": {"backend": "eager"}}, "UsageError", "got 'backend'"),
     ],
 )
-def test_what_compile_cannot_do_is_refused(
+def test_unsupported_compile_options_are_refused(
     kwargs: dict[str, Any], kind: str, told: str, ranks: RankPools
 ) -> None:
     """Before anything is compiled."""

@@ -211,7 +211,7 @@ def test_an_overflow_is_skipped_the_same_way_at_every_stage(ranks: RankPools) ->
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", range(4))
-def test_masters_keep_what_16_bit_weights_cannot(
+def test_masters_keep_more_digits_than_16_bit_weights(
     stage: int, world_size: int, precision: str, ranks: RankPools
 ) -> None:
     """Updates too small for a 16-bit weight add up, starting from the weight as it was given."""
@@ -298,7 +298,7 @@ def test_every_departure_is_taken_by_some_cell() -> None:
         assert departure.reason
 
 
-def test_a_cell_configures_what_its_name_says() -> None:
+def test_a_cell_matches_its_name() -> None:
     """Levels of different factors add up to one configuration."""
     config = config_of({**PLAIN, "stage": "stage3"})
     assert config["zero_optimization"]["stage"] == 3

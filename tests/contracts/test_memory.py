@@ -207,7 +207,7 @@ def most(promised: float) -> float:
 
 
 @pairs(stage=range(4), world_size=[1, 2, 3], precision=["bf16", "fp32"], key=KEYS)
-def test_a_rank_holds_what_its_stage_promises(
+def test_a_rank_holds_the_states_of_its_stage(
     stage: int, world_size: int, precision: str, key: int, ranks: RankPools
 ) -> None:
     """At rest, when the gradients of an update are complete, and in a block's own turn."""

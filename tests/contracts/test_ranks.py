@@ -88,7 +88,7 @@ def test_a_hang_ends_with_the_stack_of_who_hangs(fresh_ranks: Callable[[int], Ra
 
 
 @pytest.mark.slow
-def test_a_death_is_told_with_its_signal(fresh_ranks: Callable[[int], RankPool]) -> None:
+def test_a_death_is_reported_with_its_signal(fresh_ranks: Callable[[int], RankPool]) -> None:
     with pytest.raises(RanksFailed, match="rank 1 died with status -9"):
         fresh_ranks(2).run(die_on_rank_1, timeout=10)
 

@@ -113,15 +113,15 @@ def test_the_loss_of_a_model_of_transformers(tmp_path: Path) -> None:
 
 def test_faults(data: Path, tmp_path: Path) -> None:
     for metrics, message in (
-        (["size"], "no metric is called size; expected length, rarity, loss"),
+        (["size"], "unknown metric size; expected length, rarity, loss"),
         (["loss"], "the metric loss needs a model"),
     ):
         with pytest.raises(UsageError, match=message):
             analyze(data, tmp_path / "a", metrics)
     for name, rows, dtype, message in (
         ("none", [], np.uint8, "has no rows"),
-        ("negative", [[-3, 1]], np.int32, "has numbers from -3 to 1; the rarity is of words"),
-        ("huge", [[2**30]], np.int64, "the rarity is of words from 0 to"),
+        ("negative", [[-3, 1]], np.int32, "has numbers from -3 to 1; the rarity needs words"),
+        ("huge", [[2**30]], np.int64, "the rarity needs words from 0 to"),
     ):
         with RowsBuilder(tmp_path / name, dtype) as builder:
             builder.add_all(rows)
@@ -130,7 +130,7 @@ def test_faults(data: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "a/rarity").exists()
     (tmp_path / "file").write_text("")
     for folder, message in (
-        (tmp_path / "file", "file/.unfinished_length cannot be made: Not a directory"),
+        (tmp_path / "file", "file/.unfinished_length cannot be created: Not a directory"),
         (tmp_path / "a", "no metric is given; expected some of length, rarity, loss"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -231,7 +231,7 @@ def test_updates_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     engine.destroy()
 
 
-def test_what_is_left_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_omitted_samples_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     too_long = sum(n > 7 for n in LENGTHS)
     with caplog.at_level(logging.WARNING, "hadal.data_efficiency.batching"):
         order_of(max_tokens=7, max_batch_size=1)
@@ -280,7 +280,7 @@ def test_lengths_are_measured_once(tmp_path: Path) -> None:
 # ---- faults --------------------------------------------------------------------------------------
 
 
-def test_faults_are_told(tmp_path: Path) -> None:
+def test_faults_are_reported(tmp_path: Path) -> None:
     for keys, path in (
         ({"max_tokens": None}, f"{KEYS}.max_tokens"),
         ({"min_batch_size": 3, "max_batch_size": 2}, f"{KEYS}.max_batch_size"),
@@ -304,13 +304,13 @@ def test_faults_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ([3] * 59, r"of Texts has 59 lengths, and the data set 60 samples"),
-        ([-3] * 60, r"of Texts has -3 for sample 0; expected whole numbers, 0 or more"),
-        ([3.0] * 59 + [2.5], r"of Texts has 2\.5 for sample 59; expected whole numbers"),
-        (["a"] * 60, r"of Texts has 'a' for sample 0; expected whole numbers"),
+        ([3] * 59, r"of Texts has 59 lengths, but the data set 60 samples"),
+        ([-3] * 60, r"of Texts has -3 for sample 0; expected integers, 0 or more"),
+        ([3.0] * 59 + [2.5], r"of Texts has 2\.5 for sample 59; expected integers"),
+        (["a"] * 60, r"of Texts has 'a' for sample 0; expected integers"),
     ],
 )
-def test_lengths_that_are_none_are_told(lengths: list[Any], message: str) -> None:
+def test_invalid_lengths_are_refused(lengths: list[Any], message: str) -> None:
     class Texts(list[Any]):
         pass
 
@@ -320,29 +320,33 @@ def test_lengths_that_are_none_are_told(lengths: list[Any], message: str) -> Non
         lengths_of(data, None, writes=False)
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     folder = str(tmp_path / "file")
-    with pytest.raises(UsageError, match=rf"^{KEYS}\.metrics_path: {folder}/seqlen cannot be made"):
+    with pytest.raises(
+        UsageError, match=rf"^{KEYS}\.metrics_path: {folder}/seqlen cannot be created"
+    ):
         lengths_of([[1, 2]] * 3, folder, writes=True)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_packs_that_cannot_be_stacked_are_told(workers: int) -> None:
+def test_packs_that_cannot_be_stacked_are_reported(workers: int) -> None:
     engine = engine_with(wishes={"collate_fn": None}, num_workers=workers)
-    with pytest.raises(UsageError, match=rf"{KEYS}: .* stacked \(.*; give initialize a collate_fn"):
+    with pytest.raises(UsageError, match=rf"{KEYS}: .* stacked \(.*; pass initialize a collate_fn"):
         list(engine.training_dataloader)
     engine.destroy()
 
 
-def test_packs_are_no_batch_of_a_wrong_size(caplog: pytest.LogCaptureFixture) -> None:
+def test_packs_do_not_count_as_a_wrong_batch_size(caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_with()
     train(engine, 1)
     engine.destroy()
     assert "train_micro_batch_size_per_gpu is" not in caplog.text
 
 
-def test_mistakes_in_training_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_mistakes_in_training_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     plateau = {"lr_scheduler": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)}
     with pytest.raises(UsageError, match="cannot scale the rates of ReduceLROnPlateau"):
         engine_with(wishes=plateau)
@@ -361,8 +365,10 @@ def test_mistakes_in_training_are_told(tmp_path: Path, caplog: pytest.LogCapture
     engine.destroy()
     engine = engine_with(max_tokens=12)
     engine.load_checkpoint(tmp_path)
-    with pytest.raises(UsageError, match=r"was begun with .* resume with the max_tokens"):
+    with pytest.raises(UsageError, match=r"began with .* resume with the max_tokens"):
         next(iter(engine.training_dataloader))
     engine.destroy()
-    with pytest.raises(UsageError, match=r"saved inside an update, after 1 packs, .* 2 ranks"):
+    with pytest.raises(
+        UsageError, match=r"saved in the middle of an update, after 1 packs, .* 2 ranks"
+    ):
         next(order_of(2).batches(0, 1))

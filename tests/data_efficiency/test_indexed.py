@@ -101,7 +101,9 @@ def test_the_old_format_is_read(tmp_path: Path) -> None:
     ("code", "dtype"),
     [(6, "float64"), (8, "uint16"), (9, "uint32"), (10, "uint64"), (7, "float64"), (6, "uint16")],
 )
-def test_codes_of_megatron_are_told_by_their_width(code: int, dtype: str, tmp_path: Path) -> None:
+def test_codes_of_megatron_are_distinguished_by_width(
+    code: int, dtype: str, tmp_path: Path
+) -> None:
     values = np.array([3, 1, 2], dtype)
     bin_path(tmp_path / "p").write_bytes(values.tobytes())
     raw = bytearray(index_of([2, 1], [0, 2], np.dtype(np.uint64)))
@@ -113,7 +115,7 @@ def test_codes_of_megatron_are_told_by_their_width(code: int, dtype: str, tmp_pa
     assert [row.tolist() for row in rows[:]] == [[3, 1], [2]]
 
 
-def test_an_ambiguous_code_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_ambiguous_code_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prefix = build(tmp_path / "p", [[1, 2]], np.uint32)
     assert IndexedRows(prefix).dtype == np.uint32
     assert "uint32 (DeepSpeed) or float32 (Megatron-LM)" in caplog.text
@@ -143,7 +145,7 @@ def test_an_empty_data_set_opens(tmp_path: Path) -> None:
     assert len(rows) == 0 and rows[:] == [] and rows.dtype == np.uint16
 
 
-def test_bad_files_are_refused_by_name(tmp_path: Path) -> None:
+def test_bad_files_are_refused_with_their_names(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no\.idx does not exist"):
         IndexedRows(tmp_path / "no")
     prefix = build(tmp_path / "p", [[1, 2], [3]], np.int32)
@@ -167,7 +169,7 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         builder.add([1])
         builder.add([300])
     assert not list(tmp_path.iterdir())
-    with pytest.raises(UsageError, match="float32 is no dtype of an indexed data set"):
+    with pytest.raises(UsageError, match="float32 is not a dtype of indexed data sets"):
         RowsBuilder(tmp_path / "p", torch.float32)
     with RowsBuilder(tmp_path / "p", torch.uint8) as builder:
         builder.add(torch.tensor([1.0, 2.0]))
@@ -176,7 +178,7 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 @settings(max_examples=25)
 @given(st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5), max_size=8))
-def test_what_is_written_is_read(tmp_path_factory: Any, rows: list[list[int]]) -> None:
+def test_written_values_are_read(tmp_path_factory: Any, rows: list[list[int]]) -> None:
     prefix = build(tmp_path_factory.mktemp("rows") / "p", rows, np.int32)
     assert [row.tolist() for row in IndexedRows(prefix)[:]] == rows
 

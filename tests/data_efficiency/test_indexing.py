@@ -154,7 +154,7 @@ def test_a_tokenizer_of_transformers(trained: Path, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_files_are_told_by_their_place(
+def test_bad_files_are_reported_with_the_position(
     tmp_path: Path, name: str, content: bytes, field: str, message: str, workers: int
 ) -> None:
     for number in range(3):
@@ -171,7 +171,7 @@ def test_bad_files_are_told_by_their_place(
     assert not list(tmp_path.glob("p.*"))
 
 
-def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_items_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.parquet").touch()
     (tmp_path / "a.txt").touch()
     for package in ("pyarrow", "pyarrow.parquet", "datasets", "transformers", "tokenizers"):
@@ -180,7 +180,7 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         source_of([tmp_path / "a.parquet"], None, "text", "line")
     with pytest.raises(UsageError, match="pip install datasets"):
         DatasetTexts.load("name", "train")
-    with pytest.raises(UsageError, match='pip install transformers; "bytes" needs nothing'):
+    with pytest.raises(UsageError, match='pip install transformers; "bytes" needs no package'):
         tokenizer_of("gpt2")
     with pytest.raises(UsageError, match="pip install tokenizers"):
         tokenizer_of("tokenizer.json")
@@ -192,7 +192,7 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     class Endless(ByteTokenizer):
         end = None  # type: ignore[assignment]
 
-    with pytest.raises(UsageError, match="no token for the end of a document"):
+    with pytest.raises(UsageError, match="no end-of-document token"):
         index_texts(JsonTexts([]), Indexing(Endless(), end=True), tmp_path / "p")
 
 
@@ -233,7 +233,9 @@ def test_parquet(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match='column "id" is int64, expected texts'):
         read(source_of([tmp_path / "a.parquet"], None, "id", "line"))
     (tmp_path / "b.parquet").write_text("no table")
-    with pytest.raises(UsageError, match=r"b\.parquet is no Parquet file, or damaged: .* magic"):
+    with pytest.raises(
+        UsageError, match=r"b\.parquet is not a Parquet file, or is damaged: .* magic"
+    ):
         read(source_of([tmp_path / "b.parquet"], None, "text", "line"))
 
 

@@ -88,7 +88,7 @@ def engine_with(model: nn.Module, section: dict = SECTION, **changes):
     "progressive_layer_drop.theta",
     "progressive_layer_drop.gamma",
 )
-def test_the_model_is_told_the_probability(tmp_path: Path):
+def test_the_model_gets_the_probability(tmp_path: Path):
     engine = engine_with(Told(), gradient_accumulation_steps=2)
     train(engine, 4)
     engine.eval()
@@ -187,7 +187,7 @@ def test_changed_layers_can_be_copied_and_keep_names(make):
     assert type(model.blocks[0]).__name__ == "Block"
 
 
-def test_layers_that_nothing_drops_are_told(caplog):
+def test_layers_that_nothing_drops_are_reported(caplog):
     engine = engine_of(0, drop_layers(Blocks(), Block))
     engine.destroy()
     assert "progressive_layer_drop.enabled is not true" in caplog.text
@@ -196,7 +196,7 @@ def test_layers_that_nothing_drops_are_told(caplog):
 def test_a_model_that_cannot_drop_is_refused():
     with pytest.raises(UsageError, match=r"Blocks.forward takes no progressive_layer_drop and no"):
         engine_with(Blocks())
-    with pytest.raises(UsageError, match="drop_layers: Blocks has no Told; give the class"):
+    with pytest.raises(UsageError, match="drop_layers: Blocks has no Told; pass the class"):
         drop_layers(Blocks(), Told)
     with pytest.raises(UsageError, match="expected the class of the layers, got 3"):
         drop_layers(Blocks(), 3)

@@ -19,10 +19,10 @@ def engine_without_data(**keys: Any) -> Any:
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [line for line in caplog.messages if "made no training loader" in line]
+    return [line for line in caplog.messages if "created no training loader" in line]
 
 
-def test_training_without_the_loader_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_training_without_the_loader_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_without_data(data_efficiency=section_of())
     for _ in range(2):
         engine.backward(engine(torch.ones(1, 1)).mean())
@@ -40,7 +40,7 @@ def test_training_with_the_loader_is_not(caplog: pytest.LogCaptureFixture) -> No
     engine.destroy()
 
 
-def test_a_curriculum_without_the_loader_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_curriculum_without_the_loader_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     metric = {
         "difficulty_type": "value",
         "clustering_type": "single_cluster",

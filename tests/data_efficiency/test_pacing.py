@@ -77,7 +77,7 @@ def test_a_custom_schedule_is_asked_until_it_reaches_the_maximum():
     assert asked == [1, 2, 3]
 
 
-def test_a_custom_schedule_says_what_is_wrong():
+def test_a_custom_schedule_reports_its_fault():
     pacer = Pacer(PaceRule("custom", 8, 24), "x.y")
     with pytest.raises(UsageError, match=r"x\.y\.schedule_type .* call engine\.set_custom"):
         pacer.at(1)

@@ -82,7 +82,7 @@ def test_each_sample_is_in_one_pack_or_reported(
 
 
 @given(sizes, st.integers(1, 40))
-def test_packs_are_as_large_as_they_can_be(lengths: list[int], tokens: int) -> None:
+def test_packs_are_as_large_as_possible(lengths: list[int], tokens: int) -> None:
     made = pack(np.array(lengths, np.int64), np.arange(len(lengths)), PackLimits(tokens))
     expected: list[list[int]] = []
     for sample, length in enumerate(lengths):

@@ -178,7 +178,7 @@ def test_a_stream_resumes_on_any_number_of_ranks(folder: Path, case: str, after:
         assert stream[: len(rest)] == rest[: len(stream)]
 
 
-def test_what_was_only_read_ahead_comes_again(folder: Path) -> None:
+def test_batches_that_were_only_read_ahead_are_repeated(folder: Path) -> None:
     order = order_of(folder, "value")
     states = first(order, 9)
     order.load_state_dict(states[3].state)
@@ -301,7 +301,7 @@ def test_files_of_another_data_set_are_refused(folder: Path) -> None:
             return 100
 
     path = r"curriculum_metrics\.ma\.index_to_sample_path"
-    with pytest.raises(UsageError, match=rf"{path}: .* of 120 samples.* the data set has 100"):
+    with pytest.raises(UsageError, match=rf"{path}: .* has 120 samples.* the data set has 100"):
         engine_with(folder, data=Short())
     (folder / "ma_index_to_sample.bin").write_bytes(b"123")
     with pytest.raises(UsageError, match=rf"{path}: .*has 3 bytes, but .* describes 120"):
@@ -324,7 +324,9 @@ def test_files_of_a_data_set_with_as_many_samples_are_refused(tmp_path: Path) ->
     metric.pop("measure")
     changes = {"curriculum": {"curriculum_metrics": {"length": metric}}}
     engine_with(tmp_path, data=IndexedRows(tmp_path / "one"), sampling=changes).destroy()
-    expected = r"metrics\.length\.index_to_sample_path: .* is of another data set \(120 samples of"
+    expected = (
+        r"metrics\.length\.index_to_sample_path: .* belongs to another data set \(120 samples of"
+    )
     with pytest.raises(UsageError, match=expected + r" uint16.*length_origin\.json\)"):
         engine_with(tmp_path, data=IndexedRows(tmp_path / "other"), sampling=changes)
     (tmp_path / "a/length/length_origin.json").write_text("{")
@@ -341,7 +343,7 @@ def test_an_analysis_of_many_samples_is_not_ambiguous(
 
 
 @pytest.mark.parametrize("kind", ["sample_to_metric", "index_to_metric"])
-def test_numbers_that_are_no_samples_are_refused(folder: Path, kind: str) -> None:
+def test_numbers_that_are_not_samples_are_refused(folder: Path, kind: str) -> None:
     values = MEASURES["ma"] if kind == "sample_to_metric" else np.arange(COUNT) // 2
     write_row(folder / f"ma_{kind}", values)
     metrics = metrics_of(folder, "value")
@@ -352,7 +354,7 @@ def test_numbers_that_are_no_samples_are_refused(folder: Path, kind: str) -> Non
 
 
 @pytest.mark.parametrize("ending", [".bin", ".idx"])
-def test_an_ending_in_a_path_is_told(folder: Path, ending: str) -> None:
+def test_a_suffix_in_a_path_is_reported(folder: Path, ending: str) -> None:
     metrics = metrics_of(folder, "value")
     metrics["ma"]["index_to_sample_path"] += ending
     expected = (
@@ -365,7 +367,7 @@ def test_an_ending_in_a_path_is_told(folder: Path, ending: str) -> None:
         engine_with(folder, sampling={"curriculum": {"curriculum_metrics": metrics}})
 
 
-def test_a_cluster_path_that_cannot_be_written_is_told(folder: Path) -> None:
+def test_a_cluster_path_that_cannot_be_written_is_reported(folder: Path) -> None:
     (folder / "file").write_text("")
     order = order_of(folder, "value", curriculum={"data_cluster_path": str(folder / "file")})
     with pytest.raises(
@@ -374,7 +376,7 @@ def test_a_cluster_path_that_cannot_be_written_is_told(folder: Path) -> None:
         first(order, 1)
 
 
-def test_a_difficulty_that_falls_is_told(folder: Path) -> None:
+def test_a_falling_difficulty_is_refused(folder: Path) -> None:
     metrics = metrics_of(folder, "value")
     metrics["ma"] |= {"schedule_type": "custom", "max_difficulty": 20}
     engine = engine_with(folder, sampling={"curriculum": {"curriculum_metrics": metrics}})
@@ -393,7 +395,7 @@ def test_values_need_a_row_each(folder: Path) -> None:
         engine_with(folder, sampling={"curriculum": {"curriculum_metrics": metrics}})
 
 
-def test_no_sample_yet_is_told(folder: Path) -> None:
+def test_no_admitted_sample_is_reported(folder: Path) -> None:
     metrics = metrics_of(folder, "value")
     metrics["ma"] |= {"min_difficulty": 0, "max_difficulty": 1}
     metrics["ma"]["schedule_config"] = {"total_curriculum_step": 10, "difficulty_step": 1}
@@ -443,7 +445,7 @@ def test_batches_are_changed_without_a_curriculum_too() -> None:
         ("max_difficulty", 0),
     ],
 )
-def test_faults_are_told_by_path(folder: Path, name: str, value: Any) -> None:
+def test_faults_are_reported_by_path(folder: Path, name: str, value: Any) -> None:
     section = section_of(folder, "value")
     metric = section["data_sampling"]["curriculum_learning"]["curriculum_metrics"]["ma"]
     if name == "max_difficulty":
@@ -474,7 +476,7 @@ def test_a_curriculum_needs_metrics_and_levels_that_rise(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [[3, 1, 2], [70000, 1], [256]])
-def test_a_row_is_read_as_it_was_written(tmp_path: Path, values: list[int]) -> None:
+def test_a_row_is_read_unchanged(tmp_path: Path, values: list[int]) -> None:
     write_row(tmp_path / "deep" / "row", np.array(values))
     rows = read_rows(str(tmp_path / "deep" / "row"), "x")
     assert rows.numbers.tolist() == values

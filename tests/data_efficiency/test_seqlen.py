@@ -92,7 +92,7 @@ def train(engine, updates: int, *more: Tensor) -> None:
     "curriculum_learning.schedule_type",
     "curriculum_learning.schedule_config",
 )
-def test_the_model_is_told_the_length(kind):
+def test_the_model_gets_the_length(kind):
     engine = engine_with(kind())
     for step in range(len(LENGTHS) - 1):
         engine.backward(engine(ids()))
@@ -266,7 +266,7 @@ FAULTS: list = [
 
 
 @pytest.mark.parametrize(("changes", "path", "message"), FAULTS)
-def test_faults_are_told_by_path(changes, path, message):
+def test_faults_are_reported_by_path(changes, path, message):
     with pytest.raises(ConfigError) as caught:
         load_config({"train_batch_size": 1, "curriculum_learning": {**SECTION, **changes}})
     assert {fault.path: fault.message for fault in caught.value.faults}[path].find(message) >= 0

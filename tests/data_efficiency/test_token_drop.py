@@ -206,14 +206,14 @@ def test_arguments_are_taken_at_the_same_tokens():
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("freqs", torch.ones(6, 4), "give it a dimension for the batch"),
-        ("alibi", torch.ones(8, 1, 6), "give it a dimension for the batch"),
+        ("freqs", torch.ones(6, 4), "give it a batch dimension"),
+        ("alibi", torch.ones(8, 1, 6), "give it a batch dimension"),
         ("cu_seqlens", torch.ones(3), "pad sequences to one length"),
         ("past_key_values", ((1, 2),), r"train without a cache \(use_cache=False\)"),
-        ("attention_mask", object(), "give the mask as a tensor"),
+        ("attention_mask", object(), "pass the mask as a tensor"),
     ],
 )
-def test_what_cannot_be_reduced_is_refused(name, value, remedy):
+def test_irreducible_arguments_are_refused(name, value, remedy):
     with pytest.raises(UsageError, match=rf"layer h.1 .* argument {name} .*{remedy}"):
         subset(torch.tensor([[0, 2, 5], [1, 3, 4]]), 6).of(name, value)
 
@@ -364,7 +364,7 @@ def test_the_monitors_write_tokens(tmp_path: Path):
 # ---- faults --------------------------------------------------------------------------------------
 
 
-def test_layers_that_do_not_fit_are_told():
+def test_layers_that_do_not_fit_are_refused():
     with pytest.raises(UsageError, match=r"no converted layer has the numbers 7; there are 0, 1"):
         engine_with(convert_to_random_ltd(Net(), Layer), section(random_ltd_layer_id=[1, 7]))
     twice = nn.ModuleDict({"a": Net(), "b": Net()})
@@ -380,9 +380,9 @@ def test_layers_that_do_not_fit_are_told():
     engine.destroy()
 
 
-def test_a_total_that_the_model_exceeds_is_told():
+def test_a_total_that_the_model_exceeds_is_refused():
     with pytest.raises(
-        UsageError, match=r"random_ltd\.total_layer_num is 3, and 4 layers were con"
+        UsageError, match=r"random_ltd\.total_layer_num is 3, but 4 layers were con"
     ):
         engine_with(convert_to_random_ltd(Net(), Layer), section(total_layer_num=3))
 
@@ -395,7 +395,7 @@ def test_a_total_that_the_model_exceeds_is_told():
         ("batch_seq_dim", 40, r"sees 40 tokens .* max_value 16: .* to the end; .*raise max_value"),
     ],
 )
-def test_a_length_that_does_not_fit_is_told_once(caplog, order, length, message):
+def test_a_length_that_does_not_fit_is_logged_once(caplog, order, length, message):
     model = convert_to_random_ltd(Net(), Layer)
     engine = engine_with(model, section(first=8, hidden_state_order=order))
     for _ in range(2):
@@ -404,13 +404,13 @@ def test_a_length_that_does_not_fit_is_told_once(caplog, order, length, message)
     assert len(re.findall(message, caplog.text)) == 1
 
 
-def test_layers_that_nothing_drops_are_told(caplog):
+def test_layers_that_nothing_drops_are_reported(caplog):
     engine = engine_of(0, convert_to_random_ltd(Net(), Layer))
     engine.destroy()
     assert "random_ltd.enabled is not true" in caplog.text and "Layer" in caplog.text
 
 
-def test_a_mask_that_is_not_given_is_told():
+def test_a_missing_mask_is_reported():
     model = convert_to_random_ltd(Net(), Layer)
     engine = engine_with(model, section(model_mask_name="padding"))
     with pytest.raises(UsageError, match=r"layer h\.1 was called without it, with hidden; name"):
@@ -433,7 +433,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("changes", "path", "message"), FAULTS)
-def test_faults_are_told_by_path(changes, path, message):
+def test_faults_are_reported_by_path(changes, path, message):
     source = {"train_batch_size": 1, "data_efficiency": around(section(**changes))}
     with pytest.raises(ConfigError) as caught:
         load_config(source)
@@ -450,7 +450,7 @@ def test_faults_are_told_by_path(changes, path, message):
     f"{KEYS}.global_batch_size",
     f"{KEYS}.micro_batch_size",
 )
-def test_what_changes_nothing_says_so():
+def test_arguments_without_effect_are_reported():
     """DeepSpeed writes the batch sizes itself; the others are of a schedule that cannot be on."""
     sizes = {"global_batch_size": 64, "micro_batch_size": 2}
     rate = {"total_layer_tokens": 10, "warmup_type": "linear", "warmup_layer_tokens": 5}

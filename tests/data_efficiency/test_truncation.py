@@ -68,7 +68,7 @@ def test_nests_keep_their_kinds():
 
 
 @pytest.mark.parametrize("length", [10, 11])
-def test_a_short_batch_is_left_as_it_is(length):
+def test_a_short_batch_is_unchanged(length):
     batch = {"input_ids": IDS}
     assert truncate(batch, length) is batch
 
@@ -78,7 +78,7 @@ def test_features_without_tokens():
     assert shapes(truncate([torch.ones(2, 10, 6), IDS], 4)) == [[2, 4, 6], [2, 4]]
 
 
-def test_what_cannot_be_truncated_is_refused():
+def test_batches_that_cannot_be_truncated_are_refused():
     with pytest.raises(UsageError, match=r"no sequences to truncate.* got x \[2, 10\].*curriculum"):
         truncate({"x": torch.ones(2, 10)}, 4)
     with pytest.raises(UsageError, match=r"packed sequences \(cu_seq_lens_q is given\); pad"):

@@ -54,7 +54,7 @@ def test_gradients_of_some_columns_add_up_to_those_of_all():
         torch.testing.assert_close(torch.cat([part[number] for part in parts], 2), whole[number])
 
 
-def test_a_row_that_is_masked_everywhere_gives_zero_and_no_gradient():
+def test_a_fully_masked_row_returns_zero_and_has_no_gradient():
     query, key = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 6, 4)
     bias = torch.zeros(1, 1, 2, 6)
     bias[:, :, 0] = -torch.inf

@@ -178,7 +178,7 @@ def train_changed(stage: int, changes: list[str], threshold: int = 0, kind: str 
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_comes_later_trains_as_in_torch(change: str, ranks: RankPools) -> None:
+def test_later_parameters_train_as_in_torch(change: str, ranks: RankPools) -> None:
     for stage in STAGES:
         ranks(2).run(train_changed, stage, [change])
 
@@ -259,7 +259,7 @@ def bring_along(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_what_comes_along_is_as_on_rank_0(stage: int, ranks: RankPools) -> None:
+def test_later_modules_have_the_values_of_rank_0(stage: int, ranks: RankPools) -> None:
     ranks(2).run(bring_along, stage)
 
 
@@ -278,7 +278,7 @@ def be_born_sharded() -> None:
     engine.destroy()
 
 
-def test_what_comes_may_be_born_sharded(ranks: RankPools) -> None:
+def test_later_modules_may_be_born_sharded(ranks: RankPools) -> None:
     ranks(2).run(be_born_sharded)
 
 
@@ -368,7 +368,7 @@ def go_on_from_a_checkpoint(stage: int, folder: str) -> None:
     again.destroy()
 
 
-def test_a_checkpoint_holds_what_came_later(ranks: RankPools, tmp_path: Path) -> None:
+def test_a_checkpoint_contains_later_groups(ranks: RankPools, tmp_path: Path) -> None:
     for stage in (0, 3):
         ranks(2).run(go_on_from_a_checkpoint, stage, str(tmp_path / str(stage)))
 
@@ -431,7 +431,7 @@ def add_wrongly(fault: str) -> HadalError:
         ("meta", ModelError, r"rank 1: parameter 1\.weight is on meta"),
     ],
 )
-def test_faults_are_told_before_anything_changes(
+def test_faults_are_reported_before_anything_changes(
     fault: str, kind: type[HadalError], told: str, ranks: RankPools
 ) -> None:
     for error in ranks(2).run(add_wrongly, fault):

@@ -149,12 +149,12 @@ def test_every_native_schedule_can_be_named(name):
 
 
 @pytest.mark.parametrize(("text", "value"), [("", True), ("true", True), ("False", False)])
-def test_a_switch_means_what_it_says(text, value):
+def test_a_switch_is_applied(text, value):
     """`type=bool` would take the word False as true."""
     assert parsed(f"--lr_range_test_staircase {text}").lr_range_test_staircase is value
 
 
-def test_a_switch_that_says_nothing_is_refused(capsys):
+def test_an_empty_switch_is_refused(capsys):
     with pytest.raises(SystemExit):
         parsed("--cycle_momentum maybe")
     assert "expected true or false" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def test_floats_are_cast_in_every_container_and_nothing_else():
 
 
 @pytest.mark.parametrize("kind", [Output, UserDict, dict])
-def test_a_mapping_stays_what_it_is(kind):
+def test_a_mapping_keeps_its_type(kind):
     value = kind()
     value["logits"] = torch.ones(2)
     cast = cast_floats(value, torch.bfloat16)
@@ -59,7 +59,7 @@ def test_a_mapping_stays_what_it_is(kind):
         assert cast.logits is cast["logits"]
 
 
-def test_what_needs_no_cast_is_handed_on_itself():
+def test_values_that_need_no_cast_are_passed_unchanged():
     value = {"ids": [torch.arange(3)], "half": (torch.ones(2).half(),)}
     assert cast_floats(value, torch.float16) is value
 

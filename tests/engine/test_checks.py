@@ -36,7 +36,7 @@ ELASTIC = {"enabled": True, "max_train_batch_size": 20, "micro_batch_sizes": [2]
         ("nothing", "DEEPSPEED_ELASTICITY_CONFIG must hold"),
     ],
 )
-def test_a_scheduler_that_counts_on_another_batch_is_told(told, message):
+def test_a_scheduler_that_expects_another_batch_is_refused(told, message):
     with pytest.raises(ConfigError, match=message):
         check_scheduler(load_config({"elasticity": ELASTIC}), told)
 
@@ -75,7 +75,7 @@ class Tiny(nn.Linear):
         ({}, "got dict$"),
     ],
 )
-def test_what_is_no_module_is_refused(model, told):
+def test_objects_that_are_not_modules_are_refused(model, told):
     with pytest.raises(UsageError, match=f"model must be a torch.nn.Module instance, {told}"):
         check_model(model)
 
@@ -86,7 +86,7 @@ def told_of(model, groups, *, is_chosen=True):
     return messages
 
 
-def test_parameters_in_no_group_are_told_in_one_line():
+def test_parameters_in_no_group_are_reported_in_one_line():
     model = nn.Sequential(Tiny(), Tiny())
     assert told_of(model, [list(model.parameters())]) == []
     (message,) = told_of(model, [[model[0].weight]])
@@ -97,7 +97,7 @@ def test_parameters_in_no_group_are_told_in_one_line():
     assert told_of(model, [[model[0].weight]]) == []
 
 
-def test_a_frozen_model_with_an_optimizer_is_told_of():
+def test_a_frozen_model_with_an_optimizer_is_reported():
     model = Tiny().requires_grad_(False)
     (message,) = told_of(model, [[]])
     assert message.startswith("there is nothing to train: an optimizer is named, but all 2")
@@ -105,7 +105,7 @@ def test_a_frozen_model_with_an_optimizer_is_told_of():
     assert told_of(model.eval(), [[]]) == []
 
 
-def test_a_model_without_an_optimizer_is_told_of_unless_it_is_evaluated():
+def test_a_model_without_an_optimizer_is_reported_unless_it_is_evaluated():
     model = Tiny()
     everything = [list(model.parameters())]
     (message,) = told_of(model, everything, is_chosen=False)

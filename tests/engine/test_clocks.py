@@ -89,7 +89,7 @@ def test_times_add_up_over_an_update_and_are_averaged_over_several(bench: Bench)
     assert bench.waits == 0
 
 
-def test_what_an_error_ends_is_timed_until_then(bench: Bench) -> None:
+def test_an_interrupted_phase_is_timed_until_the_error(bench: Bench) -> None:
     clocks = Clocks(CPU, times=True, memory=True)
     clocks.before_forward(FORWARD)
     bench.now += 1

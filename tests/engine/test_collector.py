@@ -35,13 +35,13 @@ def hold_while_engines_live() -> None:
 
 
 @pytest.mark.claims("disable_python_gc")
-def test_the_last_engine_gives_it_back(ranks: RankPools) -> None:
+def test_the_last_engine_returns_it(ranks: RankPools) -> None:
     ranks(2).run(hold_while_engines_live)
 
 
 @pytest.mark.claims("disable_python_gc")
 @pytest.mark.parametrize("was_enabled", [True, False])
-def test_it_comes_back_as_it_was_and_with_the_end_of_its_owner(was_enabled: bool) -> None:
+def test_it_is_restored_unchanged_and_at_the_end_of_its_owner(was_enabled: bool) -> None:
     before = gc.isenabled()
     (gc.enable if was_enabled else gc.disable)()
     try:

@@ -149,7 +149,7 @@ def test_events_are_written_once_per_block(tmp_path: Path) -> None:
     assert max(expected) == 1.0
 
 
-def test_attention_and_dropout_are_no_obstacle_and_random_numbers_stay(tmp_path: Path) -> None:
+def test_attention_and_dropout_are_supported_and_random_states_are_kept(tmp_path: Path) -> None:
     batch = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
     ends = []
     for section in (configured(), None):
@@ -204,7 +204,7 @@ class Recomputed(Net):
         return checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
 
 
-def test_what_has_no_second_derivative_is_told() -> None:
+def test_operations_without_a_second_derivative_are_reported() -> None:
     engine = engine_of(configured(), model=Recomputed())
     engine.backward(engine(inputs()))
     with pytest.raises(UsageError, match=r"does not lead to layer\.0 .* use_reentrant=False"):
@@ -212,7 +212,7 @@ def test_what_has_no_second_derivative_is_told() -> None:
     engine.destroy()
 
 
-def test_frozen_blocks_are_told() -> None:
+def test_frozen_blocks_are_reported() -> None:
     model = nn.Sequential(nn.Linear(3, 3), Net())
     model[1].layer.requires_grad_(False)
     engine = engine_of(configured(layer_name="1.layer"), model=model)
@@ -222,7 +222,7 @@ def test_frozen_blocks_are_told() -> None:
     engine.destroy()
 
 
-def test_an_update_without_a_training_forward_is_told() -> None:
+def test_an_update_without_a_training_forward_is_reported() -> None:
     engine = engine_of(configured())
     engine.eval()
     engine.backward(engine(inputs()))
@@ -231,7 +231,7 @@ def test_an_update_without_a_training_forward_is_told() -> None:
     engine.destroy()
 
 
-def test_faults_are_told_by_path() -> None:
+def test_faults_are_reported_by_path() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"train_batch_size": 1, "eigenvalue": {"enabled": True}})
     assert [fault.path for fault in caught.value.faults] == ["eigenvalue.layer_num"]

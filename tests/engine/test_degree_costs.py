@@ -65,7 +65,7 @@ def test_all_ranks_hold_every_state_at_least_once(
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 8))
-def test_links_get_what_is_sent(size: int, stride: int, node: int) -> None:
+def test_links_get_the_sent_bytes(size: int, stride: int, node: int) -> None:
     ranks = range(0, size * stride, stride)
     for wire in (degrees.ring(ranks, node, 1.0), degrees.exchange(ranks, node, 1.0)):
         assert sum(wire) == pytest.approx((size - 1) / size)
@@ -166,7 +166,7 @@ def test_experts_get_tokens_as_often_as_said(recomputes: bool, ranks: RankPools)
     assert EXPERTS == 4 and sum(seen[0] for seen in found) == rows
 
 
-def test_stages_send_what_is_said(ranks: RankPools) -> None:
+def test_stages_send_the_documented_bytes(ranks: RankPools) -> None:
     """An activation or a gradient for each micro-batch, of one size."""
     first, last = ranks(2).run(messages)
     assert first == last and len(first) == MICRO and len(set(first)) == 1

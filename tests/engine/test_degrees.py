@@ -230,7 +230,7 @@ def saved_and_loaded(folder: str, here: str, there: str, stages: tuple[int, int]
         rarely("data, tensor", "data, experts", (2, 1)),
     ],
 )
-def test_a_checkpoint_of_one_layout_goes_on_in_another(
+def test_a_checkpoint_of_one_layout_resumes_in_another(
     here: str, there: str, stages: tuple[int, int], tmp_path: Path, ranks: RankPools
 ) -> None:
     for first, second in ranks(4).run(saved_and_loaded, str(tmp_path), here, there, stages):

@@ -82,7 +82,7 @@ def test_both_ways_give_the_same(stage: int, dtype: str, ranks: RankPools) -> No
 
 
 @diagonal(model=["recomputed", "reentrant"], stage=STAGES)
-def test_so_does_what_runs_again_in_backward(stage: int, model: str, ranks: RankPools) -> None:
+def test_recomputation_in_backward_does_too(stage: int, model: str, ranks: RankPools) -> None:
     ranks(2).run(alike, stage, model, DTYPES["bf16"])
 
 
@@ -102,7 +102,7 @@ def gradients_of(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_gradients_are_told_alike(stage: int, ranks: RankPools) -> None:
+def test_gradients_are_reported_equally(stage: int, ranks: RankPools) -> None:
     ranks(2).run(gradients_of, stage)
 
 
@@ -180,5 +180,5 @@ def refuse(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_what_cannot_be_right_is_refused(stage: int, ranks: RankPools) -> None:
+def test_impossible_values_are_refused(stage: int, ranks: RankPools) -> None:
     ranks(2).run(refuse, stage)

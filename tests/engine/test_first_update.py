@@ -30,7 +30,7 @@ def told_of_batches(sizes: list[int], training: bool = True) -> list[str]:
     return messages
 
 
-def test_a_first_batch_of_another_size_is_told_once(ranks: RankPools) -> None:
+def test_a_first_batch_of_another_size_is_logged_once(ranks: RankPools) -> None:
     first, second = ranks(2).run(told_of_batches, [7, 7, 5])
     (message,) = first
     assert "the first batch has 7 samples" in message
@@ -38,7 +38,7 @@ def test_a_first_batch_of_another_size_is_told_once(ranks: RankPools) -> None:
     assert second == []
 
 
-def test_a_last_batch_that_is_smaller_is_no_mistake(ranks: RankPools) -> None:
+def test_a_smaller_last_batch_is_valid(ranks: RankPools) -> None:
     assert ranks(1).run(told_of_batches, [ROWS, ROWS, 1]) == [[]]
     assert ranks(1).run(told_of_batches, [7], False) == [[]]
 
@@ -72,7 +72,7 @@ def told_of_sequences() -> list[str]:
     return messages
 
 
-def test_a_batch_in_the_second_dimension_is_no_mistake(ranks: RankPools) -> None:
+def test_a_batch_in_the_second_dimension_is_valid(ranks: RankPools) -> None:
     assert ranks(1).run(told_of_sequences) == [[]]
 
 
@@ -85,7 +85,7 @@ def told_without_steps(backwards: int, accumulation: int) -> list[str]:
     return messages
 
 
-def test_backwards_that_no_step_follows_are_told_once(ranks: RankPools) -> None:
+def test_backwards_without_a_step_are_reported_once(ranks: RankPools) -> None:
     assert ranks(1).run(told_without_steps, 9, 1) == [[]]
     ((message,),) = ranks(1).run(told_without_steps, 16, 1)
     assert "engine.step() was never called" in message
@@ -106,7 +106,7 @@ def several_losses() -> list[str]:
     return messages
 
 
-def test_several_losses_in_a_micro_step_are_no_mistake(ranks: RankPools) -> None:
+def test_several_losses_in_a_micro_step_are_valid(ranks: RankPools) -> None:
     assert ranks(1).run(several_losses) == [[]]
 
 
@@ -123,7 +123,7 @@ engine.backward(engine(torch.ones(4, 2)).sum())
 @pytest.mark.parametrize(
     ("end", "is_told"), [("", True), ("engine.step()", False), ("raise ValueError", False)]
 )
-def test_a_program_that_ends_without_a_step_is_told(end: str, is_told: bool) -> None:
+def test_a_program_that_ends_without_a_step_is_reported(end: str, is_told: bool) -> None:
     command = [sys.executable, "-c", PROGRAM.format(end=end)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ("engine.step() was never called" in ended.stderr) == is_told, ended.stderr

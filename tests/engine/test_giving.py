@@ -175,5 +175,7 @@ def fails(folder: str) -> list[str]:
     return [path.name for path in Path(folder).iterdir()]
 
 
-def test_a_full_disk_is_told_to_all_and_leaves_nothing(ranks: RankPools, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_on_all_ranks_and_leaves_no_file(
+    ranks: RankPools, tmp_path: Path
+) -> None:
     assert ranks(2).run(fails, str(tmp_path)) == [["model.safetensors"]] * 2

@@ -289,7 +289,7 @@ def compute_in_bf16(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_is_in_no_group_computes_in_the_models_dtype(stage: int, ranks: RankPools) -> None:
+def test_parameters_in_no_group_have_the_models_dtype(stage: int, ranks: RankPools) -> None:
     ranks(2).run(compute_in_bf16, stage)
 
 
@@ -397,7 +397,7 @@ def refused(fault: str) -> HadalError:
         ("reading", UsageError, r"call it after an engine\.step\(\)"),
     ],
 )
-def test_misuse_is_told_on_every_rank(
+def test_misuse_is_reported_on_every_rank(
     fault: str, kind: type[HadalError], told: str, ranks: RankPools
 ) -> None:
     for error in ranks(2).run(refused, fault):
@@ -416,7 +416,7 @@ def add_on_one_rank(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_one_rank_that_adds_alone_is_told_so(stage: int, ranks: RankPools) -> None:
+def test_one_rank_that_adds_alone_gets_an_error(stage: int, ranks: RankPools) -> None:
     with pytest.raises(RanksFailed) as failed:
         ranks(2).run(add_on_one_rank, stage)
     for error in failed.value.errors.values():
@@ -447,6 +447,6 @@ def add_an_integer() -> None:
     engine.destroy()
 
 
-def test_what_is_in_no_bucket_cannot_be_added(ranks: RankPools) -> None:
+def test_parameters_in_no_bucket_cannot_be_added(ranks: RankPools) -> None:
     ranks(1).run(add_to_a_destroyed_engine)
     ranks(1).run(add_an_integer)

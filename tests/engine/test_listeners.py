@@ -197,7 +197,7 @@ def skip() -> None:
     engine.destroy()
 
 
-def test_a_skipped_update_is_told_as_one(ranks: RankPools) -> None:
+def test_a_skipped_update_is_recorded_as_skipped(ranks: RankPools) -> None:
     ranks(2).run(skip)
 
 
@@ -249,7 +249,7 @@ def fail() -> None:
     engine.destroy()
 
 
-def test_errors_are_told(ranks: RankPools) -> None:
+def test_errors_are_reported(ranks: RankPools) -> None:
     ranks(2).run(fail)
 
 
@@ -267,7 +267,7 @@ def refuse() -> None:
     engine.destroy()
 
 
-def test_what_is_no_listener_is_refused(ranks: RankPools) -> None:
+def test_objects_that_are_not_listeners_are_refused(ranks: RankPools) -> None:
     ranks(1).run(refuse)
 
 

@@ -79,7 +79,7 @@ def stream_and_collate() -> list[int]:
     return list(engine.training_dataloader)
 
 
-def test_a_stream_is_read_as_it_comes_and_batches_are_the_callers(ranks: RankPools) -> None:
+def test_a_stream_is_read_in_order_and_the_caller_makes_batches(ranks: RankPools) -> None:
     assert ranks(2).run(stream_and_collate) == [[3, 12, 6]] * 2
 
 
@@ -166,7 +166,7 @@ def global_generators() -> tuple[Any, ...]:
 
 
 @pairs(taken=[0, 1, 7, 8, 9], workers=[0, 2], kind=[items, Counting, Stateless])
-def test_a_loader_goes_on_in_the_middle_of_an_epoch(
+def test_a_loader_resumes_in_the_middle_of_an_epoch(
     kind: Callable[[], Any], workers: int, taken: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Same samples, same order, same random numbers, whatever was read ahead."""
@@ -247,7 +247,7 @@ def test_leaving_early_begins_the_next_epoch() -> None:
     assert list(loader) == epochs[1]
 
 
-def test_an_iteration_under_way_goes_back_with_its_loader() -> None:
+def test_an_iteration_in_progress_is_reset_with_its_loader() -> None:
     loader = loader_of(items)
     iterator = iter(loader)
     first = [next(iterator) for _ in range(2)]
@@ -342,7 +342,7 @@ SAMPLERS = [
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=["stateful", "random", "epochs", "list"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_callers_sampler_goes_on(sampler: Callable[[], Any], workers: int) -> None:
+def test_the_callers_sampler_resumes(sampler: Callable[[], Any], workers: int) -> None:
     unbroken = loader_of(items, workers, sampler=sampler())
     assert len(unbroken) == 8
     batches = [list(unbroken) for _ in range(3)]
@@ -367,13 +367,13 @@ def test_the_callers_sampler_goes_on(sampler: Callable[[], Any], workers: int) -
         (items, {"sampler": iter([0])}, "no length"),
     ],
 )
-def test_what_gives_no_samples_is_refused(given, reading, told) -> None:
+def test_data_without_samples_are_refused(given, reading, told) -> None:
     with pytest.raises(UsageError, match=told):
         loader_of(given, **reading)
 
 
 @pytest.mark.parametrize("state", [{}, {"epoch": 1}, {"epoch": None, "samples": 1, "seed": 0}])
-def test_what_is_no_state_is_refused(state: dict[str, Any]) -> None:
+def test_invalid_states_are_refused(state: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="not a loader's state"):
         loader_of(items).load_state_dict(state)
 
@@ -411,7 +411,7 @@ class Growing:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("taken", [1, 3, 5, 7])
-def test_an_order_goes_on_behind_the_batch_that_was_handed_out(workers: int, taken: int) -> None:
+def test_an_order_resumes_after_the_last_returned_batch(workers: int, taken: int) -> None:
     whole = loader_of(items, sampler=Growing())
     batches = [batch for _ in range(3) for batch in whole]
     assert len({len(batch) for batch in batches}) > 2
@@ -515,7 +515,7 @@ def test_workers_are_initialised_and_read_as_far_ahead_as_wished() -> None:
         (Counting, 1, {"persistent_workers": True}, "leave persistent_workers out"),
     ],
 )
-def test_what_workers_cannot_do_is_refused(kind, workers, reading, told) -> None:
+def test_unsupported_work_of_workers_is_refused(kind, workers, reading, told) -> None:
     with pytest.raises(UsageError, match=told):
         loader_of(kind, workers, **reading)
 

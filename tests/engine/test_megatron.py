@@ -168,7 +168,7 @@ def train_experts(stage: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [4, 8])
 @pytest.mark.parametrize("stage", STAGES)
-def test_experts_beside_them_train_as_one_process(stage: int, world: int, ranks: RankPools) -> None:
+def test_experts_with_them_train_as_one_process(stage: int, world: int, ranks: RankPools) -> None:
     ranks(world).run(train_experts, stage)
 
 

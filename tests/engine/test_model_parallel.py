@@ -149,7 +149,7 @@ def lamb_of_unlike_parts() -> None:
     engine.step()
 
 
-def test_lamb_refuses_parts_that_are_not_marked_alike(ranks: RankPools) -> None:
+def test_lamb_refuses_parts_with_different_marks(ranks: RankPools) -> None:
     for error in ranks(4).raises(lamb_of_unlike_parts):
         assert isinstance(error, MismatchError), repr(error)
         assert "mark the same parameters on each" in str(error)
@@ -183,7 +183,7 @@ def overflow_in_one_part(stage: int, is_marked: bool, keys: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("is_marked", [True, False], ids=["marked", "not marked"])
-def test_what_overflows_in_one_part_is_skipped_in_all(
+def test_an_overflow_in_one_part_skips_all_parts(
     stage: int, is_marked: bool, ranks: RankPools
 ) -> None:
     ranks(4).run(overflow_in_one_part, stage, is_marked, {})
@@ -257,7 +257,7 @@ def add_a_group(stage: int) -> tuple[float, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_comes_later_is_shared_by_the_ranks_of_a_part(stage: int, ranks: RankPools) -> None:
+def test_later_parameters_are_shared_by_the_ranks_of_a_part(stage: int, ranks: RankPools) -> None:
     told = ranks(4).run(add_a_group, stage)
     # Each part's first rank gives its values.
     for first, second in ((0, 2), (1, 3)):

@@ -120,7 +120,7 @@ def moved(engine: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_copies_go_on_beside_the_device(stage: int, ranks: RankPools) -> None:
+def test_copies_overlap_with_the_device(stage: int, ranks: RankPools) -> None:
     ranks(2).run(move_beside_the_device, stage)
 
 
@@ -147,5 +147,5 @@ def refuse() -> None:
         assert mine.shape == given.shape and bool(mine.isfinite().all())
 
 
-def test_what_cannot_move_is_refused(ranks: RankPools) -> None:
+def test_parameters_that_cannot_move_are_refused(ranks: RankPools) -> None:
     ranks(2).run(refuse)

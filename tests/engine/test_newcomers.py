@@ -190,5 +190,5 @@ def leave_out() -> None:
     engine.destroy()
 
 
-def test_what_was_left_out_on_purpose_is_let_be(ranks: RankPools) -> None:
+def test_deliberate_omissions_are_accepted(ranks: RankPools) -> None:
     ranks(2).run(leave_out)

@@ -64,7 +64,7 @@ def test_many_skipped_updates_in_a_row_end_training_on_all_ranks(
             assert "3 times: the gradient of 0.weight is not finite" in error
 
 
-def test_any_number_may_be_skipped_if_the_key_says_so() -> None:
+def test_any_number_may_be_skipped_if_the_key_allows_it() -> None:
     assert len(train_on(list(range(30)), 30, {**BF16, "max_skipped_updates": 0})) == 30
     assert "the last 20 updates were skipped" in train_on(list(range(30)), 30, BF16)[-1]
 
@@ -89,5 +89,5 @@ def test_reasons_are_listed_by_their_number() -> None:
     run.add(9, "b")
 
 
-def test_norms_that_are_finite_are_not_told() -> None:
+def test_finite_norms_are_not_reported() -> None:
     assert train_on([], 3, {}) == []

@@ -413,7 +413,7 @@ def fail_and_go_on() -> str:
     return str(caught.value)
 
 
-def test_an_error_names_its_place_and_training_may_go_on(ranks: RankPools) -> None:
+def test_an_error_names_its_place_and_training_may_continue(ranks: RankPools) -> None:
     first, second = ranks(2).run(fail_and_go_on, timeout=60)
     assert second == "no such token"
     assert first == (
@@ -449,7 +449,7 @@ def refuse() -> None:
         engine.train_batch(iter([torch.ones(2)]))
 
 
-def test_what_cannot_be_is_refused(ranks: RankPools) -> None:
+def test_impossible_arguments_are_refused(ranks: RankPools) -> None:
     ranks(2).run(refuse)
 
 
@@ -493,7 +493,9 @@ def lose_a_stage() -> None:
     engine.train_batch(iter(data))
 
 
-def test_a_killed_stage_ends_the_others_by_name(fresh_ranks: Callable[[int], RankPool]) -> None:
+def test_a_killed_stage_ends_the_others_with_its_name(
+    fresh_ranks: Callable[[int], RankPool],
+) -> None:
     began = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         fresh_ranks(2).run(lose_a_stage, timeout=60)

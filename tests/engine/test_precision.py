@@ -130,7 +130,7 @@ def take_at_once(stage: int) -> None:
 
 
 @pytest.mark.claims("bf16.immediate_grad_update")
-def test_gradients_are_taken_while_backward_goes_on(ranks: RankPools) -> None:
+def test_gradients_are_taken_during_backward(ranks: RankPools) -> None:
     for stage in (0, 1):
         ranks(2).run(take_at_once, stage)
 
@@ -196,7 +196,7 @@ def train_with_leftovers(section: str) -> tuple[str, float, float]:
     "bf16.min_loss_scale",
     "bf16.check_overflow",
 )
-def test_leftovers_are_told_and_scale_nothing(ranks: RankPools) -> None:
+def test_leftovers_are_logged_and_scale_nothing(ranks: RankPools) -> None:
     notes = load_config({"train_batch_size": 8, "bf16": {**BF16, **LEFTOVERS}}).notes
     for name in LEFTOVERS:
         assert any(f"bf16.{name}" in note and "ignored" in note for note in notes), name

@@ -207,7 +207,7 @@ def test_every_level_trains(level: str, ranks: RankPools) -> None:
 
 
 @pytest.mark.claims("amp.<apex keyword>")
-def test_keywords_that_mean_nothing_here_are_told() -> None:
+def test_meaningless_keywords_are_reported() -> None:
     keys = {"amp": {"enabled": True, "verbosity": 0, "num_losses": 2}}
     notes = load_config({"train_batch_size": 8, **keys}).notes
     assert notes == (
@@ -228,7 +228,7 @@ def test_keywords_that_mean_nothing_here_are_told() -> None:
         ({"max_loss_scale": 16}, []),
     ],
 )
-def test_keywords_that_do_nothing_at_a_level_are_told(
+def test_keywords_without_effect_at_a_level_are_reported(
     keys: dict[str, Any], told: list[str]
 ) -> None:
     notes = load_config({"train_batch_size": 8, "amp": {"enabled": True, **keys}}).notes

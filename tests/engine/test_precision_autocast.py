@@ -158,7 +158,7 @@ def travel_otherwise() -> None:
 
 
 @pytest.mark.claims("torch_autocast.lower_precision_safe_modules")
-def test_which_modules_are_safe_goes_by_their_class(ranks: RankPools) -> None:
+def test_modules_are_safe_by_class(ranks: RankPools) -> None:
     ranks(2).run(travel_otherwise)
 
 
@@ -171,7 +171,7 @@ def import_wrongly(path: str) -> None:
 @pytest.mark.parametrize(
     "path", ["torch.nn.Linnear", "no_such_package.Module", "Linear", "torch.nn.functional.relu"]
 )
-def test_a_class_that_cannot_be_imported_is_told_by_its_path(path: str, ranks: RankPools) -> None:
+def test_a_class_that_cannot_be_imported_is_named_by_its_path(path: str, ranks: RankPools) -> None:
     for error in ranks(2).raises(import_wrongly, path):
         assert isinstance(error, ConfigError), repr(error)
         (fault,) = error.faults

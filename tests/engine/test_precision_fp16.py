@@ -166,7 +166,7 @@ def test_a_static_scale_stays_and_overflows_are_skipped(stage: int, ranks: RankP
 
 
 @pytest.mark.claims("fp16.hysteresis", "fp16.consecutive_hysteresis")
-def test_what_has_no_effect_without_zero_is_told() -> None:
+def test_keys_without_effect_without_zero_are_reported() -> None:
     keys = fp16(hysteresis=2, consecutive_hysteresis=True)
     (note,) = load_config({"train_batch_size": 8, **keys}).notes
     assert note.startswith("fp16.hysteresis, fp16.consecutive_hysteresis: has no effect at")
@@ -254,7 +254,7 @@ def overflow_at_the_floor() -> list[str]:
 
 
 @pytest.mark.claims("fp16.min_loss_scale")
-def test_the_parameter_is_told_at_the_floor_too(ranks: RankPools) -> None:
+def test_the_parameter_is_reported_at_the_floor_too(ranks: RankPools) -> None:
     first, _ = ranks(2).run(overflow_at_the_floor)
     assert [message.partition(":")[0] for message in first] == [
         *("update 0 skipped", "update 1 skipped")

@@ -153,7 +153,7 @@ def step_small(stage: int, mode: str) -> float:
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
-def test_what_is_below_the_weights_own_precision_is_lost(mode: str, ranks: RankPools) -> None:
+def test_updates_below_the_weights_precision_are_lost(mode: str, ranks: RankPools) -> None:
     """The price of having no masters: with them 16 such steps add up (the matrix shows it)."""
     assert ranks(2).run(step_small, 2, mode) == [1.0, 1.0]
 

@@ -106,7 +106,7 @@ def run_to(folder: Path, updates: int) -> tuple[int, list[float]]:
 
 
 @pytest.mark.parametrize("way", often(["save", "own"], "own"))
-def test_one_process_saves_at_a_signal_and_goes_on_bit_for_bit(folder: Path, way: str) -> None:
+def test_one_process_saves_at_a_signal_and_resumes_bit_for_bit(folder: Path, way: str) -> None:
     job = subprocess.Popen(
         [sys.executable, "train.py", str(folder), "100000", way],
         cwd=folder,

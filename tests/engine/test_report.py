@@ -128,7 +128,7 @@ engine.step()
 
 
 @pytest.mark.parametrize("configured", ["before", "after", "never"])
-def test_lines_come_once_whatever_the_program_does_with_logging(configured: str) -> None:
+def test_lines_appear_once_with_any_logging_setup(configured: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, configured],
         capture_output=True,
@@ -213,7 +213,7 @@ def test_breakdowns_come_with_the_lines_or_with_each_update(
 
 @pytest.mark.claims("dump_state")
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_state_is_told_once_at_the_start(stage: int, ranks: RankPools) -> None:
+def test_the_state_is_logged_once_at_the_start(stage: int, ranks: RankPools) -> None:
     keys = {"dump_state": True, "bf16": {"enabled": True}, "gradient_accumulation_steps": 2}
     (configuration, state), silent = ranks(2).run(hear, stage, 1, keys)
     assert silent == []

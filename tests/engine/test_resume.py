@@ -104,7 +104,7 @@ def resumed(stage: int, workers: int, folder: str, done: int, steps: int) -> Any
     ("world", "stage", "workers", "done"),
     [(1, 0, 0, 3), (1, 0, 2, 3), (2, 2, 0, 2), (2, 3, 2, 2), (2, 0, 0, 4), (2, 1, 2, 5)],
 )
-def test_training_goes_on_in_the_middle_of_an_epoch(
+def test_training_resumes_in_the_middle_of_an_epoch(
     world: int, stage: int, workers: int, done: int, ranks: RankPools, tmp_path: Path
 ) -> None:
     steps = 2 * -(-SAMPLES // (ROWS * world))  # two epochs
@@ -116,7 +116,7 @@ def test_training_goes_on_in_the_middle_of_an_epoch(
         assert whole[0][2:] != whole[1][2:]  # rate and betas do move
 
 
-def test_training_goes_on_in_a_new_process(ranks: RankPools, fresh_ranks: Any, tmp_path) -> None:
+def test_training_resumes_in_a_new_process(ranks: RankPools, fresh_ranks: Any, tmp_path) -> None:
     before = ranks(2).run(unbroken, 2, 0, str(tmp_path), 1, 6)
     after = fresh_ranks(2).run(resumed, 2, 0, str(tmp_path), 2, 6)
     assert [seen[2:] for seen, _ in before] == [seen for seen, _ in after]
@@ -163,7 +163,7 @@ def without_a_loader(folder: str) -> list[str]:
     return heard.lines
 
 
-def test_a_checkpoint_without_a_loader_says_so(ranks: RankPools, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_loader_is_reported(ranks: RankPools, tmp_path: Path) -> None:
     (first, second), silent = ranks(2).run(without_a_loader, str(tmp_path))
     assert "the engine has none" in first
     assert "the checkpoint has none" in second
@@ -190,7 +190,9 @@ def save_broken(folder: str, kind: type[Endless]) -> None:
     ("kind", "told"),
     [(Broken, "rank 1.*no such shard"), (Unsavable, r"training loader\['stream'\].*type object")],
 )
-def test_a_place_that_cannot_be_saved_is_told_everywhere(kind, told, ranks, tmp_path) -> None:
+def test_a_position_that_cannot_be_saved_is_reported_on_all_ranks(
+    kind, told, ranks, tmp_path
+) -> None:
     for error in ranks(2).raises(save_broken, str(tmp_path), kind):
         assert isinstance(error, CheckpointError), repr(error)
         with pytest.raises(CheckpointError, match=told):

@@ -98,7 +98,7 @@ def broken_and_whole(folder: str) -> None:
         whole.destroy(), again.destroy()
 
 
-def test_every_schedule_goes_on_after_a_break(ranks: RankPools, tmp_path: Path) -> None:
+def test_every_schedule_resumes_after_a_break(ranks: RankPools, tmp_path: Path) -> None:
     ranks(1).run(broken_and_whole, str(tmp_path))
 
 
@@ -167,7 +167,7 @@ def what_is_brought() -> None:
     assert type(engine.lr_scheduler) is torchs.LambdaLR
 
 
-def test_what_a_caller_may_bring(ranks: RankPools) -> None:
+def test_a_caller_may_pass_its_own_objects(ranks: RankPools) -> None:
     ranks(1).run(what_is_brought)
 
 

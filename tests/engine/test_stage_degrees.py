@@ -149,7 +149,7 @@ def weights_of(folder: str, tied: bool) -> Found:
         rarely("data", {"stage": 1}, BF16, False),
     ],
 )
-def test_stages_beside_another_kind_train_as_one_process(
+def test_stages_with_another_kind_train_as_one_process(
     layout: str, zero: Found, keys: Found, tied: bool, tmp_path: Path, ranks: RankPools
 ) -> None:
     found = ranks(4).run(trained, layout, zero, keys, str(tmp_path), tied)
@@ -200,7 +200,7 @@ def went_on(folder: str, here: str, there: str, keys: Found) -> list[Found]:
         rarely("data", "experts", {}),
     ],
 )
-def test_a_checkpoint_of_stages_goes_on_beside_another_kind(
+def test_a_checkpoint_of_stages_resumes_with_another_kind(
     here: str, there: str, keys: Found, tmp_path: Path, ranks: RankPools
 ) -> None:
     for first, second in ranks(4).run(went_on, str(tmp_path), here, there, keys):

@@ -216,7 +216,7 @@ def test_predividing_saves_a_narrow_sum(ranks: RankPools) -> None:
     run(predividing_saves_a_narrow_sum, 2, ranks)
 
 
-def test_a_part_beside_all_of_the_division_is_told_to_be_idle() -> None:
+def test_a_rank_outside_the_division_is_reported_as_idle() -> None:
     keys = {"prescale_gradients": True, "gradient_predivide_factor": 2}
     (note,) = load_config({"train_batch_size": 8, **keys}).notes
     assert note.startswith("gradient_predivide_factor: has no effect: prescale_gradients")
@@ -493,7 +493,7 @@ def in_flight(stage: int, overlap: bool | None) -> int:
 
 @pytest.mark.claims("zero_optimization.overlap_comm")
 @pytest.mark.parametrize("stage", STAGES)
-def test_reductions_go_on_while_backward_does(stage: int, ranks: RankPools) -> None:
+def test_reductions_run_during_backward(stage: int, ranks: RankPools) -> None:
     for overlap in (True, None):
         assert all(1 <= most <= 2 for most in ranks(2).run(in_flight, stage, overlap))
     assert ranks(2).run(in_flight, stage, False) == [0, 0]
@@ -825,7 +825,7 @@ def the_same_with(keys: dict[str, Any], zero: dict[str, Any]) -> None:
         ({}, {"round_robin_gradients": True}),
     ],
 )
-def test_what_changes_nothing_is_told_and_changes_nothing(
+def test_arguments_without_effect_are_logged_and_ignored(
     keys: Any, zero: Any, ranks: RankPools
 ) -> None:
     (note,) = configured(**keys, zero_optimization={"stage": 2, **zero}).notes

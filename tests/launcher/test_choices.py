@@ -86,7 +86,7 @@ def test_a_port_is_the_agents_or_the_requested_one(plan: Any, hostfile: str) -> 
 # ---- hosts -----------------------------------------------------------------------------------
 
 
-def test_a_hostfile_gives_the_hosts(plan: Any, hostfile: str) -> None:
+def test_a_hostfile_lists_the_hosts(plan: Any, hostfile: str) -> None:
     made = plan(hostfile=hostfile, num_nodes=2, num_slots=1)
     assert made.job.pool == {"a": (0,), "b": (0,)}
     assert made.address == ""
@@ -213,7 +213,7 @@ def test_flags_without_effect_are_reported(plan: Any, hostfile: str) -> None:
     assert slurm == ("--ssh_port: no effect with Slurm",)
 
 
-def test_a_grace_that_is_no_number_is_refused(plan: Any) -> None:
+def test_a_grace_that_is_not_a_number_is_refused(plan: Any) -> None:
     assert plan({"HADAL_GRACE_S": "2.5"}).job.program.grace_s == 2.5
     with pytest.raises(LaunchError, match="HADAL_GRACE_S"):
         plan({"HADAL_GRACE_S": "soon"})

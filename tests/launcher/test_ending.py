@@ -83,7 +83,7 @@ def test_an_error_of_ours_comes_before_the_users_frames() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "no traceback", "Traceback (most recent call last):\n  File"])
-def test_what_is_no_traceback_has_no_error(text: str) -> None:
+def test_text_without_a_traceback_has_no_error(text: str) -> None:
     assert error_in(text) is None
 
 

@@ -186,7 +186,7 @@ def test_an_elastic_job_continues_without_a_host_and_with_it_again(
 
 
 @pytest.mark.slow
-def test_a_job_continues_while_nobody_reads_its_output(hosts: Hosts, folder: Path) -> None:
+def test_a_job_continues_if_its_output_is_not_read(hosts: Hosts, folder: Path) -> None:
     (folder / "talk.py").write_text(
         "import sys, time\nend = time.monotonic() + 8\n"
         "while time.monotonic() < end:\n    print('x' * 9999, flush=True)\n    time.sleep(0.01)\n"

@@ -106,7 +106,7 @@ def test_a_place_is_read_from_any_launchers_variables(variables: str, place: Ran
     assert find_place(place.variables()) == place
 
 
-def test_without_a_launcher_there_is_no_place() -> None:
+def test_without_a_launcher_there_is_no_rank() -> None:
     with pytest.raises(LaunchError, match="has no rank"):
         find_place({"RANK": "0"})
 
@@ -134,7 +134,7 @@ def test_frames_round_trip(frame: Frame) -> None:
 @pytest.mark.parametrize(
     "line", [b"", b"loss 3", b"\x1ehadal", b"\x1ehadal {", b'\x1ehadal ["RankOutput", {"x": 1}]']
 )
-def test_other_lines_are_no_frames(line: bytes) -> None:
+def test_other_lines_are_not_frames(line: bytes) -> None:
     assert decoded(line) is None
 
 

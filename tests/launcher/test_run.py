@@ -301,7 +301,7 @@ def test_a_host_that_must_end_at_once_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_it_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
+def test_it_ends_if_its_output_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text(
         "import sys, time\nprint(sys.argv[1], flush=True)\n"
         "while True:\n    print('more', flush=True)\n    time.sleep(0.05)\n"

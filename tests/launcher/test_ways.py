@@ -73,7 +73,7 @@ def test_slurm(folder: Path) -> None:
     assert program_in(call[-1]).words == ("train.py", "x")
 
 
-def test_slurm_says_how_large_an_allocation_is(folder: Path) -> None:
+def test_slurm_reports_the_size_of_an_allocation(folder: Path) -> None:
     there = {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "2"}
     call, _ = called(folder, "slurm", "--exclude", "n1@n2", "train.py", "x", **there)
     assert call[1:5] == ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--exclude=n1,n2"]

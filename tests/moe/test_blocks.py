@@ -151,7 +151,7 @@ def test_a_router_set_to_the_model_s_own_settings_is_the_same(kind: str) -> None
     *("expert_parallel.top_k_attr", "expert_parallel.expert_activation"),
     "expert_parallel.score_apply",
 )
-def test_keys_of_router_and_experts_change_what_is_computed(keys: dict[str, Any]) -> None:
+def test_keys_of_router_and_experts_change_the_result(keys: dict[str, Any]) -> None:
     torch.manual_seed(2)
     plain = model_of("mixtral")
     # The weights have values beyond the limits of the clamped activations.
@@ -261,9 +261,9 @@ def test_blocks_under_other_names_are_found_by_these() -> None:
     assert not isinstance(model[2].mlps, DistributedExperts)
     assert torch.allclose(model(tokens), expected, atol=1e-4)
     for keys, told in {
-        (("num_experts_attr", "wrong"),): "config says 5 experts, and 2 has 4",
+        (("num_experts_attr", "wrong"),): "config has 5 experts, but 2 has 4",
         (("num_experts_attr", "none"),): "num_experts_attr is 'none', which the model's config",
-        (("moe_layer_pattern", "3"),): "and a name that ends like '3'",
+        (("moe_layer_pattern", "3"),): "and a name that ends with '3'",
         (("expert_w2", "w4"),): "weights 'w1' and 'w4' of three dimensions",
     }.items():
         with pytest.raises(ModelError, match=told):
@@ -272,7 +272,7 @@ def test_blocks_under_other_names_are_found_by_these() -> None:
 
 @pytest.mark.claims("expert_parallel.preset_model")
 def test_mistakes_are_named() -> None:
-    with pytest.raises(ModelError, match=r"'deepseek_v3', and the model is a 'mixtral'"):
+    with pytest.raises(ModelError, match=r"'deepseek_v3', but the model is a 'mixtral'"):
         on_one_rank(model_of("mixtral"), preset_model="deepseek_v3")
     on_one_rank(model_of("mixtral"), preset_model="mixtral")
     with pytest.raises(

@@ -75,7 +75,7 @@ def test_without_drops_it_is_the_weighted_sum_of_all_experts(k: int) -> None:
         assert torch.allclose(mine, theirs, atol=1e-5)
 
 
-def test_what_is_dropped_is_zero() -> None:
+def test_dropped_values_are_zero() -> None:
     layer = layer_of(1, k=1, drop_tokens=True, capacity_factor=0.5)
     tokens = tokens_of(2, 16)
     output, _, counts = layer(tokens)
@@ -124,7 +124,7 @@ def test_mistakes_are_named() -> None:
         MoE(WIDTH, an_expert(), num_experts=2, k=3)
     with pytest.raises(ModelError, match=r"'Noise'; choose one of None, 'None', 'Jitter'"):
         MoE(WIDTH, an_expert(), num_experts=2, noisy_gate_policy="Noise")
-    with pytest.raises(ModelError, match=r"used_token has 3 elements, and there are 7 tokens"):
+    with pytest.raises(ModelError, match=r"used_token has 3 elements, but there are 7 tokens"):
         layer_of(1)(tokens_of(0), torch.ones(3))
     with pytest.raises(ModelError, match=r"an expert \(Flatten\) returned \(1, 7\) for"):
         MoE(7, nn.Flatten(), num_experts=1, drop_tokens=False)(torch.zeros(1, 7))

@@ -68,7 +68,7 @@ def test_several_groups_and_groups_without_a_name() -> None:
     assert configure_moe_param_groups([{"params": [*gate, *experts]}])[1]["moe"] is True
 
 
-def test_parameters_and_gradients_are_told_apart() -> None:
+def test_parameters_and_gradients_are_distinguished() -> None:
     layer = MoE(4, nn.Linear(4, 4), num_experts=2)
     shared, experts = split_params_into_shared_and_expert_params(layer.parameters())
     assert (len(shared), len(experts)) == (1, 4)

@@ -41,7 +41,7 @@ def open_descriptors() -> int:
 # ---- lines -------------------------------------------------------------------------------------
 
 
-def test_a_header_stands_once(tmp_path: Path) -> None:
+def test_a_header_is_written_once(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for number in range(3):
         file = LineFile(path, "head\n")
@@ -106,7 +106,7 @@ def test_csv_files_are_these_byte_for_byte(tmp_path: Path) -> None:
 
 
 @given(st.text())
-def test_a_csv_file_lies_in_its_folder(name: str) -> None:
+def test_a_csv_file_is_in_its_directory(name: str) -> None:
     found = file_name(name)
     assert "/" not in found and "\0" not in found and found.endswith(".csv")
     assert len(found.encode()) < 255 and found not in (".", "..")

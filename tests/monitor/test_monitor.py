@@ -105,7 +105,7 @@ def test_the_end_of_a_program_does_not_wait_for_a_device_that_hangs() -> None:
     assert memory.calls[-1] == "close"
 
 
-def test_a_monitor_without_writers_checks_what_it_is_given() -> None:
+def test_a_monitor_without_writers_checks_its_arguments() -> None:
     elsewhere, off = Monitor(enabled=True), Monitor(enabled=False)
     elsewhere.write_events([("a", 1, 1)])
     with pytest.raises(UsageError):
@@ -114,7 +114,7 @@ def test_a_monitor_without_writers_checks_what_it_is_given() -> None:
     elsewhere.close()
 
 
-def test_a_writer_that_raises_is_told_once_and_tried_again(
+def test_a_writer_that_raises_is_logged_once_and_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [100.0]
@@ -142,10 +142,10 @@ def test_a_writer_that_raises_is_told_once_and_tried_again(
         monitor.close()
     assert broken.names == ["a", "g"] and sound.names == list("abcdefg")
     assert len(lines) == 2
-    assert "memory: 5 scalars of this run were not written; the first fault was OSErr" in lines[1]
+    assert "memory: 5 scalars of this run were not written; the first error was OSErr" in lines[1]
 
 
-def test_faults_at_the_end_are_told() -> None:
+def test_faults_at_the_end_are_reported() -> None:
     broken, sound = Memory(), Memory()
     monitor = opened(broken, sound)
     broken.fault = ConnectionError("the network is dead")
@@ -207,7 +207,7 @@ raise SystemExit(7)
 """
 
 
-def test_what_is_known_is_written_when_the_program_ends(tmp_path: Path) -> None:
+def test_known_values_are_written_when_the_program_ends(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=120
     )

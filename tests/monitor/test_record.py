@@ -60,7 +60,7 @@ def test_samples_are_whole(samples: Any) -> None:
         (("a", 1, "x"), "got 'x' as the samples of a"),
     ],
 )
-def test_what_is_no_scalar_is_refused(event: Any, told: str) -> None:
+def test_values_that_are_not_scalars_are_refused(event: Any, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         events_of([("first", 1, 1), event])
 

@@ -257,15 +257,15 @@ def few_of(series: Series) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("make", "fault"),
     [
-        (lambda folder: folder / "nothing", "does not exist; pass the folder of a run"),
+        (lambda folder: folder / "nothing", "does not exist; pass the directory of a run"),
         (lambda folder: folder, r'no events.jsonl; train with "jsonl_monitor"'),
         (
             lambda folder: [a_run(folder / name) for name in ("a", "b")].pop().parent.parent,
-            "several runs; pass the folder of one of them: a, b",
+            "several runs; pass the directory of one of them: a, b",
         ),
     ],
 )
-def test_a_folder_that_is_no_run_is_refused(make: Any, fault: str, tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_run_is_refused(make: Any, fault: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=fault):
         read_run(make(tmp_path))
 
@@ -275,7 +275,7 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["report", str(tmp_path / "runs")]) == 0
     assert "report.html" in capsys.readouterr().out
     assert (tmp_path / "runs" / "one" / "report.html").exists()
-    assert re.search("pass the folder of a run", run_and_fail(tmp_path / "no", capsys))
+    assert re.search("pass the directory of a run", run_and_fail(tmp_path / "no", capsys))
 
 
 def run_and_fail(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:

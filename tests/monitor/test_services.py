@@ -185,7 +185,7 @@ def wandb_writer(monkeypatch: pytest.MonkeyPatch, fake: FakeWandb) -> WandbWrite
     return WandbWriter(Wandb(enabled=True, group="g", team="t", project="p"), {"format": 1})
 
 
-def test_what_wandb_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_to_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
     writer = wandb_writer(monkeypatch, fake)
     assert fake.wishes == {
@@ -243,7 +243,7 @@ class FakeComet(ModuleType):
 
 @pytest.mark.claims("comet.workspace", "comet.mode", "comet.experiment_key", "comet.online")
 @pytest.mark.claims("comet.api_key", "comet.project")
-def test_what_comet_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_to_comet(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, key = FakeComet(), "k" * 40
     monkeypatch.setitem(sys.modules, "comet_ml", fake)
     told = {"workspace": "w", "mode": "get", "online": True, "api_key": "s", "project": "p"}

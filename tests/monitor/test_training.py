@@ -227,7 +227,7 @@ def train_alike(folder: str) -> None:
     plain.destroy()
 
 
-def test_monitors_do_not_change_what_is_trained(ranks: RankPools, tmp_path: Path) -> None:
+def test_monitors_do_not_change_training(ranks: RankPools, tmp_path: Path) -> None:
     ranks(WORLD).run(train_alike, str(tmp_path))
 
 
@@ -313,7 +313,7 @@ def run_program(folder: Path, until: int, how: str) -> int:
     return done.returncode
 
 
-def test_a_killed_run_goes_on_in_the_same_files(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_in_the_same_files(tmp_path: Path) -> None:
     assert run_program(tmp_path, 4, "kill") == -signal.SIGKILL
     before = read_csv(tmp_path)
     assert [at for at, _ in before["train_loss"]] == [3, 6, 9, 12]

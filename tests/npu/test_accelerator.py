@@ -216,7 +216,7 @@ def _reported() -> list[str]:
     return [*inventory.devices(), inventory.lacks_fused_kernels()]
 
 
-def test_what_there_is_is_reported(npus: RankPools) -> None:
+def test_available_features_are_reported(npus: RankPools) -> None:
     (told,) = npus(1).run(_reported)
     assert told == ["test device, 4.3 GB", "test device, 4.3 GB", ""]
 

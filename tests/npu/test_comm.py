@@ -177,7 +177,7 @@ def _logged() -> list[str]:
     return sorted({row.operation for row in rows})
 
 
-def test_what_travels_is_logged(npus: RankPools) -> None:
+def test_messages_are_logged(npus: RankPools) -> None:
     for told in npus(2).run(_logged):
         assert {"all_gather", "reduce_scatter"} <= set(told)
 

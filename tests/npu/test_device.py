@@ -37,7 +37,7 @@ def _refusals() -> list[str]:
     return [name for name in attempts if name not in refused]
 
 
-def test_what_accelerators_refuse(npus: RankPools) -> None:
+def test_accelerators_refuse_some_dtypes(npus: RankPools) -> None:
     assert npus(1).run(_refusals) == [[]]
 
 
@@ -65,7 +65,7 @@ def _copied_late() -> None:
         assert (pageable == 3).all()
 
 
-def test_what_is_not_waited_for_is_old(npus: RankPools) -> None:
+def test_values_without_a_wait_are_stale(npus: RankPools) -> None:
     npus(1).run(_copied_late)
 
 

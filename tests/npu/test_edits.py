@@ -72,7 +72,7 @@ def _written_through_data(stage: int) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("stage", often(range(2), 1))
-def test_a_write_through_data_is_told_an_update_late(stage: int, npus: RankPools) -> None:
+def test_a_write_through_data_is_reported_one_update_late(stage: int, npus: RankPools) -> None:
     for update, told in npus(2).run(_written_through_data, stage):
         assert update == 1
         assert "blocks.1" in told and "in place under torch.no_grad()" in told
@@ -105,7 +105,7 @@ def _written_in_forward(zero: dict[str, Any]) -> tuple[int, str]:
     [{}, {"offload_param": {"device": "cpu"}}, {"zero_quantized_weights": True}],
     ids=["sharded", "offloaded", "encoded"],
 )
-def test_a_write_to_gathered_weights_is_told_too(zero: dict[str, Any], npus: RankPools) -> None:
+def test_a_write_to_gathered_weights_is_reported_too(zero: dict[str, Any], npus: RankPools) -> None:
     for update, told in npus(2).run(_written_in_forward, zero):
         assert update == 1
         assert "blocks.1" in told and "in place under torch.no_grad()" in told

@@ -45,6 +45,6 @@ def _widest() -> torch.dtype:
     return widest_float(torch.device("npu", 0))
 
 
-def test_sums_are_made_in_what_a_device_has(npus: RankPools) -> None:
+def test_sums_use_the_widest_dtype_of_a_device(npus: RankPools) -> None:
     assert npus(1).run(_widest) == [torch.float32]
     assert widest_float(torch.device("cpu")) == torch.float64

@@ -116,7 +116,7 @@ def _limits() -> None:
         assert len(keeper.host._free) == 1
 
 
-def test_what_leaves_for_the_host_is_limited(npus: RankPools) -> None:
+def test_copies_to_the_host_are_limited(npus: RankPools) -> None:
     npus(1).run(_limits)
 
 

@@ -138,7 +138,7 @@ def stepped_once(stage: int, settings: dict[str, Any]) -> list[float]:
 
 @pytest.mark.claims("communication_data_type")
 @pytest.mark.parametrize("stage", range(4))
-def test_sums_of_16_bit_gradients_keep_what_cpus_keep(
+def test_sums_of_16_bit_gradients_are_as_exact_as_on_cpus(
     stage: int, npus: RankPools, ranks: RankPools
 ) -> None:
     bf16 = {"bf16": {"enabled": True}, "gradient_allreduce_op": "sum" if stage < 3 else "mean"}

@@ -117,7 +117,7 @@ def _all_kinds() -> list[str]:
     return [wait.what for wait in found]
 
 
-def test_what_is_a_wait(npus: RankPools) -> None:
+def test_kinds_of_waits(npus: RankPools) -> None:
     assert npus(1).run(_all_kinds) == [
         [
             "aten::_local_scalar_dense",

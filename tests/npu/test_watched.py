@@ -84,7 +84,7 @@ def _told_of_waits() -> list[str]:
     return lines
 
 
-def test_the_host_says_what_it_waits_for(npus: RankPools) -> None:
+def test_the_host_reports_its_waits(npus: RankPools) -> None:
     npus(2).close()  # ranks that have a watchdog of their own would answer beside this one
     waiting, _ = npus(2).run(_told_of_waits)
     npus(2).close()

@@ -41,7 +41,7 @@ def test_adam_has_no_decay_by_default():
     assert group["weight_decay"] == torch.optim.AdamW(parameters()).defaults["weight_decay"]
 
 
-def test_switches_of_other_implementations_are_no_arguments():
+def test_switches_of_other_implementations_are_not_arguments():
     params = {"torch_adam": True, "bias_correction": True, "set_grad_none": True}
     assert type(build_optimizer("AdamW", params, parameters())) is torch.optim.AdamW
 

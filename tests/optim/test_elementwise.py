@@ -262,7 +262,7 @@ def test_state_is_kept_in_its_own_dtype(name, accumulate, master, state):
     assert_close(found, exact, 2**-7, 0.01)
 
 
-def test_fp32_moments_beside_a_bf16_master_keep_more_digits():
+def test_fp32_moments_with_a_bf16_master_keep_more_digits():
     """Second moments of tiny gradients vanish in bf16's rounding, but not in fp32."""
     found = {}
     for state in (BF16, F32):

@@ -333,7 +333,7 @@ def dtypes_of_state(section: dict[str, Any], changes: dict[str, Any]) -> set[str
     "optimizer.params{type=Lion}.fp32_optimizer_states",
     "optimizer.params{type=Adagrad}.fp32_optimizer_states",
 )
-def test_state_beside_16_bit_masters_is_fp32_unless_refused(ranks: RankPools) -> None:
+def test_state_of_16_bit_masters_is_fp32_unless_refused(ranks: RankPools) -> None:
     coarse = {"amp": {"enabled": True, "opt_level": "O3", "loss_scale": 1.0}}
     pool = ranks(1)
     for kind in ("AdamW", "Lion", "Adagrad"):
@@ -378,7 +378,7 @@ def go_on(section: dict[str, Any], stage: int, folder: str) -> bool:
     ],
     ids=lambda section: section["type"],
 )
-def test_training_goes_on_bit_for_bit(
+def test_training_resumes_bit_for_bit(
     section: dict[str, Any], ranks: RankPools, tmp_path: Path
 ) -> None:
     for stage in (0, 3):

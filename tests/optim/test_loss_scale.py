@@ -77,7 +77,7 @@ def test_a_ceiling_is_not_passed():
     assert trace(dynamic(4, 1, 1, 1, maximum=20), ".....")[0] == [4, 8, 16, 20, 20]
 
 
-def test_the_error_at_the_floor_says_what_to_do():
+def test_the_error_at_the_floor_names_the_remedy():
     with pytest.raises(LossScaleError, match="train in bf16, lower the learning rate"):
         trace(dynamic(1, 3, 1, 1), "O")
 

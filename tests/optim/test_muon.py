@@ -318,7 +318,7 @@ def go_on(stage: int, precision: dict[str, Any], folder: str) -> None:
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-def test_training_goes_on_from_a_checkpoint(
+def test_training_resumes_from_a_checkpoint(
     precision: dict[str, Any], ranks: RankPools, tmp_path: Path
 ) -> None:
     for stage in (0, 1, 3):

@@ -249,7 +249,7 @@ LISTS = [
 
 
 @pytest.mark.parametrize(("kind", "params", "points"), LISTS, ids=[kind for kind, *_ in LISTS])
-def test_a_list_gives_each_group_its_own(kind, params, points):
+def test_a_list_sets_a_value_per_group(kind, params, points):
     seen = played(kind, params, groups=2)
     assert {n: [rate for rate, _ in seen[n]] for n in points} == points
     with pytest.raises(OptimizerError, match="lists 2 values for 3 param groups"):

@@ -143,7 +143,7 @@ def clipped(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_clipping_goes_by_the_mean_square_of_all_norms(ranks: RankPools, kind: str):
+def test_clipping_uses_the_mean_square_of_all_norms(ranks: RankPools, kind: str):
     ranks(2).run(clipped, kind)
 
 
@@ -388,7 +388,7 @@ def at_a_rate_of_zero() -> None:
     assert not apart(engine)
 
 
-def test_a_learning_rate_of_zero_is_no_division_by_zero(ranks: RankPools):
+def test_a_learning_rate_of_zero_does_not_divide_by_zero(ranks: RankPools):
     ranks(2).run(at_a_rate_of_zero)
 
 
@@ -441,7 +441,7 @@ def gone_on(kind: str, precision: str, folder: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_bit_for_bit(ranks: RankPools, kind: str, precision: str, tmp_path: Path):
+def test_training_resumes_bit_for_bit(ranks: RankPools, kind: str, precision: str, tmp_path: Path):
     ranks(2).run(gone_on, kind, precision, str(tmp_path))
 
 

@@ -272,5 +272,5 @@ def go_on_from_state(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_an_optimizer_that_has_stepped_goes_on(stage: int, ranks: RankPools) -> None:
+def test_an_optimizer_that_has_stepped_continues(stage: int, ranks: RankPools) -> None:
     ranks(2).run(go_on_from_state, stage)

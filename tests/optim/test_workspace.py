@@ -77,7 +77,7 @@ def test_gradients_that_are_not_scaled_are_not_rewritten(
     assert bool((gradient == multiplier).all())
 
 
-def test_norms_of_rows_are_the_same_whatever_the_threads() -> None:
+def test_norms_of_rows_are_the_same_with_any_threads() -> None:
     values = torch.rand(NUMEL, generator=torch.Generator().manual_seed(0)).bfloat16()
     found = []
     for threads in (1, 2, 3):

@@ -186,7 +186,7 @@ def refuse() -> None:
             engine.train_batch(iter([given] * MICRO))
 
 
-def test_what_cannot_be_cut_is_refused(ranks: RankPools) -> None:
+def test_models_that_cannot_be_cut_are_refused(ranks: RankPools) -> None:
     ranks(2).run(refuse)
 
 

@@ -57,7 +57,7 @@ def test_gradients_are_the_same(recompute: bool, dtype: torch.dtype) -> None:
             torch.testing.assert_close(seen, expected.grad, rtol=0, atol=0)
 
 
-def test_what_cannot_be_put_off_is_computed_at_once() -> None:
+def test_undeferrable_gradients_are_computed_at_once() -> None:
     layer, value = nn.Linear(4, 4), torch.randn(2, 4)
     later = LaterWeights(nn.Sequential(layer))
     with torch.autocast("cpu", torch.bfloat16):

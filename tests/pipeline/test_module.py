@@ -137,7 +137,7 @@ def test_a_grid_without_a_topology(ranks: RankPools) -> None:
     assert ranks(4).run(default_grid) == [(2, 2)] * 4
 
 
-def test_layers_are_cut_by_what_is_said() -> None:
+def test_layers_are_cut_by_the_partition_method() -> None:
     layers = [LayerSpec(nn.Linear, 4, 4), torch.tanh, LayerSpec(nn.LayerNorm, 4), torch.relu]
     assert cut(layers, 2, "Uniform") == [0, 2, 4]
     assert cut(layers, 2, "parameters") == [0, 2, 4]
@@ -164,6 +164,6 @@ def refused(options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_is_refused(ranks: RankPools) -> None:
+def test_impossible_arguments_are_refused(ranks: RankPools) -> None:
     assert "num_stages= or topology=" in ranks(1).run(refused, {})[0]
     assert "must divide" in ranks(1).run(refused, {"num_stages": 2})[0]

@@ -47,7 +47,7 @@ def test_places_are_found_by_some_of_their_axes() -> None:
     assert grid.filter_match(pipe=0, data=1) == given["filter_pipe0_data1"]
 
 
-def test_what_is_not_there_is_an_error() -> None:
+def test_missing_items_are_an_error() -> None:
     grid = PipeDataParallelTopology(2, 3)
     with pytest.raises(ValueError, match=r"each of the axes \['pipe', 'data'\]"):
         grid.get_rank(pipe=0)
@@ -57,5 +57,5 @@ def test_what_is_not_there_is_an_error() -> None:
         grid.get_coord(6)
     with pytest.raises(UsageError, match="at least 1"):
         PipeDataParallelTopology(2, 0)
-    with pytest.raises(UsageError, match="different names"):
+    with pytest.raises(UsageError, match="distinct names"):
         ProcessTopology(["x", "x"], [2, 2])

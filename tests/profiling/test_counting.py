@@ -110,7 +110,7 @@ def test_forward_and_backward_take_six_operations_a_weight_and_token():
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 5), st.integers(1, 6), st.integers(1, 4)
 )
-def test_attention_is_counted_whatever_its_shapes(batch, groups, length, keys, width):
+def test_attention_of_any_shape_is_counted(batch, groups, length, keys, width):
     """Queries may share keys: two products of each query with each key, of 8 and `width`."""
     query = torch.randn(batch, 2 * groups, length, 8, requires_grad=True)
     key, value = torch.randn(batch, groups, keys, 8), torch.randn(batch, groups, keys, 8 * width)
@@ -157,7 +157,7 @@ def test_elementwise_layers_cost_a_few_operations_an_element(act, each):
     assert counted(act, torch.ones(2, 3, 8)).forward == Count(0, 48 * each)
 
 
-def test_what_runs_twice_counts_twice_and_nothing_is_left_behind():
+def test_repeated_forwards_count_twice_and_leave_no_hooks():
     layer = nn.Linear(4, 4)
     counter = counted(lambda: layer(layer(torch.ones(1, 4))))
     assert counter.forward.flops == 64

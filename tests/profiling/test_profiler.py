@@ -41,7 +41,7 @@ def profiled_by_all(stage: int, keys: dict[str, Any]) -> Profile | None:
 
 @pytest.mark.claims(NAME, f"{NAME}.enabled", f"{NAME}.profile_step", f"{NAME}.output_file")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_stage_and_number_of_micro_steps_is_counted_alike(
+def test_every_stage_and_number_of_micro_steps_has_the_same_counts(
     ranks: RankPools, stage: int, tmp_path: Path
 ) -> None:
     """At stage 3 parameters are whole in the report, and each layer counts once."""
@@ -81,7 +81,7 @@ def alone(tmp_path: Path, **keys: Any) -> str:
     f"{NAME}.detailed",
     f"{NAME}.recompute_fwd_factor",
 )
-def test_the_report_has_what_the_keys_ask_for(tmp_path: Path) -> None:
+def test_the_report_follows_the_keys(tmp_path: Path) -> None:
     text = alone(tmp_path)
     figures = dict(re.findall(r"^ *([^:\n]+): {2,}(.+)$", text, re.MULTILINE))
     assert "Profile Summary at step 1:" in text
@@ -144,7 +144,7 @@ def test_a_program_that_just_ends_gets_its_report(tmp_path: Path) -> None:
     assert done.stdout.count("Profile Summary at step 1:") == 1
 
 
-def test_a_run_that_goes_on_after_the_step_says_that_nothing_is_profiled(caplog, tmp_path):
+def test_a_run_resumed_after_the_step_logs_that_nothing_is_profiled(caplog, tmp_path):
     engine = engine_of(0)
     train(engine, range(2))
     engine.save_checkpoint(tmp_path)

@@ -179,7 +179,7 @@ def _misfit(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("size", r"size is 3, and there are 2 ranks; expected a divisor .*: \[2\]"),
+        ("size", r"size is 3, but there are 2 ranks; expected a divisor .*: \[2\]"),
         ("heads", "1 attention heads cannot be distributed over the 2 ranks"),
         ("shapes", r"shapes \(1, 2, 4, 4\), \(1, 1, 4, 4\)"),
         ("groups", "4 heads of queries cannot share 3 heads of keys"),
@@ -187,7 +187,7 @@ def _misfit(kind: str) -> None:
         ("one", "cannot be split over 2 ranks along dimension 2"),
     ],
 )
-def test_what_does_not_fit_is_an_error(kind: str, message: str, ranks: RankPools) -> None:
+def test_mismatched_shapes_are_an_error(kind: str, message: str, ranks: RankPools) -> None:
     for error in ranks(2).raises(_misfit, kind):
         assert isinstance(error, SequenceError)
         with pytest.raises(SequenceError, match=message):

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_techniques_train_alike(tmp_path: Path) -> None:
+def test_techniques_train_identically(tmp_path: Path) -> None:
     techniques = ["nothing", "checkpointing and tiles", "ring attention, 2 ranks"]
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.svg"
     words = ["--lengths", "128,256", "--techniques", ";".join(techniques)]

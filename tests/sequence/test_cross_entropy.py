@@ -110,13 +110,13 @@ def test_a_linear_cross_entropy_under_autocast() -> None:
     torch.testing.assert_close(list(found), list(expected), rtol=0.05, atol=5e-3)
 
 
-def test_no_target_is_no_loss() -> None:
+def test_no_target_means_no_loss() -> None:
     hidden, weight, _, target = inputs()
     loss = linear_cross_entropy(hidden, weight, target.fill_(-100))
     assert loss == 0 and not torch.autograd.grad(loss, weight)[0].any()
 
 
-def test_only_what_needs_a_gradient_gets_one() -> None:
+def test_only_tensors_that_require_a_gradient_get_one() -> None:
     hidden, weight, _, target = inputs()
     frozen = weight.detach()
     (found,) = torch.autograd.grad(linear_cross_entropy(hidden, frozen, target), (hidden,))
@@ -255,7 +255,7 @@ def _train(stage: int, linear: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_linear_cross_entropy_trains_alike(stage: int, ranks: RankPools) -> None:
+def test_a_linear_cross_entropy_trains_identically(stage: int, ranks: RankPools) -> None:
     whole, few = ranks(2).run(_train, stage, False), ranks(2).run(_train, stage, True)
     assert few[0] == pytest.approx(whole[0], abs=2e-6)
 
@@ -279,7 +279,7 @@ def test_a_rank_without_columns_is_an_error(ranks: RankPools) -> None:
     ranks(2).run(_without_columns)
 
 
-def test_what_does_not_fit_is_an_error() -> None:
+def test_mismatched_shapes_are_an_error() -> None:
     with pytest.raises(SequenceError, match="rank 0 of 1 has no columns"):
         vocab_parallel_cross_entropy(torch.zeros(2, 0), torch.zeros(2, dtype=torch.int64))
     hidden, weight, _, target = inputs()
@@ -287,7 +287,7 @@ def test_what_does_not_fit_is_an_error() -> None:
         linear_cross_entropy(hidden, weight.t(), target)
     with pytest.raises(SequenceError, match="reduction is 'all'"):
         linear_cross_entropy(hidden, weight, target, reduction="all")
-    with pytest.raises(SequenceError, match=r"need targets of shape \(2, 5\), and got \(5,\)"):
+    with pytest.raises(SequenceError, match=r"need targets of shape \(2, 5\), but got \(5,\)"):
         vocab_parallel_cross_entropy(torch.zeros(2, 5, WORDS), target[0])
     for wrong, message in (
         (

@@ -131,7 +131,7 @@ def _alike(name: str, kind: str) -> None:
         ("no positions", "packed", 2),
     ],
 )
-def test_slices_give_what_whole_sequences_do(
+def test_slices_compute_the_same_as_whole_sequences(
     name: str, kind: str, world: int, ranks: RankPools
 ) -> None:
     ranks(world).run(_alike, name, kind)
@@ -190,18 +190,18 @@ def _refused(kind: str) -> None:
     ("kind", "message"),
     [
         ("plain model", "Linear has no config._attn_implementation.*DistributedAttention"),
-        ("other attention", "uses the attention 'sdpa', and 'flash_attention_2' was requested"),
-        ("unknown", "'sdpaa' is no attention of transformers; expected one of .*sdpa"),
+        ("other attention", "uses the attention 'sdpa', but 'flash_attention_2' was requested"),
+        ("unknown", "'sdpaa' is not an attention of transformers; expected one of .*sdpa"),
         ("length", r"seq_length is 7; sequences of a fixed length need one that .* \(2\) divides"),
-        ("other length", "got 6 positions on this rank, .* said to have 5"),
-        ("ranks", "size is 4, and there are 2 ranks"),
+        ("other length", "got 6 positions on this rank, .* implies 5"),
+        ("ranks", "size is 4, but there are 2 ranks"),
         ("chunks", "layers of chunked_attention are not built"),
         ("cache", "attends from 6 positions to 5"),
         ("bias", "adds a bias between positions"),
         ("positions", "got no position_ids"),
     ],
 )
-def test_what_cannot_be_distributed_is_an_error(kind: str, message: str, ranks: RankPools) -> None:
+def test_unsupported_attention_is_an_error(kind: str, message: str, ranks: RankPools) -> None:
     for error in ranks(2).raises(_refused, kind):
         assert isinstance(error, SequenceError), error
         with pytest.raises(SequenceError, match=message):

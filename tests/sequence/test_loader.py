@@ -99,11 +99,11 @@ def _told() -> list[bool]:
     return [loader.end_of_dataloader for _ in adapter(loader)]  # type: ignore[arg-type]
 
 
-def test_the_end_is_told_with_the_last_slice(ranks: RankPools) -> None:
+def test_the_end_is_announced_with_the_last_slice(ranks: RankPools) -> None:
     assert ranks(2).run(_told) == [[False, False, True]] * 2
 
 
-def test_padding_is_no_target_and_continues_positions() -> None:
+def test_padding_is_not_a_target_and_continues_positions() -> None:
     batch = sequences(1, 5) | {"attention_mask": torch.ones(1, 5, dtype=torch.long)}
     found = padded(batch, 4)
     assert "labels" not in found
@@ -131,7 +131,7 @@ def _bad(name: str) -> None:
     ("name", "message"),
     [
         ("positions", "rank 1: a batch with .* has no position_ids"),
-        ("length", r"vectors has the shape \(1, 3, 3\), and the batch's sequences 4 positions"),
+        ("length", r"vectors has the shape \(1, 3, 3\), but the batch's sequences 4 positions"),
         ("kind", "a batch is a list; expected a mapping"),
         ("tokens", "has neither input_ids nor inputs_embeds"),
     ],

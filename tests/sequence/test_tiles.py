@@ -209,7 +209,7 @@ def _train(stage: int, tiles: int, **keys: Any) -> tuple[list[float], list[float
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_tiles_train_alike_at_every_stage(stage: int, ranks: RankPools) -> None:
+def test_tiles_train_identically_at_every_stage(stage: int, ranks: RankPools) -> None:
     whole, tiled = ranks(2).run(_train, stage, 0), ranks(2).run(_train, stage, 3)
     for one, other in zip(whole, tiled, strict=True):
         assert other[0] == pytest.approx(one[0], abs=2e-6)
@@ -238,7 +238,7 @@ def test_tiles_under_a_loss_scale(stage: int, ranks: RankPools) -> None:
         (lambda m, x, y: TiledMLP.apply(mlp, m, x[0, 0], 2), r"shape \(6,\); expected \[batch"),
         (
             lambda m, x, y: TiledFusedLogitsLoss.apply(loss_of, m, x, y[:, 1:], None, 2),
-            r"y has the shape \(2, 6\), and x \(2, 7, 6\)",
+            r"y has the shape \(2, 6\), but x \(2, 7, 6\)",
         ),
         (
             lambda m, x, y: TiledFusedLogitsLoss.apply(loss_of, m, x, y, y[:1], 2),
@@ -267,7 +267,7 @@ def test_tiles_under_a_loss_scale(stage: int, ranks: RankPools) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_an_error(
+def test_mismatched_shapes_are_an_error(
     call: Callable[[nn.Module, Tensor, Tensor], Any], message: str
 ) -> None:
     with pytest.raises(SequenceError, match=message):

@@ -315,12 +315,14 @@ def _refused(kind: str) -> None:
         ("mask", r"attention_mask has the shape \(2, 1, 11, 11\); expected \[batch, length\]"),
         ("left", r"attention_mask of sample 1 masks .* before .*padding_side = 'right'"),
         ("nothing", "got no input_ids or inputs_embeds"),
-        ("other", r"ranks 0 and 1 share sequences and got different ones .*ParallelismConfig"),
+        ("other", r"ranks 0 and 1 share sequences but got different ones .*ParallelismConfig"),
         ("longer", r"different ones \(of shapes \(2, 11\) and \(2, 12\)\)"),
         ("lengths", r"shift_labels has the shape \(2, 10\)"),
     ],
 )
-def test_what_cannot_be_split_is_an_error(kind: str, message: str, ranks: RankPools) -> None:
+def test_batches_that_cannot_be_split_are_an_error(
+    kind: str, message: str, ranks: RankPools
+) -> None:
     for error in ranks(2).raises(_refused, kind):
         assert isinstance(error, SequenceError), error
         with pytest.raises(SequenceError, match=message):
@@ -353,7 +355,7 @@ def _models_of_a_program() -> None:
     assert _told(own) == []
 
 
-def test_a_model_whose_sequences_only_the_program_can_split_is_told(ranks: RankPools) -> None:
+def test_a_model_whose_sequences_only_the_program_can_split_is_refused(ranks: RankPools) -> None:
     ranks(2).run(_models_of_a_program)
 
 

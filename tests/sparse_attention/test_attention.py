@@ -418,7 +418,7 @@ class Wrong(SparsityConfig):
         return torch.ones(2, 3, 3)
 
 
-def test_bad_input_is_refused_by_name():
+def test_bad_input_is_refused_with_its_name():
     module = SparseSelfAttention(max_seq_length=64)
     query, key, value = operands_of()
     with pytest.raises(NotImplementedError, match="SparseSelfAttention is for self-attention"):
@@ -441,7 +441,7 @@ def test_bad_input_is_refused_by_name():
         module(query.long(), key.long(), value.long())
     with pytest.raises(ModelError, match=r"sparsity_config is a dict; .*from_config"):
         SparseSelfAttention({"mode": "fixed"})
-    with pytest.raises(ModelError, match="num_heads is '4'; give 1 or more"):
+    with pytest.raises(ModelError, match="num_heads is '4'; expected 1 or more"):
         FixedSparsityConfig(num_heads="4")
     with pytest.raises(ModelError, match=r"Wrong.make_layout\(64\) .* \(2, 3, 3\); expected"):
         SparseSelfAttention(Wrong(num_heads=2), max_seq_length=64)

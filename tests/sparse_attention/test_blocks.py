@@ -76,7 +76,7 @@ def test_a_softmax(mode):
     agree(dense(found), expected, (x, rpe))
 
 
-def test_what_does_not_fit_is_refused():
+def test_mismatches_are_refused():
     with pytest.raises(NotImplementedError, match='mode is \'ddd\'; choose "sdd", "dsd" or "dds"'):
         MatMul(LAYOUT, BLOCK, "ddd")
     x = drawn(1, int(LAYOUT.sum()), BLOCK, BLOCK)

@@ -54,7 +54,7 @@ def test_a_layout_is_exactly_deepspeeds(case):
 
 
 @pytest.mark.parametrize("case", BAD, ids=name_of)
-def test_what_does_not_fit_is_refused_as_there(case):
+def test_mismatches_are_refused_as_in_deepspeed(case):
     # DeepSpeed's error of an empty list is an accident of its loop.
     kind = {"NotImplementedError": NotImplementedError}.get(case["error"], ValueError)
     with pytest.raises(kind) as caught:

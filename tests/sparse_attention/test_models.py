@@ -95,7 +95,7 @@ def test_a_dense_pattern_is_the_models_own_attention(make, padded):
 
 
 @pytest.mark.parametrize("make", [llama, bert])
-def test_the_pattern_decides_what_is_seen(make):
+def test_the_pattern_decides_which_tokens_are_seen(make):
     model, ids = use_sparse_attention(make(), WINDOW), tokens(64, batch=1)
     changed = ids.clone()
     changed[0, 20] = 63 - ids[0, 20]  # block 2, which is in the windows of 1, 2 and 3
@@ -134,7 +134,7 @@ def test_the_pattern_is_saved_with_the_model(tmp_path):
 @pytest.mark.claims("sparse_attention", "sparse_attention.mode")
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("make", [llama, bert])
-def test_initialize_gives_the_pattern_of_the_json(make, stage):
+def test_initialize_sets_the_pattern_of_the_json(make, stage):
     section = {"mode": "fixed", "block": 8, "num_local_blocks": 2}
     config = {
         "train_batch_size": 2,
@@ -157,7 +157,7 @@ def test_initialize_gives_the_pattern_of_the_json(make, stage):
     assert losses[2] < losses[0]
 
 
-def test_generation_sees_what_one_forward_sees():
+def test_generation_matches_one_forward():
     model = use_sparse_attention(llama(), WINDOW).eval()
     ids, mask = tokens(41), padding(41, 41, 30, left=True)
     out = model.generate(
@@ -183,7 +183,7 @@ def test_a_short_prompt_has_fewer_blocks_than_a_window():
     torch.testing.assert_close(found, llama()(tokens(20)).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_a_section_that_nothing_reads_is_told(caplog):
+def test_a_section_that_nothing_reads_is_reported(caplog):
     model = nn.Linear(2, 2)
     with caplog.at_level("INFO", logger="hadal"):
         give_pattern(
@@ -208,7 +208,7 @@ def test_packed_sequences_stay_apart():
     torch.testing.assert_close(found[:, 16:], alone, rtol=1e-4, atol=1e-5)
 
 
-def test_what_cannot_be_done_is_said():
+def test_impossible_requests_are_reported():
     with pytest.raises(
         ModelError, match=r"Linear has no choice of attention functions.*SparseSelf"
     ):
@@ -220,7 +220,7 @@ def test_what_cannot_be_done_is_said():
     ):
         use_sparse_attention(llama())(tokens(16))
     dropping = use_sparse_attention(llama(attention_dropout=0.1), WINDOW).train()
-    with pytest.raises(UsageError, match=r"no dropout, and LlamaAttention asks for 0\.1; set"):
+    with pytest.raises(UsageError, match=r"no dropout, but LlamaAttention requests 0\.1; set"):
         dropping(tokens(16))
 
 

@@ -112,7 +112,7 @@ def test_a_program_finds_the_mode_and_the_keys_of_that_mode(mode, names):
     assert get_sparse_attention_config(DeepSpeedConfig(source)) == {"mode": mode, **found}
 
 
-def test_the_section_is_read_from_whatever_holds_it(tmp_path):
+def test_the_section_is_read_from_any_source(tmp_path):
     source = {"train_batch_size": 1, "sparse_attention": {"mode": "bigbird", "block": 8}}
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps({**source, "train_batch_size": "auto"}))  # as a trainer fills it in
@@ -134,7 +134,7 @@ def test_the_section_is_read_from_whatever_holds_it(tmp_path):
         from_config({"mode": "fixed", "blok": 8}, 2)
 
 
-def test_keys_of_other_modes_are_told():
+def test_keys_of_other_modes_are_reported():
     source = {"mode": "bslongformer", "num_local_blocks": 8, "num_random_blocks": 2}
     (note,) = load_config({"train_batch_size": 1, "sparse_attention": source}).notes
     assert "sparse_attention.num_local_blocks" in note

@@ -45,8 +45,8 @@ def test_a_dimension_may_be_several_fused_parts() -> None:
 @pytest.mark.parametrize(
     ("length", "shape", "dim", "told"),
     [
-        (25, (3, -1), 0, "25 rows are no 3 equal parts"),
-        (24, ((16, 4), -1), 0, "have 20 rows, and the weight 24"),
+        (25, (3, -1), 0, "25 rows do not split into 3 equal parts"),
+        (24, ((16, 4), -1), 0, "have 20 rows, but the weight 24"),
         (24, (0, -1), 0, "has an entry 0"),
         (24, ((16, 0, 8), -1), 0, "has an entry"),
         (24, (3, (4, 4)), 0, "lists parts in dimension 1, and dimension 0 is cut"),

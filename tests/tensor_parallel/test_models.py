@@ -85,7 +85,7 @@ def alike(kind: str, keys: dict[str, Any]) -> None:
     "tensor_parallel.tp_overlap_comm",
     "tensor_parallel.vocab_parallel_lm_head",
 )
-def test_slices_compute_what_one_process_does(
+def test_slices_compute_the_same_as_one_process(
     kind: str, world: int, keys: dict[str, Any], ranks: RankPools
 ) -> None:
     ranks(world).run(alike, kind, keys)

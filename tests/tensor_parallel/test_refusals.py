@@ -80,9 +80,9 @@ def test_a_column_without_its_row_is_an_error() -> None:
     assert [one.name for one in planned(COLUMN, ROW).layers] == [
         *("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down")
     ]
-    with pytest.raises(ModelError, match=r"cuts the outputs of blocks\.0\.up, and no row layer"):
+    with pytest.raises(ModelError, match=r"cuts the outputs of blocks\.0\.up, but no row layer"):
         planned(COLUMN)
-    with pytest.raises(ModelError, match=r"cuts the inputs of blocks\.0\.down, and no column"):
+    with pytest.raises(ModelError, match=r"cuts the inputs of blocks\.0\.down, but no column"):
         planned(ROW)
 
 
@@ -124,7 +124,7 @@ def test_a_preset_s_rules_come_after_the_program_s() -> None:
         "embedding_partition_dim",
     ],
 )
-def test_keys_of_inference_are_told_to_have_no_effect(key: str) -> None:
+def test_keys_of_inference_are_reported_as_without_effect(key: str) -> None:
     custom = {"layer_specs": [COLUMN, ROW]}
     if key in ("tp_size", "embedding_partition_dim"):
         config = config_of(2, partition_config={**custom, key: 2})
@@ -206,7 +206,7 @@ def test_a_world_that_is_not_divided_is_an_error() -> None:
         load_config(config_of(2), world_size=3)
 
 
-def test_a_batch_that_counts_copies_of_samples_is_told() -> None:
+def test_a_batch_that_counts_copies_of_samples_is_logged() -> None:
     config = {**config_of(2), "train_batch_size": 2 * 2 * 4, "gradient_accumulation_steps": 2}
     found = load_config(config, world_size=4)
     assert (found.train_batch_size, found.gradient_accumulation_steps) == (8, 2)
@@ -243,7 +243,7 @@ def refusals() -> None:
 
 
 @pytest.mark.claims("tensor_parallel", "tensor_parallel.autotp_size")
-def test_what_does_not_fit_is_refused(ranks: RankPools) -> None:
+def test_mismatches_are_refused(ranks: RankPools) -> None:
     ranks(2).run(refusals)
 
 

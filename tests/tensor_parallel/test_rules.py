@@ -70,7 +70,7 @@ def test_models_have_these_plans_and_rows(kind: str) -> None:
     # Releases of transformers also list layers under their full names, after these.
     assert list(plan_of(model).items())[: len(plan)] == list(plan.items())
     if isinstance(rows, str):
-        with pytest.raises(ModelError, match="'gpt2' is not cut without rules"):
+        with pytest.raises(ModelError, match="'gpt2' cannot be cut without rules"):
             row_layers(model)
     else:
         assert row_layers(model) == dict(rows)
@@ -86,7 +86,7 @@ def test_patterns_match_from_the_start_of_a_name() -> None:
     assert not typed.matches("x", None)
 
 
-def test_the_first_match_applies_and_contradictions_are_told() -> None:
+def test_the_first_match_applies_and_contradictions_are_logged() -> None:
     first, same, other = LayerRule(("a",), ROW), LayerRule(("a.*",), ROW), LayerRule((".*",))
     assert find_rules([first, same, other], "ab", None) == (first, [other])
     assert find_rules([first], "b", None) == (None, [])

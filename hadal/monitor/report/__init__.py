@@ -1,4 +1,4 @@
-"""One HTML page about a run, made from its `events.jsonl` alone."""
+"""One HTML page about a run, made from only its `events.jsonl`."""
 
 from hadal.monitor.report.journal import Journal, PageAtEnd, communication_lines
 from hadal.monitor.report.page import write_page

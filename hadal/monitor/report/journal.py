@@ -1,4 +1,4 @@
-"""Content of a report beside the scalars: warnings, checkpoints, memory, profile, communication.
+"""Other contents of a report: warnings, checkpoints, memory, profile, communication.
 
 Tests: tests/monitor/test_report.py
 """
@@ -21,14 +21,14 @@ _log = logging.getLogger(__name__)
 _house = logging.getLogger("hadal")
 
 Lines = Mapping[str, Callable[[Any], Mapping[str, Any] | None]]
-"""Functions by kind of line, called with the engine, or None if it was collected. A function
+"""Functions by kind of line, called with the engine (None if it was garbage-collected). A function
 returns None to leave the line out."""
 
 
 class Journal(Listener):
     """Appends lines to a run's `events.jsonl`, on rank 0.
 
-    Each line is one write at the end of the file, so it may come between two of the monitor's.
+    Each line is one write at the end of the file, so it may fall between two lines of the monitor.
 
     Args:
         path: the file.
@@ -49,7 +49,7 @@ class Journal(Listener):
         _house.addHandler(self._handler)
 
     def on_attach(self, engine: Any) -> None:
-        """Remember whom to ask."""
+        """Keep the engine."""
         self._engine = weakref.ref(engine)
 
     def after_update(self, update: Update) -> None:
@@ -60,7 +60,7 @@ class Journal(Listener):
         self._write(self._known)
 
     def after_save(self, folder: Any, seconds: float) -> None:
-        """Note the checkpoint."""
+        """Record the checkpoint."""
         self._append("checkpoint", {"path": str(folder), "step": self._updates, "seconds": seconds})
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Journal(Listener):
 
 
 class PageAtEnd(Listener):
-    """Writes the page of a run at its end, on rank 0. Comes after its writers."""
+    """Writes the page of a run at its end, on rank 0, after its writers."""
 
     name = "hadal.report.page"
 
@@ -113,7 +113,7 @@ class PageAtEnd(Listener):
 
 
 class _Warnings(logging.Handler):
-    """Hands on warnings and errors."""
+    """Appends warnings and errors."""
 
     def __init__(self, append: Callable[[str, Mapping[str, Any]], None]) -> None:
         super().__init__(logging.WARNING)
@@ -128,7 +128,7 @@ class _Warnings(logging.Handler):
 
 
 def communication_lines(rows: Sequence[Any]) -> Mapping[str, Any] | None:
-    """Return the rows of the log of collectives, the longest first; None if nothing was logged."""
+    """Return the rows of the communication log, the longest first; None if nothing was logged."""
     if not rows:
         return None
     ordered = sorted(rows, key=lambda row: -row.seconds)

@@ -1,4 +1,4 @@
-"""The page: figures, pictures and tables of a run, in one file without links to elsewhere.
+"""The page: figures, plots and tables of a run, in one self-contained file.
 
 Tests: tests/monitor/test_report.py
 """
@@ -19,10 +19,10 @@ _MOST_ROWS = 200
 
 
 def write_page(place: Path, output: Path | None = None) -> Path:
-    """Write the page of a run, beside its file unless `output` says where, and return its path.
+    """Write the page of a run, next to its file by default, and return its path.
 
     Raises:
-        UsageError: `place` is no run, or matplotlib is not installed.
+        UsageError: `place` is not a run, or matplotlib is not installed.
         OSError: the page cannot be written.
     """
     run = read_run(place)
@@ -91,7 +91,7 @@ def _median(values: Any) -> float:
 
 
 def _settings(run: RunRecord) -> list[tuple[str, str, str]]:
-    """Return path, value and origin of what is not a default, or all if no origins are known."""
+    """Return path, value and origin of each non-default value; of all if no origins are known."""
     values = dict(_flat(run.description["config"]))
     origins = run.description.get("origins") or {}
     names = origins or values
@@ -109,7 +109,7 @@ def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
 
 
 def _modules(run: RunRecord) -> list[dict[str, Any]]:
-    """Return the profiled modules in order, each with its depth and shares of the whole."""
+    """Return the profiled modules in order, each with its depth and fractions of the whole."""
     if run.profile is None:
         return []
     root = run.profile["modules"]

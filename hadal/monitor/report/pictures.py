@@ -1,4 +1,4 @@
-"""The pictures of a report: SVG that takes its text colour from the page, light or dark.
+"""The plots of a report: SVG whose text colour follows the page, light or dark.
 
 Tests: tests/monitor/test_report.py
 """
@@ -15,12 +15,12 @@ import numpy as np
 from hadal.errors import UsageError
 from hadal.monitor.report.run import RunRecord, Series, smoothed, thinned
 
-_TEXT = "#010203"  # stands for the page's text colour
+_TEXT = "#010203"  # placeholder for the page's text colour
 _COLOURS = ("#2a8cc0", "#e0823d", "#58a55c", "#b26ab2", "#8a8a8a", "#c0504d")
 
 
 def pictures_of(run: RunRecord) -> dict[str, str]:
-    """Return the pictures that the run has values for, by title.
+    """Return the plots for which the run has values, by title.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -61,7 +61,7 @@ def pictures_of(run: RunRecord) -> dict[str, str]:
 
 
 def _mfu(run: RunRecord) -> Series | None:
-    """Return the utilisation of each update, by the profiled one's operations."""
+    """Return the utilisation of each update, from the profiled update's operations."""
     profile, rate = run.profile, run.series.get("samples_per_sec")
     if profile is None or rate is None or not profile.get("peak_flops_per_second"):
         return None
@@ -74,7 +74,9 @@ def _axes() -> tuple[Any, Any]:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise UsageError("a report has pictures: pip install matplotlib") from None
+        raise UsageError(
+            "a report needs matplotlib for its plots: pip install matplotlib"
+        ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -30,13 +30,13 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The known facts about a run. A killed run lacks its end, and no more."""
+    """The contents of a run's file. A killed run lacks only its last line."""
 
     path: Path
     starts: tuple[Mapping[str, Any], ...]
-    """The description at each start: the first one and those after it, which resumed."""
+    """The description at each start: the first one, then those of resumed runs."""
     series: Mapping[str, Series]
-    """Curves by name, without the prefix `Train/Samples/`; each update once, as trained last."""
+    """Curves by name, without the prefix `Train/Samples/`; a repeated update has its last value."""
     seconds: Values
     """The time of each update, in seconds since 1970."""
     profile: Mapping[str, Any] | None = None
@@ -49,7 +49,7 @@ class RunRecord:
     checkpoints: tuple[Mapping[str, Any], ...] = ()
     warnings: tuple[Mapping[str, Any], ...] = ()
     has_ended: bool = False
-    """True if the last start was closed in order."""
+    """True if the last run ended normally."""
     own: Mapping[str, Series] = field(default_factory=dict)
     """The program's own scalars, by samples."""
 
@@ -71,7 +71,7 @@ class RunRecord:
 
 
 def file_of(place: Path) -> Path:
-    """Return the file of a run: `place` itself, or the one in that folder.
+    """Return the file of a run: `place` itself, or the one in that directory.
 
     Raises:
         UsageError: there is none, or there are several below it.
@@ -79,13 +79,13 @@ def file_of(place: Path) -> Path:
     if place.is_file():
         return place
     if not place.is_dir():
-        raise UsageError(f"{place} does not exist; pass the folder of a run, which has {FILE}")
+        raise UsageError(f"{place} does not exist; pass the directory of a run, with {FILE}")
     found = [place / FILE] if (place / FILE).is_file() else sorted(place.glob(f"*/{FILE}"))
     if len(found) == 1:
         return found[0]
     if found:
         names = ", ".join(one.parent.name for one in found)
-        raise UsageError(f"{place} has several runs; pass the folder of one of them: {names}")
+        raise UsageError(f"{place} has several runs; pass the directory of one of them: {names}")
     raise UsageError(
         f'{place} has no {FILE}; train with "jsonl_monitor": {{"enabled": true}}, which writes it'
     )
@@ -95,7 +95,7 @@ def read_run(place: Path) -> RunRecord:
     """Read a run.
 
     Raises:
-        UsageError: `place` is neither a run's file nor a folder that has one.
+        UsageError: `place` is neither a run's file nor a directory that has one.
     """
     path = file_of(place)
     by_kind: dict[str, list[dict[str, Any]]] = {}
@@ -127,7 +127,7 @@ def _last(by_kind: Mapping[str, list[dict[str, Any]]], kind: str) -> dict[str, A
 
 
 def _last_of_each(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each update once: a run that was resumed trained some of them again."""
+    """Return each update once: a resumed run trained some of them again."""
     by_step: dict[int, dict[str, Any]] = {}
     for line in lines:
         by_step[int(line["step"])] = line
@@ -151,7 +151,7 @@ def _series(lines: Iterable[Mapping[str, Any]], axis: str) -> dict[str, Series]:
 
 
 def thinned(series: Series, most: int = 800) -> Series:
-    """At most about `most` points: the least and the greatest value of each group of steps."""
+    """Return at most about `most` points: the minimum and maximum of each group of steps."""
     count = series.values.size
     if count <= most:
         return series
@@ -164,7 +164,7 @@ def thinned(series: Series, most: int = 800) -> Series:
 
 
 def smoothed(values: Values, window: int) -> Values:
-    """Return the mean of each value and the finite ones before it, `window` at most."""
+    """Return the mean of each value and the finite ones before it, at most `window` values."""
     finite = np.isfinite(values)
     sums = np.cumsum(np.where(finite, values, 0.0))
     counts = np.cumsum(finite)
