@@ -1,4 +1,4 @@
-"""What every test may use: ranks; options that choose tests; what tests may take."""
+"""Fixtures of all tests: ranks; options that select tests; limits of tests."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ def _settle(request: Any, fds: list[int]) -> list[str]:
 
 
 def _become(args: list[str]) -> None:
-    """What `python ARGS` does, in a new `__main__`."""
+    """Do the same as `python ARGS`, in a new `__main__`."""
     import runpy
     import types
 

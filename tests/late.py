@@ -55,7 +55,7 @@ class Event:
 
 
 class Stream:
-    """What was started, in order. What arrives on the host is seen there after a wait of its."""
+    """The started work, in order. The host sees arriving values after a wait of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self.queue: list[_Copy | Event | None] = []
@@ -67,7 +67,7 @@ class Stream:
         streams.append(self)
 
     def follow_device(self) -> None:
-        """What this stand-in's device is given is done when it is given."""
+        """Work for this stand-in's device is done at once."""
 
     def follow(self, event: Event) -> None:
         event.hold(self)
@@ -82,7 +82,7 @@ class Stream:
         self.queue.append(_Copy(out, values))
 
     def free(self, values: Tensor) -> None:
-        """What is still to be copied from there is kept apart, as a device keeps it."""
+        """Keep pending copies separate, as a device does."""
         kept = values.clone()
         for place, entry in enumerate(self.queue):
             if isinstance(entry, _Copy) and entry.values is values:
@@ -94,7 +94,7 @@ class Stream:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """What a CPU is given is done at once, so that all before it must be."""
+        """Do a CPU's work at once, and therefore all earlier work."""
         if comm.get_world_size() > 1:  # alone there is no collective to be given
             self.run_to(len(self.queue))
         yield

@@ -1,4 +1,4 @@
-"""Times on a busy machine: what it adds are seconds, what a fault adds is a share of a time."""
+"""Times on a busy machine: load adds seconds, a fault adds a fraction of a time."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def paces(seconds: float) -> Iterator[float]:
 
 
 def holds_at_some_pace(check: Callable[[float], bool], seconds: float) -> bool:
-    """Whether a check of times, relative to the seconds it is given, holds with any of `paces`."""
+    """True if a check of times, relative to the given seconds, holds with any of `paces`."""
     return any(check(pace) for pace in paces(seconds))

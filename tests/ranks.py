@@ -85,7 +85,7 @@ class _Process:
         os.close(far_lifeline)
 
     def written(self, since: int = 0) -> str:
-        """What the rank has written to its standard output and error."""
+        """The rank's standard output and error."""
         nbytes = os.fstat(self.log.fileno()).st_size
         return os.pread(self.log.fileno(), nbytes - since, since).decode(errors="replace")
 
@@ -152,7 +152,7 @@ class RankPool:
     def raises(
         self, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT
     ) -> list[BaseException | None]:
-        """What `function(*args)` raises on each rank (None where it returns)."""
+        """The exception of `function(*args)` on each rank (None if it returns)."""
         return self.run(_caught, _address(function), args, timeout=timeout)
 
     def kill(self, rank: int) -> None:
@@ -212,7 +212,7 @@ class RankPool:
         raise RanksFailed(message, errors)
 
     def _is_sound(self) -> bool:
-        """Whether all ranks, after an exception, are alive and meet in the next collective."""
+        """True if all ranks, after an exception, are alive and meet in the next collective."""
         if self._checking:
             return False
         self._checking = True
@@ -261,7 +261,7 @@ class RankPools:
 
 
 def _address(function: Callable[..., Any]) -> tuple[str, str]:
-    """Where a rank finds the function: its module's name and its own."""
+    """The location of the function for a rank: its module's name and its own."""
     if "<" in function.__qualname__:
         raise TypeError(f"{function.__qualname__} cannot be imported; use a top-level function")
     return function.__module__, function.__qualname__

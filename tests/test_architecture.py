@@ -221,7 +221,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_exist(page: Path) -> None:
-    """What stands in backquotes and begins with a folder of this repository exists."""
+    """Every path in backquotes that begins with a folder of this repository exists."""
     named = r"`((?:hadal|tests|examples|benchmarks|docs)/[\w./-]*)`"
     for target in re.findall(named, page.read_text()):
         assert (ROOT / target).exists(), f"{page.name} names {target}"

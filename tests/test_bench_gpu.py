@@ -72,7 +72,7 @@ def test_without_a_gpu_it_prints_a_note() -> None:
 
 @pytest.mark.slow
 def test_it_measures_a_tiny_model_on_a_cpu(tmp_path: Path) -> None:
-    """By hand and at stage 3 on two ranks: the same losses, and every figure there is on a CPU."""
+    """The hand-written loop and stage 3 on two ranks: the same losses, and all figures of a CPU."""
     model = {"layers": LAYERS, "width": WIDTH, "vocabulary": VOCABULARY, "sequence": SEQUENCE}
     shape = [f"--{name}={value}" for name, value in model.items()]
     told = measured(

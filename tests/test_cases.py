@@ -55,7 +55,7 @@ def test_rare_tests_are_those_of_files_in_order() -> None:
 
 
 def test_a_rare_test_is_slow(request: pytest.FixtureRequest) -> None:
-    """Of this run's own tests, none that is listed has run without the mark."""
+    """None of the listed tests of this run has run without the mark."""
     for item in request.session.items:
         name = item.nodeid.removeprefix("tests/")
         if {name, name.partition("[")[0]} & rare_tests():

@@ -1,4 +1,4 @@
-"""The distribution that people install: its names, and what is in it."""
+"""The installed distribution: its names and contents."""
 
 from __future__ import annotations
 

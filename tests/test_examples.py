@@ -70,7 +70,7 @@ def run(script: Path, *arguments: str, processes: int, folder: Path) -> str:
 
 
 def processes_wanted(script: Path) -> int:
-    """How many processes an example's own first lines start."""
+    """The number of processes that an example's first lines start."""
     told = re.search(r"--(?:nproc_per_node=|num_accelerators )(\d+)", script.read_text())
     return int(told[1]) if told else 1
 

@@ -1,4 +1,4 @@
-"""A forked process is what an interpreter is that somebody has started with the same words."""
+"""A forked process equals an interpreter started with the same arguments."""
 
 from __future__ import annotations
 

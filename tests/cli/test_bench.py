@@ -1,4 +1,4 @@
-"""`hadal bench io`: what is measured, printed and written."""
+"""`hadal bench io`: measurements, output and files."""
 
 from __future__ import annotations
 

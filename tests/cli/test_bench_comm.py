@@ -1,4 +1,4 @@
-"""`hadal bench comm`: what is measured, shown and drawn; and `ds_bench`, which leads to it."""
+"""`hadal bench comm`: measurements, tables and plots; and `ds_bench`, which calls it."""
 
 from __future__ import annotations
 

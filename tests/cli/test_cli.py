@@ -31,7 +31,7 @@ def test_version(capsys):
 
 
 def test_a_closed_pipe_is_not_an_error(written):
-    """As of `hadal explain FILE --all | head -1`."""
+    """Simulates `hadal explain FILE --all | head -1`."""
     config = written({"train_batch_size": 1})
     command = f"{sys.executable} -m hadal explain {config} --all | head -1"
     run = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, check=True)

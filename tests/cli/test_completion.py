@@ -1,4 +1,4 @@
-"""`hadal completion`: each shell, where it is installed, completes what the parsers know."""
+"""`hadal completion`: each installed shell completes the parsers' options."""
 
 from __future__ import annotations
 

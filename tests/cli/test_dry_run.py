@@ -1,4 +1,4 @@
-"""`hadal run --dry-run`: what would be started where, and nothing is."""
+"""`hadal run --dry-run`: prints processes and hosts, and starts nothing."""
 
 from __future__ import annotations
 

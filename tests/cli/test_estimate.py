@@ -1,4 +1,4 @@
-"""`hadal estimate`: what is printed for a number of parameters, a model and a configuration."""
+"""`hadal estimate`: the output for a number of parameters, a model and a configuration."""
 
 from __future__ import annotations
 

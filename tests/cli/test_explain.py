@@ -1,4 +1,4 @@
-"""`hadal explain`: the values and their origins, and what `initialize` would refuse."""
+"""`hadal explain`: the values and their origins, and the refusals of `initialize`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hadal plot-schedule`: what is drawn, and what is told where nothing can be."""
+"""`hadal plot-schedule`: the plot, and the error if there is nothing to draw."""
 
 from __future__ import annotations
 

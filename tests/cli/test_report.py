@@ -1,4 +1,4 @@
-"""`hadal report`: what is here, and why something is not."""
+"""`hadal report`: available features, and the reasons for missing ones."""
 
 from __future__ import annotations
 

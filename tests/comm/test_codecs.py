@@ -1,4 +1,4 @@
-"""Codecs: how far values come back, whatever they are and however many."""
+"""Codecs: the error of decoded values, for any values in any number."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def there_and_back(codec: Codec, given: Tensor) -> Tensor:
 
 
 def steps_of(codec: Blockwise, given: Tensor) -> Tensor:
-    """How far apart neighbouring values of each element's block lie."""
+    """The distance of neighbouring values in each element's block."""
     missing = -given.numel() % codec.block_numel
     blocks = torch.nn.functional.pad(given.double(), (0, missing)).view(-1, codec.block_numel)
     steps = blocks.abs().amax(1) / codec.limit

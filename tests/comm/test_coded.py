@@ -1,4 +1,4 @@
-"""Coded gathers and reductions: the bytes that travel, and what every rank makes of them."""
+"""Coded gathers and reductions: the bytes on the wire, and the decoded values on every rank."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_rank_decodes_every_slice(
 
 
 def sum_at(codec: Blockwise, owner: int, places: range, values: dict[int, Tensor]) -> Tensor:
-    """What `owner` has: its own values as they are, and what the others have sent."""
+    """The values of `owner`: its own exact ones, and the received ones."""
     total = values[owner].float()
     for step in range(1, len(places)):
         other = places[(places.index(owner) + step) % len(places)]
@@ -164,7 +164,7 @@ def test_a_fault_comes_through_both_hops(ranks: RankPools) -> None:
 
 
 def feed_back() -> tuple[float, float]:
-    """How far the average of many sums of the same values is off, without and with feedback."""
+    """The error of the average of many sums of the same values, without and with feedback."""
     ranks = Ranks.world()
     inside, across = ranks.in_blocks(NODE)
     full = values_of(ranks.rank, 4 * 64)

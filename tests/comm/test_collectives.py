@@ -1,4 +1,4 @@
-"""Collectives against plain arithmetic on everybody's inputs, on one, two and three ranks."""
+"""Collectives against plain arithmetic on all ranks' inputs, on one, two and three ranks."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_objects_are_counted_as_pickled(ranks: RankPools) -> None:
 
 
 def mechanism(way: str) -> None:
-    """What the log says has left this rank is what was given to the raw calls."""
+    """The bytes that the log records as sent equal those of the raw calls."""
     ranks = Ranks.world()
     full, out = torch.randn(8 * ranks.size), torch.empty(8)
     half, mean = torch.bfloat16, Factors.of_mean(ranks.size)

@@ -1,4 +1,4 @@
-"""`hadal.comm`: what torch's functions of the same names do, and how they name their faults."""
+"""`hadal.comm`: the results of torch's functions of the same names, and labelled errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def filled(value: float, numel: int = 2) -> torch.Tensor:
 
 
 def results() -> dict[str, Any]:
-    """What each function leaves on this rank, of values that are the rank's number + 1."""
+    """The result of each function on this rank, for values equal to the rank's number + 1."""
     warnings.simplefilter("error")
     rank, size = comm.get_rank(), comm.get_world_size()
     own = rank + 1

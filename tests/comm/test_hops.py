@@ -36,7 +36,7 @@ def test_blocks_and_rows(ranks: RankPools) -> None:
 
 
 def started(number: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Pending]:
-    """What a gather fills, what it will hold, and the gather: some in hops, some inside only."""
+    """Buffers of gathers, their expected values, and the gathers, in hops or only inside."""
     world = Ranks.world()
     inside, across = world.in_blocks(BLOCK)
     is_wide = number % 3 != 0

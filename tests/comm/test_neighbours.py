@@ -110,7 +110,7 @@ def test_more_messages_than_a_socket_holds_wait_for_their_turn(ranks: RankPools)
 
 
 def both_ways(dtype: torch.dtype) -> list[bool]:
-    """What collectives give with neighbours, and with the backend's sends."""
+    """The results of collectives with neighbours, and with the backend's sends."""
     ranks = Ranks.world()
     through = []
     for circle in (ranks.circle, Circle()):
@@ -171,7 +171,7 @@ def test_a_tensor_of_another_length_is_reported_at_both_ends(ranks: RankPools) -
 
 
 def child_begins_anew() -> list[bool]:
-    """What a forked process has of its parent's connections, and whether the parent keeps them."""
+    """The connections that a forked process inherits, and those that its parent keeps."""
     ranks = Ranks.world()
     before = neighbours._office()
     reading, writing = os.pipe()

@@ -29,7 +29,7 @@ def test_each_rank_calls_on_the_others_in_its_own_order(ranks: RankPools) -> Non
 
 
 def use_and_end() -> list[bool]:
-    """Whether the groups are gone once they were used and destroyed."""
+    """True if the groups are gone after they were used and destroyed."""
     group = dist.new_group([0, 1])
     assert isinstance(group, dist.ProcessGroup)
     block, row = (one.group for one in Ranks.of(group).in_blocks(2))
@@ -47,7 +47,7 @@ def test_a_group_that_was_destroyed_is_gone(ranks: RankPools) -> None:
 
 
 def make_apart_again() -> list[str]:
-    """What groups of all ranks are called that were made one after another was destroyed."""
+    """The names of groups of all ranks, each created after the previous one was destroyed."""
     names = []
     for _ in range(3):
         group = Ranks.world().apart().group

@@ -1,4 +1,4 @@
-"""Signs with a scale: what is decoded, how far it is from what was encoded, and its bytes."""
+"""Signs with a scale: the decoded values, their error, and their bytes."""
 
 from __future__ import annotations
 

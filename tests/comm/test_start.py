@@ -1,4 +1,4 @@
-"""Where a process finds its place: the variables of each launcher."""
+"""The rank of a process, from the variables of each launcher."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_processes_meet_by_url_and_a_single_one_needs_no_other(tmp_path: Path):
 
 
 def in_one_room(identities: list[str], name: str) -> None:
-    """What this rank is told if the ranks of this host compute on these devices."""
+    """The error on this rank if the ranks of this host compute on these devices."""
     rank = dist.get_rank()
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     with patch("hadal.comm.start.device_identity", lambda _: identities[rank]):

@@ -1,4 +1,4 @@
-"""A rank that waits too long says for whom, for what and since when."""
+"""A rank that waits too long reports the missing rank, the operation and the duration."""
 
 from __future__ import annotations
 

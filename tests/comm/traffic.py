@@ -1,4 +1,4 @@
-"""What is given to torch's raw calls: their names and bytes."""
+"""Records torch's raw calls: their names and bytes."""
 
 from __future__ import annotations
 

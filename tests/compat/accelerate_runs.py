@@ -59,7 +59,7 @@ def rate(step: int) -> float:
 
 
 def plain() -> dict[str, Any]:
-    """What one process of torch gives for all ranks' batches together."""
+    """The results of one process of torch on all ranks' batches together."""
     model = net()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)

@@ -1,4 +1,4 @@
-"""How the ranks of a pool come to run programs written for DeepSpeed."""
+"""Prepares the ranks of a pool to run programs written for DeepSpeed."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def run(folder: Path, stage: int | None) -> dict[str, Any]:
 
 
 def _value_of_one_file(folder: Path) -> float:
-    """What all samples cost, with the weights as Lightning's own tool puts them into one file.
+    """The loss of all samples, with the weights that Lightning's own tool writes into one file.
 
     In its file stands what Lightning had given to be saved too.
     """

@@ -1,4 +1,4 @@
-"""The helpers of deepspeed.compression: DeepSpeed's values, and a remedy for what is elsewhere."""
+"""The helpers of deepspeed.compression: DeepSpeed's values, and a remedy for moved names."""
 
 from __future__ import annotations
 

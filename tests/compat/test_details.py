@@ -1,4 +1,4 @@
-"""Details that programs look at, beside what the commonest ones need."""
+"""Details that some programs use, beyond those of the most common ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`deepspeed.elasticity.compute_elastic_config`: the worked examples, and what is refused."""
+"""`deepspeed.elasticity.compute_elastic_config`: the worked examples, and refusals."""
 
 from __future__ import annotations
 

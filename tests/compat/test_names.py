@@ -1,4 +1,4 @@
-"""What small names of DeepSpeed do: groups, devices, loss scalers, configurations, files, tools."""
+"""Small names of DeepSpeed: groups, devices, loss scalers, configurations, files, tools."""
 
 from __future__ import annotations
 

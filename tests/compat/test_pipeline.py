@@ -1,4 +1,4 @@
-"""A program written for DeepSpeed's pipelines, Megatron's way among it, runs as it stands."""
+"""A program written for DeepSpeed's pipelines, also in Megatron's way, runs unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer saves at a signal, on all ranks, and goes on from there."""
+"""The Hugging Face Trainer saves at a signal, on all ranks, and resumes from there."""
 
 from __future__ import annotations
 

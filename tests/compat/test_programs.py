@@ -24,7 +24,7 @@ def _run(name: str, told: tuple[str, ...], *arguments: str) -> dict[str, Any]:
 
 
 def _stages(clients: RankPool, name: str, told: tuple[str, ...], *arguments: str) -> list[Any]:
-    """What each rank tells at each stage; the first one is stage 0."""
+    """The results of each rank at each stage; the first one is stage 0."""
     return [clients.run(_run, name, told, f"--stage={s}", *arguments) for s in range(4)]
 
 

@@ -1,4 +1,4 @@
-"""Every name that programs import from deepspeed is there: it acts, or says it is not built."""
+"""Every name that programs import from deepspeed exists: it works, or raises as not built."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _waiting() -> dict[str, str]:
 
 
 def _named(name: str) -> Any:
-    """What a dotted name leads to: the longest module in it, and attributes from there."""
+    """Resolve a dotted name: the longest module in it, and attributes from there."""
     modules = surface.modules()
     parts = name.split(".")
     cut = next(n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in modules)

@@ -1,4 +1,4 @@
-"""A linear layer in tiles: what `nn.Linear` computes, gathered tile by tile."""
+"""A linear layer in tiles: the results of `nn.Linear`, gathered tile by tile."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def arguments(folder: Path, config: dict[str, Any] | None, **more: Any) -> Train
 
 
 def options(folder: Path, config: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
-    """What all runs have in common."""
+    """The settings that all runs share."""
     common: dict[str, Any] = {
         "output_dir": str(folder),
         "deepspeed": copy.deepcopy(config),
@@ -175,7 +175,7 @@ def save_base(folder: Path, kind: str) -> Path:
 
 
 def logged(trainer: Trainer, key: str, after: int = 0) -> list[float]:
-    """What the Trainer logged under a key, after a step."""
+    """The values that the Trainer logged under a key, after a step."""
     history = trainer.state.log_history
     return [entry[key] for entry in history if key in entry and entry["step"] > after]
 

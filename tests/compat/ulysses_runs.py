@@ -35,7 +35,7 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def plain(optimizer_kind: Any = torch.optim.SGD) -> dict[str, list[float]]:
-    """What one process gives for whole sequences."""
+    """The results of one process on whole sequences."""
     model = llama()
     optimizer = optimizer_kind(model.parameters(), lr=_RATE)
     losses, norms = [], []
@@ -107,7 +107,7 @@ def run(stage: int) -> dict[str, list[float]]:
 
 
 def weighed(accumulation: int) -> dict[str, list[float]]:
-    """What one process gives if each update's loss is the mean over its targets."""
+    """The results of one process if each update's loss is the mean over its targets."""
     model = llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
     losses, norms = [], []

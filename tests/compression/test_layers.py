@@ -1,4 +1,4 @@
-"""Modules with effective weights and inputs: DeepSpeed's outputs, and what they keep."""
+"""Modules with effective weights and inputs: DeepSpeed's outputs, and preserved attributes."""
 
 from __future__ import annotations
 

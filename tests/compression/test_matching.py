@@ -1,4 +1,4 @@
-"""Which modules patterns name, and what is wrong with them."""
+"""The modules that patterns match, and the faults of patterns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pruning in an engine: schedules, scores and masks, resumed runs, and every stage alike."""
+"""Pruning in an engine: schedules, scores, masks, resumed runs, and equal results at all stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that are split over ranks compute what whole ones do, and are pruned and quantized."""
+"""Layers that are split over ranks compute the same as whole ones, and are pruned and quantized."""
 
 from __future__ import annotations
 

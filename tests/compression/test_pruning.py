@@ -1,4 +1,4 @@
-"""Pruned modules: DeepSpeed's outputs, their masks and scores, and what does not fit."""
+"""Pruned modules: DeepSpeed's outputs, their masks and scores, and mismatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Related modules: what does not fit is refused before training, all at once."""
+"""Related modules: all mismatches are refused at once, before training."""
 
 from __future__ import annotations
 

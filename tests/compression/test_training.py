@@ -1,4 +1,4 @@
-"""Techniques in an engine: schedules, resumed runs, and every stage alike."""
+"""Techniques in an engine: schedules, resumed runs, and equal results at every stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: a configuration's faults and notes, by path."""
+"""Helpers of the tests in this folder: a configuration's faults and notes, by path."""
 
 import pytest
 

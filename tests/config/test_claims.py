@@ -1,4 +1,4 @@
-"""Every row of the everyday sections has a test of what it does, which claims it by name."""
+"""Every row of the common sections has a test of its effect, which claims it by name."""
 
 from __future__ import annotations
 

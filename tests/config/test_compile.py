@@ -1,4 +1,4 @@
-"""`compile`: what asks for graph passes is refused as not built yet, and only that."""
+"""`compile`: requests for graph passes, and only these, are refused as not built yet."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Configurations as people have them: they load, or lack only what is not built yet."""
+"""Real configurations: they load, or lack only unbuilt features."""
 
 import json
 from pathlib import Path

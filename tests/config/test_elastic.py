@@ -1,4 +1,4 @@
-"""The batch that many numbers of ranks can train: worked examples, and what always holds."""
+"""The batch that many numbers of ranks can train: worked examples, and invariants."""
 
 from __future__ import annotations
 

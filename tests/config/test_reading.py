@@ -1,4 +1,4 @@
-"""What may be handed over, and how files are written."""
+"""The accepted forms of a configuration, and of files."""
 
 import base64
 import copy

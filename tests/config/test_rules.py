@@ -1,4 +1,4 @@
-"""Contradictions, each with the path it is told at and the remedy."""
+"""Contradictions, each with its path and the remedy."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The status of a key is that of its own mark, or of the switch above it, everywhere alike."""
+"""The status of a key is that of its own mark, or of the switch above it, everywhere the same."""
 
 from __future__ import annotations
 

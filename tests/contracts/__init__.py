@@ -1,1 +1,1 @@
-"""Contracts: what Hadal promises as a whole, each checked against torch alone."""
+"""Contracts: Hadal's promises as a whole, each checked against plain torch."""

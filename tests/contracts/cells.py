@@ -200,7 +200,7 @@ DEPARTURES: dict[str, Departure] = {
 
 
 def departing_settings(cell: Cell) -> dict[str, Any]:
-    """What the table above changes in a cell."""
+    """The changes of the table above to a cell."""
     settings: dict[str, Any] = {}
     for departure in DEPARTURES.values():
         if departure.applies(cell):
@@ -278,7 +278,7 @@ def optimizer_of(cell: Cell) -> tuple[str, dict[str, Any]]:
 
 
 def steepness_of(cell: Cell, update: int) -> float:
-    """How far an error of one in a gradient can move a weight in an update (numbered from 0)."""
+    """The change of a weight in an update (numbered from 0) per unit of error in a gradient."""
     kind, settings = optimizer_of(cell)
     if kind == "SGD":
         return float(settings["lr"])

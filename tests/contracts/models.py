@@ -23,7 +23,7 @@ TOKENS = 11
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a micro-step stands: whose, in which update, and which of the update's micro-steps."""
+    """The identity of a micro-step: its rank, its update, and its number in the update."""
 
     rank: int
     update: int
@@ -32,14 +32,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank sees in one micro-step."""
+    """The batch of one rank in one micro-step."""
 
     inputs: Tensor
     targets: Tensor
 
 
 class Trainee(Protocol):
-    """What a micro-step may do to whoever is trained."""
+    """The actions of a micro-step on the trained object."""
 
     def __call__(self, *inputs: Any) -> Tensor: ...
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None: ...

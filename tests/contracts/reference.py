@@ -37,7 +37,7 @@ from .models import (
 
 @dataclass
 class Outcome:
-    """What training left behind, the same fields for the reference and for Hadal."""
+    """The results of training, with the same fields for the reference and for Hadal."""
 
     weights: dict[str, Tensor] = field(default_factory=dict)  # fp32 copies of the final ones
     losses: dict[int, list[float]] = field(default_factory=dict)  # of each rank played

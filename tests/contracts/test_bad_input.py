@@ -291,7 +291,7 @@ def transform_in_a_forward(stage: int) -> None:
 
 @dataclass(frozen=True)
 class Mistake:
-    """What is done wrong, and what every rank must be told."""
+    """A mistake, and the error that every rank must raise."""
 
     do: Callable[[int], None]
     error: type[HadalError] | tuple[type[HadalError], ...]

@@ -196,7 +196,7 @@ def test_unsupported_compile_options_are_refused(
 
 @_quiet()
 def compile_with(options: dict[str, Any]) -> tuple[bool, bool, list[str]]:
-    """Whether the engine told that it is compiled, before and after; what the backend was given."""
+    """The engine's compiled flag, before and after, and the graphs that the backend received."""
     engine, given = _make(3), []
 
     def backend(graph: Any, inputs: Any, **told: Any) -> Any:

@@ -165,7 +165,7 @@ def rounding_of(cell: Cell) -> float:
 
 
 def weight_tolerance(cell: Cell, name: str, expected: Outcome) -> torch.Tensor:
-    """How far each element of a weight may be from the reference's."""
+    """The tolerance of each element of a weight."""
     value = expected.weights[name]
     if cell["precision"] == "fp32":
         moved = (value - expected.start[name]).abs().max() if value.numel() else 0.0
@@ -177,14 +177,14 @@ def weight_tolerance(cell: Cell, name: str, expected: Outcome) -> torch.Tensor:
 
 
 def norm_tolerance(cell: Cell, index: int, expected: Outcome) -> float:
-    """How far a reported norm may be from the reference's."""
+    """The tolerance of a reported norm."""
     if cell["precision"] == "fp32":
         return FP32_PROMISE * expected.norms[index]
     return rounding_of(cell) * expected.norm_rounding[index]
 
 
 def output_tolerance(cell: Cell) -> float:
-    """How far a loss or an output may be, relative to its size or to 1."""
+    """The tolerance of a loss or an output, relative to its size or to 1."""
     if cell["precision"] == "fp32":
         return FP32_PROMISE
     return DEPTH * rounding_of(cell)

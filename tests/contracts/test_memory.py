@@ -1,4 +1,4 @@
-"""Memory known before the run: what a rank holds is what its stage promises, byte for byte.
+"""Memory known before the run: a rank holds the states of its stage, byte for byte.
 
 With Psi trainable parameters, 16-bit compute, fp32 masters and two moments on N ranks:
 
@@ -119,7 +119,7 @@ def held_nbytes() -> int:
 
 
 def _has_memory(storage: torch.UntypedStorage) -> bool:
-    """Whether it is memory: a wrapper of other tensors, as a DTensor, has none of its own."""
+    """True if it owns memory: a wrapper of other tensors, such as a DTensor, does not."""
     try:
         storage.data_ptr()
     except RuntimeError:
@@ -177,7 +177,7 @@ def memory_of_a_rank(stage: int, precision: str, key: int) -> Held:
 
 
 def now(already: int) -> int:
-    """What is held now that was not held before."""
+    """The storages that are held now but were not before."""
     gc.collect()
     return held_nbytes() - already
 

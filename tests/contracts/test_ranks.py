@@ -1,4 +1,4 @@
-"""The rank pool itself: what goes wrong on a rank ends as one failure that says where."""
+"""The rank pool itself: an error on a rank becomes one failure that names the rank."""
 
 from __future__ import annotations
 

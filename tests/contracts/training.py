@@ -1,4 +1,4 @@
-"""One rank of a cell, trained by Hadal: what the processes of a pool run."""
+"""One rank of a cell, trained by Hadal in the processes of a pool."""
 
 from __future__ import annotations
 

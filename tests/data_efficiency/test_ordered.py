@@ -1,4 +1,4 @@
-"""An order of samples that no loader of the engine follows is told once."""
+"""An order of samples that no loader of the engine follows is logged once."""
 
 from __future__ import annotations
 

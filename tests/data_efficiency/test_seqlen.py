@@ -1,4 +1,4 @@
-"""Curriculum by sequence length: what the model is given, and what a checkpoint keeps."""
+"""Curriculum by sequence length: the model's inputs, and the saved state."""
 
 from __future__ import annotations
 

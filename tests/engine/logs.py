@@ -1,4 +1,4 @@
-"""What the library logs while a test runs on a rank."""
+"""Captures the library's log while a test runs on a rank."""
 
 from __future__ import annotations
 

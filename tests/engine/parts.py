@@ -33,7 +33,7 @@ def sequences_of(step: int, reader: int) -> tuple[Tensor, Tensor]:
 
 
 class Megatron:
-    """What Megatron's parallel state offers: exactly these six methods."""
+    """The interface of Megatron's parallel state: exactly these six methods."""
 
     def __init__(self, data: comm.Ranks, model: comm.Ranks) -> None:
         self._data, self._model = data, model
@@ -182,7 +182,7 @@ class Part(nn.Module):
 
 
 def part_of(state: dict[str, Tensor], part: int) -> dict[str, Tensor]:
-    """What a part has of the whole model's values."""
+    """The part's values of the whole model."""
     dims = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
     return {
         name: mine(value, part, dims[name]) if name in dims else value

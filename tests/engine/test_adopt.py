@@ -1,4 +1,4 @@
-"""What is put into a model after `initialize` and given to the optimizer trains as in torch."""
+"""Modules added to a model after `initialize`, with their param groups, train as in torch."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def train_alone(changes: list[str], kind: str) -> dict[str, Tensor]:
 
 
 def hooked(module: nn.Module, units: set[nn.Module]) -> bool:
-    """Whether a unit at or above a module gathers its weights."""
+    """True if a unit at or above a module gathers its weights."""
     above = (unit for unit in units if any(module is below for below in unit.modules()))
     return any(unit._forward_pre_hooks for unit in above)
 
@@ -216,7 +216,7 @@ def test_new_buckets_stand_at_their_place(olds: list[int], news: list[int]) -> N
 
 
 class Companion(nn.Module):
-    """What an adapter may bring along: something frozen, a buffer, and an integer."""
+    """An adapter with a frozen parameter, a buffer, and an integer."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ def resize(stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_embeddings_may_be_resized(stage: int, ranks: RankPools) -> None:
-    """What went out of the model is told of, once."""
+    """A removed parameter is logged once."""
     told = ranks(2).run(resize, stage)
     assert [len(lines) for lines in told] == [1, 0]
     assert re.match(

@@ -1,4 +1,4 @@
-"""The samples of one update, who counts them, and what an uneven last batch weighs."""
+"""The samples of one update, their count, and the weight of an uneven last batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Casts around a forward: what is cast, what is handed on, what keeps its kind."""
+"""Casts around a forward: values that are cast, passed on, or keep their type."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pair(NamedTuple):
 
 
 class Output(OrderedDict):
-    """As Hugging Face's outputs are: a mapping whose entries are attributes too."""
+    """A mapping whose entries are attributes too, like Hugging Face's outputs."""
 
     def __setitem__(self, key, value):
         super().__setitem__(key, value)

@@ -1,4 +1,4 @@
-"""What is checked before an engine is made (what users see of it: contracts/test_bad_input.py)."""
+"""Checks before an engine is created (for users' messages: contracts/test_bad_input.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`disable_python_gc`: the cycle collector stands still while engines that ask for it live."""
+"""`disable_python_gc`: the cycle collector is disabled while engines that request it live."""
 
 from __future__ import annotations
 

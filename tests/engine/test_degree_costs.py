@@ -1,4 +1,4 @@
-"""`benchmarks/degrees.py`: what it says of a degree is what ranks of a small model send."""
+"""`benchmarks/degrees.py`: its figures equal the bytes that ranks of a small model send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backward that the caller starts, `loss.backward()`, does what the engine's does."""
+"""A backward that the caller starts, `loss.backward()`, equals the engine's."""
 
 from __future__ import annotations
 

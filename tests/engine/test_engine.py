@@ -1,4 +1,4 @@
-"""The user's object: counters, boundaries, evaluation, what it hands out and what it refuses."""
+"""The user's object: counters, boundaries, evaluation, results and refusals."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def hold_synchronization_back(stage: int) -> None:
 
 
 def drop_gradients(stage: int) -> None:
-    """What `zero_grad` drops has no effect: behind a mean, in `no_sync`, or an exception."""
+    """Gradients that `zero_grad` drops have no effect: after a mean, `no_sync` or an exception."""
     model = model_of()
     engine = engine_of(stage, model)
     train(engine, range(1))
@@ -307,7 +307,7 @@ def step_twice() -> None:
 
 
 def optimizer_by_hand() -> None:
-    """As in a loop without an engine."""
+    """The results equal those of a loop without an engine."""
     engine = engine_of(1)
     engine.backward(engine(batch_of(0)[0]).sum())
     engine.optimizer.step()

@@ -17,7 +17,7 @@ from hadal.engine.first_update import batch_size
 
 
 def told_of_batches(sizes: list[int], training: bool = True) -> list[str]:
-    """What is logged of batches of these sizes, one update each."""
+    """The log of batches of these sizes, one update each."""
     with logged() as messages:
         engine = engine_of(2)
         engine.train(training)

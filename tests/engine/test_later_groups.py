@@ -1,4 +1,4 @@
-"""Param groups that come later: what is thawed trains as in torch, and nothing else moves."""
+"""Param groups added later: thawed parameters train as in torch, and nothing else moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listeners: when they are called, what they learn, and what of them a checkpoint keeps."""
+"""Listeners: their calls, their arguments, and their state in a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of torch and Python that a mistake with an engine causes say what the mistake is."""
+"""Errors of torch and Python that a mistake with an engine causes name the mistake."""
 
 from __future__ import annotations
 

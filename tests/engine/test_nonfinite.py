@@ -1,4 +1,4 @@
-"""Gradients that are not finite: who says so, how often, and when training ends."""
+"""Non-finite gradients: which rank logs them, how often, and when training ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers of the program's own beside an engine."""
+"""The program's own optimizers next to an engine."""
 
 from __future__ import annotations
 

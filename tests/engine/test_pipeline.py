@@ -1,4 +1,4 @@
-"""A model in stages trains as the whole one in one process, whatever is sharded below."""
+"""A model in stages trains like the whole one in one process, at any ZeRO stage."""
 
 from __future__ import annotations
 

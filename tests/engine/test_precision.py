@@ -293,5 +293,5 @@ def weights_dtype(section: str) -> str:
 @pytest.mark.claims("data_types.param_dtype")
 @pytest.mark.parametrize("name", DTYPES)
 def test_param_dtype_confirms_the_mode(name: str, ranks: RankPools) -> None:
-    """What does not agree is refused: see the rules' own test."""
+    """Contradictions are refused: see the rules' own test."""
     assert ranks(1).run(weights_dtype, name) == [str(DTYPES[name])]

@@ -1,4 +1,4 @@
-"""torch_autocast: the forward's dtype, what travels low, the loss scale, torch's own numbers."""
+"""torch_autocast: the forward's dtype, the dtype on the wire, the loss scale, torch's numbers."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_fp16_autocast_scales_the_loss_at_every_stage(stage: int, ranks: RankPoo
 
 
 def train_beside_torch(stage: int, name: str) -> None:
-    """What one process trains under torch.autocast on the batches of all ranks.
+    """The results of one process under torch.autocast on the batches of all ranks.
 
     A gradient is rounded once where it leaves its rank, and where means travel back (stage 0) once
     more. What that moves a weight by is doubled, because it changes later gradients as well.

@@ -73,7 +73,7 @@ def wait_for(folder: Path, ranks: int, job: Any) -> None:
 
 
 def begun(folder: Path) -> tuple[int, list[float]]:
-    """Where the last run of rank 0 began, and its losses."""
+    """The first update of rank 0's last run, and its losses."""
     first, losses = json.loads((folder / "end0").read_text())
     return first, losses
 

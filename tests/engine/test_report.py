@@ -1,4 +1,4 @@
-"""What an engine tells in the log, and who."""
+"""The log lines of an engine, and the ranks that write them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hadal.engine.progress import duration, number_of
 
 
 class Ears(logging.Handler):
-    """What handlers of the program's own would hear of the house."""
+    """The records that the program's own handlers would get."""
 
     def __init__(self, level: int = logging.INFO) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Dealing samples out: each one read, all replicas alike, and any break without a trace."""
+"""Distribution of samples: each is read, replicas get equal numbers, and a break has no effect."""
 
 from __future__ import annotations
 

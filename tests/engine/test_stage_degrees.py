@@ -1,4 +1,4 @@
-"""Pipeline stages beside another kind of parallelism: one process's losses, norms and weights."""
+"""Pipeline stages with another kind of parallelism: one process's losses, norms and weights."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def engine_in(
 
 
 def parts_of(engine: PipelineEngine) -> Found:
-    """How many parameters are parts, and how many positions blocks see in training."""
+    """The number of parameters that are parts, and of positions that blocks see in training."""
     parameters = list(engine.module.parameters())
     seen: Found = {
         "tensor": sum(getattr(p, "tensor_model_parallel", False) for p in parameters),

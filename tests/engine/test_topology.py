@@ -57,7 +57,7 @@ def train_alone(readers: int, accumulation: int, updates: int) -> tuple[nn.Modul
 
 
 class Ulysses:
-    """What a Ulysses-only model-parallel unit offers."""
+    """The interface of a Ulysses-only model-parallel unit."""
 
     def __init__(self, size: int) -> None:
         self._ranks, _ = comm.Ranks.world().in_blocks(size)

@@ -1,4 +1,4 @@
-"""How gradients travel, key by key: the numbers, the bytes and the order of events."""
+"""Gradients on the wire, key by key: the numbers, the bytes and the order of events."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def engine_at(stage: int, model: nn.Module | None = None, zero: Any = (), **chan
 
 
 def applied(engine: Any, gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """What the optimizer saw as gradient after some micro-steps of one update."""
+    """The gradient that the optimizer got after some micro-steps of one update."""
     for micro in gradients:
         engine.backward(engine(micro))
         engine.step()
@@ -89,7 +89,7 @@ def assert_all_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Non
 
 
 def legal(stage: int) -> dict[str, Any]:
-    """What the scaling keys need at a stage."""
+    """The keys that scaling requires at a stage."""
     return NO_SCATTER if stage >= 2 else {}
 
 
@@ -174,7 +174,7 @@ def prescaling_rounds_after_dividing() -> None:
 
 
 def predividing_saves_a_narrow_sum() -> None:
-    """What fp16 cannot hold arrives whole where part of the division comes before the wire."""
+    """Sums beyond fp16's range arrive correctly if part of the division precedes the wire."""
     wire = {"communication_data_type": "fp16"}
     large = [torch.full(shape, 2.0**17) for shape in SHAPES]
     for stage in STAGES:
@@ -230,7 +230,7 @@ def padded_numel(engine: Any) -> int:
 
 
 def the_wires_dtype() -> None:
-    """As many bytes, and as much rounding, as the dtype says."""
+    """The bytes and the rounding match the dtype."""
     world = comm.get_world_size()
     dtypes = {
         "FP16": torch.float16,

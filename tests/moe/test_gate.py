@@ -1,4 +1,4 @@
-"""Gates: the routes that DeepSpeed's take, and what holds for any logits."""
+"""Gates: DeepSpeed's routes, and invariants for any logits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def seeded(case: str) -> torch.Generator | None:
 
 
 def routed(case: str) -> tuple[Routing, int]:
-    """What a case of the data names, with its capacity."""
+    """The gate of a case in the data, with its capacity."""
     sizes = {key: float(value) for key, value in re.findall(r"(cf|min|k)=([\d.]+)", case)}
     k = int(sizes.get("k", case[3] if case[3].isdigit() else 1))
     minimum = int(sizes.get("min", 1))

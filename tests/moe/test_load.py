@@ -1,4 +1,4 @@
-"""How evenly the experts are used, as the monitors have it."""
+"""The load of experts in the monitors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program with every monitor on, whose services are offline: what it trained is printed.
+"""A program with every monitor enabled and services offline, which prints its results.
 
 `all_writers.py FOLDER`: in a process of its own, as services leave threads and hooks behind.
 """

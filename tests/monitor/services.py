@@ -1,4 +1,4 @@
-"""What wandb and comet_ml write to the disk when they are offline, read back."""
+"""Reads the files that wandb and comet_ml write when they are offline."""
 
 from __future__ import annotations
 

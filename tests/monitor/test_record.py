@@ -1,4 +1,4 @@
-"""Scalars as programs give them: what is checked, and how they are grouped."""
+"""Scalars from programs: checks and grouping."""
 
 from __future__ import annotations
 

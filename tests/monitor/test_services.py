@@ -1,4 +1,4 @@
-"""Every writer with its real package, offline; what services are asked for; what may be missing."""
+"""Every writer with its real package, offline; calls to services; missing packages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ALWAYS = {"lr", "train_loss", "grad_norm", "skipped_steps", "peak_memory_bytes"}
 
 
 class Ran:
-    """What a program with every monitor on has written."""
+    """The files of a program with every monitor enabled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -173,11 +173,11 @@ class FakeWandb(ModuleType):
 
 
 class CommError(Exception):
-    """As wandb's."""
+    """Replaces wandb's."""
 
 
 class WrongKey(CommError):
-    """As wandb's."""
+    """Replaces wandb's."""
 
 
 def wandb_writer(monkeypatch: pytest.MonkeyPatch, fake: FakeWandb) -> WandbWriter:

@@ -1,4 +1,4 @@
-"""The scalars of training: what is written of each update, by whom, and what a kill leaves."""
+"""The scalars of training: values of each update, the writing rank, and the files after a kill."""
 
 from __future__ import annotations
 

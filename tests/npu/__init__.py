@@ -62,7 +62,7 @@ def asynchronous(longest_delay: float = 0.02) -> Iterator[None]:
 
 
 def late_tasks() -> int:
-    """How many tasks have been begun late so far."""
+    """The number of tasks that were started late so far."""
     return int(_native[0].number_of_late_tasks())
 
 

@@ -24,7 +24,7 @@ WRITTEN_FOR = "2.13."  # another release of torch may have other headers
 
 
 def lacking() -> str:
-    """What is not there to compile it with; empty where all is."""
+    """The tools that are missing to compile it; empty if none are."""
     if sys.platform != "linux":
         return "the test device is written for Linux"
     if shutil.which("g++") is None:

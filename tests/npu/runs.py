@@ -1,4 +1,4 @@
-"""What ranks do in these tests, on whichever device they have."""
+"""The work of ranks in these tests, on any device."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def weights(engine: Any) -> dict[str, Tensor]:
 
 
 def trained(config: dict[str, Any], updates: int = 3, **model: Any) -> dict[str, Any]:
-    """What a training comes to."""
+    """The results of a training."""
     engine = built(config, **model)
     told = advanced(engine, updates)
     assert engine.device == current_device()
@@ -219,7 +219,7 @@ def trained(config: dict[str, Any], updates: int = 3, **model: Any) -> dict[str,
 
 
 def trained_turned(config: dict[str, Any]) -> dict[str, Any]:
-    """What a training comes to of weights that lie column by column, and go on to."""
+    """The results of a training with weights in column-major order, before and after a resume."""
     told = trained(config, model="turned")
     weights = [one for one in told["weights"].values() if one.dim() == 2]
     assert weights and not any(one.is_contiguous() for one in weights)

@@ -1,4 +1,4 @@
-"""`get_accelerator()` and what stands on it, on a device that is not a CPU."""
+"""`get_accelerator()` and the code that uses it, on a device that is not a CPU."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def test_stage_0_takes_one_message_for_each_bucket(precision: str, npus: RankPoo
 
 
 def _order_of_collectives(path: str, stage: int) -> dict[str, list[str]]:
-    """What this rank gave each communicator, in its order."""
+    """The collectives of this rank in each communicator, in order."""
     given: dict[int, list[str]] = {}
     many = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 

@@ -1,4 +1,4 @@
-"""The test device is one: it refuses what accelerators refuse, and finds who does not wait."""
+"""The test device acts like an accelerator: it refuses the same calls and reveals missing waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user writes into weights between updates, on a device that nobody waits for."""
+"""Writes of users to weights between updates, on a device without waits."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_write_through_data_is_reported_one_update_late(stage: int, npus: Rank
 
 
 def _written_in_forward(zero: dict[str, Any]) -> tuple[int, str]:
-    """As above, of a write to gathered weights, which are freed behind it."""
+    """The same for a write to gathered weights, which are freed after it."""
     with npu.asynchronous():
         engine = runs.built(runs.config(3, "bf16", zero))
         runs.advanced(engine, 2)

@@ -1,4 +1,4 @@
-"""How often an update calls the device: what is alike goes there together."""
+"""The number of kernel launches of an update: equal work is batched."""
 
 from __future__ import annotations
 

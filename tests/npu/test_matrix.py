@@ -1,4 +1,4 @@
-"""The equivalence matrix on the device: what ranks train late is what one process trains."""
+"""The equivalence matrix on the device: ranks with late work train like one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OF_EACH = 12  # the rest is slow
 
 
 def _runs_here(cell: Cell) -> bool:
-    """Whether the test device has the kernels: of an LSTM torch wants a fused cell there."""
+    """True if the test device has the kernels: torch requires a fused cell for an LSTM there."""
     return cell["model"] != "lstm"
 
 

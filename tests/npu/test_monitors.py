@@ -1,4 +1,4 @@
-"""Monitors beside a device whose work is late: nothing waits for it, and nothing is lost."""
+"""Monitors on a device whose work is late: nothing waits for it, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_each_bucket_is_waited_for_at_its_first_use(
 
 
 def _kernel(engine: Any) -> Values:
-    """What a kernel reads that torch knows nothing of, in a unit's forward."""
+    """The values that a kernel unknown to torch reads, in a unit's forward."""
     found: Values = {}
 
     def read(module: nn.Module, *_: Any) -> None:
@@ -145,7 +145,7 @@ def _gathered(engine: Any) -> Values:
 
 
 def _evaluated(engine: Any) -> Values:
-    """As evaluated with all weights there."""
+    """The result with all weights present."""
     tokens = torch.arange(6, device=engine.device).view(1, 6)
     with torch.no_grad():
         found = engine.module(tokens).clone()
@@ -274,7 +274,7 @@ def test_nothing_is_lost_between_step_and_forward(npus: RankPools) -> None:
 
 
 def _compiled() -> tuple[list[int], bool]:
-    """How many are on their way before and behind the first compiled graph."""
+    """The number of weights in flight before and after the first compiled graph."""
     importlib.import_module("torch._dynamo")
     with late():
         engine = runs.built(runs.config(1))

@@ -33,7 +33,7 @@ def test_steady_rounds_may_be_left(seed: int, settings: dict[str, Any], npus: Ra
 
 
 def _held_behind_a_plan() -> list[tuple[int, set[str]]]:
-    """Of each backward: full gradient buffers at a time, and where late gradients wait then."""
+    """For each backward: the peak of full gradient buffers, and the place of late gradients."""
     model = blocks()
     engine = engine_of(3, model, zero_optimization={**CUT, **DROPS})
     all_gradients = engine._parts.runtime.gradients
@@ -68,5 +68,5 @@ def test_late_gradients_wait_on_the_host(npus: RankPools) -> None:
     "updates", [AHEAD, BEHIND, random_updates(1, 3)], ids=["ahead", "behind", "any"]
 )
 def test_a_collective_may_hold_up_the_host_where_it_begins(updates: Any, npus: RankPools) -> None:
-    """As a communicator's first ones do, until all ranks have come: here each of them does."""
+    """Blocks until all ranks have arrived, like a communicator's first collectives."""
     npus(3).run(train_as_plain_torch, updates, 3, DROPS, timeout=60)

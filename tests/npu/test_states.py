@@ -145,7 +145,7 @@ def _saved(config: dict[str, Any], folder: str) -> list[float]:
 
 
 def _loaded(config: dict[str, Any], folder: str) -> dict[str, Any]:
-    """What comes after it."""
+    """The next steps."""
     with _late():
         engine = runs.built(config)
         torch.manual_seed(77)
@@ -286,7 +286,7 @@ def test_one_thread_for_updates_on_the_host_is_warned_of(npus: RankPools) -> Non
 
 
 def _crossed(config: dict[str, Any]) -> dict[str, Any]:
-    """What training comes to, and how many bytes of gradients have gone each way."""
+    """The results of training, and the bytes of gradients in each direction."""
     crossed = {"land": 0, "bring": 0}
 
     def counted(name: str) -> Any:

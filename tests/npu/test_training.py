@@ -1,4 +1,4 @@
-"""The same training on an accelerator gives the bits that it gives on CPUs.
+"""The same training on an accelerator has the same bits as on CPUs.
 
 The device's work is late (see device.cpp): what does not wait for it finds old values, or NaNs.
 """

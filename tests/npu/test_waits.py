@@ -1,4 +1,4 @@
-"""How often the host waits for the device in an update: each wait lets the device run dry."""
+"""The number of waits for the device in an update: each wait leaves the device idle."""
 
 from __future__ import annotations
 

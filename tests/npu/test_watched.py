@@ -1,4 +1,4 @@
-"""Waits of the host for its device: each is watched, by the name of what is waited for."""
+"""Waits of the host for its device: each is watched, with its label."""
 
 from __future__ import annotations
 

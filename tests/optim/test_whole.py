@@ -1,4 +1,4 @@
-"""Whole parameters beside flat shards: the traffic to their owners, and cached values."""
+"""Whole parameters with flat shards: the traffic to their owners, and cached values."""
 
 from __future__ import annotations
 

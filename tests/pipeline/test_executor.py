@@ -1,4 +1,4 @@
-"""Stages on real ranks compute what one process computes, whatever travels between them."""
+"""Stages on real ranks compute the same as one process, for any values between them."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_four_stages(ranks: RankPools) -> None:
 
 
 def fail(kind: str) -> str:
-    """What the stages say if the second one fails at the third micro-batch, and go on after it."""
+    """The errors of the stages if the second fails at the third micro-batch, and a later batch."""
     module = PipelineModule(layers("tensor"), num_stages=2, partition_method="uniform")
     rows = [ROWS, ROWS, 3 if kind == "shape" else ROWS, ROWS]
     work = PlainWork(module, [data(n, many) for n, many in enumerate(rows)])

@@ -63,7 +63,7 @@ OPPOSITE = {SendActivation: (1, RecvActivation), SendGrad: (-1, RecvGrad)}
 
 
 class Stage:
-    """What one stage has done, and what its buffers hold: the micro-batch of each."""
+    """The work that one stage has done, and the micro-batch in each of its buffers."""
 
     def __init__(self, schedule: PipeSchedule) -> None:
         self.waiting = deque(one for step in schedule for one in step)

@@ -1,4 +1,4 @@
-"""Ranks have the places that DeepSpeed gives them."""
+"""Ranks have DeepSpeed's coordinates."""
 
 from __future__ import annotations
 

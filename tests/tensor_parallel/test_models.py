@@ -1,4 +1,4 @@
-"""Models of transformers that are cut over ranks compute what they do in one process."""
+"""Transformers models that are cut over ranks compute the same as in one process."""
 
 from __future__ import annotations
 

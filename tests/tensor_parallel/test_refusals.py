@@ -1,4 +1,4 @@
-"""What cannot be cut, or is asked for in two ways, is an error with its remedy."""
+"""Impossible or contradictory cuts are errors with a remedy."""
 
 from __future__ import annotations
 

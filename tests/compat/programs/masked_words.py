@@ -1,4 +1,4 @@
-"""Masked words, with checkpoints that a second start goes on from."""
+"""Masked words, with checkpoints from which a second start resumes."""
 
 import argparse
 
