@@ -13,8 +13,8 @@ from types import CodeType, FunctionType, ModuleType
 import pytest
 from hypothesis import settings
 
-# Helper modules beside the tests (`ranks`, `contracts`) are imported by these names, here and in
-# the ranks' processes, whatever import mode pytest runs in.
+# Helper modules of the tests (`ranks`, `contracts`) are imported by these names, here and in
+# the ranks' processes, in any import mode of pytest.
 sys.path.insert(0, str(Path(__file__).parent))
 
 import costs

@@ -122,7 +122,7 @@ class ForkServer:
         return forked
 
     def close(self) -> None:
-        """End the server; what it has forked goes on."""
+        """End the server; its forked processes continue."""
         self._control.close()
         self._process.wait()
 
@@ -167,7 +167,7 @@ def run_ranks(
     cwd: str | None = None,
     grace: float = 5.0,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run processes beside each other. Once one has failed, the rest are ended after `grace` s."""
+    """Run processes in parallel. Once one has failed, the rest are ended after `grace` s."""
     with contextlib.ExitStack() as files:
         outs = [
             [files.enter_context(tempfile.TemporaryFile("w+b")) for _ in range(2)] for _ in envs

@@ -117,7 +117,7 @@ class Stream:
                 self.reading[self.done - 1] = entry.values, values.clone()
 
     def seen_by_device(self, values: Tensor) -> Tensor:
-        """Host memory as the device finds it: with what has arrived there and nobody has seen."""
+        """Host memory as the device sees it, with arrived values that the host has not seen."""
         arrived = [
             one for stream in streams for one in stream.unseen.values() if _overlap(one[0], values)
         ]

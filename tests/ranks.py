@@ -32,7 +32,7 @@ import forks
 
 DEFAULT_TIMEOUT = 180.0  # against hanging: a busy machine takes its time
 START_TIMEOUT = 300.0
-# How long the other ranks may go on once one of them has failed: they may be about to fail too.
+# How long the other ranks may run after one has failed: they may be about to fail too.
 GRACE = 5.0
 GROUP_TIMEOUT = timedelta(minutes=30)  # far beyond any task's: it is the pool that ends a hang
 
@@ -389,7 +389,7 @@ def _agree_on(number: int) -> None:
 
 
 def _watch(lifeline: int) -> None:
-    """End this rank when the process that started it is gone, whatever it is doing."""
+    """End this rank, whatever its state, when the process that started it has exited."""
     os.read(lifeline, 1)
     os._exit(1)
 

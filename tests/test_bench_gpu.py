@@ -45,7 +45,7 @@ def test_overlap_counts_each_moment_once(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("cat", ["kernel", "user_annotation"])
 def test_a_trace_of_a_gpu_counts_kernels_only(tmp_path: Path, cat: str) -> None:
-    """On a GPU all kernels compute; without any, what a CPU computes in is known by name."""
+    """On a GPU all kernels are computation; without any, CPU ranges are recognized by name."""
     events = [
         {"ph": "X", "cat": cat, "name": "ncclDevKernel_AllGather", "ts": 0, "dur": 10},
         {"ph": "X", "cat": cat, "name": "sm90_gemm", "ts": 4, "dur": 4},

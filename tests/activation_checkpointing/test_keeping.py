@@ -148,7 +148,7 @@ def test_layouts_are_kept() -> None:
 
 
 def test_hooks_around_go_first() -> None:
-    """Weights that may be freed are packed by the hooks around, whatever is done with inputs."""
+    """The outer hooks pack weights that may be freed, independently of inputs."""
     weight, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
     packed: list[Tensor] = []
 

@@ -199,7 +199,7 @@ def test_offloaded_weights(numel: int, frozen: int, devices: int) -> None:
     assert some_stay == TierBytes(2000, 2 * min(shard, 50), 2 * 2 * max(0, shard - 50))
     # Only stage 3 can put them there.
     assert states_of(2, model, job, HALF, host) == states_of(2, model, job)
-    # In fp32 they are the masters of an optimizer that rests beside them on the host.
+    # In fp32 they are the masters of an optimizer that is on the host too.
     both = states_of(3, model, job, FULL, ShardTiers(Tier.HOST, Tier.HOST))
     assert both.optimizer == TierBytes(host=8 * math.ceil(numel / devices))
     assert both.total == TierBytes(

@@ -25,7 +25,7 @@ def shell(
     return str(request.param)
 
 
-# What stands for the keyboard: bash and zsh hand over words, fish completes a line itself.
+# Simulated keyboard input: bash and zsh pass words, fish completes a line itself.
 BASH = """
 source ./script
 complete -p hadal | grep -q -- '-F _hadal hadal' || exit 9

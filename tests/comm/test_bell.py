@@ -114,7 +114,7 @@ def come(who: Sequence[int], patience: float) -> bool | None:
         time.sleep(0.05 * ranks.rank)
         found = bell.all_come(place, ranks, patience)
     torch.distributed.barrier()
-    # Whoever comes later is told the same.
+    # Later callers get the same.
     return bell.all_come(place, ranks, 100.0) if found is None else found
 
 

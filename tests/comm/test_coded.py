@@ -122,7 +122,7 @@ def reduce_in_hops(collectives: bool) -> None:
         everybody = [values_of(rank, numel * ranks.size) for rank in range(ranks.size)]
         sums = {}
         for node in range(across.size):
-            # The rank of that node which stands where I do, and what it is sent for me.
+            # My counterpart in that node, and the values sent to it for me.
             first = node * NODE
             near = {r: slice_of(everybody[r], ranks.rank, ranks) for r in (first, first + 1)}
             owner = first + inside.rank

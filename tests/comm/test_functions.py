@@ -180,7 +180,7 @@ def test_groups(ranks: RankPools) -> None:
 
 
 def late(how: str) -> str:
-    """Rank 1 comes to nothing in time; what rank 0 is told."""
+    """Rank 1 never arrives in time; return the error on rank 0."""
     limit = timedelta(milliseconds=300)
     group = dist.new_group([0, 1], timeout=limit)
     told = ""

@@ -69,7 +69,7 @@ SAGEMAKER = {**SPREAD, "SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "a
         (MVAPICH, WorldPlace(3, 4, 1, "127.0.0.1", DEFAULT_PORT, "MVAPICH")),
         (AZURE, WorldPlace(1, 4, 1, "10.0.0.4", DEFAULT_PORT, "Open MPI")),
         ({**AZURE, "MASTER_ADDR": "h"}, WorldPlace(1, 4, 1, "h", DEFAULT_PORT, "Open MPI")),
-        # On one node that is its own address, which nobody needs.
+        # On one node that is its own address, which is not needed.
         ({**OPEN_MPI, "AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.5"}, find_place(OPEN_MPI)),
         (
             {**SPREAD, "AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.5"},

@@ -84,7 +84,7 @@ def test_the_limit_is_a_number_of_seconds(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def missed_in_a_broadcast() -> list[str]:
-    """The last rank comes when another one has been told that it is missing."""
+    """The last rank arrives once another rank's log reports it as missing."""
     ranks, lines = comm.Ranks.world(), []
     store = torch.distributed.distributed_c10d._get_default_store()
 

@@ -122,7 +122,7 @@ def plain_as_deepspeed(stage: int) -> dict[str, Any]:
 
 
 def run(folder: Path, stage: int, precision: str = "no") -> dict[str, Any]:
-    """Train by way of Accelerate; save, go on, load and go on again."""
+    """Train with Accelerate; save, continue, load and continue again."""
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True)
     plugin = DeepSpeedPlugin(

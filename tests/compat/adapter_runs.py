@@ -94,7 +94,7 @@ def _reward(completions: list[str], **others: Any) -> list[float]:
 
 
 def grpo(folder: Path, config: dict[str, Any] | None) -> dict[str, Any]:
-    """Train on what the model itself generates, beside a reference model (a second engine)."""
+    """Train on the model's own generations, with a reference model (a second engine)."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def load(name: str) -> Any:
-    """Import a module beside this one, for whose libraries Hadal is DeepSpeed.
+    """Import a module of this directory, for whose libraries Hadal is DeepSpeed.
 
     Only in the ranks' processes: what is installed stays.
     """

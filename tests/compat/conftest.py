@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ranks import RankPool
 
-# Helper modules beside these tests are imported by their names, in the ranks' processes too.
+# Helper modules of this directory are imported by name, in the ranks' processes too.
 sys.path.insert(0, str(Path(__file__).parent))
 
 

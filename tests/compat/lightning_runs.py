@@ -154,7 +154,7 @@ def _trainer(stage: int | None, epochs: int, *, steps_itself: bool = False) -> p
 
 
 def run(folder: Path, stage: int | None) -> dict[str, Any]:
-    """Fit for an epoch, save, go on for another one, and validate what came of it."""
+    """Fit for an epoch, save, resume for another one, and validate the result."""
     # Advice: more workers, one process to validate with, how to make one file of a checkpoint.
     warnings.simplefilter("ignore", UserWarning)
     task = Task()
@@ -207,7 +207,7 @@ def _fabric(stage: int | None, precision: Any) -> fb.Fabric:
 
 
 def run_fabric(folder: Path, stage: int | None, precision: str) -> dict[str, Any]:
-    """Train a few updates, save in the middle, and go on from there once more."""
+    """Train a few updates, save in the middle, and resume from there."""
     warnings.simplefilter("ignore", UserWarning)
     fabric = _fabric(stage, precision)
     torch.manual_seed(0)

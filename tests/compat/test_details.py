@@ -129,7 +129,7 @@ def test_one_rank_may_ask_for_the_names_of_spread_weights(ranks: RankPools) -> N
     first, second = ranks(2).run(_names_of_state)
     expected = {name: tuple(value.shape) for name, value in model_of().state_dict().items()}
     assert first["whole"] == second["whole"] == expected
-    # No value stands there that would be loaded without a word.
+    # It contains no value that would be loaded silently.
     assert first["alone"] == dict.fromkeys(expected, (0,))
 
 

@@ -207,7 +207,7 @@ def run(folder: Path, kind: str, config: dict[str, Any] | None, **more: Any) -> 
         "engine": type(trainer.model_wrapped).__name__,
     }
     with torch.no_grad():
-        # Ranks stop at different lengths: forwards of all go on until the last one is through.
+        # Ranks stop at different lengths: forwards of all continue until the last one has finished.
         length = 3 + 2 * get_rank()
         told["words"] = trainer.model.generate(
             held_out.rows[:2, :4],
@@ -346,7 +346,7 @@ def run_preempted(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def cut(folder: Path, config: dict[str, Any] | None, batch: int) -> dict[str, Any]:
-    """Train a model whose key-value heads two ranks can share, save it, load it, and go on."""
+    """Train a model whose key-value heads two ranks can share, save it, load it, and continue."""
     forget()
     base = save_base(folder, "two heads")
     data = Sequences(64, 1)

@@ -178,7 +178,7 @@ def check_memory() -> None:
     query = engines[0].module.bert.encoder.layer[0].attention.self["query"]
     held, mask = keeper_of(query.weight).bucket_of, query.sparse_pruning_mask
     assert held[mask].partition == held[query.weight].partition
-    # Half of the masks, beside half of everything else.
+    # Half of the masks, and half of everything else.
     assert held[mask].shard.numel() <= held[mask].layout.numel // 2 + 8
     for engine in engines:
         engine.destroy()

@@ -35,7 +35,7 @@ def test_it_loads_and_no_key_of_it_is_lost(name: str) -> None:
 
 
 def _expect_every_key(name: str, origins: object, notes: object) -> None:
-    """Every key that the file gives is in the effective configuration, or something is told."""
+    """Every key of the file is in the effective configuration, or is logged."""
     assert isinstance(origins, dict)
     assert isinstance(notes, tuple)
     told = " ".join(notes)
@@ -45,7 +45,7 @@ def _expect_every_key(name: str, origins: object, notes: object) -> None:
         head, _, last = path.rpartition(".")
         names = (path, f"{head}.stage3_{last}")  # either is a name of such a key
         is_taken = any(origins.get(each) in ("you", "auto", "inferred") for each in names)
-        # A key that was moved is told by its old name, a section that is open by its own.
+        # A moved key is reported by its old name, an open section by its own.
         above = [path.rsplit(".", cut)[0] for cut in range(path.count(".") + 1)]
         assert is_taken or any(part in told for part in above), path
 

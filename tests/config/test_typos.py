@@ -16,7 +16,7 @@ from .faults import BASE, faults_of
 
 
 def paths(model, path=()):
-    """Walk every key of every section that stands alone."""
+    """Walk every key of every separate section."""
     for name in model.model_fields:
         yield (*path, name), model
         child = model.child(name, {})

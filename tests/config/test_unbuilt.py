@@ -127,7 +127,7 @@ def test_keys_without_effect_are_reported():
 
 
 IDLE = [
-    # A key of the section, the stage, and how what is told of it goes on.
+    # A key of the section, the stage, and the rest of its message.
     ({"zero_quantized_weights": True}, 1, "at stage 1, only at stage 3"),
     ({"zero_quantized_nontrainable_weights": True}, 2, "at stage 2, only at stage 3"),
     ({"zero_quantized_gradients": True}, 1, "at stage 1, only at stages 2 and 3"),

@@ -166,7 +166,7 @@ def _is_adam(cell: Cell) -> bool:
     return cell["optimizer"] in ("adamw", "uncorrected")
 
 
-# Everything in which a cell is treated unlike the others stands here, with its reason.
+# All special treatments of single cells, with their reasons.
 DEPARTURES: dict[str, Departure] = {
     "smooth AdamW in 16 bit": Departure(
         lambda cell: _is_sixteen_bit(cell) and _is_adam(cell),

@@ -63,7 +63,7 @@ def _tokens(generator: torch.Generator) -> Batch:
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss over the micro batch, in fp32 whatever the model computes in."""
+    """The mean loss over the micro-batch, always in fp32."""
     targets = targets.to(outputs.device)
     if targets.is_floating_point():
         return F.mse_loss(outputs.float(), targets.float())

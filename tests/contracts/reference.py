@@ -53,7 +53,7 @@ class Outcome:
 
 
 def play(subject: Subject, trainee: Any, ranks: Iterable[int], accumulation: int) -> None:
-    """Drive a trainee through every micro-step of every update, for the ranks it stands for."""
+    """Drive a trainee through every micro-step of every update, for the ranks it represents."""
     ranks = list(ranks)
     for update in range(cells.UPDATES):
         for micro in range(accumulation):

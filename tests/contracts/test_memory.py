@@ -61,7 +61,7 @@ NBYTES = {
 
 
 class Block(nn.Module):
-    """A transformer block with one head, which counts in its own turn where it is told to."""
+    """A transformer block with one head, which counts in its own turn if requested."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -163,7 +163,7 @@ def test_the_caller_owns_the_boundary(
 
 
 def disagree_on_the_boundary(stage: int) -> None:
-    """Other sizes on another rank: told at the first backward, where else ranks would wait."""
+    """Other sizes on another rank raise an error at the first backward, instead of a hang."""
     engine = engine_of(stage)
     train(engine, range(1))
     engine.set_train_batch_size(ROWS * comm.get_world_size() * (1 + comm.get_rank()))

@@ -52,7 +52,7 @@ def test_clipping_by_hand_is_refused(stage: int, ranks: RankPools) -> None:
 
 
 def clip_as_well() -> Any:
-    """With gradient_clipping the engine clips: a call beside it only returns the wrong norm."""
+    """With gradient_clipping the engine clips: an additional call only returns the wrong norm."""
     engine = engine_of(2, gradient_clipping=0.1)
     told: list[str] = []
     listener = logging.Handler()

@@ -24,7 +24,7 @@ NAMES = ["forward", "backward", "backward_inner", "backward_allreduce", "step"]
 
 
 class Bench:
-    """A clock that goes only when told to, and a count of waits for the device."""
+    """A clock that advances only on request, and a count of waits for the device."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.waits = 100.0, 0

@@ -108,7 +108,7 @@ def gives_states(stage: int) -> None:
     assert {f"model.{name}" for name in whole} - on_all.keys() == {"model.fixed.weight"}
     filled: dict[str, Any] = {"old": 1}
     assert engine.module_state_dict(filled) is filled and len(filled) == len(whole) + 1
-    # Training goes on.
+    # Training continues.
     tokens = toy.batch_of(1, comm.get_rank())
     engine.backward(toy.loss_of(engine(tokens), tokens))
     engine.step()

@@ -72,7 +72,7 @@ def chosen(model: nn.Module, *names: str) -> list[nn.Parameter]:
     return [p for name, p in model.named_parameters() if name.startswith(names)]
 
 
-# What is trained from the start, and what each later group brings. Some of it lies in no group.
+# Parameters trained from the start, and those of each later group. Some are in no group.
 START = ("last", "blocks.1.0.weight")
 LATER: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("blocks.1.1", "blocks.0.0.weight"), {"lr": 0.001}),
@@ -349,7 +349,7 @@ def test_a_checkpoint_holds_later_groups(ranks: RankPools, tmp_path: Path) -> No
 
 
 def refused(fault: str) -> HadalError:
-    """Add a group that cannot be, on one rank only where that is possible; then go on training."""
+    """Add an impossible group, on only one rank if possible; then continue training."""
     model = model_of()
     model[0].requires_grad_(False)
     engine = engine_of(3, model, gradient_accumulation_steps=2)

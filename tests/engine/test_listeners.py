@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 class Recorder(Listener):
-    """Keeps what it is told, under the names of the methods."""
+    """Records its calls, under the names of the methods."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -275,7 +275,7 @@ def test_objects_that_are_not_listeners_are_refused(ranks: RankPools) -> None:
 
 
 class Counting(Listener):
-    """Counts updates, and goes on counting after a load."""
+    """Counts updates, and continues counting after a load."""
 
     name = "counting"
 

@@ -169,7 +169,7 @@ def global_generators() -> tuple[Any, ...]:
 def test_a_loader_resumes_in_the_middle_of_an_epoch(
     kind: Callable[[], Any], workers: int, taken: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Same samples, same order, same random numbers, whatever was read ahead."""
+    """Same samples, same order, same random numbers, regardless of what was read ahead."""
     batches = three_epochs(kind, workers)
     assert batches[0] != batches[1]
     assert len(batches[0]) == (8 if kind is items else 9)
@@ -382,7 +382,7 @@ def test_invalid_states_are_refused(state: dict[str, Any]) -> None:
 
 
 class Growing:
-    """Batches that grow, of samples drawn by a generator which goes on from epoch to epoch."""
+    """Growing batches of samples drawn by a generator that continues from epoch to epoch."""
 
     is_own = False
 

@@ -21,7 +21,7 @@ WIDE, RANK = 96, 2
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank update beside it (Hu 2021)."""
+    """A frozen linear layer with a low-rank update (Hu 2021)."""
 
     def __init__(self, base: nn.Linear, rank: int = RANK) -> None:
         super().__init__()

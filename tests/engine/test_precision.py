@@ -107,7 +107,7 @@ def test_immediate_sums_are_exact_to_fp32(stage: int, ranks: RankPools) -> None:
 
 
 def take_at_once(stage: int) -> None:
-    """When the first layer's gradient is made, the last layer's lies in its fp32 sum already."""
+    """When the first layer's gradient is computed, the last layer's is already in its fp32 sum."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     engine = engine_of(stage, model, bf16={**BF16, "immediate_grad_update": True})
     seen: list[tuple[Any, torch.dtype]] = []

@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 
 class Seen(NamedTuple):
-    """Dtypes, and whether there is a master beside the weight."""
+    """Dtypes, and whether the weight has a separate master."""
 
     inputs: torch.dtype
     hidden: torch.dtype

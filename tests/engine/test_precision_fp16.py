@@ -185,7 +185,7 @@ SHAPES = ((30,), (5, 4), (), (70,), (3,))
 
 
 def overflow_in(stage: int, where: list[int], name: str) -> list[str]:
-    """Each rank's gradient of its own leaf is infinite; the first in the model's order is told."""
+    """Each rank's gradient of its own leaf is infinite; the first in the model's order is named."""
     engine = engine_of(stage, Leaves(SHAPES), **fp16(initial_scale_power=4, hysteresis=1))
     mine = where[comm.get_rank()]
 

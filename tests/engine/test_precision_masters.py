@@ -104,7 +104,7 @@ def test_the_weights_are_what_adamw_rounds_to(stage: int, mode: str, ranks: Rank
 
 
 def go_on(mode: str, folder: str) -> None:
-    """Saved after three updates and loaded into a fresh engine, training goes on bit for bit."""
+    """Saved after three updates and loaded into a new engine, training continues bit for bit."""
     master, _, sections = MODES[mode]
 
     def made() -> Any:

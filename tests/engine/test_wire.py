@@ -393,7 +393,7 @@ def test_bucket_sizes_act_where_they_belong() -> None:
     assert values({"stage": 3, **sizes})[0] == 10
     assert values({"stage": 3, "reduce_bucket_size": 7})[0] == 7
     assert values({"stage": 1, "allgather_bucket_size": 0})[1] == Transport().refresh_numel
-    # The boolean form of old: stage 1 or 0, and the size of then beside it.
+    # The old boolean form: stage 1 or 0, with the old key for the size.
     config = configured(zero_optimization=True, allgather_size=20)
     assert config.zero_optimization.stage == 1
     assert transport_of(config, 2).refresh_numel == 20

@@ -50,7 +50,7 @@ def start(
     )
 
 
-# The command, to which SIGINT comes when the job is over: before its end is told, or after.
+# The command gets SIGINT when the job is over: before its end is printed, or after.
 LATE = """
 import signal, sys
 from hadal.cli.main import main

@@ -18,7 +18,7 @@ def an_expert() -> nn.Sequential:
 
 
 def filled(model: nn.Module, place: int = 0) -> nn.Module:
-    """Give the model weights by name; `place`: among the ranks that share its experts."""
+    """Set the model's weights by name; `place`: index among the ranks that share its experts."""
     generator = torch.Generator().manual_seed(5)
     for _, parameter in sorted(model.named_parameters()):
         if getattr(parameter, "allreduce", True):

@@ -47,7 +47,7 @@ def test_sizes_that_torch_does_not_group_are_looped_over() -> None:
 
 
 class WithBias(nn.Module):
-    """An expert that returns its bias beside its output, as Megatron's do."""
+    """An expert that returns its output and its bias, like Megatron's."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from hadal.monitor.tensorboard import TensorBoardWriter
 
 
 class Memory:
-    """Keeps what it is given; raises what it is told to."""
+    """Records its arguments; raises the configured exception."""
 
     section = "memory"
 

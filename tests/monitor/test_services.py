@@ -289,7 +289,7 @@ def start_without(section: str) -> str:
     finally:
         del sys.modules[name]
         sys.modules.update(before)
-    # The parameters are nobody's: another try is not refused.
+    # No engine owns the parameters: another try is not refused.
     engine = engine_of(1)
     train(engine, range(1))
     engine.destroy()

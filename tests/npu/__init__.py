@@ -48,7 +48,7 @@ def _hccl(store: torch.distributed.Store, rank: int, size: int, timeout: object)
 
 @contextmanager
 def asynchronous(longest_delay: float = 0.02) -> Iterator[None]:
-    """Work is queued inside; at the end nobody has touched memory that was not his."""
+    """Queue work inside the context; at the end check that no work touched foreign memory."""
     native = _native[0]
     native.set_delay(longest_delay)
     native.faults()

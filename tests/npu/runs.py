@@ -164,7 +164,7 @@ def waited(
 
 
 def overflowing(config: dict[str, Any]) -> dict[str, Any]:
-    """A training whose third of five updates overflows on one rank; nobody asks meanwhile."""
+    """A training whose third of five updates overflows on one rank, without reads in between."""
     is_here = current_device().type == "npu"
     with contextlib.ExitStack() as stack:
         if is_here:

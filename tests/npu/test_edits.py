@@ -55,7 +55,7 @@ def test_writes_in_place_are_taken_up(
 
 
 def _written_through_data(stage: int) -> tuple[int, str]:
-    """In which update it is told, counted from the write on; what is told."""
+    """The update of the error, counted from the write on, and its message."""
     with npu.asynchronous():
         engine = runs.built(runs.config(stage, "bf16"))
         runs.advanced(engine, 2)

@@ -42,7 +42,7 @@ def test_every_option_has_the_same_bits(npus: RankPools) -> None:
 
 
 def _bytes_left(options: dict[str, Any]) -> int:
-    """The bytes on the device between forward and backward, beside those of the last output."""
+    """The bytes on the device between forward and backward, without those of the last output."""
     call = recomputation(options).call
     values = torch.randn(1 << 10, requires_grad=True, device=current_device()) * 1
     before = torch.accelerator.memory_allocated()
@@ -88,7 +88,7 @@ def _offloads_hidden_states() -> None:
                     max_fwd_stash_count=copies,
                     max_cpu_buffer_pool_count=copies,
                 )
-                # Of the two layers' inputs, the first is the embeddings, which nobody else stores.
+                # The first of the two layers' inputs is the embeddings, which are stored only here.
                 assert stored - left == (2 - kept) * hidden
                 assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 

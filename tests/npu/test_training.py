@@ -151,7 +151,7 @@ def test_sums_of_16_bit_gradients_are_as_exact_as_on_cpus(
 
 
 def on_disk(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The same, with a folder for what rests on the disk."""
+    """The same, with a directory for state on the disk."""
     zero = dict(config["zero_optimization"])
     for key in ("offload_optimizer", "offload_param"):
         if zero.get(key, {}).get("device") == "nvme":

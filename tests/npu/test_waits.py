@@ -20,7 +20,7 @@ def told(found: dict[str, list[str]]) -> str:
 
 @diagonal(stage=range(4), precision=["bf16", "fp16"])
 def test_an_update(stage: int, precision: str, npus: RankPools) -> None:
-    """Nothing is read back, but that fp16 must decide about the loss scale before it goes on."""
+    """Nothing is read back, except that fp16 must decide about the loss scale first."""
     # Clocks read events: they wait for nothing.
     config = runs.config(stage, precision, wall_clock_breakdown=True)
     for found in npus(2).run(runs.waited, config):

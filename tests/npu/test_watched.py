@@ -51,7 +51,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _told_of_waits() -> list[str]:
-    """Rank 1 comes to each sum only when rank 0 has been told that it waits for its values."""
+    """Rank 1 joins each sum only after rank 0's log reports that it waits for the values."""
     ranks = comm.Ranks.world()
     store = torch.distributed.distributed_c10d._get_default_store()
     lines: list[str] = []

@@ -94,7 +94,7 @@ def test_keys_of_adam(ranks: RankPools) -> None:
             adam,
             {**w, "weight_decay": 0.5},
         ),
-        # Type AdamW decouples whatever is said.
+        # Type AdamW always decouples.
         (
             "AdamW",
             {"weight_decay": 0.5, "adam_w_mode": False},
@@ -345,7 +345,7 @@ def test_state_of_16_bit_masters_is_fp32_unless_refused(ranks: RankPools) -> Non
         assert pool.run(dtypes_of_state, said, {"bf16": {"enabled": True}}) == [{"torch.float32"}]
 
 
-# ---- going on from a checkpoint ------------------------------------------------------------------
+# ---- resuming from a checkpoint ------------------------------------------------------------------
 
 
 def go_on(section: dict[str, Any], stage: int, folder: str) -> bool:

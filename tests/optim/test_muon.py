@@ -267,7 +267,7 @@ def test_groups_without_use_muon_are_refused() -> None:
         Muon([{"params": [vector], "use_muon": True}])
 
 
-# ---- where it rests -----------------------------------------------------------------------------
+# ---- offloading ---------------------------------------------------------------------------------
 
 
 def shared_state(stage: int) -> tuple[int, int, list[int]]:

@@ -39,7 +39,7 @@ def train_with_edits(stage: int, precision: str, shapes: tuple[tuple[int, ...], 
                 edit(model.leaves)
             with torch.no_grad():
                 for leaf in plain.leaves:
-                    # What is edited in 16 bit is what the optimizer goes on from.
+                    # The optimizer continues from values edited in 16 bits.
                     leaf.copy_((leaf.to(dtype) * 0.5).to(leaf.dtype))
         for leaf, mean in zip(plain.leaves, mean_gradients(shapes, step), strict=True):
             leaf.grad = mean

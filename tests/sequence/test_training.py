@@ -200,7 +200,7 @@ def _evaluated() -> None:
         found, expected = engine(**given), own.eval()(**given)
     torch.testing.assert_close(found.logits, expected.logits)
     torch.testing.assert_close(found.loss, expected.loss)
-    # A model of the same class beside it keeps its attention.
+    # Another model of the same class keeps its attention.
     torch.testing.assert_close(own.train()(**given).loss, expected.loss)
     engine.train()
     del given["position_ids"]  # numbered from the slice's place

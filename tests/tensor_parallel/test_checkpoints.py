@@ -26,7 +26,7 @@ ROWS, UPDATES = 4, 2
 
 
 def engine_at(kind: str, size: int, stage: int, optimizer: str, keys: dict[str, Any]) -> Any:
-    """An engine whose ranks read `ROWS` samples together, whatever their number."""
+    """An engine whose ranks read `ROWS` samples together, for any number of ranks."""
     params: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
     config = {
         "train_micro_batch_size_per_gpu": ROWS * size // comm.get_world_size(),
