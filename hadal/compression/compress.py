@@ -309,7 +309,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     Raises:
         ConfigError: the configuration does not fit the model.
         UsageError: the model was never prepared, or it was passed without the engine that shards
-        its weights.
+            its weights.
     """
     del mpu
     section, whole = section_of(deepspeed_config), _inner(model)

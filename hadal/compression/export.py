@@ -40,7 +40,7 @@ def export_packed(model: nn.Module, folder: str | Path, layout: str = "hadal") -
 
     Raises:
         UsageError: the layout is unknown, its package is not installed, the model is not one of
-        transformers, no weight is packed, or only `hadal` can store the shapes of the model.
+            transformers, no weight is packed, or only `hadal` can store the shapes of the model.
     """
     if layout not in LAYOUTS:
         raise UsageError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")

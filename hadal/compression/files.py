@@ -62,8 +62,8 @@ def load_packed(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> 
     Args:
         model: a model of the same architecture, with the sizes before pruning; changed in place.
         source: the folder that `save_packed` wrote, its file, or a state dict. A state dict
-        has no quantized inputs and no new sizes: call `init_compression` before, if
-        inputs are quantized.
+            has no quantized inputs and no new sizes: call `init_compression` before, if
+            inputs are quantized.
 
     Raises:
         UsageError: there is no such file, or `save_packed` did not write it.

@@ -188,7 +188,7 @@ def largest(scores: Tensor, ratio: float) -> Tensor:
     Args:
         scores: any shape.
         ratio: the fraction to keep, 0 to 1; the number is rounded up. Among equal values, the
-        first are kept.
+            first are kept.
     """
     flat = scores.reshape(-1)
     count = math.ceil(ratio * flat.numel())

@@ -41,7 +41,7 @@ class WeightRule:
         Args:
             updates: the applied updates.
             slowdowns: the factors by which the period grew with each lost bit; 1 for missing
-            ones.
+                ones.
         """
         steps = updates - self.offset
         if steps < 0:

@@ -23,7 +23,7 @@ def take_over_layers(student: nn.Module, teacher: nn.Module, section: LayerReduc
 
     Raises:
         ModelError: a module is missing in one of the models, or differs between them, or the
-        student has more or fewer layers than `teacher_layer` names. Nothing is copied.
+            student has more or fewer layers than `teacher_layer` names. Nothing is copied.
     """
     prefix, chosen = section.module_name_prefix, section.teacher_layer
     assert prefix is not None  # the rules of the configuration check both

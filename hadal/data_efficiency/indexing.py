@@ -214,7 +214,7 @@ def index_texts(
 
     Raises:
         UsageError: a file cannot be read, there is no text, or the tokenizer has no
-        end-of-document token.
+            end-of-document token.
     """
     if indexing.end and indexing.tokenizer.end is None:
         raise UsageError("the tokenizer has no end-of-document token; leave that option out")

@@ -90,7 +90,7 @@ def lengths_of(dataset: Sequence[Any], folder: str | None, *, writes: bool) -> I
 
     Raises:
         UsageError: the attribute or file belongs to another data set or holds no lengths, samples
-        have no length, or the directory cannot be created.
+            have no length, or the directory cannot be created.
     """
     count = len(dataset)
     for name in _GIVEN:

@@ -96,7 +96,7 @@ def measures_of(
 
     Raises:
         UsageError: the lists are empty or differ in length, a name is repeated or cannot be a
-        directory's, an entry is not a function, or a type or dtype is unknown.
+            directory's, an entry is not a function, or a type or dtype is unknown.
     """
     counts = {
         "metric_names": len(names),

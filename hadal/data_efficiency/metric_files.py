@@ -158,7 +158,7 @@ def write_single(
         ids: the samples' ids in that order; None numbers them from 0.
         by_id: True sorts samples of one value by id; False keeps the order of reading.
         reducers: a document ends after each of this many parts, and at the end of the file, as if
-        several of DeepSpeed's reducers wrote it; None writes one document.
+            several of DeepSpeed's reducers wrote it; None writes one document.
 
     Raises:
         UsageError: a file cannot be written, or has a row of 2^31 samples or more.

@@ -105,7 +105,7 @@ class Pacer:
 
         Raises:
             UsageError: the schedule is custom and has no function, or it did not return an integer,
-            or one that is too small.
+                or one that is too small.
         """
         if self.rule.kind != "custom":
             self.current = difficulty_at(self.rule, step)

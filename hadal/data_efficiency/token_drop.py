@@ -220,7 +220,7 @@ class TokenDrop(Listener):
 
         Raises:
             UsageError: no converted layer has one of the numbers, two have it, or there are more
-            layers than `total_layer_num`.
+                layers than `total_layer_num`.
         """
         found: dict[int, list[tuple[str, Any]]] = {}
         for name, layer in changed_layers(model, TokenDroppingLayer):
@@ -313,11 +313,11 @@ def convert_to_random_ltd(model: ModelType, convert_type: type[nn.Module]) -> Mo
     Args:
         model: an engine, or a model that `initialize` is given later.
         convert_type: the class of the layers. Their first argument is the hidden states, and they
-        return them, or a tuple that begins with them.
+            return them, or a tuple that begins with them.
 
     Raises:
         UsageError: the model has no such layers, the engine's configuration does not enable
-        `random_ltd`, or its `random_ltd_layer_id` does not fit the layers.
+            `random_ltd`, or its `random_ltd_layer_id` does not fit the layers.
     """
     listeners = getattr(model, "listeners", None)
     if not isinstance(listeners, tuple):

@@ -153,7 +153,7 @@ def find_blocks(
 
     Raises:
         ModelError: there are none although one is required, or the model does not belong to the
-        preset's family.
+            preset's family.
     """
     router, experts = section.router_pattern or "gate", section.expert_pattern or "experts"
     first, down, _ = _names(section)

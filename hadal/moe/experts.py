@@ -33,7 +33,7 @@ class Experts(nn.Module):
     Args:
         expert: the module of one expert. It takes and returns tokens, whose features are the last
             dimension;
-        if it returns a tuple, the first item is used.
+            if it returns a tuple, the first item is used.
         num_local_experts: experts on this rank.
         expert_group_name: `group_name` of their parameters.
     """

@@ -87,7 +87,7 @@ def route_to_one(
         used: [s]; tokens with zero go to no expert. None: all tokens are used.
         is_noisy: choose by the logits plus Gumbel noise.
         keeps_at_random: an expert with more tokens than its capacity keeps random ones; otherwise
-        those that torch's `topk` returns first.
+            those that torch's `topk` returns first.
         generator: of the random numbers; None is the device's own.
     """
     probabilities = logits.softmax(dim=1)

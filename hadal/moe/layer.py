@@ -57,7 +57,7 @@ class TopKGate(nn.Module):
             `RSample` adds Gumbel noise to the choice of one expert.
         drop_tokens: experts drop tokens beyond their capacity; otherwise they have no limit.
         use_rts: with k = 1, an expert keeps random tokens in training; otherwise those that torch's
-        `topk` returns first.
+            `topk` returns first.
         ep_group: no effect: dropping depends on only this rank's tokens.
         top2_2nd_expert_sampling: with k = 2, the second expert is sampled in training.
     """
@@ -210,7 +210,7 @@ class MoE(nn.Module):
         use_rts: keep random tokens.
         use_tutel: no effect.
         enable_expert_tensor_parallelism: no effect: every tensor-parallel rank computes the
-        experts of all its tokens, whether or not the experts are sharded over these ranks.
+            experts of all its tokens, whether or not the experts are sharded over these ranks.
         top2_2nd_expert_sampling: see `TopKGate`.
 
     Raises:

@@ -49,7 +49,7 @@ class Monitor:
 
         Args:
             event_list: tuples (name, value, samples): a text, a number or a tensor of one element,
-            and the x-coordinate, which is `engine.global_samples` for the engine's own scalars.
+                and the x-coordinate, which is `engine.global_samples` for the engine's own scalars.
             flush: no effect. Files are written at once, TensorBoard's within a second.
 
         Raises:

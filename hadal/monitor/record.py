@@ -91,7 +91,7 @@ def events_of(event_list: Iterable[Any]) -> tuple[Scalar, ...]:
 
     Raises:
         UsageError: one is not such a triple, its value is not a number, or its samples are not an
-        integer.
+            integer.
     """
     return tuple(_event(given) for given in event_list)
 

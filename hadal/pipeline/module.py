@@ -64,7 +64,7 @@ class PipelineModule(nn.Module):
 
     Raises:
         UsageError: the number of ranks does not fit the stages, a stage would be empty, or an
-        argument is invalid.
+            argument is invalid.
         NotBuiltYetError: a PipelineModule is a layer, or the method is another one.
         MismatchError: the ranks were given different layers.
     """

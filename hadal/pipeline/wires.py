@@ -84,7 +84,7 @@ class Wire:
         device: where tensors are.
         name: both ends and the content, for messages.
         slices: ranks that have the same tensors here, each of which sends a slice of the first
-        one; None: each sends all.
+            one; None: each sends all.
         serial: the number of this pipeline among all that these ranks have created.
     """
 

@@ -37,7 +37,7 @@ class FlopsProfiler:
         ds_engine: the engine that trains it. Its own profile, once there is one, is printed
             instead of the one counted here.
         recompute_fwd_factor: the fraction of the forward that backward repeats, in addition to
-        its own cost of two forwards.
+            its own cost of two forwards.
     """
 
     def __init__(

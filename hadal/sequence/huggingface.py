@@ -126,7 +126,7 @@ class UlyssesSPAttentionHF(nn.Module):
         Raises:
             SequenceError: the model's attention differs or cannot be distributed, or heads, length
                 or
-            ranks do not fit.
+                ranks do not fit.
         """
         if sequence_parallel_size == 1:
             return None

@@ -40,7 +40,7 @@ class UlyssesSPDataLoaderAdapter:
 
     Raises:
         SequenceError: while iterating, on all ranks: a batch is not a mapping, has no positions, or
-        has tensors of different lengths.
+            has tensors of different lengths.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ def ring_attention(
         is_causal: each position attends to itself and earlier ones only.
         scale: factor of the scores; 1 / sqrt(D) by default.
         documents: [batch, length], the number of each position's document: causal attention stays
-        inside it. None: each row is one document.
+            inside it. None: each row is one document.
         window: number of positions that each one attends to in causal attention, itself included.
 
     Returns:

@@ -67,7 +67,7 @@ def sequence_tiled_compute(  # noqa: PLR0913 - the signature is DeepSpeed's
         compute_params: also not needed.
         output_unshard_dimension: dimension along which outputs are joined.
         output_reduction: None joins the outputs; "sum" sums them; "mean" averages them, weighted
-        by the number of positions of each tile.
+            by the number of positions of each tile.
 
     Raises:
         SequenceError: a tensor has another length, or `shards` or the reduction is invalid.
@@ -213,7 +213,7 @@ class TiledFusedLogitsLoss:
             shards: number of tiles; a shorter sequence has one for each position.
             compute_params: accepted but not needed; autograd finds the weights.
             output_reduction: the reduction in `fn`. "mean" weights each tile by its targets that
-            count, so the result is the mean over all of them; 0 if there are none.
+                count, so the result is the mean over all of them; 0 if there are none.
 
         Raises:
             SequenceError: shapes do not fit, or `shards` or the reduction is invalid.

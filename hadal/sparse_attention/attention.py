@@ -155,7 +155,7 @@ def sparse_attention(  # noqa: PLR0913 - all that an attention function may be g
         first_row: the position of the first query if there are fewer queries than keys; by default
             they are the last ones.
         first_key: the position of the first key. If it is not 0, there are fewer queries than
-        positions, and `masks` cover only the given keys.
+            positions, and `masks` cover only the given keys.
         softcap: products become softcap * tanh(product / softcap) before masks are added.
         sinks: [heads], the score of one more key with a value of zero for each head.
 

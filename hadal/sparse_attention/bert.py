@@ -74,7 +74,7 @@ class BertSparseSelfAttention(nn.Module):
             attention_mask: of keys, [batch, L] or [batch, 1, 1, L]; or of pairs, [batch, 1, L, L].
                 Booleans are true where tokens are seen; numbers are added to the scores.
             others: further arguments of transformers' layers; those for unsupported features
-            (a cache, cross-attention) are refused.
+                (a cache, cross-attention) are refused.
 
         Raises:
             NotBuiltYetError: a cache or cross-attention is requested.
@@ -195,7 +195,7 @@ class SparseAttentionUtils:
 
         Raises:
             ModelError: neither ids nor embeddings are given, or only embeddings without
-            `model_embeddings`.
+                `model_embeddings`.
         """
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:

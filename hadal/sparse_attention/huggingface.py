@@ -63,7 +63,7 @@ def use_sparse_attention(model: Model, source: Any = None) -> Model:
     Args:
         model: any model whose layers use `ALL_ATTENTION_FUNCTIONS`.
         source: the pattern: a section as a dict, a configuration, or an engine. By default
-        `initialize` sets the pattern of its configuration.
+            `initialize` sets the pattern of its configuration.
 
     Raises:
         ModelError: the model has no choice of attention functions.
@@ -133,7 +133,7 @@ def hadal_sparse(
     Args:
         module: the layer's attention; its `config.sparse_attention` is the pattern.
         query: [batch, heads, rows, D]; if there are fewer rows than keys (generation), they are
-        the last ones in the mask, or the last of all.
+            the last ones in the mask, or the last of all.
         key, value: [batch, heads or fewer, L, D].
         attention_mask: [batch, L] (true where keys are seen) or [batch, 1 or heads, rows, L]. If
             a cache has dropped the first keys, its columns are all positions, and the keys the
@@ -142,9 +142,9 @@ def hadal_sparse(
         scaling: factor of the scores.
         is_causal: whether later tokens are not seen; by default the module's attribute.
         others: arguments of other attention functions. `position_bias`, [batch or 1, heads, rows,
-        L], is added to the scores, and may need a gradient; `softcap` limits them; `s_aux`,
-        [heads], are the scores of sinks. `head_range` is (first head, number of all heads), if
-        ranks share them.
+            L], is added to the scores, and may need a gradient; `softcap` limits them; `s_aux`,
+            [heads], are the scores of sinks. `head_range` is (first head, number of all heads), if
+            ranks share them.
 
     Returns:
         [batch, rows, heads, D] and None.

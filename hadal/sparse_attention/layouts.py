@@ -402,7 +402,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
         num_heads, block, different_layout_per_head: see SparsityConfig.
         num_sliding_window_blocks: width of the window; an even one acts as the next odd one.
         global_block_indices: blocks that attend to all and to which all attend, or the starts of
-        their ranges; those beyond the sequence are ignored.
+            their ranges; those beyond the sequence are ignored.
         global_block_end_indices: the (exclusive) ends of these ranges.
         attention: "unidirectional"; anything else is bidirectional.
 

@@ -88,7 +88,7 @@ class SparseSelfAttention(nn.Module):
 
         Raises:
             ModelError: the length is not a multiple of the block, or longer than `max_seq_length`
-            although `master_layout` determines the layout.
+                although `master_layout` determines the layout.
         """
         layout = self._boolean_layout(seq_len)
         return layout.long().expand(self.sparsity_config.num_heads, -1, -1)

@@ -187,7 +187,7 @@ def rules_of_plan(plan: Mapping[str, str]) -> tuple[LayerRule, ...] | None:
 
     Raises:
         ModelError: a style has no rule. Then nothing is cut, as a column without its row would be
-        wrong.
+            wrong.
     """
     unknown = sorted({style.lower() for style in plan.values()} - STYLES)
     if unknown:
