@@ -5,16 +5,17 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hadal.engine.batches import BatchSizes
 from hadal.engine.listeners import Listeners
 from hadal.engine.parts import Counters
+from hadal.errors import UsageError
 from hadal.listener import Forward, Listener, Update
 
 _log = logging.getLogger(__name__)
@@ -26,18 +27,22 @@ _SPARE_BACKWARDS = 8
 class FirstUpdate(Listener):
     """Watcher of an engine until its first update.
 
-    It compares the first batch in training with the configured micro-batch, and counts backwards
-    that no `engine.step` follows.
+    It compares the first batch in training with the configured micro-batch, counts backwards that
+    no `engine.step` follows, and looks for gradients that the update ignores or that never arrived.
     """
 
     name = "_first_update"
 
-    def __init__(self, listeners: Listeners, batches: BatchSizes, counters: Counters) -> None:
+    def __init__(
+        self, listeners: Listeners, batches: BatchSizes, counters: Counters, model: nn.Module
+    ) -> None:
         self._listeners = listeners
+        self._model = weakref.ref(model)
         self._batches = batches
         self._counters = counters
         self._backwards = 0
         self._has_compared = False
+        self._first: Update | None = None
         _watching.add(self)
 
     def before_forward(self, forward: Forward) -> None:
@@ -66,10 +71,34 @@ class FirstUpdate(Listener):
             self.report()
             _watching.discard(self)
 
+    def before_update(self, gradients: Mapping[str, Tensor]) -> None:
+        """Expect that the program has set no gradient.
+
+        Raises:
+            UsageError: a parameter has one, which the update would ignore.
+        """
+        model = self._model()
+        for name, parameter in () if model is None else model.named_parameters():
+            if parameter.requires_grad and parameter.grad is not None:
+                raise UsageError(
+                    f"{name}.grad was set between engine.backward and engine.step, which ignores"
+                    " it: gradients are in buckets. Use"
+                    " hadal.utils.safe_set_full_grad(parameter, value), and safe_get_full_grad to"
+                    " read one"
+                )
+
     def after_update(self, update: Update) -> None:
-        """Leave the engine."""
+        """Leave the engine once the norm of the first update is known."""
+        _watching.discard(self)
+        first = self._first = self._first or update
+        if not first.is_known:
+            return
         self._listeners.remove(self)
-        self.close()
+        if first.norm == 0.0 and not first.skipped:
+            _log.warning(
+                "all gradients of the first update are 0 on all ranks, so it trained nothing. Was"
+                " the loss computed from the output of this engine's model, and not detached?"
+            )
 
     def close(self) -> None:
         """Stop watching: nothing is reported at exit."""
@@ -86,7 +115,7 @@ class FirstUpdate(Listener):
             )
 
 
-_watching: WeakSet[FirstUpdate] = WeakSet()
+_watching: weakref.WeakSet[FirstUpdate] = weakref.WeakSet()
 
 
 @atexit.register

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.logs import logged
 from engine.toys import ROWS, engine_of, loss_of, model_of, train
 from hadal.engine.first_update import batch_size
+from hadal.errors import UsageError
 
 
 def told_of_batches(sizes: list[int], training: bool = True) -> list[str]:
@@ -127,3 +128,33 @@ def test_a_program_that_ends_without_a_step_is_reported(end: str, is_told: bool)
     command = [sys.executable, "-c", PROGRAM.format(end=end)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ("engine.step() was never called" in ended.stderr) == is_told, ended.stderr
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_the_program_sets_is_an_error(stage: int) -> None:
+    engine = engine_of(stage, gradient_accumulation_steps=1)
+    engine.backward(loss_of(engine(torch.ones(ROWS, 6)), torch.ones(ROWS, 4)))
+    parameter = next(engine.module.parameters())
+    parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(UsageError, match=r"\.grad was set between .*safe_set_full_grad"):
+        engine.step()
+    parameter.grad = None
+    engine.destroy()
+
+
+def update_on_another_loss(stage: int) -> list[str]:
+    with logged() as messages:
+        engine = engine_of(stage, gradient_accumulation_steps=1)
+        for _ in range(2):
+            engine(torch.ones(ROWS, 6))
+            engine.backward(model_of()(torch.ones(ROWS, 6)).float().sum())
+            engine.step()
+    engine.destroy()
+    return messages
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loss_that_no_gradient_reaches_is_reported_once(ranks: RankPools, stage: int) -> None:
+    (message,), others = ranks(2).run(update_on_another_loss, stage)
+    assert others == []
+    assert "all gradients of the first update are 0 on all ranks" in message
