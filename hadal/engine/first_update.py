@@ -5,16 +5,16 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hadal.engine.batches import BatchSizes
 from hadal.engine.listeners import Listeners
-from hadal.engine.parts import Counters
+from hadal.engine.parts import Counters, Parts
 from hadal.errors import UsageError
 from hadal.listener import Forward, Listener, Update
 
@@ -34,10 +34,10 @@ class FirstUpdate(Listener):
     name = "_first_update"
 
     def __init__(
-        self, listeners: Listeners, batches: BatchSizes, counters: Counters, model: nn.Module
+        self, listeners: Listeners, batches: BatchSizes, counters: Counters, parts: Parts
     ) -> None:
         self._listeners = listeners
-        self._model = weakref.ref(model)
+        self._parts = parts
         self._batches = batches
         self._counters = counters
         self._backwards = 0
@@ -77,9 +77,10 @@ class FirstUpdate(Listener):
         Raises:
             UsageError: a parameter has one, which the update would ignore.
         """
-        model = self._model()
-        for name, parameter in () if model is None else model.named_parameters():
-            if parameter.requires_grad and parameter.grad is not None:
+        buckets = self._parts.runtime.bucket_of
+        for name, parameter in self._parts.model.named_parameters():
+            bucket = buckets.get(parameter)
+            if bucket is not None and bucket.trainable and parameter.grad is not None:
                 raise UsageError(
                     f"{name}.grad was set between engine.backward and engine.step, which ignores"
                     " it: gradients are in buckets. Use"
@@ -115,7 +116,7 @@ class FirstUpdate(Listener):
             )
 
 
-_watching: weakref.WeakSet[FirstUpdate] = weakref.WeakSet()
+_watching: WeakSet[FirstUpdate] = WeakSet()
 
 
 @atexit.register

@@ -47,7 +47,7 @@ class Session:
         self.scale: ScaleState = first_scale(parts.scale_rule)
         self.counters = Counters()
         self.cycle = Cycle()
-        self.listeners.add(FirstUpdate(self.listeners, self.batches, self.counters, parts.model))
+        self.listeners.add(FirstUpdate(self.listeners, self.batches, self.counters, parts))
         self.undecided: Undecided | None = None
         """The last update, until the host knows whether the device has skipped it."""
         self.skipped: Undecided | None = None

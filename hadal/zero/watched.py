@@ -144,8 +144,9 @@ class _Seen:
             freed = [tensor for tensor in found if isinstance(tensor, _Seen)]
             if found and not freed:
                 return func(*args, **kwargs)
-            if any(_owner(tensor) in _described for tensor in freed):
-                return _without_values(func, args, kwargs, freed)
+            empty = [tensor for tensor in freed if _is_empty(tensor)]
+            if any(_owner(tensor) in _described for tensor in empty):
+                return _without_values(func, args, kwargs, empty)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -194,6 +195,14 @@ def _owner(tensor: Tensor) -> nn.Parameter:
     return cast(nn.Parameter, tensor.parameter if isinstance(tensor, _ViewOfFreed) else tensor)
 
 
+def _is_empty(tensor: Tensor) -> bool:
+    """Return whether a watched tensor has no values: a parameter may have them already."""
+    if isinstance(tensor, _ViewOfFreed):
+        return True
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
+
+
 def _without_values(func: Any, args: Any, kwargs: dict[str, Any], freed: Sequence[Tensor]) -> Any:
     """Run an operation on freed tensors if it needs no values: a view of them, say.
 
@@ -202,10 +211,8 @@ def _without_values(func: Any, args: Any, kwargs: dict[str, Any], freed: Sequenc
     """
     name = getattr(func, "__name__", "")
     first = [*args, *kwargs.values()][:1]  # torch's initialisations pass it by its name
-    written = [
-        *_seen_among(first if _is_in_place(name) else ()),
-        *_seen_among([kwargs.get("out")]),
-    ]
+    targets = [*_seen_among(first if _is_in_place(name) else ()), *_seen_among([kwargs.get("out")])]
+    written = [tensor for tensor in targets if _is_empty(tensor)]
     if written:
         raise ShardedAccessError(_lost_write(_owner(written[0])))
     if name in _RETURN_NUMBERS or _is_in_place(name):
