@@ -84,6 +84,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.claims("zero_optimization.stage")
 def test_every_stage_trains_as_one_process_does(cell: Cell, ranks: RankPools) -> None:
     """The cell's model, trained by all ranks together, is what one process trains."""
+    is_rounded = cell["precision"] == "autocast" and cell["model"] == "lstm"
+    if is_rounded and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("torch runs no LSTM under autocast on a processor without AVX-512")
     expected = trained_by_reference(cell)
     for rank, got in enumerate(ranks(world_of(cell)).run(trained_by_hadal, cell)):
         faults = faults_of(cell, rank, got, expected)

@@ -421,7 +421,7 @@ def test_a_missing_mask_is_reported():
 FAULTS = [
     ({"random_ltd_layer_id": None}, "random_ltd_layer_id", "add it"),
     ({"random_ltd_layer_id": [2, 1]}, "random_ltd_layer_id", "expected ascending numbers"),
-    ({"random_ltd_layer_num": 3}, "random_ltd_layer_num", "give 2"),
+    ({"random_ltd_layer_num": 3}, "random_ltd_layer_num", "set 2"),
     ({"total_layer_num": 1}, "total_layer_num", "1 is less than the 2 layers"),
     ({"model_type": "both"}, "model_type", "encoder"),
     ({"hidden_state_order": None}, "hidden_state_order", "add it"),

@@ -249,7 +249,7 @@ def born_over_all() -> None:
         (sizes_against_the_mpu, ConfigError, "5 is not divisible by 3 (micro-batch) x 2 ranks"),
         (with_stages, UsageError, "get_pipeline_model_parallel_group"),
         (with_contexts, NotBuiltYetError, "get_context_parallel_world_size() is 2"),
-        (of_other_ranks, UsageError, "and get_data_parallel_rank() and _world_size() report rank"),
+        (of_other_ranks, UsageError, "but get_data_parallel_rank() and _world_size() report rank"),
         (other_keys_in_one_part, MismatchError, "0.5 on rank 0 and 1.5 on rank 1"),
         (wrong_in_one_part, MismatchError, "extra is nothing on rank 1 and (3,)"),
         (different_sizes, MismatchError, "different groupings"),

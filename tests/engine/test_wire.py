@@ -614,7 +614,7 @@ def refuse_unused(stage: int) -> None:
         with pytest.raises(ModelError) as raised:
             micro_step(last)
         at = f"(rank {', '.join(map(str, missing))})"
-        assert f"for right.weight {at}, right.bias {at}. Let" in str(raised.value)
+        assert f"for right.weight {at}, right.bias {at}. Make" in str(raised.value)
         assert "zero_optimization.ignore_unused_parameters" in str(raised.value)
         assert_equal(engine.state_dict(), before)
         micro_step(True)  # the same micro-step again: nothing of the refused one is left
