@@ -134,7 +134,9 @@ def test_a_cross_entropy_of_logits_is_torchs(dtype: torch.dtype) -> None:
         expected = F.cross_entropy(wide, target.flatten(), reduction=reduction)
         torch.testing.assert_close(loss.flatten(), expected.reshape(loss.numel()))
         found, wanted = differentiated(loss.flatten(), logits), differentiated(expected, logits)
-        torch.testing.assert_close(found, wanted)
+        # fp32 sums over the words in another order: processors round some by several units.
+        limits = {"rtol": WORDS * 5e-7, "atol": 1e-5} if dtype == torch.float32 else {}
+        torch.testing.assert_close(found, wanted, **limits)
 
 
 # ---- over ranks ----------------------------------------------------------------------------------

@@ -50,7 +50,9 @@ def alike(kind: str, keys: dict[str, Any]) -> None:
         gradient = whole.get_parameter(name).grad
         if name in cut_of:
             gradient = cut_of[name].take(gradient, ranks.rank)
-        told, limit = f"{name}: {{}}".format, 1e-5 * float(gradient.abs().max()) + 1e-7
+        # T5's decoder sums the gradients of the encoder's states over its blocks, in another order.
+        unit = 3e-5 if kind == "t5" else 1e-5
+        told, limit = f"{name}: {{}}".format, unit * float(gradient.abs().max()) + 1e-7
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=limit, msg=told)
 
 
