@@ -125,8 +125,8 @@ class RankContents:
 
     tensors: dict[str, Values]
     parts: dict[tuple[int, ...], PartRows]
-    """By the ranks of the world that share the same parameters: those with the dense ones first,
-    then those with the same experts."""
+    """The rows, keyed by the ranks of the world that share the same parameters: the dense ones
+    first, then the experts."""
 
 
 def find_own_values(live: Live) -> set[str]:

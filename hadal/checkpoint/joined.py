@@ -34,7 +34,7 @@ class Places:
     """The slices of the whole model's tensors that one part of a model holds."""
 
     of: Mapping[str, Placement]
-    """By the part's own names; a name that is not listed is a whole tensor of that name."""
+    """Placements by the part's own names; an unlisted name is a whole tensor of that name."""
     unknown: frozenset[str] = frozenset()
     """Names of slices whose position is not recorded."""
 
@@ -55,7 +55,7 @@ class Asked:
     """The tensors that one part of the running model loads."""
 
     placements: Mapping[str, Placement]
-    """Of all its parameters and buffers, by its own names."""
+    """Placements of all its parameters and buffers, keyed by its own names."""
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The other names of tied parameters, by the first."""
     elsewhere: frozenset[str] = frozenset()
@@ -82,7 +82,7 @@ class _Step(NamedTuple):
     holder: _Holder
     there: Box
     offset: int
-    """Of the region in the elements asked for; then the region, and the place in it."""
+    """The start of `region` in the requested elements; `here` is a box within `region`."""
     region: Box
     here: Box
 

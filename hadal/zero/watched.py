@@ -144,8 +144,8 @@ class _Seen:
             freed = [tensor for tensor in found if isinstance(tensor, _Seen)]
             if found and not freed:
                 return func(*args, **kwargs)
-            empty = [tensor for tensor in freed if _is_empty(tensor)]
-            if any(_owner(tensor) in _described for tensor in empty):
+            empty = [tensor for tensor in freed if _is_refused(tensor)]
+            if empty:
                 return _without_values(func, args, kwargs, empty)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -195,8 +195,10 @@ def _owner(tensor: Tensor) -> nn.Parameter:
     return cast(nn.Parameter, tensor.parameter if isinstance(tensor, _ViewOfFreed) else tensor)
 
 
-def _is_empty(tensor: Tensor) -> bool:
-    """Return whether a watched tensor has no values: a parameter may have them already."""
+def _is_refused(tensor: Tensor) -> bool:
+    """Return whether a watched tensor of an engine has no values; a parameter may have them."""
+    if _owner(tensor) not in _described:
+        return False
     if isinstance(tensor, _ViewOfFreed):
         return True
     with torch._C.DisableTorchFunctionSubclass():
@@ -212,7 +214,7 @@ def _without_values(func: Any, args: Any, kwargs: dict[str, Any], freed: Sequenc
     name = getattr(func, "__name__", "")
     first = [*args, *kwargs.values()][:1]  # torch's initialisations pass it by its name
     targets = [*_seen_among(first if _is_in_place(name) else ()), *_seen_among([kwargs.get("out")])]
-    written = [tensor for tensor in targets if _is_empty(tensor)]
+    written = [tensor for tensor in targets if _is_refused(tensor)]
     if written:
         raise ShardedAccessError(_lost_write(_owner(written[0])))
     if name in _RETURN_NUMBERS or _is_in_place(name):
