@@ -159,11 +159,16 @@ def location_of(text: Given) -> Location:
     A URL of this machine's files (`file://`) is a directory. No request is sent.
 
     Raises:
-        CheckpointError: it is a URL of an unknown scheme, or of one whose package is not installed;
-            the message names what to install.
+        CheckpointError: it is empty or no path, or a URL of an unknown scheme or of one whose
+            package is not installed; the message names what to install.
     """
     if isinstance(text, RemotePath):
         return text
+    if not isinstance(text, str | os.PathLike) or not str(text):
+        raise CheckpointError(
+            f"a checkpoint's directory is {text!r}, expected a path or a URL; '.' is the current"
+            " directory"
+        )
     found = _URL.fullmatch(str(text))
     if found is None:
         return Path(text)

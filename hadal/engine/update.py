@@ -235,6 +235,7 @@ class Updates:
     def _step_weights(self, training: Training, found: Finding, factor: float) -> None:
         runtime = self._session.parts.runtime
         try:
+            training.stepper.expect_same_groups()
             with runtime.holding_frozen():
                 multiplier = found.multiplier(factor)
                 if found.overflowed is None:

@@ -75,6 +75,30 @@ class OptimizerStepper(ABC):
         """Add the buckets of the newest param group, whose parameters are `members`."""
         self._take_up(gradients, [len(self._optimizer.param_groups) - 1], [members])
 
+    def expect_same_groups(self) -> None:
+        """Expect the param groups, and the tensors in them, as this stepper has made them.
+
+        Raises:
+            OptimizerError: the program has edited them, which no update would follow.
+        """
+        now = self._members_now()
+        if now == self._members:
+            return
+        if len(now) != len(self._members):
+            found = f"has {len(now)} param groups, expected {len(self._members)}"
+        else:
+            pairs = enumerate(zip(now, self._members, strict=True))
+            number = next(index for index, (mine, laid) in pairs if mine != laid)
+            found = (
+                f'has other tensors in param_groups[{number}]["params"] than the engine put there'
+            )
+        raise OptimizerError(
+            f"the optimizer {found}: the program edited the list, and no update would follow."
+            " Add parameters by optimizer.add_param_group, exclude them from updates by"
+            " requires_grad_(False) before initialize, and set only options (lr, weight_decay, ...)"
+            " of a group in place"
+        )
+
     def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return a parameter's whole values in the optimizer if this rank owns them, else None."""
         return self._wholes.values.get(parameter)
@@ -121,6 +145,10 @@ class OptimizerStepper(ABC):
                 self._pieces[one] = self._lay(one) if has_flat else []
                 pieces = [*self._pieces[one], *self._wholes.pieces(one)]
                 self._disk_states.put(one.bucket, pieces)
+        self._members = self._members_now()
+
+    def _members_now(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self._optimizer.param_groups]
 
     def _lay(self, one: Gradients) -> list[Piece]:
         return lay_pieces(self._optimizer, one, lambda group: not self._is_whole(group))

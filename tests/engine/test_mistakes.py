@@ -10,9 +10,10 @@ import torch
 from ranks import RankPools
 from torch import nn
 
-from engine.toys import engine_of, model_of
+from engine.toys import ByNorm, engine_of, model_of, train
 from hadal.engine.mistakes import missing_attribute, mixed_dtypes
-from hadal.errors import MissingAttributeError, UsageError
+from hadal.errors import CheckpointError, MissingAttributeError, OptimizerError, UsageError
+from hadal.optim.muon import Muon
 
 
 class WithProperty(nn.Linear):
@@ -105,3 +106,54 @@ def test_a_second_backward_of_a_loss_is_told(stage: int, ranks: RankPools) -> No
     for rank, told in enumerate(ranks(2).run(go_back_twice, stage)):
         assert told.startswith(f"rank {rank}: the graph of this loss was used up")
         assert "retain_graph=True" in told and "detach()" in told
+
+
+def edit_groups(stage: int) -> None:
+    kinds: list[Any] = [torch.optim.AdamW, torch.optim.SGD, Muon, ByNorm]
+    for kind in kinds:
+        model = model_of()
+        group: dict[str, Any] = {"params": [p for p in model.parameters() if p.dim() == 2]}
+        optimizer = kind([group | ({"use_muon": True} if kind is Muon else {})], lr=0.01)
+        engine = engine_of(stage, model, {"optimizer": optimizer}, optimizer=None)
+        groups = engine.optimizer.param_groups
+        train(engine, range(1))
+
+        def expect_error(found: str, engine: Any = engine) -> None:
+            engine.backward(engine(torch.ones(3, 6)).sum())
+            with pytest.raises(OptimizerError, match=found):
+                engine.step()
+
+        stranger = nn.Parameter(torch.ones(2, 2))
+        groups.append({**groups[0], "params": [stranger]})
+        expect_error("has 2 param groups, expected 1")
+        del groups[1:]
+        groups[0]["params"].append(stranger)
+        expect_error(r'other tensors in param_groups\[0\]\["params"\].*add_param_group')
+        groups[0]["params"].pop()
+        kept = groups[:]
+        groups.clear()
+        expect_error("has 0 param groups, expected 1")
+        groups.extend(kept)
+        groups[0]["lr"] = 0.005
+        engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+        train(engine, range(1, 3))
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_edited_param_groups_are_an_error(stage: int, ranks: RankPools) -> None:
+    ranks(2).run(edit_groups, stage)
+
+
+def save_nowhere() -> None:
+    engine = engine_of(1, model_of())
+    for place in ("", None, 3):
+        with pytest.raises(CheckpointError, match=rf"directory is {place!r}, expected a path"):
+            engine.save_checkpoint(place)
+        with pytest.raises(CheckpointError, match=rf"directory is {place!r}, expected a path"):
+            engine.load_checkpoint(place)
+    engine.destroy()
+
+
+def test_a_checkpoint_needs_a_directory(ranks: RankPools) -> None:
+    ranks(1).run(save_nowhere)
