@@ -362,7 +362,10 @@ def _share_a_loop() -> None:
     device = ProcessGroupGloo.create_default_device()
 
     class SharedLoop(ProcessGroupGloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(
+            self, store: Any, rank: int, size: int, timeout: timedelta, **later: Any
+        ) -> None:
+            assert not any(later.values()), f"options of a later torch: {later}"
             options = ProcessGroupGloo._Options()
             options._devices, options._threads, options._timeout = [device], 2, timeout
             super().__init__(store, rank, size, options)

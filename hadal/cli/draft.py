@@ -119,10 +119,11 @@ def _allowed(answers: Answers) -> list[MemoryPlan]:
 
 
 def _batch(answers: Answers) -> dict[str, Any]:
-    times = answers.batch // (answers.micro_batch * answers.ranks)
+    count = answers.batch // (answers.micro_batch * answers.ranks)
+    times = "once" if count == 1 else f"{count} times"
     return {
         "// batch": f"{answers.batch} samples per update: {answers.micro_batch} on each device at"
-        f" a time, {times} times, on {answers.ranks} ranks. If memory runs out, halve"
+        f" a time, {times}, on {answers.ranks} ranks. If memory runs out, halve"
         " train_micro_batch_size_per_gpu: the update stays the same.",
         "train_batch_size": answers.batch,
         "train_micro_batch_size_per_gpu": answers.micro_batch,

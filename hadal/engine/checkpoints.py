@@ -14,13 +14,15 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hadal.checkpoint.background import Saver
 from hadal.checkpoint.files import location_of, new_mark
 from hadal.checkpoint.folders import why_none
 from hadal.checkpoint.live import COUNTERS
-from hadal.checkpoint.loading import Wanted, find, load
+from hadal.checkpoint.loading import Wanted, find, load, load_from
 from hadal.checkpoint.saving import SaveRequest
+from hadal.checkpoint.tensor_shards import ShardSource, shards_of
 from hadal.checkpoint.together import compare_tags
 from hadal.comm.faults import raised_on_all
 from hadal.engine.collector import collector_at_rest
@@ -212,3 +214,37 @@ class Checkpoints:
             # Gradients are not saved, and the accumulation may have changed.
             self._session.begin_accumulation()
         return str(folder), loaded.client_state
+
+    # ---- torch.distributed.checkpoint --------------------------------------------------------
+
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        """Return copies of this rank's shards of the weights, and the buffers. No rank sends any.
+
+        `torch.distributed.checkpoint` (2.14 and later) saves them as whole weights, each rank its
+        own part: they have the attributes of its `CheckpointableTensor`. Weights are the fp32
+        masters where there are masters. The optimizer's state is not among them. A folder that is
+        written so is loaded by `load_checkpoint(folder, load_module_only=True)`, on any number of
+        ranks, and by stock torch.
+
+        Raises:
+            CheckpointError: torch is older, or tensor, pipeline or expert parallelism divides the
+                model.
+        """
+        self._session.expect_alive()
+        return shards_of(self._session.live())
+
+    def load_sharded_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Load shards, as `sharded_state_dict` returns them, into weights and masters.
+
+        All ranks must call it, each with its own shards, after `torch.distributed.checkpoint.load`
+        has filled them.
+
+        Raises:
+            CheckpointError: shards are missing, or are another rank's; on every rank, and nothing
+                has changed.
+        """
+        self._session.expect_alive()
+        self._session.parts.runtime.meet_at_checkpoint()
+        self._session.parts.runtime.reshard_all()
+        live, what = self._session.live(), "the sharded state_dict was not loaded"
+        load_from(ShardSource(state_dict, live), live, Wanted(module_only=True), what)

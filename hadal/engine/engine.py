@@ -331,6 +331,8 @@ class Engine(EngineBase):
     save_checkpoint = store_checkpoint = through("_checkpoints", Checkpoints.save_checkpoint)
     load_checkpoint = through("_checkpoints", Checkpoints.load_checkpoint)
     wait_for_checkpoint = through("_checkpoints", Checkpoints.wait_for_checkpoint)
+    sharded_state_dict = through("_checkpoints", Checkpoints.sharded_state_dict)
+    load_sharded_state_dict = through("_checkpoints", Checkpoints.load_sharded_state_dict)
     zero_gather_16bit_weights_on_model_save = through(
         "_weights_out", WeightsOut.zero_gather_16bit_weights_on_model_save
     )
