@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hadal.compat.tools import recursive_getattr
 from hadal.compression.compress import init_compression, section_of
+from hadal.compression.compress import redundancy_clean as _redundancy_clean
 from hadal.compression.layers import change, compressible, why_not
 from hadal.compression.quantizers import in_steps, largest, quantize, quantize_in_range
 from hadal.config.compression_training import CompressionTraining
@@ -401,6 +402,15 @@ def _below(section: type[Section], key: str) -> type[Section]:
     child = child_of(section.model_fields[key])
     assert child is not None
     return child.model
+
+
+def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
+    """Make the compressed weights permanent, as `hadal.compression.redundancy_clean` does.
+
+    Attention modules and the model's configuration keep their number of heads: as with DeepSpeed,
+    the program sets it afterwards.
+    """
+    return _redundancy_clean(model, deepspeed_config, mpu, counts_heads=False)
 
 
 # ---- done by the engine instead ------------------------------------------------------------------

@@ -82,12 +82,14 @@ _ALIKE: dict[str, dict[str, str]] = {
     "deepspeed.comm": _COLLECTIVES,
     "deepspeed.comm.comm": _COLLECTIVES,
     "deepspeed.compression": {
-        "hadal.compression": "init_compression redundancy_clean",
+        "hadal.compression": "init_compression",
+        _COMPRESSION: "redundancy_clean",
         _TOOLS: "convert_conv1d_to_linear",
     },
     "deepspeed.compression.compress": {
-        "hadal.compression": "init_compression redundancy_clean student_initialization",
-        _COMPRESSION: "check_deepspeed_config get_compress_methods get_module_name",
+        "hadal.compression": "init_compression student_initialization",
+        _COMPRESSION: "check_deepspeed_config get_compress_methods get_module_name"
+        " redundancy_clean",
     },
     "deepspeed.compression.config": {_COMPRESSION: "get_compression_config get_quantize_enabled"},
     "deepspeed.compression.helper": {

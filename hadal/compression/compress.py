@@ -43,7 +43,7 @@ from hadal.config.load import load_config
 from hadal.config.quantize_training import QuantizeTraining
 from hadal.config.reading import read
 from hadal.config.report import written
-from hadal.errors import ConfigError, Fault, UsageError
+from hadal.errors import ConfigError, Fault, UsageError, few
 
 _log = logging.getLogger("hadal.compression")
 
@@ -288,7 +288,9 @@ def tell_missing_teacher(model: nn.Module, section: CompressionTraining) -> None
 
 
 @torch.no_grad()
-def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
+def redundancy_clean(
+    model: nn.Module, deepspeed_config: Any, mpu: Any = None, *, counts_heads: bool = True
+) -> nn.Module:
     """Make the compressed weights permanent after training, and return the model.
 
     A quantized weight gets the values that it has with its target bits. A module of a group with
@@ -305,6 +307,8 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
         model: the engine, or a model that no engine holds, in the state to keep; changed in place.
         deepspeed_config: the configuration that the model was trained with.
         mpu: accepted, and unused.
+        counts_heads: set the number of heads that attention modules and the configuration of a
+            transformers model have; if false, the program does that itself.
 
     Raises:
         ConfigError: the configuration does not fit the model.
@@ -327,6 +331,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     if end is not None:
         end(model)
     note_sizes(whole)
+    _tell_unfinished(dict(changed))
     made: dict[tuple[int, WeightRule, int], tuple[nn.Parameter, Grid]] = {}
     for name, module in changed:
         _expect_whole(name, module)
@@ -339,15 +344,44 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
             module.weight, grid = made[key]
             remember(module, grid)
             module.compression.weight = module.compression.bits = None
-    _remove_pruned(whole, dict(changed), cuts, prunings)
+    _remove_pruned(whole, dict(changed), cuts, prunings, counts_heads=counts_heads)
     for _, module in changed:
         if module.compression.activation is None:
             change_back(module)
     return model
 
 
+def _tell_unfinished(modules: Mapping[str, Compressed]) -> None:
+    """Warn of techniques that no update was made with, or not yet with their last setting."""
+    late: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        state = module.compression
+        for rule in state.prunings:
+            if rule not in state.active:
+                late.setdefault(f"{rule.technique} begins at update {rule.offset}", []).append(name)
+        if state.weight is not None and state.bits is None:
+            begins = f"weight_quantization begins at update {state.weight.offset}"
+            late.setdefault(begins, []).append(name)
+        elif state.weight is not None and state.bits is not None:
+            now, last = state.bits.bits, state.weight.target_bits
+            if now > last:
+                late.setdefault(f"weights have {now} bits so far and get {last}", []).append(name)
+    for what, names in late.items():
+        _log.warning(
+            "redundancy_clean: %s, but training has ended before: the model was not trained with"
+            " what is removed now (%s)",
+            what,
+            few(names),
+        )
+
+
 def _remove_pruned(
-    model: nn.Module, modules: Mapping[str, Compressed], cuts: Cuts, prunings: list[Pruned]
+    model: nn.Module,
+    modules: Mapping[str, Compressed],
+    cuts: Cuts,
+    prunings: list[Pruned],
+    *,
+    counts_heads: bool,
 ) -> None:
     heads: set[tuple[int, int]] = set()
     rows: set[tuple[int, int]] = set()
@@ -358,7 +392,7 @@ def _remove_pruned(
         if found is None or not isinstance(rule, PruneRule):
             continue
         left = matrix_shape(found[0].module)
-        if rule.technique == "head_pruning":
+        if rule.technique == "head_pruning" and counts_heads:
             count_heads(model, found, rule.heads)
             heads.add((rule.heads, left[1] // found[0].each))
         elif rule.technique == "row_pruning":

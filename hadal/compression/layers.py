@@ -185,6 +185,7 @@ class Compressed(nn.Module):
         rule = self.compression.activation
         if rule is None or not self.compression.activation_is_on or not x.numel():
             return x
+        x = self._without_pruned_heads(x)
         if self.activation_quantizer is not None:
             return self.activation_quantizer(x, rule.bits)  # type: ignore[no-any-return]
         groups = self.input_groups(x)
@@ -198,10 +199,20 @@ class Compressed(nn.Module):
         """
         rule = self.compression.activation
         assert rule is not None
+        x = self._without_pruned_heads(x)
         if self.activation_quantizer is None:
             return rule.bits, x.abs().amax(-1, keepdim=True)
         low, high = self.activation_quantizer.x_min_max.to(x.dtype).unbind()
         return rule.bits, torch.maximum(low.abs(), high)
+
+    def _without_pruned_heads(self, x: Tensor) -> Tensor:
+        """Return an input whose pruned heads are 0: they must not widen its range."""
+        for rule in self.compression.active:
+            if rule.technique == "head_pruning":
+                # Their weights are 0 already, through which scores get their gradients.
+                mask = self.mask(rule).detach().to(x.dtype)
+                x = masked_heads(x.reshape(-1, x.shape[-1]), mask).view(x.shape)
+        return x
 
     def input_groups(self, x: Tensor) -> int:
         """Return the number of groups of an input: one for each token."""

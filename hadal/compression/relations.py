@@ -5,8 +5,9 @@ Tests: tests/compression/test_relations.py
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from hadal.compression.pruning import matrix_shape
 from hadal.compression.rules import BlockRule, PruneRule
 from hadal.config.compression_training import CompressionTraining
 from hadal.errors import Fault
+
+_log = logging.getLogger(__name__)
 
 _CONSUMERS: Mapping[str, tuple[type[nn.Module], ...]] = {
     "row_pruning": (nn.Linear,),
@@ -64,8 +67,8 @@ def cuts_of(
         if match.technique == "head_pruning":
             faults += _shared_heads(model, match)
         cuts = [_own(match, rule)]
-        for index, pattern in enumerate(group.related_modules[match.pattern]):
-            where = f"{match.path}.related_modules[{match.pattern}][{index}]"
+        patterns = group.related_modules[match.pattern]
+        for where, pattern in _patterns(model, patterns, match, tells=number == 0):
             named = _named(model, pattern, where, match, total, faults)
             if named is None:
                 continue
@@ -124,6 +127,45 @@ def _own(match: Match, rule: PruneRule) -> CutDimension:
     if rule.technique == "head_pruning":
         return CutDimension(match.name, module, 1, max(1, module.in_features // rule.heads))
     return CutDimension(match.name, module, 0, 1)
+
+
+def _patterns(
+    model: nn.Module, patterns: Sequence[str], match: Match, *, tells: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield related patterns and their JSON paths, without those of absent normalizations."""
+    for index, pattern in enumerate(patterns):
+        where = f"{match.path}.related_modules[{match.pattern}][{index}]"
+        if not _is_of_absent_norms(model, pattern, patterns, match):
+            yield where, pattern
+        elif tells:
+            _log.warning(
+                "%s: %r matches no module, and the model has no batch normalization: the pattern is"
+                " ignored",
+                where,
+                pattern,
+            )
+
+
+def _is_of_absent_norms(
+    model: nn.Module, pattern: str, patterns: Sequence[str], match: Match
+) -> bool:
+    """Return whether a pattern may be meant for batch normalizations that the model lacks.
+
+    Programs that can leave them out of a model keep one configuration for both.
+    """
+    if match.technique != "channel_pruning" or len(patterns) == 1:
+        return False
+    modules = model.named_modules()
+    return not any(
+        isinstance(module, nn.BatchNorm2d) or _matches(pattern, name) for name, module in modules
+    ) and any(_matches(other, name) for other in patterns for name, _ in model.named_modules())
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:  # `_named` reports it
+        return True
 
 
 def _named(

@@ -6,7 +6,7 @@ Tests: tests/compression/test_report.py
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hadal.compression.layers import Compressed, compressible
+from hadal.compression.names import mask_name, score_name
 from hadal.compression.packed import Packed, grid_left
+from hadal.compression.pruning import BLOCK_SCORES
 from hadal.compression.shrinking import pruned_by
 from hadal.units import shown_nbytes
 
@@ -160,14 +162,27 @@ def _draws(module: Compressed) -> bool:
 
 
 def _nbytes(module: nn.Module) -> int:
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return sum(value.numel() * value.element_size() for value in own)
+    return sum(value.numel() * value.element_size() for value in _kept(module))
 
 
 def _nbytes_of_model(model: nn.Module) -> int:
     # Tensors that modules share count once; stage 3 has no state dict, only sizes.
-    own = [*model.parameters(), *model.buffers()]
+    own = dict.fromkeys(value for module in model.modules() for value in _kept(module))
     return sum(value.numel() * value.element_size() for value in own)
+
+
+def _kept(module: nn.Module) -> Iterator[Tensor]:
+    """Yield a module's own tensors, without what `redundancy_clean` removes."""
+    temporary = _temporary(module) if isinstance(module, Compressed) else ()
+    for values in (module._parameters, module._buffers):
+        for name, value in values.items():
+            if value is not None and name not in temporary:
+                yield value
+
+
+def _temporary(module: Compressed) -> set[str]:
+    techniques = [rule.technique for rule in module.compression.prunings]
+    return {BLOCK_SCORES} | {make(t) for t in techniques for make in (mask_name, score_name)}
 
 
 def _shown(bits: int | None) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from compression.test_shrinking import ATTENTION
 from compression.toys import TOKENS, Bert, X, config, inputs, section, weights
 from torch import nn
 
@@ -163,3 +164,16 @@ def test_one_module_is_replaced_in_place() -> None:
 def test_moved_names_say_where(name: str, remedy: str) -> None:
     with pytest.raises(UsageError, match=rf"helper\.{name} has no counterpart here: .*{remedy}"):
         getattr(HELPER, name)(Bert(), None)
+
+
+def test_programs_for_deepspeed_count_their_heads_themselves() -> None:
+    model = init_compression(Bert(), config(ATTENTION))
+    attention = [layer.attention for layer in model.bert.encoder.layer]
+    for one in attention:
+        one.self.num_attention_heads, one.self.all_head_size = 4, 16
+    COMPRESS.redundancy_clean(model, config(ATTENTION))
+    for one in attention:
+        assert (one.self.num_attention_heads, one.self.all_head_size) == (4, 16)
+        assert one.output["dense"].in_features == 8
+        one.self.num_attention_heads, one.self.all_head_size = 2, 8
+    model(TOKENS)

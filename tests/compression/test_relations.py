@@ -7,7 +7,7 @@ from torch import nn
 
 from compression.test_shrinking import LAYER, Images, channels, heads, rows
 from compression.toys import Bert, config
-from hadal.compression import init_compression
+from hadal.compression import init_compression, redundancy_clean
 from hadal.errors import ConfigError
 
 GROUPS = "compression_training.{}.different_groups.g"
@@ -102,3 +102,23 @@ def test_fused_and_shared_heads_are_refused_by_their_names():
     (path_,) = faults(heads(modules=["dense"], related=[["query"]]), model=model)
     assert path_ == path
     init_compression(model, config(heads(modules=["dense"])))
+
+
+class Plain(nn.Sequential):
+    """The images' network without its batch normalization."""
+
+    def __init__(self) -> None:
+        super().__init__(*(part for part in Images() if not isinstance(part, nn.BatchNorm2d)))
+
+
+def test_a_pattern_of_absent_normalizations_is_ignored_with_a_warning(caplog):
+    wishes = channels(modules=["0"], related=[["bn1", "2"]])
+    model = init_compression(Plain(), config(wishes))
+    (line,) = caplog.messages
+    assert "related_modules[0][0]: 'bn1' matches no module, and the model has no batch" in line
+    redundancy_clean(model, config(wishes))
+    assert (model[0].out_channels, model[2].in_channels) == (3, 3)
+    for related in (["bn1"], ["bn1", "nope"], ["2", "3", "("]):
+        assert faults(channels(modules=["0"], related=[related]), model=Plain())
+    (message,) = faults(channels(modules=["0"], related=[["bn1", "3"]]), model=Images()).values()
+    assert "'bn1' matches no module" in message

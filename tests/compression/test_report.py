@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine.toys import engine_of
 
-from compression.toys import TOKENS, Bert, config, inputs, weights
+from compression.toys import TOKENS, Bert, config, inputs, section, weights
 from hadal.compression import (
     compression_report,
     init_compression,
@@ -48,6 +48,20 @@ def test_each_module_has_its_bits_zeros_and_bytes():
     assert "bert.encoder.layer.0.attention.self.query" in shown
     assert "whole model" in shown
     json.dumps(report.as_dict())
+
+
+@pytest.mark.parametrize("method", ["l1", "topk"])
+def test_masks_and_scores_are_no_savings(method: str):
+    shared = {"method": method, "schedule_offset": 0}
+    wishes = config(section("sparse_pruning", shared, {"dense_ratio": 0.5}, ["intermediate"]))
+    model = init_compression(Bert(), wishes)
+    before = compression_report(model)
+    redundancy_clean(model, wishes)
+    after = compression_report(model)
+    dense = sum(each.numel() * each.element_size() for each in Bert().parameters())
+    assert before.nbytes_before == before.nbytes_after == dense
+    assert (after.nbytes_before, after.nbytes_after) == (dense, dense)
+    assert after.rows[0].nbytes_before == after.rows[0].nbytes_after == 4 * (16 * 64 + 64)
 
 
 def test_a_report_draws_no_random_numbers():

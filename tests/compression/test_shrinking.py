@@ -282,6 +282,47 @@ def test_all_techniques_together_give_the_same_outputs_when_clean(tmp_path):
     assert row.nbytes_after < row.nbytes_before / 5
 
 
+def test_pruned_heads_do_not_widen_the_range_of_quantized_inputs():
+    wishes = config(ATTENTION, inputs(4, ["attention.output"]))
+    model = init_compression(Bert(), wishes).eval()
+    for layer in model.bert.encoder.layer:
+        # The second head is the largest, and is pruned.
+        score(layer.attention.output["dense"], "head_pruning_scores", [1.0, 0.0, 2.0, 0.5])
+        with torch.no_grad():
+            layer.attention.self["value"].weight[4:8] *= 50.0
+    with torch.no_grad():
+        before = model(TOKENS)
+        redundancy_clean(model, wishes)
+        assert torch.allclose(model(TOKENS), before, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("wish", "told"),
+    [
+        (rows(schedule_offset=9), "row_pruning begins at update 9"),
+        (weights(8, 8, modules="*", schedule_offset=5), "weight_quantization begins at update 5"),
+        (weights(8, 2, 7, modules="*"), "weights have 8 bits so far and get 2"),
+    ],
+)
+def test_cleaning_before_a_schedule_has_ended_is_reported(wish, told, caplog):
+    engine = engine_of(0, init_compression(Bert(), config(wish)), **config(wish))
+    for _ in range(2):
+        engine.backward(engine(TOKENS).square().mean())
+        engine.step()
+    caplog.clear()
+    redundancy_clean(engine, config(wish))
+    (line,) = [one for one in caplog.messages if "redundancy_clean" in one]
+    assert told in line
+    assert "bert.encoder.layer.0" in line
+    engine.destroy()
+
+
+def test_finished_schedules_are_cleaned_in_silence(caplog):
+    wish = weights(8, 8, modules="*")
+    redundancy_clean(init_compression(Bert(), config(wish)), config(wish))
+    assert not caplog.messages
+
+
 def test_a_smaller_model_is_loaded_into_one_that_was_pruned(tmp_path):
     model = redundancy_clean(built(FFN, model=Bert()), config(FFN))
     with torch.no_grad():

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from ranks import RankPools
+from torch import nn
 
-from engine.toys import backward, engine_of, model_of, train
+from engine.toys import backward, batch_of, engine_of, model_of, train
 from hadal.errors import UsageError
 
+REFUSED: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "sharded": (2, 3, {}),
+    "two ranks": (2, 0, {}),
+    "masters": (1, 1, {"bf16": {"enabled": True}}),
+    "accumulation": (1, 2, {"gradient_accumulation_steps": 2}),
+}
 
-def step_by_another(stage: int) -> None:
-    engine = engine_of(stage)
+
+def step_by_another(stage: int, changes: dict[str, Any]) -> None:
+    engine = engine_of(stage, **changes)
     other = torch.optim.AdamW(engine.module.parameters(), lr=0.1)
     other.step()  # no gradient waits
     backward(engine, 0)
@@ -25,15 +36,15 @@ def step_by_another(stage: int) -> None:
     train(engine, range(1, 2))
     module = engine.module
     engine.destroy()
-    module(torch.ones(2, 6)).sum().backward()
+    weight = next(module.parameters())
+    module(torch.ones(2, 6, dtype=weight.dtype)).sum().backward()
     other.step()  # they are the program's again
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_another_optimizer_does_not_step_an_engines_parameters(
-    stage: int, ranks: RankPools
-) -> None:
-    ranks(1).run(step_by_another, stage)
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_another_optimizer_does_not_step_an_engines_parameters(case: str, ranks: RankPools) -> None:
+    world, stage, changes = REFUSED[case]
+    ranks(world).run(step_by_another, stage, changes)
 
 
 def step_what_was_given(stage: int) -> None:
@@ -50,3 +61,33 @@ def step_what_was_given(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_programs_optimizer_is_stepped_by_the_engine(stage: int, ranks: RankPools) -> None:
     ranks(1).run(step_what_was_given, stage)
+
+
+def train_layer_by_layer(stage: int) -> None:
+    """As programs that distil layer by layer do, after `initialize` and past its engine."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    engine = engine_of(stage, copy.deepcopy(plain))
+    for which in (0, 2, 0):
+        pairs = [
+            (one, torch.optim.AdamW(one[which].parameters(), lr=0.1))
+            for one in (plain, engine.module)
+        ]
+        for number in range(3):
+            for one, optimizer in pairs:
+                inputs, _ = batch_of(number, 0)
+                optimizer.zero_grad()
+                one[which](inputs[:, : one[which].in_features]).square().mean().backward()
+                optimizer.step()
+        found = engine.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
+    with pytest.raises(UsageError, match="has no gradients"):
+        engine.step()
+    train(engine, range(2))  # from the weights that the others left
+    assert not torch.equal(engine.state_dict()["0.weight"], plain[0].weight)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_one_process_lends_its_gradients(stage: int, ranks: RankPools) -> None:
+    ranks(1).run(train_layer_by_layer, stage)
