@@ -392,8 +392,8 @@ def _remove_pruned(
         if found is None or not isinstance(rule, PruneRule):
             continue
         left = matrix_shape(found[0].module)
-        if rule.technique == "head_pruning" and counts_heads:
-            count_heads(model, found, rule.heads)
+        if rule.technique == "head_pruning":
+            count_heads(model, found, rule.heads, sets=counts_heads)
             heads.add((rule.heads, left[1] // found[0].each))
         elif rule.technique == "row_pruning":
             rows.add((before[match.name], left[0]))

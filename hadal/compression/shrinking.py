@@ -116,13 +116,16 @@ def shrink(model: nn.Module, due: list[tuple[CutDimension, Tensor]]) -> None:
     setattr(model, _SHAPES, shapes)
 
 
-def count_heads(model: nn.Module, cuts: tuple[CutDimension, ...], heads: int) -> None:
+def count_heads(
+    model: nn.Module, cuts: tuple[CutDimension, ...], heads: int, *, sets: bool = True
+) -> None:
     """Set the attributes that count heads in the attention module that these cuts belong to.
 
     Args:
         model: whose modules were cut.
         cuts: of one attention module, its output first.
         heads: how many there were.
+        sets: if false, only record them for models that are loaded later.
     """
     own, *related = cuts
     before, after = heads * own.each, _weight(own.module).shape[1]
@@ -133,7 +136,8 @@ def count_heads(model: nn.Module, cuts: tuple[CutDimension, ...], heads: int) ->
         module = model.get_submodule(place)
         for name, (old, new) in renamed.items():
             if module.__dict__.get(name) == old:
-                setattr(module, name, new)
+                if sets:
+                    setattr(module, name, new)
                 shapes["attributes"].setdefault(place, {})[name] = new
 
 

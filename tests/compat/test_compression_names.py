@@ -15,6 +15,7 @@ from torch import nn
 from hadal.compat.alias import alias
 from hadal.compression import init_compression
 from hadal.compression.layers import CompressedLinear, compressed_modules
+from hadal.compression.shrinking import shapes_of
 from hadal.errors import ConfigError, UsageError
 
 GOLDEN: dict[str, Any] = json.loads(
@@ -177,3 +178,6 @@ def test_programs_for_deepspeed_count_their_heads_themselves() -> None:
         assert one.output["dense"].in_features == 8
         one.self.num_attention_heads, one.self.all_head_size = 2, 8
     model(TOKENS)
+    # Models that are loaded later get the new numbers.
+    expected = {"num_attention_heads": 2, "all_head_size": 8}
+    assert [*shapes_of(model)["attributes"].values()] == [expected] * len(attention)
