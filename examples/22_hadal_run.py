@@ -1,4 +1,4 @@
-"""What `hadal run` sets for each rank, and how it reports output and failures.
+"""The variables that `hadal run` sets for each rank, and its reports of output and failures.
 
     hadal run --num_accelerators 2 examples/22_hadal_run.py --steps 30
 

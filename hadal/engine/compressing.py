@@ -34,7 +34,7 @@ def prepare_model(config: Config, model: nn.Module) -> None:
 
     if is_prepared(model) or is_teacher(model):
         return
-    # Masks are chosen by whole weights, one at a time: these may have been born sharded.
+    # Masks are chosen by whole weights, one at a time: these may have been created sharded.
     prepare(model, with_old_form(section, old), GatheredParameters)
 
 

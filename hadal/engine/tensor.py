@@ -248,8 +248,8 @@ def _check(model: nn.Module, section: TensorParallel, config: Config, topology: 
             )
         if init.born_among(parameter) is not None:
             raise UsageError(
-                f"{_PATH}.autotp_size: parameter {name} was born sharded (in hadal.zero.Init), and"
-                " a layer that is cut over ranks is shared by fewer of them; build the model"
+                f"{_PATH}.autotp_size: parameter {name} was created sharded (in hadal.zero.Init),"
+                " and a layer that is cut over ranks is shared by fewer of them; build the model"
                 " without zero.Init"
             )
 

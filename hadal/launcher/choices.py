@@ -46,7 +46,7 @@ class Choices:
     module: bool = False
     no_python: bool = False
     local_rank: bool | None = None
-    """Whether to pass `--local_rank=N` as the first argument; None: as DeepSpeed's command does."""
+    """True to pass `--local_rank=N` as the first argument; None: as DeepSpeed's command does."""
     no_ssh: bool = False
     no_ssh_check: bool = False
     ssh_port: int | None = None

@@ -153,7 +153,7 @@ class Gradients:
     def __init__(self, bucket: Bucket, reduction: Reduction = _PLAIN) -> None:
         self.bucket = bucket
         self.reduction = reduction
-        """How the next update's gradients are reduced; it may change between two updates."""
+        """The way in which the next update's gradients are reduced; updates may differ."""
         self.is_of_copy = False
         """True: the mean is that of one copy, and the second hop is still to be made."""
         self.partitioned = bucket.partition.gradients

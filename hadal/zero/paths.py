@@ -43,7 +43,7 @@ class Walk:
         self.position = 0
         """The position of the next use in the plan."""
         self.issued = 0
-        """How many of the plan's gathers have started."""
+        """The number of the plan's gathers that have started."""
         self.has_left = False
         """True: this rank needed a bucket that the plan does not have."""
         self.has_learned = False

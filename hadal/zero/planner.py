@@ -41,7 +41,7 @@ class Plan:
     gathers: tuple[int, ...]
     """The buckets to gather, in the order in which the gathers start on all ranks."""
     started: tuple[int, ...]
-    """How many of the gathers have started when each use begins, including its own."""
+    """The number of gathers that have started when each use begins, including its own."""
     keeps: tuple[bool, ...]
     """For each use, True if its bucket stays gathered afterwards."""
 

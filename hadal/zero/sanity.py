@@ -36,7 +36,7 @@ class _Report:
     digests: dict[str, int] = field(default_factory=dict)
     """Digest of each parameter whose weights are whole on every rank."""
     gathers: dict[_Gather, tuple[int, list[int]]] = field(default_factory=dict)
-    """How often each bucket was gathered, and a digest of each slice over all gathers."""
+    """The number of gathers of each bucket, and a digest of each slice over all gathers."""
     arrivals: dict[str, int] = field(default_factory=dict)
     """The number of gradients that arrived for each trained parameter."""
     faulty_weights: list[str] = field(default_factory=list)

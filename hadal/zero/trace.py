@@ -31,7 +31,7 @@ class Use(NamedTuple):
     until: int
     """The number of the use before which this one ends (the number of uses: at the very end)."""
     reduced: int = 0
-    """How many reductions every rank has started before this use begins."""
+    """The number of reductions that every rank has started before this use begins."""
 
 
 def digest_of(*values: object, bits: int = _DIGEST_BITS) -> int:

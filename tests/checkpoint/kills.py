@@ -49,7 +49,7 @@ EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir"
 MARK = re.compile("[0-9a-f]{16}")
 WAYS = ("at once", "in a thread", "staged on disk")
 _LOST_S = 0.3
-"""How long the other ranks of a lost one live on."""
+"""The time that the other ranks live on after one is lost."""
 
 
 class Cell(NamedTuple):
@@ -58,7 +58,7 @@ class Cell(NamedTuple):
     stage: int
     ranks: int
     url: str
-    """Where jobs save: a directory, or a URL of S3."""
+    """The place where jobs save: a directory, or a URL of S3."""
     scratch: str
     """A directory of this machine, for staging and meeting."""
 
@@ -69,7 +69,7 @@ class Cell(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What a rank has told: it has (L)oaded, (S)aved, (E)nded, or was at a step of (R)eference."""
+    """A rank's message: it has (L)oaded, (S)aved, (E)nded, or was at a step of (R)eference."""
 
     kind: str
     rank: int
@@ -269,9 +269,9 @@ class Series:
         self.done = 0
         """The newest step whose save has returned."""
         self.states: list[list[str]] = []
-        """What was left over after each kill."""
+        """The files left over after each kill."""
         self.resumed = 0
-        """How many times a rank's state was compared after a load."""
+        """The number of times that a rank's state was compared after a load."""
 
     def run(self) -> None:
         """Kill and go on, then end in order.

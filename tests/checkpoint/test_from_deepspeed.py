@@ -130,7 +130,7 @@ def divides_twice(case: str) -> bool:
 
 
 LEARNING_RATE = 0.006
-"""Of the update that is compared: what a parameter moves by, roughly."""
+"""The rough size of a parameter's change in the update that is compared."""
 # A few roundings of a gradient, as a part of what an update moves; one rounding is 1/256 in bf16.
 ALLOWED = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 4e-2}
 EVERYWHERE = ("stage0_fp32_world2", "stage2_bf16_world2", "stage3_fp16_world2")

@@ -63,7 +63,7 @@ def test_links_are_followed(way: str, ranks: RankPools, tmp_path: Path) -> None:
 
 
 def save_beside_links(folder: str) -> None:
-    """What a link leads to is neither overwritten nor removed."""
+    """The target of a link is neither overwritten nor removed."""
     home = Path(folder, "home")
     engine = engine_of(1, checkpoint={"keep_last": 1})
     engine.save_checkpoint(home, "one")

@@ -88,7 +88,7 @@ def test_training_goes_on_once_the_state_is_in_memory(ranks: RankPools, tmp_path
 
 
 def stage_too_much(folder: str) -> None:
-    """What does not fit is written before the save returns, on all ranks."""
+    """Bytes that do not fit are written before the save returns, on all ranks."""
     for staging in ({"size": "1kB"}, {"size": 1000, "folder": f"{folder}/staging"}):
         engine = engine_staging(1, **staging)
         with logged() as told:

@@ -236,7 +236,7 @@ def run(folder: Path, kind: str, config: dict[str, Any] | None, **more: Any) -> 
 
 
 def first_losses(folder: Path, kind: str) -> list[tuple[float, float]]:
-    """The first loss of a model that is born sharded, and of the same born whole.
+    """The first loss of a model that is created sharded, and of the same born whole.
 
     Once by `from_pretrained`, once by `from_config`. There transformers leaves out torch's own
     initialisation, and its random draws, at stage 3 alone: so does what is compared with it.

@@ -53,7 +53,7 @@ def on_host(values: Any) -> Any:
 
 
 def _waited_for(stage: int, precision: str) -> tuple[list[int], list[list[str]], list[str]]:
-    """How many parameters are on their way after each micro-step; the buckets that are waited for
+    """Count the parameters on their way after each micro-step, and the buckets that are waited for
     before each block of the next forward; all buckets that are refreshed.
     """
     with late():

@@ -32,7 +32,7 @@ FROZEN_WEIGHTS = Partition(weights=True)
 
 
 def given_values(rank: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[torch.Tensor]:
-    """What a rank's parameters hold before rank 0's are spread."""
+    """The values of a rank's parameters before rank 0's are broadcast."""
     generator = torch.Generator().manual_seed(10 + rank)
     return [torch.randn(shape, generator=generator) for shape in shapes]
 

@@ -38,7 +38,7 @@ def what_is(label: str) -> str:
 
 @contextmanager
 def sending(engine: Any) -> Iterator[dict[Phase, Sent]]:
-    """What this rank sends meanwhile, by what the model is doing."""
+    """Count the bytes that this rank sends in a block, by phase of the model."""
     sent: dict[Phase, Sent] = {phase: Counter() for phase in Phase}
     gathering = engine._parts.runtime.gathering
     original = pairs._begun
@@ -61,7 +61,7 @@ def sending(engine: Any) -> Iterator[dict[Phase, Sent]]:
 
 @contextmanager
 def nodes_of(size: int | None) -> Iterator[None]:
-    """What the launcher says of the ranks of a node."""
+    """Set what the launcher tells the ranks of a node."""
     before = os.environ.pop("LOCAL_WORLD_SIZE")
     if size is not None:
         os.environ["LOCAL_WORLD_SIZE"] = str(size)

@@ -171,7 +171,7 @@ def before_initialize(stage: int) -> None:
 
 
 def anything(stage: int) -> None:
-    """What nobody holds is passed over; what is given twice counts once."""
+    """Parameters that no engine holds are skipped; one given twice counts once."""
     model = model_of()
     engine = engine_of(stage, model)
     weight, bias = model[0].weight, model[0].bias
@@ -185,7 +185,7 @@ def anything(stage: int) -> None:
 
 
 def one_rank_fails(stage: int) -> None:
-    """What was written before an exception is kept, on every rank, whichever of them raised."""
+    """Values written before an exception are kept on every rank, whichever rank raised."""
     model, plain = model_of(), model_of()
     engine = engine_of(stage, model, bf16={"enabled": True})
     for culprit in range(comm.get_world_size()):

@@ -1,4 +1,4 @@
-"""What nobody needs any more is freed, though nobody has said so."""
+"""Engines and models that nothing refers to are freed without `destroy`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def drop(stage: int, born: bool, way: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("born", [False, True], ids=["given", "born sharded"])
+@pytest.mark.parametrize("born", [False, True], ids=["given", "created sharded"])
 def test_an_engine_that_is_dropped_is_freed(
     stage: int, born: bool, ranks: RankPools, tmp_path: Any
 ) -> None:

@@ -1,4 +1,4 @@
-"""What the bucket keys bound: gradient buffers, gathered weights and messages of one step."""
+"""The bucket keys bound gradient buffers, gathered weights and messages of one step."""
 
 from __future__ import annotations
 

@@ -483,7 +483,7 @@ def test_a_gradient_that_overflows_is_seen_by_every_rank(ranks: RankPools) -> No
 
 
 def follow_scale() -> None:
-    """Where the loss scale grows, what was lost grows with it."""
+    """Residuals grow with the loss scale."""
     engine = engine_on_nodes(
         **LOCO, fp16={"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}
     )

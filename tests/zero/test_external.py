@@ -202,5 +202,5 @@ def train_functional(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["functional_call", "autograd.grad"])
 def test_weights_may_be_used_by_functions(way: str, ranks: RankPools) -> None:
-    """What a forward makes of weights that other modules own, second derivatives among it."""
+    """Return a forward's results with other modules' weights, second derivatives included."""
     ranks(2).run(train_functional, way)

@@ -1,4 +1,4 @@
-"""What is expected comes true where there is a rule, and is left where there is none."""
+"""Predictions hold for sequences with a rule, and are dropped for sequences without one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def back(trace: Trace) -> Trace:
 
 
 def step(foresight: Foresight, kind: Kind, trace: Trace) -> bool | None:
-    """Whether what was expected came true; None where nothing was."""
+    """Report whether each prediction came true; None without a prediction."""
     expected = foresight.expected(kind)
     has_held = None if expected is None else expected.path == trace.path
     foresight.came(kind, expected if has_held else trace, has_held=has_held)
@@ -37,7 +37,7 @@ def play(letters: str, foresight: Foresight | None = None) -> list[tuple[bool | 
 
 
 def is_told_by_two(turn: str) -> bool:
-    """Whether in an endless turn two letters always say what comes next."""
+    """Return whether two letters always determine the next one in an endless cycle."""
     line = turn * 3
     nexts: dict[str, set[str]] = {}
     for at in range(2, len(line)):

@@ -68,7 +68,7 @@ def one_step(engine: Any, step: int, path: Sequence[int] = ALL) -> None:
 
 @contextmanager
 def watched(engine: Any) -> Iterator[list[tuple[str, int]]]:
-    """What happens meanwhile: each start of a gather, each lending, and each word on the host."""
+    """Record each start of a gather, each lending and each message on the host in a block."""
     events: list[tuple[str, int]] = []
     original = agreement.gather_codes_and_least
     buckets = engine._parts.runtime.gathering._buckets
@@ -100,7 +100,7 @@ def watched(engine: Any) -> Iterator[list[tuple[str, int]]]:
 
 
 def gathers_and_words(settings: dict[str, Any]) -> list[tuple[list[int], int, int]]:
-    """Of each update: the gathers in their order, the lendings, the words."""
+    """For each update: the gathers in order, the lendings, and the messages."""
     engine = engine_of(3, blocks(), zero_optimization={**CUT, **settings})
     found = []
     for step in range(5):

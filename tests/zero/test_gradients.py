@@ -178,7 +178,7 @@ def sparse_ones_are_made_dense() -> None:
 
 
 def large_ones_stay_finite() -> None:
-    """What is finite in 16 bit on every rank has a finite mean, late gradients or not."""
+    """Gradients that are finite in 16 bits on every rank have a finite mean, late ones too."""
     precision = BF16.__class__(torch.float16, torch.float32, torch.float16, torch.float16)
     for partition in STAGES:
         gradients = Gradients(make_bucket(partition, precision))
@@ -191,7 +191,7 @@ def large_ones_stay_finite() -> None:
 
 
 def memory_is_given_back() -> None:
-    """Where gradients are cut, the full buffer lives only while they are collected."""
+    """The full buffer of sharded gradients lives only while they are collected."""
     gradients = Gradients(make_bucket(STAGES[2], WIDE))
     bring(gradients, ALL, 0)
     assert gradients.full is not None

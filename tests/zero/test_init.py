@@ -1,4 +1,4 @@
-"""zero.Init: born sharded, with the values that building outside gives."""
+"""zero.Init: created sharded, with the values that building outside gives."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class Watched(nn.Module):
 
 
 def nbytes_of(module: nn.Module) -> int:
-    """What the storages of a module's parameters take; looking must not gather them."""
+    """Return the bytes of a module's parameter storages, without gathering them."""
     with torch._C.DisableTorchFunction():
         storages = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
         return sum(p.untyped_storage().nbytes() for p in storages.values())
@@ -378,7 +378,7 @@ def test_writes_reach_the_exact_values(ranks: RankPools) -> None:
 
 
 def nest() -> None:
-    """What is built belongs to the innermost context that is enabled."""
+    """Modules belong to the innermost context that is enabled."""
     with hadal.zero.Init(dtype=torch.bfloat16):
         with hadal.zero.Init(dtype=torch.float16):
             inner = model_of()
@@ -416,7 +416,7 @@ MOVES: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def move_before(move: str, settings: dict[str, Any]) -> None:
-    """A model born sharded does as one that was built plainly and moved in the same way."""
+    """A model created sharded does as one that was built plainly and moved in the same way."""
     states, dtypes, trained = [], [], []
     for context in (hadal.zero.Init(), contextlib.nullcontext()):
         with context:
@@ -458,7 +458,7 @@ def test_it_may_be_moved_or_cast_before_initialize(
 
 
 def move_what_is_shown_in_16_bit() -> None:
-    """What only changes its place keeps the values as given, beneath those that are shown."""
+    """A cast or move keeps the given values, beneath those that are shown."""
     for move, dtype in (("to(cpu:0)", torch.float32), ("half", torch.float16)):
         with hadal.zero.Init(dtype=torch.bfloat16):
             model = model_of()

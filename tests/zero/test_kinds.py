@@ -23,7 +23,7 @@ from hadal.zero.kinds import is_foreign
 
 
 class Named(nn.Parameter):
-    """What programs mark some parameters with."""
+    """Attributes that programs set on some parameters."""
 
     def __repr__(self) -> str:
         return "Named"
@@ -106,7 +106,7 @@ def train_both(stage: int, born: bool) -> None:
     assert not torch.equal(states[0]["3.weight"], model_of()[3].weight)
 
 
-@pytest.mark.parametrize("born", [False, True], ids=["given", "born sharded"])
+@pytest.mark.parametrize("born", [False, True], ids=["given", "created sharded"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_class_of_its_own_trains_as_a_plain_one(stage: int, born: bool, ranks: RankPools) -> None:
     ranks(2).run(train_both, stage, born)

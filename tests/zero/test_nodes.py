@@ -137,7 +137,7 @@ def test_what_a_rank_holds(ranks: RankPools) -> None:
 
 
 def not_shared(settings: dict[str, Any]) -> tuple[set[bool], set[bool]]:
-    """Whether any weights are cut, and whether a second copy of any could be."""
+    """Return whether any weights are sharded, and whether a second copy of any could be."""
     engine = node_engine(**settings)
     buckets = engine._parts.runtime.buckets
     found = {b.partition.weights for b in buckets}, {b.sharing.node is not None for b in buckets}
@@ -188,7 +188,7 @@ def test_copies_stay_the_same_bit_for_bit(ranks: RankPools) -> None:
 
 
 def lendings_of_announced_gathers(settings: dict[str, Any]) -> list[int]:
-    """How often this rank lends in each micro-step, while the nodes take different paths."""
+    """Count how often this rank lends in each micro-step, while the nodes take different paths."""
     engine = node_engine(divergent_ranks=True, **settings)
     path = (0, 1, 2) if comm.get_rank() < 2 else (3, 4)
     found = []
@@ -208,7 +208,7 @@ def test_a_node_lends_nothing_to_another_one(ranks: RankPools) -> None:
 
 
 def edit_between_gathers() -> None:
-    """What was written while a second copy holds is found by the next gather, wherever from."""
+    """The next gather finds values written while a second copy is valid, wherever it reads."""
     engine = node_engine(**HPZ)
     weight = engine.module.blocks[1].weight
     one_step(engine, 0)

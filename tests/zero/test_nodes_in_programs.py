@@ -71,7 +71,7 @@ def test_small_parameters_that_stay_whole(settings: dict[str, Any], ranks: RankP
 
 
 def own_the_boundary(settings: dict[str, Any]) -> None:
-    """Where no backward is known to be the last, gradients of copies meet in the step."""
+    """Gradients of copies meet in the step if no backward is known to be the last."""
     zero = {**toys.TINY, **settings}
     keys = {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 2}
     engine = engine_of(3, zero_optimization={"stage": 3, **zero}, **keys)
@@ -128,7 +128,7 @@ def test_ranks_that_share_a_sequence(settings: dict[str, Any], ranks: RankPools)
     ranks(4).run(under, settings, cut_sequences, 3, 2, "key")
 
 
-# ---- born sharded ----------------------------------------------------------------------------
+# ---- created sharded ----------------------------------------------------------------------------
 
 
 def born(arguments: dict[str, Any], size: int | None, zero: dict[str, Any]) -> list[Tensor]:

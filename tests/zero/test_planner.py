@@ -31,7 +31,7 @@ def test_both_limits_are_kept(numels, limits):
 @patient
 @given(NUMELS, LIMITS)
 def test_the_nearest_next_use_comes_first(numels, limits):
-    """What is dropped would break a limit, next to what is used sooner and kept."""
+    """Each dropped weight would exceed a limit together with those used sooner and kept."""
     kept = kept_until_backward(numels, limits)
     for index, keep in enumerate(kept):
         behind = zip(numels[index + 1 :], kept[index + 1 :], strict=True)

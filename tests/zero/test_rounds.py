@@ -34,7 +34,7 @@ OTHER = (RoundPass(Kind.BACKWARD, False, None), *USUAL)
 
 
 def known_along(course: Course, came: Sequence[bool]) -> list[bool]:
-    """Of each round, whether it was known; `came`: whether it was the usual one."""
+    """Rounds by whether each was known; `came`: whether it was the usual one."""
     found = []
     for is_usual in came:
         found.append(course.is_known)
@@ -75,14 +75,14 @@ def test_irregular_rounds_are_left_ever_less_often(came: list[bool]) -> None:
 
 
 class Micro(NamedTuple):
-    """What one rank does in one micro-step."""
+    """The actions of one rank in one micro-step."""
 
     path: Sequence[int] = ALL
     raises_before: int | None = None
     before: str = ""
-    """What all ranks do first."""
+    """Actions of all ranks at the beginning."""
     between: str = ""
-    """What all ranks do between forward and backward."""
+    """Actions of all ranks between forward and backward."""
 
 
 def act(engine: Any, what: str) -> None:
@@ -147,7 +147,7 @@ def train_as_plain_torch(
     meets: bool = False,
     asks: bool = True,
 ) -> list[bool]:
-    """Whether each round was steady when it began.
+    """Record whether each round was steady when it began.
 
     Without `asks`, ranks cannot ask each other for weights beside their plans.
     """

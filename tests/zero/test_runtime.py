@@ -145,7 +145,7 @@ def test_ranks_whose_programs_differ_are_told(ranks: RankPools) -> None:
 
 
 def weights_come_and_go(limits: dict[str, Any]) -> list[list[int]]:
-    """How many buckets are gathered: at the start, after forward, after backward, after step."""
+    """Count gathered buckets: at the start, after forward, after backward, after step."""
     engine = engine_of(3, zero_optimization={"stage": 3, **TINY, **limits})
     buckets = [b for b in engine._parts.runtime.buckets if b.partition.weights]
 

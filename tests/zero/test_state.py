@@ -1,4 +1,4 @@
-"""What stands behind one parameter: masters, gradients and optimizer state, at every stage."""
+"""Masters, gradients and optimizer state of one parameter, at every stage."""
 
 from __future__ import annotations
 

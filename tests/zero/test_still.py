@@ -1,4 +1,4 @@
-"""What is frozen while it is in the optimizer's hands stands still, and goes on when thawed."""
+"""A trained parameter that is frozen keeps its value, and trains again once unfrozen."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def test_access_gives_logical_values(stage: int, whole: bool, ranks: RankPools) 
     ranks(2).run(access, stage, whole)
 
 
-# ---- born sharded --------------------------------------------------------------------------------
+# ---- created sharded -----------------------------------------------------------------------------
 
 
 def born(where: str) -> None:

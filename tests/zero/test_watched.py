@@ -27,7 +27,7 @@ _buckets = logging.getLogger("hadal.zero.bucket")
 
 
 class Records(logging.Handler):
-    """What is logged."""
+    """Collect the log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Named(nn.Parameter):
 
 
 def announced(parameter: nn.Parameter, act: Callable[[], object]) -> int:
-    """How many reads are announced while a watched parameter gets its values back at the first."""
+    """Count the announced reads of a watched parameter that gets its values back at the first."""
     heard: list[nn.Parameter] = []
 
     def hear(one: nn.Parameter) -> None:
