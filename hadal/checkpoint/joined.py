@@ -127,6 +127,11 @@ class JoinedSource(ForeignSource):
         """The part whose rank state and client state are used."""
         return self._saved[self._part].source
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """Messages about state that a load does not restore: those of this part."""
+        return self._main.notes
+
     def _in_turn(self) -> Iterator[int]:
         """Yield the saved parts, starting at this part's: ranks begin with different files."""
         for number in range(len(self._saved)):

@@ -202,3 +202,12 @@ def test_state_of_another_shape_goes_with_a_whole_tensor() -> None:
     joined.expect("w", MOMENT, 0, 3)
     assert torch.equal(joined.read("w", MOMENT, 0, 3), torch.arange(3.0))
     assert joined.entries["w", MASTER].dtype == torch.float64
+
+
+def test_messages_of_the_saved_parts_are_kept() -> None:
+    class Foreign(InMemory):
+        notes = ("it holds no random generators",)
+
+    values = {("w", WEIGHT): torch.ones(3)}
+    source = JoinedSource([Saved(Foreign(values), Places({}))])
+    assert source.notes == ("it holds no random generators",)
