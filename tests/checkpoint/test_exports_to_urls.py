@@ -19,6 +19,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from checkpoint.deepspeed_cases import toy, unpack
 from hadal.checkpoint.files import copy_folder, items_of, location_of, read_small, storage_of
+from hadal.checkpoint.formats.drafts import drafted_folder
+from hadal.checkpoint.remote import FsspecStorage
+from hadal.checkpoint.storage import RemotePath
 from hadal.cli.main import main
 from hadal.cli.zero_to_fp32 import main as zero_to_fp32
 from hadal.utils import get_fp32_state_dict_from_zero_checkpoint
@@ -192,3 +195,28 @@ def on_s3(address: str, folder: str) -> None:
 def test_commands_take_urls_of_s3(ranks: RankPools, tmp_path: Path) -> None:
     with s3.server("none") as address:
         ranks(1).run(on_s3, address, str(tmp_path), timeout=300)
+
+
+def export_files(target: RemotePath, *names: str) -> None:
+    with drafted_folder(target, "index") as draft:
+        for name in names:
+            (draft / name).parent.mkdir(parents=True, exist_ok=True)
+            (draft / name).write_text(name)
+
+
+def test_an_earlier_export_loses_only_what_the_new_one_has_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, removed, remove = RemotePath("memory://earlier/export"), [], FsspecStorage.remove
+    export_files(target, "index", "a/b/one", "a/two", "old/x", "three")
+
+    def noted(self: FsspecStorage, path: RemotePath) -> None:
+        removed.append(str(path))
+        remove(self, path)
+
+    monkeypatch.setattr(FsspecStorage, "remove", noted)
+    export_files(target, "index", "a/two", "three", "y")
+    # A removal that comes late removes no file of the new export.
+    assert sorted(removed) == [f"{target}/a/b", f"{target}/index", f"{target}/old"]
+    assert [item.name for item in items_of(target)] == ["a", "index", "three", "y"]
+    assert [item.name for item in items_of(target / "a")] == ["two"]

@@ -36,8 +36,8 @@ def drafted_folder(target: Location, last: str) -> Iterator[Path]:
     unchanged.
 
     On this machine the directory is next to `target`, and is renamed once its files are on disk.
-    For a URL it is a temporary directory (`TMPDIR`): an earlier export is removed, then the files
-    are uploaded, `last` as the last one.
+    For a URL it is a temporary directory (`TMPDIR`): first `last` of an earlier export is removed
+    with the files that only it has, then the files are uploaded, `last` as the last one.
 
     Raises:
         CheckpointError: `target` holds something else, or cannot be written.
@@ -47,8 +47,8 @@ def drafted_folder(target: Location, last: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="hadal-") as folder:
             yield Path(folder)
             with system_errors(target, "written"):
-                for place in (target / last, target):
-                    storage_of(target).remove(place)
+                storage_of(target).remove(target / last)
+                _remove_others(target, Path(folder))
             copy_folder(Path(folder), target, last)
         return
     target = Path(os.path.abspath(target))
@@ -65,6 +65,19 @@ def drafted_folder(target: Location, last: str) -> Iterator[Path]:
             _put(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _remove_others(target: RemotePath, draft: Path) -> None:
+    """Remove the files of an earlier export that the draft does not replace.
+
+    A store may carry out a removal late: that of a file which is then written would remove it.
+    """
+    for item in items_of(target):
+        own = draft / item.name
+        if item.is_folder and own.is_dir():
+            _remove_others(target / item.name, own)
+        elif item.is_folder or not own.is_file():
+            storage_of(target).remove(target / item.name)
 
 
 def _refuse_others(target: Location, last: str) -> None:
