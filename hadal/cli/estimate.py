@@ -13,7 +13,7 @@ from hadal.cli.arguments import CONFIG_HELP, device_memory, numel, positive
 from hadal.cli.parser import add_command
 from hadal.cli.terminal import aligned, heading, show, table
 from hadal.errors import ModelError
-from hadal.units import shown_nbytes, shown_numel
+from hadal.units import numel_of, shown_nbytes, shown_numel
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -107,10 +107,11 @@ def _model(path: str | None) -> nn.Module | None:
     import torch
     from torch import nn
 
+    if ":" not in path:
+        remedy = f"use --params {path}" if _is_numel(path) else "the function builds the model"
+        raise ModelError(f'--model is "{path}", expected "package.module:function"; {remedy}')
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
-        if ":" not in path:
-            raise ValueError("there is no colon in it")
         with torch.device("meta"):
             model = pkgutil.resolve_name(path)()
     except Exception as error:  # the user's module may raise any error
@@ -121,6 +122,13 @@ def _model(path: str | None) -> nn.Module | None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"--model {path} returned a {type(model).__name__}, expected a model")
     return model
+
+
+def _is_numel(text: str) -> bool:
+    try:
+        return bool(numel_of(text))
+    except ValueError:
+        return False
 
 
 def _counted(model: nn.Module | None, parsed: argparse.Namespace, persistence: int) -> Model:

@@ -136,7 +136,9 @@ def test_faults_are_reported(module: str, written: Any, capsys: pytest.CaptureFi
         assert main(["estimate", "--model", f"{module}:{function}"]) == 1
         assert reason in capsys.readouterr().err
     assert main(["estimate", "--model", module]) == 1
-    assert "there is no colon" in capsys.readouterr().err
+    assert 'expected "package.module:function"; the function' in capsys.readouterr().err
+    assert main(["estimate", "--model", "7B"]) == 1
+    assert "use --params 7B" in capsys.readouterr().err
     assert main(["estimate", "--params", "1M", "--config", written(bf16={"enabled": 3})]) == 1
     assert capsys.readouterr().err.startswith("error: 1 fault in ds_config.json")
     for wrong in (["--params", "many"], ["--params", "1M", "--model", "a:b"], []):
