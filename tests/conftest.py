@@ -55,6 +55,16 @@ _WITH_PROGRAMS = {"cli", "compat", "launcher", "npu", "tests"}
 _OF_RANKS = {"ranks", "fresh_ranks", "npus"}
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave folders out of a quick run whose tests all start programs: importing them takes long.
+
+    Returns:
+        True to leave a path out; None to leave the decision to pytest.
+    """
+    of_programs = _WITH_PROGRAMS - {"tests"}
+    return True if config.getoption("--quick") and collection_path.name in of_programs else None
+
+
 def _is_quick(item: pytest.Item) -> bool:
     if _OF_RANKS.isdisjoint(getattr(item, "fixturenames", ())):
         return item.path.parent.name not in _WITH_PROGRAMS and not _starts_programs(item)
