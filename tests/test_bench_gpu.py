@@ -110,7 +110,7 @@ def test_offloading_is_measured_on_a_cpu_to_try_it_out(tmp_path: Path) -> None:
         *("--device=cpu", "--skip-bits", "--only=largest", "--largest=1.3", "--steps=1"),
         *("--micro-batch=2", "--accumulation=2", f"--json={tmp_path / 'found.json'}"),
     )
-    assert "the largest" in told and "goal 0.4: MISSED" in told
+    assert "the largest" in told
     rates, run = json.loads((tmp_path / "found.json").read_text())["runs"]
     case, found = run["case"], run["found"]
     assert case["optimizer"] == "cpu" and len(found["steps"]) == 1
@@ -121,3 +121,5 @@ def test_offloading_is_measured_on_a_cpu_to_try_it_out(tmp_path: Path) -> None:
     flops = tokens * (6 * numel + 12 * case["layers"] * width * case["sequence"])
     share = flops / found["steps"][0] / rates["found"]["matrix_flops"]
     assert f"| {share:.3f} " in told
+    # Which it is depends on other work on the machine.
+    assert f"{share:.3f}, goal 0.4: {'met' if share >= 0.4 else 'MISSED'}" in told
