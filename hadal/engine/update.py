@@ -22,7 +22,7 @@ from hadal.engine.parts import Finding, Parts, Training
 from hadal.engine.session import Session
 from hadal.engine.undecided import Undecided, decides_on_device, step_schedule
 from hadal.listener import Options, Update
-from hadal.optim.loss_scale import ScaleState, next_scale
+from hadal.optim.loss_scale import ScaleRule, ScaleState, next_scale
 from hadal.optim.norm import (
     RowNorms,
     clip_on_device,
@@ -123,12 +123,18 @@ def moved_scale(before: ScaleState, found: Finding, number: int, parts: Parts) -
         after = next_scale(before, found.overflow, parts.scale_rule)
     finally:
         if found.overflow and parts.ranks.rank == 0:
-            scales = f"; loss scale {before.scale:g} -> {after.scale:g}"
-            has_scale = parts.scale_rule.dynamic or before.scale != 1.0
-            _log.warning(
-                "update %d skipped: %s%s", number, _reason_of(found), scales if has_scale else ""
-            )
+            scales = _scales_of(before, after, parts.scale_rule)
+            _log.warning("update %d skipped: %s%s", number, _reason_of(found), scales)
     return after
+
+
+def _scales_of(before: ScaleState, after: ScaleState, rule: ScaleRule) -> str:
+    if before.scale != after.scale:
+        return f"; loss scale {before.scale:g} -> {after.scale:g}"
+    if not rule.dynamic:
+        return "" if before.scale == 1.0 else f"; loss scale {before.scale:g} (static)"
+    tolerated = f", hysteresis {rule.hysteresis}" if after.spare != before.spare else ""
+    return f"; loss scale stays {before.scale:g}{tolerated}"
 
 
 def _sum_tied(parts: Parts) -> None:

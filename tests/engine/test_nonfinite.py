@@ -77,6 +77,19 @@ def test_overflows_that_lower_the_scale_of_fp16_do_not_count() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"hysteresis": 2}, ["stays 64, hysteresis 2", "64 -> 32"]),
+        ({"hysteresis": 3}, ["stays 64, hysteresis 3"] * 2),
+        ({"loss_scale": 64}, ["64 (static)"] * 2),
+    ],
+)
+def test_a_scale_that_stays_is_reported(keys: dict[str, int], told: list[str]) -> None:
+    lines = train_on([0, 1], 2, {"fp16": {"enabled": True, "initial_scale_power": 6, **keys}})
+    assert [line.split("; ")[1] for line in lines] == [f"loss scale {one}" for one in told]
+
+
 def test_reasons_are_listed_by_their_number() -> None:
     run = SkippedInARow(3)
     run.add(4, "a")
