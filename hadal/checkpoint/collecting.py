@@ -8,10 +8,9 @@ Tests: tests/checkpoint/test_rounding.py
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,12 +30,10 @@ from hadal.checkpoint.contents import (
 )
 from hadal.checkpoint.live import Live, plain_name, plain_slots
 from hadal.checkpoint.plain import encoded, encoded_state
-from hadal.checkpoint.shards import DTYPE_OF, DTYPES
 from hadal.comm.collectives import max_
 from hadal.errors import CheckpointError
 from hadal.offload.tensors import StoredSlice
 from hadal.optim.pieces import HeldTensor
-from hadal.zero.boxes import Placement
 from hadal.zero.bucket import Bucket
 from hadal.zero.layout import share_out
 from hadal.zero.views import flattened
@@ -82,27 +79,6 @@ class Rows:
     slices: list[SavedSlice] = field(default_factory=list)
     singles: list[Single] = field(default_factory=list)
     state: list[StateRow] = field(default_factory=list)
-
-    def __getstate__(self) -> Any:
-        """Return plain tuples to send to another rank, with equal state once."""
-        alike: dict[str, list[str]] = {}
-        for name, values in self.state:
-            alike.setdefault(json.dumps(values), []).append(name)
-        slices = [
-            (*one[:5], DTYPES[one.dtype], one.rounds and DTYPES[one.rounds]) for one in self.slices
-        ]
-        return slices, self.singles, alike
-
-    def __setstate__(self, state: Any) -> None:
-        slices, self.singles, alike = state
-        self.slices = [
-            SavedSlice(
-                rank, kind, bucket, start, numel, DTYPE_OF[word], rounds and DTYPE_OF[rounds]
-            )
-            for rank, kind, bucket, start, numel, word, rounds in slices
-        ]
-        parsed = [(json.loads(text), names) for text, names in alike.items()]
-        self.state = [(name, values) for values, names in parsed for name in names]
 
 
 Values = Tensor | StoredSlice
@@ -267,9 +243,14 @@ class _Collecting:
             is_own = own is not None and name in own
             if is_own or holder == self._holders.number:
                 rank = None if is_own else self._rank
-                row = Single(rank, kind, name, tuple(value.shape), value.dtype)
-                self.rows.replicated.singles.append(row)
-                self._tensors[row.tensor] = value
+                self._add_single(self.rows.replicated, rank, kind, name, value)
+
+    def _add_single(
+        self, rows: Rows, rank: int | None, kind: str, name: str, value: Tensor
+    ) -> None:
+        row = Single(rank, kind, name, tuple(value.shape), value.dtype)
+        rows.singles.append(row)
+        self._tensors[row.tensor] = value
 
     # ---- the optimizer's memory ------------------------------------------------------------------
 
@@ -283,9 +264,7 @@ class _Collecting:
             self.everywhere += odd
             return
         for kind, name, value in odd:
-            row = Single(self._rank, kind, name, tuple(value.shape), value.dtype)
-            self.rows.mine.singles.append(row)
-            self._tensors[row.tensor] = value
+            self._add_single(self.rows.mine, self._rank, kind, name, value)
 
     def _add_elements(
         self,
@@ -387,20 +366,8 @@ def _is_cut(bucket: Bucket) -> bool:
     return bucket.partition.optimizer or bucket.partition.weights
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The description of a part that all its ranks share."""
-
-    buckets: tuple[SavedBucket, ...]
-    groups: tuple[SavedGroup, ...]
-    aliases: dict[str, str]
-    placements: dict[str, Placement]
-    """Those of tensors that are not whole, or have another name in the whole model."""
-    unknown: frozenset[str]
-
-
-def head_of(live: Live, ranks: Collection[int]) -> Head:
-    """Return the layout of the model's buckets, and its parameters' groups and names.
+def head_of(live: Live, ranks: tuple[int, ...]) -> ModelPart:
+    """Return what all ranks of a part know of it: the layout of its buckets, groups and names.
 
     Names are those of the part that these ranks of the world share.
     """
@@ -413,35 +380,31 @@ def head_of(live: Live, ranks: Collection[int]) -> Head:
     here = [names for names in live.names().values() if elsewhere.isdisjoint(names)]
     placements = live.placements()
     options = [] if live.optimizer is None else map(_options, live.optimizer.param_groups)
-    return Head(
-        tuple(map(_saved_bucket, live.runtime.buckets)),
-        tuple(
+    return ModelPart(
+        ranks=ranks,
+        buckets=tuple(map(_saved_bucket, live.runtime.buckets)),
+        groups=tuple(
             SavedGroup(one, tuple(names))
             for one, names in zip(options, live.group_names(), strict=True)
         ),
-        {alias: first for first, *others in here for alias in others},
-        {
+        aliases={alias: first for first, *others in here for alias in others},
+        placements={
             name: one
             for name, one in placements.items()
             if name not in elsewhere and not one.is_plain(name)
         },
-        live.unknown_places() - elsewhere,
+        unknown=live.unknown_places() - elsewhere,
     )
 
 
-def describe(head: Head, rows: Iterable[Rows], ranks: Sequence[int]) -> ModelPart:
-    """Build a part of the model from the rows of all its ranks; `ranks` are their world ranks."""
+def describe(head: ModelPart, rows: Iterable[Rows]) -> ModelPart:
+    """Complete a part's head by the rows of all its ranks."""
     rows = list(rows)
-    return ModelPart(
-        ranks=tuple(ranks),
-        buckets=head.buckets,
+    return replace(
+        head,
         slices=tuple(one for row in rows for one in row.slices),
         singles=tuple({(one.kind, one.name): one for row in rows for one in row.singles}.values()),
         state=merged_state(row.state for row in rows),
-        groups=head.groups,
-        aliases=head.aliases,
-        placements=head.placements,
-        unknown=head.unknown,
     )
 
 

@@ -122,13 +122,13 @@ class ModelPart:
 
     ranks: tuple[int, ...]
     """Their ranks in the world; other fields count them from 0, in this order."""
-    buckets: tuple[SavedBucket, ...]
-    slices: tuple[SavedSlice, ...]
-    singles: tuple[Single, ...]
-    state: Mapping[str, Mapping[str, Any]]
+    buckets: tuple[SavedBucket, ...] = ()
+    slices: tuple[SavedSlice, ...] = ()
+    singles: tuple[Single, ...] = ()
+    state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Encoded optimizer state that is not per element, by parameter and key."""
-    groups: tuple[SavedGroup, ...]
-    aliases: Mapping[str, str]
+    groups: tuple[SavedGroup, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of tied parameters, mapped to the names they are saved under."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Which slices of the whole model's tensors the parameters and buffers are, by name. Those not

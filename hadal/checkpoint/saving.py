@@ -21,7 +21,6 @@ from torch import Tensor
 
 from hadal.checkpoint import folders, randomness
 from hadal.checkpoint.collecting import (
-    Head,
     Holders,
     PartRows,
     RankContents,
@@ -30,7 +29,7 @@ from hadal.checkpoint.collecting import (
     find_own_values,
     head_of,
 )
-from hadal.checkpoint.contents import part_as_json
+from hadal.checkpoint.contents import ModelPart, part_as_json
 from hadal.checkpoint.files import Seal, check_file, copy_file, new_mark, system_errors
 from hadal.checkpoint.folders import CLIENT, rank_file
 from hadal.checkpoint.index import write_index
@@ -99,7 +98,7 @@ class _RankReport(NamedTuple):
     """The ranks that write into the same folder."""
     rows: dict[tuple[int, ...], PartRows]
     """As `RankContents.parts`."""
-    heads: dict[tuple[int, ...], Head]
+    heads: dict[tuple[int, ...], ModelPart]
     """The heads of the parts whose first rank it is."""
 
 
@@ -245,7 +244,7 @@ class SaveJob:
                 raise
             folders.retire(self.path, replaced, self.mark)
 
-    def _parts(self) -> list[Any]:
+    def _parts(self) -> list[ModelPart]:
         """Return each part of the model, as this folder's index describes it.
 
         The dense parameters of all model-parallel parts come first, then experts.
@@ -264,7 +263,7 @@ class SaveJob:
             ]
             rows = [one.rows[ranks].mine for one in of_part]
             rows += [one.rows[ranks].replicated for one in in_folder]
-            parts.append(describe(of_part[0].heads[ranks], rows, ranks))
+            parts.append(describe(of_part[0].heads[ranks], rows))
         return parts
 
 
