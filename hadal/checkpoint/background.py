@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -36,34 +36,6 @@ _FAILED = 1
 """The exit code of a program whose last save failed."""
 
 
-@dataclass(slots=True)
-class _StagingMemory:
-    """Host memory for copies of the state, reused because first writes to memory are slow."""
-
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-
-    def copied(self, tensors: Mapping[str, Values], prefix: str) -> dict[str, Values]:
-        """Return copies of the tensors in this memory."""
-        return {
-            name: self._copied(f"{prefix}.{name}", value)
-            for name, value in tensors.items()
-            if isinstance(value, Tensor)  # a save with state on a disk is never detached
-        }
-
-    def _copied(self, name: str, value: Tensor) -> Tensor:
-        buffer = self.buffers.get(name)
-        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-            pin = value.device.type != "cpu"
-            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=pin)
-            self.buffers[name] = buffer
-        return buffer.copy_(value, non_blocking=True)
-
-    def keep_only(self, job: SaveJob) -> None:
-        """Free the buffers that the last save did not need."""
-        used = {f"contents.{name}" for name in job.contents.tensors}
-        self.buffers = {name: self.buffers[name] for name in used if name in self.buffers}
-
-
 class Saver:
     """Saves one engine's state, one save at a time.
 
@@ -76,7 +48,8 @@ class Saver:
         self._apart: Ranks | None = None
         self._thread: threading.Thread | None = None
         self._fault: CheckpointError | None = None
-        self._memory = _StagingMemory()
+        # Host memory for copies of the state, reused because first writes to memory are slow.
+        self._memory: dict[str, Tensor] = {}
         self._folder: OwnFolder | None = None
         self._has_warned = False
         _finish_at_exit()
@@ -143,9 +116,7 @@ class Saver:
 
     def _detached(self, job: SaveJob) -> SaveJob:
         """Return the job with copies of all tensors in host memory."""
-        contents = replace(
-            job.contents, tensors=self._memory.copied(job.contents.tensors, "contents")
-        )
+        contents = replace(job.contents, tensors=self._copied(job.contents.tensors))
         own, client = (
             Plain(
                 plain.values, {name: value.cpu().clone() for name, value in plain.tensors.items()}
@@ -156,9 +127,20 @@ class Saver:
         # The end of the program waits for this thread, which then cannot start another one.
         writing = replace(job.rules.writing, is_doubled=False)
         rules = replace(job.rules, writing=writing)
-        detached = replace(job, contents=contents, own=own, client=client, rules=rules)
-        self._memory.keep_only(detached)
-        return detached
+        return replace(job, contents=contents, own=own, client=client, rules=rules)
+
+    def _copied(self, tensors: Mapping[str, Values]) -> dict[str, Values]:
+        """Return copies of the tensors in the memory, of which nothing else is kept."""
+        known, self._memory = self._memory, {}
+        for name, value in tensors.items():
+            if not isinstance(value, Tensor):
+                continue  # a save with state on a disk is never detached
+            buffer = known.get(name)
+            if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                pin = value.device.type != "cpu"
+                buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=pin)
+            self._memory[name] = buffer.copy_(value, non_blocking=True)
+        return {**self._memory}
 
     def _write(self, job: SaveJob, ranks: Ranks) -> None:
         try:
