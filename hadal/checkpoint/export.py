@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +23,13 @@ Progress = Callable[[int], object]
 """Called with the number of bytes that were processed since the last call."""
 
 
-class ExportedValue(NamedTuple):
-    """A value to export, and the kind that it is read from."""
-
-    value: Value
-    kind: str
-
-
 def values_to_export(
     source: Source,
     dtype: torch.dtype | None = None,
     *,
     exclude_frozen: bool = False,
     is_exact: bool = False,
-) -> list[ExportedValue]:
+) -> list[Value]:
     """Return the weights and buffers in the order of the source, in `dtype` or their own dtype.
 
     A weight whose own dtype is not wanted is read from its master; with `is_exact` the own dtype
@@ -65,13 +57,13 @@ def values_to_export(
             wanted = dtype if kind == WEIGHT else torch.promote_types(wanted, dtype)
         if wanted != entry.dtype and (name, MASTER) in source.entries:
             kind = MASTER
-        found.append(ExportedValue(Value(name, entry.shape, wanted), kind))
+        found.append(Value(name, entry.shape, wanted, kind))
     return found
 
 
-def tied_names(source: Source, stored: list[ExportedValue]) -> dict[str, str]:
+def tied_names(source: Source, stored: Iterable[Value]) -> dict[str, str]:
     """Return the other names of the exported values, each with the name it is exported under."""
-    kept = {one.value.name for one in stored}
+    kept = {value.name for value in stored}
     return {alias: name for alias, name in source.aliases.items() if name in kept}
 
 
@@ -94,16 +86,10 @@ def export(
     """
     _warn_if_rounded(source, dtype)
     stored = values_to_export(source, dtype, exclude_frozen=exclude_frozen)
-    kinds = {one.value.name: one.kind for one in stored}
-    values = in_order(one.value for one in stored)
-    return write_model(
-        folder,
-        filename,
-        values,
-        _cuts(source, values, kinds, progress or (lambda nbytes: None)),
-        tied_names(source, stored),
-        max_shard_nbytes,
-    )
+    values = in_order(stored)
+    cuts = _cuts(source, values, progress or (lambda nbytes: None))
+    aliases = tied_names(source, stored)
+    return write_model(folder, filename, values, cuts, aliases, max_shard_nbytes)
 
 
 def nbytes_of_export(
@@ -111,19 +97,14 @@ def nbytes_of_export(
 ) -> int:
     """Return the number of bytes that an export reports to its `progress`."""
     stored = values_to_export(source, dtype, exclude_frozen=exclude_frozen)
-    return sum(one.value.nbytes for one in stored)
+    return sum(value.nbytes for value in stored)
 
 
-def _cuts(
-    source: Source,
-    values: list[Value],
-    kinds: Mapping[str, str],
-    progress: Progress,
-) -> Iterator[Tensor]:
+def _cuts(source: Source, values: list[Value], progress: Progress) -> Iterator[Tensor]:
     for value in values:
         for start in range(0, value.numel, _CUT_NUMEL):
             stop = min(start + _CUT_NUMEL, value.numel)
-            yield source.read(value.name, kinds[value.name], start, stop).to(value.dtype)
+            yield source.read(value.name, value.kind, start, stop).to(value.dtype)
             progress((stop - start) * value.dtype.itemsize)
 
 
@@ -146,24 +127,23 @@ def _warn_if_rounded(source: Source, dtype: torch.dtype | None) -> None:
 class LazyTensor:
     """A tensor of a checkpoint that is read when `contiguous()` is called."""
 
-    def __init__(self, source: Source, stored: ExportedValue) -> None:
+    def __init__(self, source: Source, value: Value) -> None:
         self._source = source
-        self._stored = stored
-        self.shape = torch.Size(stored.value.shape)
-        self.dtype = stored.value.dtype
+        self._value = value
+        self.shape = torch.Size(value.shape)
+        self.dtype = value.dtype
 
     def contiguous(self) -> Tensor:
         """Read the tensor and return it."""
-        return read_whole(self._source, self._stored)
+        return read_whole(self._source, self._value)
 
 
-def read_whole(source: Source, stored: ExportedValue) -> Tensor:
+def read_whole(source: Source, value: Value) -> Tensor:
     """Read a whole value and return it."""
-    value, kind = stored
     found = torch.empty(value.numel, dtype=value.dtype)
     for start in range(0, value.numel, _CUT_NUMEL):
         stop = min(start + _CUT_NUMEL, value.numel)
-        found[start:stop].copy_(source.read(value.name, kind, start, stop))
+        found[start:stop].copy_(source.read(value.name, value.kind, start, stop))
     return found.view(value.shape)
 
 
@@ -174,8 +154,8 @@ def state_dict_of(
     _warn_if_rounded(source, dtype)
     stored = values_to_export(source, dtype, exclude_frozen=exclude_frozen)
     state: dict[str, Tensor | LazyTensor] = {
-        one.value.name: LazyTensor(source, one) if lazy else read_whole(source, one)
-        for one in stored
+        value.name: LazyTensor(source, value) if lazy else read_whole(source, value)
+        for value in stored
     }
     return state | {alias: state[name] for alias, name in tied_names(source, stored).items()}
 

@@ -170,6 +170,12 @@ def _read_latest(load_dir: Location, name: str = LATEST) -> str:
     return tag
 
 
+def universal_tag(load_dir: Location) -> str | None:
+    """Return the tag that `latest_universal` names; None if there is no such file."""
+    is_there = is_file(load_dir / LATEST_UNIVERSAL)
+    return _read_latest(load_dir, LATEST_UNIVERSAL) if is_there else None
+
+
 def _folder_of_tag(load_dir: Location, tag: str) -> Location | None:
     """Return a tag's folder, or the `.old` one that an interrupted replacement left."""
     folder = load_dir / tag

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hadal.checkpoint.contents import WEIGHT
 from hadal.checkpoint.files import (
     copy_file,
     items_of,
@@ -47,6 +48,8 @@ class Value(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    kind: str = WEIGHT
+    """The kind of the saved value that it is read from."""
 
     @property
     def numel(self) -> int:

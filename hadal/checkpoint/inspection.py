@@ -5,26 +5,21 @@ Tests: tests/cli/test_checkpoint.py, tests/checkpoint/test_meanwhile.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
 from hadal.checkpoint import folders
 from hadal.checkpoint.contents import WEIGHT
-from hadal.checkpoint.deepspeed.pickles import check_pickle
-from hadal.checkpoint.deepspeed.source import DeepSpeedSource
 from hadal.checkpoint.export import Progress
-from hadal.checkpoint.files import Given, check_file, is_folder, items_of, location_of, storage_of
-from hadal.checkpoint.formats.dcp_source import DcpSource
+from hadal.checkpoint.files import Given, is_folder, items_of, location_of, storage_of
 from hadal.checkpoint.index import INDEX
 from hadal.checkpoint.opening import folder_of, is_checkpoint, open_source
 from hadal.checkpoint.source import Entry, Source
 from hadal.checkpoint.storage import Location, StorageItem
-from hadal.checkpoint.stored import StoredSource
 from hadal.errors import CheckpointError, HadalError
 
 
@@ -148,20 +143,14 @@ def _report(
     return report
 
 
-def _describe(report: CheckpointReport, source: StoredSource | DeepSpeedSource | DcpSource) -> None:
+def _describe(report: CheckpointReport, source: Source) -> None:
     report.stage, report.world_size = source.stage, source.world_size
-    report.writer = "Hadal"
-    if isinstance(source, DeepSpeedSource):
-        report.writer = f"DeepSpeed {source.version}{' universal' * source.is_universal}"
-    elif isinstance(source, DcpSource):
-        report.writer = "torch.distributed.checkpoint"
-    else:
-        report.saved_at = source.saved_at
+    report.writer, report.saved_at = source.writer, source.saved_at
     report.global_steps = _steps(source.scalars)
     report.parts = source.parts
     report.holdings = _holdings(source)
     report.parameters = sum(one.numel for one in report.holdings if one.kind == WEIGHT)
-    for path in _paths(source):
+    for path in source.files:
         with suppress(OSError):
             if (item := storage_of(path).find(path)) is not None:
                 report.file_nbytes += item.nbytes
@@ -194,26 +183,9 @@ def _holdings(source: Source) -> list[Holding]:
     ]
 
 
-def _paths(source: StoredSource | DeepSpeedSource | DcpSource) -> list[Location]:
-    if not isinstance(source, StoredSource):
-        return list(source.files)
-    return [source.files.home / name for name in source.files]
-
-
-def _damage(
-    source: StoredSource | DeepSpeedSource | DcpSource, progress: Progress
-) -> Iterator[str]:
+def _damage(source: Source, progress: Progress) -> Iterator[str]:
     """Yield the fault of each file that is missing or damaged; `progress` is called after each."""
-    checks: list[tuple[Callable[[], None], int]] = []
-    if isinstance(source, DcpSource):
-        checks.append((source.verify, 0))
-    elif isinstance(source, DeepSpeedSource):
-        checks += [(partial(check_pickle, path), path.stat().st_size) for path in source.files]
-    else:
-        for name, seal in source.files.items():
-            path = source.files.home / name
-            checks.append((partial(check_file, path, seal, whole=True), seal.nbytes))
-    for check, nbytes in checks:
+    for check, nbytes in source.checks():
         try:
             check()
         except CheckpointError as error:

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from hadal.checkpoint.contents import MASTER, WEIGHT, SavedGroup
-from hadal.checkpoint.source import Entry, ForeignSource, RankState, Source
-from hadal.checkpoint.storage import Location
-from hadal.checkpoint.stored import StoredSource
+from hadal.checkpoint.source import Entry, RankState, Source
 from hadal.errors import CheckpointError, few
 from hadal.zero.boxes import Box, Placement, boxes_between
 from hadal.zero.layout import strides_of
@@ -27,27 +25,6 @@ from hadal.zero.layout import strides_of
 # The most elements to read at a time when only some of them are needed.
 _HULL_NUMEL = 1 << 22
 _NEXT = "\n  "
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """The slices of the whole model's tensors that one part of a model holds."""
-
-    of: Mapping[str, Placement]
-    """Placements by the part's own names; an unlisted name is a whole tensor of that name."""
-    unknown: frozenset[str] = frozenset()
-    """Names of slices whose position is not recorded."""
-
-    def find(self, name: str, shape: Sequence[int]) -> Placement:
-        """Return the placement of a tensor of this name and shape."""
-        return self.of.get(name) or Placement((Box.whole(name, shape),))
-
-
-class Saved(NamedTuple):
-    """A saved part, and its places in the whole model."""
-
-    source: Source
-    places: Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +64,7 @@ class _Step(NamedTuple):
     here: Box
 
 
-class JoinedSource(ForeignSource):
+class JoinedSource(Source):
     """Saved parts of a model, as the values that one part loads; by default all values, whole.
 
     Raises:
@@ -95,10 +72,10 @@ class JoinedSource(ForeignSource):
             nothing says which part of the model something is.
     """
 
-    def __init__(self, saved: Sequence[Saved], asked: Asked | None = None) -> None:
+    def __init__(self, saved: Sequence[Source], asked: Asked | None = None) -> None:
         self._saved = saved
-        first = saved[0].source
-        self.path: Location = first.path
+        first = saved[0]
+        self.path = first.path
         self._part = 0 if asked is None else asked.part % len(saved)
         self.parts = 1 if asked is None else asked.parts
         self.ranks_of_part = first.ranks_of_part
@@ -114,18 +91,18 @@ class JoinedSource(ForeignSource):
         for number in self._in_turn():
             self._enter(number)
         self._asked = self._resolved(asked)
-        self.entries: Mapping[tuple[str, str], Entry] = dict(self._entries_of())
-        self.aliases: Mapping[str, str] = self._aliases
-        if asked is not None:
-            self.aliases = {}
+        self.entries = dict(self._entries_of())
+        if asked is None:
+            self.aliases = self._aliases
+        else:
             self.entries = {**dict(self._unasked(asked)), **self.entries}
-        self.state: Mapping[str, Mapping[str, Any]] = self._merged_state()
-        self.groups: Sequence[SavedGroup] = self._merged_groups()
+        self.state = self._merged_state()
+        self.groups = self._merged_groups()
 
     @property
     def _main(self) -> Source:
         """The part whose rank state and client state are used."""
-        return self._saved[self._part].source
+        return self._saved[self._part]
 
     @property
     def notes(self) -> Sequence[str]:
@@ -140,7 +117,7 @@ class JoinedSource(ForeignSource):
     # ---- what there is ---------------------------------------------------------------------------
 
     def _expect_known(self, asked: Asked | None) -> None:
-        names = {name for one in self._saved for name in one.places.unknown}
+        names = {name for one in self._saved for name in one.unknown}
         if names:
             here = "is wanted whole" if asked is None else f"this one has {self.parts}"
             raise CheckpointError(
@@ -154,10 +131,10 @@ class JoinedSource(ForeignSource):
 
     def _enter(self, number: int) -> None:
         """Enter the boxes that a saved part holds."""
-        source, places = self._saved[number]
+        source = self._saved[number]
         for (name, kind), entry in source.entries.items():
             own = source.entries.get((name, WEIGHT)) or source.entries.get((name, MASTER), entry)
-            placement = places.find(name, own.shape)
+            placement = _placement(source, name, own.shape)
             if placement.shape != own.shape:
                 raise CheckpointError(
                     f"{source.path} is damaged: {name} of part {number} has the shape {own.shape},"
@@ -173,7 +150,7 @@ class JoinedSource(ForeignSource):
                     self._holders.setdefault((box.name, kind), []).append(holder)
         for alias, name in source.aliases.items():
             entry = source.entries.get((name, WEIGHT)) or source.entries[name, MASTER]
-            boxes = places.find(name, entry.shape).boxes
+            boxes = _placement(source, name, entry.shape).boxes
             if len(boxes) == 1:
                 self._aliases.setdefault(alias, boxes[0].name)
 
@@ -250,7 +227,7 @@ class JoinedSource(ForeignSource):
             found = merged.setdefault(name, {})
             holders = [one for box in placement.boxes for one in self._named[box.name]]
             for part, own in dict.fromkeys((one.part, one.name) for one in holders):
-                for key, value in self._saved[part].source.state.get(own, {}).items():
+                for key, value in self._saved[part].state.get(own, {}).items():
                     if not bool(found.setdefault(key, value) == value):
                         raise CheckpointError(
                             f"{self.path}: {key} is {found[key]} for one part of {name} and"
@@ -265,7 +242,7 @@ class JoinedSource(ForeignSource):
             for box in placement.boxes:
                 names_of.setdefault(box.name, []).append(name)
         groups: list[tuple[int, Any, dict[str, None]]] = []
-        for source, places in self._saved:
+        for source in self._saved:
             for number, group in enumerate(source.groups):
                 like = [one for one in groups if one[:2] == (number, group.options)]
                 if not like:
@@ -273,7 +250,7 @@ class JoinedSource(ForeignSource):
                     like = groups[-1:]
                 for own in group.names:
                     entry = source.entries.get((own, WEIGHT)) or source.entries.get((own, MASTER))
-                    for box in () if entry is None else places.find(own, entry.shape).boxes:
+                    for box in () if entry is None else _placement(source, own, entry.shape).boxes:
                         like[0][2].update(dict.fromkeys(names_of.get(box.name, ())))
         groups.sort(key=lambda one: one[0])
         return [SavedGroup(options, tuple(names)) for _, options, names in groups]
@@ -335,21 +312,21 @@ class JoinedSource(ForeignSource):
 
     def expect(self, name: str, kind: str, start: int, stop: int) -> None:
         """Check that the elements can be read."""
-        self._expect_within(name, kind, start, stop)
+        super().expect(name, kind, start, stop)
         if self._is_odd(name, kind):
             holder = self._expect_uncut(name, kind)
-            self._saved[holder.part].source.expect(holder.name, kind, start, stop)
+            self._saved[holder.part].expect(holder.name, kind, start, stop)
             return
         for step in self._steps(name, kind, start, stop):
-            first, source = step.there.start, self._saved[step.holder.part].source
+            first, source = step.there.start, self._saved[step.holder.part]
             source.expect(step.holder.name, kind, first, first + step.there.hull)
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """Return elements of a value, in host memory."""
-        self._expect_within(name, kind, start, stop)
+        super().expect(name, kind, start, stop)
         if self._is_odd(name, kind):
             holder = self._expect_uncut(name, kind)
-            return self._saved[holder.part].source.read(holder.name, kind, start, stop)
+            return self._saved[holder.part].read(holder.name, kind, start, stop)
         found = torch.empty(stop - start, dtype=self.entries[name, kind].dtype)
         for step in self._steps(name, kind, start, stop):
             target = found[step.offset : step.offset + step.region.numel].view(step.region.sizes)
@@ -360,7 +337,7 @@ class JoinedSource(ForeignSource):
         """Fill a target with a box of a saved value; reads the elements in between as well."""
         holder, strides = step.holder, strides_of(step.there.shape, ())
         for piece in step.there.pieces(_HULL_NUMEL):
-            source, first = self._saved[holder.part].source, piece.start
+            source, first = self._saved[holder.part], piece.start
             hull = source.read(holder.name, kind, first, first + piece.hull)
             values = hull.as_strided(piece.sizes, strides, hull.storage_offset())
             target[_slices(piece.relative_to(step.there))].copy_(values)
@@ -371,7 +348,7 @@ class JoinedSource(ForeignSource):
         holders = self._holders.get((placement.boxes[0].name, kind), ())
         if placement.boxes[0].is_whole and holders and holders[0].box.is_whole:
             holder = holders[0]
-            source = self._saved[holder.part].source
+            source = self._saved[holder.part]
             if holder.inner.is_whole and placement.shape == holder.box.shape:
                 return source.read_own(holder.name, kind, rank)
         return super().read_own(name, kind, rank)
@@ -383,7 +360,7 @@ class JoinedSource(ForeignSource):
             return None
         extra = dict(found.extra)
         for number in self._in_turn():
-            other = self._saved[number].source.own(rank)
+            other = self._saved[number].own(rank)
             extra = {**({} if other is None else other.extra), **extra}
         return replace(found, extra=extra, exchange=None)
 
@@ -391,16 +368,21 @@ class JoinedSource(ForeignSource):
         """Return the caller's own values."""
         return self._main.client_state()
 
-    def verify(self, *, spread: bool, room: int) -> None:
-        """Compare files with their checksums as `StoredSource.verify` does; not other formats'."""
-        source = self._saved[0].source
-        if isinstance(source, StoredSource):
-            source.verify(spread=spread, room=room)
+    def verify(
+        self, share: int = 0, shares: int = 1, *, spread: bool = True, room: int = 0
+    ) -> None:
+        """Verify the files, which all parts share."""
+        self._saved[0].verify(share, shares, spread=spread, room=room)
 
     def close(self) -> None:
         """Close all files."""
-        for source, _ in self._saved:
+        for source in self._saved:
             source.close()
+
+
+def _placement(source: Source, name: str, shape: Sequence[int]) -> Placement:
+    """Return what a value of this name and shape is of the whole model."""
+    return source.placements.get(name) or Placement((Box.whole(name, shape),))
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -22,15 +22,14 @@ from torch.optim import Optimizer
 
 from hadal.checkpoint import folders, randomness
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
-from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL
-from hadal.checkpoint.files import is_file, parsing_errors, read_small
+from hadal.checkpoint.files import parsing_errors
 from hadal.checkpoint.fitting import Fit, GroupFit, exact_kind, fit_groups, fit_names
 from hadal.checkpoint.formats.dcp import is_dcp
 from hadal.checkpoint.index import INDEX
-from hadal.checkpoint.joined import Asked, JoinedSource
+from hadal.checkpoint.joined import Asked
 from hadal.checkpoint.live import COUNTERS, LISTENERS, Live, plain_name
 from hadal.checkpoint.moments import StatePlan, plan_state
-from hadal.checkpoint.opening import AnySource, joined, open_source
+from hadal.checkpoint.opening import joined, open_source
 from hadal.checkpoint.source import RankState, Source
 from hadal.checkpoint.storage import Location
 from hadal.checkpoint.stored import StoredSource
@@ -60,6 +59,11 @@ class Wanted(NamedTuple):
     """Load only weights, masters and buffers."""
     custom: CustomLoad | None = None
     """A function that loads weights and buffers into the module instead of Hadal."""
+
+    @property
+    def with_optimizer(self) -> bool:
+        """True if the optimizer's state is loaded."""
+        return self.optimizer and not self.module_only
 
 
 class Loaded(NamedTuple):
@@ -103,7 +107,7 @@ def find(
     folder: Location | None = None
     with together(ranks, f"no checkpoint was loaded from {load_dir}"):
         if tag is None and prefers_universal:
-            tag = _universal_tag(load_dir)
+            tag = folders.universal_tag(load_dir)
         foreign = load_dir if tag is None else load_dir / tag
         folder = foreign if is_dcp(foreign) else folders.find(load_dir, tag)
     found = gather_objects(None if folder is None else folder.name, ranks)
@@ -113,16 +117,6 @@ def find(
             " same one: pass its tag, load_checkpoint(folder, tag)"
         )
     return folder
-
-
-def _universal_tag(load_dir: Location) -> str | None:
-    """Return the tag that `latest_universal` names; None if there is no such file."""
-    path = load_dir / LATEST_UNIVERSAL
-    if not is_file(path):
-        return None
-    tag = read_small(path, 4096).decode(errors="replace").strip()
-    folders.check_tag(tag)
-    return tag
 
 
 def load(folder: Location, live: Live, wanted: Wanted) -> Loaded:
@@ -136,7 +130,7 @@ def load(folder: Location, live: Live, wanted: Wanted) -> Loaded:
     world, what = live.world, f"checkpoint {folder} was not loaded"
     with ExitStack() as stack:
         with together(world, what):
-            names = live.group_names() if _wants_optimizer(wanted) else None
+            names = live.group_names() if wanted.with_optimizer else None
             opened = open_source(folder, names=names)
             stack.callback(opened.close)
             asked = _asked_by(live)
@@ -149,15 +143,11 @@ def load(folder: Location, live: Live, wanted: Wanted) -> Loaded:
         with together(world, what):
             if len({mark for mark, _ in found}) > 1:
                 raise CheckpointError(f"the ranks see different checkpoints under {folder}")
-            is_local = live.rules.is_node_local
-            if live.rules.verifies and not isinstance(opened, StoredSource):
-                opened.verify(*((0, 1) if is_local else (world.rank, world.size)))
             elsewhere = frozenset(name for _, names in found for name in names)
             source = _fitted(opened, replace(asked, elsewhere=elsewhere), live)
             stack.callback(source.close)
-            if live.rules.verifies and isinstance(opened, StoredSource) and not is_local:
-                whole = source if isinstance(source, StoredSource) else opened
-                verify = partial(whole.verify, world.rank, world.size, room=_room(world))
+            if live.rules.verifies and not live.rules.is_node_local:
+                verify = partial(source.verify, world.rank, world.size, room=_room(world))
         return load_from(source, live, wanted, what, verify)
 
 
@@ -167,7 +157,7 @@ def _asked_by(live: Live) -> Asked:
     return Asked(live.placements(), aliases, frozenset(), live.part, live.parts)
 
 
-def _fitted(source: AnySource, asked: Asked, live: Live) -> Source:
+def _fitted(source: Source, asked: Asked, live: Live) -> Source:
     """Return the saved part that is this rank's, or what this rank asks of all parts.
 
     Raises:
@@ -213,11 +203,7 @@ def load_from(
     try:
         with together(live.world, what):
             plan = _plan_while(verify, partial(_plan, source, live, wanted))
-            if (
-                live.rules.verifies
-                and live.rules.is_node_local
-                and isinstance(source, StoredSource | JoinedSource)
-            ):
+            if live.rules.verifies and live.rules.is_node_local:
                 source.verify(spread=False, room=_room(live.world))
             _try_schedule(source, live, wanted, undo)
             _try_loader(source, plan, live, wanted, undo)
@@ -266,7 +252,7 @@ def _planned(source: Source, live: Live, wanted: Wanted) -> _LoadPlan:
         _plan_weights(source, plan, live)
     groups = live.group_names()
     plan.groups = fit_groups(groups, source.groups, plan.fit.found)
-    if live.optimizer is not None and live.stepper is not None and _wants_optimizer(wanted):
+    if live.optimizer is not None and live.stepper is not None and wanted.with_optimizer:
         plan.memory = plan_state(live.optimizer, live.stepper.held(), plan.fit.found, source)
     plan.client_state = source.client_state()
     plan.own = source.own(live.ranks.rank % source.ranks_of_part)
@@ -279,10 +265,6 @@ def _planned(source: Source, live: Live, wanted: Wanted) -> _LoadPlan:
                 f" restored: {error!r}"
             ) from error
     return plan
-
-
-def _wants_optimizer(wanted: Wanted) -> bool:
-    return wanted.optimizer and not wanted.module_only
 
 
 def _fit(source: Source, live: Live) -> Fit:
@@ -382,8 +364,7 @@ def _try_loader(
         # One replica's stream state is meaningless with another number of replicas.
         state.pop("stream", None)
         state.pop("sampler", None)
-    before = deepcopy(live.loader.state_dict())
-    undo.append(lambda: live.loader.load_state_dict(before))
+    undo.append(partial(live.loader.load_state_dict, deepcopy(live.loader.state_dict())))
     live.loader.load_state_dict(state)
 
 
@@ -401,8 +382,7 @@ def _try_extra_state(
                     " load_module_strict=False to load the rest"
                 )
             continue
-        before = deepcopy(module.get_extra_state())
-        undo.append(partial(module.set_extra_state, before))
+        undo.append(partial(module.set_extra_state, deepcopy(module.get_extra_state())))
         module.set_extra_state(plan.own.extra[path])
 
 
@@ -410,7 +390,9 @@ def _try_listeners(
     source: Source, live: Live, wanted: Wanted, undo: list[Callable[[], None]]
 ) -> None:
     """Load the state of listeners while everything can still be undone."""
-    for name, saved in _of_listeners(source, wanted).items():
+    if wanted.module_only or source.scalars is None:
+        return
+    for name, saved in (source.scalars.get(LISTENERS) or {}).items():
         listener = live.listeners.get(name)
         if listener is None:
             continue
@@ -427,13 +409,6 @@ def _try_listeners(
             ) from error
 
 
-def _of_listeners(source: Source, wanted: Wanted) -> Mapping[str, Any]:
-    """Return the saved state of listeners by name."""
-    if wanted.module_only or source.scalars is None:
-        return {}
-    return source.scalars.get(LISTENERS) or {}
-
-
 # ---- changing ------------------------------------------------------------------------------------
 
 
@@ -444,7 +419,7 @@ def _change(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) -> None
     with together(live.world, f"{source.path} was only partly loaded; load it again, or another"):
         _read(source, plan, live, wanted)
     live.runtime.after_load()
-    if _wants_optimizer(wanted) and _fits_exchange(source, plan.own, live):
+    if wanted.with_optimizer and _fits_exchange(source, plan.own, live):
         assert live.runtime.exchange is not None and plan.own is not None  # it fits
         live.runtime.exchange.remember(plan.own.exchange)
     if _wants_schedule(source, live, wanted):
@@ -464,7 +439,7 @@ def _read(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) -> None:
                 reading.run(source)
     for value, name, kind in plan.wholes:
         value.copy_(source.read_own(name, kind, live.ranks.rank % source.ranks_of_part))
-    if live.optimizer is not None and _wants_optimizer(wanted):
+    if live.optimizer is not None and wanted.with_optimizer:
         _restore_optimizer(live, live.optimizer, source, plan)
 
 
@@ -521,61 +496,57 @@ def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 def _log_differences(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) -> None:
     """Log on rank 0 how the resumed run differs from the saved one."""
     if live.ranks.rank == 0 and live.part == 0:
-        engine = [] if wanted.module_only else _differences_of_engine(source, live)
-        for line in (*_differences(source, plan, live, wanted), *engine):
+        for line in _differences(source, plan, live, wanted):
             _log.warning("%s: %s", source.path, line)
 
 
-def _differences(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) -> list[str]:
-    lines = []
+def _differences(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) -> Iterator[str]:
     if wanted.custom is None and not wanted.strict:
         if plan.fit.missing:
-            lines.append(f"it lacks {few(plan.fit.missing)}: these keep their values")
+            yield f"it lacks {few(plan.fit.missing)}: these keep their values"
         if plan.fit.unexpected:
-            lines.append(f"not in the model and ignored: {few(plan.fit.unexpected)}")
+            yield f"not in the model and ignored: {few(plan.fit.unexpected)}"
     if plan.memory.forgotten:
-        lines.append(
-            f"it holds no optimizer state of {few(plan.memory.forgotten)}: this starts at zero"
-        )
+        yield f"it holds no optimizer state of {few(plan.memory.forgotten)}: this starts at zero"
     disputed = {key for fit in plan.groups for key in fit.disputed}
-    if disputed and _wants_optimizer(wanted):
-        lines.append(
+    if disputed and wanted.with_optimizer:
+        yield (
             "the param groups have changed; options on which the saved groups of one group"
             f" disagree keep their values here: {', '.join(sorted(disputed))}"
         )
     has_masters = any(kind == MASTER for _, kind in source.entries)
     wants_masters = any(b.trainable and b.precision.keeps_master for b in live.runtime.buckets)
     if wants_masters and (not has_masters or not live.rules.uses_masters):
-        lines.append("masters are initialized from the saved weights")
+        yield "masters are initialized from the saved weights"
     if not wanted.module_only:
-        lines += source.notes
-    if plan.own is not None and not wanted.module_only:
-        lines += _differences_of_place(source, plan.own, live)
-    own = plan.own if live.runtime.exchange is not None and _wants_optimizer(wanted) else None
+        yield from source.notes
+        yield from _differences_of_place(source, plan.own, live)
+    own = plan.own if live.runtime.exchange is not None and wanted.with_optimizer else None
     owes = own is not None and own.exchange is not None
     if owes and not _fits_exchange(source, own, live):
-        lines.append(
+        yield (
             "it was saved by other ranks or from other buckets: the saved error feedback does not"
             " fit, and starts at zero"
         )
-    return lines
+    if not wanted.module_only:
+        yield from _differences_of_engine(source, live)
 
 
-def _differences_of_place(source: Source, own: RankState, live: Live) -> list[str]:
-    lines = []
+def _differences_of_place(source: Source, own: RankState | None, live: Live) -> Iterator[str]:
+    if own is None:
+        return
     if (own.loader is None) != (live.loader is None):
         holder, lacks = ("engine", "checkpoint") if own.loader is None else ("checkpoint", "engine")
-        lines.append(
+        yield (
             f"the {holder} has a training loader but the {lacks} has none; the position in the data"
             " is not restored (create the loader before load_checkpoint)"
         )
     saved, here = source.ranks_of_part, live.ranks.size
     if saved != here:
-        lines.append(
+        yield (
             f"saved by {saved} ranks and loaded by {here}: each rank restores the random generators"
             " of the saved rank of its number; additional ranks get new ones derived from these"
         )
-    return lines
 
 
 def _differences_of_engine(source: Source, live: Live) -> Iterator[str]:

@@ -15,13 +15,11 @@ from hadal.checkpoint.files import Given, is_file, is_folder, location_of
 from hadal.checkpoint.formats.dcp import is_dcp
 from hadal.checkpoint.formats.dcp_source import DcpSource
 from hadal.checkpoint.index import INDEX
-from hadal.checkpoint.joined import Asked, JoinedSource, Places, Saved
+from hadal.checkpoint.joined import Asked, JoinedSource
 from hadal.checkpoint.source import Source
 from hadal.checkpoint.storage import Location
 from hadal.checkpoint.stored import StoredSource
 from hadal.errors import CheckpointError
-
-AnySource = StoredSource | DeepSpeedSource | DcpSource
 
 
 def folder_of(path: Given, tag: str | None = None) -> Location:
@@ -53,7 +51,7 @@ def is_checkpoint(folder: Location) -> bool:
 
 def open_source(
     folder: Location, part: int = 0, names: Sequence[Sequence[str]] | None = None
-) -> AnySource:
+) -> Source:
     """Open a checkpoint; `part` selects one part of a model saved in model-parallel parts.
 
     `names` lists the parameters of each param group, for a checkpoint that does not store them.
@@ -69,17 +67,13 @@ def open_source(
     return StoredSource(folder, part)
 
 
-def joined(source: AnySource, asked: Asked | None = None) -> JoinedSource:
+def joined(source: Source, asked: Asked | None = None) -> JoinedSource:
     """Return all parts of a checkpoint as one: the whole model, or what one part asks for.
 
     Raises:
         CheckpointError: the position of a slice is not recorded, or tensors do not fit.
     """
-    if not isinstance(source, StoredSource):
-        return JoinedSource([Saved(source, Places({}))], asked)
-    parts = [source.of_part(number) for number in range(source.parts)]
-    saved = [Saved(part, Places(part.part.placements, part.unknown)) for part in parts]
-    return JoinedSource(saved, asked)
+    return JoinedSource([source.of_part(number) for number in range(source.parts)], asked)
 
 
 def opened(path: Given, tag: str | None = None, part: int | None = None) -> Source:
@@ -91,7 +85,7 @@ def opened(path: Given, tag: str | None = None, part: int | None = None) -> Sour
     """
     source = open_source(folder_of(path, tag), part or 0)
     parts = source.parts
-    if part is None and isinstance(source, StoredSource) and source.is_in_boxes:
+    if part is None and (parts > 1 or source.placements):
         return joined(source)
     if part is not None and not 0 <= part < parts:
         source.close()

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from hadal.checkpoint.files import Seal, parsing_errors, storage_of, system_errors, write_file
 from hadal.checkpoint.index import strict_json
-from hadal.checkpoint.storage import Chunk, Location, StoredFile
+from hadal.checkpoint.storage import Chunk, Location
 from hadal.errors import CheckpointError
-from hadal.offload.buffers import memory_of
 from hadal.offload.tensors import StoredSlice
 
 DTYPES = {
@@ -167,32 +166,3 @@ def _row_of(row: Mapping[str, Any], begin: int) -> HeaderRow:
 def bytes_of(flat: Tensor) -> memoryview:
     """Return the bytes of a non-empty 1-D tensor."""
     return flat.cpu().contiguous().view(torch.uint8).numpy().data
-
-
-def read_tensors(path: Location) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return a file's tensors, in host memory, and its header's texts.
-
-    Raises:
-        CheckpointError: the file cannot be read, or has another format.
-    """
-    with system_errors(path, "read"):
-        file = storage_of(path).open(path)
-        length = int.from_bytes(file.read(0, min(8, file.nbytes)), "little")
-        if not 0 < length <= file.nbytes - 8:
-            raise CheckpointError(f"{path} cannot be read: it has no header of safetensors")
-    header = read_header(path, 8 + length)
-    with system_errors(path, "read"), parsing_errors(f"{path} is damaged"):
-        tensors = {name: _tensor_of(file, row) for name, row in header.rows.items()}
-        return tensors, dict(header.texts)
-
-
-def _tensor_of(file: StoredFile, row: HeaderRow) -> Tensor:
-    """Read a tensor, whose row must fit the file: a damaged header can claim any size."""
-    dtype = DTYPE_OF[row.dtype]
-    nbytes = prod(row.shape) * dtype.itemsize
-    if not 0 <= row.begin <= row.stop <= file.nbytes or nbytes != row.stop - row.begin:
-        raise ValueError(f"{nbytes} bytes at {row.begin} to {row.stop} of {file.nbytes}")
-    found = torch.empty(row.shape, dtype=dtype)
-    if nbytes:
-        file.read_into(memory_of(found.view(-1).view(torch.uint8)), row.begin)
-    return found

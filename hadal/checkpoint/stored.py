@@ -6,13 +6,13 @@ Tests: tests/checkpoint/test_loading.py, tests/checkpoint/test_reshard.py
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
 from itertools import pairwise
-from math import prod
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,61 +20,27 @@ from torch import Tensor
 from hadal.checkpoint.contents import (
     MASTER,
     ModelPart,
-    SavedGroup,
     SavedSlice,
     Single,
     part_of_json,
     state_key,
 )
-from hadal.checkpoint.files import parsing_errors
+from hadal.checkpoint.files import check_file, parsing_errors
 from hadal.checkpoint.folders import CLIENT, rank_file
 from hadal.checkpoint.index import INDEX, mark_in, read_index, seals_of, strict_json
 from hadal.checkpoint.keep import JOBS
 from hadal.checkpoint.plain import decoded, decoded_state
-from hadal.checkpoint.shards import read_tensors
-from hadal.checkpoint.source import OWN, Entry, RankState
+from hadal.checkpoint.source import OWN, Entry, RankState, Source
 from hadal.checkpoint.storage import Location
 from hadal.checkpoint.stored_files import Dtypes, SavedFiles
 from hadal.errors import CheckpointError
 from hadal.zero.layout import Slot
 from hadal.zero.views import shaped
 
-
-class _Chunk(NamedTuple):
-    """A part of a value in a stored tensor: element `start` of the value is at `offset`."""
-
-    start: int
-    numel: int
-    rank: int
-    tensor: str
-    offset: int
-    stored: torch.dtype
-    """The stored dtype: the master's if the value is its rounding."""
+_START = attrgetter("start")
 
 
-class Cut(NamedTuple):
-    """Consecutive elements to read from one chunk."""
-
-    chunk: int
-    """The chunk's number."""
-    start: int
-    """The first element, counted from the chunk's start."""
-    target: int
-    """The first element's position in the requested range."""
-    numel: int
-
-
-def cuts_of(chunks: Sequence[tuple[int, int]], start: int, stop: int) -> list[Cut]:
-    """Return the cuts that make up elements [start, stop); a chunk is (start, numel)."""
-    cuts = []
-    for number, (first, numel) in enumerate(chunks):
-        low, high = max(first, start), min(first + numel, stop)
-        if low < high:
-            cuts.append(Cut(number, low - first, low - start, high - low))
-    return cuts
-
-
-class StoredSource:
+class StoredSource(Source):
     """A checkpoint that `save_checkpoint` wrote, or one model-parallel part of it.
 
     Only the index is read at first; a file's size and header are checked when it is first needed,
@@ -84,7 +50,7 @@ class StoredSource:
         CheckpointError: the index is missing, damaged, or inconsistent.
     """
 
-    notes: Sequence[str] = ()
+    writer = "Hadal"
 
     def __init__(self, folder: Location, part: int = 0) -> None:
         self.path = folder
@@ -94,11 +60,7 @@ class StoredSource:
             self._choose(part)
 
     def of_part(self, part: int) -> StoredSource:
-        """Return another part of the same checkpoint, which shares its open files.
-
-        Raises:
-            CheckpointError: there is no such part, or the index is inconsistent.
-        """
+        """Return another part of the same checkpoint, which shares its open files."""
         other = copy(self)
         with other._reading_index():
             other._choose(part)
@@ -138,9 +100,10 @@ class StoredSource:
                 " is requested; load it with the model-parallel size that saved it"
             )
         self.part: ModelPart = parts[part]
-        self.groups: Sequence[SavedGroup] = self.part.groups
-        self.aliases: Mapping[str, str] = self.part.aliases
-        self.state: Mapping[str, Mapping[str, Any]] = {
+        self.groups = self.part.groups
+        self.aliases = self.part.aliases
+        self.placements = self.part.placements
+        self.state = {
             name: {key: decoded_state(value) for key, value in values.items()}
             for name, values in self.part.state.items()
         }
@@ -150,31 +113,21 @@ class StoredSource:
         self._bucket_like = {
             _layout_of(bucket.slots): number for number, bucket in enumerate(self.part.buckets)
         }
-        self._place: dict[tuple[str, str], tuple[int, int] | Single] = {}
+        self._place: dict[tuple[str, str], tuple[int, Slot] | Single] = {}
         self._entries: dict[tuple[str, str], Entry] = {}
-        self.entries: Mapping[tuple[str, str], Entry] = self._entries
+        self.entries = self._entries
         self._enter_singles()
         self._enter_slices()
+        of_all = frozenset(name for name, _ in self.entries) if self.parts > 1 else frozenset[str]()
+        self.unknown = of_all if self.part.unknown is None else self.part.unknown
 
     # ---- what there is ---------------------------------------------------------------------------
 
-    def _enter(self, name: str, kind: str, entry: Entry, place: tuple[int, int] | Single) -> None:
+    def _enter(self, name: str, kind: str, entry: Entry, place: tuple[int, Slot] | Single) -> None:
         if (name, kind) in self.entries:
             raise ValueError(f"{kind} of {name} is listed twice")
         self._entries[name, kind] = entry
         self._place[name, kind] = place
-
-    @property
-    def is_in_boxes(self) -> bool:
-        """True if there are several parts, or one that holds slices of tensors."""
-        return self.parts > 1 or bool(self.part.placements)
-
-    @property
-    def unknown(self) -> frozenset[str]:
-        """The names of slices whose position is not recorded."""
-        if self.part.unknown is not None:
-            return self.part.unknown
-        return frozenset(name for name, _ in self.entries) if self.parts > 1 else frozenset()
 
     def _enter_singles(self) -> None:
         for one in self.part.singles:
@@ -189,21 +142,20 @@ class StoredSource:
             self._runs.setdefault((one.kind, one.bucket), []).append(one)
         self._expect_masters()
         for (kind, number), run in self._runs.items():
-            run.sort(key=lambda one: one.start)
+            run.sort(key=_START)
             if run[-1].stop > self.part.buckets[number].numel:
                 raise ValueError(f"{kind} of bucket {number} is longer than the bucket")
             if any(one.stop > after.start for one, after in pairwise(run)):
                 raise ValueError(f"{kind} of bucket {number} is listed twice")
-            starts = [one.start for one in run]
-            for index, slot in enumerate(self.part.buckets[number].slots):
-                found = _overlapping(run, starts, slot.offset, slot.stop)
+            for slot in self.part.buckets[number].slots:
+                found = _overlapping(run, slot.offset, slot.stop)
                 covered = sum(
                     min(one.stop, slot.stop) - max(one.start, slot.offset) for one in found
                 )
                 if covered == slot.numel and (covered or kind in ("weight", "master")):
                     is_rounded = bool(found) and all(one.rounds for one in found)
                     entry = Entry(slot.shape, run[0].dtype, is_rounded)
-                    self._enter(slot.name, kind, entry, (number, index))
+                    self._enter(slot.name, kind, entry, (number, slot))
                 elif covered:
                     raise ValueError(
                         f"{kind} of {slot.name} has {covered} elements of {slot.numel}"
@@ -222,65 +174,52 @@ class StoredSource:
             ):
                 raise ValueError(f"{one.tensor}, the masters of rounded weights, is not listed")
 
-    def _chunks_of(self, name: str, kind: str) -> list[_Chunk]:
-        place = self._place[name, kind]
-        if isinstance(place, Single):
-            numel = prod(place.shape)
-            chunk = _Chunk(0, numel, place.rank or 0, place.tensor, 0, place.dtype)
-            return [chunk] if numel else []
-        number, index = place
-        run = self._runs[kind, number]
-        starts = [one.start for one in run]
-        return list(_chunks(run, starts, self.part.buckets[number].slots[index]))
-
     # ---- reading ---------------------------------------------------------------------------------
 
     def expect(self, name: str, kind: str, start: int, stop: int) -> None:
         """Check by the files' headers that the elements can be read."""
-        slot = self._reordered(name, kind)
-        bounds = (start, stop) if slot is None else (0, slot.numel)
-        for chunk, _, _, _ in self._cuts(name, kind, *bounds):
-            self._files.expect(self._file_of(chunk), chunk.tensor, chunk.stored)
+        super().expect(name, kind, start, stop)
+        place = self._place[name, kind]
+        if not isinstance(place, Single):
+            number, slot = place
+            low, high = (0, slot.numel) if slot.is_reordered else (start, stop)
+            self._expect_run(kind, number, slot.offset + low, slot.offset + high)
+        elif start < stop:
+            self._files.expect(self._file_of(place.rank or 0), place.tensor, place.dtype)
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """Return elements of a value, in host memory.
 
         A value that was not saved in row-major order is read whole, and kept until the next one.
         """
-        slot = self._reordered(name, kind)
-        if slot is None:
+        super().expect(name, kind, start, stop)
+        place = self._place[name, kind]
+        if isinstance(place, Single) or not place[1].is_reordered:
             return self._read_as_stored(name, kind, start, stop)
         if self._in_rows is None or self._in_rows[0] != (name, kind):
             self._in_rows = None  # never two of them
-            whole = shaped(self._read_as_stored(name, kind, 0, slot.numel), slot)
+            whole = shaped(self._read_as_stored(name, kind, 0, place[1].numel), place[1])
             self._in_rows = (name, kind), whole.reshape(-1)
         return self._in_rows[1][start:stop]
 
-    def _reordered(self, name: str, kind: str) -> Slot | None:
-        """Return the slot of a value that was not saved in row-major order, else None."""
-        place = self._place[name, kind]
-        if isinstance(place, Single):
-            return None
-        slot = self.part.buckets[place[0]].slots[place[1]]
-        return slot if slot.is_reordered else None
-
     def _read_as_stored(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """Return elements of a value, in the order of the file."""
-        dtype = self.entries[name, kind].dtype
+        place, dtype = self._place[name, kind], self.entries[name, kind].dtype
         found = torch.empty(stop - start, dtype=dtype)
-        for chunk, offset, target, numel in self._cuts(name, kind, start, stop):
-            out, dtypes = found[target : target + numel], Dtypes(chunk.stored, dtype)
-            self._files.fill(out, self._file_of(chunk), chunk.tensor, offset, dtypes)
+        if isinstance(place, Single):
+            path = self._file_of(place.rank or 0)
+            self._files.fill(found, path, place.tensor, start, Dtypes(dtype, dtype))
+        else:
+            self._read_run(kind, place[0], place[1].offset + start, found)
         return found
 
     def read_own(self, name: str, kind: str, rank: int) -> Tensor:
         """Return a whole value in its shape; if each rank has its own, that of `rank`."""
         place = self._place[name, kind]
         if not isinstance(place, Single):
-            entry = self.entries[name, kind]
-            return self.read(name, kind, 0, entry.numel).view(entry.shape)
+            return super().read_own(name, kind, rank)
         holder = rank if place.rank is None else place.rank
-        path = rank_file(self.part.ranks[holder % len(self.part.ranks)])
+        path = self._file_of(holder % len(self.part.ranks))
         self._files.expect(path, place.tensor, place.dtype, place.shape)
         return self._files.whole(path, place.tensor)
 
@@ -288,45 +227,48 @@ class StoredSource:
         """Return whether a bucket with the layout `slots` was saved; check its files' headers."""
         number = self._bucket_like.get(_layout_of(slots))
         needed = (slot for slot in slots if max(slot.offset, start) < min(slot.stop, stop))
-        if (kind, number) not in self._runs or any(
-            (slot.name, kind) not in self.entries for slot in needed
-        ):
+        if number is None or (kind, number) not in self._runs:
             return False
-        for one in self._saved_by_ranks(kind, slots, start, stop):
-            self._files.expect(self._file_of(one), one.tensor, one.stored, (one.numel,))
+        if any((slot.name, kind) not in self.entries for slot in needed):
+            return False
+        self._expect_run(kind, number, start, stop)
         return True
 
     def read_slice(self, kind: str, slots: Sequence[Slot], start: int, out: Tensor) -> None:
         """Read elements of a saved bucket into `out`, directly if dtype and device allow."""
-        done, stop = start, start + out.numel()
-        for one in self._saved_by_ranks(kind, slots, start, stop):
-            first, last = max(one.start, start), min(one.stop, stop)
-            out[done - start : first - start].zero_()
-            part, dtypes = out[first - start : last - start], Dtypes(one.stored, one.dtype)
-            self._files.fill(part, self._file_of(one), one.tensor, first - one.start, dtypes)
-            done = last
-        out[done - start :].zero_()
-
-    def _saved_by_ranks(
-        self, kind: str, slots: Sequence[Slot], start: int, stop: int
-    ) -> list[SavedSlice]:
-        """Return the single ranks' slices of elements [start, stop) of the matching bucket."""
-        number = self._bucket_like.get(_layout_of(slots))
-        run = self._runs.get((kind, -1 if number is None else number), ())
-        found = _overlapping(run, [one.start for one in run], start, stop)
-        return [one for several in found for one in several.between(start, stop)]
-
-    def _file_of(self, one: SavedSlice | _Chunk) -> str:
-        return rank_file(self.part.ranks[one.rank])
+        self._read_run(kind, self._bucket_like[_layout_of(slots)], start, out)
 
     def take_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> Tensor | None:
         """Return the elements that `verify` kept, if they are one rank's whole slice."""
-        for one in self._saved_by_ranks(kind, slots, start, stop):
+        for one in self._between(kind, self._bucket_like[_layout_of(slots)], start, stop):
             if (one.start, one.stop) == (start, stop):
-                name = self._file_of(one)
+                name = self._file_of(one.rank)
                 found = self._files.taken(name, self._extent_of(name, one))
                 return None if found is None else found.view(one.dtype)
         return None
+
+    def _between(self, kind: str, number: int, start: int, stop: int) -> Iterator[SavedSlice]:
+        return slices_between(self._runs.get((kind, number), ()), start, stop)
+
+    def _expect_run(self, kind: str, number: int, start: int, stop: int) -> None:
+        """Check by the files' headers that elements of a bucket can be read."""
+        for one in self._between(kind, number, start, stop):
+            self._files.expect(self._file_of(one.rank), one.tensor, one.stored, (one.numel,))
+
+    def _read_run(self, kind: str, number: int, start: int, out: Tensor) -> None:
+        """Read elements of a bucket into `out`; zeros where it has none."""
+        done, stop = start, start + out.numel()
+        for one in self._between(kind, number, start, stop):
+            first, last = max(one.start, start), min(one.stop, stop)
+            out[done - start : first - start].zero_()
+            part, dtypes = out[first - start : last - start], Dtypes(one.stored, one.dtype)
+            self._files.fill(part, self._file_of(one.rank), one.tensor, first - one.start, dtypes)
+            done = last
+        out[done - start :].zero_()
+
+    def _file_of(self, rank: int) -> str:
+        """Return the name of the file of a rank of the part."""
+        return rank_file(self.part.ranks[rank])
 
     def _extent_of(self, name: str, one: SavedSlice) -> tuple[int, int]:
         """Return the (start, stop) of the bytes of one rank's slice in its file."""
@@ -335,31 +277,16 @@ class StoredSource:
 
     def _remembered(self, name: str) -> Iterator[tuple[int, int]]:
         """Yield the (start, stop) of the bytes of a file that hold optimizer state of buckets."""
+        rows = self._files.header(name).rows
         for several in self.part.slices:
-            for one in several.between(several.start, several.stop):
-                is_here = self._file_of(one) == name and one.tensor in self._files.header(name).rows
-                if is_here and state_key(one.kind) is not None:
-                    yield self._extent_of(name, one)
-
-    def _cuts(
-        self, name: str, kind: str, start: int, stop: int
-    ) -> list[tuple[_Chunk, int, int, int]]:
-        """Return what to read: (chunk, offset in it, position in the target, numel)."""
-        entry, chunks = self.entries[name, kind], self._chunks_of(name, kind)
-        if not 0 <= start <= stop <= entry.numel:
-            raise CheckpointError(
-                f"{self.path}: elements {start} to {stop} of {kind} of {name} are requested, which"
-                f" has {entry.numel}"
-            )
-        extents = [(chunk.start, chunk.numel) for chunk in chunks]
-        return [
-            (chunks[cut.chunk], chunks[cut.chunk].offset + cut.start, cut.target, cut.numel)
-            for cut in cuts_of(extents, start, stop)
-        ]
+            if state_key(several.kind) is not None:
+                for one in several.between(several.start, several.stop):
+                    if self._file_of(one.rank) == name and one.tensor in rows:
+                        yield self._extent_of(name, one)
 
     def own(self, rank: int) -> RankState | None:
         """Return a rank's random generators, loader position and modules' extra state."""
-        path = rank_file(self.part.ranks[rank % len(self.part.ranks)])
+        path = self._file_of(rank % len(self.part.ranks))
         with self._files.reading(path):
             header = self._files.header(path)
             saved = strict_json(header.texts[OWN], self._files.home / path)
@@ -371,30 +298,25 @@ class StoredSource:
 
     def client_state(self) -> dict[str, Any]:
         """Return the caller's own values."""
-        tensors: Mapping[str, Tensor] = {}
-        if CLIENT in self._files:
-            tensors = read_tensors(self._files.use(CLIENT))[0]
         with self._reading_index():
-            return dict(decoded(self._client, tensors))
+            return dict(decoded(self._client, _LazyTensors(partial(self._files.whole, CLIENT))))
 
     # ---- files -----------------------------------------------------------------------------------
 
     @property
-    def files(self) -> SavedFiles:
-        """The files of all ranks, with their seals."""
-        return self._files
+    def files(self) -> Sequence[Location]:
+        """The files of all ranks."""
+        return [self._files.home / name for name in self._files]
+
+    def checks(self) -> Iterator[tuple[Callable[[], None], int]]:
+        """Yield the comparison of each file with its checksum."""
+        for name, seal in self._files.items():
+            yield partial(check_file, self._files.home / name, seal, whole=True), seal.nbytes
 
     def verify(
         self, share: int = 0, shares: int = 1, *, spread: bool = True, room: int = 0
     ) -> None:
-        """Compare every byte of files with their checksums: each `shares`-th file from `share` on.
-
-        With `spread` false (this rank does not see other ranks' files) only the files used so far
-        are verified. Up to `room` bytes are kept until `close`, so that they are not read again.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
+        """Verify files, or those used so far if not `spread`."""
         # The rank files first: at the same world size each rank verifies its own.
         names = sorted(self._files, key=lambda name: (name == CLIENT, name))[share::shares]
         if not spread:
@@ -422,22 +344,17 @@ class _LazyTensors(dict[str, Tensor]):
         return self._read(name)
 
 
-def _overlapping(
-    run: Sequence[SavedSlice], starts: Sequence[int], low: int, high: int
-) -> Sequence[SavedSlice]:
+def _overlapping(run: Sequence[SavedSlice], low: int, high: int) -> list[SavedSlice]:
     """Return the slices, from a list sorted by start, that have elements in [low, high)."""
-    first = max(bisect_right(starts, low) - 1, 0)
-    found = run[first : max(bisect_left(starts, high), first)]
+    first = max(bisect_right(run, low, key=_START) - 1, 0)
+    found = run[first : max(bisect_left(run, high, key=_START), first)]
     return [one for one in found if max(one.start, low) < min(one.stop, high)]
 
 
-def _chunks(run: Sequence[SavedSlice], starts: Sequence[int], slot: Slot) -> Iterator[_Chunk]:
-    """Yield the chunks of a parameter in slices that are sorted by start."""
-    for several in _overlapping(run, starts, slot.offset, slot.stop):
-        for one in several.between(slot.offset, slot.stop):
-            first, last = max(one.start, slot.offset), min(one.stop, slot.stop)
-            place = first - one.start
-            yield _Chunk(first - slot.offset, last - first, one.rank, one.tensor, place, one.stored)
+def slices_between(run: Sequence[SavedSlice], low: int, high: int) -> Iterator[SavedSlice]:
+    """Yield the same of single ranks."""
+    for several in _overlapping(run, low, high):
+        yield from several.between(low, high)
 
 
 def _layout_of(slots: Sequence[Slot]) -> tuple[tuple[Any, ...], ...]:

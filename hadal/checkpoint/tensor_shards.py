@@ -10,17 +10,16 @@ Tests: tests/checkpoint/test_tensor_shards.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hadal.checkpoint.contents import BUFFER, WEIGHT, SavedGroup
+from hadal.checkpoint.contents import BUFFER, WEIGHT
 from hadal.checkpoint.live import Live
-from hadal.checkpoint.source import Entry, ForeignSource
+from hadal.checkpoint.source import Entry, Source
 from hadal.errors import CheckpointError
 from hadal.zero.boxes import Box, boxes_between
 from hadal.zero.bucket import Bucket
@@ -116,16 +115,8 @@ def _expect_plain(live: Live) -> None:
         )
 
 
-class ShardSource(ForeignSource):
+class ShardSource(Source):
     """Shards that `torch.distributed.checkpoint.load` has filled, as a source of their ranges."""
-
-    aliases: Mapping[str, str] = {}
-    state: Mapping[str, Mapping[str, Any]] = {}
-    groups: Sequence[SavedGroup] = ()
-    optimizer: str | None = None
-    scalars: Any = None
-    schedule: Any = None
-    world_size = parts = ranks_of_part = 1
 
     def __init__(self, shards: Mapping[str, Tensor], live: Live) -> None:
         self.path = Path("the sharded state_dict")
@@ -136,20 +127,13 @@ class ShardSource(ForeignSource):
             for name, value in shards.items()
         }
 
-    def client_state(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
-
-    def close(self) -> None:
-        """Do nothing: there are no files."""
-
     def expect(self, name: str, kind: str, start: int, stop: int) -> None:
         """Check that the shard holds these elements.
 
         Raises:
             CheckpointError: it holds others: it is another rank's, or another engine's.
         """
-        self._expect_within(name, kind, start, stop)
+        super().expect(name, kind, start, stop)
         self._begin(name, start, stop)
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:

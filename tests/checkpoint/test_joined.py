@@ -15,20 +15,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hadal.checkpoint.contents import MASTER, WEIGHT, SavedGroup, state_kind
-from hadal.checkpoint.joined import Asked, JoinedSource, Places, Saved
-from hadal.checkpoint.source import Entry, ForeignSource
+from hadal.checkpoint.joined import Asked, JoinedSource
+from hadal.checkpoint.source import Entry, Source
 from hadal.errors import CheckpointError
 from hadal.zero.boxes import Box, Placement
 
 MOMENT = state_kind("exp_avg")
 
 
-class InMemory(ForeignSource):
+class InMemory(Source):
     """A part of a model that is in memory."""
 
-    path, parts, world_size, ranks_of_part = Path("memory"), 1, 1, 1
-    optimizer = "Adam"
-    scalars = schedule = None
+    path, optimizer = Path("memory"), "Adam"
 
     def __init__(
         self,
@@ -36,22 +34,18 @@ class InMemory(ForeignSource):
         state: Mapping[str, Mapping[str, Any]] | None = None,
         groups: Sequence[SavedGroup] = (),
         aliases: Mapping[str, str] | None = None,
+        placements: Mapping[str, Placement] | None = None,
     ) -> None:
         self.values, self.groups = values, groups
         self.state, self.aliases = state or {}, aliases or {}
+        self.placements = placements or {}
         self.entries = {
             key: Entry(tuple(value.shape), value.dtype) for key, value in values.items()
         }
 
-    def expect(self, name: str, kind: str, start: int, stop: int) -> None:
-        self._expect_within(name, kind, start, stop)
-
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        self._expect_within(name, kind, start, stop)
+        self.expect(name, kind, start, stop)
         return self.values[name, kind].reshape(-1)[start:stop]
-
-    def close(self) -> None:
-        pass
 
 
 def part_of(whole: Tensor, box: Box) -> Tensor:
@@ -72,12 +66,12 @@ def grid_of(data: st.DataObject, shape: tuple[int, ...]) -> list[Box]:
     ]
 
 
-def saved_of(number: int, whole: Tensor, placement: Placement) -> Saved:
+def saved_of(number: int, whole: Tensor, placement: Placement) -> InMemory:
     """A part that calls its part of the tensor by a name of its own."""
     name = f"part{number}"
     values = torch.cat([part_of(whole, box) for box in placement.boxes], placement.along)
-    source = InMemory({(name, WEIGHT): values, (name, MOMENT): values * 2})
-    return Saved(source, Places({name: placement}))
+    both = {(name, WEIGHT): values, (name, MOMENT): values * 2}
+    return InMemory(both, placements={name: placement})
 
 
 @settings(max_examples=150, deadline=None)
@@ -124,7 +118,7 @@ def test_fused_slices_load_into_any_number_of_parts(
         return torch.cat([part_of(*pair) for pair in zip(wholes, boxes, strict=True)], along)
 
     saved = [
-        Saved(InMemory({("qkv", WEIGHT): slices(n, before)}), Places({"qkv": fused(n, before)}))
+        InMemory({("qkv", WEIGHT): slices(n, before)}, placements={"qkv": fused(n, before)})
         for n in range(before)
     ]
     for number in range(after):
@@ -134,9 +128,8 @@ def test_fused_slices_load_into_any_number_of_parts(
         assert torch.equal(JoinedSource(saved).read_own(name, WEIGHT, 0), whole)
 
 
-def stages(*held: dict[str, Tensor], **more: Any) -> list[Saved]:
-    sources = [InMemory({(n, WEIGHT): v for n, v in part.items()}, **more) for part in held]
-    return [Saved(source, Places({})) for source in sources]
+def stages(*held: dict[str, Tensor], **more: Any) -> list[InMemory]:
+    return [InMemory({(n, WEIGHT): v for n, v in part.items()}, **more) for part in held]
 
 
 def whole(name: str, *shape: int) -> tuple[str, Placement]:
@@ -166,28 +159,30 @@ def test_counts_and_groups_are_those_of_all_parts() -> None:
         InMemory({("w", WEIGHT): torch.ones(2)}, {"w": {"step": step}}, [SavedGroup(lr, ("w",))])
         for step, lr in ((3, {"lr": 1}), (3, {"lr": 1}))
     ]
-    saved = [Saved(s, Places({"w": Placement((b,))})) for s, b in zip(sources, box, strict=True)]
+    for source, one in zip(sources, box, strict=True):
+        source.placements = {"w": Placement((one,))}
     asked = Asked(dict([whole("w", 4)]))
-    source = JoinedSource(saved, asked)
-    assert source.state == {"w": {"step": 3}}
-    assert source.groups == [SavedGroup({"lr": 1}, ("w",))]
+    joined = JoinedSource(sources, asked)
+    assert joined.state == {"w": {"step": 3}}
+    assert joined.groups == [SavedGroup({"lr": 1}, ("w",))]
     sources[1].state = {"w": {"step": 4}}
     with pytest.raises(CheckpointError, match="step is 3 for one part of w and 4 for another"):
-        JoinedSource(saved, asked)
+        JoinedSource(sources, asked)
 
 
 def test_what_does_not_fit_is_told() -> None:
     cut = Placement((Box.cut("w", (4,), 0, 0, 2),))
-    half = [Saved(InMemory({("w", WEIGHT): torch.ones(2)}), Places({"w": cut}))]
+    half = [InMemory({("w", WEIGHT): torch.ones(2)}, placements={"w": cut})]
     with pytest.raises(CheckpointError, match=r"no part of the model holds weight of w at \(2,\)"):
         JoinedSource(half, Asked(dict([whole("w", 4)]))).expect("w", WEIGHT, 0, 4)
     with pytest.raises(CheckpointError, match=r"w is of \(8,\), but of \(4,\) in the checkpoint"):
         JoinedSource(half, Asked(dict([whole("w", 8)])))
-    unknown = [Saved(half[0].source, Places({}, frozenset({"w"})))] * 2
+    unknown = [InMemory({("w", WEIGHT): torch.ones(2)})] * 2
+    unknown[0].unknown = frozenset({"w"})
     with pytest.raises(CheckpointError, match=r"nothing says which part of the whole model w is"):
         JoinedSource(unknown)
-    odd = InMemory({("w", WEIGHT): torch.ones(2), ("w", MOMENT): torch.ones(1, 3)})
-    source = JoinedSource([Saved(odd, Places({"w": cut}))], Asked({"w": cut}))
+    values = {("w", WEIGHT): torch.ones(2), ("w", MOMENT): torch.ones(1, 3)}
+    source = JoinedSource([InMemory(values, placements={"w": cut})], Asked({"w": cut}))
     with pytest.raises(CheckpointError, match="is not kept per element"):
         source.expect("w", MOMENT, 0, 3)
     with pytest.raises(CheckpointError, match="elements 0 to 3 of weight of w are requested"):
@@ -197,7 +192,7 @@ def test_what_does_not_fit_is_told() -> None:
 def test_state_of_another_shape_goes_with_a_whole_tensor() -> None:
     values = {("w", WEIGHT): torch.ones(2), ("w", MASTER): torch.ones(2, dtype=torch.float64)}
     source = InMemory({**values, ("w", MOMENT): torch.arange(3.0).view(1, 3)})
-    joined = JoinedSource([Saved(source, Places({}))], Asked(dict([whole("w", 2)]), parts=2))
+    joined = JoinedSource([source], Asked(dict([whole("w", 2)]), parts=2))
     assert joined.entries["w", MOMENT] == Entry((1, 3), torch.float32)
     joined.expect("w", MOMENT, 0, 3)
     assert torch.equal(joined.read("w", MOMENT, 0, 3), torch.arange(3.0))
@@ -209,5 +204,5 @@ def test_messages_of_the_saved_parts_are_kept() -> None:
         notes = ("it holds no random generators",)
 
     values = {("w", WEIGHT): torch.ones(3)}
-    source = JoinedSource([Saved(Foreign(values), Places({}))])
+    source = JoinedSource([Foreign(values)])
     assert source.notes == ("it holds no random generators",)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from hadal import comm
 from hadal.checkpoint import direct, loading
-from hadal.checkpoint.stored import cuts_of
+from hadal.checkpoint.contents import WEIGHT, SavedSlice
+from hadal.checkpoint.stored import slices_between
 from hadal.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 from hadal.zero.place import place_of
 
@@ -219,17 +220,19 @@ def test_a_bucket_is_all_the_memory_it_takes(ranks: RankPools, tmp_path: Path) -
 
 
 @given(st.data())
-def test_cuts_cover_every_element_once(data: st.DataObject) -> None:
-    """For any chunks and range, each requested element comes from the chunk that stores it."""
+def test_slices_cover_every_element_once(data: st.DataObject) -> None:
+    """For any slices and range, each requested element is in one slice of a single rank."""
     numel = data.draw(st.integers(1, 60))
     edges = sorted(data.draw(st.sets(st.integers(1, numel), max_size=6)) | {0, numel})
-    chunks = [(low, high - low) for low, high in pairwise(edges)]
-    chunks = data.draw(st.permutations(chunks))
+    run = []
+    for low, high in pairwise(edges):
+        holders = data.draw(st.sampled_from([n for n in (1, 2, 3) if (high - low) % n == 0]))
+        each = (high - low) // holders
+        run.append(SavedSlice(0, WEIGHT, 0, low, each, torch.float32, holders=holders))
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
-    found = [-1] * (stop - start)
-    for cut in cuts_of(chunks, start, stop):
-        for step in range(cut.numel):
-            assert found[cut.target + step] == -1
-            found[cut.target + step] = chunks[cut.chunk][0] + cut.start + step
+    found = []
+    for one in slices_between(run, start, stop):
+        assert one.holders == 1
+        found += range(max(one.start, start), min(one.stop, stop))
     assert found == list(range(start, stop))

@@ -6,8 +6,9 @@ Tests: tests/checkpoint/test_deepspeed.py, tests/checkpoint/test_from_deepspeed.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +25,7 @@ from hadal.checkpoint.deepspeed.layouts import TrainedValues
 from hadal.checkpoint.deepspeed.pickles import check_pickle, read_pickle
 from hadal.checkpoint.files import copy_folder, inside, parsing_errors
 from hadal.checkpoint.plain import encoded
-from hadal.checkpoint.source import Entry, ForeignSource
+from hadal.checkpoint.source import Entry, Source
 from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError, NotBuiltYetError
 
@@ -60,7 +61,7 @@ class _FileValue(NamedTuple):
     pieces: Sequence[Tensor]
 
 
-class DeepSpeedSource(ForeignSource):
+class DeepSpeedSource(Source):
     """A checkpoint that DeepSpeed's `save_checkpoint` or `ds_to_universal` wrote.
 
     One behind a URL is copied to a temporary directory of this machine (`TMPDIR`) until `close`. At
@@ -105,11 +106,10 @@ class DeepSpeedSource(ForeignSource):
         names: Sequence[Sequence[str]] | None,
     ) -> None:
         model, files = self._model, self.by_role
-        self.world_size, self.parts = int(model["dp_world_size"]), 1
-        self.ranks_of_part = self.world_size
-        self.optimizer: str | None = _optimizer_of(model["ds_config"])
-        self.version = str(model.get("ds_version"))
-        self.is_universal = files.values is not None
+        self.world_size = self.ranks_of_part = int(model["dp_world_size"])
+        self.optimizer = _optimizer_of(model["ds_config"])
+        kind = "" if files.values is None else " universal"
+        self.writer = f"DeepSpeed {model.get('ds_version')}{kind}"
         if optimizers and len(optimizers) != self.world_size and not files.experts:
             raise CheckpointError(
                 f"{self.path} was saved by {self.world_size} ranks and has the optimizer states of"
@@ -117,27 +117,24 @@ class DeepSpeedSource(ForeignSource):
             )
         first = self._common_state(optimizers)
         self.stage = int(first.get("zero_stage", model["ds_config"]["zero_optimization"]["stage"]))
-        self.schedule: Any = model["lr_scheduler"]
+        self.schedule = model["lr_scheduler"]
         self._shapes: layouts.Shapes = model["param_shapes"] or []
         self._enter_module(models)
         trained = self._trained(optimizers, first, names)
         self._enter_trained(trained)
-        self.groups: Sequence[SavedGroup] = tuple(
+        self.groups = tuple(
             SavedGroup(encoded(options, "a param group"), tuple(row))
             for options, row in zip(trained.options, trained.names, strict=True)
         )
-        self.state: Mapping[str, Mapping[str, Any]] = {
+        self.state = {
             name: {key: _count(value) for key, value in values.items()}
             for name, values in trained.scalars.items()
         }
-        self.aliases: Mapping[str, str] = self._aliases()
-        self.entries: Mapping[tuple[str, str], Entry] = {
-            key: value.entry for key, value in self._values.items()
-        }
-        self.scalars: Any = self._scalars(first)
+        self.aliases = self._aliases()
+        self.entries = {key: value.entry for key, value in self._values.items()}
+        self.scalars = self._scalars(first)
         rows = sorted((path.name, path.stat().st_size) for path in self.files)
         self.mark = f"{self.scalars['counters']} {zlib.crc32(repr(rows).encode()):08x}"
-        """An identifier that distinguishes this checkpoint from another of the same name."""
 
     def _add_experts(self, experts: Sequence[Mapping[str, Tensor]]) -> None:
         counts = self._model.get("num_experts")
@@ -314,10 +311,6 @@ class DeepSpeedSource(ForeignSource):
             notes.append(f"{' and '.join(kept)} {'is' if len(kept) == 1 else 'are'} ignored")
         return notes
 
-    def expect(self, name: str, kind: str, start: int, stop: int) -> None:
-        """Check the range only: the files' headers were read at the start."""
-        self._expect_within(name, kind, start, stop)
-
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """Return elements of a value; a view of the mapped file if one slice holds them."""
         self.expect(name, kind, start, stop)
@@ -340,10 +333,10 @@ class DeepSpeedSource(ForeignSource):
         self._values, self._model = {}, {}
         self._kept.close()
 
-    def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Compare files with the checksums in them: each `shares`-th file from `share` on."""
-        for path in self.files[share::shares]:
-            check_pickle(path)
+    def checks(self) -> Iterator[tuple[Callable[[], None], int]]:
+        """Yield the comparison of each file with the checksums in it."""
+        for path in self.files:
+            yield partial(check_pickle, path), path.stat().st_size
 
     @property
     def files(self) -> Sequence[Path]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hadal.checkpoint.contents import BUFFER, state_key
-from hadal.checkpoint.export import ExportedValue, Progress, tied_names, values_to_export
+from hadal.checkpoint.export import Progress, tied_names, values_to_export
 from hadal.checkpoint.files import is_file, system_errors, torch_save_errors
 from hadal.checkpoint.formats.drafts import drafted_folder
 from hadal.checkpoint.huggingface import Value
@@ -46,7 +46,7 @@ class _Stored(NamedTuple):
     """A tensor to store, and the other paths that it has."""
 
     path: Path_
-    exported: ExportedValue
+    value: Value
     aliases: tuple[Path_, ...] = ()
 
 
@@ -100,7 +100,7 @@ def nbytes_of_dcp(
 ) -> int:
     """Return the number of bytes that an export reports to its `progress`."""
     stored = _tensors_of(source, dtype, with_optimizer, exclude_frozen)
-    return sum(one.exported.value.nbytes for one in stored)
+    return sum(one.value.nbytes for one in stored)
 
 
 def _tensors_of(
@@ -112,15 +112,14 @@ def _tensors_of(
     aliases: dict[str, list[Path_]] = {}
     for alias, name in tied_names(source, exported).items():
         aliases.setdefault(name, []).append((MODEL, alias))
-    for one in exported:
-        name = one.value.name
-        yield _Stored((MODEL, name), one, tuple(aliases.get(name, ())))
+    for value in exported:
+        yield _Stored((MODEL, value.name), value, tuple(aliases.get(value.name, ())))
     if with_optimizer:
         for (name, kind), entry in source.entries.items():
             key = state_key(kind)
             if key is not None:
-                value = Value(name, entry.shape, entry.dtype)
-                yield _Stored((OPTIMIZER, "state", name, key), ExportedValue(value, kind))
+                value = Value(name, entry.shape, entry.dtype, kind)
+                yield _Stored((OPTIMIZER, "state", name, key), value)
 
 
 def _values_of(source: Source, with_optimizer: bool) -> Iterator[tuple[Path_, Any]]:
@@ -182,7 +181,7 @@ class _Writer:
 
     def add_tensor(self, source: Source, one: _Stored) -> None:
         """Store a tensor, chunk by chunk."""
-        value, kind = one.exported
+        value = one.value
         names = [self._enter(path) for path in (one.path, *one.aliases)]
         chunks = []
         limit = max(_CHUNK_NBYTES // value.dtype.itemsize, 1)
@@ -193,7 +192,7 @@ class _Writer:
             for piece, first in zip(
                 chunk.split(_READ_NUMEL), range(start, start + box.numel, _READ_NUMEL), strict=True
             ):
-                piece.copy_(source.read(value.name, kind, first, first + piece.numel()))
+                piece.copy_(source.read(value.name, value.kind, first, first + piece.numel()))
             place = self._store(chunk.view(box.sizes))
             offsets = torch.Size(box.offsets)
             chunks.append(self._made.ChunkStorageMetadata(offsets, torch.Size(box.sizes)))

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,22 +30,23 @@ from hadal.checkpoint.formats.dcp_files import (
     read_item,
 )
 from hadal.checkpoint.plain import decoded, encoded
-from hadal.checkpoint.source import Entry, ForeignSource
+from hadal.checkpoint.source import Entry, Source
 from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError
 
+_T = TypeVar("_T")
 _OPTIMIZERS = (OPTIMIZER, "optim")
 _OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options of an optimizer's implementation: those here stay."""
 
 
-class _Entries(dict[tuple[str, str], Entry]):
-    """Entries that also answer for a buffer by what is listed as a weight.
+class _Entries(dict[tuple[str, str], _T]):
+    """Values by name and kind that also answer for a buffer by what is listed as a weight.
 
     Other libraries do not distinguish the two.
     """
 
-    def __missing__(self, key: tuple[str, str]) -> Entry:
+    def __missing__(self, key: tuple[str, str]) -> _T:
         if key[1] != BUFFER:
             raise KeyError(key)
         return self[key[0], WEIGHT]
@@ -56,7 +57,7 @@ class _Entries(dict[tuple[str, str], Entry]):
         )
 
 
-class DcpSource(ForeignSource):
+class DcpSource(Source):
     """A checkpoint that `torch.distributed.checkpoint.save` or an export wrote.
 
     Only the index and the values that are not tensors are read at first. `names` lists the
@@ -67,8 +68,7 @@ class DcpSource(ForeignSource):
         NotBuiltYetError: the items were written through an extension.
     """
 
-    parts = 1
-    stage = None
+    writer = "torch.distributed.checkpoint"
 
     def __init__(self, folder: Location, names: Sequence[Sequence[str]] | None = None) -> None:
         self.path = folder
@@ -81,21 +81,18 @@ class DcpSource(ForeignSource):
         own = self._contents.values.get(TRAINING)
         self._training = {} if own is None else self._own_state(own)
         self.world_size = self.ranks_of_part = int(self._training.get("world_size", 1))
-        self.optimizer: str | None = self._training.get("optimizer")
-        self.scalars: Any = self._training.get("scalars")
-        self.schedule: Any = self._training.get("schedule")
-        self._values: dict[tuple[str, str], StoredTensor] = {}
-        self.state: Mapping[str, Mapping[str, Any]] = {}
-        self.groups: Sequence[SavedGroup] = ()
+        self.optimizer = self._training.get("optimizer")
+        self.scalars = self._training.get("scalars")
+        self.schedule = self._training.get("schedule")
+        self._values = _Entries[StoredTensor]()
         self._enter_model()
         self._enter_optimizer(names)
-        self.aliases: Mapping[str, str] = self._aliases()
-        self.entries: Mapping[tuple[str, str], Entry] = _Entries(
+        self.aliases = self._aliases()
+        self.entries = _Entries(
             {key: Entry(stored.shape, stored.dtype) for key, stored in self._values.items()}
         )
         rows = [(name, open_file(self.path / name).nbytes) for name in sorted(self._names())]
         self.mark = f"{zlib.crc32(repr(rows).encode()):08x} {len(self.entries)}"
-        """An identifier that distinguishes this checkpoint from another of the same name."""
 
     def _own_state(self, item: StoredItem) -> dict[str, Any]:
         stored = read_item(self.path, item)
@@ -208,15 +205,10 @@ class DcpSource(ForeignSource):
 
     # ---- reading ---------------------------------------------------------------------------------
 
-    def _stored(self, name: str, kind: str) -> StoredTensor:
-        if kind == BUFFER and (name, kind) not in self._values:
-            kind = WEIGHT
-        return self._values[name, kind]
-
     def expect(self, name: str, kind: str, start: int, stop: int) -> None:
         """Check the range and that the files are there; `verify` checks the contents."""
-        self._expect_within(name, kind, start, stop)
-        stored = self._stored(name, kind)
+        super().expect(name, kind, start, stop)
+        stored = self._values[name, kind]
         ends: dict[str, int] = {}
         for chunk in stored.chunks:
             item = chunk.item
@@ -228,7 +220,7 @@ class DcpSource(ForeignSource):
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """Return elements of a value, as a copy; the last chunk is kept for the next call."""
-        stored = self._stored(name, kind)
+        stored = self._values[name, kind]
         found = torch.empty(stop - start, dtype=stored.dtype)
         for chunk in stored.chunks:
             position = 0
@@ -257,7 +249,13 @@ class DcpSource(ForeignSource):
         """Drop what was kept."""
         self._chunk = None
 
-    def verify(self, share: int = 0, shares: int = 1) -> None:
+    def checks(self) -> Iterator[tuple[Callable[[], None], int]]:
+        """Yield one check for all stored values: several of them are in each file."""
+        yield self.verify, 0
+
+    def verify(
+        self, share: int = 0, shares: int = 1, *, spread: bool = True, room: int = 0
+    ) -> None:
         """Compare every byte with the checksums: each `shares`-th stored value from `share` on."""
         for item in sorted(set(self._items()))[share::shares]:
             check_item(self.path, item)

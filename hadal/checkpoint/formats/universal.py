@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +43,6 @@ _MODEL_STATES_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _FP32, _STEP = "fp32", "step"
 _COMMON = "zero/optimizer_state.pt"
 """The file of what is common to all parameters."""
-_ALIGNMENT = 64
 
 
 def is_universal(folder: Location) -> bool:
@@ -109,7 +107,7 @@ def _write(source: Source, draft: Path, progress: Progress) -> None:
     write_named(_optimizer_state(source), draft / _COMMON)
     scratch = draft / ".module"
     write_named(_model_states(source, scratch), draft / _MODEL_STATES)
-    scratch.unlink()
+    shutil.rmtree(scratch)
     _link(str(draft / _MODEL_STATES), str(draft / _MODEL_STATES_3))
 
 
@@ -149,7 +147,7 @@ def _values_of(source: Source, name: str, kinds: Sequence[str]) -> Iterator[tupl
 
 def _optimizer_state(source: Source) -> dict[str, Any]:
     """Return the state that is common to all parameters, for every stage that may load it."""
-    stage = int(getattr(source, "stage", None) or 0)
+    stage = source.stage or 0
     groups = []
     for number, group in enumerate(source.groups):
         groups.append({**dict(decoded(group.options)), "params": [number]})
@@ -215,7 +213,7 @@ def _scale(source: Source) -> Any:
 
 
 def _model_states(source: Source, scratch: Path) -> dict[str, Any]:
-    """Return rank 0's model states; the weights in them are in a file, not in memory."""
+    """Return rank 0's model states; the weights in them are in files, not in memory."""
     scalars = source.scalars if isinstance(source.scalars, dict) else {}
     counters = scalars.get(COUNTERS, {})
     steps, micro = counters.get("global_steps", 0), counters.get("micro_steps", 0)
@@ -244,7 +242,7 @@ def _model_states(source: Source, scratch: Path) -> dict[str, Any]:
         "ds_config": {
             "gradient_accumulation_steps": max(micro // max(steps, 1), 1),
             "optimizer": {"type": source.optimizer},
-            "zero_optimization": {"stage": int(getattr(source, "stage", None) or 0)},
+            "zero_optimization": {"stage": source.stage or 0},
         },
         "ds_version": VERSION,
     }
@@ -258,18 +256,15 @@ def _model_states(source: Source, scratch: Path) -> dict[str, Any]:
 
 
 def _module_of(source: Source, scratch: Path) -> dict[str, Tensor]:
-    """Return all weights and buffers in their own dtypes, as views of a file."""
-    exported = values_to_export(source)
-    offsets, end = [], 0
-    for one in exported:
-        offsets.append(end)
-        end += -(-one.value.nbytes // _ALIGNMENT) * _ALIGNMENT
-    mapped = np.memmap(scratch, np.uint8, "w+", shape=(max(end, 1),))
+    """Return all weights and buffers in their own dtypes, each in the memory of a file."""
+    scratch.mkdir()
     module = {}
-    for (value, kind), offset in zip(exported, offsets, strict=True):
-        place = torch.from_numpy(mapped[offset : offset + value.nbytes])
-        whole = place.view(value.dtype) if value.numel else torch.empty(0, dtype=value.dtype)
-        whole.copy_(source.read(value.name, kind, 0, value.numel))
+    for number, value in enumerate(values_to_export(source)):
+        whole = torch.empty(0, dtype=value.dtype)
+        if value.numel:
+            place = str(scratch / str(number))
+            whole = torch.from_file(place, shared=True, size=value.numel, dtype=value.dtype)
+            whole.copy_(source.read(value.name, value.kind, 0, value.numel))
         module[value.name] = whole.view(value.shape)
     return module
 
@@ -284,17 +279,18 @@ def _convert(source: DeepSpeedSource, draft: Path, strict: bool, progress: Progr
     patterns = _Patterns(model.get("universal_checkpoint_info") or {}, source.path)
     kinds = _trained_kinds(source)
     state = optimizer.get("base_optimizer_state", {}).get("state", {})
+    stage = source.stage or 0
     for number, group in enumerate(source.groups):
         for name in group.names:
             for stem, value in _values_of(source, name, kinds[name]):
                 # At stage 3 a file is the value alone, end to end.
-                entry = value.view(-1) if source.stage == 3 else patterns.described(name, value)
+                entry = value.view(-1) if stage == 3 else patterns.described(name, value)
                 write_named(entry, inside(zero, name) / f"{stem}.pt")
                 progress(value.nbytes)
-            step = state.get(number, {}).get(_STEP) if source.stage < 3 else None
+            step = state.get(number, {}).get(_STEP) if stage < 3 else None
             if step is not None:
                 write_named(step, inside(zero, name) / f"{_STEP}.pt")
-    if source.stage < 3:
+    if stage < 3:
         for name, value in model["module"].items():
             place = inside(zero, name) / f"{_FP32}.pt"
             if isinstance(value, Tensor) and not place.exists():
