@@ -431,12 +431,12 @@ def _change(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) -> None
 def _read(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) -> None:
     """Read all planned values into their targets."""
     for reading in plan.readings:
-        reading.run(source)
+        reading()
     for bucket in plan.loaded_on_use:
         with live.present(bucket):
             found, uses_masters = plan.fit.found, live.rules.uses_masters
             for reading in plan_bucket(bucket, found, source, uses_masters=uses_masters):
-                reading.run(source)
+                reading()
     for value, name, kind in plan.wholes:
         value.copy_(source.read_own(name, kind, live.ranks.rank % source.ranks_of_part))
     if live.optimizer is not None and wanted.with_optimizer:

@@ -19,13 +19,17 @@ from torch.optim import Optimizer
 from hadal.checkpoint.contents import MASTER, WEIGHT, state_key, state_kind
 from hadal.checkpoint.live import plain_slots
 from hadal.checkpoint.source import Entry, Source
-from hadal.checkpoint.weights import Copy, CopySlice, Reading
+from hadal.checkpoint.weights import Copy
 from hadal.errors import CheckpointError
 from hadal.optim.pieces import HeldTensor
 from hadal.zero.layout import Slot
 
 # The optimizers of a family keep the same state under the same keys.
 _FAMILIES = (frozenset({"Adam", "AdamW", "UncorrectedAdam"}),)
+
+
+_Row = tuple[Any, tuple[str, str, int, Slot | None]]
+"""The index of the elements to read here, and the rest of a `Copy`."""
 
 
 @dataclass(slots=True)
@@ -37,10 +41,8 @@ class TensorState:
     """The device of step counts: the host, unless a device kernel reads them."""
     tensors: dict[str, Entry] = field(default_factory=dict)
     """The shape and dtype here, by key."""
-    readings: dict[str, list[tuple[str, str, int, int, int, Slot]]] = field(default_factory=dict)
-    """Reads for a flat slice, by key: (saved name, kind, start, numel, offset here, slot)."""
-    wholes: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Reads for a whole parameter, by key: (saved name, kind)."""
+    readings: dict[str, list[_Row]] = field(default_factory=dict)
+    """The reads by key."""
     same_layout: tuple[tuple[Slot, ...], int] | None = None
     """The slots of the saved bucket with the same layout, and the tensor's start in it."""
     plain: dict[str, Any] = field(default_factory=dict)
@@ -58,11 +60,13 @@ class TensorState:
             fits = isinstance(target, Tensor) and Entry(tuple(target.shape), target.dtype) == entry
             if not fits or target is None or target.device != self.values.device:
                 target = self._made(entry)
-            if self.same_layout is None:
-                target.zero_()
             state[key] = target
-            for reading in self._readings_of(key, target):
-                reading.run(source)
+            if self.same_layout is not None:
+                source.read_slice(state_kind(key), *self.same_layout, target)
+                continue
+            target.zero_()
+            for place, row in self.readings.get(key, ()):
+                Copy(target[place], *row).run(source)
         for key, value in self.plain.items():
             # A copy for each: a count that two tensors share would advance twice per update.
             is_tensor = isinstance(value, Tensor)
@@ -84,17 +88,6 @@ class TensorState:
         found = source.take_slice(state_kind(key), slots, start, start + entry.numel)
         fits = found is not None and found.dtype == entry.dtype
         return found.view(entry.shape) if fits and found is not None else None
-
-    def _readings_of(self, key: str, target: Tensor) -> Iterable[Reading]:
-        if self.same_layout is not None:
-            slots, start = self.same_layout
-            return [CopySlice(target, state_kind(key), slots, start)]
-        if key in self.wholes:
-            return [Copy(target, *self.wholes[key], 0)]
-        return [
-            Copy(target[offset : offset + numel], name, kind, start, slot)
-            for name, kind, start, numel, offset, slot in self.readings.get(key, ())
-        ]
 
 
 @dataclass(slots=True)
@@ -212,11 +205,10 @@ def _plan_flat(
     for fragment in layout.fragments(held.start, stop):
         slot = slots[fragment.slot]
         for kind in kinds.get(known.get(slot.name, ""), ()) if slot in members else ():
-            name, start = known[slot.name], fragment.start
-            row = (name, kind, start, fragment.numel, fragment.offset, slot)
             place = slice(fragment.offset, fragment.offset + fragment.numel)
-            Copy(held.values.detach()[place], name, kind, start, slot).expect(source)
-            memory.readings.setdefault(state_key(kind) or "", []).append(row)
+            row = (known[slot.name], kind, fragment.start, slot)
+            Copy(held.values.detach()[place], *row).expect(source)
+            memory.readings.setdefault(state_key(kind) or "", []).append((place, row))
 
 
 def _plan_whole(
@@ -238,4 +230,4 @@ def _plan_whole(
         dtype = held.values.dtype if entry.dtype == master.dtype else entry.dtype
         memory.tensors[key] = Entry(entry.shape, dtype)
         source.expect(name, kind, 0, entry.numel)
-        memory.wholes[key] = name, kind
+        memory.readings[key] = [(..., (name, kind, 0, None))]

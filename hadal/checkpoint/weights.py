@@ -9,8 +9,9 @@ Tests: tests/checkpoint/test_reshard.py, tests/checkpoint/test_between.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -61,36 +62,8 @@ class Copy:
         return self.start, self.start + self.target.numel()
 
 
-@dataclass(frozen=True, slots=True)
-class CopySlice:
-    """A read of elements of a saved bucket that has the same layout as the target's bucket."""
-
-    target: Tensor
-    kind: str
-    slots: tuple[Slot, ...]
-    start: int
-
-    def run(self, source: Source) -> None:
-        """Read the elements."""
-        source.read_slice(self.kind, self.slots, self.start, self.target)
-
-
-@dataclass(frozen=True, slots=True)
-class Rounding:
-    """Weights rounded from masters that were read before.
-
-    Also used for masters that are copied from weights of the same dtype.
-    """
-
-    target: Tensor
-    master: Tensor
-
-    def run(self, source: Source) -> None:
-        """Round the values."""
-        self.target.copy_(self.master)
-
-
-Reading = Copy | CopySlice | Rounding
+Reading = Callable[[], object]
+"""A planned read, or a rounding of what was read before it."""
 
 
 def plan_bucket(
@@ -117,20 +90,20 @@ def plan_bucket(
     if kept is None:
         yield from _plan_run(bucket, shard, weights, names, source)
         if bucket.has_own_master:
-            yield Rounding(_target(bucket.master_source), shard)
+            yield partial(_target(bucket.master_source).copy_, shard)
         return
     master = _target(kept)
     yield from _plan_run(bucket, master, exact, names, source)
     saved = {name: kind for name, kind in weights.items() if kind != exact[name]}
     yield from _plan_run(bucket, shard, saved, names, source)
     if not saved and len(names) == len(slots):
-        yield Rounding(shard, master)
+        yield partial(shard.copy_, master)
         return
     for fragment in bucket.layout.fragments(*bucket.span):
         name = slots[fragment.slot].name
         if name in names and name not in saved:
             place = slice(fragment.offset, fragment.offset + fragment.numel)
-            yield Rounding(shard[place], master[place])
+            yield partial(shard[place].copy_, master[place])
 
 
 def _target(values: Tensor | StoredSlice | None) -> Tensor:
@@ -164,7 +137,7 @@ def _plan_run(
         kind = alike.pop()
         dtypes = {source.entries[name, kind].dtype for name in names}
         if dtypes == {target.dtype} and source.has_slice(kind, slots, start, stop):
-            yield CopySlice(target, kind, slots, start)
+            yield partial(source.read_slice, kind, slots, start, target)
             return
     for fragment in bucket.layout.fragments(start, stop):
         name = slots[fragment.slot].name
@@ -174,4 +147,4 @@ def _plan_run(
         slot = slots[fragment.slot]
         copy = Copy(place, names[name], kinds[name], fragment.start, slot)
         copy.expect(source)
-        yield copy
+        yield partial(copy.run, source)
