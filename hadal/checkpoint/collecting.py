@@ -25,11 +25,10 @@ from hadal.checkpoint.contents import (
     SavedGroup,
     SavedSlice,
     Single,
-    merged_state,
     state_kind,
 )
 from hadal.checkpoint.live import Live, plain_name, plain_slots
-from hadal.checkpoint.plain import encoded, encoded_state
+from hadal.checkpoint.plain import encoded_known, encoded_state
 from hadal.comm.collectives import max_
 from hadal.errors import CheckpointError
 from hadal.offload.tensors import StoredSlice
@@ -400,11 +399,15 @@ def head_of(live: Live, ranks: tuple[int, ...]) -> ModelPart:
 def describe(head: ModelPart, rows: Iterable[Rows]) -> ModelPart:
     """Complete a part's head by the rows of all its ranks."""
     rows = list(rows)
+    state: dict[str, dict[str, Any]] = {}
+    for name, values in (one for row in rows for one in row.state):
+        # Ranks that have the same state agree on it.
+        state[name] = {**values, **state.get(name, {})}
     return replace(
         head,
         slices=tuple(one for row in rows for one in row.slices),
         singles=tuple({(one.kind, one.name): one for row in rows for one in row.singles}.values()),
-        state=merged_state(row.state for row in rows),
+        state=state,
     )
 
 
@@ -422,13 +425,5 @@ def _saved_bucket(bucket: Bucket) -> SavedBucket:
 
 def _options(group: dict[str, Any]) -> Any:
     """Return the options of a param group that are plain data; leave out other objects."""
-    kept = {}
-    for key, value in group.items():
-        if key == "params":
-            continue
-        try:
-            encoded(value, key)
-        except CheckpointError:
-            continue
-        kept[key] = value
-    return encoded(kept, "a param group")
+    options = {key: value for key, value in group.items() if key != "params"}
+    return encoded_known(options, "a param group", lambda error: None)

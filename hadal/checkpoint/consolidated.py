@@ -37,7 +37,7 @@ class ModelWeights:
     """Buckets, and the tensors that are in no bucket with their names."""
     aliases: dict[str, str]
     """Other names of tied parameters, mapped to their names in `values`."""
-    excluded: frozenset[str]
+    excluded: set[nn.Parameter]
     """Parameters of these buckets to leave out."""
     spread: dict[Tensor, Spread]
     """Parameters of experts that are on several ranks."""
@@ -74,7 +74,7 @@ class ModelWeights:
         for slot, parameter in zip(
             plain_slots(holder.layout.slots), holder.parameters, strict=True
         ):
-            if slot.name not in self.excluded:
+            if parameter not in self.excluded:
                 yield slot.name, parameter
 
 
@@ -89,22 +89,18 @@ def weights_of(live: Live, *, exclude_frozen: bool = False) -> ModelWeights:
     loose = [(name, p) for name, p in live.unmanaged() if p not in frozen]
     buckets = [b for b in runtime.buckets if any(p not in frozen for p in b.parameters)]
     holders: list[Bucket | tuple[str, Tensor]] = [*live.buffers(), *loose, *buckets]
-    first: dict[nn.Parameter, str] = {}
-    excluded: set[str] = set()
-    for bucket in runtime.buckets:
-        for slot, parameter in zip(
-            plain_slots(bucket.layout.slots), bucket.parameters, strict=True
-        ):
-            first[parameter] = slot.name
-            if parameter in frozen:
-                excluded.add(slot.name)
+    first = {
+        parameter: slot.name
+        for bucket in runtime.buckets
+        for slot, parameter in zip(plain_slots(bucket.layout.slots), bucket.parameters, strict=True)
+    }
     aliases: dict[str, str] = {}
     for parameter, names in live.names().items():
         kept = first.get(parameter, names[0])
         if parameter not in frozen:
             aliases |= {name: kept for name in names if name != kept}
     holders.sort(key=_itemsize, reverse=True)
-    return ModelWeights(live, holders, aliases, frozenset(excluded), spread_experts(live))
+    return ModelWeights(live, holders, aliases, frozen, spread_experts(live))
 
 
 def _itemsize(holder: Bucket | tuple[str, Tensor]) -> int:

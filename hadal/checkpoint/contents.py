@@ -12,7 +12,7 @@ part      a whole model, or the part of it that one of several model-parallel ra
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -270,17 +270,6 @@ def _joined(cuts: list[list[int]]) -> list[list[int]]:
         else:
             joined.append([*cut])
     return [cut[:3] if cut[3] == 1 else cut for cut in joined]
-
-
-def merged_state(
-    of_ranks: Iterable[Sequence[tuple[str, dict[str, Any]]]],
-) -> dict[str, dict[str, Any]]:
-    """Merge the ranks' parameter states; ranks that have the same state agree on it."""
-    merged: dict[str, dict[str, Any]] = {}
-    for rows in of_ranks:
-        for name, values in rows:
-            merged[name] = {**values, **merged.get(name, {})}
-    return merged
 
 
 def _count(value: Any) -> int:

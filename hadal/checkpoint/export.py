@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
 from hadal.checkpoint.huggingface import Value, in_order, write_model
@@ -158,9 +158,3 @@ def state_dict_of(
         for value in stored
     }
     return state | {alias: state[name] for alias, name in tied_names(source, stored).items()}
-
-
-def load_weights(model: nn.Module, source: Source) -> None:
-    """Load fp32 values into a model on the host; names that only one of the two has are ignored."""
-    model.cpu()
-    model.load_state_dict(state_dict_of(source, torch.float32), strict=False)

@@ -97,6 +97,21 @@ def encoded(value: Any, where: str, tensors: MutableMapping[str, Tensor] | None 
         ) from None
 
 
+def encoded_known(
+    values: Mapping[str, Any], where: str, tell: Callable[[CheckpointError], object]
+) -> Any:
+    """Encode what a checkpoint can hold of a mapping; `tell` gets the error of anything else."""
+    kept = {}
+    for key, value in values.items():
+        try:
+            encoded(value, key)
+        except CheckpointError as error:
+            tell(error)
+        else:
+            kept[key] = value
+    return encoded(kept, where)
+
+
 def encoded_state(value: Any, where: str) -> Any:
     """Encode as `encoded`, but a 0-dim tensor keeps its dtype; `decoded_state` reverses it."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in DTYPES:

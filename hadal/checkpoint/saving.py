@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ from hadal.checkpoint.keep import JOBS, prune
 from hadal.checkpoint.leases import Lease
 from hadal.checkpoint.live import LISTENERS, Live, Rules
 from hadal.checkpoint.local import draft_of
-from hadal.checkpoint.plain import encoded
+from hadal.checkpoint.plain import encoded, encoded_known
 from hadal.checkpoint.script import place_scripts
 from hadal.checkpoint.shards import write_tensors
 from hadal.checkpoint.source import OWN
@@ -388,12 +389,6 @@ def _schedule_state(schedule: Any) -> Any:
     """Return the part of a schedule's state that JSON can hold; log what is left out."""
     if not hasattr(schedule, "state_dict"):
         return None
-    kept = {}
-    for key, value in schedule.state_dict().items():
-        try:
-            encoded(value, key)
-        except CheckpointError as error:
-            _log.warning("%s is saved without %s", type(schedule).__name__, error)
-        else:
-            kept[key] = value
-    return encoded(kept, type(schedule).__name__)
+    name = type(schedule).__name__
+    tell = partial(_log.warning, "%s is saved without %s", name)
+    return encoded_known(schedule.state_dict(), name, tell)

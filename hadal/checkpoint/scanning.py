@@ -13,7 +13,7 @@ import io
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -262,9 +262,3 @@ def _scan_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, scan: Scan) ->
     found = io.BytesIO(archive.read(entry))
     scan_one = _scan_array if head.startswith(_NUMPY) else _scan_stream
     scan_one(found, scan, name)
-
-
-def faults_of(scans: list[Scan]) -> Iterator[str]:
-    """Yield each fault with its file."""
-    for scan in scans:
-        yield from (f"{scan.path}: {fault}" for fault in scan.faults)

@@ -6,9 +6,8 @@ Tests: tests/checkpoint/test_universal.py
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,22 +30,15 @@ def _named(name: str, base: type) -> type:
 
 
 _SCALER = "deepspeed.runtime.fp16.loss_scaler"
-LOSS_SCALER = _named(f"{_SCALER}.LossScaler", Attributes)
-DYNAMIC_LOSS_SCALER = _named(f"{_SCALER}.DynamicLossScaler", Attributes)
-_KNOWN: Mapping[str, Any] = MappingProxyType(
-    {
-        **STAND_INS,
-        f"{_SCALER}.LossScaler": LOSS_SCALER,
-        f"{_SCALER}.DynamicLossScaler": DYNAMIC_LOSS_SCALER,
-        **{
-            name: _named(name, base)
-            for name, base in (
-                ("deepspeed.runtime.zero.config.ZeroStageEnum", _Number),
-                ("deepspeed.utils.tensor_fragment.fragment_address", Attributes),
-            )
-        },
-    }
-)
+_BASES = {
+    f"{_SCALER}.LossScaler": Attributes,
+    f"{_SCALER}.DynamicLossScaler": Attributes,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _Number,
+    "deepspeed.utils.tensor_fragment.fragment_address": Attributes,
+}
+_OWN = {name: _named(name, base) for name, base in _BASES.items()}
+LOSS_SCALER = _OWN[f"{_SCALER}.LossScaler"]
+DYNAMIC_LOSS_SCALER = _OWN[f"{_SCALER}.DynamicLossScaler"]
 
 
 # The one in Python, which asks for the name of each class; stubs do not describe it.
@@ -73,7 +65,7 @@ def read_named(path: Path) -> Any:
     Raises:
         CheckpointError: as `read_pickle`.
     """
-    return read_pickle(path, _KNOWN)
+    return read_pickle(path, {**STAND_INS, **_OWN})
 
 
 def write_named(value: Any, path: Path) -> None:
