@@ -9,7 +9,7 @@ Tests: tests/checkpoint/test_rounding.py
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -256,54 +256,44 @@ class _Collecting:
     def add_state(self, live: Live, held: HeldTensor, number: int) -> None:
         """Add the optimizer's state of a tensor that it steps on this rank, in a bucket."""
         assert live.stepper is not None and live.optimizer is not None  # the caller has checked
-        known = live.optimizer.state.get(held.values, {})
-        self._add_elements(held, number, known, live.stepper.slices(held))
-        odd = self._add_plain(held, known)
-        if not _is_cut(held.bucket):
-            self.everywhere += odd
-            return
-        for kind, name, value in odd:
-            self._add_single(self.rows.mine, self._rank, kind, name, value)
-
-    def _add_elements(
-        self,
-        held: HeldTensor,
-        number: int,
-        known: dict[str, Any],
-        slices: Mapping[str, StoredSlice],
-    ) -> None:
+        slices, names = live.stepper.slices(held), list(_names_of(held))
         slot = None if held.slot is None else held.bucket.layout.slots[held.slot]
-        for key, value in known.items():
+        plain, odd = {}, []
+        for key, value in live.optimizer.state.get(held.values, {}).items():
             if is_elementwise(key, value, held):
                 values: Values | None = slices.get(key)
                 if values is None:
-                    own = value.detach()
-                    values = own if slot is None else flattened(own, slot)
+                    values = value.detach() if slot is None else flattened(value.detach(), slot)
                 self._add_run(held.bucket, number, state_kind(key), held.start, values)
-
-    def _add_plain(self, held: HeldTensor, known: dict[str, Any]) -> list[tuple[str, str, Tensor]]:
-        """Add state that is not a tensor; return tensors of another shape than the parameter's."""
-        names = list(_names_of(held))
-        plain, odd = {}, []
-        for key, value in known.items():
-            if is_elementwise(key, value, held):
-                continue
-            if isinstance(value, Tensor) and value.dim():
+            elif isinstance(value, Tensor) and value.dim():
                 odd.append((state_kind(key), names[0], value))
             else:
                 where = f"the state {key!r} that the optimizer has of {names[0]}"
                 plain[str(key)] = encoded_state(value, where)
+        self._add_rest(held, names, plain, odd)
+
+    def _add_rest(
+        self,
+        held: HeldTensor,
+        names: Sequence[str],
+        plain: dict[str, Any],
+        odd: list[tuple[str, str, Tensor]],
+    ) -> None:
+        """Add state that is not a tensor, and tensors of another shape than the parameter's."""
         if odd and held.slot is None:
             raise CheckpointError(
                 f"the optimizer's {odd[0][0]} of {names[0]} belongs to several parameters but is"
                 " not kept per element, so a checkpoint cannot hold it"
             )
-        if plain:
-            is_cut = _is_cut(held.bucket)
-            rows = self.rows.mine if is_cut else self.rows.replicated
-            if is_cut or self._holders.number == 0:
-                rows.state += [(name, plain) for name in names]
-        return odd
+        is_cut = _is_cut(held.bucket)
+        rows = self.rows.mine if is_cut else self.rows.replicated
+        if plain and (is_cut or self._holders.number == 0):
+            rows.state += [(name, plain) for name in names]
+        if not is_cut:
+            self.everywhere += odd
+            return
+        for kind, name, value in odd:
+            self._add_single(rows, self._rank, kind, name, value)
 
 
 def is_rounding(weights: Values, master: Values) -> bool:

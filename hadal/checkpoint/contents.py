@@ -36,8 +36,7 @@ def state_key(kind: str) -> str | None:
     return kind.removeprefix(_STATE) if kind.startswith(_STATE) else None
 
 
-@dataclass(frozen=True, slots=True)
-class SavedBucket:
+class SavedBucket(NamedTuple):
     """A bucket's layout when it was saved."""
 
     name: str
@@ -149,13 +148,7 @@ def part_as_json(part: ModelPart) -> dict[str, Any]:
     return {
         "ranks": list(part.ranks),
         "buckets": [
-            {
-                "name": bucket.name,
-                "numel": bucket.numel,
-                "partition": bucket.partition,
-                "trainable": bucket.trainable,
-                "slots": [_slot_as_json(slot) for slot in bucket.slots],
-            }
+            {**bucket._asdict(), "slots": [_slot_as_json(slot) for slot in bucket.slots]}
             for bucket in part.buckets
         ],
         "stretches": [

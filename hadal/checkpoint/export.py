@@ -141,10 +141,16 @@ class LazyTensor:
 def read_whole(source: Source, value: Value) -> Tensor:
     """Read a whole value and return it."""
     found = torch.empty(value.numel, dtype=value.dtype)
-    for start in range(0, value.numel, _CUT_NUMEL):
-        stop = min(start + _CUT_NUMEL, value.numel)
-        found[start:stop].copy_(source.read(value.name, value.kind, start, stop))
+    fill(found, source, value)
     return found.view(value.shape)
+
+
+def fill(out: Tensor, source: Source, value: Value, start: int = 0) -> None:
+    """Read the elements of a value from `start` on into `out`, 1-D, a piece at a time."""
+    for piece in out.split(_CUT_NUMEL) if out.numel() else ():
+        stop = start + piece.numel()
+        piece.copy_(source.read(value.name, value.kind, start, stop))
+        start = stop
 
 
 def state_dict_of(

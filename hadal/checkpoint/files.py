@@ -22,7 +22,7 @@ import xxhash
 
 from hadal.checkpoint.direct import Kept
 from hadal.checkpoint.local import LocalStorage
-from hadal.checkpoint.remote import FsspecStorage, check_remote
+from hadal.checkpoint.remote import FsspecStorage, filesystem_of
 from hadal.checkpoint.storage import (
     Chunk,
     Location,
@@ -175,7 +175,7 @@ def location_of(text: Given) -> Location:
     if found["scheme"] in ("file", "local"):
         return Path("/" + found["rest"].lstrip("/"))
     path = RemotePath(f"{found['scheme']}://{found['rest'].rstrip('/')}")
-    check_remote(path)
+    filesystem_of(path)
     return path
 
 

@@ -15,6 +15,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from hadal.checkpoint.files import (
 )
 from hadal.checkpoint.local import draft_of, sync_folder
 from hadal.checkpoint.shards import bytes_of, header_of
-from hadal.checkpoint.storage import Chunk, Location
+from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError
 
 MAX_SHARD = "5GB"
@@ -174,14 +175,8 @@ def _write_safetensors(
         [(value.name, value.shape, value.dtype) for value in shard],
         {"format": "pt", **aliases},
     )
-    write_file(path, _chunks(header, shard, cuts))
-
-
-def _chunks(header: bytes, shard: Sequence[Value], cuts: Iterator[Tensor]) -> Iterator[Chunk]:
-    yield header
-    for value in shard:
-        for cut in _cuts_of(value, cuts):
-            yield bytes_of(cut.reshape(-1))
+    chunks = (bytes_of(cut.reshape(-1)) for value in shard for cut in _cuts_of(value, cuts))
+    write_file(path, chain([header], chunks))
 
 
 def _cuts_of(value: Value, cuts: Iterator[Tensor]) -> Iterator[Tensor]:

@@ -44,7 +44,7 @@ class Asked:
 class _Holder(NamedTuple):
     """A box of a whole tensor in one saved part."""
 
-    part: int
+    source: Source
     name: str
     """The part's own name."""
     entry: Entry
@@ -83,10 +83,9 @@ class JoinedSource(Source):
         self.optimizer, self.scalars, self.schedule = first.optimizer, first.scalars, first.schedule
         self.jobs = first.jobs
         self._expect_known(asked)
-        self._named: dict[str, list[_Holder]] = {}
-        self._holders: dict[tuple[str, str], list[_Holder]] = {}
+        # By name in the whole model, and kind; `_odd` has state of another shape than its tensor's.
+        self._holders: dict[str, dict[str, list[_Holder]]] = {}
         self._odd: dict[tuple[str, str], _Holder] = {}
-        self._kinds: dict[str, dict[str, None]] = {}
         self._aliases: dict[str, str] = {}
         for number in self._in_turn():
             self._enter(number)
@@ -141,13 +140,12 @@ class JoinedSource(Source):
                     f" and boxes of {placement.shape}"
                 )
             for box, inner in placement.rows(name):
-                holder = _Holder(number, name, entry, box, inner)
-                self._named.setdefault(box.name, []).append(holder)
-                self._kinds.setdefault(box.name, {})[kind] = None
+                holder = _Holder(source, name, entry, box, inner)
+                holders = self._holders.setdefault(box.name, {}).setdefault(kind, [])
                 if entry.shape != own.shape:
                     self._odd.setdefault((box.name, kind), holder)
                 else:
-                    self._holders.setdefault((box.name, kind), []).append(holder)
+                    holders.append(holder)
         for alias, name in source.aliases.items():
             entry = source.entries.get((name, WEIGHT)) or source.entries[name, MASTER]
             boxes = _placement(source, name, entry.shape).boxes
@@ -156,12 +154,15 @@ class JoinedSource(Source):
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
         """Return a whole tensor's shape, on which all parts must agree."""
-        shapes = {one.box.shape for one in self._named[name]}
+        shapes = {one.box.shape for some in self._holders[name].values() for one in some}
         if len(shapes) > 1:
             raise CheckpointError(
                 f"{self.path} is damaged: its parts give {name} the shapes {sorted(shapes)}"
             )
         return shapes.pop()
+
+    def _whole(self, name: str) -> Placement:
+        return Placement((Box.whole(name, self._shape_of(name)),))
 
     def _resolved(self, asked: Asked | None) -> dict[str, Placement]:
         """Return the requested placements, with the names of the saved parts.
@@ -170,15 +171,14 @@ class JoinedSource(Source):
             CheckpointError: a whole tensor has another shape in the checkpoint.
         """
         if asked is None:
-            whole = {name: self._shape_of(name) for name in self._named}
-            return {name: Placement((Box.whole(name, whole[name]),)) for name in whole}
+            return {name: self._whole(name) for name in self._holders}
         found, misshapen = {}, []
         for name, placement in asked.placements.items():
             boxes = []
             for box in placement.boxes:
                 others = asked.aliases.get(name, ()) if box.name == name else ()
                 known = [self._aliases.get(one, one) for one in (box.name, *others)]
-                there = next((one for one in known if one in self._named), None)
+                there = next((one for one in known if one in self._holders), None)
                 if there is None:
                     break
                 if (shape := self._shape_of(there)) != box.shape:
@@ -197,9 +197,10 @@ class JoinedSource(Source):
     def _entries_of(self) -> Iterator[tuple[tuple[str, str], Entry]]:
         """Yield the requested values, with their shapes here."""
         for name, placement in self._asked.items():
-            for kind in self._kinds[placement.boxes[0].name]:
-                keys = [(box.name, kind) for box in placement.boxes]
-                holders = [one for key in keys for one in self._holders.get(key, ())]
+            first = placement.boxes[0].name
+            for kind in self._holders[first]:
+                lists = [self._holders[box.name].get(kind, ()) for box in placement.boxes]
+                holders = [one for some in lists for one in some]
                 if holders:
                     dtypes = {one.entry.dtype for one in holders}
                     if len(dtypes) > 1:
@@ -208,26 +209,26 @@ class JoinedSource(Source):
                         )
                     is_rounded = all(one.entry.is_rounded for one in holders)
                     yield (name, kind), Entry(placement.shape, dtypes.pop(), is_rounded)
-                elif keys[0] in self._odd:
-                    yield (name, kind), self._odd[keys[0]].entry
+                else:
+                    yield (name, kind), self._odd[first, kind].entry
 
     def _unasked(self, asked: Asked) -> Iterator[tuple[tuple[str, str], Entry]]:
         """Yield the values that no part loads, whole."""
         here = {box.name for placement in self._asked.values() for box in placement.boxes}
-        for name in self._named.keys() - here - asked.elsewhere - self._asked.keys():
-            whole = Placement((Box.whole(name, self._shape_of(name)),))
-            for kind in self._kinds[name]:
-                if holders := self._holders.get((name, kind)):
-                    yield (name, kind), Entry(whole.shape, holders[0].entry.dtype)
+        for name in self._holders.keys() - here - asked.elsewhere - self._asked.keys():
+            for kind, holders in self._holders[name].items():
+                if holders:
+                    yield (name, kind), Entry(self._shape_of(name), holders[0].entry.dtype)
 
     def _merged_state(self) -> dict[str, dict[str, Any]]:
         """Return the state that is not per element; the parts of a tensor must agree on it."""
         merged: dict[str, dict[str, Any]] = {}
         for name, placement in self._asked.items():
             found = merged.setdefault(name, {})
-            holders = [one for box in placement.boxes for one in self._named[box.name]]
-            for part, own in dict.fromkeys((one.part, one.name) for one in holders):
-                for key, value in self._saved[part].state.get(own, {}).items():
+            lists = [some for box in placement.boxes for some in self._holders[box.name].values()]
+            holders = [one for some in lists for one in some]
+            for source, own in dict.fromkeys((one.source, one.name) for one in holders):
+                for key, value in source.state.get(own, {}).items():
                     if not bool(found.setdefault(key, value) == value):
                         raise CheckpointError(
                             f"{self.path}: {key} is {found[key]} for one part of {name} and"
@@ -279,7 +280,7 @@ class JoinedSource(Source):
     def _pieces(self, kind: str, wanted: Box) -> Iterator[tuple[_Holder, Box]]:
         """Yield the boxes that make up a box of a whole tensor, each once, with its holder."""
         left = [wanted]
-        for holder in self._holders.get((wanted.name, kind), ()):
+        for holder in self._holders[wanted.name].get(kind, ()):
             rest: list[Box] = []
             for box in left:
                 common = box.within(holder.box)
@@ -295,9 +296,17 @@ class JoinedSource(Source):
             " same time"
         )
 
-    def _expect_uncut(self, name: str, kind: str) -> _Holder:
-        """Return the holder of state of another shape than its tensor's, which cannot be sliced."""
-        holder, placement = self._odd[self._asked[name].boxes[0].name, kind], self._asked[name]
+    def _odd_holder(self, name: str, kind: str) -> _Holder | None:
+        """Return the holder of state of another shape than its tensor's; None if it has that.
+
+        Raises:
+            CheckpointError: the tensor is in parts, and such state cannot be sliced.
+        """
+        placement = self._asked[name]
+        first = placement.boxes[0].name
+        holder = self._odd.get((first, kind))
+        if holder is None or self._holders[first][kind]:
+            return None
         if not holder.box.is_whole or not all(box.is_whole for box in placement.boxes):
             raise CheckpointError(
                 f"{self.path}: {kind} of {name} has the shape {holder.entry.shape} and is not kept"
@@ -306,51 +315,44 @@ class JoinedSource(Source):
             )
         return holder
 
-    def _is_odd(self, name: str, kind: str) -> bool:
-        key = (self._asked[name].boxes[0].name, kind)
-        return key in self._odd and key not in self._holders
-
     def expect(self, name: str, kind: str, start: int, stop: int) -> None:
         """Check that the elements can be read."""
         super().expect(name, kind, start, stop)
-        if self._is_odd(name, kind):
-            holder = self._expect_uncut(name, kind)
-            self._saved[holder.part].expect(holder.name, kind, start, stop)
+        if odd := self._odd_holder(name, kind):
+            odd.source.expect(odd.name, kind, start, stop)
             return
         for step in self._steps(name, kind, start, stop):
-            first, source = step.there.start, self._saved[step.holder.part]
-            source.expect(step.holder.name, kind, first, first + step.there.hull)
+            first, holder = step.there.start, step.holder
+            holder.source.expect(holder.name, kind, first, first + step.there.hull)
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """Return elements of a value, in host memory."""
         super().expect(name, kind, start, stop)
-        if self._is_odd(name, kind):
-            holder = self._expect_uncut(name, kind)
-            return self._saved[holder.part].read(holder.name, kind, start, stop)
+        if odd := self._odd_holder(name, kind):
+            return odd.source.read(odd.name, kind, start, stop)
         found = torch.empty(stop - start, dtype=self.entries[name, kind].dtype)
         for step in self._steps(name, kind, start, stop):
             target = found[step.offset : step.offset + step.region.numel].view(step.region.sizes)
-            self._copy(step, kind, target[_slices(step.here)])
+            self._copy(step, kind, target[step.here.index])
         return found
 
     def _copy(self, step: _Step, kind: str, target: Tensor) -> None:
         """Fill a target with a box of a saved value; reads the elements in between as well."""
         holder, strides = step.holder, strides_of(step.there.shape, ())
         for piece in step.there.pieces(_HULL_NUMEL):
-            source, first = self._saved[holder.part], piece.start
-            hull = source.read(holder.name, kind, first, first + piece.hull)
+            first = piece.start
+            hull = holder.source.read(holder.name, kind, first, first + piece.hull)
             values = hull.as_strided(piece.sizes, strides, hull.storage_offset())
-            target[_slices(piece.relative_to(step.there))].copy_(values)
+            target[piece.relative_to(step.there).index].copy_(values)
 
     def read_own(self, name: str, kind: str, rank: int) -> Tensor:
         """Return a whole value in its shape; if each rank has its own, that of `rank`."""
         placement = self._asked[name]
-        holders = self._holders.get((placement.boxes[0].name, kind), ())
+        holders = self._holders[placement.boxes[0].name].get(kind, ())
         if placement.boxes[0].is_whole and holders and holders[0].box.is_whole:
             holder = holders[0]
-            source = self._saved[holder.part]
             if holder.inner.is_whole and placement.shape == holder.box.shape:
-                return source.read_own(holder.name, kind, rank)
+                return holder.source.read_own(holder.name, kind, rank)
         return super().read_own(name, kind, rank)
 
     def own(self, rank: int) -> RankState | None:
@@ -383,9 +385,3 @@ class JoinedSource(Source):
 def _placement(source: Source, name: str, shape: Sequence[int]) -> Placement:
     """Return what a value of this name and shape is of the whole model."""
     return source.placements.get(name) or Placement((Box.whole(name, shape),))
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    """Return the index of a box in its tensor."""
-    pairs = zip(box.offsets, box.sizes, strict=True)
-    return tuple(slice(offset, offset + size) for offset, size in pairs)

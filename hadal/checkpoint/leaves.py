@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import date, datetime, time, timedelta, timezone, tzinfo
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from io import BytesIO
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -129,14 +130,9 @@ def _zone_from(content: Any) -> tzinfo | None:
     return None if offset is None else timezone(_delta_from(offset))
 
 
-def _datetime_from(content: list[Any]) -> datetime:
+def _moment_from(of: Any, content: list[Any]) -> Any:
     text, fold, zone = content
-    return datetime.fromisoformat(text).replace(fold=fold, tzinfo=_zone_from(zone))
-
-
-def _time_from(content: list[Any]) -> time:
-    text, fold, zone = content
-    return time.fromisoformat(text).replace(fold=fold, tzinfo=_zone_from(zone))
+    return of.fromisoformat(text).replace(fold=fold, tzinfo=_zone_from(zone))
 
 
 def _delta_as_json(value: timedelta | None) -> Any:
@@ -172,8 +168,8 @@ _LEAVES = {
     ),
     "numpy": _Leaf(None, _scalar_as_json, _scalar_from),
     "path": _Leaf(None, _path_as_json, _path_from),
-    "datetime": _Leaf(datetime, _moment_as_json, _datetime_from),
-    "time": _Leaf(time, _moment_as_json, _time_from),
+    "datetime": _Leaf(datetime, _moment_as_json, partial(_moment_from, datetime)),
+    "time": _Leaf(time, _moment_as_json, partial(_moment_from, time)),
     "date": _Leaf(date, date.isoformat, date.fromisoformat),
     "timedelta": _Leaf(timedelta, _delta_as_json, _delta_from),
     "dtype": _Leaf(torch.dtype, lambda value: str(value).removeprefix("torch."), _dtype_from),

@@ -32,7 +32,6 @@ from hadal.checkpoint.moments import StatePlan, plan_state
 from hadal.checkpoint.opening import joined, open_source
 from hadal.checkpoint.source import RankState, Source
 from hadal.checkpoint.storage import Location
-from hadal.checkpoint.stored import StoredSource
 from hadal.checkpoint.together import together
 from hadal.checkpoint.weights import Reading, plan_bucket
 from hadal.comm import Ranks, get_local_world_size
@@ -163,18 +162,14 @@ def _fitted(source: Source, asked: Asked, live: Live) -> Source:
     Raises:
         CheckpointError: the checkpoint is in other parts, and nothing says what each of them is.
     """
-    boxes = {name: one for name, one in asked.placements.items() if not one.is_plain(name)}
-    if not isinstance(source, StoredSource):
-        is_same = live.parts == 1 and not boxes
-    else:
-        source = source.of_part(live.part) if source.parts == live.parts else source
-        saved = {name for name, kind in source.entries if kind in (WEIGHT, MASTER, BUFFER)}
+    if source.parts == live.parts and not live.has_experts:
+        own = source.of_part(live.part)
+        boxes = {name: one for name, one in asked.placements.items() if not one.is_plain(name)}
+        saved = {name for name, kind in own.entries if kind in (WEIGHT, MASTER, BUFFER)}
         has_names = live.parts == 1 or saved == asked.placements.keys()
-        is_same = source.parts == live.parts and source.part.placements == boxes and has_names
         # Parts of which nothing says what they are fit each other alone.
-        is_same |= source.parts == live.parts and bool(source.unknown or live.unknown_places())
-    if is_same and not live.has_experts:
-        return source
+        if (own.placements == boxes and has_names) or own.unknown or live.unknown_places():
+            return own
     if unknown := live.unknown_places():
         raise CheckpointError(
             f"{source.path} holds a model in {source.parts} model-parallel parts, but this one has"

@@ -24,10 +24,11 @@ from hadal.errors import CheckpointError
 from hadal.optim.pieces import HeldTensor
 from hadal.zero.layout import Slot
 
+_Saved = Mapping[str, tuple[str, Sequence[str]]]
+"""The saved name of each parameter, and the kinds of its saved state."""
+_NOTHING: tuple[str, Sequence[str]] = ("", ())
 # The optimizers of a family keep the same state under the same keys.
 _FAMILIES = (frozenset({"Adam", "AdamW", "UncorrectedAdam"}),)
-
-
 _Row = tuple[Any, tuple[str, str, int, Slot | None]]
 """The index of the elements to read here, and the rest of a `Copy`."""
 
@@ -115,6 +116,7 @@ def plan_state(
     plan = StatePlan()
     if not kinds and not source.state:
         return plan
+    remembered = kinds.keys() | source.state.keys()
     for held in holds:
         if not held.values.numel():
             continue
@@ -124,27 +126,21 @@ def plan_state(
             if held.slot is None
             else [slots[held.slot]]
         )
-        known = {slot.name: found[slot.name] for slot in members if slot.name in found}
-        lacking = [
-            slot.name
-            for slot in members
-            if slot.numel and not _is_remembered(known.get(slot.name), kinds, source)
+        names = {slot.name: found[slot.name] for slot in members if slot.name in found}
+        saved = {name: (there, kinds.get(there, [])) for name, there in names.items()}
+        plan.forgotten += [
+            slot.name for slot in members if slot.numel and names.get(slot.name) not in remembered
         ]
-        plan.forgotten += lacking
         group = optimizer.param_groups[held.group]
         on_device = group.get("fused") or group.get("capturable")
         memory = TensorState(held.values, held.values.device if on_device else torch.device("cpu"))
-        memory.plain = _shared(known.values(), source)
+        memory.plain = _shared(names.values(), source)
         plan.states.append(memory)
         if held.slot is None:
-            _plan_flat(memory, held, members, known, kinds, source)
+            _plan_flat(memory, held, members, saved, source)
         else:
-            _plan_whole(memory, held, members[0], known, kinds, source)
+            _plan_whole(memory, held, members[0], saved, source)
     return plan
-
-
-def _is_remembered(saved: str | None, kinds: Mapping[str, Sequence[str]], source: Source) -> bool:
-    return saved is not None and (saved in kinds or saved in source.state)
 
 
 def _check_kind(optimizer: Optimizer, source: Source) -> None:
@@ -178,16 +174,16 @@ def _plan_flat(
     memory: TensorState,
     held: HeldTensor,
     members: Sequence[Slot],
-    known: Mapping[str, str],
-    kinds: Mapping[str, Sequence[str]],
+    saved: _Saved,
     source: Source,
 ) -> None:
     """Plan a flat slice: this rank's elements of each parameter; zeros if it has no saved state."""
     layout, state_dtype = held.bucket.layout, held.bucket.precision.state_dtype
     slots = plain_slots(layout.slots)
     for slot in members:
-        for kind in kinds.get(known.get(slot.name, ""), ()):
-            entry, key = source.entries[known[slot.name], kind], state_key(kind)
+        name, kinds = saved.get(slot.name, _NOTHING)
+        for kind in kinds:
+            entry, key = source.entries[name, kind], state_key(kind)
             assert key is not None  # only such kinds are collected
             if entry.shape != slot.shape:
                 raise CheckpointError(
@@ -197,34 +193,28 @@ def _plan_flat(
             dtype = state_dtype if entry.dtype.is_floating_point else entry.dtype
             memory.tensors[key] = Entry(tuple(held.values.shape), dtype)
     stop = held.start + held.values.numel()
-    if all(known.get(slot.name) == slot.name for slot in members):
+    if all(saved.get(slot.name, _NOTHING)[0] == slot.name for slot in members):
         kinds_here = map(state_kind, memory.tensors)
         if all(source.has_slice(kind, slots, held.start, stop) for kind in kinds_here):
             memory.same_layout = (slots, held.start)
             return
     for fragment in layout.fragments(held.start, stop):
         slot = slots[fragment.slot]
-        for kind in kinds.get(known.get(slot.name, ""), ()) if slot in members else ():
+        name, kinds = saved.get(slot.name, _NOTHING)
+        for kind in kinds:
             place = slice(fragment.offset, fragment.offset + fragment.numel)
-            row = (known[slot.name], kind, fragment.start, slot)
+            row = (name, kind, fragment.start, slot)
             Copy(held.values.detach()[place], *row).expect(source)
             memory.readings.setdefault(state_key(kind) or "", []).append((place, row))
 
 
 def _plan_whole(
-    memory: TensorState,
-    held: HeldTensor,
-    slot: Slot,
-    known: Mapping[str, str],
-    kinds: Mapping[str, Sequence[str]],
-    source: Source,
+    memory: TensorState, held: HeldTensor, slot: Slot, saved: _Saved, source: Source
 ) -> None:
     """Plan a whole parameter; state in the saved master's dtype takes the dtype of values here."""
-    name = known.get(slot.name)
-    if name is None:
-        return
-    master = source.entries.get((name, MASTER)) or source.entries[name, WEIGHT]
-    for kind in kinds.get(name, ()):
+    name, kinds = saved.get(slot.name, _NOTHING)
+    for kind in kinds:
+        master = source.entries.get((name, MASTER)) or source.entries[name, WEIGHT]
         entry, key = source.entries[name, kind], state_key(kind)
         assert key is not None  # only such kinds are collected
         dtype = held.values.dtype if entry.dtype == master.dtype else entry.dtype

@@ -65,17 +65,12 @@ _OBJECT_STORES = frozenset(
 _MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 
-def check_remote(path: RemotePath) -> None:
-    """Check that the package for a URL's scheme is installed and can write; no request is sent.
+def filesystem_of(path: RemotePath) -> tuple[Any, str]:
+    """Return fsspec's file system for a URL, and the path in it; no request is sent.
 
     Raises:
-        CheckpointError: it is not; the message names what to install.
+        CheckpointError: the package for its scheme is not installed; the message names it.
     """
-    _filesystem(path)
-
-
-def _filesystem(path: RemotePath) -> tuple[Any, str]:
-    """Return fsspec's file system for a URL, and the path in it."""
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
@@ -104,7 +99,7 @@ class _Requests:
     """The requests to one file system, each repeated if it fails."""
 
     def __init__(self, path: RemotePath) -> None:
-        self.filesystem, self.inside = _filesystem(path)
+        self.filesystem, self.inside = filesystem_of(path)
         self._path = path
 
     def __call__(self, act: Callable[[], _T], *, again: bool = True) -> _T:

@@ -191,10 +191,9 @@ class SaveJob:
             CheckpointError: they cannot be written; the message names the file.
         """
         seals = self._write_into(folder, rank)
-        none = RankContents({}, self.contents.parts)
-        plain = Plain(None, {})
+        contents, none = RankContents({}, self.contents.parts), Plain(None, {})
         staged = {folder / name: seal for name, seal in seals.items()}
-        return replace(self, contents=none, own=plain, client=plain, staged=staged)
+        return replace(self, contents=contents, own=none, client=none, staged=staged)
 
     def _write_files(self, rank: int) -> _Written:
         """Write this rank's files and return their seals."""

@@ -59,8 +59,7 @@ class Spread:
             if not self._is_stacked:
                 yield piece
             elif whole is not None:
-                rows = zip(box.offsets, box.sizes, strict=True)
-                whole[tuple(slice(first, first + size) for first, size in rows)] = piece
+                whole[box.index] = piece
         if self._is_stacked:
             yield piece if whole is None else whole
 

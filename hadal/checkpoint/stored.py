@@ -306,11 +306,11 @@ class StoredSource(Source):
     @property
     def files(self) -> Sequence[Location]:
         """The files of all ranks."""
-        return [self._files.home / name for name in self._files]
+        return [self._files.home / name for name in self._files.seals]
 
     def checks(self) -> Iterator[tuple[Callable[[], None], int]]:
         """Yield the comparison of each file with its checksum."""
-        for name, seal in self._files.items():
+        for name, seal in self._files.seals.items():
             yield partial(check_file, self._files.home / name, seal, whole=True), seal.nbytes
 
     def verify(
@@ -318,7 +318,7 @@ class StoredSource(Source):
     ) -> None:
         """Verify files, or those used so far if not `spread`."""
         # The rank files first: at the same world size each rank verifies its own.
-        names = sorted(self._files, key=lambda name: (name == CLIENT, name))[share::shares]
+        names = sorted(self._files.seals, key=lambda name: (name == CLIENT, name))[share::shares]
         if not spread:
             names = sorted(self._files.used)
         for name in names:

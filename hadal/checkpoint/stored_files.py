@@ -5,7 +5,7 @@ Tests: tests/checkpoint/test_damage.py, tests/checkpoint/test_loading.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from math import prod
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class Dtypes(NamedTuple):
     rounded: torch.dtype
 
 
-class SavedFiles(Mapping[str, Seal]):
+class SavedFiles:
     """The seals of a checkpoint's files, by file name; the files `here` are in this folder.
 
     A file's size and header are checked when it is first needed, and all its bytes by `verify`.
@@ -37,22 +37,13 @@ class SavedFiles(Mapping[str, Seal]):
 
     def __init__(self, home: Location, seals: Mapping[str, Seal], here: frozenset[str]) -> None:
         self.home = home
-        self._seals = seals
+        self.seals = seals
         self._here = here
         self._open: dict[str, StoredFile] = {}
         self._kept: dict[str, Kept] = {}
         self._headers: dict[str, Header] = {}
         self.used: set[str] = set()
         """The files used so far."""
-
-    def __getitem__(self, name: str) -> Seal:
-        return self._seals[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._seals)
-
-    def __len__(self) -> int:
-        return len(self._seals)
 
     def use(self, name: str) -> Location:
         """Check a file's size and header, once; return its location.
@@ -68,7 +59,7 @@ class SavedFiles(Mapping[str, Seal]):
                     " checkpoint.use_node_local_storage. Load it with the same number of ranks on"
                     " the same nodes at the same stage, or copy all nodes' files into one folder"
                 )
-            check_file(path, self._seals[name], whole=False)
+            check_file(path, self.seals[name], whole=False)
             self.used.add(name)
         return path
 
@@ -83,7 +74,7 @@ class SavedFiles(Mapping[str, Seal]):
         path = self.use(name)
         with self.reading(name):
             kept = Kept(room, apart)
-        check_file(path, self._seals[name], whole=True, kept=kept)
+        check_file(path, self.seals[name], whole=True, kept=kept)
         room, kept.room = kept.room, 0
         self._kept[name] = kept
         return room
@@ -91,7 +82,7 @@ class SavedFiles(Mapping[str, Seal]):
     def header(self, name: str) -> Header:
         """Return a file's header, which is read once."""
         if name not in self._headers:
-            self._headers[name] = read_header(self.use(name), self._seals[name].head_nbytes)
+            self._headers[name] = read_header(self.use(name), self.seals[name].head_nbytes)
         return self._headers[name]
 
     def expect(
@@ -112,10 +103,10 @@ class SavedFiles(Mapping[str, Seal]):
                     f"{'' if shape is None else f' of shape {shape}'}"
                 )
             nbytes = prod(row.shape) * dtype.itemsize
-            if row.stop - row.begin != nbytes or row.stop > self._seals[name].nbytes:
+            if row.stop - row.begin != nbytes or row.stop > self.seals[name].nbytes:
                 raise ValueError(
                     f"{tensor} needs {nbytes} bytes, but has bytes {row.begin} to {row.stop} of"
-                    f" a file of {self._seals[name].nbytes}"
+                    f" a file of {self.seals[name].nbytes}"
                 )
             return row
 

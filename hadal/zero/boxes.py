@@ -91,6 +91,12 @@ class Box:
             last = last * length + size - 1
         return last + 1 if self.numel else 0
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The index of the box in its tensor."""
+        pairs = zip(self.offsets, self.sizes, strict=True)
+        return tuple(slice(offset, offset + size) for offset, size in pairs)
+
     def runs(self) -> Iterator[tuple[int, int]]:
         """Yield the longest ranges [start, stop) of the whole tensor's elements in the box.
 

@@ -45,7 +45,7 @@ class TrainedValues:
         """
         self.masters.setdefault(name, []).append(flat[start : start + numel])
         for key, value in dict(state).items():
-            if _has_elements(value) and value.numel() >= flat.numel():
+            if has_elements(value) and value.numel() >= flat.numel():
                 piece = value.reshape(-1)[start : start + numel]
                 self.state.setdefault((name, key), []).append(piece)
             else:
@@ -145,7 +145,7 @@ def whole(
             masters = optimizer.get("fp32_groups", {number: [module[name] for name in row]})
             for index, name, master in zip(group["params"], row, masters[number], strict=True):
                 state = inner["state"].get(index, {})
-                alike = {v.shape for v in [master, *state.values()] if _has_elements(v)}
+                alike = {v.shape for v in [master, *state.values()] if has_elements(v)}
                 _expect(alike == {module[name].shape}, f"shape of the state of {name}")
                 found.add(name, master.reshape(-1), 0, master.numel(), state)
         _count_together([found.scalars[name] for name in row if name in found.scalars])
@@ -159,7 +159,8 @@ def _same(row: Sequence[str], names: Sequence[str]) -> bool:
     return sorted(row) == sorted(names)
 
 
-def _has_elements(value: Any) -> bool:
+def has_elements(value: Any) -> bool:
+    """Return whether a value is a tensor that is not a single number."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 

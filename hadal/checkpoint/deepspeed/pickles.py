@@ -35,7 +35,8 @@ class Attributes:
         return f"Attributes({vars(self)})"
 
 
-def _path_text(*parts: str) -> str:
+def path_text(*parts: str) -> str:
+    """Return a path in a file as text."""
     return os.path.join(*parts) if parts else "."
 
 
@@ -50,10 +51,10 @@ STAND_INS = MappingProxyType(
         "deepspeed.runtime.zero.config.ZeroStageEnum": int,
         "deepspeed.utils.tensor_fragment.fragment_address": Attributes,
         "argparse.Namespace": argparse.Namespace,
-        "pathlib.PosixPath": _path_text,
-        "pathlib.WindowsPath": _path_text,
-        "pathlib.PurePosixPath": _path_text,
-        "pathlib._local.PosixPath": _path_text,
+        "pathlib.PosixPath": path_text,
+        "pathlib.WindowsPath": path_text,
+        "pathlib.PurePosixPath": path_text,
+        "pathlib._local.PosixPath": path_text,
         "numpy.ndarray": np.ndarray,
         "numpy.dtype": np.dtype,
         "numpy.core.multiarray._reconstruct": _ARRAY,
@@ -89,9 +90,9 @@ def read_pickle(path: Path, stand_ins: Mapping[str, Any] = STAND_INS) -> Any:
                 " none of its code was run. If it is in your own client_state, save the checkpoint"
                 " without it; if you do not recognize it, do not trust the file"
             ) from error
-        raise CheckpointError(f"{path} is damaged, or not a checkpoint: {_short(error)}") from error
+        raise CheckpointError(f"{path} is damaged, or not a checkpoint: {short(error)}") from error
     except Exception as error:  # damaged bytes may raise any kind
-        raise CheckpointError(f"{path} is damaged: {_short(error)}") from error
+        raise CheckpointError(f"{path} is damaged: {short(error)}") from error
 
 
 def check_pickle(path: Path) -> None:
@@ -115,7 +116,7 @@ def check_archive(file: BinaryIO, what: str) -> None:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
-        raise CheckpointError(f"{what}: {_short(error)}") from error
+        raise CheckpointError(f"{what}: {short(error)}") from error
     if damaged is not None:
         raise CheckpointError(
             f"{what}: the checksum of {damaged} in it does not match its contents; use another"
@@ -123,6 +124,7 @@ def check_archive(file: BinaryIO, what: str) -> None:
         )
 
 
-def _short(error: BaseException) -> str:
+def short(error: BaseException) -> str:
+    """Return an error as a short line."""
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {text[:300]}"

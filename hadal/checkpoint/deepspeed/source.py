@@ -21,7 +21,7 @@ from torch import Tensor
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT, SavedGroup, state_kind
 from hadal.checkpoint.deepspeed import layouts
 from hadal.checkpoint.deepspeed.folder import files_of
-from hadal.checkpoint.deepspeed.layouts import TrainedValues
+from hadal.checkpoint.deepspeed.layouts import TrainedValues, has_elements
 from hadal.checkpoint.deepspeed.pickles import check_pickle, read_pickle
 from hadal.checkpoint.files import copy_folder, inside, parsing_errors
 from hadal.checkpoint.plain import encoded
@@ -188,7 +188,7 @@ class DeepSpeedSource(Source):
     def _universal(self, folder: Path, first: Mapping[str, Any]) -> TrainedValues:
         """Parse the universal format: a folder per parameter, with a file per kind of value."""
         inner = first.get("optimizer_state_dict", {}).get("state", {})
-        counts = {k: v for row in inner.values() for k, v in row.items() if not _has_elements(v)}
+        counts = {k: v for row in inner.values() for k, v in row.items() if not has_elements(v)}
         found = TrainedValues(layouts.options_of(first), layouts.names_of(first, self._shapes))
         for shapes in self._shapes:
             for name in shapes:
@@ -354,10 +354,6 @@ def _optimizer_of(config: Mapping[str, Any]) -> str | None:
 def _is_extra(name: str) -> bool:
     """Return whether an entry of a state dict is a module's extra state rather than a tensor."""
     return name.rpartition(".")[2] == _EXTRA_STATE
-
-
-def _has_elements(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _count(value: Any) -> Any:

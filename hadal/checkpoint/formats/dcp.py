@@ -15,13 +15,13 @@ import pickle
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from hadal.checkpoint.contents import BUFFER, state_key
-from hadal.checkpoint.export import Progress, tied_names, values_to_export
+from hadal.checkpoint.export import Progress, fill, tied_names, values_to_export
 from hadal.checkpoint.files import is_file, system_errors, torch_save_errors
 from hadal.checkpoint.formats.drafts import drafted_folder
 from hadal.checkpoint.huggingface import Value
@@ -36,18 +36,13 @@ MODEL, OPTIMIZER = "model", "optimizer"
 TRAINING = ("hadal", "training")
 """The path of Hadal's own entry."""
 _CHUNK_NBYTES = 4 << 20
-_READ_NUMEL = 1 << 18
 
 Path_ = tuple[str | int, ...]
 """The keys that lead to a value in the nested state dict."""
 
 
-class _Stored(NamedTuple):
-    """A tensor to store, and the other paths that it has."""
-
-    path: Path_
-    value: Value
-    aliases: tuple[Path_, ...] = ()
+_Stored = tuple[list[Path_], Value]
+"""A tensor to store, with all of its paths."""
 
 
 def is_dcp(folder: Location) -> bool:
@@ -80,10 +75,10 @@ def export_dcp(
     with drafted_folder(folder, METADATA) as draft:
         writer = _Writer(draft, max_file_nbytes, progress or (lambda nbytes: None))
         try:
-            for one in stored:
-                writer.add_tensor(source, one)
-            for path, value in _values_of(source, with_optimizer):
-                writer.add_value(path, value)
+            for paths, value in stored:
+                writer.add_tensor(source, paths, value)
+            for path, single in _values_of(source, with_optimizer):
+                writer.add_value(path, single)
             writer.finish()
         finally:
             writer.close()
@@ -100,7 +95,7 @@ def nbytes_of_dcp(
 ) -> int:
     """Return the number of bytes that an export reports to its `progress`."""
     stored = _tensors_of(source, dtype, with_optimizer, exclude_frozen)
-    return sum(one.value.nbytes for one in stored)
+    return sum(value.nbytes for _, value in stored)
 
 
 def _tensors_of(
@@ -109,17 +104,17 @@ def _tensors_of(
     exported = values_to_export(
         source, dtype, exclude_frozen=exclude_frozen, is_exact=dtype is None
     )
-    aliases: dict[str, list[Path_]] = {}
+    paths: dict[str, list[Path_]] = {value.name: [(MODEL, value.name)] for value in exported}
     for alias, name in tied_names(source, exported).items():
-        aliases.setdefault(name, []).append((MODEL, alias))
+        paths[name].append((MODEL, alias))
     for value in exported:
-        yield _Stored((MODEL, value.name), value, tuple(aliases.get(value.name, ())))
+        yield paths[value.name], value
     if with_optimizer:
         for (name, kind), entry in source.entries.items():
             key = state_key(kind)
             if key is not None:
                 value = Value(name, entry.shape, entry.dtype, kind)
-                yield _Stored((OPTIMIZER, "state", name, key), value)
+                yield [(OPTIMIZER, "state", name, key)], value
 
 
 def _values_of(source: Source, with_optimizer: bool) -> Iterator[tuple[Path_, Any]]:
@@ -179,20 +174,15 @@ class _Writer:
         self._paths: dict[str, Path_] = {}
         self._places: dict[Any, Any] = {}
 
-    def add_tensor(self, source: Source, one: _Stored) -> None:
+    def add_tensor(self, source: Source, paths: list[Path_], value: Value) -> None:
         """Store a tensor, chunk by chunk."""
-        value = one.value
-        names = [self._enter(path) for path in (one.path, *one.aliases)]
+        names = [self._enter(path) for path in paths]
         chunks = []
         limit = max(_CHUNK_NBYTES // value.dtype.itemsize, 1)
         for box in rows_of(value.name, value.shape, limit):
-            start = box.start
             # A copy: torch.save would write all of the storage that a view belongs to.
             chunk = torch.empty(box.numel, dtype=value.dtype)
-            for piece, first in zip(
-                chunk.split(_READ_NUMEL), range(start, start + box.numel, _READ_NUMEL), strict=True
-            ):
-                piece.copy_(source.read(value.name, value.kind, first, first + piece.numel()))
+            fill(chunk, source, value, box.start)
             place = self._store(chunk.view(box.sizes))
             offsets = torch.Size(box.offsets)
             chunks.append(self._made.ChunkStorageMetadata(offsets, torch.Size(box.sizes)))

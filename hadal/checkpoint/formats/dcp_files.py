@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from hadal.checkpoint.deepspeed.pickles import Attributes, check_archive
+from hadal.checkpoint.deepspeed.pickles import Attributes, check_archive, path_text, short
 from hadal.checkpoint.files import inside, open_file, parsing_errors, read_small
 from hadal.checkpoint.formats.dcp import METADATA, Path_
 from hadal.checkpoint.storage import Location, StoredFile
@@ -68,23 +68,6 @@ class _State(Attributes):
         self.state = state
 
 
-class _Key(Attributes):
-    """A stand-in for the key of an item."""
-
-    fqn: str
-    offset: Any = None
-
-    def __hash__(self) -> int:
-        return hash((self.fqn, self.offset))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and (self.fqn, self.offset) == (other.fqn, other.offset)
-
-
-def _text(*parts: str) -> str:
-    return "/".join(parts)
-
-
 _OWN = "torch.distributed.checkpoint.metadata"
 _EARLIER = "torch.distributed._shard.sharded_tensor.metadata"
 _STAND_INS: Mapping[str, Any] = MappingProxyType(
@@ -93,10 +76,9 @@ _STAND_INS: Mapping[str, Any] = MappingProxyType(
             f"{_OWN}.{name}": Attributes
             for name in (
                 *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata"),
-                *("ChunkStorageMetadata", "StorageMeta"),
+                *("ChunkStorageMetadata", "StorageMeta", "MetadataIndex"),
             )
         },
-        f"{_OWN}.MetadataIndex": _Key,
         "torch.distributed.checkpoint.filesystem._StorageInfo": Attributes,
         **{f"{module}.TensorProperties": _State for module in (_OWN, _EARLIER)},
         f"{_OWN}._MEM_FORMAT_ENCODING": int,
@@ -104,8 +86,8 @@ _STAND_INS: Mapping[str, Any] = MappingProxyType(
         "torch.Size": tuple,
         "torch.serialization._get_layout": str,
         "collections.OrderedDict": dict,
-        **{f"pathlib.{kind}Path": _text for kind in ("Posix", "Windows", "PurePosix")},
-        "pathlib._local.PosixPath": _text,
+        **{f"pathlib.{kind}Path": path_text for kind in ("Posix", "Windows", "PurePosix")},
+        "pathlib._local.PosixPath": path_text,
     }
 )
 """Stand-ins by the name in an index."""
@@ -148,7 +130,10 @@ def read_contents(folder: Location) -> Contents:
 def _understood(index: Any, folder: Location) -> Contents:
     tensors: dict[Path_, StoredTensor] = {}
     values: dict[Path_, StoredItem] = {}
-    items = {(key.fqn, key.offset): _item(info, folder) for key, info in index.storage_data.items()}
+    items = {
+        (key.fqn, getattr(key, "offset", None)): _item(info, folder)
+        for key, info in index.storage_data.items()
+    }
     paths = index.planner_data or {}
     for name, entry in index.state_dict_metadata.items():
         path = tuple(paths.get(name, (name,)))
@@ -189,10 +174,9 @@ def read_item(folder: Location, item: StoredItem) -> Any:
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # damaged bytes may raise any kind
-            text = str(error).strip().split("\n")[0][:300]
             raise CheckpointError(
                 f"{folder / item.file} is damaged at byte {item.offset}, or holds more than plain"
-                f" values: {type(error).__name__}: {text}"
+                f" values: {short(error)}"
             ) from error
 
 

@@ -124,10 +124,22 @@ class DcpSource(Source):
         head = self._root()[:depth]
         tensors = self._below(self._contents.tensors, head)
         values = self._below(self._contents.values, head)
-        called = _Names(names, {name for name, kind in self._values if kind == WEIGHT})
+        known = {name for name, kind in self._values if kind == WEIGHT}
+        numbered = [name for group in names or () for name in group]
+        self._lacks_names = False
+
+        def called(given: str) -> str | None:
+            """Return a parameter's name, which may be given by number; None if unknown."""
+            if given in known or not given.isdigit():
+                return given
+            if int(given) < len(numbered):
+                return numbered[int(given)]
+            self._lacks_names = True
+            return None
+
         state: dict[str, dict[str, Any]] = {}
         for path, stored in tensors.items():
-            if (found := _state_place(path)) and (name := called.of(found[0])):
+            if (found := _state_place(path)) and (name := called(found[0])):
                 if stored.shape:
                     self._values[name, state_kind(found[1])] = stored
                 else:
@@ -135,7 +147,7 @@ class DcpSource(Source):
                     state.setdefault(name, {})[found[1]] = value
         options: dict[int, dict[str, Any]] = {}
         for path, item in values.items():
-            if (found := _state_place(path)) and (name := called.of(found[0])):
+            if (found := _state_place(path)) and (name := called(found[0])):
                 state.setdefault(name, {})[found[1]] = read_item(self.path, item)
             elif len(path) == 3 and path[0] == "param_groups":
                 options.setdefault(int(path[1]), {})[str(path[2])] = read_item(self.path, item)
@@ -143,12 +155,11 @@ class DcpSource(Source):
         self.groups = tuple(
             SavedGroup(
                 encoded({k: v for k, v in group.items() if k not in _OPTIONS}, "a param group"),
-                tuple(filter(None, (called.of(str(one)) for one in params))),
+                tuple(filter(None, (called(str(one)) for one in params))),
             )
             for group in (options[number] for number in sorted(options))
             if (params := group.pop("params", [])) is not None
         )
-        self._lacks_names = called.unknown
 
     def _below(self, found: Mapping[Path_, Any], head: Path_) -> dict[Path_, Any]:
         """Return what is under the optimizer, by the rest of its keys."""
@@ -274,21 +285,3 @@ def _state_place(path: Path_) -> tuple[str, str] | None:
         name, _, key = str(path[0]).removeprefix("state.").rpartition(".")
         return name, key
     return None
-
-
-class _Names:
-    """The names of parameters, which a file may give by number."""
-
-    def __init__(self, names: Sequence[Sequence[str]] | None, known: set[str]) -> None:
-        self._known = known
-        self._numbered = [name for group in names or () for name in group]
-        self.unknown = False
-
-    def of(self, given: str) -> str | None:
-        """Return a parameter's name; None if it cannot be known."""
-        if given in self._known or not given.isdigit():
-            return given
-        if int(given) < len(self._numbered):
-            return self._numbered[int(given)]
-        self.unknown = True
-        return None

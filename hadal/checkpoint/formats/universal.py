@@ -20,7 +20,7 @@ from torch import Tensor
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT, state_key
 from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL
 from hadal.checkpoint.deepspeed.source import OWN_KEYS, DeepSpeedSource
-from hadal.checkpoint.export import Progress, values_to_export
+from hadal.checkpoint.export import Progress, fill, values_to_export
 from hadal.checkpoint.files import inside, is_file, replace_file, system_errors
 from hadal.checkpoint.formats.drafts import drafted_folder
 from hadal.checkpoint.formats.foreign import (
@@ -264,7 +264,7 @@ def _module_of(source: Source, scratch: Path) -> dict[str, Tensor]:
         if value.numel:
             place = str(scratch / str(number))
             whole = torch.from_file(place, shared=True, size=value.numel, dtype=value.dtype)
-            whole.copy_(source.read(value.name, value.kind, 0, value.numel))
+            fill(whole, source, value)
         module[value.name] = whole.view(value.shape)
     return module
 
