@@ -134,12 +134,11 @@ def collect(
             hold less than one full copy of the model states.
     """
     _expect_whole_copies(live, holders)
-    contents = RankContents({}, {})
+    tensors: dict[str, Values] = {}
     parts = {
-        ranks.numbers: _Collecting(ranks.rank, holders.among(ranks.numbers), contents.tensors)
+        ranks.numbers: _Collecting(ranks.rank, holders.among(ranks.numbers), tensors)
         for ranks in (live.ranks, *(bucket.ranks for bucket in live.runtime.buckets))
     }
-    contents.parts.update((ranks, part.rows) for ranks, part in parts.items())
     for number, bucket in enumerate(live.runtime.buckets):
         if bucket.trainable or not without_frozen:
             parts[bucket.ranks.numbers].add_bucket(number, bucket)
@@ -156,7 +155,7 @@ def collect(
             parts[held.bucket.ranks.numbers].add_state(live, held, numbers[held.bucket])
         for part in parts.values():
             part.add_replicated(part.everywhere)
-    return contents
+    return RankContents(tensors, {ranks: part.rows for ranks, part in parts.items()})
 
 
 def _expect_whole_copies(live: Live, holders: Holders) -> None:

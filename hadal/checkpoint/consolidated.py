@@ -5,7 +5,7 @@ ranks need memory for one bucket, rank 0 for what it keeps. If a program's own m
 model-parallel parts, the first rank of each part does what rank 0 does; slices of layers that Hadal
 cut are joined, and experts come from all ranks that share them.
 
-Tests: tests/engine/test_giving.py
+Tests: tests/engine/test_giving.py, tests/moe/test_checkpoints.py
 """
 
 from __future__ import annotations
@@ -19,13 +19,101 @@ from torch import Tensor, nn
 
 from hadal.checkpoint.huggingface import Value, write_model
 from hadal.checkpoint.live import Live, plain_name, plain_slots
-from hadal.checkpoint.spread import Spread, spread_experts
 from hadal.checkpoint.storage import Location
 from hadal.checkpoint.together import together
+from hadal.comm import Ranks
+from hadal.comm.collectives import broadcast_, gather_objects
+from hadal.comm.expert_groups import expert_group_names, expert_groups
+from hadal.errors import ModelError, few
+from hadal.zero.boxes import ATTRIBUTE, Box
 from hadal.zero.bucket import Bucket
 from hadal.zero.sharing import slice_of
 
 _PIECE_NUMEL = 1 << 22
+_Group = tuple[list[Bucket], list[tuple[str, Tensor]]]
+"""A bucket, and its tensors by name; or no bucket, and one tensor that is in none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A parameter of experts, of which each of several ranks holds one or some."""
+
+    ranks: Ranks
+    boxes: tuple[Box, ...]
+    """The box of each rank, in their order; all have the same size."""
+
+    @property
+    def _is_stacked(self) -> bool:
+        return not self.boxes[0].is_whole
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the whole tensors that the ranks hold together."""
+        return tuple(dict.fromkeys(box.name for box in self.boxes))
+
+    def values(self, dtype: torch.dtype) -> Iterator[Value]:
+        """Yield the whole tensors, in the order of `wholes`."""
+        for name, shape in {box.name: box.shape for box in self.boxes}.items():
+            yield Value(name, shape, dtype)
+
+    def wholes(self, mine: Tensor) -> Iterator[Tensor]:
+        """Yield the whole tensors, which are complete on the first rank only.
+
+        A collective. Each tensor is valid until the next one is requested.
+        """
+        whole = None
+        if self._is_stacked and self.ranks.rank == 0:
+            whole = mine.new_empty(self.boxes[0].shape)
+        piece = mine.new_empty(mine.shape)
+        for number, box in enumerate(self.boxes):
+            if number == self.ranks.rank:
+                piece.copy_(mine.detach())
+            broadcast_(piece, number, self.ranks, f"the experts of {box.name}")
+            if not self._is_stacked:
+                yield piece
+            elif whole is not None:
+                whole[box.index] = piece
+        if self._is_stacked:
+            yield piece if whole is None else whole
+
+
+def _spread_experts(live: Live) -> dict[Tensor, Spread]:
+    """Return the parameters that are distributed over ranks, with each rank's box. A collective.
+
+    Raises:
+        ModelError: the experts of a rank are not marked.
+    """
+    found: dict[Ranks, dict[nn.Parameter, str]] = {}
+    for parameter, names in live.names().items() if live.has_experts else ():
+        ranks = _sharers_of(parameter)
+        if ranks is not None:
+            found.setdefault(ranks, {})[parameter] = names[0]
+    unknown = [name for some in found.values() for p, name in some.items() if _box_of(p) is None]
+    if unknown:
+        raise ModelError(
+            f"each rank has other experts, and nothing says which are in {few(unknown)}: set"
+            " parameter.hadal_box (hadal.zero.boxes) before initialize"
+        )
+    spread: dict[Tensor, Spread] = {}
+    for ranks, members in found.items():
+        rows = gather_objects([_box_of(parameter) for parameter in members], ranks)
+        for parameter, boxes in zip(members, zip(*rows, strict=True), strict=True):
+            spread[parameter] = Spread(ranks, boxes)
+    return spread
+
+
+def _box_of(parameter: nn.Parameter) -> Box | None:
+    found = getattr(parameter, ATTRIBUTE, None)
+    return found if isinstance(found, Box) else None
+
+
+def _sharers_of(parameter: nn.Parameter) -> Ranks | None:
+    """Return the ranks over which an expert's parameter is distributed; None for any other."""
+    name = getattr(parameter, "group_name", None)
+    if getattr(parameter, "allreduce", True) or name not in expert_group_names():
+        return None
+    ranks = expert_groups(name).parallel
+    return ranks if ranks.size > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +121,16 @@ class ModelWeights:
     """A model's parameters and persistent buffers, in order of decreasing element size."""
 
     live: Live
-    holders: list[Bucket | tuple[str, Tensor]]
-    """Buckets, and the tensors that are in no bucket with their names."""
+    groups: list[_Group]
     aliases: dict[str, str]
     """Other names of tied parameters, mapped to their names in `values`."""
-    excluded: set[nn.Parameter]
-    """Parameters of these buckets to leave out."""
     spread: dict[Tensor, Spread]
     """Parameters of experts that are on several ranks."""
 
     def values(self) -> Iterator[Value]:
         """Yield name, shape and dtype of each value, in the order of `cuts`."""
-        for holder in self.holders:
-            for name, tensor in self._members(holder):
+        for _, members in self.groups:
+            for name, tensor in members:
                 if tensor in self.spread:
                     yield from self.spread[tensor].values(tensor.dtype)
                     continue
@@ -57,25 +142,14 @@ class ModelWeights:
 
         A collective: every rank must iterate to the end.
         """
-        for holder in self.holders:
-            gathered = [holder] if isinstance(holder, Bucket) else []
-            with self.live.runtime.whole(gathered):
-                for _, tensor in self._members(holder):
+        for buckets, members in self.groups:
+            with self.live.runtime.whole(buckets):
+                for _, tensor in members:
                     if tensor.numel() and tensor in self.spread:
                         yield from self.spread[tensor].wholes(tensor)
                     elif tensor.numel():
                         cut = slice_of(tensor)
                         yield tensor.detach() if cut is None else cut.whole(tensor)
-
-    def _members(self, holder: Bucket | tuple[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        if not isinstance(holder, Bucket):
-            yield holder
-            return
-        for slot, parameter in zip(
-            plain_slots(holder.layout.slots), holder.parameters, strict=True
-        ):
-            if parameter not in self.excluded:
-                yield slot.name, parameter
 
 
 def weights_of(live: Live, *, exclude_frozen: bool = False) -> ModelWeights:
@@ -84,28 +158,22 @@ def weights_of(live: Live, *, exclude_frozen: bool = False) -> ModelWeights:
     Raises:
         ModelError: ranks have different experts, which are not marked.
     """
-    runtime = live.runtime
     frozen = {p for p in live.names() if exclude_frozen and not live.is_trained(p)}
     loose = [(name, p) for name, p in live.unmanaged() if p not in frozen]
-    buckets = [b for b in runtime.buckets if any(p not in frozen for p in b.parameters)]
-    holders: list[Bucket | tuple[str, Tensor]] = [*live.buffers(), *loose, *buckets]
-    first = {
-        parameter: slot.name
-        for bucket in runtime.buckets
-        for slot, parameter in zip(plain_slots(bucket.layout.slots), bucket.parameters, strict=True)
-    }
+    groups: list[_Group] = [([], [one]) for one in (*live.buffers(), *loose)]
+    for bucket in live.runtime.buckets:
+        named = zip(plain_slots(bucket.layout.slots), bucket.parameters, strict=True)
+        members: list[tuple[str, Tensor]] = [(slot.name, p) for slot, p in named if p not in frozen]
+        if members:
+            groups.append(([bucket], members))
+    groups.sort(key=lambda group: group[1][0][1].element_size(), reverse=True)
+    first = {tensor: name for _, members in groups for name, tensor in members}
     aliases: dict[str, str] = {}
     for parameter, names in live.names().items():
         kept = first.get(parameter, names[0])
         if parameter not in frozen:
             aliases |= {name: kept for name in names if name != kept}
-    holders.sort(key=_itemsize, reverse=True)
-    return ModelWeights(live, holders, aliases, frozen, spread_experts(live))
-
-
-def _itemsize(holder: Bucket | tuple[str, Tensor]) -> int:
-    tensor = holder.parameters[0] if isinstance(holder, Bucket) else holder[1]
-    return tensor.element_size()
+    return ModelWeights(live, groups, aliases, _spread_experts(live))
 
 
 @torch.no_grad()

@@ -106,8 +106,7 @@ class Single(NamedTuple):
         return f"single.{self.kind}.{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class SavedGroup:
+class SavedGroup(NamedTuple):
     """A param group: its options (learning rate and so on) and its parameters' names."""
 
     options: Any

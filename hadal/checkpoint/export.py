@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
-from hadal.checkpoint.huggingface import Value, in_order, write_model
+from hadal.checkpoint.huggingface import Value, write_model
 from hadal.checkpoint.source import Source
 from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError
@@ -21,6 +21,10 @@ _log = logging.getLogger(__name__)
 _CUT_NUMEL = 1 << 19
 Progress = Callable[[int], object]
 """Called with the number of bytes that were processed since the last call."""
+
+
+def untold(nbytes: int) -> None:
+    """Report to nobody: the default `Progress`."""
 
 
 def values_to_export(
@@ -75,7 +79,7 @@ def export(
     dtype: torch.dtype | None,
     max_shard_nbytes: int,
     exclude_frozen: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = untold,
 ) -> list[Location]:
     """Write the weights of a checkpoint in the Hugging Face layout.
 
@@ -86,8 +90,9 @@ def export(
     """
     _warn_if_rounded(source, dtype)
     stored = values_to_export(source, dtype, exclude_frozen=exclude_frozen)
-    values = in_order(stored)
-    cuts = _cuts(source, values, progress or (lambda nbytes: None))
+    # Wide dtypes first, so that each tensor is aligned.
+    values = sorted(stored, key=lambda value: -value.dtype.itemsize)
+    cuts = _cuts(source, values, progress)
     aliases = tied_names(source, stored)
     return write_model(folder, filename, values, cuts, aliases, max_shard_nbytes)
 

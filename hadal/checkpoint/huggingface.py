@@ -13,7 +13,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from math import prod
@@ -61,11 +61,6 @@ class Value(NamedTuple):
     def nbytes(self) -> int:
         """The number of bytes."""
         return self.numel * self.dtype.itemsize
-
-
-def in_order(values: Iterable[Value]) -> list[Value]:
-    """Return the values in the order of writing: wide dtypes first, so that each is aligned."""
-    return sorted(values, key=lambda value: -value.dtype.itemsize)
 
 
 def shards_of(values: Sequence[Value], max_shard_nbytes: int) -> list[list[Value]]:

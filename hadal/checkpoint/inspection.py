@@ -14,7 +14,7 @@ import torch
 
 from hadal.checkpoint import folders
 from hadal.checkpoint.contents import WEIGHT
-from hadal.checkpoint.export import Progress
+from hadal.checkpoint.export import Progress, untold
 from hadal.checkpoint.files import Given, is_folder, items_of, location_of, storage_of
 from hadal.checkpoint.index import INDEX
 from hadal.checkpoint.opening import folder_of, is_checkpoint, open_source
@@ -64,7 +64,7 @@ def inspected(
     tag: str | None = None,
     *,
     verify: bool = True,
-    progress: Progress = lambda nbytes: None,
+    progress: Progress = untold,
 ) -> list[CheckpointReport]:
     """Inspect one checkpoint, or all in a folder in the order of their steps.
 
@@ -165,12 +165,9 @@ def _steps(scalars: Any) -> int | None:
 
 def _holdings(source: Source) -> list[Holding]:
     found: dict[tuple[str, torch.dtype], list[Entry]] = {}
-    parts = [open_source(source.path, part) for part in range(1, source.parts)]
-    for one in (source, *parts):
-        for (_, kind), entry in one.entries.items():
+    for part in range(source.parts):
+        for (_, kind), entry in source.of_part(part).entries.items():
             found.setdefault((kind, entry.dtype), []).append(entry)
-    for part in parts:
-        part.close()
     return [
         Holding(
             kind,

@@ -132,7 +132,8 @@ def load(folder: Location, live: Live, wanted: Wanted) -> Loaded:
             names = live.group_names() if wanted.with_optimizer else None
             opened = open_source(folder, names=names)
             stack.callback(opened.close)
-            asked = _asked_by(live)
+            aliases = {first: others for first, *others in live.names().values()}
+            asked = Asked(live.placements(), aliases, frozenset(), live.part, live.parts)
         # One rank of each part sends the names that it asks for, if there may be other parts.
         sends = live.has_experts or live.ranks.rank == 0
         sends &= live.parts > 1 or opened.parts > 1 or live.has_experts
@@ -148,12 +149,6 @@ def load(folder: Location, live: Live, wanted: Wanted) -> Loaded:
             if live.rules.verifies and not live.rules.is_node_local:
                 verify = partial(source.verify, world.rank, world.size, room=_room(world))
         return load_from(source, live, wanted, what, verify)
-
-
-def _asked_by(live: Live) -> Asked:
-    """Return what this rank's part of the model asks of a checkpoint."""
-    aliases = {first: others for first, *others in live.names().values()}
-    return Asked(live.placements(), aliases, frozenset(), live.part, live.parts)
 
 
 def _fitted(source: Source, asked: Asked, live: Live) -> Source:

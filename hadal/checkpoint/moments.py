@@ -203,7 +203,7 @@ def _plan_flat(
         name, kinds = saved.get(slot.name, _NOTHING)
         for kind in kinds:
             place = slice(fragment.offset, fragment.offset + fragment.numel)
-            row = (name, kind, fragment.start, slot)
+            row = (name, kind, fragment.start, slot if slot.is_reordered else None)
             Copy(held.values.detach()[place], *row).expect(source)
             memory.readings.setdefault(state_key(kind) or "", []).append((place, row))
 

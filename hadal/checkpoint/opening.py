@@ -84,10 +84,9 @@ def opened(path: Given, tag: str | None = None, part: int | None = None) -> Sour
             without their positions in the whole model.
     """
     source = open_source(folder_of(path, tag), part or 0)
-    parts = source.parts
-    if part is None and (parts > 1 or source.placements):
+    if part is None and (source.parts > 1 or source.placements):
         return joined(source)
-    if part is not None and not 0 <= part < parts:
+    if part is not None and not 0 <= part < source.parts:
         source.close()
         raise CheckpointError(f"{source.path} holds a whole model and has no part {part}")
     return source

@@ -304,8 +304,7 @@ def begin(request: SaveRequest, live: Live) -> SaveJob:
         own, client = _own(live), _client(request.client_state)
         index = _index(live, request, mark, client)
         contents = collect(live, own_values, holders, without_frozen=request.without_frozen)
-    first_of = [some for some in contents.parts if some[0] == world.rank]
-    heads = {some: head_of(live, some) for some in first_of}
+    heads = {some: head_of(live, some) for some in contents.parts if some[0] == world.rank}
     report = _RankReport(live.part, folder_ranks, contents.parts, heads)
     # A rank that writes an index needs all reports; with one folder that is the first rank.
     gather = gather_objects if has_several else gather_objects_at_first

@@ -36,7 +36,7 @@ class Copy:
     kind: str
     start: int
     slot: Slot | None = None
-    """The slot that gives the element order of a 1-D target; None: row-major."""
+    """The slot that gives the element order of a 1-D target, if that is not row-major."""
 
     def expect(self, source: Source) -> None:
         """Check that the elements can be read."""
@@ -45,20 +45,16 @@ class Copy:
     def run(self, source: Source) -> None:
         """Read the elements."""
         found = source.read(self.name, self.kind, *self._needed)
-        if self._reordered is not None:
-            whole = flattened(found.view(self._reordered.shape), self._reordered)
+        if self.slot is not None:
+            whole = flattened(found.view(self.slot.shape), self.slot)
             found = whole[self.start : self.start + self.target.numel()]
         self.target.copy_(found.view(self.target.shape))
 
     @property
-    def _reordered(self) -> Slot | None:
-        return self.slot if self.slot is not None and self.slot.is_reordered else None
-
-    @property
     def _needed(self) -> tuple[int, int]:
         """The (start, stop) to read; all of a value that is stored here in another order."""
-        if self._reordered is not None:
-            return 0, self._reordered.numel
+        if self.slot is not None:
+            return 0, self.slot.numel
         return self.start, self.start + self.target.numel()
 
 
@@ -144,7 +140,7 @@ def _plan_run(
         if name not in kinds:
             continue
         place = target[fragment.offset : fragment.offset + fragment.numel]
-        slot = slots[fragment.slot]
+        slot = slots[fragment.slot] if slots[fragment.slot].is_reordered else None
         copy = Copy(place, names[name], kinds[name], fragment.start, slot)
         copy.expect(source)
         yield partial(copy.run, source)

@@ -20,11 +20,12 @@ from checkpoint.deepspeed_cases import toy, unpack
 from checkpoint.test_dcp import engine_of, go_on, state_of, train
 from checkpoint.test_dcp import own as own  # a fixture
 from hadal.checkpoint.deepspeed.pickles import Attributes
-from hadal.checkpoint.formats.foreign import read_named, write_named
 from hadal.checkpoint.formats.universal import (
     VERSION,
     export_universal,
     nbytes_of_universal,
+    read_named,
+    write_named,
 )
 from hadal.checkpoint.opening import opened
 from hadal.cli import ds_to_universal

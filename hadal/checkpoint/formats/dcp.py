@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hadal.checkpoint.contents import BUFFER, state_key
-from hadal.checkpoint.export import Progress, fill, tied_names, values_to_export
+from hadal.checkpoint.export import Progress, fill, tied_names, untold, values_to_export
 from hadal.checkpoint.files import is_file, system_errors, torch_save_errors
 from hadal.checkpoint.formats.drafts import drafted_folder
 from hadal.checkpoint.huggingface import Value
@@ -60,7 +60,7 @@ def export_dcp(
     with_optimizer: bool = True,
     exclude_frozen: bool = False,
     max_file_nbytes: int = 5_000_000_000,
-    progress: Progress | None = None,
+    progress: Progress = untold,
 ) -> list[Location]:
     """Write a checkpoint as a folder that `torch.distributed.checkpoint.load` reads.
 
@@ -73,7 +73,7 @@ def export_dcp(
     """
     stored = list(_tensors_of(source, dtype, with_optimizer, exclude_frozen))
     with drafted_folder(folder, METADATA) as draft:
-        writer = _Writer(draft, max_file_nbytes, progress or (lambda nbytes: None))
+        writer = _Writer(draft, max_file_nbytes, progress)
         try:
             for paths, value in stored:
                 writer.add_tensor(source, paths, value)

@@ -4,40 +4,71 @@ The model is what is under `model` (or at the top, if nothing is), the optimizer
 `optimizer` or `optim`, with state by parameter name as `get_optimizer_state_dict` gives it, or by
 number as `optimizer.state_dict()` does.
 
+Its files are read as data. The index is a pickle: its classes become stand-ins, and every other
+name is refused, so that nothing of the file or of torch's own classes is run. The items are zip
+files of `torch.save`, one behind the other.
+
 Tests: tests/checkpoint/test_dcp.py
 """
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from math import prod
+from types import MappingProxyType
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from hadal.checkpoint.contents import BUFFER, WEIGHT, SavedGroup, state_kind
-from hadal.checkpoint.files import nbytes_at, open_file, parsing_errors
+from hadal.checkpoint.deepspeed.pickles import Attributes, check_archive, path_text, short
+from hadal.checkpoint.files import inside, nbytes_at, open_file, parsing_errors, read_small
 from hadal.checkpoint.formats.dcp import METADATA, MODEL, OPTIMIZER, TRAINING, Path_
-from hadal.checkpoint.formats.dcp_files import (
-    StoredChunk,
-    StoredItem,
-    StoredTensor,
-    check_item,
-    read_chunk,
-    read_contents,
-    read_item,
-)
 from hadal.checkpoint.plain import decoded, encoded
 from hadal.checkpoint.source import Entry, Source
-from hadal.checkpoint.storage import Location
-from hadal.errors import CheckpointError
+from hadal.checkpoint.storage import Location, StoredFile
+from hadal.errors import CheckpointError, NotBuiltYetError
+from hadal.zero.boxes import Box
 
 _T = TypeVar("_T")
 _OPTIMIZERS = (OPTIMIZER, "optim")
 _OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options of an optimizer's implementation: those here stay."""
+_LIMIT = 1 << 32
+_BUFFER_NBYTES = 1 << 16
+
+
+class _StoredItem(NamedTuple):
+    """The place of one stored value: a file, and bytes in it."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class _StoredChunk(NamedTuple):
+    """A part of a tensor, and its place."""
+
+    box: Box
+    item: _StoredItem
+
+
+class _StoredTensor(NamedTuple):
+    """A tensor in the folder."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[_StoredChunk, ...]
+
+
+_Contents = tuple[Mapping[Path_, _StoredTensor], Mapping[Path_, _StoredItem]]
+"""The tensors and the other values of a folder, by the keys that lead to each."""
 
 
 class _Entries(dict[tuple[str, str], _T]):
@@ -72,30 +103,30 @@ class DcpSource(Source):
 
     def __init__(self, folder: Location, names: Sequence[Sequence[str]] | None = None) -> None:
         self.path = folder
-        self._contents = read_contents(folder)
-        self._chunk: tuple[StoredChunk, Tensor] | None = None
+        self._tensors, self._items = _read_contents(folder)
+        self._chunk: tuple[_StoredChunk, Tensor] | None = None
         with parsing_errors(f"{folder / METADATA} cannot be understood, or is damaged"):
             self._read(names)
 
     def _read(self, names: Sequence[Sequence[str]] | None) -> None:
-        own = self._contents.values.get(TRAINING)
+        own = self._items.get(TRAINING)
         self._training = {} if own is None else self._own_state(own)
         self.world_size = self.ranks_of_part = int(self._training.get("world_size", 1))
         self.optimizer = self._training.get("optimizer")
         self.scalars = self._training.get("scalars")
         self.schedule = self._training.get("schedule")
-        self._values = _Entries[StoredTensor]()
+        self._values = _Entries[_StoredTensor]()
         self._enter_model()
         self._enter_optimizer(names)
         self.aliases = self._aliases()
         self.entries = _Entries(
             {key: Entry(stored.shape, stored.dtype) for key, stored in self._values.items()}
         )
-        rows = [(name, open_file(self.path / name).nbytes) for name in sorted(self._names())]
+        rows = [(path.name, open_file(path).nbytes) for path in self.files]
         self.mark = f"{zlib.crc32(repr(rows).encode()):08x} {len(self.entries)}"
 
-    def _own_state(self, item: StoredItem) -> dict[str, Any]:
-        stored = read_item(self.path, item)
+    def _own_state(self, item: _StoredItem) -> dict[str, Any]:
+        stored = _read_item(self.path, item)
         content: dict[str, Any] = json.loads(stored["json"])
         for key in ("scalars", "schedule", "client_state"):
             content[key] = decoded(content[key], stored["tensors"])
@@ -106,14 +137,14 @@ class DcpSource(Source):
     def _enter_model(self) -> None:
         buffers = set(self._training.get("buffers", ()))
         root = self._root()
-        for path, stored in self._contents.tensors.items():
+        for path, stored in self._tensors.items():
             if path[: len(root)] == root and path[len(root) :][:1] not in _BESIDE:
                 name = ".".join(map(str, path[len(root) :]))
                 self._values[name, BUFFER if name in buffers else WEIGHT] = stored
 
     def _root(self) -> Path_:
         """Return the keys that lead to the model: () if it is at the top."""
-        for path in self._contents.tensors:
+        for path in self._tensors:
             for depth in (0, 1):
                 if len(path) > depth + 1 and path[depth] == MODEL:
                     return path[: depth + 1]
@@ -122,8 +153,8 @@ class DcpSource(Source):
     def _enter_optimizer(self, names: Sequence[Sequence[str]] | None) -> None:
         depth = max(len(self._root()) - 1, 0)
         head = self._root()[:depth]
-        tensors = self._below(self._contents.tensors, head)
-        values = self._below(self._contents.values, head)
+        tensors = self._below(self._tensors, head)
+        values = self._below(self._items, head)
         known = {name for name, kind in self._values if kind == WEIGHT}
         numbered = [name for group in names or () for name in group]
         self._lacks_names = False
@@ -143,14 +174,14 @@ class DcpSource(Source):
                 if stored.shape:
                     self._values[name, state_kind(found[1])] = stored
                 else:
-                    value = read_chunk(self.path, stored.chunks[0], stored.dtype)
+                    value = _read_chunk(self.path, stored.chunks[0], stored.dtype)
                     state.setdefault(name, {})[found[1]] = value
         options: dict[int, dict[str, Any]] = {}
         for path, item in values.items():
             if (found := _state_place(path)) and (name := called(found[0])):
-                state.setdefault(name, {})[found[1]] = read_item(self.path, item)
+                state.setdefault(name, {})[found[1]] = _read_item(self.path, item)
             elif len(path) == 3 and path[0] == "param_groups":
-                options.setdefault(int(path[1]), {})[str(path[2])] = read_item(self.path, item)
+                options.setdefault(int(path[1]), {})[str(path[2])] = _read_item(self.path, item)
         self.state = state
         self.groups = tuple(
             SavedGroup(
@@ -173,7 +204,7 @@ class DcpSource(Source):
     def _aliases(self) -> dict[str, str]:
         """Return the names of parameters that share their items with another."""
         aliases: dict[str, str] = {}
-        seen: dict[StoredTensor, str] = {}
+        seen: dict[_StoredTensor, str] = {}
         for name, kind in list(self._values):
             stored = self._values[name, kind]
             if kind == WEIGHT and stored.chunks:
@@ -183,18 +214,16 @@ class DcpSource(Source):
                     del self._values[name, kind]
         return aliases
 
-    def _names(self) -> set[str]:
-        return {METADATA, *(item.file for item in self._items())}
-
-    def _items(self) -> Iterator[StoredItem]:
-        for stored in self._contents.tensors.values():
+    def _all_items(self) -> Iterator[_StoredItem]:
+        for stored in self._tensors.values():
             yield from (chunk.item for chunk in stored.chunks)
-        yield from self._contents.values.values()
+        yield from self._items.values()
 
     @property
     def files(self) -> Sequence[Location]:
         """All files of the checkpoint."""
-        return [self.path / name for name in sorted(self._names())]
+        names = {METADATA, *(item.file for item in self._all_items())}
+        return [self.path / name for name in sorted(names)]
 
     @property
     def notes(self) -> Sequence[str]:
@@ -246,10 +275,10 @@ class DcpSource(Source):
                 position += high - low
         return found
 
-    def _flat(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
+    def _flat(self, chunk: _StoredChunk, dtype: torch.dtype) -> Tensor:
         if self._chunk is None or self._chunk[0] != chunk:
             self._chunk = None  # never two of them
-            self._chunk = chunk, read_chunk(self.path, chunk, dtype).reshape(-1)
+            self._chunk = chunk, _read_chunk(self.path, chunk, dtype).reshape(-1)
         return self._chunk[1]
 
     def client_state(self) -> dict[str, Any]:
@@ -268,8 +297,8 @@ class DcpSource(Source):
         self, share: int = 0, shares: int = 1, *, spread: bool = True, room: int = 0
     ) -> None:
         """Compare every byte with the checksums: each `shares`-th stored value from `share` on."""
-        for item in sorted(set(self._items()))[share::shares]:
-            check_item(self.path, item)
+        for item in sorted(set(self._all_items()))[share::shares]:
+            _check_item(self.path, item)
 
 
 _BESIDE = ((OPTIMIZER,), ("optim",), (TRAINING[0],))
@@ -285,3 +314,186 @@ def _state_place(path: Path_) -> tuple[str, str] | None:
         name, _, key = str(path[0]).removeprefix("state.").rpartition(".")
         return name, key
     return None
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+class _State(Attributes):
+    """A stand-in for an object whose state is no dict."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+_OWN = "torch.distributed.checkpoint.metadata"
+_EARLIER = "torch.distributed._shard.sharded_tensor.metadata"
+_STAND_INS: Mapping[str, Any] = MappingProxyType(
+    {
+        **{
+            f"{_OWN}.{name}": Attributes
+            for name in (
+                *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata"),
+                *("ChunkStorageMetadata", "StorageMeta", "MetadataIndex"),
+            )
+        },
+        "torch.distributed.checkpoint.filesystem._StorageInfo": Attributes,
+        **{f"{module}.TensorProperties": _State for module in (_OWN, _EARLIER)},
+        f"{_OWN}._MEM_FORMAT_ENCODING": int,
+        f"{_EARLIER}.MEM_FORMAT_ENCODING": int,
+        "torch.Size": tuple,
+        "torch.serialization._get_layout": str,
+        "collections.OrderedDict": dict,
+        **{f"pathlib.{kind}Path": path_text for kind in ("Posix", "Windows", "PurePosix")},
+        "pathlib._local.PosixPath": path_text,
+    }
+)
+"""Stand-ins by the name in an index."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the stand-in for a name, or the dtype of that name."""
+        found = _STAND_INS.get(f"{module}.{name}")
+        if found is None and module == "torch":
+            found = getattr(torch, name, None)
+            found = found if isinstance(found, torch.dtype) else None
+        if found is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return found
+
+
+def _read_contents(folder: Location) -> _Contents:
+    """Return what a folder holds, from its index alone.
+
+    Raises:
+        CheckpointError: the index is damaged, or names something not known to be harmless.
+        NotBuiltYetError: the items were written through an extension (compressed, for example).
+    """
+    path = folder / METADATA
+    raw = read_small(path, _LIMIT)
+    try:
+        index = _Unpickler(io.BytesIO(raw)).load()
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} is damaged, or not the index of torch.distributed.checkpoint: {error}; none of"
+            " its code was run"
+        ) from error
+    except Exception as error:  # damaged bytes may raise any kind
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    with parsing_errors(f"{path} is damaged"):
+        return _understood(index, folder)
+
+
+def _understood(index: Any, folder: Location) -> _Contents:
+    tensors: dict[Path_, _StoredTensor] = {}
+    values: dict[Path_, _StoredItem] = {}
+    items = {
+        (key.fqn, getattr(key, "offset", None)): _item(info, folder)
+        for key, info in index.storage_data.items()
+    }
+    paths = index.planner_data or {}
+    for name, entry in index.state_dict_metadata.items():
+        path = tuple(paths.get(name, (name,)))
+        if not hasattr(entry, "chunks"):
+            values[path] = items[name, None]
+            continue
+        # Without a name: tied tensors are those with the same chunks.
+        chunks = tuple(
+            _StoredChunk(
+                Box("", tuple(entry.size), tuple(one.offsets), tuple(one.sizes)),
+                items[name, one.offsets],
+            )
+            for one in entry.chunks
+        )
+        stored = _StoredTensor(tuple(entry.size), entry.properties.state[0], chunks)
+        if sum(one.box.numel for one in chunks) != prod(stored.shape):
+            raise ValueError(f"the chunks of {name} are not all of it")
+        tensors[path] = stored
+    return tensors, values
+
+
+def _item(info: Any, folder: Location) -> _StoredItem:
+    if getattr(info, "transform_descriptors", None):
+        raise NotBuiltYetError(
+            f"{folder} was written through {info.transform_descriptors}, which is not supported"
+            " yet; load it with torch and save it without extensions"
+        )
+    return _StoredItem(str(info.relative_path), int(info.offset), int(info.length))
+
+
+def _read_item(folder: Location, item: _StoredItem) -> Any:
+    """Return a stored value; only tensors and plain containers are accepted.
+
+    Raises:
+        CheckpointError: it cannot be read, or is damaged.
+    """
+    with _opened(folder, item) as file:
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # damaged bytes may raise any kind
+            raise CheckpointError(
+                f"{folder / item.file} is damaged at byte {item.offset}, or holds more than plain"
+                f" values: {short(error)}"
+            ) from error
+
+
+def _read_chunk(folder: Location, chunk: _StoredChunk, dtype: torch.dtype) -> Tensor:
+    """Return a part of a tensor, in the shape of its box.
+
+    Raises:
+        CheckpointError: it cannot be read, or is damaged.
+    """
+    found = _read_item(folder, chunk.item)
+    fits = isinstance(found, Tensor) and found.dtype == dtype and found.layout == torch.strided
+    if not fits or tuple(found.shape) != chunk.box.sizes:
+        raise CheckpointError(
+            f"{folder / chunk.item.file} is damaged at byte {chunk.item.offset}: expected a tensor"
+            f" of {dtype} of shape {chunk.box.sizes}, as the index says"
+        )
+    whole: Tensor = found
+    return whole
+
+
+def _check_item(folder: Location, item: _StoredItem) -> None:
+    """Compare every byte of a stored value with the checksums in it.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    with _opened(folder, item) as file:
+        check_archive(file, f"{folder / item.file} is damaged at byte {item.offset}")
+
+
+@contextmanager
+def _opened(folder: Location, item: _StoredItem) -> Iterator[BinaryIO]:
+    path = inside(folder, item.file)
+    file = open_file(path)
+    with parsing_errors(f"{path} cannot be read"):
+        yield io.BufferedReader(_Window(file, item.offset, item.length), _BUFFER_NBYTES)
+
+
+class _Window(io.RawIOBase):
+    """Some bytes of a stored file, as a file."""
+
+    def __init__(self, file: StoredFile, offset: int, length: int) -> None:
+        self._file, self._offset, self._length = file, offset, length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        with memoryview(buffer).cast("B") as view:
+            wanted = max(min(len(view), self._length - self._position), 0)
+            self._file.read_into(view[:wanted], self._offset + self._position)
+        self._position += wanted
+        return wanted

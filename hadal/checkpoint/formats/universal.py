@@ -8,10 +8,12 @@ Tests: tests/checkpoint/test_universal.py
 
 from __future__ import annotations
 
+import pickle
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,16 +21,12 @@ from torch import Tensor
 
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT, state_key
 from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL
+from hadal.checkpoint.deepspeed.pickles import STAND_INS, Attributes, read_pickle
 from hadal.checkpoint.deepspeed.source import OWN_KEYS, DeepSpeedSource
-from hadal.checkpoint.export import Progress, fill, values_to_export
-from hadal.checkpoint.files import inside, is_file, replace_file, system_errors
+from hadal.checkpoint.export import Progress, fill, read_whole, untold, values_to_export
+from hadal.checkpoint.files import inside, is_file, replace_file, system_errors, torch_save_errors
 from hadal.checkpoint.formats.drafts import drafted_folder
-from hadal.checkpoint.formats.foreign import (
-    DYNAMIC_LOSS_SCALER,
-    LOSS_SCALER,
-    read_named,
-    write_named,
-)
+from hadal.checkpoint.huggingface import Value
 from hadal.checkpoint.live import COUNTERS
 from hadal.checkpoint.plain import decoded
 from hadal.checkpoint.source import Source
@@ -51,7 +49,7 @@ def is_universal(folder: Location) -> bool:
 
 
 def export_universal(
-    source: Source, folder: Location, *, strict: bool = True, progress: Progress | None = None
+    source: Source, folder: Location, *, strict: bool = True, progress: Progress = untold
 ) -> Location:
     """Write a checkpoint in the universal format, and `latest_universal` in its parent.
 
@@ -69,12 +67,11 @@ def export_universal(
         raise CheckpointError(
             f"{source.path} holds no optimizer state with names; the universal format needs it"
         )
-    report = progress or (lambda nbytes: None)
     with drafted_folder(folder, _COMMON) as draft:
         if isinstance(source, DeepSpeedSource):
-            _convert(source, draft, strict, report)
+            _convert(source, draft, strict, progress)
         else:
-            _write(source, draft, report)
+            _write(source, draft, progress)
     folder = folder.absolute() if isinstance(folder, Path) else folder
     replace_file(folder.parent / LATEST_UNIVERSAL, folder.name)
     return folder
@@ -99,8 +96,8 @@ def _write(source: Source, draft: Path, progress: Progress) -> None:
             write_named(value, inside(zero, name) / f"{key}.pt")
     for (name, kind), entry in source.entries.items():
         if kind in (WEIGHT, BUFFER) and name not in kinds:
-            value = source.read(name, kind, 0, entry.numel).view(entry.shape).float()
-            write_named({"param": value.clone()}, inside(zero, name) / f"{_FP32}.pt")
+            value = read_whole(source, Value(name, entry.shape, torch.float32, kind))
+            write_named({"param": value}, inside(zero, name) / f"{_FP32}.pt")
             progress(value.nbytes)
     for alias, name in source.aliases.items():
         shutil.copytree(inside(zero, name), inside(zero, alias), copy_function=_link)
@@ -113,12 +110,11 @@ def _write(source: Source, draft: Path, progress: Progress) -> None:
 
 def _trained_kinds(source: Source) -> dict[str, list[str]]:
     """Return the kinds of values of each trained parameter, its most precise weight first."""
-    kinds: dict[str, list[str]] = {name: [] for group in source.groups for name in group.names}
+    names = [name for group in source.groups for name in group.names]
+    kinds = {name: [MASTER if (name, MASTER) in source.entries else WEIGHT] for name in names}
     for name, kind in source.entries:
         if name in kinds and state_key(kind) is not None:
             kinds[name].append(kind)
-    for name in kinds:
-        kinds[name].insert(0, MASTER if (name, MASTER) in source.entries else WEIGHT)
     return kinds
 
 
@@ -140,25 +136,23 @@ def _values_of(source: Source, name: str, kinds: Sequence[str]) -> Iterator[tupl
                 f"{source.path}: {kind} of {name} has shape {entry.shape}, but the universal format"
                 f" has a place only for state of the parameter's shape {shape}"
             )
-        whole = torch.empty(entry.shape, dtype=torch.float32)
-        whole.view(-1).copy_(source.read(name, kind, 0, entry.numel))
-        yield state_key(kind) or _FP32, whole
+        value = Value(name, shape, torch.float32, kind)
+        yield state_key(kind) or _FP32, read_whole(source, value)
 
 
 def _optimizer_state(source: Source) -> dict[str, Any]:
     """Return the state that is common to all parameters, for every stage that may load it."""
     stage = source.stage or 0
-    groups = []
-    for number, group in enumerate(source.groups):
-        groups.append({**dict(decoded(group.options)), "params": [number]})
-    steps = [
-        next((source.state[one][_STEP] for one in group.names if _has_step(source, one)), None)
-        for group in source.groups
+    groups = [
+        {**dict(decoded(group.options)), "params": [number]}
+        for number, group in enumerate(source.groups)
     ]
+    states = ([source.state.get(name, {}) for name in group.names] for group in source.groups)
+    steps = [next((one[_STEP] for one in some if _STEP in one), None) for some in states]
     scale = _scale(source)
     return {
         **({} if scale is None else {"loss_scaler": scale}),
-        "dynamic_loss_scale": isinstance(scale, DYNAMIC_LOSS_SCALER),
+        "dynamic_loss_scale": isinstance(scale, _DYNAMIC),
         "overflow": False,
         "zero_stage": stage,
         "group_paddings": [0] * len(groups),
@@ -176,10 +170,6 @@ def _optimizer_state(source: Source) -> dict[str, Any]:
     }
 
 
-def _has_step(source: Source, name: str) -> bool:
-    return _STEP in source.state.get(name, {})
-
-
 def _scale(source: Source) -> Any:
     """Return the loss scale as DeepSpeed's object; None if the checkpoint has none.
 
@@ -191,10 +181,10 @@ def _scale(source: Source) -> Any:
     scale, spare, iteration, last_overflow = source.scalars["scale"]
     weights = {entry.dtype for (_, kind), entry in source.entries.items() if kind == WEIGHT}
     if torch.float16 not in weights or not iteration:
-        found = LOSS_SCALER()
+        found = _LOSS_SCALER()
         vars(found).update(cur_scale=scale, dynamic=False)
         return found
-    found = DYNAMIC_LOSS_SCALER()
+    found = _DYNAMIC()
     vars(found).update(
         cur_scale=scale,
         dynamic=True,
@@ -351,3 +341,69 @@ class _Patterns:
             value = value[: self._info["original_vocab_size"]].clone()
             entry["vocab_tensor"] = True
         return {**entry, "param": value}
+
+
+# ---- pickles with another library's names --------------------------------------------------------
+
+
+class _Number(int):
+    """A member of an enumeration, by its number."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (int(self),)
+
+
+def _named(name: str, base: type) -> type:
+    """Return a stand-in of its own for one name, so that it is written under that name."""
+    module, _, leaf = name.rpartition(".")
+    return type(leaf, (base,), {"__module__": module, "__qualname__": leaf})
+
+
+_SCALER = "deepspeed.runtime.fp16.loss_scaler"
+_BASES = {
+    f"{_SCALER}.LossScaler": Attributes,
+    f"{_SCALER}.DynamicLossScaler": Attributes,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _Number,
+    "deepspeed.utils.tensor_fragment.fragment_address": Attributes,
+}
+_OWN = {name: _named(name, base) for name, base in _BASES.items()}
+_LOSS_SCALER = _OWN[f"{_SCALER}.LossScaler"]
+_DYNAMIC = _OWN[f"{_SCALER}.DynamicLossScaler"]
+
+
+# The one in Python, which asks for the name of each class; stubs do not describe it.
+_Base: Any = pickle._Pickler
+
+
+class _Pickler(_Base):  # type: ignore[misc]
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        """Write the name of a class; that of a stand-in need not be importable here."""
+        if isinstance(obj, type) and issubclass(obj, (Attributes, _Number)):
+            self.write(pickle.GLOBAL + f"{obj.__module__}\n{obj.__qualname__}\n".encode())
+            self.memoize(obj)
+        else:
+            super().save_global(obj, name)
+
+
+_MODULE = ModuleType("pickle_of_names")
+vars(_MODULE)["Pickler"] = _Pickler
+
+
+def read_named(path: Path) -> Any:
+    """Return the contents of a file as `read_pickle` does, for `write_named` to write again.
+
+    Raises:
+        CheckpointError: as `read_pickle`.
+    """
+    return read_pickle(path, {**STAND_INS, **_OWN})
+
+
+def write_named(value: Any, path: Path) -> None:
+    """Write a file with `torch.save`; objects of stand-ins are written under the names they have.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with torch_save_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(value, path, pickle_module=_MODULE)
