@@ -25,7 +25,8 @@ from peers.install import DEFAULT_ENVIRONMENT, is_installed
 from peers.launch import deepspeed_interpreter
 
 from hadal.autotuning.disk import SpeedTest
-from hadal.offload import DiskStore, IoSettings
+from hadal.config.aio import Aio
+from hadal.offload import DiskStore
 
 # The fraction of fio's bytes per second that reads and writes must reach.
 GOAL = 0.85
@@ -47,8 +48,10 @@ class Load:
         return f"{self.block_nbytes >> 10} KiB x {self.depth}{single}"
 
     @property
-    def settings(self) -> IoSettings:
-        return IoSettings(self.block_nbytes, self.depth, submits_singly=self.is_single)
+    def settings(self) -> Aio:
+        return Aio(
+            block_size=self.block_nbytes, queue_depth=self.depth, single_submit=self.is_single
+        )
 
 
 def fio_speed(load: Load, file: Path, act: str, options: argparse.Namespace) -> float:

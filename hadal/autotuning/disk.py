@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import count, cycle, product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from hadal.config.aio import Aio
 from hadal.offload.buffers import aligned
 from hadal.offload.extents import rounded
 from hadal.offload.requests import IoRequest, Region
-from hadal.offload.settings import IoSettings
 from hadal.offload.store import DiskStore
 
 _REQUEST_NBYTES = 1 << 26
@@ -23,7 +22,7 @@ _REQUESTS_UNDER_WAY = 2
 
 _BLOCKS = (1 << 18, 1 << 20, 1 << 22)
 _DEPTHS = (4, 8, 16, 32)
-_THREADS = (2, 4)
+_QUEUES = (2, 4)
 # A smaller gain counts as noise.
 _MARGIN = 1.03
 
@@ -91,7 +90,7 @@ class SpeedTest:
 class MeasuredSettings(NamedTuple):
     """A disk's speed with given settings."""
 
-    settings: IoSettings
+    settings: Aio
     write: Speed
     read: Speed
 
@@ -99,6 +98,11 @@ class MeasuredSettings(NamedTuple):
     def seconds_per_gb(self) -> float:
         """The time to write and read a gigabyte, as a step does with its state."""
         return 1 / self.write.gb_per_s + 1 / self.read.gb_per_s
+
+
+def keys_of(settings: Aio) -> dict[str, Any]:
+    """Return the keys of the section that affect speed."""
+    return settings.model_dump(exclude={"verify_checksums", "use_gds"})
 
 
 class Search:
@@ -109,12 +113,12 @@ class Search:
     the difference between two measurements of the same setting is noise.
     """
 
-    count = len(_BLOCKS) * len(_DEPTHS) + len(_THREADS) + 2
+    count = len(_BLOCKS) * len(_DEPTHS) + len(_QUEUES) + 2
     """The number of settings measured."""
     turns = count + 2
     """The number of measurements."""
 
-    def __init__(self, measure: Callable[[IoSettings], MeasuredSettings]) -> None:
+    def __init__(self, measure: Callable[[Aio], MeasuredSettings]) -> None:
         self._measure = measure
         self.best: MeasuredSettings | None = None
         self.noise = _MARGIN - 1
@@ -122,17 +126,16 @@ class Search:
 
     def run(self) -> Iterator[MeasuredSettings]:
         """Yield each setting as it is measured."""
-        default = IoSettings()
+        default = Aio()
         first = self._next(default)
         yield first
         for nbytes, depth in product(_BLOCKS, _DEPTHS):
-            settings = replace(default, block_nbytes=nbytes, queue_depth=depth)
+            settings = default.model_copy(update={"block_size": nbytes, "queue_depth": depth})
             if settings != default:
                 yield self._next(settings)
-        for threads in _THREADS:
-            yield self._next(replace(self._base, threads=threads))
-        yield self._next(replace(self._base, submits_singly=True))
-        yield self._next(replace(self._base, overlaps=False))
+        others = [("intra_op_parallelism", queues) for queues in _QUEUES]
+        for key, value in (*others, ("single_submit", True), ("overlap_events", False)):
+            yield self._next(self._base.model_copy(update={key: value}))
         assert self.best is not None  # the defaults are always measured
         for found in (first, self.best):
             times = (found.seconds_per_gb, self._measure(found.settings).seconds_per_gb)
@@ -144,10 +147,10 @@ class Search:
         return found.seconds_per_gb <= self.best.seconds_per_gb * (1 + self.noise)
 
     @property
-    def _base(self) -> IoSettings:
-        return IoSettings() if self.best is None else self.best.settings
+    def _base(self) -> Aio:
+        return Aio() if self.best is None else self.best.settings
 
-    def _next(self, settings: IoSettings) -> MeasuredSettings:
+    def _next(self, settings: Aio) -> MeasuredSettings:
         found = self._measure(settings)
         if self.best is None or self.best.seconds_per_gb > found.seconds_per_gb * _MARGIN:
             self.best = found
@@ -170,7 +173,7 @@ class TimeBudget:
 
 def measurer(
     folder: Path, nbytes: int, seconds: float, turns: int
-) -> Callable[[IoSettings], MeasuredSettings]:
+) -> Callable[[Aio], MeasuredSettings]:
     """Return a function that measures a setting on a file in `folder` within its part of the time.
 
     Raises:
@@ -178,7 +181,7 @@ def measurer(
     """
     clock = TimeBudget(seconds, turns)
 
-    def measure(settings: IoSettings) -> MeasuredSettings:
+    def measure(settings: Aio) -> MeasuredSettings:
         own = TimeBudget(clock.turn(), 2)
         store = DiskStore(folder, settings)
         try:

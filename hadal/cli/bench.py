@@ -63,8 +63,7 @@ def run_io(parsed: argparse.Namespace) -> int:
     Raises:
         HadalError: that cannot be done.
     """
-    from hadal.autotuning.disk import Search, measurer
-    from hadal.offload.settings import section_of
+    from hadal.autotuning.disk import Search, keys_of, measurer
 
     if not parsed.path.is_dir():
         what = "is not a directory" if parsed.path.exists() else "does not exist"
@@ -78,7 +77,7 @@ def run_io(parsed: argparse.Namespace) -> int:
             bar.advance(task)
     assert search.best is not None  # the defaults are always measured
     _show(found, search)
-    text = json.dumps({"aio": section_of(search.best.settings)}, indent=2) + "\n"
+    text = json.dumps({"aio": keys_of(search.best.settings)}, indent=2) + "\n"
     sys.stdout.write(text)
     if parsed.json is not None:
         write_file(parsed.json, text)
@@ -86,16 +85,16 @@ def run_io(parsed: argparse.Namespace) -> int:
 
 
 def _show(found: list[MeasuredSettings], search: Search) -> None:
-    from hadal.offload.settings import section_of
+    from hadal.autotuning.disk import keys_of
 
     # Long names in two lines, so that all fit side by side.
-    names = section_of(found[0].settings)
+    names = keys_of(found[0].settings)
     titles = [*("_\n".join(name.rsplit("_", 1)) for name in names), "write\nGB/s", "read\nGB/s"]
     made = table(*titles, "", right=titles)
     for one in found:
-        values = section_of(one.settings)
+        values = keys_of(one.settings)
         cells = [json.dumps(value) for value in values.values()]
-        cells[list(values).index("block_size")] = shown_binary(one.settings.block_nbytes)
+        cells[list(values).index("block_size")] = shown_binary(one.settings.block_size)
         cells += [f"{speed.gb_per_s:.3g}" for speed in (one.write, one.read)]
         is_best = one is search.best
         remark = "best" if is_best else "within noise" if search.is_as_good(one) else ""

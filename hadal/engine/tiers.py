@@ -18,7 +18,7 @@ from hadal.config import Config
 from hadal.config.aio import Aio
 from hadal.device import is_host_memory, total_memory
 from hadal.errors import ModelError
-from hadal.offload import BufferPool, DiskStore, settings_of
+from hadal.offload import BufferPool, DiskStore
 from hadal.offload.walk import Pace
 from hadal.optim.on_disk import DiskSteps
 from hadal.zero.grouping import BucketPlan
@@ -216,7 +216,7 @@ class Offloading:
         path = Path(nvme_path)
         if path not in self._stores:
             section = self._config.aio or Aio()
-            self._stores[path] = DiskStore(path, settings_of(section))
+            self._stores[path] = DiskStore(path, section)
         return self._stores[path]
 
     def close(self) -> None:

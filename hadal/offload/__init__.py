@@ -17,7 +17,6 @@ sweep     remove files that dead processes left on a disk
 from hadal.offload.buffers import BufferPool, aligned
 from hadal.offload.extents import ALIGNMENT
 from hadal.offload.requests import IoRequest, Region
-from hadal.offload.settings import IoSettings, settings_of
 from hadal.offload.store import DiskStore
 
 __all__ = [
@@ -25,8 +24,6 @@ __all__ = [
     "BufferPool",
     "DiskStore",
     "IoRequest",
-    "IoSettings",
     "Region",
     "aligned",
-    "settings_of",
 ]

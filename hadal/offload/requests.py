@@ -15,13 +15,16 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from hadal.config.aio import Aio
 from hadal.errors import HadalError, OffloadError, UsageError
 from hadal.offload.buffers import memory_of
 from hadal.offload.direct import pages
 from hadal.offload.extents import ALIGNMENT, Extent
 from hadal.offload.file import Act, DiskFile
-from hadal.offload.settings import IoSettings
 from hadal.offload.sums import Sums
+
+# The number of system calls that share a queue's depth if blocks go in batches.
+_CALLS_IN_A_QUEUE = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,6 +170,11 @@ class IoCall:
         return [part for part in (whole, page) if part], page[:short]
 
 
+def blocks_in_a_call(section: Aio) -> int:
+    """Return the maximum number of blocks in one system call."""
+    return 1 if section.single_submit else max(1, section.queue_depth // _CALLS_IN_A_QUEUE)
+
+
 class Queue:
     """A queue that runs calls in order of arrival, several at a time.
 
@@ -174,8 +182,10 @@ class Queue:
     queue and not to its owner, so that the owner can be collected.
     """
 
-    def __init__(self, settings: IoSettings, name: str) -> None:
-        self._settings = settings
+    def __init__(self, section: Aio, name: str) -> None:
+        self._depth = section.queue_depth
+        self._overlaps = section.overlap_events
+        self._most_threads = self._depth // blocks_in_a_call(section)
         self._name = name
         self._waiting: deque[IoCall] = deque()
         self._under_way = 0
@@ -206,16 +216,19 @@ class Queue:
 
     def _begin(self) -> None:
         """Hand the threads as many calls as may be under way now."""
-        if self._under_way and not self._settings.overlaps:
+        if self._under_way and not self._overlaps:
             return
-        while self._waiting and self._settings.admits(self._waiting[0].count, self._under_way):
+        while self._waiting:
+            # A call of more blocks than the depth runs alone.
+            if self._under_way and self._under_way + self._waiting[0].count > self._depth:
+                return
             call = self._waiting.popleft()
             self._under_way += call.count
             self._unfinished += 1
             self._begun.put(call)
 
     def _start_threads(self) -> None:
-        while len(self._threads) < min(self._unfinished, self._settings.workers):
+        while len(self._threads) < min(self._unfinished, self._most_threads):
             number = len(self._threads)
             thread = threading.Thread(target=self._work, name=f"{self._name}-{number}", daemon=True)
             self._threads.append(thread)

@@ -11,13 +11,20 @@ from pathlib import Path
 
 from torch import Tensor
 
+from hadal.config.aio import Aio
 from hadal.errors import OffloadError, UsageError
 from hadal.offload.buffers import check_buffer
 from hadal.offload.extents import ALIGNMENT, Extent, Room, cut, dealt, grouped, rounded
 from hadal.offload.file import Act, DiskFile
 from hadal.offload.folder import STATES, OwnFolder
-from hadal.offload.requests import IoCall, IoRequest, OpenRequests, Queue, Region
-from hadal.offload.settings import IoSettings
+from hadal.offload.requests import (
+    IoCall,
+    IoRequest,
+    OpenRequests,
+    Queue,
+    Region,
+    blocks_in_a_call,
+)
 from hadal.offload.sums import CELL_NBYTES, Sums
 
 _log = logging.getLogger(__name__)
@@ -36,25 +43,30 @@ class DiskStore:
 
     Args:
         folder: a folder on the disk, shared by all processes.
-        settings: the I/O settings; with `verifies`, offsets and lengths must be multiples of 8192.
+        section: the I/O settings; with `verify_checksums`, offsets and lengths must be multiples of
+            8192.
 
     Raises:
         OffloadError: the folder cannot be written.
     """
 
-    def __init__(self, folder: str | Path, settings: IoSettings | None = None) -> None:
-        self.settings = settings = settings or IoSettings()
+    def __init__(self, folder: str | Path, section: Aio | None = None) -> None:
+        section = section or Aio()
+        self._verifies = section.verify_checksums
+        self._blocks_in_a_call = blocks_in_a_call(section)
         self._folder = OwnFolder(Path(folder))
         try:
             self._file = DiskFile(self._folder.path / STATES, Path(folder))
         except OSError as error:
             self._folder.remove()
             raise OffloadError(f"{self._folder.path} cannot hold a file: {error}") from error
-        self._queues = [Queue(settings, f"hadal-disk-{n}") for n in range(settings.threads)]
+        self._queues = [
+            Queue(section, f"hadal-disk-{n}") for n in range(section.intra_op_parallelism)
+        ]
         self._next_queue = 0
         self._room = Room()
         self._lock = threading.Lock()
-        self._step = rounded(settings.block_nbytes, CELL_NBYTES if settings.verifies else ALIGNMENT)
+        self._step = rounded(section.block_size, CELL_NBYTES if self._verifies else ALIGNMENT)
         self._regions: set[Region] = set()
         self._open: OpenRequests = {}
         self._process = os.getpid()
@@ -90,9 +102,7 @@ class DiskStore:
             except BaseException:
                 self._room.give_back(extent)
                 raise
-        region = Region(
-            name, nbytes, extent, Sums(name, nbytes) if self.settings.verifies else None
-        )
+        region = Region(name, nbytes, extent, Sums(name, nbytes) if self._verifies else None)
         self._regions.add(region)
         return region
 
@@ -171,7 +181,7 @@ class DiskStore:
         """Return the calls of each queue, as lists of consecutive blocks."""
         blocks = cut(*extent, self._step)
         shares = dealt(blocks, min(len(self._queues), len(blocks))) if blocks else []
-        return [grouped(share, self.settings.blocks_in_a_call) for share in shares]
+        return [grouped(share, self._blocks_in_a_call) for share in shares]
 
     def _check_known(self, region: Region) -> None:
         self._check_open()

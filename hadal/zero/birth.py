@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from hadal.config import load_config
+from hadal.config.aio import Aio
 from hadal.config.reading import read
 from hadal.errors import UsageError
-from hadal.offload import IoSettings, settings_of
 from hadal.zero.policy import STAGES, Tier
 
 _SECTIONS = ("fp16", "bf16", "bfloat16", "zero_optimization", "aio")
@@ -36,7 +36,7 @@ class Birth:
     nvme_path: str | None = None
     pins: bool = False
     """True: host memory for them is pinned."""
-    io: IoSettings = field(default_factory=IoSettings)
+    io: Aio = field(default_factory=Aio)
 
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
@@ -93,7 +93,7 @@ def birth_of(source: Any) -> Birth:
         _TIERS[offload.device] if offload is not None and is_cut else None,
         None if offload is None else offload.nvme_path,
         offload is not None and offload.pin_memory,
-        settings_of(config.aio),
+        config.aio,
     )
 
 

@@ -8,57 +8,71 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from hadal.autotuning.disk import MeasuredSettings, Search, Speed, SpeedTest, TimeBudget, measurer
+from hadal.autotuning.disk import (
+    MeasuredSettings,
+    Search,
+    Speed,
+    SpeedTest,
+    TimeBudget,
+    keys_of,
+    measurer,
+)
 from hadal.config import load_config
+from hadal.config.aio import Aio
 from hadal.errors import OffloadError
-from hadal.offload import DiskStore, IoSettings, settings_of
-from hadal.offload.settings import section_of
+from hadal.offload import DiskStore
 
 
-def as_measured(settings: IoSettings, seconds: float) -> MeasuredSettings:
+def as_measured(settings: Aio, seconds: float) -> MeasuredSettings:
     return MeasuredSettings(settings, Speed(10**9, seconds / 2), Speed(10**9, seconds / 2))
 
 
 def test_the_best_of_all_keys_is_found() -> None:
-    wanted = IoSettings(1 << 22, 16, threads=4, submits_singly=False, overlaps=False)
-    keys = section_of(wanted)
+    wanted = Aio(
+        block_size=1 << 22,
+        queue_depth=16,
+        intra_op_parallelism=4,
+        single_submit=False,
+        overlap_events=False,
+    )
+    keys = keys_of(wanted)
 
-    def measure(settings: IoSettings) -> MeasuredSettings:
-        alike = sum(section_of(settings)[name] == value for name, value in keys.items())
+    def measure(settings: Aio) -> MeasuredSettings:
+        alike = sum(keys_of(settings)[name] == value for name, value in keys.items())
         return as_measured(settings, 10 - alike)
 
     search = Search(measure)
     measured = list(search.run())
     assert search.best is not None
     assert search.best.settings == wanted
-    assert measured[0].settings == IoSettings()
+    assert measured[0].settings == Aio()
     assert len(measured) == len({one.settings for one in measured}) == Search.count
 
 
 def test_small_gains_count_as_noise() -> None:
-    search = Search(lambda settings: as_measured(settings, 1 - (settings != IoSettings()) * 0.02))
+    search = Search(lambda settings: as_measured(settings, 1 - (settings != Aio()) * 0.02))
     list(search.run())
     assert search.best is not None
-    assert search.best.settings == IoSettings()
+    assert search.best.settings == Aio()
 
 
 @given(
     some.builds(
-        IoSettings,
-        some.integers(1, 1 << 30),
-        some.integers(1, 512),
-        some.integers(1, 64),
-        some.booleans(),
-        some.booleans(),
+        Aio,
+        block_size=some.integers(1, 1 << 30),
+        queue_depth=some.integers(1, 512),
+        intra_op_parallelism=some.integers(1, 64),
+        single_submit=some.booleans(),
+        overlap_events=some.booleans(),
     )
 )
-def test_settings_survive_their_section(settings: IoSettings) -> None:
+def test_settings_survive_their_section(settings: Aio) -> None:
     zero = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}
     config = load_config(
-        {"train_batch_size": 1, "zero_optimization": zero, "aio": section_of(settings)}
+        {"train_batch_size": 1, "zero_optimization": zero, "aio": keys_of(settings)}
     )
     assert config.notes == ()
-    assert settings_of(config.aio) == settings
+    assert config.aio == settings
 
 
 def test_a_disk_is_measured(tmp_path: Path) -> None:
@@ -73,11 +87,11 @@ def test_a_disk_is_measured(tmp_path: Path) -> None:
     track.close()
     assert store.nbytes == 0
     store.close()
-    found = measurer(tmp_path, 1 << 20, 0.1, 1)(IoSettings(queue_depth=2))
+    found = measurer(tmp_path, 1 << 20, 0.1, 1)(Aio(queue_depth=2))
     assert found.settings.queue_depth == 2
     assert found.seconds_per_gb == pytest.approx(1 / found.write.gb_per_s + 1 / found.read.gb_per_s)
     with pytest.raises(OffloadError, match="no room"):
-        measurer(tmp_path, 1 << 60, 0.1, 1)(IoSettings())
+        measurer(tmp_path, 1 << 60, 0.1, 1)(Aio())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from hadal.config import load_config
+from hadal.config.aio import Aio
 from hadal.errors import OffloadError
-from hadal.offload import DiskStore, IoSettings, Region, aligned, settings_of
+from hadal.offload import DiskStore, Region, aligned
 
 from .test_store import PAGE, files_under, filled
 
@@ -22,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 PRELUDE = """
 import os, resource, sys
 from hadal.errors import OffloadError, UsageError
-from hadal.offload import DiskStore, IoSettings, aligned
+from hadal.config.aio import Aio
+from hadal.offload import DiskStore, aligned
 PAGE = 4096
 """
 
@@ -48,7 +50,7 @@ def output_of(code: str, *prefix: str) -> str:
 
 @pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
-    return DiskStore(tmp_path, IoSettings(block_nbytes=4 * PAGE))
+    return DiskStore(tmp_path, Aio(block_size=4 * PAGE))
 
 
 def written(store: DiskStore, nbytes: int = 32 * PAGE) -> Region:
@@ -124,7 +126,7 @@ def test_a_deleted_file(store: DiskStore, tmp_path: Path) -> None:
 def test_a_damaged_page(verifies: bool, tmp_path: Path) -> None:
     keys = {"block_size": 4 * PAGE, "verify_checksums": verifies}
     config = load_config({"train_batch_size": 1, "aio": keys})
-    store = DiskStore(tmp_path, settings_of(config.aio))
+    store = DiskStore(tmp_path, config.aio)
     region = store.allocate("blocks.0 masters", 30 * PAGE + 100)
     store.start_write(region, 0, filled(30 * PAGE + 100)).wait()
     buffer = aligned(30 * PAGE + 100)
@@ -193,7 +195,7 @@ def test_an_impossible_folder_raises(tmp_path: Path) -> None:
 def test_limits_of_the_system_and_forks(tmp_path: Path) -> None:
     out = output_of(
         f"""
-        store = DiskStore({str(tmp_path)!r}, IoSettings(block_nbytes=PAGE))
+        store = DiskStore({str(tmp_path)!r}, Aio(block_size=PAGE))
         region = store.allocate("small", 64 * PAGE)
         buffer = aligned(64 * PAGE)
         other = DiskStore({str(tmp_path)!r})
@@ -261,7 +263,7 @@ def test_a_full_disk_and_one_without_direct_transfers(tmp_path: Path) -> None:
             print(error)
         store.start_write(region, 0, aligned(200 * PAGE)).wait()
         for _ in range(2):
-            store = DiskStore({str(cached)!r}, IoSettings(block_nbytes=PAGE))
+            store = DiskStore({str(cached)!r}, Aio(block_size=PAGE))
             region = store.allocate("it", 10 * PAGE + 5)
             buffer, again = aligned(10 * PAGE + 5).fill_(7), aligned(10 * PAGE + 5)
             store.start_write(region, 0, buffer).wait()

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from hadal.config import load_config
+from hadal.config.aio import Aio
 from hadal.errors import ConfigError
-from hadal.offload import DiskStore, IoSettings, aligned, settings_of
+from hadal.offload import DiskStore, aligned
 from hadal.offload.requests import Queue
 
 PAGE = 4096
 
 
-def settings_from(**keys: object) -> IoSettings:
-    return settings_of(load_config({"train_batch_size": 1, "aio": keys}).aio)
+def settings_from(**keys: object) -> Aio:
+    return load_config({"train_batch_size": 1, "aio": keys}).aio
 
 
 class Held:
@@ -80,7 +81,7 @@ def test_without_overlap_a_batch_waits_for_the_one_before(held: list[Held]) -> N
 
 def test_blocks_count_not_calls() -> None:
     calls = [Held(count) for count in (3, 3, 2, 9)]
-    queue = Queue(IoSettings(queue_depth=8), "test")
+    queue = Queue(Aio(queue_depth=8), "test")
     queue.put(calls)
     assert begun(calls, 3) == [0, 1, 2]
     for call in calls[:3]:
@@ -90,7 +91,7 @@ def test_blocks_count_not_calls() -> None:
     queue.close()
 
 
-def calls_of_write(folder: Path, settings: IoSettings, nbytes: int) -> int:
+def calls_of_write(folder: Path, settings: Aio, nbytes: int) -> int:
     """Return the kernel's count of system calls for one write."""
 
     def counted() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
+from hadal.config.aio import Aio
 from hadal.errors import OffloadError, UsageError
-from hadal.offload import DiskStore, IoSettings, aligned
+from hadal.offload import DiskStore, aligned
 
 PAGE = 4096
 
@@ -34,22 +34,22 @@ def files_under(folder: Path) -> list[Path]:
 @given(
     nbytes=some.lists(some.integers(0, 9 * PAGE), min_size=1, max_size=4),
     keys=some.builds(
-        IoSettings,
-        block_nbytes=some.integers(1, 3 * PAGE),
+        Aio,
+        block_size=some.integers(1, 3 * PAGE),
         queue_depth=some.integers(1, 9),
-        threads=some.integers(1, 3),
-        submits_singly=some.booleans(),
-        overlaps=some.booleans(),
+        intra_op_parallelism=some.integers(1, 3),
+        single_submit=some.booleans(),
+        overlap_events=some.booleans(),
     ),
     checksums=some.booleans(),
     pages=some.integers(1, 9),
 )
 def test_reads_return_what_was_written(
-    nbytes: list[int], keys: IoSettings, checksums: bool, pages: int, tmp_path: Path
+    nbytes: list[int], keys: Aio, checksums: bool, pages: int, tmp_path: Path
 ) -> None:
     """Regions of any length, in chunks of so many pages, all under way at once."""
     portion = pages * (2 if checksums else 1) * PAGE
-    store = DiskStore(tmp_path, replace(keys, verifies=checksums))
+    store = DiskStore(tmp_path, keys.model_copy(update={"verify_checksums": checksums}))
     regions = [store.allocate(f"region {number}", n) for number, n in enumerate(nbytes)]
     written = [filled(n, seed) for seed, n in enumerate(nbytes)]
     read = [aligned(n) for n in nbytes]
@@ -120,7 +120,7 @@ def test_requests_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_checksums_cover_cells(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, IoSettings(block_nbytes=3 * PAGE, verifies=True))
+    store = DiskStore(tmp_path, Aio(block_size=3 * PAGE, verify_checksums=True))
     region = store.allocate("it", 17 * PAGE + 1)
     buffer = filled(17 * PAGE + 1)
     for offset, nbytes in ((PAGE, PAGE), (2 * PAGE, PAGE), (0, 3 * PAGE)):
@@ -144,7 +144,7 @@ def test_checksums_cover_cells(tmp_path: Path) -> None:
 
 
 def test_a_region_with_a_request_under_way_is_not_freed(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, IoSettings(block_nbytes=PAGE, queue_depth=1))
+    store = DiskStore(tmp_path, Aio(block_size=PAGE, queue_depth=1))
     region = store.allocate("it", 400 * PAGE)
     request = store.start_write(region, 0, filled(400 * PAGE))
     if not request.is_done:
