@@ -82,12 +82,12 @@ def _measure(options: argparse.Namespace, stage: int, key: int) -> dict[str, flo
         nonlocal peak
         peak = max(peak, _held_nbytes())
 
-    send = pairs._start_send
+    start = pairs._start
 
-    def note(tensor: Tensor, *args: Any, **rest: Any) -> Any:
+    def note(sends: bool, tensor: Tensor, *args: Any, **rest: Any) -> Any:
         nonlocal largest
-        largest = max(largest, tensor.nbytes)
-        return send(tensor, *args, **rest)
+        largest = max(largest, tensor.nbytes if sends else 0)
+        return start(sends, tensor, *args, **rest)
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(count)
@@ -98,7 +98,7 @@ def _measure(options: argparse.Namespace, stage: int, key: int) -> dict[str, flo
         gc.collect()
         peak, largest, rests = 0, 0, _held_nbytes()
         engine.backward(engine(inputs).square().mean())
-        with patch.object(pairs, "_start_send", note):
+        with patch.object(pairs, "_start", note):
             engine.step()
     engine.destroy()
     # The ranks together send one message.

@@ -174,12 +174,12 @@ def _train(rank: int, options: argparse.Namespace, name: str, port: int, where: 
     begun, losses = pairs._begun, []
 
     def counted(
-        start: Any, tensor: Tensor, other: int, ranks: Any, tag: int, label: str, ended: Any
+        sends: bool, tensor: Tensor, other: int, ranks: Any, tag: int, label: str, ended: Any
     ) -> Any:
-        if start is pairs._start_send and label.startswith(("the gather of", "the reduction of")):
+        if sends and label.startswith(("the gather of", "the reduction of")):
             is_near = ranks.numbers[other] // NODE == rank // NODE
             sent["inside" if is_near else "across"] += tensor.nbytes
-        return begun(start, tensor, other, ranks, tag, label, ended)
+        return begun(sends, tensor, other, ranks, tag, label, ended)
 
     with patch.object(pairs, "_begun", counted):
         for step in range(options.loss):

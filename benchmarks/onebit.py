@@ -45,14 +45,15 @@ class _Wire:
     def __init__(self, slow: float) -> None:
         self.nbytes = 0
         self._slow = slow
-        self._send = pairs._start_send
+        self._start = pairs._start
 
-    def send(self, tensor: torch.Tensor, *args: Any, **keywords: Any) -> Any:
-        """Replaces `pairs._start_send`."""
-        self.nbytes += tensor.nbytes
-        if self._slow:
-            time.sleep(tensor.nbytes / (self._slow * 1e6))
-        return self._send(tensor, *args, **keywords)
+    def start(self, sends: bool, tensor: torch.Tensor, *args: Any, **keywords: Any) -> Any:
+        """Replaces `pairs._start`."""
+        if sends:
+            self.nbytes += tensor.nbytes
+            if self._slow:
+                time.sleep(tensor.nbytes / (self._slow * 1e6))
+        return self._start(sends, tensor, *args, **keywords)
 
 
 def _engine(options: argparse.Namespace, name: str) -> Any:
@@ -77,7 +78,7 @@ def _measure(options: argparse.Namespace, name: str) -> tuple[float, float]:
     engine, wire = _engine(options, name), _Wire(options.slow)
     x = torch.randn(4, options.width, dtype=torch.bfloat16)
     seconds, nbytes = [], []
-    with patch.object(pairs, "_start_send", wire.send):
+    with patch.object(pairs, "_start", wire.start):
         for step in range(_WARM_UP + options.steps):
             dist.barrier()
             began, before = time.monotonic(), wire.nbytes

@@ -6,7 +6,6 @@ Tests: tests/comm/test_collectives.py
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,12 +16,6 @@ from hadal.comm.cross_memory import Ended
 from hadal.comm.ranks import Ranks
 from hadal.comm.start import collective_timeout_s
 from hadal.comm.works import Letter, Work, failure
-
-
-class _Start(Protocol):
-    """A function that starts one send or receive between two ranks."""
-
-    def __call__(self, tensor: Tensor, other: int, ranks: Ranks, *, tag: int) -> Work: ...
 
 
 def exchange(
@@ -43,19 +36,16 @@ def exchange(
     if record is not None:
         record.sent = sum(tensor.nbytes for tensor, _ in leaving)
         ends = record.parts(len(ends))
-    sent = [
-        _begun(_start_send, tensor, other, ranks, tag, label, end)
-        for (tensor, other), end in zip(leaving, ends, strict=False)
+    ways = [(True, *way) for way in leaving] + [(False, *way) for way in coming]
+    works = [
+        _begun(sends, tensor, other, ranks, tag, label, end)
+        for (sends, tensor, other), end in zip(ways, ends, strict=True)
     ]
-    received = [
-        _begun(_start_receive, tensor, other, ranks, tag, label, end)
-        for (tensor, other), end in zip(coming, ends[len(leaving) :], strict=True)
-    ]
-    return [*received, *sent]
+    return [*works[len(leaving) :], *works[: len(leaving)]]
 
 
 def _begun(
-    start: _Start,
+    sends: bool,
     tensor: Tensor,
     other: int,
     ranks: Ranks,
@@ -66,7 +56,7 @@ def _begun(
     """Start a send or receive whose faults name the other rank."""
     number = ranks.numbers[other]
     try:
-        work = start(_as_bytes(tensor), other, ranks, tag=tag)
+        work = _start(sends, _as_bytes(tensor), other, ranks, tag=tag)
     except RuntimeError as error:
         raise failure(label, error, f"with rank {number}") from error
     if ended is not None and isinstance(work, Ended):
@@ -74,22 +64,17 @@ def _begun(
     return Letter(work, number, ended)
 
 
-def _start_send(tensor: Tensor, other: int, ranks: Ranks, *, tag: int) -> Work:
+def _start(sends: bool, tensor: Tensor, other: int, ranks: Ranks, *, tag: int) -> Work:
     circle = ranks.circle
     neighbour = circle.neighbours.get(other)
     if neighbour is not None:
-        return neighbour.send(tensor, circle.group, tag, collective_timeout_s())
-    work = dist.isend(tensor, group=ranks.host_group, group_dst=other, tag=tag)
-    assert work is not None  # this rank is in the group
-    return work
-
-
-def _start_receive(tensor: Tensor, other: int, ranks: Ranks, *, tag: int) -> Work:
-    circle = ranks.circle
-    neighbour = circle.neighbours.get(other)
-    if neighbour is not None:
-        return neighbour.receive(tensor, circle.group, tag, collective_timeout_s())
-    work = dist.irecv(tensor, group=ranks.host_group, group_src=other, tag=tag)
+        move = neighbour.send if sends else neighbour.receive
+        return move(tensor, circle.group, tag, collective_timeout_s())
+    group = ranks.host_group
+    if sends:
+        work = dist.isend(tensor, group=group, group_dst=other, tag=tag)
+    else:
+        work = dist.irecv(tensor, group=group, group_src=other, tag=tag)
     assert work is not None  # this rank is in the group
     return work
 

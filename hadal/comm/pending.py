@@ -97,27 +97,26 @@ class Leaving:
             self._left.popleft()
 
 
-class _Ahead:
+class _Ahead(threading.Thread):
     """A thread that makes one call, whose end can be waited for."""
 
     def __init__(self, act: Callable[[], None]) -> None:
-        self._ended = threading.Event()
+        super().__init__(daemon=True)
         self._act = act
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, daemon=True).start()
+        self.start()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Make the call."""
         try:
             self._act()
         except BaseException as error:
-            # Of any type: `wait` raises it, and would never return otherwise.
+            # Of any type: `wait` raises it.
             self._error = error
-        finally:
-            self._ended.set()
 
     def wait(self) -> None:
         """Wait for the end, and raise the call's exception."""
-        self._ended.wait()
+        self.join()
         if self._error is not None:
             raise self._error
 

@@ -107,11 +107,6 @@ class Ranks:
         """The other ranks, starting after mine, so that no two ranks call on the same one first."""
         return tuple((self.rank + step) % self.size for step in range(1, self.size))
 
-    def by_rank(self, mine: T, theirs: Sequence[T]) -> list[T]:
-        """Return one value for each rank, rank 0's first; `theirs` are in the order of `others`."""
-        found = dict(zip(self.others, theirs, strict=True))
-        return [found.get(rank, mine) for rank in range(self.size)]
-
     def group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         """Return the group whose backend carries `tensor` from its device."""
         return self.host_group if tensor.device.type == "cpu" else self.group

@@ -103,7 +103,8 @@ class Pairs(Collectives):
     def reduce(self, table: Tensor, factors: Factors, ranks: Ranks, label: str) -> Summands:
         """Send the others their rows, and receive theirs of mine."""
         mine = table[ranks.rank]
-        pieces = ranks.by_rank(mine, [torch.empty_like(mine) for _ in ranks.others])
+        owns = [rank == ranks.rank for rank in range(ranks.size)]
+        pieces = [mine if is_mine else torch.empty_like(mine) for is_mine in owns]
         leaving = [(table[other], other) for other in ranks.others]
         coming = [(pieces[other], other) for other in ranks.others]
         works = exchange("reduce_scatter", table, leaving, coming, ranks, REDUCE, label)

@@ -16,7 +16,7 @@ from hadal.comm import Ranks, functions, pairs, rows, transport
 # The tags of messages that carry no values: codes, and counts of rows.
 _OF_NUMBERS = (transport.CODE, transport.SMALL, rows._TO_OWNERS[0], rows._FROM_OWNERS[0])
 _CALLS = {
-    "isend": (pairs, "_start_send"),
+    "isend": (pairs, "_start"),
     "broadcast": (dist, "broadcast"),
     "reduce": (dist, "reduce"),
     "reduce_scatter": (dist, functions.reduce_scatter_tensor.__name__),
@@ -44,14 +44,15 @@ def counted() -> Iterator[Traffic]:
     traffic = Traffic()
     with ExitStack() as stack:
         for name, (module, attribute) in _CALLS.items():
-            given = 1 if name in ("reduce_scatter", "all_gather") else 0
+            given = 1 if name in ("isend", "reduce_scatter", "all_gather") else 0
             call = getattr(module, attribute)
 
             def note(
                 *args: Any, _call: Any = call, _name: str = name, _at: int = given, **rest: Any
             ):
                 tensor: torch.Tensor = args[_at]
-                if rest.get("tag") not in _OF_NUMBERS:
+                is_receive = args[0] is False
+                if not is_receive and rest.get("tag") not in _OF_NUMBERS:
                     traffic.calls.append((_name, tensor.nbytes))
                 return _call(*args, **rest)
 

@@ -60,15 +60,15 @@ def peaks(stage: int, reduce: int, gather: int, precision: dict[str, Any]) -> di
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(look)
-    send = pairs._start_send
+    start = pairs._start
     itemsize = next(model.parameters()).itemsize
     inputs = torch.ones(1, WIDTH, dtype=next(model.parameters()).dtype)
     for _ in range(2):
         engine.backward(engine(inputs).float().square().mean())
-        with patch.object(pairs, "_start_send") as sending:
-            sending.side_effect = lambda tensor, *args, **rest: (
-                most.update(message=max(most["message"], tensor.nbytes // itemsize)),
-                send(tensor, *args, **rest),
+        with patch.object(pairs, "_start") as sending:
+            sending.side_effect = lambda sends, tensor, *args, **rest: (
+                most.update(message=max(most["message"], sends * tensor.nbytes // itemsize)),
+                start(sends, tensor, *args, **rest),
             )[1]
             engine.step()
     engine.destroy()
