@@ -226,24 +226,14 @@ def _url(place: WorldPlace) -> str:
     return f"tcp://{address}:{place.port}"
 
 
-class _FromLauncher(NamedTuple):
-    """A launcher's variables, as read."""
-
-    launcher: str
-    rank_key: str
-    world_key: str
-    rank: int
-    world_size: int
-    local_rank: int
-
-
-def _from_launcher(variables: Mapping[str, str]) -> _FromLauncher | None:
+def _from_launcher(variables: Mapping[str, str]) -> WorldPlace | None:
+    """Read a launcher's variables; rank 0's address is not among them."""
     for launcher, rank_key, world_key, local_key in _LAUNCHERS:
         if rank_key in variables and world_key in variables:
             rank = _whole_number(variables, rank_key)
             local = _whole_number(variables, local_key) if local_key in variables else rank
             world_size = _whole_number(variables, world_key)
-            return _FromLauncher(launcher, rank_key, world_key, rank, world_size, local)
+            return WorldPlace(rank, world_size, local, "", DEFAULT_PORT, launcher)
     return None
 
 
@@ -258,18 +248,17 @@ def find_place(
     if launch is None:
         return ALONE
     if not 0 <= launch.rank < launch.world_size:
+        rank_key, world_key = next(keys for name, *keys, _ in _LAUNCHERS if name == launch.set_by)
         raise CommunicationError(
-            f"{launch.rank_key}={launch.rank} is not one of 0..{launch.world_size - 1}, as"
-            f" {launch.world_key}={launch.world_size} requires; {launch.launcher} set one of them,"
-            " or an older run left it in the environment"
+            f"{rank_key}={launch.rank} is not one of 0..{launch.world_size - 1}, as"
+            f" {world_key}={launch.world_size} requires; {launch.set_by} set one of them, or an"
+            " older run left it in the environment"
         )
     port = _whole_number(variables, "MASTER_PORT") if "MASTER_PORT" in variables else port
     address = variables.get("MASTER_ADDR", "")
     if not address and not has_init_method:
         address = _first_host(variables, launch)
-    return WorldPlace(
-        launch.rank, launch.world_size, launch.local_rank, address, port, launch.launcher
-    )
+    return launch._replace(address=address, port=port)
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
@@ -395,14 +384,14 @@ _AZURE = ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE")
 _MPI = ("Open MPI", "MVAPICH", "MPI")
 
 
-def _first_host(variables: Mapping[str, str], launch: _FromLauncher) -> str:
+def _first_host(variables: Mapping[str, str], launch: WorldPlace) -> str:
     nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
     if nodes:
         return first_slurm_host(nodes)
     if launch.world_size == 1 or _env_local_size(variables) == launch.world_size:
         return "127.0.0.1"
     found = _azure_host(variables) or _sagemaker_host(variables)
-    if not found and launch.launcher in _MPI:
+    if not found and launch.set_by in _MPI:
         found = _host_by_mpi()
     if found:
         return found
