@@ -296,7 +296,7 @@ def all_reduce_coalesced(
     """Reduce as `all_reduce` several tensors of one dtype, in one message."""
     joined = _joined(tensors, "all_reduce_coalesced")
     work = all_reduce(joined, op, group, async_op=True)
-    return _ending(work, async_op, lambda: _put(joined, tensors))
+    return _ending(work, async_op, joined, tensors, tensors)
 
 
 def all_gather_coalesced(
@@ -311,13 +311,7 @@ def all_gather_coalesced(
     found = mine.new_empty(size * mine.numel())
     work = all_gather_into_tensor(found, mine, group, async_op=True)
 
-    def put() -> None:
-        lengths = [one.numel() for one in input_tensors]
-        parts = found.view(size, -1).split(lengths, dim=1)
-        for target, part in zip(output_tensors, parts, strict=True):
-            target.copy_(part.reshape(target.shape))
-
-    return _ending(work, async_op, put)
+    return _ending(work, async_op, found.view(size, -1), input_tensors, output_tensors)
 
 
 def _joined(tensors: Sequence[Tensor], name: str) -> Tensor:
@@ -330,14 +324,17 @@ def _joined(tensors: Sequence[Tensor], name: str) -> Tensor:
     return torch.cat([one.detach().reshape(-1) for one in tensors])
 
 
-def _put(joined: Tensor, tensors: Sequence[Tensor]) -> None:
-    parts = joined.split([one.numel() for one in tensors])
-    for target, part in zip(tensors, parts, strict=True):
-        target.detach().copy_(part.view(target.shape))
+def _ending(
+    work: Any, is_async: bool, joined: Tensor, sent: Sequence[Tensor], targets: Sequence[Tensor]
+) -> Any:
+    """Divide what arrives in `joined`, or in its rows, as `sent` was joined."""
 
+    def put() -> None:
+        parts = joined.split([one.numel() for one in sent], dim=-1)
+        for target, part in zip(targets, parts, strict=True):
+            target.detach().copy_(part.reshape(target.shape))
 
-def _ending(work: Any, is_async: bool, act: Callable[[], None]) -> Any:
-    work.then(act)
+    work.then(put)
     if is_async:
         return work
     work.wait()
