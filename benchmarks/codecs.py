@@ -34,7 +34,8 @@ from torch import Tensor
 import hadal
 from hadal.comm import pairs
 from hadal.comm.codecs.blockwise import Blockwise
-from hadal.comm.codecs.codec import Codec, whole_words
+from hadal.comm.codecs.codec import WIRE_BYTES, Codec
+from hadal.units import rounded_up
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt"))
 
@@ -47,7 +48,7 @@ class Cast(Codec):
 
     def wire_bytes(self, numel: int) -> int:
         """Return the number of bytes of `numel` encoded values."""
-        return whole_words(numel * self.dtype.itemsize)
+        return rounded_up(numel * self.dtype.itemsize, WIRE_BYTES)
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Write `values` into `out`."""

@@ -12,6 +12,11 @@ _DECIMAL = ("B", "kB", "MB", "GB", "TB")
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
+def rounded_up(number: int, step: int) -> int:
+    """Round up to a multiple of `step`."""
+    return -(-number // step) * step
+
+
 def nbytes_of(size: str | int) -> int:
     """Return a size in bytes: a number, or text as "5GB" (powers of 1000) or "2GiB" (of 1024).
 

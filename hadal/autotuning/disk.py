@@ -13,9 +13,10 @@ from torch import Tensor
 
 from hadal.config.aio import Aio
 from hadal.offload.buffers import aligned
-from hadal.offload.extents import rounded
+from hadal.offload.extents import ALIGNMENT
 from hadal.offload.requests import IoRequest, Region
 from hadal.offload.store import DiskStore
+from hadal.units import rounded_up
 
 _REQUEST_NBYTES = 1 << 26
 _REQUESTS_UNDER_WAY = 2
@@ -47,7 +48,7 @@ class SpeedTest:
 
     def __init__(self, store: DiskStore, nbytes: int) -> None:
         self._store = store
-        self._region = store.allocate("a test of the disk's speed", rounded(nbytes))
+        self._region = store.allocate("a test of the disk's speed", rounded_up(nbytes, ALIGNMENT))
         self._step = min(_REQUEST_NBYTES, self._region.nbytes)
         # Random data: some disks do not write zeros.
         self._buffers = [aligned(self._step).random_() for _ in range(_REQUESTS_UNDER_WAY)]

@@ -6,6 +6,8 @@ from bisect import bisect_left, insort
 from itertools import pairwise
 from typing import NamedTuple
 
+from hadal.units import rounded_up
+
 ALIGNMENT = 4096
 """Direct I/O requires offsets, lengths and addresses that are multiples of this."""
 
@@ -20,11 +22,6 @@ class Extent(NamedTuple):
     def nbytes(self) -> int:
         """The number of bytes."""
         return self.stop - self.start
-
-
-def rounded(nbytes: int, step: int = ALIGNMENT) -> int:
-    """Round up to a multiple of `step`."""
-    return -(-nbytes // step) * step
 
 
 def cut(start: int, stop: int, step: int) -> list[Extent]:
@@ -56,7 +53,7 @@ class Room:
 
     def take(self, nbytes: int) -> Extent:
         """Take whole pages for `nbytes` bytes: the smallest free extent that suffices."""
-        wanted = rounded(nbytes)
+        wanted = rounded_up(nbytes, ALIGNMENT)
         fitting = [free for free in self._free if free.nbytes >= wanted]
         if not wanted or not fitting:
             self.end += wanted

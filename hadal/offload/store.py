@@ -14,7 +14,7 @@ from torch import Tensor
 from hadal.config.aio import Aio
 from hadal.errors import OffloadError, UsageError
 from hadal.offload.buffers import check_buffer
-from hadal.offload.extents import ALIGNMENT, Extent, Room, cut, dealt, grouped, rounded
+from hadal.offload.extents import ALIGNMENT, Extent, Room, cut, dealt, grouped
 from hadal.offload.file import Act, DiskFile
 from hadal.offload.folder import STATES, OwnFolder
 from hadal.offload.requests import (
@@ -26,6 +26,7 @@ from hadal.offload.requests import (
     blocks_in_a_call,
 )
 from hadal.offload.sums import CELL_NBYTES, Sums
+from hadal.units import rounded_up
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class DiskStore:
         self._next_queue = 0
         self._room = Room()
         self._lock = threading.Lock()
-        self._step = rounded(section.block_size, CELL_NBYTES if self._verifies else ALIGNMENT)
+        self._step = rounded_up(section.block_size, CELL_NBYTES if self._verifies else ALIGNMENT)
         self._regions: set[Region] = set()
         self._open: OpenRequests = {}
         self._process = os.getpid()

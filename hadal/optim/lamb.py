@@ -29,6 +29,7 @@ from hadal.comm.faults import is_same_everywhere
 from hadal.device import widest_float
 from hadal.errors import MismatchError, OptimizerError
 from hadal.offload.crossing import Crossing
+from hadal.offload.extents import cut
 from hadal.offload.tensors import DiskTensor
 from hadal.offload.walk import Stop
 from hadal.optim.elementwise import Group, OwnOptimizer, SliceUpdate, State, Zeros
@@ -44,7 +45,7 @@ from hadal.optim.on_disk import (
 from hadal.optim.pieces import Piece
 from hadal.optim.state_on_disk import DiskState
 from hadal.optim.step import DISK_STEPS, OptimizerStepper, as_one_step, refresh, sending_of
-from hadal.optim.workspace import Multiplier, block_numel, blocks, scale_
+from hadal.optim.workspace import Multiplier, block_numel, scale_
 from hadal.zero.bucket import refresh_all
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment
@@ -220,7 +221,7 @@ class _StepSlice:
         numel, total, batch = block_numel(device), 0, list[tuple[int, int, _Values]]()
         for part in self.fragments:
             row, first = self.first_row + part.slot, self.start + part.offset
-            for low, high in blocks(first, first + part.numel, numel):
+            for low, high in cut(first, first + part.numel, numel):
                 total += high - low
                 if batch and (device.type == "cpu" or total > numel):
                     yield batch
@@ -357,11 +358,8 @@ class LambStepper(OptimizerStepper):
         begun = begin_on_disk(on_disk, _begin, self._steps)
         for one in self._gradients:
             if one not in on_disk:
-                begun[one] = []
-                for piece in self._pieces[one]:
-                    zeros = partial(torch.zeros_like, piece.values.detach())
-                    own = _begin(self._group(piece), self._optimizer.state[piece.values], zeros)
-                    begun[one].append((piece, own, []))
+                pieces = self._pieces[one]
+                begun[one] = [(piece, self._begun(one, piece, _begin), []) for piece in pieces]
         return begun
 
     def _learn(

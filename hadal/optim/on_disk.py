@@ -17,12 +17,13 @@ from hadal.comm import Ranks
 from hadal.comm.faults import raised_on_all
 from hadal.errors import CommunicationError, OffloadError
 from hadal.offload.buffers import BufferPool, LooseBuffers
+from hadal.offload.extents import cut
 from hadal.offload.tensors import UNIT_NUMEL, DiskTensor, one_update
 from hadal.offload.walk import Pace, Stop, walk
 from hadal.optim.elementwise import Beginner, SliceUpdate, count_up
 from hadal.optim.pieces import Piece
 from hadal.optim.state_on_disk import DiskState, backup_of
-from hadal.optim.workspace import Item, Workspace, block_numel, blocks
+from hadal.optim.workspace import Item, Workspace, block_numel
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 
@@ -139,7 +140,7 @@ def step_on_disk(
             one.bucket.absorb_edits_into(values[0], stop.start)
             for piece, update, runs in begun[one]:
                 start, owned = of_piece(stop, values, piece, runs)
-                for low, high in blocks(start, start + owned[0].numel(), numel):
+                for low, high in cut(start, start + owned[0].numel(), numel):
                     block = [run[low - start : high - start] for run in owned]
                     workspace.apply([Item(update, one.mean[low:high], block)])
                     one.bucket.put_weights(low, block[0], workspace.sending)

@@ -16,6 +16,7 @@ from hadal.device import has_fused_kernels, is_host_memory
 from hadal.errors import OptimizerError
 from hadal.offload.buffers import BufferPool
 from hadal.offload.crossing import Crossing
+from hadal.offload.extents import cut
 from hadal.offload.tensors import StoredSlice
 from hadal.optim.elementwise import Beginner, ElementwiseOptimizer, Group, SliceUpdate, count_up
 from hadal.optim.fused import BEGINNERS
@@ -32,7 +33,7 @@ from hadal.optim.on_disk import (
 from hadal.optim.pieces import HeldTensor, Piece, lay_pieces
 from hadal.optim.state_on_disk import DiskState, DiskStates
 from hadal.optim.whole import WholeParameters, hand_over
-from hadal.optim.workspace import Item, Multiplier, Workspace, block_numel, blocks, scale_
+from hadal.optim.workspace import Item, Multiplier, Workspace, block_numel, scale_
 from hadal.zero.bucket import Bucket, refresh_all, write_back_all
 from hadal.zero.gradients import Gradients
 
@@ -155,6 +156,12 @@ class OptimizerStepper(ABC):
 
     def _group(self, piece: Piece) -> Group:
         return self._optimizer.param_groups[piece.group]
+
+    def _begun(self, one: Gradients, piece: Piece, begin: Beginner) -> SliceUpdate:
+        """Begin the update of a piece that is in memory."""
+        dtype = one.bucket.precision.state_dtype
+        zeros = partial(torch.zeros_like, piece.values.detach(), dtype=dtype)
+        return begin(self._group(piece), self._optimizer.state[piece.values], zeros)
 
     def _on_disk(self) -> dict[Gradients, DiskState]:
         """Return the buckets whose state is on the disk, with that state."""
@@ -356,17 +363,12 @@ class FlatStepper(OptimizerStepper):
         numel = block_numel(gradients[0].bucket.steps_on)
         for one, piece, update in begun:
             bucket = one.bucket
-            for start, stop in blocks(piece.start, piece.stop, numel):
+            for start, stop in cut(piece.start, piece.stop, numel):
                 item = _item(one, piece, update, start, stop)
                 if is_host_memory(bucket.device):
                     bucket.absorb_edits_into(item.owned[0], start)
                 workspace.apply([item])
                 bucket.write_back(start, stop, workspace.sending)
-
-    def _begun(self, one: Gradients, piece: Piece, begin: Beginner) -> SliceUpdate:
-        dtype = one.bucket.precision.state_dtype
-        zeros = partial(torch.zeros_like, piece.values.detach(), dtype=dtype)
-        return begin(self._group(piece), self._optimizer.state[piece.values], zeros)
 
     def _step_pieces(self, multiplier: Multiplier, gradients: Iterable[Gradients]) -> None:
         """Call the optimizer's own `step` on the flat slices of these buckets."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from itertools import accumulate
 from operator import is_not
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hadal.offload.crossing import Crossing
 from hadal.optim.elementwise import Block, Scaling, SliceUpdate
+from hadal.units import rounded_up
 
 # The number of elements cast, scaled, stepped and written back together: on a CPU few enough that a
 # float32 gradient stays in the cache in between, on an accelerator enough to keep it busy.
@@ -24,7 +25,11 @@ _LARGEST_GROWTH = 8
 
 
 def block_numel(device: torch.device) -> int:
-    """Return the number of elements in a block: the same in every tier, for the same bits."""
+    """Return the number of elements in a block: the same in every tier, for the same bits.
+
+    Blocks end at its multiples. Kernels round the last few elements of a block as they round single
+    elements, so blocks must end at the same elements in every tier to get the same bits.
+    """
     return _CPU_BLOCK_NUMEL * growth() if device.type == "cpu" else _ACCELERATOR_BLOCK_NUMEL
 
 
@@ -32,18 +37,6 @@ def growth() -> int:
     """Return the factor by which blocks grow on a CPU with the number of threads."""
     threads = torch.get_num_threads()
     return 1 if threads == 1 else min(2 << (threads.bit_length() - 1), _LARGEST_GROWTH)
-
-
-def blocks(start: int, stop: int, numel: int) -> Iterator[tuple[int, int]]:
-    """Yield [start, stop) split at the multiples of `numel`.
-
-    Kernels round the last few elements of a block as they round single elements, so blocks must end
-    at the same elements in every tier to get the same bits.
-    """
-    while start < stop:
-        end = min(stop, (start // numel + 1) * numel)
-        yield start, end
-        start = end
 
 
 # Copies of several blocks are placed side by side with this alignment, which kernels prefer.
@@ -121,7 +114,7 @@ class Workspace:
         """Return the blocks in `dtype`, perhaps as copies valid until the next for `place`."""
         if all(block.dtype == dtype for block in blocks):
             return list(blocks)
-        stops = [*accumulate(_aligned(block.numel()) for block in blocks)]
+        stops = [*accumulate(rounded_up(block.numel(), _ALIGNED_NUMEL) for block in blocks)]
         key = blocks[0].device, place, dtype
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < stops[-1]:
@@ -154,7 +147,3 @@ class Workspace:
                 inverse = torch.full((), number, dtype=torch.float32, device=device)
             self._divisors[device] = inverse
         return self._divisors[device]
-
-
-def _aligned(numel: int) -> int:
-    return -(-numel // _ALIGNED_NUMEL) * _ALIGNED_NUMEL

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import lcm, prod
 
+from hadal.units import rounded_up
+
 ALIGNMENT_NBYTES = 16
 
 
@@ -143,11 +145,6 @@ class Layout:
         return tuple(Run(group, *bound) for group, bound in bounds.items())
 
 
-def align(numel: int, unit: int) -> int:
-    """Return `numel` rounded up to a multiple of `unit`."""
-    return -(-numel // unit) * unit
-
-
 def lay_out(
     parameters: Iterable[tuple[str, tuple[int, ...], int, tuple[int, ...]]],
     world_size: int,
@@ -166,11 +163,11 @@ def lay_out(
     slots: list[Slot] = []
     end = 0
     for name, shape, group, order in sorted(parameters, key=lambda item: item[2]):
-        slot = Slot(name, tuple(shape), group, align(end, unit) if prod(shape) else end, order)
+        slot = Slot(name, tuple(shape), group, rounded_up(end, unit) if prod(shape) else end, order)
         slots.append(slot)
         end = slot.stop
     step = lcm(unit, row_numel) * world_size * cuts
-    return Layout(tuple(slots), align(end, step), world_size)
+    return Layout(tuple(slots), rounded_up(end, step), world_size)
 
 
 @dataclass(frozen=True, slots=True)

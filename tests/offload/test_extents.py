@@ -7,15 +7,16 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as some
 
-from hadal.offload.extents import ALIGNMENT, Extent, Room, cut, dealt, grouped, rounded
+from hadal.offload.extents import ALIGNMENT, Extent, Room, cut, dealt, grouped
+from hadal.units import rounded_up
 
 places = some.integers(0, 1 << 20)
 
 
 @given(places)
 def test_whole_pages_hold_the_bytes(nbytes: int) -> None:
-    assert rounded(nbytes) % ALIGNMENT == 0
-    assert 0 <= rounded(nbytes) - nbytes < ALIGNMENT
+    assert rounded_up(nbytes, ALIGNMENT) % ALIGNMENT == 0
+    assert 0 <= rounded_up(nbytes, ALIGNMENT) - nbytes < ALIGNMENT
 
 
 @given(places, some.integers(0, 1 << 12), some.integers(1, 1 << 13))
@@ -48,7 +49,7 @@ def test_extents_never_overlap_and_none_is_lost(steps: list[tuple[int, int]]) ->
     for nbytes, victim in steps:
         extent = room.take(nbytes)
         assert extent.start % ALIGNMENT == 0
-        assert extent.nbytes == rounded(nbytes)
+        assert extent.nbytes == rounded_up(nbytes, ALIGNMENT)
         assert extent.stop <= room.end
         taken.append(extent)
         used = sorted(one for one in taken if one.nbytes)

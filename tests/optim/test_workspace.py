@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hadal.offload.extents import cut
 from hadal.offload.tensors import UNIT_NUMEL
 from hadal.optim import norm, workspace
 from hadal.optim.fused import begin_adam
@@ -42,7 +43,7 @@ def stepped(threads: int) -> list[Tensor]:
     state = {"exp_avg": first, "exp_avg_sq": second, "step": torch.tensor(3.0)}
     update = begin_adam(group, state, lambda: torch.zeros(0), decoupled=True)
     place = workspace.Workspace(0.3)
-    for start, stop in workspace.blocks(0, NUMEL, workspace.block_numel(CPU)):
+    for start, stop in cut(0, NUMEL, workspace.block_numel(CPU)):
         owned = [one[start:stop] for one in (values, first, second)]
         place.apply([workspace.Item(update, gradient[start:stop], owned)])
         weights[start:stop].copy_(values[start:stop])

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.zero.layout import ALIGNMENT_NBYTES, Layout, Slot, align, lay_out, order_of, share_out
+from hadal.units import rounded_up
+from hadal.zero.layout import ALIGNMENT_NBYTES, Layout, Slot, lay_out, order_of, share_out
 from hadal.zero.views import flattened, shaped
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -163,8 +164,8 @@ def test_no_parameters_make_an_empty_buffer():
 
 @given(st.integers(0, 10**9), st.integers(1, 4096))
 def test_align_is_the_least_multiple_above(numel, unit):
-    assert align(numel, unit) % unit == 0
-    assert numel <= align(numel, unit) < numel + unit
+    assert rounded_up(numel, unit) % unit == 0
+    assert numel <= rounded_up(numel, unit) < numel + unit
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=30), WORLDS)

@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hadal.comm.codecs.codec import Codec, whole_words, working_ranges
+from hadal.comm.codecs.codec import WIRE_BYTES, Codec, working_ranges
+from hadal.units import rounded_up
 
 _SCALE_BYTES = 4
 # Two 4-bit numbers in a byte, low + 16 x high: the low one is at most 7 either way, so that
@@ -45,7 +46,7 @@ class Blockwise(Codec):
 
     def wire_bytes(self, numel: int) -> int:
         """Return how many bytes `numel` values become."""
-        return whole_words(self._used(numel))
+        return rounded_up(self._used(numel), WIRE_BYTES)
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Write `values` into `out`."""

@@ -85,11 +85,6 @@ class ErrorFeedback:
             self.residual.mul_(factor)
 
 
-def whole_words(nbytes: int) -> int:
-    """Return `nbytes` rounded up to a multiple of `WIRE_BYTES`."""
-    return -(-nbytes // WIRE_BYTES) * WIRE_BYTES
-
-
 def working_ranges(numel: int, multiple: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """Divide [0, `numel`) into ranges to work on, each of a `multiple` of elements but the last."""
     block = _CPU_BLOCK_NUMEL if device.type == "cpu" else _ACCELERATOR_BLOCK_NUMEL

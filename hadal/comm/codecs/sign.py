@@ -12,7 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hadal.comm.codecs.codec import Codec, whole_words, working_ranges
+from hadal.comm.codecs.codec import WIRE_BYTES, Codec, working_ranges
+from hadal.units import rounded_up
 
 _SIGNS_PER_BYTE = 8
 # Eight bytes of 0 and 1, viewed as one number and multiplied by this, have their eight bits side
@@ -35,7 +36,8 @@ class Sign(Codec):
 
     def wire_bytes(self, numel: int) -> int:
         """Return how many bytes `numel` values become."""
-        return whole_words(self._scales_nbytes(numel) + -(-numel // _SIGNS_PER_BYTE))
+        used = self._scales_nbytes(numel) + -(-numel // _SIGNS_PER_BYTE)
+        return rounded_up(used, WIRE_BYTES)
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Write scales and signs of 1-D `values` into `out`."""
