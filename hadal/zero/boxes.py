@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from torch import Tensor
@@ -110,7 +111,7 @@ class Box:
             axis -= 1
         split = max(axis - 1, 0)
         numel = prod(self.sizes[split:])
-        for index in _indices(self.sizes[:split]):
+        for index in product(*map(range, self.sizes[:split])):
             place = (offset + i for offset, i in zip(self.offsets, index, strict=False))
             offsets = (*place, *self.offsets[split:])
             start = Box(self.name, self.shape, offsets, (*(1 for _ in index), *self.sizes[split:]))
@@ -178,7 +179,7 @@ def rows_of(name: str, shape: Sequence[int], limit: int) -> Iterator[Box]:
     axis = next(axis for axis in range(len(shape)) if prod(shape[axis + 1 :]) <= limit)
     inner = tuple(shape[axis + 1 :])
     length, step = shape[axis], limit // prod(inner)
-    for outer in _indices(shape[:axis]):
+    for outer in product(*map(range, shape[:axis])):
         for start in range(0, length, step):
             offsets = (*outer, start, *(0 for _ in inner))
             sizes = (*(1 for _ in outer), min(step, length - start), *inner)
@@ -205,16 +206,6 @@ def boxes_between(name: str, shape: Sequence[int], start: int, stop: int) -> Ite
         for part in boxes_between(name, inner, offset, last):
             yield Box(name, tuple(shape), (row, *part.offsets), (1, *part.sizes))
         start = row * step + last
-
-
-def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield all indices of a shape in row-major order."""
-    if not shape:
-        yield ()
-        return
-    for first in range(shape[0]):
-        for rest in _indices(shape[1:]):
-            yield (first, *rest)
 
 
 @dataclass(frozen=True, slots=True)

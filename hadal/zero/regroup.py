@@ -5,8 +5,8 @@ Tests: tests/engine/test_later_groups.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from heapq import merge
 
 from torch import nn
 
@@ -69,20 +69,7 @@ def merged(
     def place(bucket: Bucket) -> int:
         return min((order[p] for p in bucket.parameters if p in order), default=-1)
 
-    return merged_by(olds, news, place)
-
-
-_T = TypeVar("_T")
-
-
-def merged_by(olds: Sequence[_T], news: Sequence[_T], place: Callable[[_T], int]) -> list[_T]:
-    """Merge two lists by `place`, like `merged`; each keeps its own order."""
-    result, waiting = [], list(news)
-    for old in olds:
-        while waiting and place(waiting[0]) < place(old):
-            result.append(waiting.pop(0))
-        result.append(old)
-    return result + waiting
+    return list(merge(olds, news, key=place))
 
 
 def renamed(buckets: Iterable[Bucket], names: Mapping[nn.Parameter, str]) -> list[str]:

@@ -7,7 +7,8 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from engine.test_newcomers import Adapted
 from engine.toys import TINY, assert_close, assert_equal, batch_of, engine_of, loss_of, train
 from hadal import comm, utils, zero
 from hadal.errors import HadalError, MismatchError, ModelError
-from hadal.zero.regroup import merged_by
+from hadal.zero.regroup import merged
 
 STAGES = [0, 1, 2, 3]
 
@@ -205,10 +206,19 @@ def test_optimizers_of_whole_parameters_take_them_up(kind: str, ranks: RankPools
 @given(st.lists(st.integers(0, 9), unique=True), st.lists(st.integers(0, 9), unique=True))
 def test_new_buckets_stand_at_their_place(olds: list[int], news: list[int]) -> None:
     """Nothing is lost, each list keeps its order, and sorted ones give a sorted one."""
-    result = merged_by([(0, n) for n in olds], [(1, n) for n in news], lambda item: item[1])
-    assert [n for kind, n in result if kind == 0] == olds
-    assert [n for kind, n in result if kind == 1] == news
-    both = merged_by(sorted(olds), sorted(news), lambda n: n)
+
+    def merge(olds: list[int], news: list[int]) -> list[tuple[str, int]]:
+        both = [
+            [SimpleNamespace(kind=kind, parameters=[n]) for n in numbers]
+            for kind, numbers in (("old", olds), ("new", news))
+        ]
+        order: Any = {n: n for n in (*olds, *news)}
+        return [(one.kind, one.parameters[0]) for one in cast(Any, merged)(*both, order)]
+
+    result = merge(olds, news)
+    assert [n for kind, n in result if kind == "old"] == olds
+    assert [n for kind, n in result if kind == "new"] == news
+    both = [n for _, n in merge(sorted(olds), sorted(news))]
     assert both == sorted(both)
 
 
