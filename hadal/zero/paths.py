@@ -190,31 +190,21 @@ class Paths:
             MismatchError: that is not tolerated.
         """
         self._foresight.came(Kind.FORWARD, None, has_held=None)  # not known on all ranks
-        if (
-            self._divergence.is_tolerated
-            and self._has_reported
-            and not self._divergence.reports_each
-        ):
+        if self._is_reported:
             return
         strays = gather_objects(list(mine), self._ranks)
         rank = next(rank for rank, some in enumerate(strays) if some)
         kind, planned, went = strays[rank][0]
-        if strays.count(strays[0]) == len(strays):
-            owners = ["as planned, it", "now it"]
-        else:
-            owners = ["as planned, all", f"now rank {rank}"]
-            if not self._divergence.is_tolerated:
-                raise self._refusal(kind, [planned, went], owners)
-        self._report(kind, [planned, went], owners, gives_up=False)
-
-    def _refusal(
-        self, kind: Kind, paths: Sequence[Sequence[int]], owners: Sequence[str]
-    ) -> MismatchError:
-        return MismatchError(
-            f"the ranks took different paths through the model in {kind.value}:"
-            f" {describe_parting(paths, owners, self._names)}. Let all ranks run the same"
-            ' modules, or set zero_optimization.divergent_ranks to "auto" or true.'
+        is_apart = strays.count(strays[0]) < len(strays)
+        owners = (
+            ["as planned, all", f"now rank {rank}"] if is_apart else ["as planned, it", "now it"]
         )
+        self._report(kind, [planned, went], owners, is_apart=is_apart)
+
+    @property
+    def _is_reported(self) -> bool:
+        divergence = self._divergence
+        return divergence.is_tolerated and self._has_reported and not divergence.reports_each
 
     def _joined(self, trace: Trace) -> Trace:
         """Return the trace with the latest moments of all ranks, which are on the same path."""
@@ -223,28 +213,39 @@ class Paths:
         return trace.at(moments.tolist())
 
     def _settle_parting(self, walk: Walk, trace: Trace, *, gives_up: bool) -> None:
-        is_error = not self._divergence.is_tolerated
-        if not is_error and self._has_reported and not self._divergence.reports_each:
+        if self._is_reported:
             return
         paths = gather_objects(trace.path, self._ranks)
         other = next((rank for rank, path in enumerate(paths) if path != paths[0]), None)
         if other is None:
             # One rank freed a bucket between two uses of it: the paths do not differ.
             return
-        paths, owners = [paths[0], paths[other]], ["rank 0", f"rank {other}"]
-        if is_error:
-            raise self._refusal(walk.kind, paths, owners)
-        self._report(walk.kind, paths, owners, gives_up=gives_up)
+        owners = ["rank 0", f"rank {other}"]
+        self._report(walk.kind, [paths[0], paths[other]], owners, is_apart=True, gives_up=gives_up)
 
     def _report(
-        self, kind: Kind, paths: Sequence[Sequence[int]], owners: Sequence[str], *, gives_up: bool
+        self,
+        kind: Kind,
+        paths: Sequence[Sequence[int]],
+        owners: Sequence[str],
+        *,
+        is_apart: bool = False,
+        gives_up: bool = False,
     ) -> None:
+        """Warn of paths that differ; raise if ranks are apart and that is not tolerated."""
+        parting = describe_parting(paths, owners, self._names)
+        if is_apart and not self._divergence.is_tolerated:
+            raise MismatchError(
+                f"the ranks took different paths through the model in {kind.value}: {parting}. Let"
+                " all ranks run the same modules, or set zero_optimization.divergent_ranks to"
+                ' "auto" or true.'
+            )
         if self._ranks.rank == 0 and (self._divergence.reports_each or not self._has_reported):
             _log.warning(
                 "the path through the model changed in %s: %s. Each gather is announced to all"
                 " ranks %s%s",
                 kind.value,
-                describe_parting(paths, owners, self._names),
+                parting,
                 "here from now on" if gives_up else "where the path is not predicted",
                 ""
                 if self._divergence.reports_each
