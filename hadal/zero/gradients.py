@@ -284,10 +284,9 @@ class Gradients:
             # It is late, and is collected once every rank has reached the end of backward: to wait
             # for the reduction here could be to wait for a rank that waits for this one.
             self._add_late(index, gradient)
-            parameter.grad = None
-            return
-        self._open()
-        self._collect(index, gradient)
+        else:
+            self._open()
+            self._collect(index, gradient)
         parameter.grad = None
 
     def send_late_to_host(self) -> None:
@@ -340,18 +339,12 @@ class Gradients:
                 self.full[start:stop].zero_()
             self._views = self.bucket.views_of(self.full)
         elif self.state is Arrival.MEAN:
-            self._reopen(self.full)
+            # The mean of the next backward before the step is added to this one.
+            self._kept = self.mean.clone()
+            self.full.zero_()
         # If a mean is still being copied from this buffer to the host, it will not be used: the
         # next one replaces it there.
         self.state = Arrival.LOCAL
-
-    def _reopen(self, full: Tensor) -> None:
-        """Set aside a mean that is in the full buffer, and collect again from zero.
-
-        The mean of the next backward before the step is added to it.
-        """
-        self._kept = self.mean.clone()
-        full.zero_()
 
     def start_reduce(self, *, last: bool = True) -> None:
         """Begin to average the collected gradients; missing ones count as zero.

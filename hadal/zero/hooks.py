@@ -198,12 +198,19 @@ class Hooks:
             with self.reading():
                 backward_watched(loss, retain_graph)
 
-    def reading(self) -> AbstractContextManager[None]:
-        """Return a context in which every read of a parameter finds its values, announced or not.
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Run a block in which every read of a parameter finds its values, announced or not.
 
         Forward and backward run inside it. If all weights are whole, it does nothing.
         """
-        return _reading(self._runtime.gathering)
+        gathering = self._runtime.gathering
+        if not gathering.uses.units:
+            yield
+            return
+        watcher = ReadWatcher(_outside_graphs(gathering.on_read), gathering.on_view)
+        with saving(gathering), watcher if gathering.escapes.are_watched else nullcontext():
+            yield
 
     def _watch_gradient(
         self, bucket: Bucket, index: int, parameter: nn.Parameter
@@ -293,16 +300,6 @@ def _is_running(wanted: FrameType | None) -> bool:
     while frame is not None and frame is not wanted:
         frame = frame.f_back
     return frame is not None or wanted is None
-
-
-@contextmanager
-def _reading(gathering: Gathering) -> Iterator[None]:
-    if not gathering.uses.units:
-        yield
-        return
-    watcher = ReadWatcher(_outside_graphs(gathering.on_read), gathering.on_view)
-    with saving(gathering), watcher if gathering.escapes.are_watched else nullcontext():
-        yield
 
 
 def saving(gathering: Gathering) -> AbstractContextManager[None]:

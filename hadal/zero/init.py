@@ -150,13 +150,9 @@ class _Nursery:
                 continue
             self._link(bucket)
             if bucket in self._unread:
-                given = torch.empty(
-                    bucket.layout.numel, dtype=bucket.precision.master, device=bucket.device
-                )
-                pending = finished("")
+                arriving.append((bucket, _room_for(bucket), finished("")))
             else:
-                given, pending = self._start_gather(bucket)
-            arriving.append((bucket, given, pending))
+                arriving.append((bucket, *self._start_gather(bucket)))
         for bucket, given, pending in arriving:
             pending.wait()
             self._show(bucket, bucket.views_of(given))
@@ -164,9 +160,7 @@ class _Nursery:
 
     def _start_gather(self, bucket: Bucket) -> tuple[Tensor, Pending]:
         """Begin to gather values as given, 1-D in the layout of the bucket."""
-        given = torch.empty(
-            bucket.layout.numel, dtype=bucket.precision.master, device=bucket.device
-        )
+        given = _room_for(bucket)
         reading = bucket.offload.as_one(bucket.ranks, f"reading {bucket.name}")
         with reading, bucket.present(writes=False):
             given[bucket.span[0] : bucket.span[1]].copy_(bucket.shard)
@@ -356,6 +350,12 @@ class _Nursery:
                 self._given.pop(bucket, None)
                 self._shown.pop(bucket, None)
                 bucket.leave_disk()
+
+
+def _room_for(bucket: Bucket) -> Tensor:
+    """Return room for a bucket's values as given, in its layout."""
+    numel, dtype = bucket.layout.numel, bucket.precision.master
+    return torch.empty(numel, dtype=dtype, device=bucket.device)
 
 
 def _take_edits(parameter: nn.Parameter, given: Tensor) -> None:

@@ -96,19 +96,15 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     clipping. It is zero for a parameter that was not used, and None before the first backward of an
     update and for untrained parameters.
     """
-    place = place_of(param)
-    full = None if place is None else _gradient(place)
-    return None if place is None or full is None else place.shaped(full)
+    found = _gradient(param)
+    return None if found is None else found[0].shaped(found[1])
 
 
 @torch.no_grad()
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """Return this rank's fragment of `safe_get_full_grad`: 1-D, empty if it holds none."""
-    place = place_of(param)
-    full = None if place is None else _gradient(place)
-    if place is None or full is None:
-        return None
-    return place.fragment_of(full).clone()
+    found = _gradient(param)
+    return None if found is None else found[0].fragment_of(found[1]).clone()
 
 
 @torch.no_grad()
@@ -146,10 +142,11 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(gradient, param))
 
 
-def _gradient(place: Place) -> Tensor | None:
+def _gradient(param: nn.Parameter) -> tuple[Place, Tensor] | None:
     """Return the mean gradient of all ranks, unscaled, 1-D in memory order, on every rank."""
-    gradients = place.gradients()
-    if gradients is None:
+    place = place_of(param)
+    gradients = None if place is None else place.gradients()
+    if place is None or gradients is None:
         return None
     begun, uncollected = place.agree_on(gradients)
     if not begun:
@@ -172,7 +169,7 @@ def _gradient(place: Place) -> Tensor | None:
         part = torch.zeros_like(total) if local is None else local.to(total.dtype, copy=True)
         sum_(part, place.ranks, f"the sum of the gradients of {place.slot.name}")
         total += part * gradients.share
-    return total / place.gradient_factor
+    return place, total / place.gradient_factor
 
 
 def _put_gradient(place: Place, full: Tensor) -> None:
