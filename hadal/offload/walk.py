@@ -30,14 +30,6 @@ class Stop(NamedTuple):
     """The tensors that are written afterwards. The others are read as last written, committed or
     not."""
 
-    def numel_of(self, tensor: DiskTensor) -> int:
-        """Return how many of the elements a tensor has."""
-        return min(self.numel, tensor.numel - self.start)
-
-    def writes(self, tensor: DiskTensor) -> bool:
-        """Return True if a tensor is written afterwards."""
-        return tensor in self.written
-
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -108,7 +100,7 @@ def walk(
                 behind.wait()
                 behind.release()
             for tensor, values in zip(stop.tensors, here.values, strict=True):
-                if stop.writes(tensor):
+                if tensor in stop.written:
                     here.requests.append(tensor.start_write(stop.start, values))
             behind, here = here, None
             if not pace.writes_behind:
@@ -129,12 +121,12 @@ def _fetch(stop: Stop, pool: Buffers) -> _Load:
     load = _Load(pool)
     try:
         for tensor in stop.tensors:
-            nbytes = stop.numel_of(tensor) * tensor.dtype.itemsize
+            nbytes = min(stop.numel, tensor.numel - stop.start) * tensor.dtype.itemsize
             buffer = pool.take(nbytes)
             load.buffers.append(buffer)
             values = buffer[:nbytes].view(tensor.dtype)
             load.values.append(values)
-            request = tensor.start_read(stop.start, values, latest=not stop.writes(tensor))
+            request = tensor.start_read(stop.start, values, latest=tensor not in stop.written)
             if request is not None:
                 load.requests.append(request)
     except BaseException:

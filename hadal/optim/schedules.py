@@ -52,8 +52,7 @@ class Schedule(ABC):
         self._write()
 
     def _write(self) -> None:
-        for index, group in enumerate(self.optimizer.param_groups[: self._known]):
-            rate = self.rate(self.last_batch_iteration + 1, index)
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=False):
             # A rate in a tensor stays in it: captured steps read it there.
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)

@@ -60,13 +60,10 @@ class DiskState:
         self._disk = disk
         self._tensors: dict[StateKind, DiskTensor] = {}
         self._is_shown = False
-        with one_update(self._state_tensors):
+        with one_update(self._tensors.values):
             self.write_all()
 
     # ---- tensors ---------------------------------------------------------------------------------
-
-    def _state_tensors(self) -> list[DiskTensor]:
-        return [*self._tensors.values()]
 
     @property
     def tensors(self) -> list[DiskTensor]:
@@ -148,7 +145,7 @@ class DiskState:
         before = self.memory()
         try:
             # Written state takes effect once the masters are written, too.
-            with one_update(self._state_tensors), self.bucket.present(writes=writes):
+            with one_update(self._tensors.values), self.bucket.present(writes=writes):
                 master = self.bucket.master
                 assert master is not None  # it is trained, and present
                 self.show([master, *(one.read() for one in self._tensors.values())])
