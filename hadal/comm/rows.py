@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -70,44 +71,38 @@ def start_rows_reduce_scatter(
     full: Tensor, out: Tensor, ranks: Ranks, wire: RowWire, accumulate: bool, label: str
 ) -> Pending:
     """Reduce as `start_reduce_scatter` a 1-D `full` whose slices are whole rows."""
-
-    def dense() -> Pending:
-        return start_reduce_scatter(full, out, ranks, wire.dtype, accumulate, label, wire.factors)
-
+    dense = partial(
+        start_reduce_scatter, full, out, ranks, wire.dtype, accumulate, label, wire.factors
+    )
     if ranks.size == 1:
         return dense()
-    before, after = wire.factors
     mine = slice_of(full, ranks.rank, ranks).view(-1, wire.row_numel)
     if not ranks.exchanges_in_pairs(full.device):
         first = ranks.rank * mine.shape[0]
 
         def cut(pieces: Sequence[_Rows]) -> None:
             own = [_between(piece, first, first + mine.shape[0]) for piece in pieces]
-            _add_up(out, own, after, accumulate, wire.row_numel)
+            _add_up(out, own, wire, accumulate)
 
         return _start_by_collectives(full, ranks, wire, label, cut, dense)
-    slices = [slice_of(full, rank, ranks) for rank in range(ranks.size)]
-    sent = [_packed(one, before, wire.dtype, wire.row_numel) for one in slices]
+    sent = [_packed(slice_of(full, rank, ranks), wire) for rank in range(ranks.size)]
 
     def add(pieces: Sequence[_Rows]) -> None:
-        _add_up(out, pieces, after, accumulate, wire.row_numel)
+        _add_up(out, pieces, wire, accumulate)
 
     return _start_exchange(sent, mine.shape, ranks, (label, *_TO_OWNERS), add)
 
 
 def start_rows_all_reduce(full: Tensor, ranks: Ranks, wire: RowWire, label: str) -> Pending:
     """Reduce as `start_all_reduce` a 1-D `full` whose slices are whole rows."""
-
-    def dense() -> Pending:
-        return start_all_reduce(full, ranks, wire.dtype, label, wire.factors)
-
+    dense = partial(start_all_reduce, full, ranks, wire.dtype, label, wire.factors)
     if ranks.size == 1:
         return dense()
     if not ranks.exchanges_in_pairs(full.device):
 
         def add(pieces: Sequence[_Rows]) -> None:
             full.zero_()
-            _add_up(full, pieces, wire.factors.after, False, wire.row_numel)
+            _add_up(full, pieces, wire, False)
 
         return _start_by_collectives(full, ranks, wire, label, add, dense)
     mine = slice_of(full, ranks.rank, ranks)
@@ -125,13 +120,12 @@ def start_rows_all_reduce(full: Tensor, ranks: Ranks, wire: RowWire, label: str)
 
 def _start_spread(full: Tensor, mine: Tensor, ranks: Ranks, wire: RowWire, label: str) -> Pending:
     """Send `mine` to every rank, and fill the slices of `full`, in rows if they are few."""
-    packed = _packed(mine, 1.0, wire.dtype, wire.row_numel)
+    packed = _packed(mine, wire)
 
     def fill(pieces: Sequence[_Rows]) -> None:
         # My own too: after rounding for the wire all ranks have the same bits.
         for owner, piece in enumerate(pieces):
-            target = slice_of(full, owner, ranks)
-            _add_up(target, [piece], wire.factors.after, False, wire.row_numel)
+            _add_up(slice_of(full, owner, ranks), [piece], wire, False)
 
     shape = mine.view(-1, wire.row_numel).shape
     return _start_exchange([packed] * ranks.size, shape, ranks, (label, *_FROM_OWNERS), fill)
@@ -144,18 +138,18 @@ def _touched(rows: Tensor) -> Tensor:
         return is_touched.nonzero().flatten().to(torch.int32)
 
 
-def _packed(cut: Tensor, before: float, dtype: torch.dtype, row_numel: int) -> _Rows:
+def _packed(cut: Tensor, wire: RowWire) -> _Rows:
     """Return a 1-D slice in the shorter of its two forms."""
-    rows = cut.view(-1, row_numel)
+    rows = cut.view(-1, wire.row_numel)
     touched = _touched(rows)
-    if _is_short(touched.numel(), rows.shape[0], row_numel, dtype):
-        return _Rows(for_the_wire(rows[touched], before, dtype), touched)
-    return _Rows(for_the_wire(rows, before, dtype), touched[:0])
+    if _is_short(touched.numel(), rows.shape[0], wire):
+        return _Rows(for_the_wire(rows[touched], wire.factors.before, wire.dtype), touched)
+    return _Rows(for_the_wire(rows, wire.factors.before, wire.dtype), touched[:0])
 
 
-def _is_short(count: int, rows: int, row_numel: int, dtype: torch.dtype) -> bool:
+def _is_short(count: int, rows: int, wire: RowWire) -> bool:
     """Return True if so many rows with numbers take fewer bytes than all rows without."""
-    row_nbytes = row_numel * dtype.itemsize
+    row_nbytes = wire.row_numel * wire.dtype.itemsize
     return count * (row_nbytes + torch.int32.itemsize) < rows * row_nbytes
 
 
@@ -202,7 +196,7 @@ def _start_by_collectives(
     def exchange() -> Pending:
         found = read_on_host(counts, f"the numbers of rows in {label}").tolist()
         most = max(found)
-        if not _is_short(most * ranks.size, rows.shape[0], wire.row_numel, wire.dtype):
+        if not _is_short(most * ranks.size, rows.shape[0], wire):
             return dense()
         if not most:
             return Pending(label, act=lambda: act([_Rows(rows[:0], touched[:0])]))
@@ -236,10 +230,9 @@ def _between(piece: _Rows, first: int, stop: int) -> _Rows:
     return _Rows(piece.values[inside], piece.numbers[inside] - first)
 
 
-def _add_up(
-    out: Tensor, pieces: Sequence[_Rows], after: float, accumulate: bool, row_numel: int
-) -> None:
+def _add_up(out: Tensor, pieces: Sequence[_Rows], wire: RowWire, accumulate: bool) -> None:
     """Sum as `sum_into` slices in either form: the rows that any of them has."""
+    row_numel, after = wire.row_numel, wire.factors.after
     if any(piece.is_whole for piece in pieces):
         whole = [_whole(piece, out.numel()) for piece in pieces]
         sum_into(out, whole, after, accumulate)

@@ -82,8 +82,8 @@ def test_rows_add_up_as_slices_do(
     for after in (1 / len(slices), 1.0, 0.5, 3.0):
         dense, rows = held.to(dtype), held.to(dtype)
         sum_into(dense, slices, after, accumulate)
-        pieces = [_packed(one, 1.0, wire, 3) for one in slices]
-        _add_up(rows, pieces, after, accumulate, 3)
+        form = RowWire(wire, Factors(1.0, after), 3)
+        _add_up(rows, [_packed(one, form) for one in slices], form, accumulate)
         assert torch.equal(dense.nan_to_num(7.0), rows.nan_to_num(7.0))
 
 
