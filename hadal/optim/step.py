@@ -488,12 +488,8 @@ def _is_fused(group: dict[str, Any]) -> bool:
 def refresh(gradients: Iterable[Gradients]) -> None:
     """Write stepped masters back into the weights, and gather these if required."""
     stepped = list(gradients)
-    bring_weights_to_disk(stepped, _write_all_back)
+    bring_weights_to_disk(stepped, lambda one: one.bucket.write_back())
     refresh_all([one.bucket for one in stepped])
-
-
-def _write_all_back(one: Gradients) -> None:
-    one.bucket.write_back(0, one.bucket.span[1] - one.bucket.span[0])
 
 
 @contextmanager

@@ -545,8 +545,10 @@ class Bucket:
 
     # ---- master and weights ----------------------------------------------------------------------
 
-    def write_back(self, start: int, stop: int, sending: Crossing | None = None) -> None:
-        """Write elements [start, stop) of the stepped master into the weights, cast."""
+    def write_back(
+        self, start: int = 0, stop: int | None = None, sending: Crossing | None = None
+    ) -> None:
+        """Write elements [start, stop) of the stepped master, or all, into the weights, cast."""
         if self.has_own_master and self.master is not None:
             self.put_weights(start, self.master[start:stop], sending)
 

@@ -691,7 +691,7 @@ def _held_still(buckets: Iterable[Bucket]) -> Iterator[None]:
         with bucket.present():
             for cut, value in zip(_frozen_cuts(bucket), values, strict=True):
                 cut.copy_(value)
-            bucket.write_back(0, bucket.span[1] - bucket.span[0])
+            bucket.write_back()
     refresh_all(held)
 
 
