@@ -43,11 +43,6 @@ def sharing_group_of(mpu: Any) -> Any:
     return None if found is None else found()
 
 
-def data_group_of(mpu: Any) -> Any:
-    """Return the process group whose ranks see different samples."""
-    return mpu.get_data_parallel_group()
-
-
 def model_group_of(mpu: Any) -> Any:
     """Return the process group whose ranks hold the parts of one model."""
     return getattr(mpu, f"get_{_model_name(mpu)}_group")()

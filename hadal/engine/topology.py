@@ -18,7 +18,6 @@ from hadal.comm.expert_groups import ExpertGroups
 from hadal.comm.faults import is_same_everywhere
 from hadal.comm.mpu import (
     cuts_the_model,
-    data_group_of,
     expect_data_methods,
     model_group_of,
     pipe_group_of,
@@ -271,7 +270,7 @@ def _make_groups(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
 
 
 def _topology_of_mpu(mpu: Any, shared: int) -> Topology:
-    sharding, data = Ranks.of(sharing_group_of(mpu)), Ranks.of(data_group_of(mpu))
+    sharding, data = Ranks.of(sharing_group_of(mpu)), Ranks.of(mpu.get_data_parallel_group())
     sequence = Ranks.of(mpu.get_sequence_parallel_group()) if shared > 1 else None
     stages, slices = pipe_group_of(mpu), tensor_group_of(mpu)
     model = Ranks.of(model_group_of(mpu))
