@@ -13,7 +13,7 @@ from hadal.zero.watched import kind_of
 # Names that a class may define without changing what torch does with the values.
 _HARMLESS = frozenset(
     {"__deepcopy__", "__getstate__", "__init__", "__new__", "__reduce__", "__reduce_ex__"}
-    | {"__repr__", "__setstate__", "__slots__", "__str__"}
+    | {"__repr__", "__setstate__", "__slotnames__", "__slots__", "__str__"}
     | set(vars(type("Empty", (nn.Parameter,), {})))
 )
 

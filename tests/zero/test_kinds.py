@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -27,6 +28,10 @@ class Named(nn.Parameter):
 
     def __repr__(self) -> str:
         return "Named"
+
+
+class Saved(nn.Parameter):
+    """Its class remembers that a parameter was saved, in an attribute of Python's own."""
 
 
 class Plain(torch.Tensor):
@@ -66,6 +71,13 @@ class Elsewhere(nn.Parameter):
 )
 def test_what_cannot_lie_in_a_flat_buffer(tensor: torch.Tensor, foreign: bool) -> None:
     assert is_foreign(tensor) is foreign
+
+
+def test_a_class_is_the_same_after_its_parameters_were_saved() -> None:
+    saved = nn.Parameter(torch.ones(2)), Saved(torch.ones(2)), torch.ones(2)
+    for one in saved:
+        pickle.loads(pickle.dumps(one))
+    assert not is_foreign(saved[1])
 
 
 def marked() -> nn.Sequential:
