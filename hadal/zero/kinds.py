@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from inspect import getattr_static
 
 import torch
 from torch import Tensor, nn
 
 from hadal.zero.watched import kind_of
 
-# Names that a class may define without changing what torch does with the values.
+# What a class may define without changing what torch does with the values.
 _HARMLESS = frozenset(
     {"__deepcopy__", "__getstate__", "__init__", "__new__", "__reduce__", "__reduce_ex__"}
-    | {"__repr__", "__setstate__", "__slotnames__", "__slots__", "__str__"}
-    | set(vars(type("Empty", (nn.Parameter,), {})))
+    | {"__repr__", "__setstate__", "__str__"}
+    | {"__abstractmethods__", "__dict__", "__weakref__"}
 )
 
 
@@ -59,10 +60,18 @@ def tensors_inside(parameter: Tensor) -> Iterator[Tensor]:
 
 @functools.cache
 def _replaces_methods(kind: type) -> bool:
-    """Return True if a class replaces an attribute of torch's tensors."""
+    """Return True if a class replaces a method or property of torch's tensors.
+
+    Other attributes do not count: Python itself adds some to a class, such as `__slotnames__` when
+    an instance is pickled and `__annotations__` when they are looked up.
+    """
     own = kind.__mro__[: kind.__mro__.index(Tensor)]
     names = {name for each in own if each is not nn.Parameter for name in vars(each)}
-    return any(hasattr(Tensor, name) for name in names - _HARMLESS)
+    return any(_acts(getattr_static(Tensor, name, None)) for name in names - _HARMLESS)
+
+
+def _acts(attribute: object) -> bool:
+    return callable(attribute) or hasattr(type(attribute), "__get__")
 
 
 def alone(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:

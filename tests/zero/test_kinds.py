@@ -31,7 +31,7 @@ class Named(nn.Parameter):
 
 
 class Saved(nn.Parameter):
-    """Its class remembers that a parameter was saved, in an attribute of Python's own."""
+    """A class to which Python adds attributes of its own."""
 
 
 class Plain(torch.Tensor):
@@ -73,11 +73,21 @@ def test_what_cannot_lie_in_a_flat_buffer(tensor: torch.Tensor, foreign: bool) -
     assert is_foreign(tensor) is foreign
 
 
-def test_a_class_is_the_same_after_its_parameters_were_saved() -> None:
+def test_attributes_that_python_adds_to_a_class_do_not_count() -> None:
     saved = nn.Parameter(torch.ones(2)), Saved(torch.ones(2)), torch.ones(2)
     for one in saved:
         pickle.loads(pickle.dumps(one))
+        assert type(one).__annotations__ is not None
+    assert {"__slotnames__", "__annotations__"} <= set(vars(Saved))
     assert not is_foreign(saved[1])
+
+
+class Shadowing(nn.Parameter):
+    grad = None
+
+
+def test_a_value_in_place_of_a_property_counts() -> None:
+    assert is_foreign(Shadowing(torch.ones(2)))
 
 
 def marked() -> nn.Sequential:
