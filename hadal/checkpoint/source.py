@@ -91,7 +91,7 @@ class Source:
     ranks_of_part: int = 1
     """The number of ranks that saved each part of the model."""
     placements: Mapping[str, Placement] = {}
-    """What the values are of the whole model, by name; others are whole tensors of their name."""
+    """The boxes of the whole model that values hold, by name; others are whole tensors."""
     unknown: frozenset[str] = frozenset()
     """Names of slices whose position in the whole model is not recorded."""
     jobs: tuple[str, ...] = ()
