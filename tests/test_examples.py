@@ -15,6 +15,7 @@ from pathlib import Path
 
 import forks
 import pytest
+import torch
 from cases import often
 from torch.distributed import TCPStore
 
@@ -126,7 +127,9 @@ def short_gpt(folder: Path) -> list[str]:
 
 def test_gpt_trains(gpt: tuple[Path, str]) -> None:
     folder, printed = gpt
-    assert "ZeRO stage 2" in printed
+    capability = torch.backends.cpu.get_cpu_capability()
+    precision = "fp32" if capability in ("DEFAULT", "AVX2") else "bf16"
+    assert f"cpu in {precision}, ZeRO stage 2" in printed
     assert "unigram entropy" in printed
     assert "(step 3)" in printed
     assert (folder / "demo" / "loss.png").stat().st_size > 10_000
