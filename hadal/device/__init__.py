@@ -6,6 +6,7 @@ from hadal.device.accelerator import (
     collective_backend,
     current_device,
     device_identity,
+    emulates,
     rank_device,
     widest_float,
 )
@@ -80,6 +81,7 @@ __all__ = [
     "collective_backend",
     "current_device",
     "device_identity",
+    "emulates",
     "fused_adagrad_",
     "fused_adam_",
     "fused_attention",

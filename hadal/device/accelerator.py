@@ -91,3 +91,16 @@ def widest_float(device: torch.device) -> torch.dtype:
     except (RuntimeError, TypeError):
         return torch.float32
     return torch.float64
+
+
+@cache
+def emulates(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return True if a device multiplies matrices of a 16-bit dtype without instructions for it.
+
+    Many CPUs do (before AVX-512), and take about ten times as long as in float32.
+    """
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    name = "bf16" if dtype is torch.bfloat16 else "fp16"
+    is_supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return is_supported is not None and not is_supported()

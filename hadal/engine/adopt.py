@@ -82,7 +82,7 @@ class Adopter:
         for plan in plan_buckets(units, usual, self._limits, precisions, tables, treatments):
             precision = precisions(plan.members[0].parameter)
             sharing = plan.sharing or self.sharing
-            with init.taking_over([m.parameter for m in plan.members]) as plan.is_agreed:
+            with init.taking_over([m.parameter for m in plan.members], sharing) as plan.fetch:
                 bucket = Bucket(
                     plan,
                     precision,

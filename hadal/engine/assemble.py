@@ -57,6 +57,7 @@ from hadal.engine.precision import (
     scale_rule_of,
     skips_overflow,
     warn_16bit_weights,
+    warn_of_emulation,
 )
 from hadal.engine.recomputed import log_recomputed, recomputed_modules
 from hadal.engine.report import log_state
@@ -253,6 +254,7 @@ def _admit(
     recomputed = recomputed_modules(config, model)
     if ranks.rank == 0:
         warn_16bit_weights(config, model)
+        warn_of_emulation(config, current_device())
         warn_untrained(model, groups, is_chosen=is_chosen)
         warn_of_one_thread(config, current_device())
         expect_packages(config)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hadal.config import Config
 from hadal.config.report import written
+from hadal.device import emulates
 from hadal.engine.casting import Casting
 from hadal.engine.dtypes import dtype_named
 from hadal.engine.policies import wire_dtype
@@ -379,3 +380,23 @@ def _warn_without_masters(model: nn.Module, dtype: torch.dtype) -> None:
             section,
             section,
         )
+
+
+def warn_of_emulation(config: Config, device: torch.device) -> None:
+    """Warn if the device has no instructions for the 16-bit dtype that a model computes in."""
+    dtype = model_dtype(config) or autocast_dtype(config, device)
+    if dtype is None or not emulates(dtype, device):
+        return
+    autocast, amp = config.torch_autocast, config.amp
+    sections = {
+        "fp16": config.fp16.enabled,
+        "bf16": config.bf16.enabled,
+        "amp": amp is not None and amp.enabled,
+        "torch_autocast": autocast is not None and autocast.enabled,
+    }
+    _log.warning(
+        "%s.enabled: this CPU has no instructions for %s and emulates them, so that a step takes"
+        " ten times as long as in float32, or more. To train on this CPU, set it to false",
+        next(name for name, is_on in sections.items() if is_on),
+        str(dtype).removeprefix("torch."),
+    )

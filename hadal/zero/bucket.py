@@ -19,8 +19,8 @@ from hadal.errors import few
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import DiskTensor, StoredSlice
 from hadal.zero.edits import absorb_into, digest, same_bits, shard_with_edits
-from hadal.zero.grouping import BucketPlan
-from hadal.zero.layout import Layout, Slot, lay_out, order_of
+from hadal.zero.grouping import BucketPlan, Fetch
+from hadal.zero.layout import Layout, Slot, Span, lay_out, order_of
 from hadal.zero.node_copy import NodeCopy
 from hadal.zero.offload import Offload
 from hadal.zero.policy import Partition, Precision, Transport
@@ -116,7 +116,7 @@ class Bucket:
         self._arrived: Tensor | None = None
         self.node_copy = NodeCopy(sharing.node)
         self._is_exact = False
-        self._adopt(leaving or Leaving(0), is_agreed=plan.is_agreed)
+        self._adopt(leaving or Leaving(0), plan.fetch)
 
     def divided(self, plan: BucketPlan) -> Bucket:
         """Return a bucket like this one, which takes over the parameters of `plan` from it."""
@@ -137,28 +137,29 @@ class Bucket:
 
     # ---- creation --------------------------------------------------------------------------------
 
-    def _adopt(self, leaving: Leaving, *, is_agreed: bool) -> None:
-        """Take over rank 0's values of the parameters, or my slice of them if sharded.
+    def _adopt(self, leaving: Leaving, fetch: Fetch | None) -> None:
+        """Take over the values of the parameters, or my slice of them if sharded.
 
-        Masters are made from them before any cast, unless the precision says otherwise.
+        They are those of rank 0, unless `fetch` gets them. Masters are made from them before any
+        cast, unless the precision says otherwise.
         """
         is_cut, compute = self.partition.weights, self.precision.compute
-        is_whole = is_cut and not is_agreed and self._is_one_whole()
-        if is_whole:
-            given = self.parameters[0].detach().view(-1)
+        if fetch is None:
+            given, sending = self._from_rank_0()
         else:
-            given = self._end_to_end(self.span if is_cut and is_agreed else (0, self.layout.numel))
+            given = fetch(self.parameters, self.layout, self._spans() if is_cut else None)
+            sending = finished("")
         for parameter in self.parameters:
             parameter.grad = None
-        label = f"the broadcast of rank 0's weights of {self.name}"
-        cutting = finished(label)
-        if is_cut and not is_agreed:
-            cutting = self.sharing.start_cutting(given, label)
-        elif not is_agreed:
-            broadcast_(given, 0, self.ranks, label)
-        self._full = torch.empty_like(given, dtype=compute) if is_cut else given.to(compute)
+        numel, device = self.layout.numel, self.device
+        self._full = (
+            torch.empty(numel, dtype=compute, device=device) if is_cut else given.to(compute)
+        )
+        is_mine = is_cut and fetch is not None
+        mine = given if is_mine else given[self.span[0] : self.span[1]]
+        is_free = is_mine or not (is_cut or mine.numel() < numel or given is self._full)
         with self.offload.as_one(self.ranks, f"creating {self.name}"):
-            self._store(given)
+            self._store(mine, is_free=is_free)
         self._views = Views(self.parameters, self.layout, self._full, self.ranks.rank)
         self._refresh = Refresh(self._full, self._views)
         # The number of views of the full buffer that are neither the parameters' nor the user's.
@@ -166,11 +167,29 @@ class Bucket:
         if is_cut:
             self._views.look_at_placeholders()
             self._full.untyped_storage().resize_(0)
-            # It may still be sent.
-            if not is_whole:
-                cutting = cutting.then(partial(given.untyped_storage().resize_, 0))
-            if not cutting.done:
-                leaving.add(cutting, given.nbytes)
+        leaving.add(sending, given.nbytes)
+
+    def _from_rank_0(self) -> tuple[Tensor, Pending]:
+        """Return rank 0's values in the layout (at least my shard), and the sends that use them.
+
+        Their memory is freed after the sends if the weights are partitioned.
+        """
+        label = f"the broadcast of rank 0's weights of {self.name}"
+        is_cut = self.partition.weights
+        if is_cut and self._is_one_whole():
+            given = self.parameters[0].detach().view(-1)
+            return given, self.sharing.start_cutting(given, label)
+        given = self._end_to_end()
+        if is_cut:
+            sending = self.sharing.start_cutting(given, label)
+            return given, sending.then(partial(given.untyped_storage().resize_, 0))
+        broadcast_(given, 0, self.ranks, label)
+        return given, finished(label)
+
+    def _spans(self) -> list[Span]:
+        """Return the elements in the shard of each of `ranks`; copies are consecutive ranks."""
+        size = self.sharing.shards.size
+        return [self.layout.span(rank % size) for rank in range(self.ranks.size)]
 
     def _is_one_whole(self) -> bool:
         """Return True if the bucket is one parameter whose memory already has its layout."""
@@ -182,24 +201,24 @@ class Bucket:
             and parameter.nbytes == parameter.untyped_storage().nbytes()
         )
 
-    def _end_to_end(self, needed: tuple[int, int]) -> Tensor:
-        """Return the parameters' values in the layout; those outside `needed` may be missing."""
+    def _end_to_end(self) -> Tensor:
+        """Return the parameters' values in the layout, and free their own memory."""
         given = torch.empty(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
         for start, stop in self.layout.gaps:
             given[start:stop].zero_()
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             place = shaped(given[slot.offset : slot.stop], slot)
-            if slot.offset < needed[1] and needed[0] < slot.stop:
-                place.copy_(parameter.detach())
+            place.copy_(parameter.detach())
             # Free the old memory one parameter at a time: there is never a second copy of all.
             look_at(parameter, place)
         return given
 
-    def _store(self, given: Tensor) -> None:
-        mine, is_cut = given[self.span[0] : self.span[1]], self.partition.weights
+    def _store(self, mine: Tensor, *, is_free: bool) -> None:
+        """Store my slice of the given values; if it `is_free`, its memory may be kept."""
+        is_cut, is_apart = self.partition.weights, self.has_own_master
         weights = self._full[self.span[0] : self.span[1]]
         if is_cut:
-            weights = mine.to(self.precision.compute, copy=True)
+            weights = mine.to(self.precision.compute, copy=is_apart or not is_free)
         self._shard = self.offload.store_weights(
             f"the weights of {self.name}",
             weights,
@@ -209,12 +228,9 @@ class Bucket:
         self._master: Stored | None = None
         if self.trainable:
             self._master = self._shard
-            if self.has_own_master:
+            if is_apart:
                 first = weights if self.precision.rounds_early else mine
-                # If they are all mine, the given values become the master.
-                is_kept = first is mine and mine.numel() == given.numel() and not is_cut
-                is_kept = is_kept and given is not self._full
-                values = first.to(self.precision.master, copy=not is_kept)
+                values = first.to(self.precision.master, copy=not (is_free and first is mine))
                 self._master = self.offload.store_master(f"the masters of {self.name}", values)
 
     # ---- storage ---------------------------------------------------------------------------------

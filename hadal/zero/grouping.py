@@ -10,8 +10,9 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from hadal.zero.layout import Layout, Span
 from hadal.zero.policy import Limits, Partition, Precision
 from hadal.zero.sharing import Sharing
 
@@ -77,6 +78,10 @@ class Treatment(NamedTuple):
     """The ranks that hold it; None if the planner of the buckets does not need them."""
 
 
+Fetch = Callable[[Sequence[nn.Parameter], Layout, Sequence[Span] | None], Tensor]
+"""Returns the values of parameters, 1-D in a layout: this rank's of all ranks' spans, or all."""
+
+
 @dataclass(slots=True, eq=False)
 class BucketPlan:
     """The parameters that will share one flat buffer."""
@@ -89,8 +94,9 @@ class BucketPlan:
     """Elements of a row, if only the non-zero rows of gradients are sent; otherwise 0."""
     sharing: Sharing | None = None
     """The ranks that hold these parameters, from their treatment."""
-    is_agreed: bool = False
-    """True: all ranks hold the same values already."""
+    fetch: Fetch | None = None
+    """Gets the values from the shards that the ranks hold already; None: from the parameters, as
+    rank 0 has them."""
 
     @property
     def trainable(self) -> bool:

@@ -5,15 +5,16 @@ plus the largest module; rank 0 keeps up to 32 MiB more until the others have re
 operation on a parameter (an initialisation that the parent runs, a copy) sees its real values,
 because arguments are checked before it runs. A parameter that is about to be filled with new values
 is not gathered. `initialize` takes over the values in the dtype they were given in, and lays them
-out again.
+out again: a rank receives the elements of its new shards that it does not hold yet.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
@@ -25,7 +26,7 @@ from torch.nn.modules.module import (
 )
 
 from hadal.comm import Ranks, init_distributed
-from hadal.comm.collectives import start_all_gather
+from hadal.comm.collectives import start_all_gather, start_exchange
 from hadal.comm.mpu import sharing_group_of
 from hadal.comm.pending import Leaving, Pending, finished
 from hadal.comm.start import memory_is_tuned
@@ -36,10 +37,10 @@ from hadal.zero import access
 from hadal.zero.attached import Attached
 from hadal.zero.birth import Birth, birth_of, tier_of
 from hadal.zero.bucket import Bucket, Weights
-from hadal.zero.grouping import BucketPlan, Member
+from hadal.zero.grouping import BucketPlan, Fetch, Member
 from hadal.zero.hooks import ReadWatcher
 from hadal.zero.kinds import is_foreign
-from hadal.zero.layout import order_of, strides_of
+from hadal.zero.layout import Layout, Slot, Span, common, order_of, strides_of
 from hadal.zero.offload import Offload
 from hadal.zero.policy import Partition, Precision, Tier
 from hadal.zero.sharing import Sharing
@@ -149,28 +150,27 @@ class _Nursery:
             if self._is_whole(bucket):
                 continue
             self._link(bucket)
-            if bucket in self._unread:
-                arriving.append((bucket, _room_for(bucket), finished("")))
-            else:
-                arriving.append((bucket, *self._start_gather(bucket)))
+            given, pending = _room_for(bucket), finished("")
+            if bucket not in self._unread:
+                pending = self._start_gather(bucket, given)
+            arriving.append((bucket, given, pending))
         for bucket, given, pending in arriving:
             pending.wait()
             self._show(bucket, bucket.views_of(given))
             self._given[bucket] = given
 
-    def _start_gather(self, bucket: Bucket) -> tuple[Tensor, Pending]:
-        """Begin to gather values as given, 1-D in the layout of the bucket."""
-        given = _room_for(bucket)
+    def _start_gather(self, bucket: Bucket, given: Tensor) -> Pending:
+        """Begin to gather values as given into `given`, 1-D in the layout of the bucket."""
         reading = bucket.offload.as_one(bucket.ranks, f"reading {bucket.name}")
         with reading, bucket.present(writes=False):
             given[bucket.span[0] : bucket.span[1]].copy_(bucket.shard)
-        return given, start_all_gather(given, bucket.ranks, f"the gather of {bucket.name}")
+        return start_all_gather(given, bucket.ranks, f"the gather of {bucket.name}")
 
     def _gather_unread(self, bucket: Bucket) -> None:
         """Gather the values of a bucket that was shown without them."""
         unread = self._unread.pop(bucket)
-        given, pending = self._start_gather(bucket)
-        pending.wait()
+        given = _room_for(bucket)
+        self._start_gather(bucket, given).wait()
         views = zip(bucket.parameters, bucket.views_of(given), strict=True)
         for parameter, values in views:
             if parameter in unread:
@@ -332,15 +332,20 @@ class _Nursery:
                 self._hide(bucket)
 
     @contextmanager
-    def taking_over(self, parameters: Sequence[nn.Parameter]) -> Iterator[bool]:
-        """Show whole values to a caller that moves these parameters into its own memory.
+    def taking_over(
+        self, parameters: Sequence[nn.Parameter], sharing: Sharing
+    ) -> Iterator[Fetch | None]:
+        """Give the values of these parameters to a caller that moves them into its own memory.
 
-        Yields True if all were created here, so that all ranks have the same values of them.
+        Yields a function that fetches them, if all were created here over the ranks of `sharing`;
+        otherwise None, and the parameters created here hold their whole values.
         """
         born = [p for p in parameters if p in self.bucket_of]
         buckets = dict.fromkeys(self.bucket_of[p] for p in born)
-        self._reveal(buckets)
-        yield len(born) == len(parameters)
+        fetches = len(born) == len(parameters) and self._are_alike(buckets, born, sharing)
+        if not fetches:
+            self._reveal(buckets)
+        yield self._fetch if fetches else None
         for parameter in born:
             self.bucket_of.pop(parameter)
             self._casts.pop(parameter)
@@ -350,6 +355,96 @@ class _Nursery:
                 self._given.pop(bucket, None)
                 self._shown.pop(bucket, None)
                 bucket.leave_disk()
+
+    def _are_alike(
+        self, buckets: Iterable[Bucket], parameters: Iterable[nn.Parameter], sharing: Sharing
+    ) -> bool:
+        """Return True if `_fetch` can lay out these parameters again without their whole values."""
+        return (
+            len({(bucket.device, bucket.precision.master) for bucket in buckets}) == 1
+            and all(bucket.ranks.numbers == sharing.ranks.numbers for bucket in buckets)
+            and not any(self._is_whole(bucket) for bucket in buckets)
+            and not any(self._order_of(p) or self.bucket_of[p].slot_of(p).order for p in parameters)
+        )
+
+    def _fetch(
+        self,
+        parameters: Sequence[nn.Parameter],
+        layout: Layout,
+        spans: Sequence[Span] | None,
+    ) -> Tensor:
+        """Return parameters' values as given, 1-D in `layout`: my span of it, or all if None.
+
+        `spans` are those of all ranks. Every rank sends each other the elements of its shards that
+        the other one needs, and no more.
+        """
+        bucket = self.bucket_of[parameters[0]]
+        start, stop = (0, layout.numel) if spans is None else spans[bucket.ranks.rank]
+        found = torch.empty(stop - start, dtype=bucket.precision.master, device=bucket.device)
+        for low, high in layout.gaps:
+            found[max(low - start, 0) : max(high - start, 0)].zero_()
+        places = dict(zip(parameters, layout.slots, strict=True))
+        if spans is None:
+            arriving = self._start_gathers(places, found)
+        else:
+            arriving = self._start_exchanges(places, found, spans)
+        for pending in arriving:
+            pending.wait()
+        for parameter, slot in places.items():
+            cast = self._casts.get(parameter)
+            if cast is not None:
+                values = found[max(slot.offset - start, 0) : max(slot.stop - start, 0)]
+                values.copy_(values.to(cast))
+        return found
+
+    def _start_gathers(self, places: Mapping[nn.Parameter, Slot], found: Tensor) -> list[Pending]:
+        """Begin to fill `found`, in which each parameter has a slot, bucket by bucket."""
+        arriving = []
+        for bucket in dict.fromkeys(map(self.bucket_of.__getitem__, places)):
+            slots = zip(bucket.parameters, bucket.layout.slots, strict=True)
+            moves = [(places[p], old) for p, old in slots if p in places]
+            first = moves[0][0]
+            if first.numel == bucket.layout.numel:
+                arriving.append(self._start_gather(bucket, found[first.offset : first.stop]))
+                continue
+            given = _room_for(bucket)
+            arriving.append(self._start_gather(bucket, given))
+            for slot, old in moves:
+                place = found[slot.offset : slot.stop]
+                arriving[-1].then(partial(place.copy_, given[old.offset : old.stop]))
+        return arriving
+
+    def _start_exchanges(
+        self, places: Mapping[nn.Parameter, Slot], found: Tensor, spans: Sequence[Span]
+    ) -> list[Pending]:
+        """Begin to fill `found`, my span of the layout in which each parameter has a slot."""
+        arriving = []
+        shards: dict[Bucket, Tensor] = {}
+        for parameter, slot in places.items():
+            bucket = self.bucket_of[parameter]
+            if bucket not in shards:
+                shards[bucket] = _shard_in_memory(bucket)
+            ranks, old = bucket.ranks, bucket.slot_of(parameter)
+            held = [bucket.layout.span(rank) for rank in range(ranks.size)]
+            out = [common(old, bucket.span, slot, span) for span in spans]
+            coming = [common(old, span, slot, spans[ranks.rank]) for span in held]
+            from_shard, into = old.offset - bucket.span[0], slot.offset - spans[ranks.rank][0]
+            arriving.append(
+                start_exchange(
+                    [shards[bucket][low + from_shard : high + from_shard] for low, high in out],
+                    [found[low + into : high + into] for low, high in coming],
+                    ranks,
+                    f"the new layout of {slot.name}",
+                )
+            )
+        return arriving
+
+
+def _shard_in_memory(bucket: Bucket) -> Tensor:
+    """Return this rank's shard on the device, from wherever it is stored."""
+    reading = bucket.offload.as_one(bucket.ranks, f"reading {bucket.name}")
+    with reading, bucket.present(writes=False):
+        return bucket.shard.to(bucket.device, copy=bucket.loads_on_use)
 
 
 def _room_for(bucket: Bucket) -> Tensor:

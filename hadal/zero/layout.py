@@ -14,6 +14,9 @@ from hadal.units import rounded_up
 
 ALIGNMENT_NBYTES = 16
 
+Span = tuple[int, int]
+"""The first element of a range, and the one after its last."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -72,6 +75,17 @@ def order_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | 
             return None
         step *= shape[dim]
     return () if dims == sorted(dims) else tuple(dims)
+
+
+def common(slot: Slot, span: Span, other: Slot, other_span: Span) -> Span:
+    """Return the elements of a parameter that lie in spans of two layouts at once.
+
+    They are counted from the parameter's start. `slot` is its place in the first layout, `other` in
+    the second one; in both it is row-major.
+    """
+    start = max(span[0] - slot.offset, other_span[0] - other.offset, 0)
+    stop = min(span[1] - slot.offset, other_span[1] - other.offset, slot.numel)
+    return start, max(start, stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from engine.logs import logged
 from engine.toys import Leaves, engine_of
 from hadal import comm
 from hadal.config import load_config
+from hadal.device import emulates
+from hadal.engine import precision
 from hadal.utils import safe_get_full_fp32_param
 
 STAGES = [0, 1, 2, 3]
@@ -295,3 +298,22 @@ def weights_dtype(section: str) -> str:
 def test_param_dtype_confirms_the_mode(name: str, ranks: RankPools) -> None:
     """Contradictions are refused: see the rules' own test."""
     assert ranks(1).run(weights_dtype, name) == [str(DTYPES[name])]
+
+
+@pytest.mark.parametrize("section", ["fp16", "bf16", "amp", "torch_autocast"])
+def test_a_warning_names_the_section_whose_dtype_is_emulated(
+    section: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config({"train_batch_size": 1, section: {"enabled": True}})
+    for is_emulated, warnings in [(False, 0), (True, 1)]:
+        with patch.object(precision, "emulates", return_value=is_emulated):
+            precision.warn_of_emulation(config, torch.device("cpu"))
+        assert len(caplog.messages) == warnings
+    assert caplog.messages[0].startswith(f"{section}.enabled: this CPU has no instructions for ")
+
+
+def test_only_cpus_emulate() -> None:
+    assert not emulates(torch.float32, torch.device("cpu"))
+    assert not emulates(torch.bfloat16, torch.device("meta"))
+    is_missing = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert emulates(torch.bfloat16, torch.device("cpu")) == is_missing

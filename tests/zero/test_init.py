@@ -281,6 +281,49 @@ def test_it_trains_as_a_model_built_outside(
     ranks(2).run(train_both, stage, settings)
 
 
+class Built(nn.Module):
+    """A block whose parts are created, and sharded, one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(33, 31)
+        self.other = nn.Linear(31, 20)
+
+
+def lay_out_again(zero: dict[str, Any], cast: torch.dtype | None) -> None:
+    """Counts the elements that other ranks send to this one in `initialize`."""
+    torch.manual_seed(0)
+    with hadal.zero.Init():
+        model = nn.ModuleList(Built() for _ in range(2))
+    model = model.to(cast)
+    received, exchange = [], init.start_exchange
+
+    def counting(outgoing: Any, incoming: Any, ranks: Any, label: str) -> Any:
+        received.extend(one.numel() for r, one in enumerate(incoming) if r != ranks.rank)
+        return exchange(outgoing, incoming, ranks, label)
+
+    refused = patch.object(init, "start_all_gather", side_effect=AssertionError("gathers all"))
+    with patch.object(init, "start_exchange", counting), refused:
+        engine = engine_of(3, model, zero_optimization={**zero, "stage": 3, **WITHOUT_WHOLE})
+    shards = sum(bucket.shard.numel() for bucket in engine._parts.runtime.buckets)
+    assert 0 < sum(received) <= shards, (received, shards)
+    torch.manual_seed(0)
+    plain = nn.ModuleList(Built() for _ in range(2))
+    assert_equal(engine.state_dict(), plain.to(cast).float().state_dict())
+    engine.destroy()
+
+
+WITHOUT_WHOLE = {"stage3_param_persistence_threshold": 0}
+
+
+@pytest.mark.parametrize("cast", [None, torch.bfloat16])
+@pytest.mark.parametrize(("world", "zero"), [(2, {}), (3, {}), (4, {"mics_shard_size": 2})])
+def test_ranks_receive_only_elements_of_their_new_shards(
+    world: int, zero: dict[str, Any], cast: torch.dtype | None, ranks: RankPools
+) -> None:
+    ranks(world).run(lay_out_again, zero, cast)
+
+
 def tie_after_birth(stage: int) -> None:
     """A weight that another one replaces is dropped, as Hugging Face's tying does."""
     with hadal.zero.Init():
@@ -641,9 +684,9 @@ def fill(reads: bool, config: dict[str, Any] | None) -> None:
     gathers = []
     begin = init._Nursery._start_gather
 
-    def counting(self: Any, bucket: Any) -> Any:
+    def counting(self: Any, bucket: Any, given: torch.Tensor) -> Any:
         gathers.append(bucket.name)
-        return begin(self, bucket)
+        return begin(self, bucket, given)
 
     with patch.object(init._Nursery, "_start_gather", counting), hadal.zero.Init(config=config):
         model = Filled(reads=reads)

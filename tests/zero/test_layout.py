@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.units import rounded_up
-from hadal.zero.layout import ALIGNMENT_NBYTES, Layout, Slot, lay_out, order_of, share_out
+from hadal.zero.layout import (
+    ALIGNMENT_NBYTES,
+    Layout,
+    Slot,
+    common,
+    lay_out,
+    order_of,
+    share_out,
+)
 from hadal.zero.views import flattened, shaped
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -192,3 +201,25 @@ def test_what_comes_later_goes_to_whoever_owns_least():
     share = share_out([3, 4, 2], [9, 0, 5])
     assert share.owners == (1, 1, 2)
     assert share.loads == (9, 7, 7)
+
+
+@given(st.lists(SHAPES, max_size=6), st.randoms(use_true_random=False), WORLDS, WORLDS, ITEMSIZES)
+def test_common_elements_fill_another_layout_once(
+    shapes: list[tuple[int, ...]], random: Random, world: int, other_world: int, itemsize: int
+) -> None:
+    described = [(f"p{number}", shape, 0, ()) for number, shape in enumerate(shapes)]
+    first = lay_out(described, world, itemsize)
+    second = lay_out(random.sample(described, len(described)), other_world, 4)
+    place_of = {slot.name: slot for slot in second.slots}
+    for slot in first.slots:
+        other, filled = place_of[slot.name], []
+        for rank in range(world):
+            for other_rank in range(other_world):
+                span, other_span = first.span(rank), second.span(other_rank)
+                start, stop = common(slot, span, other, other_span)
+                filled += range(start, stop)
+                if start < stop:
+                    assert span[0] <= slot.offset + start < slot.offset + stop <= span[1]
+                    assert other_span[0] <= other.offset + start
+                    assert other.offset + stop <= other_span[1]
+        assert sorted(filled) == list(range(slot.numel))
