@@ -34,6 +34,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # The machine may be busy: how long an example takes says nothing about what it shows.
 settings.register_profile("house", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=10)
 settings.load_profile("house")
 
 
@@ -53,38 +54,56 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Folders where tests start programs, and those of the whole repository.
 _WITH_PROGRAMS = {"cli", "compat", "launcher", "npu", "tests"}
 _OF_RANKS = {"ranks", "fresh_ranks", "npus"}
+_STARTING = {"subprocess", "forks", "ranks"}
+# Packages whose import alone takes seconds.
+_LARGE = ("transformers", "torch.distributed.checkpoint", "comet_ml")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Try fewer examples of each property in a quick run."""
+    if config.getoption("--quick"):
+        settings.load_profile("quick")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave folders out of a quick run whose tests all start programs: importing them takes long.
+    """Leave out of a quick run what takes long to import: folders of programs, large packages.
 
     Returns:
         True to leave a path out; None to leave the decision to pytest.
     """
-    of_programs = _WITH_PROGRAMS - {"tests"}
-    return True if config.getoption("--quick") and collection_path.name in of_programs else None
+    if not config.getoption("--quick"):
+        return None
+    if collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
+        text = collection_path.read_text()
+        return True if any(name in text for name in _LARGE) else None
+    return True if collection_path.name in _WITH_PROGRAMS - {"tests"} else None
 
 
 def _is_quick(item: pytest.Item) -> bool:
+    # Importing the compiler alone takes each process seconds.
+    if "compile" in item.name or "flex" in item.name:
+        return False
     if _OF_RANKS.isdisjoint(getattr(item, "fixturenames", ())):
-        return item.path.parent.name not in _WITH_PROGRAMS and not _starts_programs(item)
-    is_compiled = "compiled" in item.name  # importing the compiler alone takes each rank seconds
-    return item.path.name == "test_equivalence.py" and "-w2-" in item.name and not is_compiled
+        return item.path.parent.name not in _WITH_PROGRAMS and not _takes_long(item)
+    return item.path.name == "test_equivalence.py" and "-w2-" in item.name
 
 
-def _starts_programs(item: pytest.Item) -> bool:
-    """Return True if a test or one of its fixtures leads to `subprocess` or `forks`, as far as its
-    own file shows."""
+def _takes_long(item: pytest.Item) -> bool:
+    """Return True if a test or one of its fixtures starts processes or imports a large package, as
+    far as its own file shows."""
     assert isinstance(item, pytest.Function)
     fixtures = [one[-1].func for one in item._fixtureinfo.name2fixturedefs.values()]
     waiting, seen = [item.function, *fixtures], set()
     while waiting:
         code, names = waiting.pop().__code__, vars(item.module)
         inner = [code, *(each for each in code.co_consts if isinstance(each, CodeType))]
+        if any(name in each.co_consts for each in inner for name in ("peft", *_LARGE)):
+            return True
         for name in {name for each in inner for name in each.co_names} - seen:
             seen.add(name)
             found = names.get(name)
-            if isinstance(found, ModuleType) and found.__name__ in ("subprocess", "forks"):
+            is_module = isinstance(found, ModuleType)
+            if (found.__name__ if is_module else getattr(found, "__module__", "")) in _STARTING:
                 return True
             if isinstance(found, FunctionType) and found.__module__ == item.module.__name__:
                 waiting.append(found)

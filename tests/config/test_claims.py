@@ -6,7 +6,9 @@ import ast
 import contextlib
 import csv
 import fnmatch
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,8 +58,16 @@ def feature_of(row: str) -> str | None:
     return None
 
 
-def claimed_rows() -> Iterator[tuple[str, str]]:
-    """Each row that a test claims, and where. Nothing is imported: claims are read as text."""
+@cache
+def claimed_rows() -> dict[str, list[str]]:
+    """The rows that tests claim, and where. Nothing is imported: claims are read as text."""
+    found = defaultdict(list)
+    for row, where in _claims():
+        found[row].append(where)
+    return dict(found)
+
+
+def _claims() -> Iterator[tuple[str, str]]:
     for path in sorted(TESTS.rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")
         if ".claims(" not in text:
@@ -77,17 +87,13 @@ def claimed_rows() -> Iterator[tuple[str, str]]:
                 yield from ((row, where) for row in eval(code, constants))
 
 
-CLAIMED = list(claimed_rows())
-
-
 @pytest.mark.parametrize("row", [row for row in ROWS if is_everyday(row) and not feature_of(row)])
 def test_the_effect_of_every_everyday_key_is_tested(row):
-    assert row in {claimed for claimed, _ in CLAIMED}, f"no test claims {row}"
+    assert row in claimed_rows(), f"no test claims {row}"
 
 
 def test_claims_name_rows_of_the_table():
-    wrong = [f"{row} ({where})" for row, where in CLAIMED if row not in ROWS]
-    assert wrong == []
+    assert {row: where for row, where in claimed_rows().items() if row not in ROWS} == {}
 
 
 def test_the_table_of_features_names_rows():

@@ -20,8 +20,8 @@ def train_on(wrong: list[int], updates: int, keys: dict[str, Any], rank: int = 0
     """Train; rank `rank`'s inputs are NaN in the updates `wrong`. What was logged, or raised."""
     from hadal import comm
 
+    engine = engine_of(1, **keys)
     with Ears() as ears:
-        engine = engine_of(1, **keys)
         dtype = next(engine.module.parameters()).dtype
         try:
             for step in range(updates):
