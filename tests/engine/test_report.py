@@ -17,6 +17,7 @@ from ranks import RankPools
 from torch import Tensor, nn
 
 import hadal
+from engine.logs import is_of_this_machine
 from engine.toys import backward, engine_of, model_of, train
 from hadal import comm
 from hadal.engine.log import hush
@@ -33,7 +34,8 @@ class Ears(logging.Handler):
         self._level = level
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.heard.append(record.getMessage())
+        if not is_of_this_machine(record):
+            self.heard.append(record.getMessage())
 
     def __enter__(self) -> Ears:
         self._before = (self._log.level, list(self._log.handlers))
