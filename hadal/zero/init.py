@@ -11,7 +11,7 @@ out again: a rank receives the elements of its new shards that it does not hold 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -357,12 +357,16 @@ class _Nursery:
                 bucket.leave_disk()
 
     def _are_alike(
-        self, buckets: Iterable[Bucket], parameters: Iterable[nn.Parameter], sharing: Sharing
+        self, buckets: Collection[Bucket], parameters: Collection[nn.Parameter], sharing: Sharing
     ) -> bool:
-        """Return True if `_fetch` can lay out these parameters again without their whole values."""
+        """Return True if `_fetch` can lay out these parameters again without their whole values.
+
+        The buckets must hold no other parameters: those would be taken over later.
+        """
         return (
             len({(bucket.device, bucket.precision.master) for bucket in buckets}) == 1
             and all(bucket.ranks.numbers == sharing.ranks.numbers for bucket in buckets)
+            and sum(len(bucket.parameters) for bucket in buckets) == len(parameters)
             and not any(self._is_whole(bucket) for bucket in buckets)
             and not any(self._order_of(p) or self.bucket_of[p].slot_of(p).order for p in parameters)
         )
@@ -401,15 +405,13 @@ class _Nursery:
         """Begin to fill `found`, in which each parameter has a slot, bucket by bucket."""
         arriving = []
         for bucket in dict.fromkeys(map(self.bucket_of.__getitem__, places)):
-            slots = zip(bucket.parameters, bucket.layout.slots, strict=True)
-            moves = [(places[p], old) for p, old in slots if p in places]
-            first = moves[0][0]
-            if first.numel == bucket.layout.numel:
-                arriving.append(self._start_gather(bucket, found[first.offset : first.stop]))
+            slots = [places[parameter] for parameter in bucket.parameters]
+            if slots[0].numel == bucket.layout.numel:
+                arriving.append(self._start_gather(bucket, found[slots[0].offset : slots[0].stop]))
                 continue
             given = _room_for(bucket)
             arriving.append(self._start_gather(bucket, given))
-            for slot, old in moves:
+            for slot, old in zip(slots, bucket.layout.slots, strict=True):
                 place = found[slot.offset : slot.stop]
                 arriving[-1].then(partial(place.copy_, given[old.offset : old.stop]))
         return arriving

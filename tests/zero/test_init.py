@@ -324,6 +324,38 @@ def test_ranks_receive_only_elements_of_their_new_shards(
     ranks(world).run(lay_out_again, zero, cast)
 
 
+class Scaled(nn.Module):
+    """A weight and a bias of one birth; the bias is trained beside a scale that was not cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scales = nn.ParameterList([torch.ones(1)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scales[0]
+
+
+def part_ways() -> None:
+    states = []
+    for context in (hadal.zero.Init(), contextlib.nullcontext()):
+        torch.manual_seed(4)
+        with context:
+            model = nn.Sequential(Scaled(), Scaled())
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 10}
+        engine = engine_of(3, model, zero_optimization=zero, bf16={"enabled": True})
+        loss = engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        states.append({**engine.state_dict(), "loss": loss.detach()})
+        engine.destroy()
+    assert_equal(*states)
+
+
+def test_parameters_of_one_birth_may_part_ways(ranks: RankPools) -> None:
+    ranks(2).run(part_ways)
+
+
 def tie_after_birth(stage: int) -> None:
     """A weight that another one replaces is dropped, as Hugging Face's tying does."""
     with hadal.zero.Init():
