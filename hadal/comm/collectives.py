@@ -186,13 +186,21 @@ def start_receive(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str
 
 def broadcast_(tensor: Tensor, source: int, ranks: Ranks, label: str) -> None:
     """Give every rank `source`'s values of `tensor`, in place."""
+    if tensor.is_contiguous():
+        start_broadcast(tensor, source, ranks, label).wait()
+        return
+    packed = tensor.contiguous()
+    start_broadcast(packed, source, ranks, label).wait()
+    tensor.copy_(packed)
+
+
+def start_broadcast(tensor: Tensor, source: int, ranks: Ranks, label: str) -> Pending:
+    """Begin to give every rank `source`'s values of a contiguous tensor, in place.
+
+    `source` must not change them until the wait is over.
+    """
     if ranks.size == 1 or tensor.numel() == 0:
-        return
-    if not tensor.is_contiguous():
-        packed = tensor.contiguous()
-        broadcast_(packed, source, ranks, label)
-        tensor.copy_(packed)
-        return
+        return finished(label)
     if ranks.size == 2 and ranks.exchanges_in_pairs(tensor.device):
         way = [(tensor, 1 - ranks.rank)]
         leaving, coming = (way, []) if ranks.rank == source else ([], way)
@@ -200,7 +208,7 @@ def broadcast_(tensor: Tensor, source: int, ranks: Ranks, label: str) -> None:
     else:
         group = ranks.group_for(tensor)
         works = [labelled(label, functions.broadcast, tensor, None, group, True, source)]
-    Pending(label, works).wait()
+    return Pending(label, works)
 
 
 def sum_(tensor: Tensor, ranks: Ranks, label: str) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hadal.comm.collectives import broadcast_, start_gather_in_pieces
+from hadal.comm.collectives import start_broadcast, start_gather_in_pieces
 from hadal.comm.pending import Leaving, Pending, finished
 from hadal.device import Event, has_streams, look_at
 from hadal.errors import few
@@ -183,8 +183,10 @@ class Bucket:
         if is_cut:
             sending = self.sharing.start_cutting(given, label)
             return given, sending.then(partial(given.untyped_storage().resize_, 0))
-        broadcast_(given, 0, self.ranks, label)
-        return given, finished(label)
+        sending = start_broadcast(given, 0, self.ranks, label)
+        if self.ranks.rank != 0:
+            sending.wait()
+        return given, sending
 
     def _spans(self) -> list[Span]:
         """Return the elements in the shard of each of `ranks`; copies are consecutive ranks."""
@@ -202,13 +204,14 @@ class Bucket:
         )
 
     def _end_to_end(self) -> Tensor:
-        """Return the parameters' values in the layout, and free their own memory."""
+        """Return the parameters' values in the layout on rank 0, and free their own memory."""
         given = torch.empty(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
         for start, stop in self.layout.gaps:
             given[start:stop].zero_()
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             place = shaped(given[slot.offset : slot.stop], slot)
-            place.copy_(parameter.detach())
+            if self.ranks.rank == 0:
+                place.copy_(parameter.detach())
             # Free the old memory one parameter at a time: there is never a second copy of all.
             look_at(parameter, place)
         return given
