@@ -95,9 +95,10 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 @cache
 def emulates(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if a device multiplies matrices of a 16-bit dtype without instructions for it.
+    """Return True if a device has no instructions that multiply matrices of a 16-bit dtype.
 
-    Many CPUs do (before AVX-512), and take about ten times as long as in float32.
+    CPUs without AVX-512 have none for bfloat16, and most CPUs none for float16: a product takes ten
+    times as long as in float32, or more.
     """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return False

@@ -394,9 +394,9 @@ def warn_of_emulation(config: Config, device: torch.device) -> None:
         "amp": amp is not None and amp.enabled,
         "torch_autocast": autocast is not None and autocast.enabled,
     }
+    section = next(name for name, is_on in sections.items() if is_on)
     _log.warning(
-        "%s.enabled: this CPU has no instructions for %s and emulates them, so that a step takes"
-        " ten times as long as in float32, or more. To train on this CPU, set it to false",
-        next(name for name, is_on in sections.items() if is_on),
-        str(dtype).removeprefix("torch."),
+        "%s.enabled: this CPU has no %s instructions; torch emulates them, and a step takes ten"
+        " times as long as in float32, or more. To train on this CPU, set %s.enabled to false",
+        *(section, str(dtype).removeprefix("torch."), section),
     )

@@ -79,7 +79,7 @@ class Treatment(NamedTuple):
 
 
 Fetch = Callable[[Sequence[nn.Parameter], Layout, Sequence[Span] | None], Tensor]
-"""Returns the values of parameters, 1-D in a layout: this rank's of all ranks' spans, or all."""
+"""Returns the values of parameters, 1-D in a layout; with the spans of all ranks, only mine."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,8 +95,8 @@ class BucketPlan:
     sharing: Sharing | None = None
     """The ranks that hold these parameters, from their treatment."""
     fetch: Fetch | None = None
-    """Gets the values from the shards that the ranks hold already; None: from the parameters, as
-    rank 0 has them."""
+    """Gets the values from shards that the ranks hold already; None: rank 0's parameters have the
+    values."""
 
     @property
     def trainable(self) -> bool:

@@ -342,7 +342,7 @@ class _Nursery:
         """
         born = [p for p in parameters if p in self.bucket_of]
         buckets = dict.fromkeys(self.bucket_of[p] for p in born)
-        fetches = len(born) == len(parameters) and self._are_alike(buckets, born, sharing)
+        fetches = len(born) == len(parameters) and self._can_fetch(buckets, born, sharing)
         if not fetches:
             self._reveal(buckets)
         yield self._fetch if fetches else None
@@ -356,7 +356,7 @@ class _Nursery:
                 self._shown.pop(bucket, None)
                 bucket.leave_disk()
 
-    def _are_alike(
+    def _can_fetch(
         self, buckets: Collection[Bucket], parameters: Collection[nn.Parameter], sharing: Sharing
     ) -> bool:
         """Return True if `_fetch` can lay out these parameters again without their whole values.
@@ -377,10 +377,10 @@ class _Nursery:
         layout: Layout,
         spans: Sequence[Span] | None,
     ) -> Tensor:
-        """Return parameters' values as given, 1-D in `layout`: my span of it, or all if None.
+        """Return the values of parameters as given, 1-D in `layout`.
 
-        `spans` are those of all ranks. Every rank sends each other the elements of its shards that
-        the other one needs, and no more.
+        With the `spans` of all ranks, only those in mine: each rank sends every other rank the
+        elements that the other one needs, and no more. Without them, all are gathered.
         """
         bucket = self.bucket_of[parameters[0]]
         start, stop = (0, layout.numel) if spans is None else spans[bucket.ranks.rank]
