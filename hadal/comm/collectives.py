@@ -22,7 +22,16 @@ from hadal.comm.functions import labelled
 from hadal.comm.pairs import exchange
 from hadal.comm.pending import Pending, finished, relayed
 from hadal.comm.ranks import Ranks
-from hadal.comm.transport import CODE, EXCHANGE, GATHER, HOP, SMALL, SPREAD, transport_of
+from hadal.comm.transport import (
+    CODE,
+    EXCHANGE,
+    GATHER,
+    HOP,
+    SMALL,
+    SPREAD,
+    Pieces,
+    transport_of,
+)
 
 # Limits on ranks and bytes for sending to every rank directly, in place of a collective.
 _FEW_RANKS, _FEW_BYTES = 8, 4096
@@ -135,13 +144,31 @@ def start_exchange(
 ) -> Pending:
     """Send 1-D `outgoing[r]` to each rank r; receive r's tensor into 1-D `incoming[r]`.
 
-    All tensors share one dtype and device. Both sides know the lengths; empty tensors are not sent.
-    No tensor may be read or written until the wait has returned.
+    As `start_exchange_in_pieces`.
+    """
+    leaving, coming = ({r: [one] for r, one in enumerate(side)} for side in (outgoing, incoming))
+    return start_exchange_in_pieces(leaving, coming, outgoing[0], ranks, label, tag)
+
+
+def start_exchange_in_pieces(
+    outgoing: Pieces,
+    incoming: Pieces,
+    like: Tensor,
+    ranks: Ranks,
+    label: str,
+    tag: int = EXCHANGE,
+) -> Pending:
+    """Send the 1-D tensors `outgoing[r]` to each rank r; receive r's into those of `incoming[r]`.
+
+    All have the dtype and device of `like`. Both ranks of a pair know their number, order and
+    lengths; empty tensors are not sent, and a rank may be left out if it gets, or sends, none. No
+    tensor may be read or written until the wait has returned.
     """
     if ranks.size == 1:
-        incoming[0].copy_(outgoing[0])
+        for place, piece in zip(incoming.get(0, ()), outgoing.get(0, ()), strict=True):
+            place.copy_(piece)
         return finished(label)
-    return transport_of(outgoing[0], ranks).exchange(outgoing, incoming, ranks, label, tag)
+    return transport_of(like, ranks).exchange(outgoing, incoming, like, ranks, label, tag)
 
 
 def start_scatter(full: Tensor, source: int, ranks: Ranks, label: str) -> Pending:
@@ -152,14 +179,11 @@ def start_scatter(full: Tensor, source: int, ranks: Ranks, label: str) -> Pendin
     if not ranks.exchanges_in_pairs(full.device):
         broadcast_(full, source, ranks, label)
         return finished(label)
-    outgoing = incoming = [full.new_empty(0)] * ranks.size
+    outgoing: Pieces = {}
+    incoming: Pieces = {source: [slice_of(full, ranks.rank, ranks)]}
     if ranks.rank == source:
-        outgoing = [*_table(full, ranks)]
-        outgoing[source] = incoming[source]
-    else:
-        incoming = [*incoming]
-        incoming[source] = slice_of(full, ranks.rank, ranks)
-    return start_exchange(outgoing, incoming, ranks, label, SPREAD)
+        outgoing, incoming = {other: [slice_of(full, other, ranks)] for other in ranks.others}, {}
+    return start_exchange_in_pieces(outgoing, incoming, full, ranks, label, SPREAD)
 
 
 def start_send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Pending:

@@ -7,7 +7,7 @@ Tests: tests/comm/test_collectives.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ from hadal.comm.ranks import Ranks
 from hadal.comm.works import Work
 
 Tensors = Sequence[Tensor]
+Pieces = Mapping[int, Sequence[Tensor]]
+"""Tensors by the rank that they go to, or come from."""
 
 # Messages in pairs are matched by their order within a tag: collectives with an order of their own
 # have a tag of their own.
@@ -72,15 +74,18 @@ class Collectives:
         work = labelled(label, functions.all_reduce, sent, operation, ranks.group, True)
         return Pending(label, [work], lambda: sum_into(full, [sent], after, False))
 
-    def exchange(self, out: Tensors, found: Tensors, ranks: Ranks, label: str, tag: int) -> Pending:
-        """Send 1-D `out[r]` to each rank r; receive r's tensor into `found[r]`."""
-        sent, lengths = torch.cat(list(out)), [one.numel() for one in found]
-        joined, leaving = sent.new_empty(sum(lengths)), [one.numel() for one in out]
+    def exchange(
+        self, out: Pieces, found: Pieces, like: Tensor, ranks: Ranks, label: str, tag: int
+    ) -> Pending:
+        """Send the 1-D tensors `out[r]` to each rank r; receive r's into `found[r]`."""
+        leaving, coming = _lengths(out, ranks.size), _lengths(found, ranks.size)
+        sent = torch.cat([like.new_empty(0), *_in_order(out)])
+        joined, into = like.new_empty(sum(coming)), _in_order(found)
         work = labelled(
-            label, functions.all_to_all_single, joined, sent, lengths, leaving, ranks.group, True
+            label, functions.all_to_all_single, joined, sent, coming, leaving, ranks.group, True
         )
-        parts = list(joined.split(lengths))
-        return Pending(label, [work], lambda: torch._foreach_copy_(list(found), parts))
+        parts = list(joined.split([piece.numel() for piece in into]))
+        return Pending(label, [work], lambda: torch._foreach_copy_(into, parts) if into else None)
 
 
 class Pairs(Collectives):
@@ -128,12 +133,29 @@ class Pairs(Collectives):
         pending = Pending(label, works, spread)
         return pending.then(lambda: sum_into(full, [carried], on_arrival, False))
 
-    def exchange(self, out: Tensors, found: Tensors, ranks: Ranks, label: str, tag: int) -> Pending:
+    def exchange(
+        self, out: Pieces, found: Pieces, like: Tensor, ranks: Ranks, label: str, tag: int
+    ) -> Pending:
         """Send and fill as in `Collectives`; empty tensors are not sent."""
-        found[ranks.rank].copy_(out[ranks.rank])
-        leaving = [(out[other], other) for other in ranks.others if out[other].numel()]
-        coming = [(found[other], other) for other in ranks.others if found[other].numel()]
-        return Pending(label, exchange("all_to_all", out, leaving, coming, ranks, tag, label))
+        own = zip(found.get(ranks.rank, ()), out.get(ranks.rank, ()), strict=True)
+        for place, piece in own:
+            place.copy_(piece)
+        leaving, coming = _to_others(out, ranks), _to_others(found, ranks)
+        sent = _in_order(out)
+        return Pending(label, exchange("all_to_all", sent, leaving, coming, ranks, tag, label))
+
+
+def _in_order(pieces: Pieces) -> list[Tensor]:
+    return [piece for rank in sorted(pieces) for piece in pieces[rank]]
+
+
+def _lengths(pieces: Pieces, size: int) -> list[int]:
+    return [sum(piece.numel() for piece in pieces.get(rank, ())) for rank in range(size)]
+
+
+def _to_others(pieces: Pieces, ranks: Ranks) -> list[tuple[Tensor, int]]:
+    found = [(piece, other) for other in ranks.others for piece in pieces.get(other, ())]
+    return [(piece, other) for piece, other in found if piece.numel()]
 
 
 def _backend_operation(

@@ -20,7 +20,7 @@ from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import DiskTensor, StoredSlice
 from hadal.zero.edits import absorb_into, digest, same_bits, shard_with_edits
 from hadal.zero.grouping import BucketPlan, Fetch
-from hadal.zero.layout import Layout, Slot, Span, lay_out, order_of
+from hadal.zero.layout import Layout, Slot, lay_out, order_of
 from hadal.zero.node_copy import NodeCopy
 from hadal.zero.offload import Offload
 from hadal.zero.policy import Partition, Precision, Transport
@@ -147,7 +147,7 @@ class Bucket:
         if fetch is None:
             given, sending = self._from_rank_0()
         else:
-            given = fetch(self.parameters, self.layout, self._spans() if is_cut else None)
+            given = fetch(self.parameters, self.layout, is_cut)
             sending = finished("")
         for parameter in self.parameters:
             parameter.grad = None
@@ -187,11 +187,6 @@ class Bucket:
         if self.ranks.rank != 0:
             sending.wait()
         return given, sending
-
-    def _spans(self) -> list[Span]:
-        """Return the elements in the shard of each of `ranks`; copies are consecutive ranks."""
-        size = self.sharing.shards.size
-        return [self.layout.span(rank % size) for rank in range(self.ranks.size)]
 
     def _is_one_whole(self) -> bool:
         """Return True if the bucket is one parameter whose memory already has its layout."""

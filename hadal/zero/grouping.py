@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from hadal.zero.layout import Layout, Span
+from hadal.zero.layout import Layout
 from hadal.zero.policy import Limits, Partition, Precision
 from hadal.zero.sharing import Sharing
 
@@ -78,8 +78,8 @@ class Treatment(NamedTuple):
     """The ranks that hold it; None if the planner of the buckets does not need them."""
 
 
-Fetch = Callable[[Sequence[nn.Parameter], Layout, Sequence[Span] | None], Tensor]
-"""Returns the values of parameters, 1-D in a layout; with the spans of all ranks, only mine."""
+Fetch = Callable[[Sequence[nn.Parameter], Layout, bool], Tensor]
+"""Returns the values of parameters, 1-D in a layout; if True is passed, only my shard."""
 
 
 @dataclass(slots=True, eq=False)

@@ -11,6 +11,7 @@ out again: a rank receives the elements of its new shards that it does not hold 
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -26,7 +27,7 @@ from torch.nn.modules.module import (
 )
 
 from hadal.comm import Ranks, init_distributed
-from hadal.comm.collectives import start_all_gather, start_exchange
+from hadal.comm.collectives import start_all_gather, start_exchange_in_pieces
 from hadal.comm.mpu import sharing_group_of
 from hadal.comm.pending import Leaving, Pending, finished
 from hadal.comm.start import memory_is_tuned
@@ -40,7 +41,7 @@ from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.grouping import BucketPlan, Fetch, Member
 from hadal.zero.hooks import ReadWatcher
 from hadal.zero.kinds import is_foreign
-from hadal.zero.layout import Layout, Slot, Span, common, order_of, strides_of
+from hadal.zero.layout import Layout, Slot, order_of, shared, strides_of
 from hadal.zero.offload import Offload
 from hadal.zero.policy import Partition, Precision, Tier
 from hadal.zero.sharing import Sharing
@@ -375,23 +376,24 @@ class _Nursery:
         self,
         parameters: Sequence[nn.Parameter],
         layout: Layout,
-        spans: Sequence[Span] | None,
+        is_cut: bool,
     ) -> Tensor:
         """Return the values of parameters as given, 1-D in `layout`.
 
-        With the `spans` of all ranks, only those in mine: each rank sends every other rank the
-        elements that the other one needs, and no more. Without them, all are gathered.
+        If `is_cut`, only my shard: each rank sends every other rank the elements that the other one
+        needs, and no more. Otherwise all are gathered.
         """
         bucket = self.bucket_of[parameters[0]]
-        start, stop = (0, layout.numel) if spans is None else spans[bucket.ranks.rank]
+        shard = layout.span(bucket.ranks.rank % layout.world_size)
+        start, stop = shard if is_cut else (0, layout.numel)
         found = torch.empty(stop - start, dtype=bucket.precision.master, device=bucket.device)
         for low, high in layout.gaps:
             found[max(low - start, 0) : max(high - start, 0)].zero_()
         places = dict(zip(parameters, layout.slots, strict=True))
-        if spans is None:
-            arriving = self._start_gathers(places, found)
+        if is_cut:
+            arriving = [self._start_exchange(places, layout, found)]
         else:
-            arriving = self._start_exchanges(places, found, spans)
+            arriving = self._start_gathers(places, found)
         for pending in arriving:
             pending.wait()
         for parameter, slot in places.items():
@@ -416,30 +418,30 @@ class _Nursery:
                 arriving[-1].then(partial(place.copy_, given[old.offset : old.stop]))
         return arriving
 
-    def _start_exchanges(
-        self, places: Mapping[nn.Parameter, Slot], found: Tensor, spans: Sequence[Span]
-    ) -> list[Pending]:
-        """Begin to fill `found`, my span of the layout in which each parameter has a slot."""
-        arriving = []
+    def _start_exchange(
+        self, places: Mapping[nn.Parameter, Slot], layout: Layout, found: Tensor
+    ) -> Pending:
+        """Begin to fill `found`, my shard of `layout`, in which each parameter has a slot."""
+        outgoing: dict[int, list[Tensor]] = defaultdict(list)
+        incoming: dict[int, list[Tensor]] = defaultdict(list)
         shards: dict[Bucket, Tensor] = {}
+        ranks = self.bucket_of[next(iter(places))].ranks
+        mine = layout.span(ranks.rank % layout.world_size)
         for parameter, slot in places.items():
             bucket = self.bucket_of[parameter]
             if bucket not in shards:
                 shards[bucket] = _shard_in_memory(bucket)
-            ranks, old = bucket.ranks, bucket.slot_of(parameter)
-            held = [bucket.layout.span(rank) for rank in range(ranks.size)]
-            out = [common(old, bucket.span, slot, span) for span in spans]
-            coming = [common(old, span, slot, spans[ranks.rank]) for span in held]
-            from_shard, into = old.offset - bucket.span[0], slot.offset - spans[ranks.rank][0]
-            arriving.append(
-                start_exchange(
-                    [shards[bucket][low + from_shard : high + from_shard] for low, high in out],
-                    [found[low + into : high + into] for low, high in coming],
-                    ranks,
-                    f"the new layout of {slot.name}",
-                )
-            )
-        return arriving
+            old, first = bucket.slot_of(parameter), bucket.span[0]
+            for number, (low, high) in shared(old, bucket.span, slot, layout):
+                piece = shards[bucket][old.offset + low - first : old.offset + high - first]
+                # Copies of a shard are held by consecutive blocks of ranks.
+                for rank in range(number, ranks.size, layout.world_size):
+                    outgoing[rank].append(piece)
+            for rank, (low, high) in shared(slot, mine, old, bucket.layout):
+                piece = found[slot.offset + low - mine[0] : slot.offset + high - mine[0]]
+                incoming[rank].append(piece)
+        label = f"the new layout of {layout.slots[0].name} and others"
+        return start_exchange_in_pieces(outgoing, incoming, found, ranks, label)
 
 
 def _shard_in_memory(bucket: Bucket) -> Tensor:

@@ -77,7 +77,7 @@ def order_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | 
     return () if dims == sorted(dims) else tuple(dims)
 
 
-def common(slot: Slot, span: Span, other: Slot, other_span: Span) -> Span:
+def _common(slot: Slot, span: Span, other: Slot, other_span: Span) -> Span:
     """Return the elements of a parameter that lie in spans of two layouts at once.
 
     They are counted from the parameter's start. `slot` is its place in the first layout, `other` in
@@ -138,6 +138,12 @@ class Layout:
         """Return the (start, stop) of `rank`'s shard."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
+    def holders(self, start: int, stop: int) -> range:
+        """Return the ranks whose shards have elements of [start, stop)."""
+        if start >= stop:
+            return range(0)
+        return range(start // self.shard_numel, (stop - 1) // self.shard_numel + 1)
+
     def fragments(self, start: int, stop: int) -> Iterator[Fragment]:
         """Yield the parts of parameters in [start, stop), in order; skip empty parts."""
         for index, slot in enumerate(self.slots):
@@ -157,6 +163,18 @@ class Layout:
             first = bounds.get(group, (fragment.offset, end))[0]
             bounds[group] = (first, end)
         return tuple(Run(group, *bound) for group, bound in bounds.items())
+
+
+def shared(slot: Slot, span: Span, other: Slot, layout: Layout) -> Iterator[tuple[int, Span]]:
+    """Yield the ranks of `layout` that have elements of a parameter's part in `span`, and which.
+
+    The elements are counted from the parameter's start. `slot` is its place in the layout of
+    `span`, `other` in `layout`; in both it is row-major. The time grows with the ranks yielded, not
+    with those of the layout.
+    """
+    low, high = _common(slot, span, other, (0, layout.numel))
+    for rank in layout.holders(other.offset + low, other.offset + high):
+        yield rank, _common(slot, span, other, layout.span(rank))
 
 
 def lay_out(

@@ -20,6 +20,7 @@ from hadal.comm.collectives import (
     start_all_gather,
     start_all_reduce,
     start_exchange,
+    start_exchange_in_pieces,
     start_reduce_scatter,
     start_scatter,
     sum_,
@@ -145,6 +146,31 @@ def exchange() -> None:
                 assert found.tolist() == [10 * other + ranks.rank] * length[other, ranks.rank]
 
 
+def exchange_in_pieces() -> None:
+    """Some ranks send several tensors to another one, some none, and some are not named at all."""
+    ranks = Ranks.world()
+    numels = {
+        (a, b): [(a + b + n) % 3 for n in range(a % 3)] for a, b in product(range(9), repeat=2)
+    }
+    for by_collective in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if by_collective:
+                patch.setattr(Ranks, "exchanges_in_pairs", lambda *_: False)
+            me, others = ranks.rank, range(ranks.size)
+            outgoing = {
+                other: [torch.full((n,), 10.0 * me + other) for n in numels[me, other]]
+                for other in reversed(others)
+                if numels[me, other]
+            }
+            incoming = {r: [torch.zeros(n) for n in numels[r, me]] for r in others if numels[r, me]}
+            pending = start_exchange_in_pieces(outgoing, incoming, torch.empty(1), ranks, "pieces")
+            pending.wait()
+            for other, pieces in incoming.items():
+                assert [p.tolist() for p in pieces] == [
+                    [10.0 * other + me] * n for n in numels[other, me]
+                ]
+
+
 def broadcast() -> None:
     ranks = Ranks.world()
     for source in range(ranks.size):
@@ -197,6 +223,7 @@ def codes_and_objects() -> None:
         average_large_values,
         several_at_a_time,
         exchange,
+        exchange_in_pieces,
         broadcast,
         scatter,
         small_reductions,

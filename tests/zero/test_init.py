@@ -296,14 +296,15 @@ def lay_out_again(zero: dict[str, Any], cast: torch.dtype | None) -> None:
     with hadal.zero.Init():
         model = nn.ModuleList(Built() for _ in range(2))
     model = model.to(cast)
-    received, exchange = [], init.start_exchange
+    received, exchange = [], init.start_exchange_in_pieces
 
-    def counting(outgoing: Any, incoming: Any, ranks: Any, label: str) -> Any:
-        received.extend(one.numel() for r, one in enumerate(incoming) if r != ranks.rank)
-        return exchange(outgoing, incoming, ranks, label)
+    def counting(outgoing: Any, incoming: Any, like: Any, ranks: Any, label: str) -> Any:
+        other = (one for r, pieces in incoming.items() if r != ranks.rank for one in pieces)
+        received.extend(one.numel() for one in other)
+        return exchange(outgoing, incoming, like, ranks, label)
 
     refused = patch.object(init, "start_all_gather", side_effect=AssertionError("gathers all"))
-    with patch.object(init, "start_exchange", counting), refused:
+    with patch.object(init, "start_exchange_in_pieces", counting), refused:
         engine = engine_of(3, model, zero_optimization={**zero, "stage": 3, **WITHOUT_WHOLE})
     shards = sum(bucket.shard.numel() for bucket in engine._parts.runtime.buckets)
     assert 0 < sum(received) <= shards, (received, shards)

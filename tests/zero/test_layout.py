@@ -16,10 +16,10 @@ from hadal.zero.layout import (
     ALIGNMENT_NBYTES,
     Layout,
     Slot,
-    common,
     lay_out,
     order_of,
     share_out,
+    shared,
 )
 from hadal.zero.views import flattened, shaped
 
@@ -212,14 +212,20 @@ def test_common_elements_fill_another_layout_once(
     second = lay_out(random.sample(described, len(described)), other_world, 4)
     place_of = {slot.name: slot for slot in second.slots}
     for slot in first.slots:
-        other, filled = place_of[slot.name], []
+        other, filled, pairs = place_of[slot.name], [], []
         for rank in range(world):
-            for other_rank in range(other_world):
-                span, other_span = first.span(rank), second.span(other_rank)
-                start, stop = common(slot, span, other, other_span)
+            span = first.span(rank)
+            for other_rank, (start, stop) in shared(slot, span, other, second):
+                other_span = second.span(other_rank)
+                assert span[0] <= slot.offset + start < slot.offset + stop <= span[1]
+                assert other_span[0] <= other.offset + start
+                assert other.offset + stop <= other_span[1]
+                pairs.append((rank, other_rank, start, stop))
                 filled += range(start, stop)
-                if start < stop:
-                    assert span[0] <= slot.offset + start < slot.offset + stop <= span[1]
-                    assert other_span[0] <= other.offset + start
-                    assert other.offset + stop <= other_span[1]
         assert sorted(filled) == list(range(slot.numel))
+        back = [
+            (rank, other_rank, *span)
+            for other_rank in range(other_world)
+            for rank, span in shared(other, second.span(other_rank), slot, first)
+        ]
+        assert sorted(back) == sorted(pairs)  # both sides know the same messages
