@@ -102,6 +102,9 @@ class GatheredParameters:
     All ranks must enter and leave it together; it may be nested, and used inside forward. A loss
     may depend on values computed from the parameters inside: backward gathers them again.
 
+    While all of a model's parameters are whole, evaluating it (under `torch.no_grad()`) involves no
+    other rank: ranks may generate texts of different lengths inside.
+
     If the block raises, the modifier rank's changes so far are kept on every rank: whichever rank
     raised, all ranks leave with the same values.
 

@@ -124,6 +124,10 @@ class Gathering:
         """Return True if no pass is running, and no context keeps buckets readable."""
         return self.phase is Phase.IDLE and not any(self._pins.values())
 
+    @property
+    def _all_pinned(self) -> bool:
+        return all(self._pins[bucket] for bucket in self._buckets)
+
     def meet(self, marker: Marker) -> None:
         """Wait until every rank reaches this point, outside of forward, backward and update.
 
@@ -391,8 +395,12 @@ class Gathering:
     # ---- forward and backward --------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Begin a forward of the whole model."""
-        if self.phase is not Phase.IDLE:
+        """Begin a forward of the whole model.
+
+        An evaluation with weights that a context keeps whole needs no other rank: each rank may run
+        as many as it likes, as in generating texts of its own lengths.
+        """
+        if self.phase is not Phase.IDLE or (self._all_pinned and not torch.is_grad_enabled()):
             return
         kind = Kind.FORWARD if torch.is_grad_enabled() else Kind.EVALUATION
         plan = None

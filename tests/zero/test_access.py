@@ -233,6 +233,24 @@ def inside_forward(stage: int) -> None:
     engine.destroy()
 
 
+def evaluating_unevenly(stage: int) -> None:
+    """While all weights are whole, ranks may run the model as often as they like."""
+    model = model_of()
+    engine = engine_of(stage, model)
+    expected = [model_of()(torch.ones(1, 6))]
+    for step in range(3):
+        backward(engine, step)
+        with GatheredParameters(model.parameters()), torch.no_grad():
+            for call in [model, engine] * (1 + 2 * comm.get_rank()):
+                assert_close({"": call(torch.ones(1, 6))}, {"": expected[-1]})
+        engine.step()
+        plain = model_of()
+        plain.load_state_dict(alone(model_of(), [[one] for one in range(step + 1)]))
+        expected.append(plain(torch.ones(1, 6)))
+    assert_close(engine.state_dict(), alone(model_of(), [[0], [1], [2]]))
+    engine.destroy()
+
+
 def in_the_loss(stage: int) -> None:
     """A penalty on weights, computed outside of forward: backward finds the values again."""
     model, plain = model_of(), model_of()
@@ -304,6 +322,7 @@ def loading(stage: int) -> None:
         anything,
         one_rank_fails,
         inside_forward,
+        evaluating_unevenly,
         in_the_loss,
         loading,
     ],
