@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from hadal.config.reading import read
 from hadal.engine.arguments import choose_config
 from hadal.engine.assemble import initialize as _initialize
 from hadal.engine.parts import Parts
+from hadal.errors import UsageError
 from hadal.zero import GatheredParameters
 
 _PREFIX = "module."  # prefix of the names in an engine's state dict
@@ -425,6 +426,25 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     logger.info("DeepSpeed info: version=%s, which is Hadal %s here", VERSION, __version__)
     return engine, engine.optimizer, loader, schedule
+
+
+class _HybridEngineClass(type):
+    """A class without instances: engines whose configuration enables `hybrid_engine` count."""
+
+    def __instancecheck__(cls, thing: Any) -> bool:
+        """Return whether `initialize` made it with `hybrid_engine.enabled`."""
+        return isinstance(thing, DeepSpeedEngine) and thing._parts.config.hybrid_engine.enabled
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise: the class cannot be instantiated."""
+        raise UsageError(
+            f"{cls.__name__} cannot be created by programs: deepspeed.initialize returns an engine"
+            " that is an instance of it if hybrid_engine.enabled is true"
+        )
+
+
+class DeepSpeedHybridEngine(metaclass=_HybridEngineClass):
+    """An engine that generates with whole weights: its module's `generate` gathers them once."""
 
 
 def _destroy_engines_of(model: nn.Module) -> None:

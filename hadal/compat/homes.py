@@ -224,6 +224,7 @@ _ALIKE: dict[str, dict[str, str]] = {
         _TOPOLOGY: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
         _PIPELINE: "PipelineParallelGrid",
     },
+    "deepspeed.runtime.hybrid_engine": {_ENGINE: "DeepSpeedHybridEngine"},
     "deepspeed.runtime.lr_schedules": {
         "hadal.optim.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
         "hadal": "add_tuning_arguments",

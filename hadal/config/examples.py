@@ -133,6 +133,10 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
         "gradient_accumulation_steps": 32,
         "pipeline": {"activation_checkpoint_interval": 1},
     },
+    "hybrid_engine": {
+        "zero_optimization": {"stage": 3},
+        "hybrid_engine": {"enabled": True},
+    },
     "eigenvalue": {
         "eigenvalue": {"enabled": True, "layer_name": "transformer.h", "layer_num": 12},
     },

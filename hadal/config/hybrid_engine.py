@@ -5,19 +5,36 @@ Tests: tests/config/test_every_key.py
 
 from typing import ClassVar
 
-from hadal.config.section import UNBUILT, Section, key
+from hadal.config.section import NO_EFFECT, STAGE_3, UNBUILT, Section, key
 from hadal.config.values import Boolean, Integer
 
 
 class HybridEngine(Section):
-    """Switches between training and generation, for reinforcement learning."""
+    """Texts generated between updates at stage 3, as reinforcement learning needs them."""
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Use the engine that can generate.", mark=UNBUILT)
-    max_out_tokens: Integer = key(512, "Capacity of the key-value cache, in tokens.", gt=0)
-    inference_tp_size: Integer = key(1, "Tensor-parallel ranks during generation.", ge=1)
-    release_inference_cache: Boolean = key(False, "Free the cache after each generation.")
-    pin_parameters: Boolean = key(True, "At stage 3, gather the whole model to generate.")
-    tp_gather_partition_size: Integer = key(8, "Layers gathered at a time.", ge=1)
-    enable_cuda_graph: Boolean = key(False, "Record one graph per position.")
+    enabled: Boolean = key(
+        False, "Generate as the other keys say. The model must have a `generate`.", mark=STAGE_3
+    )
+    pin_parameters: Boolean = key(
+        True,
+        "Gather the whole model once for each call of `generate`, during which ranks may generate"
+        " different numbers of tokens; false: gather weights as they are used.",
+        mark=STAGE_3,
+    )
+    inference_tp_size: Integer = key(
+        1, "Tensor-parallel ranks during generation.", mark=UNBUILT, ge=1
+    )
+    max_out_tokens: Integer = key(
+        512, "Capacity of the key-value cache, which is the model's own.", mark=NO_EFFECT, gt=0
+    )
+    release_inference_cache: Boolean = key(
+        False, "The model's own cache is freed after each call.", mark=NO_EFFECT
+    )
+    tp_gather_partition_size: Integer = key(8, "Layers gathered at a time.", mark=NO_EFFECT, ge=1)
+    enable_cuda_graph: Boolean = key(
+        False,
+        "One graph for each position; models of transformers compile with their own cache.",
+        mark=NO_EFFECT,
+    )

@@ -227,6 +227,16 @@ def _eigenvalues(setting: Setting) -> Listener | None:
     return BlockEigenvalues(section, setting.model, topology.data_parallel, write, path)
 
 
+def _generate(setting: Setting) -> Listener | None:
+    section, stage = setting.config.hybrid_engine, setting.config.zero_optimization.stage
+    if not section.enabled:
+        return None
+    from hadal.engine.generating import GatheredGenerate  # for this alone
+
+    listener = GatheredGenerate(setting.model)  # checks the model at every stage
+    return listener if section.pin_parameters and stage == 3 else None
+
+
 def _clocks(setting: Setting) -> Listener | None:
     return setting.clocks if setting.clocks.measures else None
 
@@ -412,6 +422,7 @@ LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
     "data_efficiency.data_routing.random_ltd": _token_drop,
     "compression_training": _compression,
     "eigenvalue": _eigenvalues,
+    "hybrid_engine": _generate,
     "wall_clock_breakdown": _clocks,
     "steps_per_print": _reporter,
     "expert_parallel": _experts,

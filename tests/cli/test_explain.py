@@ -106,15 +106,15 @@ def test_all_refusals_are_reported_at_once(
         "optimizer": {"type": "AdmaW", "params": {"learning_rate": 1e-3}},
         "scheduler": {"type": "WarmupLr", "params": {}},
         "zero_optimization": {"stage": 7, "offload_parm": {}},
-        "hybrid_engine": {"enabled": True},
+        "nebula": {"enabled": True},
         "torch_autocast": {"enabled": True, "lower_precision_safe_modules": [3]},
     }
     code, lines, error = explained(capsys, tmp_path, config, "--world-size", "2")
     assert code == 1
     refused = [line.split() for line in lines if line.endswith("refused")]
     assert sorted((name, value) for name, *value, _ in refused) == [
-        ("hybrid_engine.enabled", ["true"]),
         ("lower_precision_safe_modules", ["[3]"]),
+        ("nebula.enabled", ["true"]),
         ("offload_parm", ["{}"]),
         ("params.learning_rate", ["0.001"]),
         ("stage", ["7"]),
@@ -147,7 +147,7 @@ JUDGED: list[tuple[dict[str, Any], int]] = [
     ({"optimizer": ADAM, "scheduler": {"type": "StepLR", "params": {}}}, 1),
     ({"scheduler": {"type": "Nope", "params": {}}}, 1),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, 1),
-    ({"hybrid_engine": {"enabled": True}}, 1),
+    ({"nebula": {"enabled": True}}, 1),
     ({"steps_per_print": "many"}, 1),
 ]
 

@@ -12,7 +12,6 @@ CORPUS = Path(__file__).with_name("corpus")
 LOADS = sorted((CORPUS / "loads").glob("*.json"))
 UNBUILT = {
     "many_sections": {
-        "hybrid_engine.enabled",
         "nebula.enabled",
         "compile.deepcompile",
         "weight_quantization.enabled",

@@ -43,8 +43,8 @@ def test_a_section_that_is_off_always_loads(section):
 
 
 def test_an_enabled_section_is_logged_once():
-    source = {**BASE, "hybrid_engine": {"enabled": True, "max_out_tokens": 7}}
-    assert only_fault(source)[0] == "hybrid_engine.enabled"
+    source = {**BASE, "nebula": {"enabled": True, "persistent_time_interval": 7}}
+    assert only_fault(source)[0] == "nebula.enabled"
 
 
 def test_keys_at_their_defaults_always_load():

@@ -5,6 +5,7 @@ import argparse
 import deepspeed
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
@@ -37,7 +38,7 @@ def train_config() -> dict:
         "gradient_clipping": 1.0,
         "prescale_gradients": False,
         "wall_clock_breakdown": False,
-        "hybrid_engine": {"enabled": False, "max_out_tokens": 512},
+        "hybrid_engine": {"enabled": True, "max_out_tokens": 512},
     }
 
 
@@ -61,6 +62,11 @@ class Causal(nn.Module):
             x = x + layer(x)[0]
         return self.head(x)
 
+    def generate(self, words, count):
+        for _ in range(count):
+            words = torch.cat([words, self(words)[:, -1:].argmax(-1)], dim=1)
+        return words
+
 
 def groups_of(model: nn.Module) -> list[dict]:
     decay = [p for name, p in model.named_parameters() if "bias" not in name]
@@ -77,12 +83,14 @@ def trained(seed: int, out: int):
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=schedule, config=train_config()
     )
+    assert isinstance(engine, DeepSpeedHybridEngine)
     return engine
 
 
 def asked(seed: int, out: int):
     torch.manual_seed(seed)
     engine, *_ = deepspeed.initialize(model=Causal(out), config=eval_config())
+    assert not isinstance(engine, DeepSpeedHybridEngine)
     engine.eval()
     return engine
 
@@ -113,8 +121,7 @@ for _ in range(3):
     words = torch.randint(WORDS, (2, 6), generator=generator)
     actor.eval()
     with torch.no_grad():
-        for _ in range(2):
-            words = torch.cat([words, actor.module(words)[:, -1:].argmax(-1)], dim=1)
+        words = actor.module.generate(words, 2)
         told = torch.log_softmax(reference(words), -1).gather(-1, words[..., None]).squeeze(-1)
         score = reward(words)[:, -1].squeeze(-1)
     actor.train()
