@@ -25,7 +25,6 @@ from hadal.compat.log import logger
 from hadal.compat.monitors import MonitorMaster
 from hadal.compat.optimizer import DeepSpeedOptimizer, ParameterOffload, PlainOptimizer
 from hadal.compat.parameters import mark_stage_1_or_2, mark_stage_3, unmark, watch_parameters
-from hadal.compat.placeholders import unbuilt
 from hadal.compat.surface import VERSION
 from hadal.compat.timers import (
     PhaseTimers,
@@ -160,18 +159,14 @@ class DeepSpeedEngine(Accessors):
         """Do as `hadal.Engine.step`.
 
         Args:
-            lr_kwargs: arguments for the schedule's step: `{"metrics": value}`.
-
-        Raises:
-            NotBuiltYetError: `lr_kwargs` has other arguments.
+            lr_kwargs: arguments for the schedule's step: `{"metrics": value}`, or those of a
+                schedule of the program's own, such as Megatron's `{"increment": samples}`.
         """
         given = dict(lr_kwargs or {})
         metric = given.pop("metrics", None)
-        if given:
-            raise unbuilt(f"engine.step(lr_kwargs={given!r})")
         before = self.global_steps
         self._was_applied = False
-        super().step(metric)
+        super().step(metric, given)
         if self.global_steps == before:
             return
         self._was_applied = True

@@ -27,7 +27,7 @@ from hadal.engine.session import through
 from hadal.engine.update import Updates, measure
 from hadal.errors import NotBuiltYetError, UsageError
 from hadal.listener import Forward, Listener
-from hadal.optim.schedules import needs_metric
+from hadal.optim.schedules import check_step_arguments, needs_metric
 from hadal.zero import access, place
 
 if TYPE_CHECKING:
@@ -221,7 +221,11 @@ class Engine(EngineBase):
             self._parts.runtime.bring_together()
         return super().train(mode)
 
-    def step(self, metric: float | Tensor | None = None) -> None:
+    def step(
+        self,
+        metric: float | Tensor | None = None,
+        schedule_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         """End a micro-step; at the boundary, update the weights and the learning rate.
 
         Every call is a boundary if `managed_gradient_accumulation` is false.
@@ -230,16 +234,22 @@ class Engine(EngineBase):
             metric: the value that a `ReduceLROnPlateau` schedule follows, such as a validation
                 loss. The schedule steps in the updates that get one. All ranks must pass it; the
                 schedule gets their mean.
+            schedule_arguments: arguments for the step of a schedule of your own, if this step ends
+                an update. If it needs one, such as Megatron's `increment`, and gets none, it gets
+                the number of samples of the update on all ranks.
 
         Raises:
             UsageError: no backward came before, or called inside `no_sync`; or `metric` is given
-                but the step ends no update, or the schedule takes none.
+                but the step ends no update, or the schedule takes none; or it does not take
+                `schedule_arguments`.
             LossScaleError: fp16 gradients overflow at the floor of the loss scale.
         """
         session, cycle = self._session, self._session.cycle
         session.expect_alive()
         if metric is not None:
             self._check_metric()
+        if schedule_arguments:
+            check_step_arguments(self.lr_scheduler, schedule_arguments)
         if cycle.unsynchronized:
             raise UsageError("engine.step() was called inside engine.no_sync(); leave it first")
         if cycle.counts_refused:
@@ -263,7 +273,8 @@ class Engine(EngineBase):
                 cycle.stepping = True
                 with session.listeners:
                     value = None if metric is None else float(metric)
-                    self._updates.make(session.batches.consumed(backwards), value)
+                    consumed = session.batches.consumed(backwards)
+                    self._updates.make(consumed, value, schedule_arguments or {})
         finally:
             if cycle.stepping:
                 # An update that failed still ends its accumulation: the next one starts afresh.

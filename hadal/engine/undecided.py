@@ -15,7 +15,7 @@ from typing import Any
 
 from hadal.device import HostCopy
 from hadal.engine.parts import Finding, Parts, Training
-from hadal.optim.schedules import needs_metric
+from hadal.optim.schedules import counts_samples, needs_metric
 from hadal.optim.step import FlatStepper
 
 
@@ -45,15 +45,21 @@ def decides_on_device(parts: Parts, training: Training) -> bool:
     return isinstance(stepper, FlatStepper) and stepper.may_skip_on_device
 
 
-def step_schedule(training: Training) -> Callable[[], None]:
-    """Step the schedule, if there is one without a metric; return its undo."""
+def step_schedule(
+    training: Training, samples: int, arguments: Mapping[str, Any]
+) -> Callable[[], None]:
+    """Step the schedule, if there is one without a metric; return its undo.
+
+    Without `arguments`, a schedule that counts samples gets those of the update.
+    """
     schedule = training.schedule
     if schedule is None or needs_metric(schedule):
         return lambda: None
     groups = training.optimizer.param_groups
     state: Mapping[str, Any] = schedule.state_dict()
     options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    schedule.step()
+    counted = (samples,) if counts_samples(schedule) and not arguments else ()
+    schedule.step(*counted, **arguments)
 
     def undo() -> None:
         schedule.load_state_dict(state)

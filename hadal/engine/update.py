@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,10 +163,11 @@ class Updates:
         self._has_warned = False
 
     @torch.no_grad()
-    def make(self, samples: int, metric: float | None) -> None:
+    def make(self, samples: int, metric: float | None, arguments: Mapping[str, Any]) -> None:
         """Update the weights and the learning rate from `samples` samples of all ranks.
 
         `metric` is the schedule's, if it takes one; it counts if the update is skipped, too.
+        `arguments` are for the step of other schedules.
         """
         session, parts, cycle = self._session, self._session.parts, self._session.cycle
         training, counters = session.expect_training(), session.counters
@@ -193,7 +195,7 @@ class Updates:
             counters.skipped_steps += 1
         else:
             self._step_weights(training, found, factor)
-            undo = step_schedule(training)
+            undo = step_schedule(training, samples, arguments)
             if found.overflowed is not None:
                 flag = start_reading(found.overflowed, "whether the last gradients overflowed")
                 session.undecided = Undecided(counters.global_steps, found, flag, undo)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hadal.errors import OptimizerError
+from hadal.errors import OptimizerError, UsageError
 
 _log = logging.getLogger(__name__)
 
@@ -318,6 +318,30 @@ _NATIVE: dict[str, type[Schedule]] = {
 def needs_metric(schedule: object) -> bool:
     """Return whether each step of a schedule takes a metric, such as a validation loss."""
     return isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def counts_samples(schedule: Any) -> bool:
+    """Return whether each step of a schedule needs one argument, as Megatron's `increment`."""
+    try:
+        given = inspect.signature(schedule.step).parameters.values()
+    except (TypeError, ValueError):  # not written in Python
+        return False
+    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in given) == 1
+
+
+def check_step_arguments(schedule: Any, given: Mapping[str, Any]) -> None:
+    """Check arguments for a schedule's step before the update that it follows.
+
+    Raises:
+        UsageError: there is no schedule, or its step does not take them.
+    """
+    where = f"engine.step(schedule_arguments={dict(given)!r})"
+    if schedule is None:
+        raise UsageError(f"{where}: there is no schedule; leave the arguments out")
+    try:
+        inspect.signature(schedule.step).bind(**given)
+    except TypeError as error:
+        raise UsageError(f"{where} does not fit {type(schedule).__name__}.step: {error}") from None
 
 
 def build_schedule(

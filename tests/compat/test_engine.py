@@ -340,10 +340,10 @@ def test_backward_returns_the_divided_loss() -> None:
     assert engine.backward(loss, scale_wrt_gas=False).item() == loss.item()
     engine.step()
     assert engine.global_steps == 0
-    with pytest.raises(NotBuiltYetError, match="lr_kwargs"):
-        engine.step(lr_kwargs={"epoch": 3})
     with pytest.raises(UsageError, match="takes no metric"):
         engine.step(lr_kwargs={"metrics": 3})
+    with pytest.raises(UsageError, match="there is no schedule"):
+        engine.step(lr_kwargs={"increment": 3})
 
 
 def test_a_loss_may_pass_through_another_engines_model_without_changing_it(

@@ -24,7 +24,7 @@ from engine.toys import (
     train,
 )
 from hadal import comm
-from hadal.errors import OptimizerError
+from hadal.errors import OptimizerError, UsageError
 from hadal.optim.schedules import OneCycle
 
 CYCLE = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 4}
@@ -229,3 +229,51 @@ def from_the_command_line() -> list[list[float]]:
 def test_a_schedule_from_the_command_line_trains(ranks: RankPools) -> None:
     for rates in ranks(2).run(from_the_command_line):
         assert rates == [[0.0], [0.0], [0.25], [0.5], [0.25], [0.0]]
+
+
+class BySamples:
+    """A schedule like Megatron's: each step takes the samples that have passed since the last."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.seen: list[int] = []
+
+    def step(self, increment: int) -> None:
+        self.seen.append(increment)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + sum(self.seen))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": [*self.seen]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = [*state["seen"]]
+
+
+def count_samples(accumulation: int, given: dict[str, Any] | None) -> None:
+    engine = engine_of(
+        2, wishes={"lr_scheduler": BySamples}, gradient_accumulation_steps=accumulation
+    )
+    for step in range(2 * accumulation):
+        engine.backward(loss_of(engine(batch_of(step)[0]), batch_of(step)[1]))
+        with pytest.raises(UsageError, match=r"BySamples\.step: got an unexpected .*'epoch'"):
+            engine.step(schedule_arguments={"increment": 1, "epoch": 1})
+        engine.step(schedule_arguments=given)
+    wanted = given["increment"] if given else engine.train_batch_size()
+    assert engine.lr_scheduler.seen == [wanted] * 2
+    assert engine.get_lr() == [0.01 / (1 + 2 * wanted)]
+    engine.destroy()
+    engine = engine_of(2)
+    engine.backward(loss_of(engine(batch_of(0)[0]), batch_of(0)[1]))
+    with pytest.raises(UsageError, match="there is no schedule"):
+        engine.step(schedule_arguments={"increment": 1})
+    engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("given", [None, {"increment": 5}], ids=["counted", "given"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_schedule_may_count_samples(
+    accumulation: int, given: dict[str, Any] | None, ranks: RankPools
+) -> None:
+    ranks(2).run(count_samples, accumulation, given)
