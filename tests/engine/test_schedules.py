@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from ranks import RankPools
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torchs
 
 import hadal
 from engine.toys import (
+    ROWS,
     alone,
     assert_close,
     backward_alone,
@@ -26,6 +28,7 @@ from engine.toys import (
 from hadal import comm
 from hadal.errors import OptimizerError, UsageError
 from hadal.optim.schedules import OneCycle
+from hadal.pipeline import PipelineModule
 
 CYCLE = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 4}
 DECAYS = {**CYCLE, "decay_step_size": 1, "decay_lr_rate": 0.5, "decay_mom_rate": 0.01}
@@ -277,3 +280,17 @@ def test_a_schedule_may_count_samples(
     accumulation: int, given: dict[str, Any] | None, ranks: RankPools
 ) -> None:
     ranks(2).run(count_samples, accumulation, given)
+
+
+def count_samples_in_stages() -> None:
+    model = PipelineModule([nn.Linear(4, 4) for _ in range(2)], 2, loss_fn=loss_of)
+    engine: Any = engine_of(0, model, {"lr_scheduler": BySamples}, gradient_accumulation_steps=3)
+    batches = [(torch.randn(ROWS, 4), torch.randn(ROWS, 4)) for _ in range(6)]
+    for _ in range(2):
+        engine.train_batch(data_iter=iter(batches))
+    assert engine.lr_scheduler.seen == [3 * ROWS] * 2
+    engine.destroy()
+
+
+def test_a_schedule_of_a_model_in_stages_may_count_samples(ranks: RankPools) -> None:
+    ranks(2).run(count_samples_in_stages)

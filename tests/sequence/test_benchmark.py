@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_techniques_train_identically(tmp_path: Path) -> None:
     techniques = ["nothing", "checkpointing and tiles", "ring attention, 2 ranks"]
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.svg"
-    words = ["--lengths", "128,256", "--techniques", ";".join(techniques)]
+    words = ["--lengths", "256", "--techniques", ";".join(techniques)]
     words += ["--json", str(figures), "--output", str(picture)]
     done = subprocess.run(
         [sys.executable, "benchmarks/long_sequences.py", *words],
@@ -32,5 +32,5 @@ def test_techniques_train_identically(tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
     peaks = json.loads(figures.read_text())
-    assert all(peaks[one][1] < peaks["nothing"][1] for one in techniques[1:])
+    assert all(peaks[one] < peaks["nothing"] for one in techniques[1:])
     assert picture.read_text().startswith("<?xml")
