@@ -8,6 +8,7 @@ Tests: tests/checkpoint/test_rounding.py
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from hadal.checkpoint.contents import (
 from hadal.checkpoint.live import Live, plain_name, plain_slots
 from hadal.checkpoint.plain import encoded_known, encoded_state
 from hadal.comm.collectives import max_
+from hadal.device import is_host_memory, same_bytes
 from hadal.errors import CheckpointError
 from hadal.offload.tensors import StoredSlice
 from hadal.optim.pieces import HeldTensor
@@ -316,17 +318,20 @@ def _parts(values: Values) -> Iterator[Tensor]:
 def _is_rounding(weights: Tensor, master: Tensor) -> bool:
     # On a CPU, blocks that stay in its cache; on a device, masters may need room for a copy.
     block = _CPU_BLOCK_NUMEL if weights.device.type == "cpu" else _PART_NUMEL
+    room = weights.detach().new_empty(min(block, weights.numel()))
     for start in range(0, weights.numel(), block):
         mine = weights.detach()[start : start + block]
         exact = master.detach()[start : start + block].to(mine.device)
-        rounded = exact.to(mine.dtype)
-        # The payload bits of a rounded NaN differ between devices.
-        if not _same_bits(rounded, mine) or bool(exact.sum().isnan()):
+        rounded = room[: mine.numel()].copy_(exact)
+        # The payload bits of a rounded NaN differ between devices. Squares do not cancel out.
+        if not _same_bits(rounded, mine) or math.isnan(torch.dot(exact, exact)):
             return False
     return True
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if is_host_memory(one.device):
+        return same_bytes(one, other)
     # The widest integers that fit: 16-bit ones are slow to compare.
     for dtype in (torch.int64, torch.int32, torch.int16):
         count = max(dtype.itemsize // one.element_size(), 1)
