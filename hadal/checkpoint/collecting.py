@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,9 +127,15 @@ def _crc32(value: Tensor) -> int:
 
 
 def collect(
-    live: Live, own_values: set[str], holders: Holders, *, without_frozen: bool
+    live: Live,
+    own_values: set[str],
+    holders: Holders,
+    compared: Container[Bucket],
+    without_frozen: bool,
 ) -> RankContents:
     """Collect what this rank writes; not a collective.
+
+    `compared` are the buckets whose weights are known to be the rounding of their masters.
 
     Raises:
         CheckpointError: the optimizer has state that a checkpoint cannot hold, or a folder would
@@ -143,7 +149,7 @@ def collect(
     }
     for number, bucket in enumerate(live.runtime.buckets):
         if bucket.trainable or not without_frozen:
-            parts[bucket.ranks.numbers].add_bucket(number, bucket)
+            parts[bucket.ranks.numbers].add_bucket(number, bucket, has_bits=bucket in compared)
     singles = [(BUFFER, name, value) for name, value in live.buffers()]
     singles += [
         (WEIGHT, name, parameter.detach())
@@ -185,11 +191,14 @@ class _Collecting:
         self.everywhere: list[tuple[str, str, Tensor]] = []
         """State of another shape than its parameter that all of the part's ranks have."""
 
-    def add_bucket(self, number: int, bucket: Bucket) -> None:
-        """Add a bucket's weights, and its masters if it keeps them."""
+    def add_bucket(self, number: int, bucket: Bucket, *, has_bits: bool) -> None:
+        """Add a bucket's weights, and its masters if it keeps them.
+
+        `has_bits`: the weights are known to be the rounding of the masters.
+        """
         master = bucket.master_source if bucket.precision.keeps_master else None
         # Full weights that are stepped in shards: each rank has its own shard as well.
-        self._add_run(bucket, number, WEIGHT, bucket.span[0], bucket.shard_source, master)
+        self._add_run(bucket, number, WEIGHT, bucket.span[0], bucket.shard_source, master, has_bits)
         if master is not None:
             self._add_run(bucket, number, MASTER, bucket.span[0], master)
 
@@ -201,10 +210,11 @@ class _Collecting:
         start: int,
         values: Values,
         master: Values | None = None,
+        has_bits: bool = False,
     ) -> None:
         """Add this rank's slice of 1-D values that begin at element `start` of a bucket.
 
-        Values that are the rounding of `master` are not stored.
+        Values that are the rounding of `master` are not stored; `has_bits`: they are known to be.
         """
         rows, first, last = self.rows.mine, start, start + values.numel()
         replicas = bucket.sharing.replicas
@@ -222,7 +232,7 @@ class _Collecting:
             return
         mine = slice(first - start, last - start)
         row = SavedSlice(self._rank, kind, number, first, last - first, values.dtype)
-        if master is not None and is_rounding(values[mine], master[mine]):
+        if master is not None and is_rounding(values[mine], master[mine], has_bits=has_bits):
             row = row._replace(rounds=master.dtype)
         else:
             self._tensors[row.tensor] = values[mine]
@@ -297,12 +307,15 @@ class _Collecting:
             self._add_single(rows, self._rank, kind, name, value)
 
 
-def is_rounding(weights: Values, master: Values) -> bool:
-    """Return whether 1-D weights are the rounding of their masters, bit for bit, on any device."""
+def is_rounding(weights: Values, master: Values, *, has_bits: bool = False) -> bool:
+    """Return whether 1-D weights are the rounding of their masters, bit for bit, on any device.
+
+    `has_bits`: they are known to be on this device; NaN may differ on others.
+    """
     if isinstance(weights, Tensor) and isinstance(master, Tensor):
-        return _is_rounding(weights, master)
+        return _is_rounding(weights, master, has_bits=has_bits)
     pairs = zip(_parts(weights), _parts(master), strict=True)
-    return all(_is_rounding(mine, exact) for mine, exact in pairs)
+    return all(_is_rounding(mine, exact, has_bits=False) for mine, exact in pairs)
 
 
 def _parts(values: Values) -> Iterator[Tensor]:
@@ -315,16 +328,17 @@ def _parts(values: Values) -> Iterator[Tensor]:
             yield torch.cat([part.clone() for part in cut.parts(cut.numel() * cut.element_size())])
 
 
-def _is_rounding(weights: Tensor, master: Tensor) -> bool:
+def _is_rounding(weights: Tensor, master: Tensor, *, has_bits: bool) -> bool:
     # On a CPU, blocks that stay in its cache; on a device, masters may need room for a copy.
     block = _CPU_BLOCK_NUMEL if weights.device.type == "cpu" else _PART_NUMEL
     room = weights.detach().new_empty(min(block, weights.numel()))
     for start in range(0, weights.numel(), block):
         mine = weights.detach()[start : start + block]
         exact = master.detach()[start : start + block].to(mine.device)
-        rounded = room[: mine.numel()].copy_(exact)
+        if not has_bits and not _same_bits(room[: mine.numel()].copy_(exact), mine):
+            return False
         # The payload bits of a rounded NaN differ between devices. Squares do not cancel out.
-        if not _same_bits(rounded, mine) or math.isnan(torch.dot(exact, exact)):
+        if math.isnan(torch.dot(exact, exact)):
             return False
     return True
 

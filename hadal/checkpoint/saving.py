@@ -277,7 +277,7 @@ def begin(request: SaveRequest, live: Live) -> SaveJob:
             saved.
     """
     world, ranks = live.world, live.ranks
-    live.runtime.reshard_all()
+    compared = live.runtime.reshard_all()
     for bucket in live.runtime.buckets:
         bucket.settle()
     own_values = find_own_values(live)
@@ -303,7 +303,7 @@ def begin(request: SaveRequest, live: Live) -> SaveJob:
     with together(world, what):
         own, client = _own(live), _client(request.client_state)
         index = _index(live, request, mark, client)
-        contents = collect(live, own_values, holders, without_frozen=request.without_frozen)
+        contents = collect(live, own_values, holders, compared, request.without_frozen)
     heads = {some: head_of(live, some) for some in contents.parts if some[0] == world.rank}
     report = _RankReport(live.part, folder_ranks, contents.parts, heads)
     # A rank that writes an index needs all reports; with one folder that is the first rank.

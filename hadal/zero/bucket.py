@@ -638,7 +638,7 @@ class Bucket:
         """Make the device's later work wait for refreshed weights; the host does not wait."""
         self._refresh.wait()
 
-    def absorb_edits(self, *, update_looks: bool = False) -> None:
+    def absorb_edits(self, *, update_looks: bool = False) -> bool:
         """Put weights that the user changed since the last check into shard and master.
 
         `update_looks`: an update on a CPU follows, which calls `absorb_edits_into` for each block
@@ -648,31 +648,37 @@ class Bucket:
         trace. If weights are whole and masters are on the disk, the next update compares them, as
         it reads the masters anyway.
 
+        Returns:
+            True if the weights were compared with the master, and each is its rounding, bit for
+            bit.
+
         Raises:
             ModelError: a parameter is no longer a view of this bucket.
         """
         if self.state is not Weights.FULL:
-            return
+            return False
         self.check_links()
         mine = self.full[self.span[0] : self.span[1]]
         if self.partition.weights:
             if self._arrived is not None:
                 if same_bits(self._arrived, mine):
-                    return
+                    return False
                 with self._shard.present(writes=False) as shard:
                     mine = shard_with_edits(shard, self._arrived, mine)
             if self._shard.holds(mine):
-                return
+                return False
         else:
             self._is_suspect = self._digest is None or not torch.equal(self._digest, digest(mine))
             is_away = self._master is not None and not self._master.is_present
             if is_away or not self._is_suspect or update_looks:
-                return
+                return False
+        is_rounding = False
         if self._master is not None and self.has_own_master:
             with self._master.present() as master:
-                absorb_into(master, mine)
+                is_rounding = not absorb_into(master, mine)
         if self.partition.weights:
             self._shard.replace(mine)
+        return is_rounding
 
     def absorb_unread(self) -> Tensor | None:
         """Absorb edits before an update on an accelerator, without waiting for the device.

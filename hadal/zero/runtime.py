@@ -197,17 +197,18 @@ class ZeroRuntime:
         for bucket in self.buckets:
             bucket.check_freed()
 
-    def reshard_all(self, *, update_looks: bool = False) -> None:
+    def reshard_all(self, *, update_looks: bool = False) -> set[Bucket]:
         """Absorb the user's edits before an update, and free weights that it makes stale.
 
-        `update_looks`: see `Bucket.absorb_edits`.
+        `update_looks`, and the buckets that are returned: see `Bucket.absorb_edits`.
         """
+        found: set[Bucket] = set()
         if self._device.type == "cpu":
-            for bucket in self.buckets:
-                bucket.absorb_edits(update_looks=update_looks)
+            found = {one for one in self.buckets if one.absorb_edits(update_looks=update_looks)}
         else:
             self._edits.look(self.buckets)
         self.gathering.free_all()
+        return found
 
     # ---- gradients -------------------------------------------------------------------------------
 

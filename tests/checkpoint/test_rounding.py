@@ -66,8 +66,8 @@ def weight_tensors(folder: Path) -> int:
     return count
 
 
-def at_rank_0(weights: Tensor, master: Tensor) -> bool:
-    return comm.get_rank() == 0 and is_rounding(weights, master)
+def at_rank_0(weights: Tensor, master: Tensor, *, has_bits: bool) -> bool:
+    return comm.get_rank() == 0 and is_rounding(weights, master, has_bits=has_bits)
 
 
 def save_and_read(stage: int, kind: str, folder: str) -> None:
@@ -110,10 +110,48 @@ def test_weights_come_back_from_their_masters(
     assert [one.nbytes for one in report.holdings if one.kind == "weight"] == [0]
 
 
+def save_after_edits(stage: int, folder: str) -> None:
+    """A save looks for edits first: weights without any are not compared with masters again."""
+    engine = engine_of(stage, **SETTINGS["bf16"])
+    train(engine, range(2))
+    looked, same_bits = [], collecting._same_bits
+
+    def looking(one: Tensor, other: Tensor) -> bool:
+        looked.append(one.numel())
+        return same_bits(one, other)
+
+    with patch.object(collecting, "_same_bits", looking):
+        engine.save_checkpoint(folder, "plain")
+        assert bool(looked) == (stage == 3), looked
+        if stage < 3:
+            # A zero's sign is no other value, so the master keeps its own; the weight is stored.
+            for sign in (1.0, -1.0):
+                engine.module[0].weight.data.zero_().mul_(sign)
+                engine.save_checkpoint(folder, "signs")
+            assert looked
+            before = engine.module_state_dict()["0.weight"].signbit()
+            engine.module[0].weight.data.fill_(1.0)
+            engine.load_checkpoint(folder, "signs")
+            assert before.all() and engine.module_state_dict()["0.weight"].signbit().all()
+            engine.module[0].weight.data.fill_(torch.nan)
+            engine.save_checkpoint(folder, "nan")
+    engine.load_checkpoint(folder, "plain")
+    train(engine, range(1))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_weights_are_compared_once(stage: int, ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(save_after_edits, stage, str(tmp_path))
+    if stage < 3:
+        assert weight_tensors(tmp_path / "plain") == 0 < weight_tensors(tmp_path / "signs")
+        assert weight_tensors(tmp_path / "nan") > 0
+
+
 def save_as_before(folder: str) -> None:
     engine = engine_of(2, **SETTINGS["bf16"])
     train(engine, range(2))
-    with patch.object(collecting, "is_rounding", lambda weights, master: False):
+    with patch.object(collecting, "is_rounding", lambda weights, master, **_: False):
         engine.save_checkpoint(folder, "old")
     if comm.get_rank() == 0:
         index = Path(folder, "old")
