@@ -235,21 +235,20 @@ class Engine(EngineBase):
                 loss. The schedule steps in the updates that get one. All ranks must pass it; the
                 schedule gets their mean.
             schedule_arguments: arguments for the step of a schedule of your own, if this step ends
-                an update. If it needs one, such as Megatron's `increment`, and gets none, it gets
-                the number of samples of the update on all ranks.
+                an update. Megatron's `increment`, if missing, is the number of samples of the
+                update on all ranks.
 
         Raises:
             UsageError: no backward came before, or called inside `no_sync`; or `metric` is given
-                but the step ends no update, or the schedule takes none; or it does not take
-                `schedule_arguments`.
+                but the step ends no update, or the schedule takes none; or its step
+                does not take `schedule_arguments`, or needs others.
             LossScaleError: fp16 gradients overflow at the floor of the loss scale.
         """
         session, cycle = self._session, self._session.cycle
         session.expect_alive()
         if metric is not None:
             self._check_metric()
-        if schedule_arguments:
-            check_step_arguments(self.lr_scheduler, schedule_arguments)
+        check_step_arguments(self.lr_scheduler, schedule_arguments or {})
         if cycle.unsynchronized:
             raise UsageError("engine.step() was called inside engine.no_sync(); leave it first")
         if cycle.counts_refused:

@@ -34,6 +34,7 @@ from hadal.monitor.opening import open_writers, sections_on
 from hadal.monitor.run import describe_run
 from hadal.monitor.training import ScalarScope, TrainingEvents
 from hadal.optim.loss_scale import ScaleRule
+from hadal.zero.policy import STAGES
 
 if TYPE_CHECKING:
     from hadal.data_efficiency.seqlen import Write
@@ -228,13 +229,14 @@ def _eigenvalues(setting: Setting) -> Listener | None:
 
 
 def _generate(setting: Setting) -> Listener | None:
-    section, stage = setting.config.hybrid_engine, setting.config.zero_optimization.stage
+    section = setting.config.hybrid_engine
     if not section.enabled:
         return None
     from hadal.engine.generating import GatheredGenerate  # for this alone
 
     listener = GatheredGenerate(setting.model)  # checks the model at every stage
-    return listener if section.pin_parameters and stage == 3 else None
+    is_cut = STAGES[setting.config.zero_optimization.stage].weights
+    return listener if section.pin_parameters and is_cut else None
 
 
 def _clocks(setting: Setting) -> Listener | None:

@@ -1,4 +1,4 @@
-"""Texts between updates with weights gathered once: `hybrid_engine`.
+"""Texts generated between updates with weights gathered once: `hybrid_engine`.
 
 Tests: tests/engine/test_generating.py
 """

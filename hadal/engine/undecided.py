@@ -15,7 +15,7 @@ from typing import Any
 
 from hadal.device import HostCopy
 from hadal.engine.parts import Finding, Parts, Training
-from hadal.optim.schedules import counts_samples, needs_metric
+from hadal.optim.schedules import SAMPLES, needs_metric, required_arguments
 from hadal.optim.step import FlatStepper
 
 
@@ -50,7 +50,7 @@ def step_schedule(
 ) -> Callable[[], None]:
     """Step the schedule, if there is one without a metric; return its undo.
 
-    Without `arguments`, a schedule that counts samples gets those of the update.
+    Without `arguments`, a schedule that counts samples (`SAMPLES`) gets those of the update.
     """
     schedule = training.schedule
     if schedule is None or needs_metric(schedule):
@@ -58,8 +58,9 @@ def step_schedule(
     groups = training.optimizer.param_groups
     state: Mapping[str, Any] = schedule.state_dict()
     options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    counted = (samples,) if counts_samples(schedule) and not arguments else ()
-    schedule.step(*counted, **arguments)
+    if not arguments and required_arguments(schedule) == (SAMPLES,):
+        arguments = {SAMPLES: samples}
+    schedule.step(**arguments)
 
     def undo() -> None:
         schedule.load_state_dict(state)

@@ -10,6 +10,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from hadal.errors import OptimizerError, UsageError
 
 _log = logging.getLogger(__name__)
+
+SAMPLES = "increment"
+"""The argument by which Megatron's schedules count samples in each step."""
 
 Rates = float | Sequence[float]
 # OneCycle's constant second beta while it varies the first.
@@ -320,28 +324,43 @@ def needs_metric(schedule: object) -> bool:
     return isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
-def counts_samples(schedule: Any) -> bool:
-    """Return whether each step of a schedule needs one argument, as Megatron's `increment`."""
+def required_arguments(schedule: object) -> tuple[str, ...]:
+    """Return the names of the arguments that each step of a schedule needs."""
+    kind: Any = type(schedule)
+    return _required_by(kind)
+
+
+@cache
+def _required_by(kind: Any) -> tuple[str, ...]:
     try:
-        given = inspect.signature(schedule.step).parameters.values()
-    except (TypeError, ValueError):  # not written in Python
-        return False
-    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in given) == 1
+        _, *given = inspect.signature(kind.step).parameters.values()
+    except (AttributeError, TypeError, ValueError):  # not written in Python
+        return ()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return tuple(p.name for p in given if p.default is p.empty and p.kind not in variable)
 
 
 def check_step_arguments(schedule: Any, given: Mapping[str, Any]) -> None:
-    """Check arguments for a schedule's step before the update that it follows.
+    """Check the arguments of a schedule's step before the update that it follows.
+
+    The number of samples (`SAMPLES`) may be missing, and the metric of `needs_metric`.
 
     Raises:
-        UsageError: there is no schedule, or its step does not take them.
+        UsageError: there is no schedule for them, or its step does not take them or needs others.
     """
-    where = f"engine.step(schedule_arguments={dict(given)!r})"
+    required = () if needs_metric(schedule) else required_arguments(schedule)
+    if not given and set(required) <= {SAMPLES}:
+        return
+    where = f"engine.step() was given {dict(given)!r} for the schedule"
     if schedule is None:
-        raise UsageError(f"{where}: there is no schedule; leave the arguments out")
+        raise UsageError(f"{where}, but there is no schedule; leave the arguments out")
     try:
         inspect.signature(schedule.step).bind(**given)
     except TypeError as error:
-        raise UsageError(f"{where} does not fit {type(schedule).__name__}.step: {error}") from None
+        raise UsageError(
+            f"{where}, which does not fit {type(schedule).__name__}.step: {error}. Pass the"
+            " arguments of its step as engine.step(schedule_arguments={...})"
+        ) from None
 
 
 def build_schedule(

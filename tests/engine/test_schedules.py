@@ -253,6 +253,19 @@ class BySamples:
         self.seen = [*state["seen"]]
 
 
+class OfItsOwn:
+    """A schedule that must not take a number of samples for its loss."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.seen: list[float] = []
+
+    def step(self, loss: float) -> None:
+        self.seen.append(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
 def count_samples(accumulation: int, given: dict[str, Any] | None) -> None:
     engine = engine_of(
         2, wishes={"lr_scheduler": BySamples}, gradient_accumulation_steps=accumulation
@@ -271,6 +284,15 @@ def count_samples(accumulation: int, given: dict[str, Any] | None) -> None:
     with pytest.raises(UsageError, match="there is no schedule"):
         engine.step(schedule_arguments={"increment": 1})
     engine.step()
+    engine.destroy()
+    engine = engine_of(2, wishes={"lr_scheduler": OfItsOwn})
+    engine.backward(loss_of(engine(batch_of(0)[0]), batch_of(0)[1]))
+    before = engine.state_dict()
+    with pytest.raises(UsageError, match=r"OfItsOwn\.step: missing .*'loss'\. Pass"):
+        engine.step()
+    assert_close(engine.state_dict(), before)
+    engine.step(schedule_arguments={"loss": 0.5})
+    assert engine.lr_scheduler.seen == [0.5]
     engine.destroy()
 
 
