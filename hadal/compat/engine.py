@@ -424,7 +424,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
 
 
 class _HybridEngineClass(type):
-    """A class without objects of its own: engines with `hybrid_engine` enabled are its instances."""
+    """A class without objects of its own: engines with `hybrid_engine` on are its instances."""
 
     def __instancecheck__(cls, thing: Any) -> bool:
         """Return whether `initialize` made it with `hybrid_engine.enabled`."""
