@@ -21,6 +21,8 @@ NPROC  ?= $(shell $(BIN)/python -c "import torch; print(torch.accelerator.device
 WORKERS ?= 2
 PYTEST  := -m pytest --numprocesses $(WORKERS) --dist worksteal
 PYTEST_ARGS ?=
+# One part of the slow tests, such as 1/3; all of them if it is empty.
+PART ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 
@@ -63,8 +65,8 @@ test: $(VENV)/.test  ## run the tests, but for the slow ones (7 to 13 minutes on
 test-quick: $(VENV)/.test  ## run arithmetic, configuration and one pass of the contracts (50 to 95 seconds)
 	$(BIN)/python $(PYTEST) --quick -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(VENV)/.test  ## run the slow tests: rare cells, every example, jobs on several hosts
-	$(BIN)/python $(PYTEST) -m slow $(PYTEST_ARGS)
+test-slow: $(VENV)/.test  ## run the slow tests: rare cells, every example, jobs on several hosts (PART=1/3: a third)
+	$(BIN)/python $(PYTEST) -m slow $(addprefix --part=,$(PART)) $(PYTEST_ARGS)
 
 test-full: $(VENV)/.test  ## run everything, with every cell of the matrix of contracts (an hour and more)
 	$(BIN)/python $(PYTEST) --full $(PYTEST_ARGS)

@@ -7,6 +7,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from contracts.cover import pairwise_cover
@@ -19,6 +20,17 @@ def rare_tests() -> frozenset[str]:
     """Tests that are slow by their name in `rare_tests.txt`: with an id that case, else all."""
     lines = RARE_TESTS.read_text().splitlines()
     return frozenset(line for line in lines if line and not line.startswith("#"))
+
+
+def is_in_part(nodeid: str, part: str) -> bool:
+    """Return True if a test belongs to a part such as "2/3": a share of all tests, by their names.
+
+    A test stays in its part when others come and go, so that runs of all parts leave none out.
+    """
+    number, parts = map(int, part.split("/"))
+    if not 1 <= number <= parts:
+        raise ValueError(f"--part {part}: expected a number from 1 to {parts} before the slash")
+    return crc32(nodeid.encode()) % parts == number - 1
 
 
 def rarely(*values: Any, **more: Any) -> Any:

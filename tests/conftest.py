@@ -18,7 +18,7 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 
 import costs
-from cases import rare_tests
+from cases import is_in_part, rare_tests
 from ranks import RankPool, RankPools
 
 # Tests start many processes that import the same modules: each is compiled once.
@@ -49,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run what needs no other processes, and the equivalence matrix on two ranks",
     )
+    parser.addoption("--part", help="run one part of the tests: 1/3, 2/3, 3/3 together run all")
 
 
 # Folders where tests start programs, and those of the whole repository.
@@ -118,8 +119,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if name in listed or name.partition("[")[0] in listed:
             item.add_marker("slow")
     if config.getoption("--quick"):
-        config.hook.pytest_deselected(items=[item for item in items if not _is_quick(item)])
-        items[:] = filter(_is_quick, items)
+        _keep(items, _is_quick, config)
+    if part := config.getoption("--part"):
+        _keep(items, lambda item: is_in_part(item.nodeid, part), config)
+
+
+def _keep(
+    items: list[pytest.Item], condition: Callable[[pytest.Item], bool], config: pytest.Config
+) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if not condition(item)])
+    items[:] = filter(condition, items)
 
 
 _frozen_modules = 0

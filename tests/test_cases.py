@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-from cases import RARE_TESTS, diagonal, often, pairs, rare_tests, rarely
+from cases import RARE_TESTS, diagonal, is_in_part, often, pairs, rare_tests, rarely
 
 FACTORS = {"stage": range(4), "precision": ["fp32", "bf16", "fp16"], "model": ["tied", "frozen"]}
 
@@ -17,6 +17,16 @@ def both(mark: pytest.MarkDecorator) -> tuple[set[tuple[object, ...]], set[tuple
     usual = {case.values for case in cases if not case.marks}
     assert all(case.marks == (pytest.mark.slow,) for case in cases if case.marks)
     return {case.values for case in cases}, usual
+
+
+def test_each_test_is_in_one_of_three_similar_parts() -> None:
+    names = [f"tests/zero/test_bucket.py::test_name[{n}]" for n in range(900)]
+    parts = [{name for name in names if is_in_part(name, f"{n}/3")} for n in (1, 2, 3)]
+    assert set.union(*parts) == set(names)
+    assert sum(map(len, parts)) == len(names)
+    assert all(250 < len(part) < 350 for part in parts)
+    with pytest.raises(ValueError, match=r"--part 4/3: expected a number from 1 to 3"):
+        is_in_part("name", "4/3")
 
 
 def test_a_diagonal_has_each_level() -> None:
