@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import nullcontext
 from typing import TextIO
 
 from hadal.config import Config
@@ -25,13 +26,14 @@ class _ErrorsOnly(logging.Filter):
 class _IfAlone(logging.StreamHandler[TextIO]):
     """Handler to standard error, silent if the program has its own handlers, now or later."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.setStream(sys.stderr)
-
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record."""
-        if not logging.getLogger().handlers:
+        """Write a record above the progress bars that the program shows, if any."""
+        if logging.getLogger().handlers:
+            return
+        self.stream = sys.stderr  # a bar of rich replaces it while it is shown
+        tqdm = sys.modules.get("tqdm.std")
+        bars = tqdm.tqdm.external_write_mode(sys.stderr) if tqdm is not None else nullcontext()
+        with bars:
             super().emit(record)
 
 

@@ -1,23 +1,16 @@
-"""Progress line of training: in the log at intervals, and live on a terminal.
+"""Progress line of training, in the log at intervals.
 
 Tests: tests/engine/test_report.py
 """
 
 from __future__ import annotations
 
-import atexit
 import math
-import sys
-import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hadal.config import Config
-
-if TYPE_CHECKING:
-    from rich.live import Live
 
 _SECONDS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
@@ -104,51 +97,3 @@ def updates_of(config: Config) -> int | None:
     params: Mapping[str, Any] = scheduler.params if scheduler is not None else {}
     total = params.get("total_num_steps")
     return total if isinstance(total, int) else None
-
-
-class LiveLine:
-    """Line on a terminal that is rewritten after each update, at most five times a second.
-
-    It shows values that the host already has and never waits for the device. The program's own
-    output appears above it.
-    """
-
-    def __init__(self) -> None:
-        self._live: Live | None = None
-        self._shown_at = -math.inf
-        # A program may end without closing its engine.
-        mine = weakref.ref(self)
-
-        def at_exit() -> None:
-            line = mine()
-            if line is not None:
-                line.close()
-
-        self._at_exit = at_exit
-
-    @staticmethod
-    def is_possible() -> bool:
-        """Return whether standard error is a terminal."""
-        return sys.stderr is not None and sys.stderr.isatty()
-
-    def show(self, text: str) -> None:
-        """Replace the line by `text`."""
-        now = time.monotonic()
-        if now - self._shown_at < 0.2:
-            return
-        self._shown_at = now
-        if self._live is None:
-            from rich.console import Console
-            from rich.live import Live
-
-            self._live = Live(console=Console(stderr=True), transient=True, auto_refresh=False)
-            self._live.start()
-            atexit.register(self._at_exit)
-        self._live.update(text, refresh=True)
-
-    def close(self) -> None:
-        """Remove the line."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-            atexit.unregister(self._at_exit)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from hadal.config import Config
 from hadal.device import is_host_memory, memory_use
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, MemoryGauge, Throughput
-from hadal.engine.progress import LiveLine, Progress
+from hadal.engine.progress import Progress
 from hadal.engine.topology import Topology
 from hadal.listener import Forward, Listener, Update
 from hadal.zero.bucket import Bucket
@@ -49,9 +48,6 @@ class Reporter(Listener):
         self._readers = readers
         """Ranks that see different samples."""
         self._speaks = speaks
-        self._live = LiveLine() if speaks and every is not None and LiveLine.is_possible() else None
-        self._last: Progress | None = None
-        """The previous line."""
         self._losses: list[Tensor] = []
         self._updates = self._tokens = self._samples = 0
         """Counts since the previous line, on this rank."""
@@ -67,20 +63,12 @@ class Reporter(Listener):
             self._throughput.end_update(update.samples)
         if not self._speaks:
             return
-        is_due = self._every is not None and update.number % self._every == 0
         if self._every is not None:
             self._add(update)
-            if is_due:
-                self._last = self._take(update)
-                _log.info("%s", self._last)
-            self._show(update)
+            if update.number % self._every == 0:
+                _log.info("%s", self._take(update))
         if update.number % (self._every or 1) == 0:
             self._log_breakdowns(update.number)
-
-    def close(self) -> None:
-        """Remove the live line."""
-        if self._live is not None:
-            self._live.close()
 
     def _add(self, update: Update) -> None:
         self._updates += 1
@@ -117,15 +105,6 @@ class Reporter(Listener):
             return None
         mine = self._samples / self._readers
         return rate * self._tokens / mine
-
-    def _show(self, update: Update) -> None:
-        if self._live is None:
-            return
-        last = self._last
-        if last is None:
-            self._live.show(f"step {update.number}" + (f"/{self._total}" if self._total else ""))
-        else:
-            self._live.show(str(replace(last, number=update.number)))
 
     def _log_breakdowns(self, number: int) -> None:
         means = self._clocks.take_means()
