@@ -24,6 +24,7 @@ from torch import Tensor
 from hadal.checkpoint.collecting import Values
 from hadal.checkpoint.live import Live
 from hadal.checkpoint.saving import Plain, SaveJob, SaveRequest, begin
+from hadal.checkpoint.storage import Location
 from hadal.checkpoint.together import together
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes
@@ -54,8 +55,10 @@ class Saver:
         self._has_warned = False
         _finish_at_exit()
 
-    def save(self, request: SaveRequest, live: Live) -> None:
+    def save(self, request: SaveRequest, live: Live) -> Location:
         """Save; with `Rules.is_async`, return once the state is staged. All ranks must call it.
+
+        Returns the checkpoint's folder, which is the same on all ranks.
 
         A save before it that failed in the background has been logged; this one goes on.
 
@@ -75,7 +78,7 @@ class Saver:
             )
         if why_not is not None or not live.rules.is_async:
             job.write(self._world)
-            return
+            return job.path
         if self._apart is None:
             self._apart = self._world.apart()
         folder = live.rules.staging.folder
@@ -85,6 +88,7 @@ class Saver:
         )
         _running.add(self)
         self._thread.start()
+        return job.path
 
     def _why_not_staged(self, job: SaveJob, live: Live) -> str | None:
         """Return why a state cannot be staged, the same on all ranks; None if it can."""

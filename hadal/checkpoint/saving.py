@@ -281,9 +281,7 @@ def begin(request: SaveRequest, live: Live) -> SaveJob:
     for bucket in live.runtime.buckets:
         bucket.settle()
     own_values = find_own_values(live)
-    own_request = (new_mark(), request.tag, str(request.save_dir), request.jobs)
-    requests = gather_objects(own_request, world)
-    mark, tag, _, jobs = requests[0]
+    mark, tag, jobs = gather_objects((new_mark(), request.tag, request.jobs), world)[0]
     request = request._replace(tag=tag, jobs=jobs)
     what = f"checkpoint {tag!r} was not saved"
     with together(world, what):
@@ -291,13 +289,10 @@ def begin(request: SaveRequest, live: Live) -> SaveJob:
         folders.check_save_dir(request.save_dir)
     what = f"checkpoint {request.save_dir / tag} was not saved"
     folder_ranks = tuple(range(world.size))
-    # Some programs give each rank its own folder and merge the files later.
-    places = [place for _, _, place, _ in requests]
-    has_several = live.rules.is_node_local or len(set(places)) > 1
-    if has_several and isinstance(request.save_dir, Path):
+    has_several = False
+    if live.rules.is_node_local and isinstance(request.save_dir, Path):
+        has_several = True
         folder_ranks = _ranks_of_folder(request.save_dir, mark, world, what)
-    elif has_several:
-        folder_ranks = tuple(rank for rank, one in enumerate(places) if one == places[world.rank])
     # The ranks of this part that write into the same folder.
     holders = Holders(tuple(rank for rank in ranks.numbers if rank in folder_ranks), world.rank)
     with together(world, what):

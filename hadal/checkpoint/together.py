@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
+from hadal.checkpoint.files import Given, location_of
+from hadal.checkpoint.storage import Location
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes, gather_objects
+from hadal.comm.faults import is_same_everywhere
 from hadal.errors import CheckpointError, HadalError, few
 
 _log = logging.getLogger(__name__)
@@ -47,6 +51,32 @@ def _named(ranks: list[int], world_size: int) -> str:
     if len(ranks) == world_size:
         return "every rank"
     return f"ranks {few(ranks, _SHOWN)}"
+
+
+def common_folder(given: Given, ranks: Ranks, what: str) -> Location:
+    """Return the folder that rank 0 was given; if another rank has a different one, rank 0 warns.
+
+    Each rank may have named it after its own clock, or created a temporary one. A collective.
+    """
+    folder = location_of(given)
+    place = str(folder.absolute() if isinstance(folder, Path) else folder)
+    if is_same_everywhere(place, ranks):
+        return folder
+    places: list[str] = gather_objects(place, ranks)
+    if ranks.rank == 0:
+        other = next(rank for rank, one in enumerate(places) if one != places[0])
+        _log.warning(
+            "%s: rank 0 passed the folder %s, and rank %d %s; rank 0's is used on every rank. Name"
+            " it on rank 0 and broadcast the name, or set checkpoint.use_node_local_storage if"
+            " each node has a folder of its own",
+            what,
+            places[0],
+            other,
+            places[other],
+        )
+    with together(ranks, what):
+        folder = location_of(places[0])
+    return folder
 
 
 def compare_tags(tag: str, validation: str, ranks: Ranks) -> None:

@@ -22,8 +22,9 @@ from hadal.checkpoint.folders import why_none
 from hadal.checkpoint.live import COUNTERS
 from hadal.checkpoint.loading import Wanted, find, load, load_from
 from hadal.checkpoint.saving import SaveRequest
+from hadal.checkpoint.storage import Location
 from hadal.checkpoint.tensor_shards import ShardSource, shards_of
-from hadal.checkpoint.together import compare_tags
+from hadal.checkpoint.together import common_folder, compare_tags
 from hadal.comm.faults import raised_on_all
 from hadal.engine.collector import collector_at_rest
 from hadal.engine.parts import Counters
@@ -61,7 +62,8 @@ class Checkpoints:
         Gradients are not saved: if some wait for an update, rank 0 warns, and a load restarts it.
 
         Args:
-            save_dir: the directory; created if it does not exist.
+            save_dir: the directory; created if it does not exist. If ranks pass different ones,
+                rank 0's is used, and it warns (see also `checkpoint.use_node_local_storage`).
             tag: the checkpoint's name; `global_step<N>` by default.
             client_state: the caller's own values: numbers, text, bytes, paths, dates, dtypes,
                 devices, Enums, lists, tuples, sets, dicts, namespaces, dataclasses, tensors and
@@ -85,6 +87,7 @@ class Checkpoints:
         self._session.expect_alive()
         self._session.parts.runtime.meet_at_checkpoint()
         self._forget_residuals()
+        where = self._folder(save_dir, "engine.save_checkpoint")
         name = str(tag or f"global_step{self._session.counters.global_steps}")
         compare_tags(name, self._session.parts.saving.tag_validation, self._session.parts.world)
         if self._session.parts.runtime.holds_gradients and self._session.parts.world.rank == 0:
@@ -95,20 +98,27 @@ class Checkpoints:
                 name,
             )
         order = SaveRequest(
-            location_of(save_dir),
+            where,
             name,
             client_state or _NOTHING,
             save_latest,
             exclude_frozen_parameters,
             self._jobs,
         )
-        world, where = self._session.parts.world, f"the save of checkpoint {name}"
-        with raised_on_all(world, where, CheckpointError):
+        what = f"the save of checkpoint {name}"
+        with raised_on_all(self._session.parts.world, what, CheckpointError):
             self._session.parts.runtime.check_freed()
-        self._saver.save(order, self._session.live())
+        saved = self._saver.save(order, self._session.live())
         for listener in self._session.listeners:
-            listener.after_save(location_of(save_dir) / name, time.perf_counter() - began)
+            listener.after_save(saved, time.perf_counter() - began)
         return True
+
+    def _folder(self, given: str | Path, what: str) -> Location:
+        """Return the folder to use: rank 0's, unless each node has one of its own."""
+        parts, folder = self._session.parts, location_of(given)
+        if parts.saving.is_node_local and isinstance(folder, Path):
+            return folder
+        return common_folder(folder, parts.world, what)
 
     def _forget_residuals(self) -> None:
         """Drop error feedback, which is not saved: this run then continues as a resumed one."""
@@ -145,7 +155,7 @@ class Checkpoints:
         generators (Python's, numpy's, torch's) and the training loader resume too.
 
         Args:
-            load_dir: the directory that it was saved in.
+            load_dir: the directory that it was saved in; different ones as in `save_checkpoint`.
             tag: its name; by default the latest.
             load_module_strict: raise if the checkpoint lacks a parameter or buffer of the model,
                 or has extra ones; if false, log a warning and keep the model's values.
@@ -168,7 +178,7 @@ class Checkpoints:
         self._session.parts.runtime.meet_at_checkpoint()
         self._forget_residuals()
         self._saver.wait()
-        place = location_of(load_dir)
+        place = self._folder(load_dir, "engine.load_checkpoint")
         folder = find(
             place,
             None if tag is None else str(tag),

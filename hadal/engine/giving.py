@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hadal.checkpoint.consolidated import consolidated, write_consolidated
-from hadal.checkpoint.files import location_of
 from hadal.checkpoint.huggingface import MAX_SHARD, NAME
+from hadal.checkpoint.together import common_folder
 from hadal.engine.session import Session
 from hadal.units import nbytes_of
 
@@ -73,7 +73,7 @@ class WeightsOut:
         live.runtime.meet_at_checkpoint()
         write_consolidated(
             live,
-            location_of(save_dir),
+            common_folder(save_dir, live.world, "engine.save_16bit_model"),
             save_filename,
             nbytes,
             exclude_frozen=exclude_frozen_parameters,

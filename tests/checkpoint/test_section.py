@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def test_other_ranks_need_the_folders_of_all_nodes(ranks: RankPools, tmp_path: P
 
 
 def save_apart(folder: str) -> None:
-    engine = engine_of(3, Odd(5))
+    engine = engine_of(3, Odd(5), **LOCAL)
     trained(engine, range(2))
     engine.save_checkpoint(Path(folder, f"node{comm.get_rank()}"), "two")
     saved = engine.state_dict()
@@ -142,7 +143,57 @@ def test_a_nodes_folder_holds_a_whole_copy(ranks: RankPools, tmp_path: Path) -> 
     assert not [name for node in (0, 1) for name in names_in(tmp_path / "across" / f"node{node}")]
 
 
-# ---- tags ----------------------------------------------------------------------------------------
+# ---- folders and tags that differ between ranks --------------------------------------------------
+
+
+def save_into_two_folders(folder: str, also_async: bool) -> list[str]:
+    """Each rank has a folder name of its own, such as a time stamp, and uses it for everything."""
+    gathers = {"stage3_gather_16bit_weights_on_model_save": True}
+    checkpoint = {"async_save": also_async}
+    engine = engine_of(3, Odd(), zero_optimization=gathers, checkpoint=checkpoint)
+    trained(engine, range(2))
+    home = Path(folder, f"run-{comm.get_rank()}")
+    with logged() as told:
+        assert engine.save_checkpoint(home, "one")
+        engine.wait_for_checkpoint()
+        assert engine.save_16bit_model(home / "model")
+        other = engine_of(3, Odd(5), zero_optimization=gathers)
+        assert other.load_checkpoint(home)[0] == str(Path(folder, "run-0/one"))
+    assert_equal(other.state_dict(), engine.state_dict())
+    engine.destroy(), other.destroy()
+    return [line for line in told if "folder" in line]
+
+
+@pytest.mark.parametrize("also_async", [False, True])
+def test_ranks_with_folders_of_their_own_use_rank_0s(
+    also_async: bool, ranks: RankPools, tmp_path: Path
+) -> None:
+    told, others = ranks(2).run(save_into_two_folders, str(tmp_path), also_async)
+    assert len(told) == 3 and not others
+    for line in told:
+        assert f"rank 0 passed the folder {tmp_path}/run-0" in line
+        assert f"and rank 1 {tmp_path}/run-1" in line
+        assert "rank 0's is used" in line
+    assert names_in(tmp_path) == ["run-0"]
+
+
+def save_in_two_working_directories(folder: str) -> None:
+    """A relative path that leads to another folder on each rank."""
+    engine, before = engine_of(1, Odd()), Path.cwd()
+    mine = Path(folder, str(comm.get_rank()))
+    mine.mkdir()
+    os.chdir(mine)
+    try:
+        engine.save_checkpoint("run", "one")
+        assert engine.load_checkpoint("run")[0] == str(Path(folder, "0/run/one"))
+    finally:
+        os.chdir(before)
+    engine.destroy()
+
+
+def test_a_relative_folder_is_rank_0s(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(save_in_two_working_directories, str(tmp_path))
+    assert not list((tmp_path / "1").iterdir())
 
 
 def save_under_two_tags(folder: str, validation: str) -> list[str]:
