@@ -109,7 +109,14 @@ class LambParams(Section):
     weight_decay: Number = key(
         0.0, "Weight decay, added to the update before its norm is taken.", ge=0
     )
-    bias_correction: Boolean = key(True, "Correct the moments for their start at zero.")
+    bias_correction: Boolean = key(True, "Correct for the moments' start at zero.")
+    bias_correction_in: Literal["rate", "moments"] = key(
+        "rate",
+        "Place of this correction. rate: the learning rate, which is multiplied by "
+        "sqrt(1 - beta2^t) / (1 - beta1^t) in update t, as DeepSpeed does; with the default "
+        "`betas` the first steps are a third to a sixth as long. moments: both moments, before "
+        "the trust ratio, as in the paper; the ratio then gives all steps their full length.",
+    )
     amsgrad: Literal[False] = key(False, "Not part of Lamb; true is refused.")
     max_coeff: Number = key(
         10.0, "Upper bound of the trust ratio. The ratio is 1 if either norm is 0.", gt=0

@@ -1,10 +1,15 @@
 """Lamb (You et al. 2020): Adam with each parameter's step scaled to the norm of its weights.
 
-For a parameter w with the bias-corrected moments m and v of its gradient,
+For a parameter w with the moments m and v of its gradient,
 
     update = m / (sqrt(v) + eps) + weight_decay * w
     ratio  = ||w|| / ||update||, clamped to [min_coeff, max_coeff]; 1 if either norm is 0
-    w     -= lr * ratio * update
+    w     -= rate * ratio * update
+
+The moments start at zero, which `bias_correction` corrects in one of two places. In the rate, as
+DeepSpeed does: rate = lr * sqrt(1 - beta2^t) / (1 - beta1^t) in update t, of moments as they are. In
+the moments, as in the paper: m / (1 - beta1^t) and v / (1 - beta2^t), with rate = lr. The ratio
+cancels a factor of the whole update, so only the former makes the first steps shorter.
 
 The norms are those of whole parameters. If these are sharded, each rank adds up the squares of its
 own fragments, and one small sum over the ranks serves all parameters of an update; so does a
@@ -18,6 +23,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from math import sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -52,13 +58,17 @@ from hadal.zero.layout import Fragment
 from hadal.zero.sharing import ModelParts, Sharing, is_model_part
 
 
+PLACES = ("rate", "moments")
+
+
 class Lamb(OwnOptimizer):
     """Lamb over whole parameters; an engine steps the same numbers on flat shards.
 
     State of each tensor: `exp_avg` and `exp_avg_sq` (its shape and dtype), and `step`.
 
     Raises:
-        OptimizerError: `amsgrad` is given, which Lamb does not support.
+        OptimizerError: `amsgrad` is given, which Lamb does not support, or an unknown
+            `bias_correction_in`.
     """
 
     def __init__(  # noqa: PLR0913 - one argument for each key of its section
@@ -73,32 +83,46 @@ class Lamb(OwnOptimizer):
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
         amsgrad: bool = False,
+        bias_correction_in: str = "rate",
     ) -> None:
         if amsgrad:
             raise OptimizerError("Lamb does not support amsgrad; remove it or set it to false")
+        if bias_correction_in not in PLACES:
+            raise OptimizerError(
+                f"Lamb's bias_correction_in is {bias_correction_in!r}, expected one of"
+                f" {', '.join(PLACES)}"
+            )
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
             "eps": eps,
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,
+            "bias_correction_in": bias_correction_in,
             "eps_inside_sqrt": eps_inside_sqrt,
             "max_coeff": max_coeff,
             "min_coeff": min_coeff,
         }
         super().__init__(params, defaults)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a loaded state; one that does not say where it was corrected is as by default."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("bias_correction_in", "rate")
+
     def step_parameter(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
         """Make one update of a whole parameter."""
         own = parameter.detach()
         state = self.state[parameter]
         values = _Values(own, *_begin(group, state, partial(torch.zeros_like, own)).state)
+        count = float(state["step"])
         _learn([values], [gradient], group)
-        (update,) = updates = _updates([values], group, float(state["step"]))
+        (update,) = updates = _updates([values], group, count)
         norms = _Norms(own.device)
         norms.add([0], [own], updates)
         ratio = _trust_ratios(norms.square_sums(1), [group])[0]
-        own.addcmul_(update, ratio.to(update.dtype), value=-group["lr"])
+        own.addcmul_(update, ratio.to(update.dtype), value=-_rate(group, count))
 
 
 class _Values(NamedTuple):
@@ -140,10 +164,10 @@ def _learn(blocks: Sequence[_Values], gradients: Sequence[Tensor], group: Group)
 def _updates(blocks: Sequence[_Values], group: Group, count: float) -> list[Tensor]:
     """Return the updates before scaling; `count` updates are in the moments."""
     master, first, second = (list(each) for each in zip(*blocks, strict=True))
-    beta1, beta2 = group["betas"]
-    lacks = group["bias_correction"]
-    update = list(torch._foreach_div(first, 1 - beta1**count if lacks else 1.0))
-    divisor = list(torch._foreach_div(second, 1 - beta2**count if lacks else 1.0))
+    is_corrected = group["bias_correction"] and group["bias_correction_in"] == "moments"
+    share1, share2 = _shares(group, count) if is_corrected else (1.0, 1.0)
+    update = list(torch._foreach_div(first, share1))
+    divisor = list(torch._foreach_div(second, share2))
     if group["eps_inside_sqrt"]:
         torch._foreach_add_(divisor, group["eps"])
         torch._foreach_sqrt_(divisor)
@@ -154,6 +178,21 @@ def _updates(blocks: Sequence[_Values], group: Group, count: float) -> list[Tens
     if group["weight_decay"]:
         torch._foreach_add_(update, master, alpha=group["weight_decay"])
     return update
+
+
+def _rate(group: Group, count: float) -> float:
+    """Return the learning rate of an update; `count` updates are in the moments."""
+    rate: float = group["lr"]
+    if group["bias_correction"] and group["bias_correction_in"] == "rate":
+        share1, share2 = _shares(group, count)
+        rate = rate * sqrt(share2) / share1
+    return rate
+
+
+def _shares(group: Group, count: float) -> tuple[float, float]:
+    """Return the shares of the gradients' moments that `count` updates have learned from zero."""
+    beta1, beta2 = group["betas"]
+    return 1 - beta1**count, 1 - beta2**count
 
 
 class _Norms:
@@ -243,11 +282,11 @@ class _StepSlice:
 
     def step(self, ratios: Tensor) -> None:
         """Make the update of each parameter, scaled by its ratio."""
-        ratios = ratios.to(self.values.master)
+        ratios, rate = ratios.to(self.values.master), _rate(self.group, self.updates)
         for batch in self.batches():
             updates = _updates([own for *_, own in batch], self.group, self.updates)
             for (row, _, own), update in zip(batch, updates, strict=True):
-                own.master.addcmul_(update, ratios[row], value=-self.group["lr"])
+                own.master.addcmul_(update, ratios[row], value=-rate)
 
 
 @contextmanager

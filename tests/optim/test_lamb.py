@@ -1,4 +1,4 @@
-"""Lamb, compared with the paper's formulas over whole tensors."""
+"""Lamb, compared with its formulas over whole tensors."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ DEFAULTS = {
     "eps": 1e-8,
     "weight_decay": 0.0,
     "bias_correction": True,
+    "bias_correction_in": "rate",
     "eps_inside_sqrt": False,
     "max_coeff": 10.0,
     "min_coeff": 0.01,
@@ -41,7 +42,7 @@ DEFAULTS = {
 
 
 class Reference:
-    """Lamb for one tensor, from the paper, in float64."""
+    """Lamb for one tensor, from its formulas, in float64."""
 
     def __init__(self, weight: Tensor, **options: Any) -> None:
         self.options = {**DEFAULTS, **options}
@@ -55,28 +56,32 @@ class Reference:
         self.count += 1
         self.m = beta1 * self.m + (1 - beta1) * g
         self.v = beta2 * self.v + (1 - beta2) * g * g
-        m, v = self.m, self.v
-        if o["bias_correction"]:
-            m, v = m / (1 - beta1**self.count), v / (1 - beta2**self.count)
+        m, v, lr = self.m, self.v, o["lr"]
+        first, second = 1 - beta1**self.count, 1 - beta2**self.count
+        if o["bias_correction"] and o["bias_correction_in"] == "moments":
+            m, v = m / first, v / second
+        elif o["bias_correction"]:
+            lr *= second**0.5 / first
         root = (v + o["eps"]) ** 0.5 if o["eps_inside_sqrt"] else v**0.5 + o["eps"]
         update = m / root + o["weight_decay"] * self.weight
         weight_norm, update_norm = float(self.weight.norm()), float(update.norm())
         self.ratio = 1.0
         if weight_norm > 0 and update_norm > 0:
             self.ratio = min(max(weight_norm / update_norm, o["min_coeff"]), o["max_coeff"])
-        self.weight = self.weight - o["lr"] * self.ratio * update
+        self.weight = self.weight - lr * self.ratio * update
 
 
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"weight_decay": 0.1, "betas": (0.8, 0.95)},
     {"bias_correction": False, "weight_decay": 0.1},
+    {"bias_correction_in": "moments", "weight_decay": 0.1},
     {"eps": 0.05},
     {"eps": 0.05, "eps_inside_sqrt": True},
-    {"max_coeff": 0.5},
+    {"max_coeff": 0.1},
     {"min_coeff": 3.0},
 ]
-GROUPS: list[dict[str, Any]] = [{}, {"lr": 0.004, "max_coeff": 0.75}, {"weight_decay": 0.2}]
+GROUPS: list[dict[str, Any]] = [{}, {"lr": 0.004, "max_coeff": 0.15}, {"weight_decay": 0.2}]
 
 
 def group_of(index: int) -> dict[str, Any]:
@@ -125,6 +130,7 @@ def step_engine(stage: int, precision: str, options: dict[str, Any]) -> None:
     "optimizer.params{type=Lamb}.eps_inside_sqrt",
     "optimizer.params{type=Lamb}.weight_decay",
     "optimizer.params{type=Lamb}.bias_correction",
+    "optimizer.params{type=Lamb}.bias_correction_in",
     "optimizer.params{type=Lamb|OneBitLamb}.max_coeff",
     "optimizer.params{type=Lamb|OneBitLamb}.min_coeff",
 )
@@ -153,6 +159,24 @@ def test_the_formula(options: dict[str, Any]) -> None:
         assert torch.allclose(leaf.detach().double(), one.weight, rtol=2e-6, atol=2e-6)
     # It makes a difference, so a key that does nothing would be seen.
     assert bool(options) == (not torch.allclose(references[0].weight, plain.weight, atol=1e-5))
+
+
+@pytest.mark.parametrize(
+    ("params", "shares"),
+    [({}, [0.3162, 0.2353, 0.2020, 0.1837]), ({"bias_correction_in": "moments"}, [1.0] * 4)],
+)
+def test_the_first_steps(params: dict[str, Any], shares: list[float]) -> None:
+    """Under a constant gradient a corrected step is lr * ||w|| long, and a corrected rate shorter.
+
+    By the factor sqrt(1 - beta2^t) / (1 - beta1^t), as the ratio cancels what the moments lack.
+    """
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+    optimizer = build_optimizer("Lamb", {"lr": 0.01, **params}, [weight])
+    for share in shares:
+        weight.grad, before = torch.ones(8, 8), weight.detach().clone()
+        optimizer.step()
+        length = float((weight.detach() - before).norm() / (0.01 * before.norm()))
+        assert length == pytest.approx(share, rel=1e-3)
 
 
 def step_variants(stage: int, precision: str) -> None:
@@ -225,6 +249,17 @@ def test_the_ratio_stays_within_its_bounds(
     else:
         assert low <= ratio <= high
         assert ratio == pytest.approx(min(max(weight / update, low), high))
+
+
+def test_a_place_of_the_correction_must_be_known() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(OptimizerError, match="is 'ratio', expected one of rate, moments"):
+        Lamb([weight], bias_correction_in="ratio")
+    optimizer = Lamb([weight], bias_correction_in="moments")
+    saved = optimizer.state_dict()
+    del saved["param_groups"][0]["bias_correction_in"]  # as DeepSpeed saves it
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["bias_correction_in"] == "rate"
 
 
 @pytest.mark.claims("optimizer.params{type=Lamb}.amsgrad")
