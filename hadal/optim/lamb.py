@@ -7,9 +7,9 @@ For a parameter w with the moments m and v of its gradient,
     w     -= rate * ratio * update
 
 The moments start at zero, which `bias_correction` corrects in one of two places. In the rate, as
-DeepSpeed does: rate = lr * sqrt(1 - beta2^t) / (1 - beta1^t) in update t, of moments as they are. In
-the moments, as in the paper: m / (1 - beta1^t) and v / (1 - beta2^t), with rate = lr. The ratio
-cancels a factor of the whole update, so only the former makes the first steps shorter.
+DeepSpeed does: rate = lr * sqrt(1 - beta2^t) / (1 - beta1^t) in update t. Or in the moments, as in
+the paper: m / (1 - beta1^t) and v / (1 - beta2^t), with rate = lr. The ratio cancels a factor of
+the whole update, so only the former makes the first steps shorter.
 
 The norms are those of whole parameters. If these are sharded, each rank adds up the squares of its
 own fragments, and one small sum over the ranks serves all parameters of an update; so does a
@@ -57,8 +57,7 @@ from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment
 from hadal.zero.sharing import ModelParts, Sharing, is_model_part
 
-
-PLACES = ("rate", "moments")
+_PLACES = ("rate", "moments")
 
 
 class Lamb(OwnOptimizer):
@@ -87,10 +86,10 @@ class Lamb(OwnOptimizer):
     ) -> None:
         if amsgrad:
             raise OptimizerError("Lamb does not support amsgrad; remove it or set it to false")
-        if bias_correction_in not in PLACES:
+        if bias_correction_in not in _PLACES:
             raise OptimizerError(
                 f"Lamb's bias_correction_in is {bias_correction_in!r}, expected one of"
-                f" {', '.join(PLACES)}"
+                f" {', '.join(_PLACES)}"
             )
         defaults = {
             "lr": lr,
