@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -16,6 +17,23 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "getting_started.md").read_text()
 NAMES = ("ds_config.json", "train.py", "trainer_config.json", "finetune.py")
 LIMIT_S = 300.0
+# Put before the Trainer's program: writes what each rank trains on.
+RECORDING = """
+import json, os
+from transformers import Trainer
+
+samples, training_step = [], Trainer.training_step
+
+
+def recording(self, model, inputs, *rest):
+    samples.extend(inputs["input_ids"].tolist())
+    with open(f"seen{os.environ['RANK']}.json", "w") as file:
+        json.dump({"world_size": self.args.world_size, "samples": samples}, file)
+    return training_step(self, model, inputs, *rest)
+
+
+Trainer.training_step = recording
+"""
 
 
 def pasted(folder: Path) -> list[str]:
@@ -67,5 +85,12 @@ def test_the_trainer_finds_hadal(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     (line,) = [line for line in pasted(tmp_path) if "finetune.py" in line]
+    program = tmp_path / "finetune.py"
+    program.write_text(RECORDING + program.read_text())
     run(tmp_path, line)
     assert (tmp_path / "finetuned" / "model.safetensors").exists()
+    ranks = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("seen*.json"))]
+    assert [rank["world_size"] for rank in ranks] == [2, 2]
+    first, second = ({tuple(row) for row in rank["samples"]} for rank in ranks)
+    assert len(first) == len(second) == 10 * 4, "10 updates of 4 samples on each rank"
+    assert not first & second, "both ranks train on the same samples"

@@ -24,6 +24,7 @@ from hadal.device import current_device, give_back_freed_memory, keep_freed_memo
 from hadal.engine.adopt import Adopter
 from hadal.engine.arguments import asks_for_stages, choose_config, with_schedule
 from hadal.engine.checks import (
+    check_accelerate,
     check_birth,
     check_model,
     check_parameters,
@@ -218,6 +219,7 @@ def _admit(
 ) -> _Admitted:
     check_model(model)
     assert model is not None
+    check_accelerate(ranks, current_device())
     init.show_as_given(model.named_parameters())
     config = load_config(
         source,

@@ -60,6 +60,35 @@ def check_model(model: object) -> None:
         raise UsageError("initialize got an engine; pass the module, engine.module")
 
 
+def check_accelerate(ranks: Ranks, device: torch.device) -> None:
+    """Check that Accelerate, which the Hugging Face Trainer uses, counts the same processes.
+
+    It shards data and chooses the process that writes files. If only its state was created, the
+    program may not use it for either, and this is a warning.
+
+    Raises:
+        UsageError: an `Accelerator` counts other processes.
+    """
+    state: Any = sys.modules.get("accelerate.state")
+    number = state and state.PartialState._shared_state.get("num_processes")
+    if number in (None, ranks.size):
+        return
+    remedy = (
+        "On CPUs pass use_cpu=True to TrainingArguments, or call accelerate.PartialState(cpu=True)"
+        " before Accelerator()"
+        if device.type == "cpu"
+        else "It counts those of a launcher that sets LOCAL_RANK, such as hadal run"
+    )
+    message = (
+        f"accelerate counts {number} process{'es' * (number != 1)}, expected {ranks.size} ranks:"
+        f" whatever it shards, such as the Trainer's data, is the same on several ranks. {remedy}"
+    )
+    if state.AcceleratorState._shared_state:
+        raise UsageError(message)
+    if ranks.rank == 0:
+        _log.warning("%s", message)
+
+
 def check_parameters(
     named: Iterable[tuple[str, nn.Parameter]], device: torch.device, ranks: Ranks
 ) -> None:

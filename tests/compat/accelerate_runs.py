@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import hadal
 from hadal.comm import get_rank
+from hadal.errors import UsageError
 
 _SAMPLES, _MICRO, _STEPS, _ACCUMULATION = 48, 2, 6, 2
 # Small enough for fp16 under its first scale, 2^16, now and then.
@@ -222,3 +225,27 @@ def run_configured() -> dict[str, Any]:
     accelerator.free_memory()
     AcceleratorState._reset_state(reset_partial_state=True)
     return told
+
+
+def run_alone(is_driven: bool) -> str:
+    """Initialize while Accelerate counts one process; return what the program is told."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("hadal.engine.checks")
+    log.addHandler(handler)
+    try:
+        if is_driven:
+            Accelerator()
+        else:
+            PartialState()
+        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
+        engine, *_ = hadal.initialize(model=net(), config=config)
+        engine.destroy()
+    except UsageError as error:
+        return f"refused: {error}"
+    finally:
+        log.removeHandler(handler)
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return "\n".join(told)

@@ -28,6 +28,21 @@ def _run_configured() -> dict[str, Any]:
     return load("accelerate_runs").run_configured()
 
 
+def _run_alone(is_driven: bool) -> str:
+    told: str = load("accelerate_runs").run_alone(is_driven)
+    return told
+
+
+def test_a_program_in_which_accelerate_counts_one_process_is_refused(clients: RankPool) -> None:
+    for told in clients.run(_run_alone, True):
+        assert told.startswith("refused: accelerate counts 1 process, expected 2 ranks"), told
+        assert "use_cpu=True" in told
+        assert "PartialState(cpu=True)" in told
+    first, second = clients.run(_run_alone, False)
+    assert first.startswith("accelerate counts 1 process, expected 2 ranks"), first
+    assert not second, "one warning is enough"
+
+
 @pytest.mark.parametrize("stage", often(range(4), 0, 3))
 def test_it_trains_saves_and_resumes(clients: RankPool, tmp_path: Path, stage: int) -> None:
     for rank, (found, plain) in enumerate(clients.run(_run, tmp_path, stage, "no", timeout=180)):
