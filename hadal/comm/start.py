@@ -32,6 +32,8 @@ DEFAULT_WATCHDOG_S = 300.0
 _GIVING_BACK_S = 0.1
 # How long rank 0 waits for the others to read why it ends.
 _LAST_WORD_S = 10.0
+# Between rank 0's looks for ranks that join it.
+_MEETING_PAUSE_S = 0.01
 
 
 class WorldPlace(NamedTuple):
@@ -169,6 +171,9 @@ def _start(
         meeting = rendezvous(url, place.rank, place.world_size, timeout=timeout)
         met, rank, world_size = next(meeting)
         met.set_timeout(timeout)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torchrun's agent keeps one store for all attempts, with the addresses of the dead.
+            met = PrefixStore(f"attempt {agreed_attempt(met, rank, world_size, timeout)}", met)
         if "nccl" in backend:
             refuse_shared_devices(met, rank, world_size, device)
         store, bound = PrefixStore("default_pg", met), device if _carries(backend, device) else None
@@ -180,6 +185,31 @@ def _start(
         timeout=timeout,
         device_id=bound,
     )
+
+
+def agreed_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> int:
+    """Return the number of this start of the ranks, from a store that outlives them.
+
+    TORCHELASTIC_RESTART_COUNT may differ between hosts: it counts the failures on each. So each
+    rank takes a ticket, which rank 0 of the same attempt answers; those of dead ranks are answered
+    too, and not read.
+
+    Raises:
+        TimeoutError: on rank 0, not all ranks have come.
+    """
+    own = PrefixStore("hadal/attempts", store)
+    if rank > 0:
+        attempt = int(own.get(f"ticket {own.add('tickets', 1)}"))
+        own.add(f"attempt {attempt}", 1)
+        return attempt
+    attempt, deadline = own.add("attempts", 1), time.monotonic() + timeout.total_seconds()
+    while (came := own.add(f"attempt {attempt}", 0) + 1) < world_size:
+        for _ in range(own.add("tickets", 0) - own.add("answered", 0)):
+            own.set(f"ticket {own.add('answered', 1)}", str(attempt))
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{came} of {world_size} ranks have come")
+        time.sleep(_MEETING_PAUSE_S)
+    return attempt
 
 
 def _carries(backend: str, device: torch.device) -> bool:

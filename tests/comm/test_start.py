@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
@@ -14,6 +17,7 @@ import forks
 import pytest
 import torch
 import torch.distributed as dist
+from launcher.jobs import LIMIT_S, environment
 from ranks import RankPools
 
 from hadal.comm.start import (
@@ -21,6 +25,7 @@ from hadal.comm.start import (
     DEFAULT_PORT,
     WorldPlace,
     _url,
+    agreed_attempt,
     find_place,
     first_slurm_host,
     get_local_world_size,
@@ -244,6 +249,52 @@ def test_two_ranks_on_one_gpu_are_refused_on_all_ranks(ranks: RankPools) -> None
     assert told == told[:1] * 3
     assert re.match(r"ranks 0, 2 would share cuda:[02] \(GPU-1\) of the host", told[0])
     assert "--nproc_per_node" in told[0]
+
+
+def test_ranks_of_one_attempt_agree_although_others_have_died_in_the_store() -> None:
+    store, wait = dist.HashStore(), timedelta(seconds=60)
+    with pytest.raises(TimeoutError, match="1 of 3 ranks have come"):
+        agreed_attempt(store, 0, 3, timedelta(seconds=0))
+    dist.PrefixStore("hadal/attempts", store).add("tickets", 1)  # by a rank that then died
+    with ThreadPoolExecutor(3) as pool:
+        for attempt in (2, 3):
+            coming = [pool.submit(agreed_attempt, store, rank, 3, wait) for rank in (2, 1, 0)]
+            assert [each.result() for each in coming] == [attempt] * 3
+
+
+RESTARTED = """
+import os, signal
+import torch
+import hadal
+
+torch.manual_seed(0)
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2},
+          "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+          "checkpoint": {"on_signal": {"save_dir": "saved"}}}
+engine, *_ = hadal.initialize(model=torch.nn.Linear(2, 1), config=config)
+for _ in range(3):
+    engine.backward(engine(torch.ones(1, 2)).mean())
+    engine.step()
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+print("rank", os.environ["RANK"], "ends")
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_ranks_after_one_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RESTARTED)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [sys.executable, *words, "--max-restarts=1", "train.py"],
+        cwd=tmp_path,
+        env=environment(OMP_NUM_THREADS="1", DEEPSPEED_TIMEOUT="0.5"),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 ends", "rank 1 ends"]
 
 
 # Handlers at the exit run in the reverse of their order: what this one tells is found behind ours.
