@@ -126,6 +126,11 @@ class Checkpoint(Section):
         "At a signal, save at the end of the next update, on all ranks together, and leave with "
         "exit code 75; null obeys none. Hadal's own key.",
     )
+    resume: Text | None = key(
+        None,
+        "Directory (or URL) of save_checkpoint: `initialize` loads its latest checkpoint if there "
+        "is one, so that a restarted job continues. null loads nothing. Hadal's own key.",
+    )
     verify_checksums: Boolean = key(
         True,
         "Compare every byte of a checkpoint with its checksum before loading; false compares "

@@ -185,6 +185,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     if is_kept:
         # Whole weights passed through this memory once; updates allocate other sizes.
         give_back_freed_memory()
+    if admitted.config.checkpoint.resume is not None:
+        engine.resume(admitted.config.checkpoint.resume)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

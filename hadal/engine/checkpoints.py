@@ -47,6 +47,20 @@ class Checkpoints:
         # The jobs whose checkpoints this one may remove: itself, and those it has resumed from.
         self._jobs: tuple[str, ...] = (new_mark(),)
         self._has_logged_residuals = False
+        self.resumed: tuple[str | None, dict[str, Any] | None] = None, None
+
+    def resume(self, load_dir: str) -> None:
+        """Load the latest checkpoint in `load_dir`, if there is one, and log it.
+
+        `initialize` calls this for `checkpoint.resume`. All ranks must call it.
+        """
+        self.resumed = self.load_checkpoint(load_dir)
+        if self.resumed[0] is not None and self._session.parts.world.rank == 0:
+            _log.warning(
+                "resumed from %s at update %d (checkpoint.resume)",
+                self.resumed[0],
+                self._session.counters.global_steps,
+            )
 
     def save_checkpoint(
         self,

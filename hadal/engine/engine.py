@@ -340,6 +340,7 @@ class Engine(EngineBase):
 
     save_checkpoint = store_checkpoint = through("_checkpoints", Checkpoints.save_checkpoint)
     load_checkpoint = through("_checkpoints", Checkpoints.load_checkpoint)
+    resume = through("_checkpoints", Checkpoints.resume)
     wait_for_checkpoint = through("_checkpoints", Checkpoints.wait_for_checkpoint)
     sharded_state_dict = through("_checkpoints", Checkpoints.sharded_state_dict)
     load_sharded_state_dict = through("_checkpoints", Checkpoints.load_sharded_state_dict)
@@ -357,6 +358,11 @@ class Engine(EngineBase):
         "_efficiency", Efficiency.set_custom_curriculum_learning_schedule
     )
     set_data_post_process_func = through("_efficiency", Efficiency.set_data_post_process_func)
+
+    @property
+    def resumed(self) -> tuple[str | None, dict[str, Any] | None]:
+        """The directory and `client_state` loaded by `checkpoint.resume`; else (None, None)."""
+        return self._checkpoints.resumed
 
     @property
     def is_preempted(self) -> bool:

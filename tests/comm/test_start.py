@@ -270,19 +270,21 @@ import hadal
 torch.manual_seed(0)
 config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2},
           "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-          "checkpoint": {"on_signal": {"save_dir": "saved"}}}
+          "checkpoint": {"resume": "saved"}}
 engine, *_ = hadal.initialize(model=torch.nn.Linear(2, 1), config=config)
-for _ in range(3):
+while engine.global_steps < 4:
     engine.backward(engine(torch.ones(1, 2)).mean())
     engine.step()
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+    engine.save_checkpoint("saved")
+    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if is_first and engine.global_steps == 2 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-print("rank", os.environ["RANK"], "ends")
+print("rank", os.environ["RANK"], "ends at update", engine.global_steps)
 """
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_ranks_after_one_was_killed(tmp_path: Path) -> None:
+def test_torchrun_restarts_ranks_after_one_was_killed_and_they_resume(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RESTARTED)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(
@@ -294,7 +296,8 @@ def test_torchrun_restarts_ranks_after_one_was_killed(tmp_path: Path) -> None:
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["rank 0 ends", "rank 1 ends"]
+    assert sorted(done.stdout.splitlines()) == [f"rank {r} ends at update 4" for r in range(2)]
+    assert "resumed from saved/global_step2 at update 2" in done.stderr
 
 
 # Handlers at the exit run in the reverse of their order: what this one tells is found behind ours.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 import hadal
+from engine.logs import logged
 from engine.toys import ROWS, engine_of, loss_of, model_of
 from hadal import comm
 from hadal.errors import CheckpointError, MismatchError, UsageError
@@ -120,6 +122,45 @@ def test_training_resumes_in_a_new_process(ranks: RankPools, fresh_ranks: Any, t
     before = ranks(2).run(unbroken, 2, 0, str(tmp_path), 1, 6)
     after = fresh_ranks(2).run(resumed, 2, 0, str(tmp_path), 2, 6)
     assert [seen[2:] for seen, _ in before] == [seen for seen, _ in after]
+
+
+def resumed_by_itself(stage: int, folder: str) -> Any:
+    """Train in three starts of one program, which saves after each update."""
+    seen, told = [], []
+    for _ in range(3):
+        with logged() as messages:
+            engine = engine_of(
+                stage,
+                wishes={"training_data": Noisy()},
+                optimizer=ADAM,
+                scheduler=CYCLE,
+                checkpoint={"resume": folder},
+            )
+        told += messages
+        began = engine.global_steps
+        seen.append(trained(engine, 1))
+        engine.save_checkpoint(folder, client_state={"began": began})
+        told.append(engine.resumed)
+        engine.destroy()
+    return seen, told
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_restarted_program_resumes_by_itself(
+    stage: int, ranks: RankPools, tmp_path: Path
+) -> None:
+    whole = ranks(2).run(unbroken, stage, 0, str(tmp_path / "whole"), 0, 3)
+    parts = ranks(2).run(resumed_by_itself, stage, str(tmp_path / "parts"))
+    for rank in range(2):
+        assert list(chain(*parts[rank][0])) == whole[rank][0]
+    folder = tmp_path / "parts"
+    started, nothing, first, loaded, second, again = parts[0][1]
+    assert "training starts from scratch" in started
+    assert nothing == (None, None)
+    assert first == f"resumed from {folder}/global_step1 at update 1 (checkpoint.resume)"
+    assert loaded == (f"{folder}/global_step1", {"began": 0})
+    assert second == f"resumed from {folder}/global_step2 at update 2 (checkpoint.resume)"
+    assert again == (f"{folder}/global_step2", {"began": 1})
 
 
 def streams(folder: str) -> tuple[Any, Any]:
