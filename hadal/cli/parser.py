@@ -12,13 +12,12 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hadal.cli.terminal import MISUSED, console, fail, is_colourful
+from hadal.cli.terminal import MISUSED, WIDEST, console, fail, is_colourful
 from hadal.errors import nearest
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-_WIDEST = 100
 _NAMES_WIDTH = 30
 _REQUIRED, _ONE_OF = "the following arguments are required: ", "one of the arguments "
 # Coloured parts of help; each group is named after its style.
@@ -137,7 +136,7 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return description, usage, arguments and options by group, examples."""
-        width = min(shutil.get_terminal_size().columns, _WIDEST)
+        width = min(shutil.get_terminal_size().columns, WIDEST)
         parts = [textwrap.fill(self.description or "", width), self.format_usage().rstrip()]
         groups = sorted(self._action_groups, key=lambda group: group is self._optionals)
         shown = {str(group.title): list(self._rows(group._group_actions)) for group in groups}

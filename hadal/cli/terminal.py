@@ -1,7 +1,7 @@
 """Output of all subcommands: one theme, one kind of table, one form of errors.
 
-Colours are for terminals, unless NO_COLOR is set. Through a pipe the same text is plain, and no
-line of it is wrapped or truncated.
+Colours are for terminals, unless NO_COLOR is set. There, messages are wrapped with a hanging
+indent. Through a pipe the same text is plain, and no line of it is wrapped or truncated.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ THEME = {
     "faint": "dim",
     "heading": "bold",
 }
+WIDEST = 100
+"""Columns of help and messages on a wide terminal."""
 _PIPE_WIDTH = 10_000
 
 
@@ -144,18 +146,18 @@ def key(text: str) -> Text:
 
 def fail(problem: HadalError | str, hint: str = "") -> None:
     """Report an error on the standard error; every fault of a configuration has a line."""
-    target = console(sys.stderr)
     head, *more = str(problem).splitlines() or [""]
     say("error", head, "error")
     faults = problem.faults if isinstance(problem, ConfigError) else ()
     if faults and more:
+        target = console(sys.stderr)
         rows = [(key(fault.path), _marked(fault.message)) for fault in faults]
         with target.capture() as capture:
             target.print(aligned(rows, indent=2))
         sys.stderr.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
     else:
         for line in more:
-            target.print(_marked(line), soft_wrap=True)
+            say("", line, "")
     if hint:
         say("hint", hint, "hint")
 
@@ -169,8 +171,16 @@ def say(label: str, text: str, style: str) -> None:
     """Write a line to the standard error, behind a label in a style of the theme."""
     from rich.text import Text
 
-    line = Text.assemble((f"{label}: ", style), _marked(text))
-    console(sys.stderr).print(line, soft_wrap=True)
+    target = console(sys.stderr)
+    body = _marked(text.lstrip())
+    indent = " " * (len(text) - len(body))
+    start = Text.assemble((f"{label}: " if label else "", style), indent)
+    if sys.stderr.isatty():
+        lines = body.wrap(target, max(20, min(target.width, WIDEST) - len(start)))
+        for line in lines:
+            line.rstrip()
+        body = Text("\n" + " " * len(start)).join(lines)
+    target.print(start + body, soft_wrap=True)
 
 
 def _marked(text: str) -> Text:

@@ -57,6 +57,22 @@ def test_errors_of_one_line_and_of_more(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "error: elasticity: too few\n"
 
 
+def test_messages_hang_behind_their_label_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr("sys.stderr", stream := Terminal())
+    terminal.fail(UsageError("the object is not a multiple of sixteen\n  " + "frame " * 7))
+    terminal.say("hadal run", "rank 1 failed first: exit code 1, no more", "error")
+    assert stream.getvalue().splitlines() == [
+        "error: the object is not a multiple of",
+        "       sixteen",
+        "  frame frame frame frame frame frame",
+        "  frame",
+        "hadal run: rank 1 failed first: exit",
+        "           code 1, no more",
+    ]
+
+
 def test_piped_output_is_neither_wrapped_nor_padded(capsys: pytest.CaptureFixture[str]) -> None:
     made = terminal.table("name", "count", right=["count"])
     made.add_row("x" * 300, "1")
