@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from hadal.units import nbytes_of, numel_of
 
-CONFIG_HELP = "A ds_config.json, or its base64 text"
+CONFIG_HELP = "A ds_config.json, its text, or the base64 of that"
 # Less than any device has.
 _LEAST_MEMORY = 1 << 20
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)

@@ -65,7 +65,7 @@ def configure(
     Args:
         mpu_: an object that knows this rank's part of the model (Megatron's `parallel_state`);
             None keeps that of an earlier call, or else the engine's.
-        deepspeed_config: a dict, the path of a JSON file, or its base64 text.
+        deepspeed_config: a dict, the path of a JSON file, or its text.
         partition_activations: shard inputs over the tensor-parallel ranks.
         contiguous_checkpointing: store them in preallocated buffers.
         num_checkpoints: the number of recomputed calls that these have room for.

@@ -38,7 +38,7 @@ class DeepSpeedConfig:
     built yet can be read; `initialize` refuses them.
 
     Args:
-        config: a dict, the path of a JSON file, or its base64 text.
+        config: a dict, the path of a JSON file, or its text (also in base64).
         mpu: an object that knows how many ranks see different samples.
         mesh_device: the same as a torch device mesh.
 

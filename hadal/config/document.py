@@ -35,7 +35,7 @@ _INTRODUCTION = f"""\
 
 {_GENERATED}
 
-A configuration is a dict, a path to a JSON file, or the URL-safe base64 of JSON text. Files may
+A configuration is a dict, a path to a JSON file, JSON text, or its URL-safe base64. JSON may
 contain comments (`#`, `//`, `/* */`) and trailing commas, but no duplicate keys. A value may be
 the string `"auto"`: a program such as Hugging Face's Trainer replaces it; otherwise the default
 applies.

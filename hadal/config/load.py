@@ -57,7 +57,7 @@ def load_config(  # noqa: PLR0913 - facts that a program may know before
     tensor_parallel_size: int | None = None,
     allow_unbuilt: bool = False,
 ) -> Config:
-    """Load a dict, a file or a base64 text; raise one `ConfigError` that lists every fault.
+    """Load a dict, a file, JSON text or its base64; raise one `ConfigError` that lists every fault.
 
     The program may pass `sequence_parallel_size` and `data_parallel_size`, for example from an mpu;
     None leaves them to the keys of the same names, and `tensor_parallel_size` to

@@ -1,4 +1,4 @@
-"""Reading of the user's configuration (a dict, a path, a base64 text) into a dict."""
+"""Reading of the user's configuration (a dict, a path, JSON text or its base64) into a dict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hadal.config.relaxed_json import DuplicateKeys, parse
+from hadal.config.relaxed_json import DuplicateKeys, described, parse
 from hadal.config.report import written
 from hadal.errors import ConfigError, Fault
 
@@ -33,7 +33,7 @@ def read(source: Source) -> tuple[str, dict[str, Any]]:
     if not isinstance(source, str | os.PathLike):
         kind = type(source).__name__
         raise ConfigError(
-            f"the configuration is of type {kind}; pass a dict, a path or base64 text"
+            f"the configuration is of type {kind}; pass a dict, a path, JSON text or its base64"
         )
     text = _text(source)
     value = _parsed(text)
@@ -65,7 +65,7 @@ def _text(source: str | os.PathLike[str]) -> Text:
     if _is_file(source):
         return _file_text(Path(source))
     if isinstance(source, str) and source.lstrip().startswith("{"):
-        raise ConfigError("this is JSON text; pass json.loads(...) of it, or a path to a file")
+        return Text("the JSON text", source)
     if isinstance(source, str):
         decoded = _decoded(source)
         if decoded is not None:
@@ -113,10 +113,7 @@ def _parsed(text: Text) -> Any:
     except DuplicateKeys as error:
         raise ConfigError(*_duplicates(text.name, error)) from error
     except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{text.name}, line {error.lineno}, column {error.colno}: {error.msg}; JSON with "
-            "comments and trailing commas is expected"
-        ) from error
+        raise ConfigError(f"{text.name}, {described(error, text.content)}") from error
     except (RecursionError, ValueError) as error:
         raise ConfigError(
             f"{text.name} cannot be read: it is nested too deeply or contains too long a number"

@@ -18,6 +18,16 @@ _TOKENS = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
+_EXPECTED = "JSON with comments and trailing commas is expected"
+_YAML = 'this looks like YAML, but JSON is expected: {"train_batch_size": 8}'
+_YAML_KEY = re.compile(r"---|[\w.-]+:(\s|$)")
+_MISTAKES = (
+    (re.compile("'"), "JSON has double quotes"),
+    (re.compile(r"(True|False|None)\b"), "JSON has true, false and null"),
+    (re.compile(r"[A-Za-z_]\w*\s*:"), "JSON has keys in double quotes"),
+)
+"""What may be found in the place of an error, and the remedy."""
+_EXCERPT = 60
 
 
 class DuplicateKeys(ValueError):
@@ -56,6 +66,21 @@ def _duplicates(value: Any, path: str) -> Iterator[str]:
         yield from (prefix + name for name in value.twice)
         for name, inner in value.items():
             yield from _duplicates(inner, prefix + name)
+
+
+def described(error: json.JSONDecodeError, text: str) -> str:
+    """Return an error of `parse`, what it probably means, and its place in the text."""
+    blanked, column = error.doc, error.colno - 1
+    guesses = (advice for looks, advice in _MISTAKES if looks.match(blanked, error.pos))
+    advice = next(guesses, _EXPECTED)
+    if not blanked[: error.pos].strip() and _YAML_KEY.match(blanked, error.pos):
+        advice = _YAML
+    line = re.sub(r"\s", " ", text.split("\n")[error.lineno - 1])
+    start = max(0, min(column - _EXCERPT // 2, len(line) - _EXCERPT))
+    place = (
+        f"\n  {line[start : start + _EXCERPT]}\n  {' ' * (column - start)}^" if line.strip() else ""
+    )
+    return f"line {error.lineno}, column {error.colno}: {error.msg}; {advice}{place}"
 
 
 def strict(text: str) -> str:

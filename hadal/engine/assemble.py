@@ -135,7 +135,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             a sequence (`get_sequence_parallel_*`).
         dist_init_required: False if the caller has started the process group.
         collate_fn: collates samples into a batch.
-        config: the configuration: a dict, the path of a JSON file, or its base64 text.
+        config: the configuration: a dict, the path of a JSON file, or its text (also in base64).
         mesh_param: (data_parallel, sequence_parallel), whose product is the number of ranks; the
             second is the number of consecutive ranks that share each sequence.
         config_params: an older name of `config`.

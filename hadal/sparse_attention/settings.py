@@ -34,7 +34,7 @@ def get_sparse_attention_config(source: Any) -> dict[str, Any] | None:
     """Return the section's mode and the keys that act in it, in a new dict; None without one.
 
     Args:
-        source: an engine, a configuration (a dict, a path, base64 text or a checked one), or an
+        source: an engine, a configuration (a dict, a path, JSON text or a checked one), or an
             object with an attribute `sparse_attention`, such as a model's `config`.
 
     Raises:

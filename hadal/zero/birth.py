@@ -68,7 +68,7 @@ def tier_of(birth: Birth, remote_device: str | None) -> Tier:
 
 
 def birth_of(source: Any) -> Birth:
-    """Read a configuration: a dict, the path of a JSON file, or its base64 text.
+    """Read a configuration: a dict, the path of a JSON file, or its text.
 
     Raises:
         ConfigError: one of the keys that it reads is invalid.

@@ -64,7 +64,7 @@ def test_a_configuration_without_techniques_changes_nothing(tmp_path: Path):
 def test_impossible_requests_raise_an_error():
     with pytest.raises(UsageError, match="Bert has no compressed modules; call init_compression"):
         redundancy_clean(Bert(), config(weights(8, 8)))
-    with pytest.raises(ConfigError, match="is of type int; pass a dict, a path or base64 text"):
+    with pytest.raises(ConfigError, match="is of type int; pass a dict, a path, JSON text"):
         init_compression(Bert(), 3)
     with pytest.raises(ConfigError, match=r'"/nope.json" is neither an existing file'):
         init_compression(Bert(), "/nope.json")
