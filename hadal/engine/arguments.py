@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from hadal.config.reading import read
 from hadal.config.scheduler import PARAMS
 from hadal.errors import UsageError
@@ -30,8 +32,13 @@ def choose_config(args: Any, config: Any, config_params: Any) -> Any:
     """Return the one configuration that the caller passed, in whichever argument.
 
     Raises:
-        UsageError: none was passed, or more than one.
+        UsageError: none was passed, or more than one, or `args` is a model.
     """
+    if isinstance(args, nn.Module):
+        raise UsageError(
+            f"initialize got a {type(args).__name__} as args, which is its first argument, as in"
+            " DeepSpeed; pass arguments by name: initialize(model=model, config=config)"
+        )
     given = {"config=": config, "config_params=": config_params}
     for name in _CONFIG_ATTRIBUTES:
         given[f"args.{name}"] = getattr(args, name, None)

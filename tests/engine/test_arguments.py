@@ -44,6 +44,7 @@ def test_each_place_of_a_configuration_is_looked_at():
     [
         ((None, None, None), "no configuration"),
         ((SimpleNamespace(deepspeed_config=None), None, None), "no configuration"),
+        ((torch.nn.Linear(1, 1), None, None), r"got a Linear as args.*by name: initialize\(model="),
         ((None, {}, "x"), "2 times: config=, config_params="),
         ((SimpleNamespace(deepspeed_config="a"), "x", None), r"2 times.*args\.deepspeed_config"),
     ],
