@@ -8,6 +8,7 @@ Tests: tests/pipeline/test_executor.py
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hadal.comm import Ranks
+from hadal.comm.ranks import once
 from hadal.errors import CommunicationError, PipelineError, UsageError
 from hadal.pipeline.later_weights import Later, gradients_of
 from hadal.pipeline.schedule import (
@@ -143,26 +145,51 @@ def chunks_of(
         device: where tensors are.
         slices: ranks that share what they send of activations, and of gradients.
     """
-    back, numbers, found = pipe.twin(), pipe.numbers, []
+    ways = _ways(pipe, device, is_ring=len(names) > pipe.size)
+    numbers, found = pipe.numbers, []
     serial = _serials[pipe.group] = _serials.get(pipe.group, -1) + 1
 
-    def wire(ranks: Ranks, what: str, source: int, target: int, of: Ranks | None) -> Wire:
+    def wire(what: str, source: int, target: int, of: Ranks | None) -> Wire:
         ends = [f"{names[end]} (rank {numbers[end % pipe.size]})" for end in (source, target)]
         number = 2 * max(source, target) + (source > target)
         other = source if target % pipe.size == pipe.rank else target
+        ranks = ways.get((what, source % pipe.size), pipe)
+        place = ranks.numbers.index(numbers[other % pipe.size])
         name = f"the {what} from {ends[0]} to {ends[1]}"
-        return Wire(ranks, other % pipe.size, number, device, name, of, serial)
+        return Wire(ranks, place, number, device, name, of, serial)
 
     for number in range(pipe.rank, len(names), pipe.size):
         chunk = Chunk(names[number])
         if number > 0:
-            chunk.activations_in = wire(pipe, "activation", number - 1, number, slices[0])
-            chunk.gradients_out = wire(back, "gradient", number, number - 1, slices[1])
+            chunk.activations_in = wire("activation", number - 1, number, slices[0])
+            chunk.gradients_out = wire("gradient", number, number - 1, slices[1])
         if number + 1 < len(names):
-            chunk.activations_out = wire(pipe, "activation", number, number + 1, slices[0])
-            chunk.gradients_in = wire(back, "gradient", number + 1, number, slices[1])
+            chunk.activations_out = wire("activation", number, number + 1, slices[0])
+            chunk.gradients_in = wire("gradient", number + 1, number, slices[1])
         found.append(chunk)
     return found
+
+
+def _ways(pipe: Ranks, device: torch.device, *, is_ring: bool) -> dict[tuple[str, int], Ranks]:
+    """Return a communicator for each direction between neighbours, by content and sending rank.
+
+    An accelerator's backend runs all calls of a communicator in their order. A receive that is
+    started before an earlier send of the same rank would delay that send; if the other rank waits
+    for it, both wait forever. On the host, messages have tags instead. All ranks must call it.
+    """
+    if device.type == "cpu" or pipe.size == 1:
+        return {}
+    ways = {}
+    # In one order on all ranks: to create a communicator is to wait for the other rank.
+    for first in range(pipe.size if is_ring else pipe.size - 1):
+        pair = first, (first + 1) % pipe.size
+        for what, source in zip(("activation", "gradient"), pair, strict=True):
+            if pipe.rank in pair:
+                members = [pipe.numbers[each] for each in sorted(pair)]
+                ways[what, source] = once(
+                    pipe.group, (what, pair), functools.partial(pipe.some, members)
+                )
+    return ways
 
 
 _Place = tuple[int, int]

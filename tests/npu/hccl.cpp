@@ -1,4 +1,6 @@
-// Collectives of the test device: gloo's, on the memory of its tensors, in streams of their own.
+// Collectives of the test device: gloo's, on the memory of its tensors. As on one communicator of
+// NCCL, all calls of a group run in the order of the calls, in one stream: a receive at its head keeps
+// every later send of this rank waiting. Calls between startCoalescing and endCoalescing run together.
 
 #include "device.h"
 
@@ -14,6 +16,8 @@ namespace npu {
 
 using c10d::OpType;
 using Tensors = std::vector<at::Tensor>;
+// Begins a call; null if it has been finished meanwhile.
+using Start = std::function<c10::intrusive_ptr<c10d::Work>()>;
 
 // What has gone wrong in a task that belongs to a work.
 struct Outcome {
@@ -114,14 +118,22 @@ class Hccl final : public c10d::Backend {
     return count_;
   }
   void startCoalescing() override {
-    joined_.clear();
     joins_ = true;
   }
   c10::intrusive_ptr<c10d::Work> endCoalescing() override {
     joins_ = false;
-    return c10::make_intrusive<QueuedWork>(
-        rank_, OpType::COALESCED, std::exchange(joined_, {}), std::make_shared<Outcome>(),
-        Tensors{}, Tensors{});
+    auto starts = std::exchange(joined_, {});
+    return queue(OpType::COALESCED, std::exchange(joined_tensors_, {}), {}, [starts = std::move(starts)] {
+      std::vector<c10::intrusive_ptr<c10d::Work>> works;
+      for (auto& start : starts) {
+        works.push_back(start());
+      }
+      for (auto& work : works) {
+        if (work) {
+          work->wait();
+        }
+      }
+    });
   }
 
   c10::intrusive_ptr<c10d::Work> broadcast(
@@ -238,14 +250,14 @@ class Hccl final : public c10d::Backend {
   }
 
   c10::intrusive_ptr<c10d::Work> send(Tensors& tensors, int to, int tag) override {
-    return begin(OpType::SEND, tensors, {}, [this, v = views(tensors), to, tag]() mutable {
-      gloo_->send(v, to, tag)->wait();
+    return begin_message(OpType::SEND, tensors, {}, [this, v = views(tensors), to, tag]() mutable {
+      return gloo_->send(v, to, tag);
     });
   }
 
   c10::intrusive_ptr<c10d::Work> recv(Tensors& tensors, int from, int tag) override {
-    return begin(OpType::RECV, {}, tensors, [this, v = views(tensors), from, tag]() mutable {
-      gloo_->recv(v, from, tag)->wait();
+    return begin_message(OpType::RECV, {}, tensors, [this, v = views(tensors), from, tag]() mutable {
+      return gloo_->recv(v, from, tag);
     });
   }
 
@@ -325,14 +337,40 @@ class Hccl final : public c10d::Backend {
     out.copy_(sum.view(out.sizes()));
   }
 
-  // Queue it behind what the current stream has been given, in the stream of its kind.
+  c10::intrusive_ptr<c10d::Work> begin_message(
+      OpType kind, Tensors inputs, Tensors outputs, Start start) {
+    return begin(kind, std::move(inputs), std::move(outputs), [] {}, std::move(start));
+  }
+
+  // Queue a call, or put it off until all that it is joined with are known.
   c10::intrusive_ptr<c10d::Work> begin(
+      OpType kind, Tensors inputs, Tensors outputs, std::function<void()> act, Start start = {}) {
+    if (!joins_) {
+      return queue(kind, std::move(inputs), std::move(outputs), [act = std::move(act), start = std::move(start)] {
+        if (start) {
+          start()->wait();
+        }
+        act();
+      });
+    }
+    joined_tensors_.insert(joined_tensors_.end(), inputs.begin(), inputs.end());
+    joined_tensors_.insert(joined_tensors_.end(), outputs.begin(), outputs.end());
+    joined_.push_back(start ? std::move(start) : [act = std::move(act)] {
+      act();
+      return c10::intrusive_ptr<c10d::Work>();
+    });
+    return c10::make_intrusive<QueuedWork>(
+        rank_, kind, std::vector<std::pair<c10::Stream, Point>>{}, std::make_shared<Outcome>(),
+        Tensors{}, std::move(outputs));
+  }
+
+  // Queue it behind what the current stream has been given, and behind this group's earlier calls.
+  c10::intrusive_ptr<c10d::Work> queue(
       OpType kind, Tensors inputs, Tensors outputs, std::function<void()> act) {
     Tensors held = inputs;
     held.insert(held.end(), outputs.begin(), outputs.end());
     auto device = held.empty() ? current_device() : held[0].device().index();
-    int place = kind == OpType::SEND ? 1 : kind == OpType::RECV ? 2 : 0;
-    auto& stream = streams_[device][place];
+    auto& stream = streams_[device];
     if (!stream) {
       stream = new_stream(device);
     }
@@ -353,17 +391,15 @@ class Hccl final : public c10d::Backend {
         },
         Haste::late);
     count_ += 1;
-    if (joins_) {
-      joined_.emplace_back(*stream, point);
-    }
     return c10::make_intrusive<QueuedWork>(
         rank_, kind, std::vector<std::pair<c10::Stream, Point>>{{*stream, point}}, outcome,
         std::move(held), std::move(outputs));
   }
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
-  std::optional<c10::Stream> streams_[16][3];
-  std::vector<std::pair<c10::Stream, Point>> joined_;
+  std::optional<c10::Stream> streams_[16];
+  std::vector<Start> joined_;
+  Tensors joined_tensors_;
   bool joins_ = false;
   uint64_t count_ = 0;
 };
