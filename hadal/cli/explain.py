@@ -239,6 +239,10 @@ def _as_json(
 def _notes(config: Config) -> Iterator[str]:
     """Yield what a reader should know: also what depends on the model, which is unknown here."""
     yield from config.notes
+    if config.scheduler is not None and config.optimizer is not None:
+        note = config.scheduler.replaced(config.optimizer.rates)
+        if note is not None:
+            yield note
     stages = config.pipeline.stages
     if not config.pipeline.auto and stages != "auto" and stages > 1:
         yield (

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict
 
-from hadal.config.optimizer_params import BUILT_IN, PARAMS
+from hadal.config.optimizer_params import BUILT_IN, MUON_RATES, PARAMS
 from hadal.config.section import NO_EFFECT, Child, Mark, Section, key
 from hadal.config.values import Boolean, Text
 
@@ -43,6 +43,14 @@ class Optimizer(Section):
             return super().child(name, raw)
         kind = canonical_type(raw.get("type"))
         return Child(PARAMS.get(kind, OpenParams) if isinstance(kind, str) else OpenParams, "one")
+
+    @property
+    def rates(self) -> list[float]:
+        """Return the learning rates of this section: Muon's two, or the one that is given."""
+        params = self.params
+        if self.type == "Muon":
+            return [params.get(key, params.get("lr", rate)) for key, rate in MUON_RATES.items()]
+        return [rate for rate in (params.get("lr"),) if isinstance(rate, (int, float))]
 
 
 class OpenParams(Section):

@@ -18,6 +18,8 @@ Betas: TypeAlias = tuple[_Decay, _Decay]
 LR = "Learning rate."
 BETAS = "Decay rates of the first and second moment, per update."
 EPS = "Added to the denominator."
+MUON_RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
+"""Default learning rates of Muon's two kinds of param groups, in the order of these groups."""
 _SIGNS_DECAY = "Weight decay, decoupled."
 _FP32_STATES = (
     "Keep optimizer state in fp32 even if the masters have 16 bits; false keeps it in the "

@@ -3,13 +3,13 @@
 Tests: tests/config/test_every_key.py
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import BeforeValidator
 
 from hadal.config.optimizer import OpenParams
-from hadal.config.section import AUTO_IS_A_WORD, Child, Section, key
+from hadal.config.section import AUTO_IS_A_WORD, Child, Section, default_of, key
 from hadal.config.values import Boolean, Integer, Number, NumberOrNumbers, Text, counted
 
 Count: TypeAlias = Annotated[int, BeforeValidator(counted)]
@@ -88,7 +88,11 @@ class WarmupDecayLRParams(WarmupLRParams):
 
     required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
 
-    warmup_max_lr: NumberOrNumbers = key(1e-3, "Learning rate after the warm-up, or one per group.")
+    warmup_max_lr: NumberOrNumbers = key(
+        1e-3,
+        "Learning rate after the warm-up, or one per group; replaces the optimizer's own rates, "
+        "unlike by WarmupLR's default.",
+    )
     total_num_steps: Integer | None = key(None, _TOTAL, gt=0)
 
 
@@ -111,6 +115,17 @@ PARAMS: Mapping[str, type[_Params]] = {
     "WarmupDecayLR": WarmupDecayLRParams,
     "WarmupCosineLR": WarmupCosineLRParams,
 }
+
+
+_REPLACING: Mapping[str, str] = {
+    "LRRangeTest": "lr_range_test_min_lr",
+    "OneCycle": "cycle_max_lr",
+    "WarmupLR": "warmup_max_lr",
+    "WarmupDecayLR": "warmup_max_lr",
+    "OneCycleLR": "max_lr",
+    "CyclicLR": "max_lr",
+}
+"""The key, by type, that replaces the optimizer's learning rates; other types scale these."""
 
 
 class Scheduler(Section):
@@ -136,3 +151,26 @@ class Scheduler(Section):
             return super().child(name, raw)
         kind = raw.get("type")
         return Child(PARAMS.get(kind, OpenParams) if isinstance(kind, str) else OpenParams, "one")
+
+    def replaced(self, rates: Sequence[float]) -> str | None:
+        """Return a note if one value replaces these rates of the optimizer's param groups."""
+        name = _REPLACING.get(self.type)
+        if name is None:
+            return None
+        is_default = name not in self.params
+        own = PARAMS.get(self.type)
+        value = default_of(own.model_fields[name]) if own and is_default else self.params.get(name)
+        if not isinstance(value, (int, float)) or all(rate == value for rate in rates):
+            return None
+        default = "the default " if is_default else ""
+        each = [f"{rate:g}" for rate in rates]
+        different = list(dict.fromkeys(each))
+        if len(different) == 1:
+            lost, kept = f"learning rate {each[0]}", f"{each[0]} to keep it"
+        else:
+            first = ", ".join(different[:4]) + (", ..." if len(different) > 4 else "")
+            lost, kept = f"learning rates {first}", f"[{', '.join(each)}] to keep them"
+        return (
+            f"scheduler.params.{name}: {default}{value:g} replaces the optimizer's {lost}; set it"
+            f" to {kept}"
+        )

@@ -101,6 +101,9 @@ def make_schedule(
     if brought is not None:
         return _brought_schedule(brought, wishes, optimizer)
     if config.scheduler is not None:
+        note = config.scheduler.replaced(_given_rates(wishes, config, optimizer))
+        if note is not None:
+            _log.warning("%s", note)
         return build_schedule(config.scheduler.type, config.scheduler.params, optimizer)
     if is_chosen:
         return None
@@ -116,6 +119,14 @@ def make_schedule(
         steps,
     )
     return build_schedule(_DEFAULT_SCHEDULE, {"total_num_steps": steps}, optimizer)
+
+
+def _given_rates(wishes: Wishes, config: Config, optimizer: Optimizer) -> list[float]:
+    """Return the param groups' learning rates, unless all have a default that nobody gave."""
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    section = None if wishes.optimizer is not None else config.optimizer
+    is_given = wishes.optimizer is not None or (section is not None and bool(section.rates))
+    return rates if is_given or len({*rates}) > 1 else []
 
 
 def _brought_schedule(brought: Any, wishes: Wishes, optimizer: Optimizer) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hadal.config.optimizer_params import MUON_RATES
 from hadal.errors import OptimizerError
 from hadal.optim.elementwise import Block, Group, OwnOptimizer, Scaling, count_up
 from hadal.optim.fused import begin_adam
@@ -25,7 +26,6 @@ from hadal.optim.step import OptimizerStepper, as_one_step
 from hadal.optim.workspace import Multiplier, block_numel, scale_
 from hadal.zero.gradients import Gradients
 
-_MUON_LR, _ADAM_LR = 0.02, 3e-4
 # Parameters with one of these words in their names are looked up by row, or produce logits: they
 # do not map hidden states to hidden states.
 _NO_HIDDEN_MATRIX = ("embed", "lm_head")
@@ -77,8 +77,8 @@ class Muon(OwnOptimizer):
                 f"Muon's ns_method is {ns_method!r}, expected one of {', '.join(METHODS)}"
             )
         self._rates = {
-            True: _first_of(muon_lr, lr, _MUON_LR),
-            False: _first_of(adam_lr, lr, _ADAM_LR),
+            True: _first_of(muon_lr, lr, MUON_RATES["muon_lr"]),
+            False: _first_of(adam_lr, lr, MUON_RATES["adam_lr"]),
         }
         defaults = {
             "momentum": momentum,

@@ -26,6 +26,8 @@ from engine.toys import (
     train,
 )
 from hadal import comm
+from hadal.cli.explain import _notes
+from hadal.config import load_config
 from hadal.errors import OptimizerError, UsageError
 from hadal.optim.schedules import OneCycle
 from hadal.pipeline import PipelineModule
@@ -316,3 +318,77 @@ def count_samples_in_stages() -> None:
 
 def test_a_schedule_of_a_model_in_stages_may_count_samples(ranks: RankPools) -> None:
     ranks(2).run(count_samples_in_stages)
+
+
+# ---- rates that a schedule replaces --------------------------------------------------------------
+
+
+DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}
+ONE_RATE = "the default 0.001 replaces the optimizer's learning rate 0.1; set it to 0.1 to keep it"
+TWO_RATES = (
+    "0.001 replaces the optimizer's learning rates 0.02, 0.0003; set it to [0.02, 0.0003] to keep"
+    " them"
+)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "params", "rates", "told"),
+    [
+        ("WarmupDecayLR", {"total_num_steps": 9}, [0.1], f"warmup_max_lr: {ONE_RATE}"),
+        ("LRRangeTest", {}, [0.1], f"lr_range_test_min_lr: {ONE_RATE}"),
+        ("WarmupLR", {"warmup_max_lr": 0.001}, [0.02, 0.0003], f"warmup_max_lr: {TWO_RATES}"),
+        ("OneCycle", {**CYCLE, "cycle_max_lr": 0.001}, [0.02, 0.0003], TWO_RATES),
+        ("OneCycleLR", {"max_lr": 0.001, "total_steps": 9}, [0.02, 0.0003], TWO_RATES),
+        ("CyclicLR", {"base_lr": 1e-4, "max_lr": 0.001}, [0.02, 0.0003], TWO_RATES),
+        ("WarmupLR", {}, [0.02, 0.0003], ""),
+        ("WarmupCosineLR", {"total_num_steps": 9}, [0.02, 0.0003], ""),
+        ("WarmupLR", {"warmup_max_lr": [0.3, 0.4]}, [0.02, 0.0003], ""),
+        ("WarmupLR", {"warmup_max_lr": 0.3}, [0.3, 0.3], ""),
+        ("StepLR", {"step_size": 2}, [0.02, 0.0003], ""),
+    ],
+)
+def test_rates_of_the_program_that_a_schedule_replaces_are_told(
+    schedule: str,
+    params: dict[str, Any],
+    rates: list[float],
+    told: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in rates])
+    groups = [
+        {"params": part.parameters(), "lr": lr} for part, lr in zip(model, rates, strict=True)
+    ]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "scheduler": {"type": schedule, "params": params},
+    }
+    engine, *_ = hadal.initialize(model=model, config=config, optimizer=torch.optim.AdamW(groups))
+    engine.destroy()
+    assert ("replaces" in caplog.text) == bool(told)
+    assert told in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        ({"type": "AdamW", "params": {"lr": 0.1}}, ONE_RATE),
+        ({"type": "AdamW"}, ""),
+        ({"type": "Muon", "params": {"lr": 0.1}}, ONE_RATE),
+        (
+            {"type": "Muon"},
+            "the default 0.001 replaces the optimizer's learning rates 0.02, 0.0003; set it to"
+            " [0.02, 0.0003] to keep them",
+        ),
+        ({"type": "Muon", "params": {"muon_lr": 0.001, "lr": 0.001}}, ""),
+    ],
+)
+def test_explain_says_the_same_as_initialize(
+    optimizer: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, "scheduler": DECAY}
+    engine, *_ = hadal.initialize(model=nn.Linear(2, 2), config=config)
+    engine.destroy()
+    assert ("replaces" in caplog.text) == bool(told)
+    assert told in caplog.text
+    notes = [note for note in _notes(load_config(config)) if "replaces" in note]
+    assert notes == [f"scheduler.params.warmup_max_lr: {told}"] * bool(told)
