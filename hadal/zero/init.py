@@ -37,7 +37,7 @@ from hadal.offload import DiskStore
 from hadal.zero import access
 from hadal.zero.attached import Attached
 from hadal.zero.birth import Birth, birth_of, tier_of
-from hadal.zero.bucket import Bucket, Weights
+from hadal.zero.bucket import Bucket
 from hadal.zero.grouping import BucketPlan, Fetch, Member
 from hadal.zero.hooks import ReadWatcher
 from hadal.zero.kinds import is_foreign
@@ -117,13 +117,10 @@ class _Nursery:
 
     # ---- values as given -------------------------------------------------------------------------
 
-    def _is_whole(self, bucket: Bucket) -> bool:
-        return bucket.state is Weights.FULL or bucket in self._given
-
     def _bucket_to_gather(self, parameter: nn.Parameter) -> Bucket | None:
         """Return the bucket of a parameter that an operation is about to read or write."""
         bucket = self.bucket_of.get(parameter)
-        if bucket is None or (self._is_whole(bucket) and bucket not in self.touched):
+        if bucket is None or (bucket in self._given and bucket not in self.touched):
             return None  # not held here, or already whole for a caller that will free it
         return bucket
 
@@ -144,12 +141,10 @@ class _Nursery:
         if bucket in self._unread:
             self._unread[bucket].discard(parameter)
 
-    def _reveal(self, buckets: Iterable[Bucket]) -> None:
-        """Point parameters at their values as given."""
+    def _reveal(self, buckets: Iterable[Bucket], *, as_shown: bool = False) -> None:
+        """Point parameters at their values, as given or in the dtype they are shown in."""
         arriving: list[tuple[Bucket, Tensor, Pending]] = []
         for bucket in buckets:
-            if self._is_whole(bucket):
-                continue
             self._link(bucket)
             given, pending = _room_for(bucket), finished("")
             if bucket not in self._unread:
@@ -157,7 +152,8 @@ class _Nursery:
             arriving.append((bucket, given, pending))
         for bucket, given, pending in arriving:
             pending.wait()
-            self._show(bucket, bucket.views_of(given))
+            dtype = self._dtype_of(bucket) if as_shown else given.dtype
+            self._show(bucket, [view.to(dtype) for view in bucket.views_of(given)])
             self._given[bucket] = given
 
     def _start_gather(self, bucket: Bucket, given: Tensor) -> Pending:
@@ -260,8 +256,11 @@ class _Nursery:
         else:
             self._casts[parameter] = parameter.dtype
 
-    def _cut_again(self, bucket: Bucket) -> None:
-        """Keep the program's writes, including those through `.data`, and free the full values."""
+    def _cut_again(self, bucket: Bucket, *, from_rank_0: bool) -> None:
+        """Keep the program's writes, including those through `.data`, and hide the full values.
+
+        Their memory is not reused: a new parameter may share it, as in `weight_norm`.
+        """
         for parameter in bucket.parameters:
             self._note_form(bucket, parameter)
         given, unread = self._given.pop(bucket), self._unread.pop(bucket, set())
@@ -271,8 +270,10 @@ class _Nursery:
             if parameter not in unread:
                 written.append((slot.offset, slot.stop))
                 _take_edits(parameter, view)
-        label = f"rank 0's first values of {bucket.name}"
-        cutting = bucket.sharing.start_cutting(given, label)
+        if from_rank_0:
+            label = f"rank 0's first values of {bucket.name}"
+            cutting = bucket.sharing.start_cutting(given, label)
+            self.leaving.add(cutting, given.nbytes)
         writing = bucket.offload.as_one(bucket.ranks, f"writing {bucket.name}")
         low, high = bucket.span
         with writing, bucket.present():
@@ -280,9 +281,7 @@ class _Nursery:
             for start, stop in written if unread else [bucket.span]:
                 start, stop = max(start, low), min(stop, high)
                 kept[start - low : max(start, stop) - low].copy_(given[start : max(start, stop)])
-        bucket.outdate()
         self._hide(bucket)
-        self.leaving.add(cutting, given.nbytes)
 
     @contextmanager
     def editing(self, bucket: Bucket) -> Iterator[None]:
@@ -291,28 +290,22 @@ class _Nursery:
         try:
             yield
         finally:
-            self._cut_again(bucket)
+            self._cut_again(bucket, from_rank_0=True)
 
     @contextmanager
     def whole(self, buckets: Iterable[Bucket]) -> Iterator[None]:
         """Keep buckets readable inside the block (`GatheredParameters` before `initialize`)."""
-        cut = [bucket for bucket in dict.fromkeys(buckets) if not self._is_whole(bucket)]
-        for bucket in cut:
-            self._link(bucket)
-            bucket.unshard()
-            dtype = self._dtype_of(bucket)
-            self._show(bucket, [view.to(dtype) for view in bucket.views_of(bucket.full)])
+        with unwatched():
+            self.touched.keep(0)  # the next operations would free those that it has gathered
+            cut = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self._given]
+            self._reveal(cut, as_shown=True)
         try:
             yield
         finally:
-            for bucket in cut:
-                views = bucket.views_of(bucket.full)
-                for parameter, view in zip(bucket.parameters, views, strict=True):
-                    self._note_form(bucket, parameter)
-                    _take_edits(parameter, view)
-                bucket.reveal()
-                bucket.reshard()
-                self._hide(bucket)
+            with unwatched():
+                for bucket in cut:
+                    if bucket in self._given:  # not taken over in the block
+                        self._cut_again(bucket, from_rank_0=False)
 
     # ---- taking over -----------------------------------------------------------------------------
 
@@ -327,7 +320,7 @@ class _Nursery:
         for bucket in dict.fromkeys(self.bucket_of[parameter] for parameter in names):
             slots = zip(bucket.parameters, bucket.layout.slots, strict=True)
             bucket.rename([names.get(parameter, slot.name) for parameter, slot in slots])
-            if not self._is_whole(bucket):
+            if bucket not in self._given:
                 self._link(bucket)
                 self._shown.pop(bucket, None)
                 self._hide(bucket)
@@ -345,7 +338,7 @@ class _Nursery:
         buckets = dict.fromkeys(self.bucket_of[p] for p in born)
         fetches = len(born) == len(parameters) and self._can_fetch(buckets, born, sharing)
         if not fetches:
-            self._reveal(buckets)
+            self._reveal(bucket for bucket in buckets if bucket not in self._given)
         yield self._fetch if fetches else None
         for parameter in born:
             self.bucket_of.pop(parameter)
@@ -368,7 +361,7 @@ class _Nursery:
             len({(bucket.device, bucket.precision.master) for bucket in buckets}) == 1
             and all(bucket.ranks.numbers == sharing.ranks.numbers for bucket in buckets)
             and sum(len(bucket.parameters) for bucket in buckets) == len(parameters)
-            and not any(self._is_whole(bucket) for bucket in buckets)
+            and not any(bucket in self._given for bucket in buckets)
             and not any(self._order_of(p) or self.bucket_of[p].slot_of(p).order for p in parameters)
         )
 

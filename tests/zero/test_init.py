@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +17,7 @@ from contracts.test_memory import held_nbytes
 from engine.toys import TINY, assert_equal, engine_of, model_of, train
 from ranks import RankPools
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import hadal
 from hadal import comm, utils
@@ -376,6 +379,106 @@ def tie_after_birth(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_weights_may_be_tied_after_birth(stage: int, ranks: RankPools) -> None:
     ranks(2).run(tie_after_birth, stage)
+
+
+# ---- GatheredParameters inside the context ----------------------------------------------------
+
+
+class Started(nn.Module):
+    """Initialises a layer inside `GatheredParameters`, beside a parameter of its own."""
+
+    def __init__(self, layer: Callable[[], nn.Module], modifier: int | None) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8, 8))
+        self.layer = layer()
+        with GatheredParameters([self.layer.weight], modifier_rank=modifier):
+            nn.init.normal_(self.layer.weight, std=0.02)
+            self.layer.weight.data[1:3].mul_(2.0)
+
+
+def start_gathered(modifier: int | None, dtype: torch.dtype | None) -> None:
+    def make(layer: Callable[[], nn.Module]) -> nn.Module:
+        model = nn.Sequential(Started(layer, modifier), *(layer() for _ in range(init._STAY_WHOLE)))
+        for part in (*model[1:], model[0].layer):
+            nn.init.normal_(part.weight)  # with the last one, more than stay gathered
+        with GatheredParameters(model.parameters(), modifier_rank=modifier):
+            for parameter in model.parameters():
+                parameter.data.mul_(2.0)
+        return model
+
+    # Only the modifier's random numbers count; without one, all ranks make the same changes.
+    seed = 11 + (0 if modifier is None else comm.get_rank())
+    for layer in (lambda: nn.Linear(8, 8), lambda: nn.Embedding(9, 8), lambda: nn.LayerNorm(8)):
+        inside = built(partial(make, layer), hadal.zero.Init(dtype=dtype), seed)
+        outside = built(partial(make, layer), contextlib.nullcontext(), 11).to(dtype)
+        assert all(is_cut(parameter) for parameter in inside.parameters())
+        assert_equal(values_of(inside), dict(outside.state_dict()))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(("world", "modifier"), [(1, 0), (2, 0), (2, None)])
+def test_children_may_be_gathered_and_initialised_inside(
+    world: int, modifier: int | None, dtype: torch.dtype | None, ranks: RankPools
+) -> None:
+    ranks(world).run(start_gathered, modifier, dtype)
+
+
+def older_weight_norm(layer: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it is deprecated
+        return nn.utils.weight_norm(layer)
+
+
+PARAMETRIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "weight_norm": lambda layer: parametrizations.weight_norm(layer, dim=1),
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "older weight_norm": older_weight_norm,
+}
+
+
+class Parametrized(nn.Module):
+    def __init__(self, kind: str, where: str) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(6, 6), nn.Linear(6, 4)
+        torch.manual_seed(5)
+        if where == "replaced":
+            with GatheredParameters(self.layer.weight, modifier_rank=0):
+                self.layer = PARAMETRIZED[kind](self.layer)
+        elif where == "in place":
+            with GatheredParameters(self.layer.weight):
+                PARAMETRIZED[kind](self.layer)
+        elif where == "bare":
+            PARAMETRIZED[kind](self.layer)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.last(torch.tanh(self.layer(inputs)))
+        return outputs
+
+
+def train_parametrized(kind: str) -> None:
+    states = []
+    for where in ("outside", "replaced", "in place", "bare", "after"):
+        context = contextlib.nullcontext() if where == "outside" else hadal.zero.Init()
+        torch.manual_seed(2)
+        with context:
+            model = Parametrized(kind, "bare" if where == "outside" else where)
+        if where == "after":
+            torch.manual_seed(5)
+            with GatheredParameters(model.layer.weight, modifier_rank=0):
+                PARAMETRIZED[kind](model.layer)
+        engine = engine_of(3, model)
+        losses = train(engine, range(2))
+        state = {**engine.state_dict(), "losses": torch.stack(losses)}
+        states.append(dict(sorted(state.items())))
+        engine.destroy()
+    for found in states[1:]:
+        assert_equal(found, states[0])
+
+
+@pytest.mark.parametrize("kind", PARAMETRIZED)
+def test_layers_may_be_parametrized(kind: str, ranks: RankPools) -> None:
+    ranks(2).run(train_parametrized, kind)
 
 
 # ---- the dtype ------------------------------------------------------------------------------
