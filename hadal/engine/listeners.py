@@ -159,5 +159,12 @@ def options_of(optimizer: Optimizer | None) -> Options:
     rates = (group["lr"] for group in groups)
     return Options(
         tuple(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates),
-        tuple(group.get("betas", group.get("momentum", 0.0)) for group in groups),
+        tuple(_momentum_of(group) for group in groups),
     )
+
+
+def _momentum_of(group: dict[str, Any]) -> Any:
+    """Return the betas or the momentum of a param group: Muon's have both, and use one."""
+    if group.get("use_muon"):
+        return group["momentum"]
+    return group.get("betas", group.get("momentum", 0.0))

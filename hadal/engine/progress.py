@@ -26,6 +26,8 @@ class Progress:
     loss: float | None
     """The mean of this rank's losses since the line before."""
     rates: Sequence[float]
+    momenta: Sequence[Any]
+    """Momentum or betas of each param group; 0.0 if it has neither."""
     norm: float | None
     samples_per_s: float | None
     tokens_per_s: float | None
@@ -49,7 +51,10 @@ class Progress:
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4g}")
         if self.rates:
-            parts.append(f"lr {', '.join(dict.fromkeys(f'{rate:.4g}' for rate in self.rates))}")
+            parts.append(f"lr {_each(self.rates)}")
+        momenta = [one[0] if isinstance(one, (tuple, list)) else one for one in self.momenta]
+        if any(momenta):
+            parts.append(f"mom {_each(momenta)}")
         if self.norm is not None:
             parts.append(f"norm {self.norm:.4g}")
         if self.tokens_per_s is not None:
@@ -64,6 +69,11 @@ class Progress:
         if self.left_s is not None:
             parts.append(f"{duration(self.left_s)} left")
         return ", ".join(parts)
+
+
+def _each(values: Sequence[float]) -> str:
+    """Format the different values of param groups."""
+    return ", ".join(dict.fromkeys(f"{float(value):.4g}" for value in values))
 
 
 def number_of(value: float) -> str:

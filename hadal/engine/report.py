@@ -88,6 +88,7 @@ class Reporter(Listener):
             total=self._total,
             loss=loss,
             rates=update.rates,
+            momenta=update.momenta,
             norm=update.norm,
             samples_per_s=rate,
             tokens_per_s=self._token_rate(rate, update),

@@ -59,8 +59,9 @@ def hear(stage: int, updates: int, keys: dict[str, Any], level: int = logging.IN
     return ears.heard
 
 
+CYCLE = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 3}
 LINE = re.compile(
-    r"step (\d+), loss (\d\.\d+), lr 0\.01, norm (\d\.\d+)"
+    r"step (\d+), loss (\d\.\d+), lr 0\.01, mom 0\.9, norm (\d\.\d+)"
     r"(, [\d.k]+ samples/s, [\d.]+ m?s/step)?, (\d+\.\d\d) GiB"
 )
 
@@ -86,11 +87,30 @@ def losses_and_lines(updates: int, keys: dict[str, Any]) -> tuple[list[float], l
 
 
 def test_a_line_has_the_mean_loss_and_the_time_left() -> None:
-    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 4000}}
+    params = {"total_num_steps": 4000, "warmup_max_lr": 0.01}
+    schedule = {"type": "WarmupDecayLR", "params": params}
     losses, lines = losses_and_lines(6, {"steps_per_print": 3, "scheduler": schedule})
     for line, start in zip(lines, (0, 3), strict=True):
         assert f"loss {sum(losses[start : start + 3]) / 3:.4g}," in line
         assert re.search(rf"^step {start + 3}/4000, .*, \d+\.\d\d GiB, .* left$", line)
+
+
+@pytest.mark.parametrize(
+    ("keys", "shown"),
+    [
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.01}}}, "lr 0.01, norm"),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.8}}}, "mom 0.8, norm"),
+        ({"optimizer": {"type": "Muon"}}, "lr 0.02, 0.0003, mom 0.95, 0.9, norm"),
+        (
+            {"scheduler": {"type": "OneCycle", "params": CYCLE}},
+            "lr 0.004, mom 0.8667, norm",
+        ),
+    ],
+)
+def test_a_line_has_the_momentum_of_each_group(keys: dict[str, Any], shown: str) -> None:
+    """As after the schedule's step, which cycles it; none if the optimizer has none."""
+    (line,) = hear(1, 1, {"steps_per_print": 1, **keys})
+    assert shown in line
 
 
 class Words(nn.Module):

@@ -20,7 +20,7 @@ from hadal import comm
 from hadal.errors import CheckpointError, MismatchError, UsageError
 
 SAMPLES = 20
-ADAM = {"type": "AdamW", "params": {"lr": 0.01}}
+ADAM = {"type": "AdamW", "params": {"lr": 0.02}}
 CYCLE = {
     "type": "OneCycle",
     "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 2e-2, "cycle_first_step_size": 3},
