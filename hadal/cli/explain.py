@@ -116,7 +116,7 @@ def run(parsed: argparse.Namespace) -> int:
         _show(found, parsed.world_size, table)
     if faults:
         if not parsed.json:
-            fail(ConfigError(written(found.name, faults), faults))
+            fail(ConfigError(written(found.name, faults), faults), _hint(raw, faults))
         return FAILED
     return 0
 
@@ -131,6 +131,19 @@ def faults_of(found: Examined) -> tuple[Fault, ...]:
     if not report.is_faulty(("optimizer", "scheduler")):
         known |= {fault.path: fault for fault in _types_faults(found.config)}
     return tuple(known.values())
+
+
+def _hint(raw: Mapping[str, Any], faults: Iterable[Fault]) -> str:
+    """Return a hint at the programs that choose the batch themselves; empty if it is known."""
+    from hadal.config.batch import BATCH_KEYS
+
+    is_open = not any(name in raw for name in BATCH_KEYS[:2])
+    if not is_open or not any(fault.path == BATCH_KEYS[0] for fault in faults):
+        return ""
+    return (
+        "Lightning sets the batch sizes itself, if they are left out as here; the Trainer of"
+        ' transformers and Accelerate replace "auto"'
+    )
 
 
 def _know_types(raw: Mapping[str, Any]) -> None:
@@ -155,7 +168,8 @@ def _types_faults(config: Config) -> Iterator[Fault]:
 
     optimizer, schedule = config.optimizer, config.scheduler
     is_torchs = optimizer is not None and optimizer.type not in OPTIMIZERS
-    if is_torchs or (schedule is not None and schedule.type not in SCHEDULES):
+    is_open = schedule is not None and (schedule.type not in SCHEDULES or schedule.missing)
+    if is_torchs or is_open:
         from hadal.optim import preview
 
         yield from preview.faults_of(

@@ -127,14 +127,15 @@ def _checked(
     for fault in bad_types(config, ignored + faulty):
         report.fault(fault.path, fault.message)
     report_unbuilt(config, report, stage=config.zero_optimization.stage, skip=ignored)
-    _report_autos(report)
+    _report_autos(config, report)
     _check_vocabulary(config.vocabulary_size, report)
     report_advice(config, prepared, report)
     return config, _origins(config, prepared, inferred, report)
 
 
 def _infer(values: dict[str, Any], brought: Circumstances, report: Report) -> tuple[str, ...]:
-    """Fill in values that follow from the others; return their paths."""
+    """Fill in values that follow from the others; return the paths of those that do not only
+    replace a default."""
     slices = list(_infer_slices(values, brought, report))
     inferred = slices + list(_infer_batch(values, brought, report))
     shared = brought.sequence_parallel_size
@@ -148,12 +149,10 @@ def _infer(values: dict[str, Any], brought: Circumstances, report: Report) -> tu
         managed = values.get("managed_gradient_accumulation", True)
         update = {"overlap_comm": managed or zero.stage >= 2}
         values["zero_optimization"] = zero.model_copy(update=update)
-        inferred.append("zero_optimization.overlap_comm")
     types = values.get("data_types") or default_of(Config.model_fields["data_types"])
     if types.early_rounding is None:
         update = {"early_rounding": brought.rounds_early}
         values["data_types"] = types.model_copy(update=update)
-        inferred.append("data_types.early_rounding")
     return tuple(inferred)
 
 
@@ -313,9 +312,12 @@ def _ignored(config: Config, brought: Circumstances, report: Report) -> tuple[st
     return ignored
 
 
-def _report_autos(report: Report) -> None:
+def _report_autos(config: Config, report: Report) -> None:
+    missing = () if config.scheduler is None else config.scheduler.missing
     for path in report.autos:
-        if path not in BATCH_KEYS:
+        if path.removeprefix("scheduler.params.") in missing:
+            report.note(path, '"auto" was not replaced by any program, and there is no default')
+        elif path not in BATCH_KEYS:
             report.note(path, '"auto" was not replaced by any program; using the default')
 
 
@@ -330,7 +332,8 @@ def _origins(
     config: Config, prepared: Mapping[str, Any], inferred: tuple[str, ...], report: Report
 ) -> dict[str, Origin]:
     origins: dict[str, Origin] = {path: "default" for path, _ in leaves(config.as_dict())}
-    origins |= dict.fromkeys((path for path, _ in leaves(prepared) if path in origins), "you")
+    given = (path for path, value in leaves(prepared) if path in origins and value != {})
+    origins |= dict.fromkeys(given, "you")
     origins |= dict.fromkeys(inferred, "inferred")
     origins |= dict.fromkeys(report.autos, "auto")
     return origins

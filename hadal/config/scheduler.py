@@ -174,3 +174,9 @@ class Scheduler(Section):
             f"scheduler.params.{name}: {default}{value:g} replaces the optimizer's {lost}; set it"
             f" to {kept}"
         )
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The required arguments of a built-in schedule that are absent: they were "auto"."""
+        made = PARAMS.get(self.type)
+        return () if made is None else tuple(set(made.required) - set(self.params))

@@ -51,10 +51,8 @@ def test_values_stand_in_their_sections(tmp_path: Path, capsys: pytest.CaptureFi
         "    lr                          0.001        you",
         "    betas                       [0.9, 0.95]  you",
         "fp16.enabled                    false        auto",
-        "data_types.early_rounding       false        inferred",
         "zero_optimization",
         "  stage                         3            you",
-        "  overlap_comm                  true         inferred",
         '  offload_param.device          "cpu"        you',
         "",
     ]
@@ -117,10 +115,10 @@ def test_all_refusals_are_reported_at_once(
         ("nebula.enabled", ["true"]),
         ("offload_parm", ["{}"]),
         ("params.learning_rate", ["0.001"]),
+        ("scheduler.type", ['"WarmupLr"']),
         ("stage", ["7"]),
         ("train_batch_size", ["3"]),
         ("type", ['"AdmaW"']),
-        ("type", ['"WarmupLr"']),
     ]
     head, *faults = error.splitlines()
     assert head == "error: 8 faults in ds_config.json"
@@ -135,6 +133,7 @@ def test_all_refusals_are_reported_at_once(
 
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
+STEPS = {"total_num_steps": "auto"}
 # With the exit code, for one rank.
 JUDGED: list[tuple[dict[str, Any], int]] = [
     ({"optimizer": ADAM}, 0),
@@ -146,6 +145,9 @@ JUDGED: list[tuple[dict[str, Any], int]] = [
     ({"scheduler": {"type": "StepLR", "params": {"step_size": 3}}}, 0),
     ({"optimizer": ADAM, "scheduler": {"type": "StepLR", "params": {}}}, 1),
     ({"scheduler": {"type": "Nope", "params": {}}}, 1),
+    ({"optimizer": ADAM, "scheduler": {"type": "WarmupCosineLR", "params": STEPS}}, 1),
+    ({"optimizer": ADAM, "scheduler": {"type": "WarmupDecayLR", "params": STEPS}}, 1),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, 0),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, 1),
     ({"nebula": {"enabled": True}}, 1),
     ({"steps_per_print": "many"}, 1),
@@ -167,6 +169,33 @@ def test_it_refuses_the_same_as_initialize(
     else:
         engine.destroy()
         assert code == 0
+
+
+def test_values_that_nobody_wrote_are_not_shown_as_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
+    for section in ({"type": "AdamW"}, {"type": "AdmaW"}, optimizer):
+        config = {"train_batch_size": 8, "optimizer": section}
+        _, lines, _ = explained(capsys, tmp_path, config)
+        assert not any("{}" in line for line in lines)
+    _, lines, _ = explained(capsys, tmp_path, {"train_batch_size": 8}, "--all", "--json")
+    told = json.loads("\n".join(lines))["values"]
+    assert told["zero_optimization.overlap_comm"] == {"value": True, "origin": "default"}
+
+
+def test_files_of_lightning_and_of_the_trainer_are_recognized(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, error = explained(capsys, tmp_path, {"zero_optimization": {"stage": 2}})
+    assert code == 1
+    assert "hint: Lightning sets the batch sizes itself" in error
+    config = {"train_batch_size": "auto", "scheduler": {"type": "WarmupDecayLR", "params": {}}}
+    config["scheduler"]["params"]["total_num_steps"] = "auto"  # type: ignore[index]
+    code, lines, error = explained(capsys, tmp_path, config)
+    assert code == 1 and "hint:" not in error
+    assert "does not fit WarmupDecayLR: missing a required argument" in error
+    assert lines[-1].endswith("replaced by any program, and there is no default")
 
 
 def test_an_invalid_configuration_is_one_error(

@@ -512,7 +512,7 @@ def test_overlap_is_true_wherever_something_can(stage):
     assert config.zero_optimization.overlap_comm is True
     unmanaged = load_config({**with_zero(stage=stage), "managed_gradient_accumulation": False})
     assert unmanaged.zero_optimization.overlap_comm is (stage >= 2)
-    assert config.origins["zero_optimization.overlap_comm"] == "inferred"
+    assert config.origins["zero_optimization.overlap_comm"] == "default"
     config = load_config(with_zero(stage=stage, overlap_comm=False))
     assert config.zero_optimization.overlap_comm is False
     assert config.origins["zero_optimization.overlap_comm"] == "you"
