@@ -43,7 +43,8 @@ def add_to(group: Any) -> None:
         help="Estimate the memory of model states, and the configurations that fit",
         description="Estimate the bytes of weights, gradients and optimizer state on devices, hosts"
         " and disks. Without --config it shows every ZeRO stage, in bf16 with Adam; with it, that"
-        " configuration's states by kind. With --memory it marks the rows that fit.",
+        " configuration's states by kind. With --memory, --host-memory or both it marks the rows"
+        " that fit.",
         examples=(
             "hadal estimate --params 7B --devices-per-node 8 --memory 80GB",
             "hadal estimate --model package.module:build --config ds_config.json",
@@ -78,6 +79,12 @@ def add_to(group: Any) -> None:
     )
     parser.add_argument(
         "--memory", type=device_memory, metavar="SIZE", help="Memory of one device, such as 80GB"
+    )
+    parser.add_argument(
+        "--host-memory",
+        type=device_memory,
+        metavar="SIZE",
+        help="Host memory of one node, such as 512GB",
     )
     parser.set_defaults(run=run)
 
@@ -160,19 +167,21 @@ def _show_stages(model: Model, parsed: argparse.Namespace) -> None:
         peak_nbytes,
     )
 
-    job, memory = JobSize(parsed.devices_per_node, parsed.nodes), parsed.memory
-    best = None if memory is None else best_plan(model, job, memory)
+    job, limits = JobSize(parsed.devices_per_node, parsed.nodes), _Limits.of(parsed)
+    held = {plan: held_by(plan, model, job) for plan in PLANS}
+    possible = [plan for plan in PLANS if limits.host_holds(held[plan])]
+    best = None if limits.device is None else best_plan(model, job, limits.device, plans=possible)
     tiers = {tier: name for name, tier in _tiers().items()}
     rows = [
         _Line(
             (str(plan.stage), tiers[plan.optimizer], tiers[plan.weights]),
-            held_by(plan, model, job),
+            held[plan],
             peak_nbytes(plan, model, job),
             plan == best,
         )
         for plan in PLANS
     ]
-    _show(_TITLES, rows, f"{_said(model, job)}, bf16 or fp16 with Adam, GB per rank", memory)
+    _show(_TITLES, rows, f"{_said(model, job)}, bf16 or fp16 with Adam, GB per rank", limits)
     _print_rest(model, job, HALF, ShardTiers(), stage=3)
 
 
@@ -205,7 +214,7 @@ def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
     rows.append(_Line(("total",), found.total, found.total.device + layer))
     said = _said(elements, plan.job)
     caption = f"{said}, stage {plan.stage} with {plan.optimizer}, GB per rank"
-    _show(("",), rows, caption, parsed.memory)
+    _show(("",), rows, caption, _Limits.of(parsed))
     _print_rest(elements, plan.job, plan.cost, plan.rest, stage=plan.stage, held=found.total)
 
 
@@ -318,35 +327,60 @@ def _said(model: Model, job: JobSize) -> str:
     return f"{shown_numel(model.numel)} parameters{frozen} on {nodes}{devices}"
 
 
-def _show(
-    titles: tuple[str, ...], lines: Iterable[_Line], caption: str, memory: int | None
-) -> None:
+class _Limits(NamedTuple):
+    """Memory that there is, as far as it was given."""
 
-    numbers = ("device", "host", "disk")
+    device: int | None
+    host: int | None
+    """Of a node."""
+    devices_per_node: int
+
+    @classmethod
+    def of(cls, parsed: argparse.Namespace) -> _Limits:
+        return cls(parsed.memory, parsed.host_memory, parsed.devices_per_node)
+
+    def host_holds(self, held: TierBytes) -> bool:
+        """Return whether a node's ranks have room on their host."""
+        return self.host is None or self.devices_per_node * held.host <= self.host
+
+    def __str__(self) -> str:
+        """Return a column's title; empty if nothing was given."""
+        device = "" if self.device is None else f"on {shown_nbytes(self.device)}"
+        host = "" if self.host is None else f"host {shown_nbytes(self.host)}"
+        return ",\n".join(filter(None, (device, host)))
+
+
+def _show(titles: tuple[str, ...], lines: Iterable[_Line], caption: str, limits: _Limits) -> None:
+    numbers = ("device", "host", "disk", "host of\na node")
     made = table(*titles, *numbers, right=numbers)
-    if memory is not None:
-        made.add_column(f"on {shown_nbytes(memory)}", no_wrap=True)
-    for cells, held, peak, is_best in lines:
-        fit = [] if memory is None else [_fit(peak, memory, is_best)]
-        is_total = cells == ("total",)
-        style = "best" if is_best else "heading" if is_total else None
-        made.add_row(*cells, *map(_gb, held), *fit, style=style)
+    if str(limits):
+        made.add_column(str(limits))
+    for line in lines:
+        fit = [_fit(line, limits)] if str(limits) else []
+        is_total = line.cells == ("total",)
+        style = "best" if line.is_best else "heading" if is_total else None
+        sizes = *line.held, limits.devices_per_node * line.held.host
+        made.add_row(*line.cells, *map(_gb, sizes), *fit, style=style)
     show(heading(caption), "", made, "")
 
 
-def _fit(peak: int | None, memory: int, is_best: bool) -> Text:
+def _fit(line: _Line, limits: _Limits) -> Text:
     from rich.text import Text
 
     from hadal.autotuning.estimate import MemoryFit
 
-    if peak is None:
+    if line.peak is None:
         return Text("")
-    fit = MemoryFit.of(peak, memory)
+    if not limits.host_holds(line.held):
+        return Text("does not fit the host", "faint")
+    if limits.device is None:
+        return Text("fits the host", "good")
+    fit = MemoryFit.of(line.peak, limits.device)
     style = {MemoryFit.GOOD: "good", MemoryFit.TIGHT: "warning", MemoryFit.NONE: "faint"}[fit]
     text = fit.value
     if fit is not MemoryFit.NONE:
-        text += f", {(memory - peak) / _GB:,.1f} GB left"
-    return Text(f"{text}, best" if is_best else text, "best" if is_best else style)
+        text += f", {(limits.device - line.peak) / _GB:,.1f} GB left"
+    return Text(f"{text}, best", "best") if line.is_best else Text(text, style)
 
 
 def _gb(nbytes: int) -> str:
@@ -372,7 +406,6 @@ def _print_rest(
     if model.largest and layers_take_turns(stage, job, rest):
         rows.append((f"stage {stage}, the largest layer as a whole", layer_nbytes(model, cost)))
     if held is not None:
-        rows.append(("host memory of a node", job.devices_per_node * held.host))
         rows.append(("disk of a node", job.devices_per_node * held.disk))
     building = "host memory of a node while every process builds the model in fp32"
     rows.append((building, host_nbytes(model, job, born_sharded=False)))

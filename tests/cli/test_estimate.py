@@ -24,10 +24,10 @@ def nothing():
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[tuple[str, ...], list[str]]:
-    """The cells of the table's last three columns, by those before."""
+    """The cells of device, host and disk, by those before; a node's host comes after them."""
     assert main(["estimate", *arguments]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    return {tuple(line[:-3]): line[-3:] for line in lines if len(line) > 3}
+    return {tuple(line[:-4]): line[-4:-1] for line in lines if len(line) > 4}
 
 
 @pytest.fixture
@@ -76,6 +76,27 @@ def test_plans_that_fit_are_reported(capsys: pytest.CaptureFixture[str]) -> None
     assert "tight, 1.9 GB left" in shown and "fits, 14.6 GB left, best" in shown
     assert main(["estimate", *words, "--memory", "100MB"]) == 0
     assert "best" not in capsys.readouterr().out
+
+
+def test_the_host_of_a_node_is_judged(capsys: pytest.CaptureFixture[str], written: Any) -> None:
+    words = ["--params", "70B", "--devices-per-node", "8"]
+    assert main(["estimate", *words, "--memory", "24GB", "--host-memory", "1TB"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    (row,) = (line.split() for line in shown if line.startswith("3      cpu        none"))
+    assert row[3:7] == ["17.50", "122.50", "-", "980.00"]
+    assert row[7:] == ["fits,", "6.5", "GB", "left,", "best"]
+    assert "on 24.0 GB," in shown[2] and shown[3].endswith("a node  host 1.0 TB")
+    assert main(["estimate", *words, "--memory", "24GB", "--host-memory", "512GB"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    (row,) = (line for line in shown if line.startswith("3      cpu        none"))
+    assert row.endswith("does not fit the host")
+    (row,) = (line for line in shown if line.endswith("best"))
+    assert row.split()[:3] == ["3", "nvme", "none"]
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    config = written(bf16={"enabled": True}, zero_optimization=zero)
+    assert main(["estimate", *words, "--config", config, "--host-memory", "512GB"]) == 0
+    (total,) = (line for line in capsys.readouterr().out.splitlines() if "total" in line)
+    assert total.endswith("980.00  does not fit the host")
 
 
 def test_a_configuration_and_a_model(
