@@ -22,7 +22,7 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import start_all_gather
 from hadal.comm.pending import Pending
 from hadal.config.activation_checkpointing import ActivationCheckpointing
-from hadal.device import Event, SideStream, is_host_memory, saved_tensors_hooks_here
+from hadal.device import Event, SideStream, Upload, is_host_memory, saved_tensors_hooks_here
 from hadal.errors import UsageError
 
 _log = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class KeptInput:
         self.is_coming = False
         """True if its transfers have started and it has not been restored since."""
         self._loan: LentMemory | None = None
-        self._arriving: tuple[Event, Tensor] | None = None
+        self._arriving: Upload | None = None
         self._full: tuple[Pending, Tensor] | None = None
         keeper = call.keeper
         flat = tensor.detach().as_strided((self._numel,), (1,))
@@ -251,8 +251,8 @@ class KeptInput:
         back.follow_device()
         back.follow(self._loan.free_after)
         back.copy(there, self._part)
-        event = self._loan.free_after = back.event()
-        self._arriving = event, there
+        self._arriving = Upload(back, self._part, there)
+        self._loan.free_after = self._arriving.event
 
     def begin_gather(self) -> None:
         """Start gathering the slices of all ranks, if it is a slice."""
@@ -269,9 +269,7 @@ class KeptInput:
         """Return this rank's part, on the device."""
         if self._arriving is None:
             return self._part
-        event, values = self._arriving
-        event.wait_on_device()
-        return values
+        return self._arriving.wait()
 
     def restored(self) -> Tensor:
         """Return the input with its values, size and strides; this may be called again."""

@@ -58,7 +58,7 @@ from hadal.device.memory import (
 from hadal.device.places import look_at, number_of_users
 from hadal.device.reading import HostCopy, read_on_host, start_reading
 from hadal.device.stamps import Stamp
-from hadal.device.streams import Event, SideStream, has_streams, is_capturing
+from hadal.device.streams import Event, SideStream, Upload, has_streams, is_capturing
 from hadal.device.waits import synchronize, waiting_for, watch_waits
 
 __all__ = [
@@ -72,6 +72,7 @@ __all__ = [
     "SgdRule",
     "SideStream",
     "Stamp",
+    "Upload",
     "accelerator_kind",
     "allocated_host_nbytes",
     "at_end_of_backward",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from hadal.device.waits import waiting_for
+
+Result = TypeVar("Result")
 
 WITHOUT_STREAMS = ("cpu", "mps")
 
@@ -122,3 +125,33 @@ class SideStream:
             return
         with self._stream:
             yield
+
+
+class Upload:
+    """A copy from host memory (`values`) to the device (`out`), just started on a side stream.
+
+    The memory of `out` is not reused before the copy is over, even if nobody waits for it: after an
+    exception, or if the graph that needed it is freed before its backward.
+    """
+
+    def __init__(self, stream: SideStream, values: Tensor, out: Tensor) -> None:
+        self._stream = stream
+        self._values, self._out = values, out
+        self._has_follower = False
+        self.event = stream.event()
+
+    def then(self, start: Callable[[], Result]) -> Result:
+        """Start work on the device that waits for the values, but not for the device's own work."""
+        self._has_follower = True
+        with self._stream.current():
+            return start()
+
+    def wait(self) -> Tensor:
+        """Make the device's own work wait for the values; return them."""
+        self._has_follower = True
+        self.event.wait_on_device()
+        return self._out
+
+    def __del__(self) -> None:
+        if not self._has_follower:
+            self._stream.keep(self._out)

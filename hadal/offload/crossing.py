@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from hadal.device import Event, SideStream
+from hadal.device import Event, SideStream, Upload
 from hadal.offload.buffers import aligned
-
-Result = TypeVar("Result")
 
 # The gradients of this many buckets may be copied to the host at a time: while one is copied, the
 # next is computed. The device's own work waits for earlier ones, so its memory is bounded.
@@ -84,7 +80,7 @@ class Crossing:
         only after the copy.
         """
         self._begin(self._coming, values, out, after)
-        return Upload(self._coming, self._coming.event(), (values, out))
+        return Upload(self._coming, values, out)
 
     @staticmethod
     def _begin(way: SideStream, values: Tensor, out: Tensor, after: Event | None) -> None:
@@ -123,24 +119,6 @@ class Crossing:
         event, stage = self._stages.popleft()
         event.wait_on_host()
         return event, stage
-
-
-class Upload:
-    """A copy to the device that is under way."""
-
-    def __init__(self, stream: SideStream, event: Event, held: tuple[Tensor, ...]) -> None:
-        self.event = event
-        self._stream = stream
-        self._held = held
-
-    def then(self, start: Callable[[], Result]) -> Result:
-        """Start work on the device that waits for the values, but not for the device's own work."""
-        with self._stream.current():
-            return start()
-
-    def wait(self) -> None:
-        """Make the device's own work wait for the values."""
-        self.event.wait_on_device()
 
 
 _crossings: weakref.WeakValueDictionary[tuple[torch.device, bool], Crossing]

@@ -16,8 +16,8 @@ from hadal.comm.collectives import slice_of, start_all_reduce, start_reduce_scat
 from hadal.comm.factors import Factors, sum_into
 from hadal.comm.pending import Pending
 from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
-from hadal.device import Event, is_host_memory, read_on_host, unwatched
-from hadal.offload.crossing import Crossing, Upload
+from hadal.device import Event, Upload, is_host_memory, read_on_host, unwatched
+from hadal.offload.crossing import Crossing
 from hadal.zero.bucket import Bucket
 from hadal.zero.offload import Offload
 from hadal.zero.policy import Reduction

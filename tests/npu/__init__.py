@@ -48,7 +48,11 @@ def _hccl(store: torch.distributed.Store, rank: int, size: int, timeout: object)
 
 @contextmanager
 def asynchronous(longest_delay: float = 0.02) -> Iterator[None]:
-    """Queue work inside the context; at the end check that no work touched foreign memory."""
+    """Queue work inside the context; at the end check that no work touched foreign memory.
+
+    Each task starts after a random delay, in seconds, or when somebody waits for it: only then if
+    the longest delay is infinite. Another rank's wait for a collective does not count.
+    """
     native = _native[0]
     native.set_delay(longest_delay)
     native.faults()

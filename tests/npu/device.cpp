@@ -28,6 +28,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -111,8 +112,11 @@ class Queue {
     if (haste == Haste::late) {
       late_tasks += 1;
       std::uniform_real_distribution<double> share(0.0, 1.0);
-      due += std::chrono::duration_cast<Clock::duration>(
-          std::chrono::duration<double>(longest_delay * share(random_)));
+      double longest = longest_delay;
+      due = std::isinf(longest) // only when somebody waits
+          ? Clock::time_point::max()
+          : due + std::chrono::duration_cast<Clock::duration>(
+                std::chrono::duration<double>(longest * share(random_)));
     }
     tasks_.push_back({std::move(task), due, awaits});
     given_ += 1;

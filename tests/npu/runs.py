@@ -226,10 +226,12 @@ def trained_turned(config: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def trained_late(config: dict[str, Any], updates: int = 3, **model: Any) -> dict[str, Any]:
+def trained_late(
+    config: dict[str, Any], updates: int = 3, longest_delay: float = 0.02, **model: Any
+) -> dict[str, Any]:
     """The same where all that the device does is late."""
     before = npu.late_tasks()
-    with npu.asynchronous(), npu.with_float64():
+    with npu.asynchronous(longest_delay), npu.with_float64():
         told = trained(config, updates, **model)
     return {**told, "late": npu.late_tasks() - before}
 

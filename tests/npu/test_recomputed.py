@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import gc
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,44 @@ def test_copies_to_the_host_are_limited(npus: RankPools) -> None:
 )
 def test_layers_of_transformers_store_little_on_the_device(npus: RankPools) -> None:
     npus(1).run(_offloads_hidden_states)
+
+
+class _Failing(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("backward fails")
+
+
+def _prefetched(fails: bool) -> None:
+    """The graph dies after an input's copy to the device was started, before its backward."""
+    call = recomputation({"cpu_checkpointing": True}).call
+    device = current_device()
+    first = torch.randn(1 << 12, requires_grad=True, device=device) * 1
+    with npu.asynchronous(math.inf):
+        middle = call(lambda x: x.sin().cos(), first)
+        middle = _Failing.apply(middle) if fails else middle
+        loss = call(lambda x: x.sin().cos(), middle).sum()
+        if fails:
+            with pytest.raises(RuntimeError, match="backward fails"):
+                loss.backward()
+        else:
+            torch.autograd.grad(loss, middle)
+        del loss, middle, first
+        gc.collect()
+        later = [torch.full((1 << 12,), 7.0, device=device) for _ in range(4)]
+        torch.accelerator.synchronize()
+        assert all(bool((each.cpu() == 7.0).all()) for each in later)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_memory_of_a_prefetched_input_is_kept_until_its_copy(fails: bool, npus: RankPools) -> None:
+    npus(1).run(_prefetched, fails)
 
 
 def _modules(stage: int) -> None:
