@@ -11,14 +11,15 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hadal.cli.arguments import integer
 from hadal.cli.parser import add_actions, add_command
 from hadal.cli.terminal import CommandError, show, table
-from hadal.units import shown_nbytes
+from hadal.errors import few
+from hadal.units import shown_nbytes, shown_numel
 
 _LAYOUTS = ("hadal", "compressed-tensors", "torchao")
 _ROUNDS = 10
@@ -63,7 +64,8 @@ def add_to(group: Any) -> None:
         "--bits",
         type=integer(ge=1, le=8),
         metavar="N",
-        help="Quantize all linear layers to N bits, one scale per weight",
+        help="Quantize all linear layers, convolutions and embeddings of torch to N bits, one scale"
+        " per weight",
     )
     exporting.add_argument(
         "--layout",
@@ -99,7 +101,9 @@ def run_export(parsed: argparse.Namespace) -> int:
         rows.add_row(name, *values)
     show(f"wrote {parsed.out}")
     if left:
-        show(f"not packed: {', '.join(left)}")
+        show(f"not packed: {few(left)}")
+    for line in _not_quantized(model):
+        show(line)
     show(rows)
     return 0
 
@@ -150,6 +154,25 @@ def _all_linear(bits: int) -> dict[str, Any]:
     group = {"params": {"start_bits": bits, "target_bits": bits}, "modules": ["*"]}
     section = {"shared_parameters": shared, "different_groups": {"all": group}}
     return {"compression_training": {"weight_quantization": section}}
+
+
+def _not_quantized(model: Any) -> Iterator[str]:
+    """Yield a line for each class of modules whose weights were not quantized, with the reason."""
+    from hadal.compression.layers import compressible, why_not
+    from hadal.compression.packed import Packed
+
+    found: dict[tuple[str, str], list[int]] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if isinstance(module, Packed) or weight is None or weight.dim() < 2:
+            continue
+        reason = why_not(module) or "no group of the configuration names them"
+        if not compressible(module):
+            reason = "only torch's Linear, Conv2d and Embedding can be"
+        found.setdefault((type(module).__name__, reason), []).append(weight.numel())
+    for (name, reason), sizes in found.items():
+        elements = f"{shown_numel(sum(sizes))} elements"
+        yield f"not quantized: {len(sizes)} {name} ({elements}): {reason}"
 
 
 def _function(name: str) -> Callable[[Any], float]:

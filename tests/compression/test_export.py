@@ -137,6 +137,10 @@ def test_the_command_quantizes_and_compares(tmp_path: Path, capsys, monkeypatch)
     assert "wrote small" in told
     assert "91.25" in told
     assert "forward on this machine" in told
+    assert (
+        "not quantized: 3 Embedding (2.6 K elements): no group of the configuration names them"
+        in told
+    )
     loaded = load_packed(tiny(), tmp_path / "small")
     expected = packed(model, wishes)
     assert torch.equal(loaded(input_ids=TOKENS).logits, expected(input_ids=TOKENS).logits)
@@ -149,3 +153,23 @@ def test_the_command_quantizes_and_compares(tmp_path: Path, capsys, monkeypatch)
     (tmp_path / "config.json").write_text('{"train_batch_size": 1}')
     assert main([*command, "--config", "config.json"]) == 1
     assert "weight_quantization is not on" in capsys.readouterr().err
+
+
+def test_modules_of_other_classes_are_named(tmp_path: Path, capsys, monkeypatch):
+    """GPT-2's linear layers are a class of transformers, with the transposed weight."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    shape = transformers.GPT2Config(
+        vocab_size=64,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    transformers.GPT2LMHeadModel(shape).save_pretrained(tmp_path / "dense")
+    assert main(["compress", "export", "dense", "small", "--bits", "8"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in told if line.startswith("not quantized: "))
+    assert line.startswith("not quantized: 8 Conv1D (24.6 K elements): only torch's Linear,")
