@@ -141,6 +141,8 @@ class Search:
         for found in (first, self.best):
             times = (found.seconds_per_gb, self._measure(found.settings).seconds_per_gb)
             self.noise = max(self.noise, max(times) / min(times) - 1)
+        if self.is_as_good(first):
+            self.best = first  # nothing is gained by other settings than the defaults
 
     def is_as_good(self, found: MeasuredSettings) -> bool:
         """Return whether a setting is as fast as the best one within the noise."""

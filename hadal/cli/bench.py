@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hadal.cli import bench_comm
 from hadal.cli.arguments import number, size
 from hadal.cli.parser import add_actions, add_command
-from hadal.cli.terminal import CommandError, note, progress, show, table, write_file
+from hadal.cli.terminal import CommandError, progress, show, table, write_file
 from hadal.units import shown_binary
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ def add_to(group: Any) -> None:
         "io",
         help="Find the `aio` section for a disk",
         description="Write and read a file in PATH with one setting of the `aio` section after the"
-        " other. Print how fast each is, and the best as JSON for ds_config.json.",
+        " other. Print how fast each is, and the best as JSON for ds_config.json if it is faster"
+        " than the defaults.",
         examples=("hadal bench io /nvme --seconds 30 --json aio.json",),
     )
     disk.add_argument(
@@ -78,7 +79,10 @@ def run_io(parsed: argparse.Namespace) -> int:
     assert search.best is not None  # the defaults are always measured
     _show(found, search)
     text = json.dumps({"aio": keys_of(search.best.settings)}, indent=2) + "\n"
-    sys.stdout.write(text)
+    if search.best is found[0]:
+        show(f"keep the defaults: no other setting is faster beyond the noise, {search.noise:.0%}")
+    else:
+        sys.stdout.write(text)
     if parsed.json is not None:
         write_file(parsed.json, text)
     return 0
@@ -95,13 +99,8 @@ def _show(found: list[MeasuredSettings], search: Search) -> None:
         values = keys_of(one.settings)
         cells = [json.dumps(value) for value in values.values()]
         cells[list(values).index("block_size")] = shown_binary(one.settings.block_size)
-        cells += [f"{speed.gb_per_s:.3g}" for speed in (one.write, one.read)]
+        cells += [f"{speed.gb_per_s:.2f}" for speed in (one.write, one.read)]
         is_best = one is search.best
         remark = "best" if is_best else "within noise" if search.is_as_good(one) else ""
         made.add_row(*cells, remark, style="best" if is_best else None)
     show(made, "")
-    if search.best is not found[0] and search.is_as_good(found[0]):
-        note(
-            f"the defaults, in the first row, are as fast within the noise ({search.noise:.0%});"
-            " measure for longer to be sure: --seconds"
-        )

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hadal.autotuning.disk import Search
+import hadal.autotuning.disk
+from hadal.autotuning.disk import MeasuredSettings, Search, Speed
 from hadal.cli.main import main
 from hadal.config import load_config
+from hadal.config.aio import Aio
 from hadal.units import shown_binary
 
 QUICK = ["--size", "1MB", "--seconds", "0.1"]
 
 
 def test_the_best_settings_are_printed_and_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def measurer(*given: Any) -> Callable[[Aio], MeasuredSettings]:
+        """Really measure; but only one setting is fast."""
+        measure = real(*given)
+
+        def measured(settings: Aio) -> MeasuredSettings:
+            is_fast = settings.block_size == 1 << 22
+            speed = Speed(1 << 20, 0.001 if is_fast else 0.1)
+            return MeasuredSettings(measure(settings).settings, speed, speed)
+
+        return measured
+
+    real = hadal.autotuning.disk.measurer
+    monkeypatch.setattr("hadal.autotuning.disk.measurer", measurer)
     disk, out = tmp_path / "disk", tmp_path / "aio.json"
     disk.mkdir()
     assert main(["bench", "io", str(disk), *QUICK, "--json", str(out)]) == 0
@@ -39,6 +56,24 @@ def test_the_best_settings_are_printed_and_written(
     for word in ("block_", "depth", "parallelism", "submit", "events", "write", "read"):
         assert word in table
     assert list(disk.iterdir()) == []
+
+
+def test_the_defaults_are_kept_within_noise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(settings: Aio) -> MeasuredSettings:
+        """Measure 4 or 5 GB/s by turns: a setting twice gives both."""
+        measured.append(Speed(1, (0.2, 0.25)[len(measured) % 2] / 1e9))
+        return MeasuredSettings(settings, measured[-1], measured[-1])
+
+    measured: list[Speed] = []
+    monkeypatch.setattr("hadal.autotuning.disk.measurer", lambda *_: measure)
+    assert main(["bench", "io", str(tmp_path), "--json", str(tmp_path / "aio.json")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.endswith("keep the defaults: no other setting is faster beyond the noise, 25%\n")
+    assert "{" not in shown and " 4.00  4.00" in shown
+    written = json.loads((tmp_path / "aio.json").read_text())["aio"]
+    assert written["block_size"] == Aio().block_size
 
 
 @pytest.mark.parametrize(
