@@ -102,7 +102,9 @@ class FirstUpdate(Listener):
             )
 
     def close(self) -> None:
-        """Stop watching: nothing is reported at exit."""
+        """Stop watching, and report now what the end of the program would."""
+        if self in _watching and sys.exc_info()[0] is None:
+            self.report()
         _watching.discard(self)
 
     def report(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from typing import Any
@@ -77,21 +78,25 @@ def test_a_batch_in_the_second_dimension_is_valid(ranks: RankPools) -> None:
     assert ranks(1).run(told_of_sequences) == [[]]
 
 
-def told_without_steps(backwards: int, accumulation: int) -> list[str]:
-    with logged() as messages:
+def told_without_steps(backwards: int, accumulation: int, fails: bool = False) -> list[str]:
+    with logged() as messages, contextlib.suppress(ZeroDivisionError):
         engine = engine_of(1, gradient_accumulation_steps=accumulation)
         for _ in range(backwards):
             engine.backward(loss_of(engine(torch.ones(ROWS, 6)), torch.ones(ROWS, 4)))
-        engine.destroy()
+        try:
+            1 / (not fails)
+        finally:
+            engine.destroy()
     return messages
 
 
 def test_backwards_without_a_step_are_reported_once(ranks: RankPools) -> None:
-    assert ranks(1).run(told_without_steps, 9, 1) == [[]]
-    ((message,),) = ranks(1).run(told_without_steps, 16, 1)
-    assert "engine.step() was never called" in message
-    assert "10 backward passes" in message
-    assert ranks(1).run(told_without_steps, 15, 4) == [[]]
+    assert ranks(1).run(told_without_steps, 0, 1) == [[]]
+    assert ranks(1).run(told_without_steps, 9, 1, True) == [[]]  # an error is report enough
+    for backwards, accumulation, counted in ((16, 1, 10), (9, 1, 9), (15, 4, 15)):
+        ((message,),) = ranks(1).run(told_without_steps, backwards, accumulation)
+        assert "engine.step() was never called" in message
+        assert f"{counted} backward passes" in message
 
 
 def several_losses() -> list[str]:
