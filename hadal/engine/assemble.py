@@ -5,6 +5,7 @@ Tests: tests/engine/test_engine.py, tests/engine/test_checks.py
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -87,7 +88,7 @@ from hadal.errors import OffloadError
 from hadal.monitor.opening import expect_packages
 from hadal.optim.build import build_stepper
 from hadal.optim.exchanging import ExchangingStepper
-from hadal.zero import access, init
+from hadal.zero import access, init, place
 from hadal.zero.hooks import Hooks
 from hadal.zero.policy import Precision
 from hadal.zero.runtime import ZeroRuntime
@@ -95,6 +96,8 @@ from hadal.zero.sanity import Sanity
 
 if TYPE_CHECKING:
     from hadal.engine.pipeline import PipelineEngine
+
+_log = logging.getLogger(__name__)
 
 
 def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
@@ -170,6 +173,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         from hadal.engine import pipeline  # for this alone
 
         engine_type = pipeline_engine_type or pipeline.PipelineEngine
+    _end_engine_of(model)
     with raised_on_all(world, "initialize"):
         if is_in_stages(model):
             from hadal.engine.stages import groups_of_stages  # for this alone
@@ -188,6 +192,20 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     if admitted.config.checkpoint.resume is not None:
         engine.resume(admitted.config.checkpoint.resume)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _end_engine_of(model: Any) -> None:
+    """Destroy the engine that trains this very model: a cell of a notebook has run again."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    for held in filter(None, map(place.place_of, parameters)):
+        engine = held.trainer
+        if isinstance(engine, Engine) and engine.module is model:
+            _log.warning(
+                "initialize got the model of another engine. That engine is destroyed, with its"
+                " optimizer's state; the weights stay as they are"
+            )
+            engine.destroy()
+        return
 
 
 def _log_collectives(config: Config) -> None:

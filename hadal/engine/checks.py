@@ -100,8 +100,9 @@ def check_parameters(
             )
         if access.is_kept_by_engine(parameter):
             raise UsageError(
-                f"rank {ranks.rank}: parameter {name} belongs to another engine; call that"
-                " engine's destroy() first"
+                f"rank {ranks.rank}: parameter {name} belongs to another engine, one of"
+                " another model or one that is gone; call its destroy() first, or build the model"
+                " anew"
             )
         refusal = refusal_of(parameter, trains=parameter.requires_grad)
         if refusal is not None:

@@ -31,6 +31,33 @@ from hadal.optim.schedules import WarmupDecayLR
 STAGES = [0, 1, 2, 3]
 
 
+def initialize_again(stage: int) -> None:
+    """A cell of a notebook runs again: SGD has no state to lose."""
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    once = engine_of(stage, **sgd)
+    train(once, range(4))
+    first = engine_of(stage, **sgd)
+    train(first, range(2))
+    model = first.module
+    second = engine_of(stage, model, **sgd)
+    with pytest.raises(UsageError, match="this engine was destroyed"):
+        first(batch_of(0)[0])
+    train(second, range(2, 4))
+    assert_equal(once.state_dict(), second.state_dict())
+    other = nn.Sequential(model[0], nn.Linear(9, 1))
+    with pytest.raises(UsageError, match=r"parameter 0.weight belongs to another engine, one of"):
+        engine_of(stage, other)
+    train(second, range(4, 5))
+    second.destroy()
+    engine_of(stage, other).destroy()
+    once.destroy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_second_initialize_of_one_model_replaces_its_engine(stage: int, ranks: RankPools) -> None:
+    ranks(2).run(initialize_again, stage)
+
+
 def count(stage: int) -> None:
     engine = engine_of(stage, gradient_accumulation_steps=3)
     world = comm.get_world_size()
