@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hadal.cli.arguments import CONFIG_HELP
 from hadal.cli.flags import divided
-from hadal.cli.main import main
+from hadal.cli.main import command_line, main
 from hadal.cli.parser import Parser
 from hadal.cli.run import pid_file
 
@@ -50,6 +50,12 @@ def launch() -> int:
         where = ["--hostfile", str(hostfile), "--include", include, "--no_ssh"]
         where += ["--node_rank", values.node_rank, "--master_addr", values.master_addr]
         return main(["run", "--local_rank", *where, *rest, *program])
+
+
+def show_report(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
+    """Print the report inside a program, whose own arguments are not read."""
+    parsed = command_line().parse_args(["report"])
+    parsed.run(parsed)
 
 
 def report() -> int:

@@ -8,9 +8,15 @@ Tests: tests/compat/test_names.py
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
+import torch
+
 from hadal.compat.placeholders import unbuilt
+
+TORCH_MAJOR, TORCH_MINOR = (int(part) for part in torch.__version__.split(".")[:2])
+DEFAULT_COMPUTE_CAPABILITIES = "6.0;6.1;7.0"
 
 # class name -> (name of the operator, whether its functionality is available)
 _KNOWN: dict[str, tuple[str, bool]] = {
@@ -35,6 +41,41 @@ _KNOWN: dict[str, tuple[str, bool]] = {
 }
 
 
+class MissingCUDAException(Exception):
+    """This torch was not built for CUDA."""
+
+
+def installed_cuda_version(name: str = "") -> tuple[int, int]:
+    """Return the CUDA version of this torch: nothing is compiled, so no toolkit is needed.
+
+    Raises:
+        MissingCUDAException: this torch was not built for CUDA.
+    """
+    if torch.version.cuda is None:
+        raise MissingCUDAException(f"torch {torch.__version__} was not built for CUDA")
+    return _major_minor(torch.version.cuda)
+
+
+def assert_no_cuda_mismatch(name: str = "") -> bool:
+    """Return True: torch's CUDA is the only one in use.
+
+    Raises:
+        MissingCUDAException: this torch was not built for CUDA.
+    """
+    installed_cuda_version(name)
+    return True
+
+
+def get_default_compute_capabilities() -> str:
+    """Return DeepSpeed's list of capabilities to compile for; nothing is compiled here."""
+    return DEFAULT_COMPUTE_CAPABILITIES
+
+
+def _major_minor(version: str) -> tuple[int, int]:
+    major, minor = re.findall(r"\d+", version)[:2]
+    return int(major), int(minor)
+
+
 class OpBuilder:
     """The methods of every builder."""
 
@@ -44,6 +85,21 @@ class OpBuilder:
     def __init__(self, name: str | None = None) -> None:
         self.name = self.NAME if name is None else name
         self.error_log: str | None = None
+
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Return whether this torch was built for ROCm."""
+        return torch.version.hip is not None
+
+    @staticmethod
+    def installed_rocm_version() -> tuple[int, int]:
+        """Return the ROCm version of this torch; (0, 0) if it was not built for ROCm."""
+        return (0, 0) if torch.version.hip is None else _major_minor(torch.version.hip)
+
+    @staticmethod
+    def is_sycl_enabled() -> bool:
+        """Return False: no kernel is converted to SYCL."""
+        return False
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Return whether the functionality is available."""

@@ -165,7 +165,10 @@ _ALIKE: dict[str, dict[str, str]] = {
         " RaggedUtilsBuilder SparseAttnBuilder SpatialInferenceBuilder TransformerBuilder"
         " UtilsBuilder"
     },
-    "deepspeed.ops.op_builder.builder": {_BUILDERS: "OpBuilder"},
+    "deepspeed.ops.op_builder.builder": {
+        _BUILDERS: "MissingCUDAException OpBuilder TORCH_MAJOR TORCH_MINOR assert_no_cuda_mismatch"
+        " get_default_compute_capabilities installed_cuda_version"
+    },
     "deepspeed.ops.op_builder.evoformer_attn": {_BUILDERS: "EvoformerAttnBuilder"},
     "deepspeed.ops.sparse_attention": {
         "hadal.sparse_attention": "BSLongformerSparsityConfig BertSparseSelfAttention"
@@ -457,12 +460,18 @@ _OTHERS: dict[str, str] = {
         "hadal.compat.optimizer:ParameterOffload"
     ),
     "deepspeed.env_report.cli_main": "hadal.cli.deepspeed:report",
-    "deepspeed.env_report.main": "hadal.cli.deepspeed:report",
+    "deepspeed.env_report.main": "hadal.cli.deepspeed:show_report",
     "deepspeed.launcher.launch.main": "hadal.cli.deepspeed:launch",
     "deepspeed.launcher.runner.main": "hadal.cli.deepspeed:run",
     "deepspeed.runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": (
         f"{_ZERO}:zero_wrapper_for_fp_tensor_constructor"
     ),
+    "deepspeed.ops.op_builder.builder.CUDAMismatchException": f"{_BUILDERS}:MissingCUDAException",
+    "deepspeed.ops.op_builder.builder.CUDAOpBuilder": f"{_BUILDERS}:OpBuilder",
+    "deepspeed.ops.op_builder.get_default_compute_capabilities": (
+        f"{_BUILDERS}:get_default_compute_capabilities"
+    ),
+    "deepspeed.utils.exceptions.DeprecatedException": "hadal.errors:NotBuiltYetError",
     "deepspeed.runtime.dataloader.DeepSpeedDataLoader": "hadal.engine.loader:ShardedLoader",
     "deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES": f"{_VALUES}:VALID_LR_SCHEDULES",
     "deepspeed.runtime.zero.partition_parameters._orig_torch_arange": "torch:arange",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -327,6 +328,39 @@ def test_builders_report_compatibility_and_build_nothing() -> None:
     assert get_accelerator().create_op_builder("NoSuchBuilder") is None
     with pytest.raises(NotBuiltYetError, match=r"CPUAdamBuilder\(\)\.load\(\)"):
         builders.CPUAdamBuilder().load()
+
+
+def test_builders_answer_what_programs_ask_when_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = alias("deepspeed.ops.op_builder.builder")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert not builder.OpBuilder.is_rocm_pytorch()
+    assert not builder.CUDAOpBuilder.is_sycl_enabled()
+    assert builder.OpBuilder.installed_rocm_version() == (0, 0)
+    for question in (builder.installed_cuda_version, builder.assert_no_cuda_mismatch):
+        with pytest.raises(builder.MissingCUDAException, match="not built for CUDA"):
+            question("an operator")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert builder.installed_cuda_version() == (12, 8)
+    assert builder.assert_no_cuda_mismatch() is True
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482-0f2d60242")
+    assert builder.OpBuilder.is_rocm_pytorch()
+    assert builder.OpBuilder.installed_rocm_version() == (6, 4)
+    assert (builder.TORCH_MAJOR, builder.TORCH_MINOR) >= (2, 11)
+    for name in ("deepspeed.ops.op_builder", "deepspeed.ops.op_builder.builder"):
+        assert alias(name).get_default_compute_capabilities() == "6.0;6.1;7.0"
+    with pytest.raises(alias("deepspeed.utils.exceptions").DeprecatedException):
+        raise NotBuiltYetError("a name of the surface")
+
+
+def test_a_program_shows_the_report_with_arguments_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--num-layers", "2"])
+    assert alias("deepspeed.env_report").main(hide_operator_status=True) is None
+    assert f"torch{' ' * 4}" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        alias("deepspeed.env_report").cli_main()
 
 
 # ---- loss scales and kinds of optimizers ---------------------------------------------------------
