@@ -279,6 +279,8 @@ class Engine(EngineBase):
                 # An update that failed still ends its accumulation: the next one starts afresh.
                 cycle.stepping, cycle.collected, cycle.losses = False, 0, []
             session.counters.micro_steps += 1 if managed else backwards
+            if ends_update and cycle.boundary:
+                session.begin_accumulation()  # the caller's boundary ends the count as well
         if ends_update and self._preemption is not None:
             self._preemption.at_boundary(self.save_checkpoint)
 

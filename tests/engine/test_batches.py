@@ -144,14 +144,37 @@ def name_the_boundary(stage: int) -> None:
     assert engine.global_steps == 1
     assert_close(engine.state_dict(), alone([range(3)], [3]))
     engine.set_gradient_accumulation_boundary(None)
-    assert engine.is_gradient_accumulation_boundary() == (engine.micro_steps % 4 == 3)
+    assert not engine.is_gradient_accumulation_boundary(), "the update ended the count as well"
+    engine.set_train_batch_size(4 * ROWS * comm.get_world_size())
+    engine.destroy()
+
+
+def step_once_for_all(stage: int) -> None:
+    """The caller counts, as Megatron does: it sets the batch, and one step ends all backwards."""
+    engine = engine_of(
+        stage, wishes={"optimizer": sgd}, optimizer=None, gradient_accumulation_steps=2
+    )
+    updates = [range(2), range(2, 5), range(5, 7)]
+    for number, steps in enumerate(updates):
+        engine.set_train_batch_size(len(steps) * ROWS * comm.get_world_size())
+        for step in steps:
+            engine.set_gradient_accumulation_boundary(step == steps[-1])
+            inputs, targets = batch_of(step)
+            engine.backward(loss_of(engine(inputs), targets))
+            with pytest.raises(UsageError, match="inside an accumulation"):
+                engine.set_train_batch_size(ROWS * comm.get_world_size())
+        engine.step()
+        assert engine.global_steps == number + 1
+    assert_close(engine.state_dict(), alone(updates, [2, 3, 2]))
     engine.destroy()
 
 
 @pytest.mark.claims("managed_gradient_accumulation", "gradient_accumulation_steps")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    "case", [step_when_the_caller_says, name_the_boundary], ids=lambda case: case.__name__
+    "case",
+    [step_when_the_caller_says, name_the_boundary, step_once_for_all],
+    ids=lambda case: case.__name__,
 )
 def test_the_caller_owns_the_boundary(
     case: Callable[[int], None], stage: int, ranks: RankPools
