@@ -120,6 +120,13 @@ class General(Batch, Communication):
         "Drop an incomplete last batch on all ranks. Otherwise it is kept and filled up with "
         "the first samples of that epoch's order, so that every rank receives the same number.",
     )
+    dataloader_shard_iterable: Boolean | None = key(
+        None,
+        "Who shards an `IterableDataset` over ranks. true: all ranks read the same stream, and "
+        "each takes every n-th sample. false: the data set gives each rank its own "
+        "samples, as after `datasets.distributed.split_dataset_by_node`. null: it is refused if "
+        "several ranks train.",
+    )
     vocabulary_size: Integer | None = key(
         None, "Vocabulary size of the model; logs a note if it is not a multiple of 8.", gt=0
     )

@@ -57,6 +57,8 @@ class Reading:
     """True keeps workers from one epoch to the next."""
     worker_init_fn: Callable[[int], None] | None = None
     """Called in each worker with its number before it reads."""
+    shards_stream: bool | None = None
+    """Whether to shard an `IterableDataset`; False: it gives each replica its own samples."""
 
 
 class ShardedLoader:
@@ -67,10 +69,12 @@ class ShardedLoader:
     loop or after an early exit. The first iteration after `load_state_dict` yields the remaining
     batches of that epoch (none at its end); an iteration under way continues there.
 
-    A sampler that the caller passes, and an `IterableDataset`, must shard their samples and return
-    as many batches on every rank: the other ranks wait for one whose data has ended. An
-    `IterableDataset` resumes by its own `state_dict` and `load_state_dict`; if it has none, its
-    first samples are read again and dropped.
+    An `IterableDataset` is sharded as `dataloader_shard_iterable` says: either the loader takes
+    every n-th sample of it and drops the last fewer than n, or the data set shards its samples
+    itself. It resumes by its own `state_dict` and `load_state_dict`; if it has none, its first
+    samples are read again and dropped. If it shards them itself, as a sampler that the caller
+    passes does, it must return as many batches on every rank: the other ranks wait for one whose
+    data has ended.
 
     The order, and all random numbers of the data set and `collate_fn`, depend only on `seed`, not
     on the number of workers or on resuming. It may be set before the first epoch. An engine's
@@ -112,7 +116,7 @@ class ShardedLoader:
             )
 
     def _check(self) -> None:
-        reading = self._reading
+        reading, replicas = self._reading, self.sharding.replicas
         if not reading.workers and (reading.persistent_workers or reading.prefetch_factor):
             raise UsageError(
                 "prefetch_factor and persistent_workers require workers, and there are none; set"
@@ -122,6 +126,13 @@ class ShardedLoader:
             if reading.sampler is not None:
                 raise UsageError(
                     "an IterableDataset has its own order of samples; leave data_sampler out"
+                )
+            if replicas > 1 and reading.shards_stream is None:
+                raise UsageError(
+                    f"{type(self.dataset).__name__} is an IterableDataset, and {replicas} ranks"
+                    " read it; set dataloader_shard_iterable to true if it is the same on all"
+                    " ranks, each of which then takes every n-th sample, or to false if it gives"
+                    " each rank its own samples"
                 )
             if reading.persistent_workers:
                 raise UsageError(
@@ -165,7 +176,9 @@ class ShardedLoader:
             TypeError: an `IterableDataset` without a length.
         """
         if self._is_stream:
-            return count_batches(self._count(), replace(self.sharding, replicas=1, replica=0))
+            sharding = self._sharding_of_stream
+            alone = replace(sharding, replicas=1, replica=0)
+            return count_batches(self._count() // sharding.replicas, alone)
         return len(self._order)
 
     @property
@@ -256,16 +269,19 @@ class ShardedLoader:
 
     # ---- streams ---------------------------------------------------------------------------------
 
+    @property
+    def _sharding_of_stream(self) -> Sharding:
+        """The replicas that read the same stream as this one."""
+        if self._reading.shards_stream:
+            return self.sharding
+        return replace(self.sharding, replicas=1, replica=0)
+
     def _stream(self) -> Iterator[Any]:
         pass_epoch(self.dataset, self._epoch)
         trails, turn, skipped = self._start_of_stream()
-        plan = StreamPlan(
-            batch_size=self.sharding.batch_size,
-            drop_last=self.sharding.drop_last,
-            seeds=(self.seed, self._epoch, self.sharding.replica),
-            trails=trails,
-            turn=turn,
-        )
+        own = 0 if self._reading.shards_stream else self.sharding.replica
+        seeds = (self.seed, self._epoch, own)
+        plan = StreamPlan(self._sharding_of_stream, seeds, trails, turn)
         self._trails, self._in_turn = trails, True
         number = sum(trail.batches for trail in trails)
         for handed in self._loader(Stream(self.dataset, self._collate, plan)):
@@ -405,6 +421,8 @@ class Loading:
     can_pin: bool
     """True if there is a device to which pinned memory is copied faster."""
     seed: int = 0
+    shards_stream: bool | None = None
+    """Whether loaders shard an `IterableDataset`; None: one over several replicas is refused."""
     chosen: ChosenOrder | None = None
     """The order of training data, if the configuration has one."""
 
@@ -459,6 +477,7 @@ class Loading:
                 collate_fn=reading.collate_fn or self.collate_fn,
                 pin_memory=reading.pin_memory and self.can_pin,
                 seed=self.seed if reading.seed is None else reading.seed,
+                shards_stream=self.shards_stream,
             ),
         )
 

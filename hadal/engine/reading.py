@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from hadal.engine.sampler import Sharding
+
 Collate = Callable[[list[Any]], Any]
 
 
@@ -102,13 +104,25 @@ class Trail:
 class StreamPlan:
     """Batching of a stream's workers, and their start positions."""
 
-    batch_size: int
-    drop_last: bool
+    sharding: Sharding
+    """The replicas that take turns in the samples of one stream."""
     seeds: tuple[int, ...]
+    """Equal for these replicas, so that the stream's random numbers are."""
     trails: tuple[Trail, ...]
     """One for each worker, or for the program itself."""
     turn: int = 0
     """The worker of the next batch."""
+
+    def take(self, samples: Iterator[Any]) -> list[Any]:
+        """Read a batch of all replicas; return this one's samples.
+
+        All replicas get as many: the last samples, fewer than replicas, are dropped.
+        """
+        mine, read, replicas = [], 0, self.sharding.replicas
+        for read, sample in enumerate(islice(samples, self.sharding.stride), 1):
+            if (read - 1) % replicas == self.sharding.replica:
+                mine.append(sample)
+        return mine[: read // replicas]
 
 
 class Stream(IterableDataset[HandedBatch | None]):
@@ -138,9 +152,9 @@ class Stream(IterableDataset[HandedBatch | None]):
         done, is_last = trail.batches, False
         while not is_last:
             with drawing_from(mixed(*plan.seeds, worker, done)):
-                some = list(islice(samples, plan.batch_size))
-                is_last = len(some) < plan.batch_size
-                if not some or (is_last and plan.drop_last):
+                some = plan.take(samples)
+                is_last = len(some) < plan.sharding.batch_size
+                if not some or (is_last and plan.sharding.drop_last):
                     return
                 batch = self._collate(some)
             done += 1

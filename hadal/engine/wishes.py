@@ -183,6 +183,7 @@ def make_loading(
         wishes.collate_fn,
         can_pin=current_device().type != "cpu",
         seed=seed,
+        shards_stream=config.dataloader_shard_iterable,
         chosen=_chosen_order(config, sharding, listeners),
     )
 

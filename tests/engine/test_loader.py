@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from cases import pairs
-from ranks import RankPools
+from ranks import RankPools, RanksFailed
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -73,14 +73,45 @@ class Stream(IterableDataset):
         return iter(range(7))
 
 
-def stream_and_collate() -> list[int]:
-    engine = engine_of(0, wishes={"training_data": Stream(), "collate_fn": sum})
-    assert engine.training_dataloader is not None
-    return list(engine.training_dataloader)
+class Drawn(Stream):
+    """Numbers in an order that is drawn anew each epoch."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(23).tolist())
 
 
-def test_a_stream_is_read_in_order_and_the_caller_makes_batches(ranks: RankPools) -> None:
-    assert ranks(2).run(stream_and_collate) == [[3, 12, 6]] * 2
+def stream_and_collate(is_whole: bool | None, data: IterableDataset) -> Any:
+    wishes = {"training_data": data, "collate_fn": tuple}
+    engine = engine_of(0, wishes=wishes, dataloader_shard_iterable=is_whole)
+    loader = engine.training_dataloader
+    assert loader is not None
+    return list(loader), list(loader), len(loader) if hasattr(data, "__len__") else None
+
+
+@pytest.mark.claims("dataloader_shard_iterable")
+def test_a_stream_is_shared_out_or_shards_itself_or_is_refused(ranks: RankPools) -> None:
+    pool = ranks(2)
+    whole = [(0, 1, 2), (3, 4, 5), (6,)]
+    assert pool.run(stream_and_collate, False, Stream()) == [(whole, whole, None)] * 2
+    first, second = [(0, 2, 4)], [(1, 3, 5)]
+    assert pool.run(stream_and_collate, True, Stream()) == [
+        (first, first, None),
+        (second, second, None),
+    ]
+    with pytest.raises(RanksFailed, match=r"set dataloader_shard_iterable to true .* or to false"):
+        pool.run(stream_and_collate, None, Stream())
+
+
+def test_ranks_share_a_shuffled_stream(ranks: RankPools) -> None:
+    (one, again, count), (other, _, _) = ranks(2).run(stream_and_collate, True, Drawn())
+    assert [len(batch) for batch in one] == [len(batch) for batch in other] == [3, 3, 3, 2]
+    assert count == 4
+    assert one != again
+    seen = [number for batch in one + other for number in batch]
+    assert len(set(seen)) == len(seen) == 22, "the one that is left over is dropped"
 
 
 # ---- one loader, without an engine ------------------------------------------------------------
@@ -193,6 +224,23 @@ def test_a_loader_resumes_in_the_middle_of_an_epoch(
         assert rest == batches[2]
     told = kind is Stateless and taken in range(1, 10) and state["epoch"] == 1
     assert ("read again" in caplog.text) == told
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shared_stream_resumes_on_each_rank(workers: int) -> None:
+    def of_rank(replica: int) -> ShardedLoader:
+        reading = Reading(collate_fn=tuple, workers=workers, shards_stream=True)
+        return ShardedLoader(Counting(), Sharding(2, 2, replica), reading)
+
+    seen: list[int] = []
+    for replica in range(2):
+        whole = list(of_rank(replica))
+        broken, again = of_rank(replica), of_rank(replica)
+        first = list(itertools.islice(broken, 3))
+        again.load_state_dict(broken.state_dict())
+        assert first + list(again) == whole
+        seen += [number for batch in whole for number, _ in batch]
+    assert len(set(seen)) == len(seen) == 16
 
 
 def test_nothing_is_read_that_was_handed_out() -> None:

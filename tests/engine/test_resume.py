@@ -59,7 +59,9 @@ class Endless(IterableDataset):
 
 def made(stage: int, workers: int, data: Dataset[Any]) -> Any:
     wishes = {"training_data": data} if workers == 0 else {}
-    engine = engine_of(stage, wishes=wishes, optimizer=ADAM, scheduler=CYCLE)
+    engine = engine_of(
+        stage, wishes=wishes, optimizer=ADAM, scheduler=CYCLE, dataloader_shard_iterable=False
+    )
     if workers:
         loader = engine.deepspeed_io(data, num_local_io_workers=workers)
         assert engine.training_dataloader is loader
@@ -287,7 +289,8 @@ def test_an_engine_makes_more_loaders(ranks: RankPools) -> None:
 
 def without_length() -> None:
     """The default optimizer's schedule asks how long the training is."""
-    engine = engine_of(0, model_of(), {"training_data": Endless()}, optimizer=None)
+    wishes = {"training_data": Endless()}
+    engine = engine_of(0, model_of(), wishes, optimizer=None, dataloader_shard_iterable=False)
     trained_loss = loss_of(engine(torch.ones(3, 6)), torch.ones(3, 4))
     engine.backward(trained_loss)
     engine.step()
