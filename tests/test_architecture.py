@@ -264,6 +264,12 @@ def test_the_glossary_is_short_and_has_each_term_once() -> None:
     assert terms == sorted(set(terms), key=str.lower)
 
 
+def test_the_index_has_every_page() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert set(re.findall(r"^- \[[^]]+\]\((\w+\.md)\): ", index, re.MULTILINE)) == pages
+
+
 def test_the_pages_that_are_promised_are_there() -> None:
     promised = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE"]
     promised += [f"docs/{name}.md" for name in ("design", "words", "life_of_a_weight")]

@@ -75,8 +75,8 @@ def filesystem_of(path: RemotePath) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
     except ImportError as error:
         raise CheckpointError(
-            f"{path} is a URL, which needs the package fsspec; install it: pip install"
-            " 'hadal-train[remote]', and the package for the scheme, such as s3fs, gcsfs or adlfs"
+            f"{path} is a URL, which needs the package fsspec; install it, and the package for"
+            " the scheme, such as s3fs, gcsfs or adlfs: pip install fsspec s3fs"
         ) from error
     try:
         found, inside = url_to_fs(path.url, use_listings_cache=False)

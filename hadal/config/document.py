@@ -40,7 +40,8 @@ contain comments (`#`, `//`, `/* */`) and trailing commas, but no duplicate keys
 the string `"auto"`: a program such as Hugging Face's Trainer replaces it; otherwise the default
 applies.
 
-`hadal init` writes a first configuration. `hadal explain CONFIG --world-size N` shows the effective
+The example of a section is a part of a file, which also sets a batch size. `hadal init` writes a
+first configuration. `hadal explain CONFIG --world-size N` shows the effective
 value of every key and its origin, and exits with 1 if `hadal.initialize` would refuse the file.
 `hadal schema > ds_config.schema.json` writes a JSON schema; with
 `"$schema": "./ds_config.schema.json"` as the first key of a configuration, editors such as VS Code

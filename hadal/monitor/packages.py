@@ -1,4 +1,4 @@
-"""The packages that monitors require, installed with `hadal-train[monitor]`.
+"""The packages that monitors require.
 
 Tests: tests/monitor/test_services.py
 """
@@ -30,8 +30,7 @@ def imported(section: str, module: str = "") -> Any:
     except ImportError as error:
         raise MissingPackageError(
             f"{section}.enabled is true, but {name} cannot be imported ({error}). Install it with"
-            f" `pip install {installed}`, or every monitor's package with `pip install"
-            f" 'hadal-train[monitor]'`; or set {section}.enabled to false"
+            f" `pip install {installed}`, or set {section}.enabled to false"
         ) from error
 
 

@@ -302,7 +302,7 @@ def test_a_missing_package_is_an_error_on_all_ranks(section: str, ranks: RankPoo
     remedy = f"Install it with `pip install {NEEDED[section]}`"
     for told in (first, second):
         assert "MissingPackageError" in told and f"{section}.enabled is true" in told
-        assert remedy in told and "'hadal-train[monitor]'" in told
+        assert remedy in told
     assert first.startswith("MissingPackageError")
     assert issubclass(MissingPackageError, ImportError)
 
