@@ -5,6 +5,7 @@ Tests: tests/activation_checkpointing/test_keeping.py
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from hadal.device import Event, host_empty
 from hadal.errors import UsageError
+
+_SMALLEST_NBYTES, _GROWTH = 1 << 12, 1.25
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +54,7 @@ class HostMemory:
             if self._free:
                 # All are too small: the new buffer replaces one of them.
                 self._free.pop()[1].wait_on_host()
-            buffer, event = host_empty(nbytes, torch.uint8, pinned=True), Event()
+            buffer, event = host_empty(_rounded_up(nbytes), torch.uint8, pinned=True), Event()
 
         def take_back(loan: LentMemory) -> None:
             if self._most is None or len(self._free) < self._most:
@@ -66,6 +69,15 @@ class HostMemory:
         for _, event in self._free:
             event.wait_on_host()
         self._free.clear()
+
+
+def _rounded_up(nbytes: int) -> int:
+    """Return the next size of buffers, each a quarter larger than the one before.
+
+    Pinned memory is expensive to make, and longer batches come one after the other.
+    """
+    steps = math.ceil(math.log(max(nbytes / _SMALLEST_NBYTES, 1), _GROWTH))
+    return max(nbytes, math.ceil(_SMALLEST_NBYTES * _GROWTH**steps))
 
 
 class SlotKind(NamedTuple):

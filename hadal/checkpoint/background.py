@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from hadal.checkpoint.collecting import Values
@@ -28,7 +27,7 @@ from hadal.checkpoint.storage import Location
 from hadal.checkpoint.together import together
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes
-from hadal.device import current_device, synchronize
+from hadal.device import current_device, host_empty, synchronize
 from hadal.errors import CheckpointError
 from hadal.offload.folder import OwnFolder
 
@@ -142,7 +141,7 @@ class Saver:
             buffer = known.get(name)
             if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
                 pin = value.device.type != "cpu"
-                buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=pin)
+                buffer = host_empty(value.numel(), value.dtype, pinned=pin).view(value.shape)
             self._memory[name] = buffer.copy_(value, non_blocking=True)
         return {**self._memory}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import resource
@@ -12,11 +13,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from hadal.errors import OffloadError
+
+_log = logging.getLogger(__name__)
 
 _STATM = Path("/proc/self/statm")
 _MEMINFO = Path("/proc/meminfo")
@@ -121,6 +124,9 @@ _unforked: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 _of_the_parent: list[mmap.mmap] = []
 
 
+Mapping = TypeVar("Mapping", bound=mmap.mmap)
+
+
 def unforked_memory(nbytes: int, *, on_huge_pages: bool = False) -> mmap.mmap:
     """Allocate zeroed, page-aligned memory for direct transfers by devices and disks.
 
@@ -128,7 +134,11 @@ def unforked_memory(nbytes: int, *, on_huge_pages: bool = False) -> mmap.mmap:
     fork would copy all pages that a device has locked, and could move a page during a transfer (see
     O_DIRECT in open(2)). On systems without MADV_DONTFORK, forked processes share it.
     """
-    memory = mmap.mmap(-1, max(nbytes, 1), **_PRIVATE)
+    return _unforked_memory(mmap.mmap, nbytes, on_huge_pages)
+
+
+def _unforked_memory(kind: type[Mapping], nbytes: int, on_huge_pages: bool) -> Mapping:
+    memory = kind(-1, max(nbytes, 1), **_PRIVATE)
     for name in ("MADV_DONTFORK", *(["MADV_HUGEPAGE"] if on_huge_pages else [])):
         if hasattr(mmap, name):
             with suppress(OSError):  # a kernel without it
@@ -160,22 +170,51 @@ def page_locked(nbytes: int) -> torch.Tensor:
         page = resource.getpagesize()
         whole = torch.empty(nbytes + page, dtype=torch.uint8, pin_memory=True)
         return whole[-whole.data_ptr() % page :][:nbytes]
-    memory = unforked_memory(nbytes)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    code = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), nbytes, _PORTABLE))
-    if code:
-        raise OffloadError(
-            f"{nbytes} bytes of host memory cannot be page-locked (CUDA error {code}); raise the"
-            " limit of locked memory (`ulimit -l`, a container's limit), or set pin_memory to"
-            " false"
-        )
-    weakref.finalize(memory, _unlock, whole.data_ptr()).atexit = False
+    # Large pages, touched by all threads: each small one takes the system as long to lock.
+    memory = _unforked_memory(_PageLocked, nbytes, True)
+    whole = torch.frombuffer(memory, dtype=torch.uint8).zero_()
+    memory.lock(whole.data_ptr(), nbytes)
     return whole
 
 
-def _unlock(address: int) -> None:
-    torch.accelerator.synchronize()  # no copy to it is under way any more
-    torch.cuda.cudart().cudaHostUnregister(address)
+class _PageLocked(mmap.mmap):
+    """Host memory that CUDA has locked, until the last tensor that uses it is freed."""
+
+    _address: int | None = None
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """Lock all of it; `address` is its first byte's.
+
+        Raises:
+            OffloadError: the system refuses.
+        """
+        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+        if code:
+            _forget_cuda_error()
+            raise OffloadError(
+                f"{nbytes} bytes of host memory cannot be page-locked (CUDA error {code}); raise"
+                " the limit of locked memory (`ulimit -l`, a container's limit), or set pin_memory"
+                " to false"
+            )
+        self._address, self._process = address, os.getpid()
+        self._device = torch.accelerator.current_device_index()
+
+    def __del__(self) -> None:
+        # Before the memory is unmapped: otherwise another thread could map the address meanwhile,
+        # and CUDA would copy from pages that are gone. A forked process has no CUDA.
+        if self._address is None or self._process != os.getpid() or sys.is_finalizing():
+            return
+        torch.accelerator.synchronize(self._device)  # no copy to it is under way any more
+        code = int(torch.cuda.cudart().cudaHostUnregister(self._address))
+        if code:
+            _forget_cuda_error()
+            _log.warning("page-locked host memory could not be unlocked (CUDA error %d)", code)
+
+
+def _forget_cuda_error() -> None:
+    """Take the error of a failed call out of CUDA's state, where the next kernel would raise it."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def is_host_memory(device: torch.device) -> bool:

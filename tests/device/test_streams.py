@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,6 +92,7 @@ class FakeRuntime:
     def __init__(self, code: int = 0) -> None:
         self.code = code
         self.locked: dict[int, int] = {}
+        self.were_mapped: list[bool] = []
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.locked[address] = nbytes
@@ -98,14 +100,23 @@ class FakeRuntime:
 
     def cudaHostUnregister(self, address: int) -> int:
         del self.locked[address]
-        return 0
+        self.were_mapped.append(is_mapped(address))
+        return self.code
+
+
+def is_mapped(address: int) -> bool:
+    """Return True if an address belongs to some memory of this process."""
+    rows = Path("/proc/self/maps").read_text().splitlines()
+    ranges = ([int(end, 16) for end in row.split()[0].split("-")] for row in rows)
+    return any(start <= address < stop for start, stop in ranges)
 
 
 def on_cuda(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> list[Any]:
     waits: list[Any] = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: CUDA)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(1))
+    monkeypatch.setattr(torch.accelerator, "synchronize", waits.append)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(cudart=lambda: runtime))
     return waits
 
@@ -122,10 +133,29 @@ def test_pinned_memory_has_exact_length_and_is_released(monkeypatch: pytest.Monk
     assert runtime.locked and part.tolist() == [1, 1]
     del part
     gc.collect()
-    assert not runtime.locked and waits == [1]  # nothing is copied there any more
+    assert not runtime.locked and waits == [3]  # nothing is copied there any more
+    assert runtime.were_mapped == [True]
+
+
+def test_memory_that_stays_locked_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = FakeRuntime()
+    on_cuda(monkeypatch, runtime)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: None)
+    values = memory.host_empty(3000, torch.float32, pinned=True)
+    runtime.code = 1
+    del values
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records] == [
+        "page-locked host memory could not be unlocked (CUDA error 1)"
+    ]
 
 
 def test_memory_that_cannot_be_locked_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cuda(monkeypatch, FakeRuntime(code=2))
+    cleared: list[str] = []
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: cleared.append(device))
     with pytest.raises(OffloadError, match=r"cannot be page-locked.*or set pin_memory to false"):
         memory.host_empty(3000, torch.float32, pinned=True)
+    assert cleared == ["cuda"]  # the next kernel does not raise it again
