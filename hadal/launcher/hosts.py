@@ -10,8 +10,11 @@ from hadal.errors import LaunchError
 Pool = dict[str, tuple[int, ...]]
 """The slots of each host, in the order of the hostfile. A slot is an accelerator's number."""
 
-# ssh would read a name that begins with a dash as a flag.
-_LINE = re.compile(r"([^\s-]\S*)\s+slots=(\d+)(?:\s|$)")
+_LINE = re.compile(r"(\S+)\s+slots=(\d+)(?:\s|$)")
+# ssh would read a name that begins with a dash as a flag, pdsh one that begins with ^ as a file;
+# pdsh and mpirun would take one with a comma for two hosts.
+_HEX = "[0-9A-Fa-f]*"
+_HOST = re.compile(rf"(?:[\w.][\w.-]*@)?(?:\w[\w.-]*|{_HEX}:{_HEX}:[0-9A-Fa-f:.]*(?:%\w+)?)")
 _NODE = re.compile(r"([^\s:,@]+)(?::(\d+(?:,\d+)*))?")
 
 
@@ -30,6 +33,11 @@ def read_hostfile(text: str, name: str = "hostfile") -> Pool:
         if found is None:
             raise LaunchError(f"{name}, line {number}: expected `NAME slots=N`, found {entry!r}")
         host, count = found[1], int(found[2])
+        if not _HOST.fullmatch(host):
+            raise LaunchError(
+                f"{name}, line {number}: {host!r} is not the name of a host; expected letters,"
+                " digits, dots and dashes, or an IPv6 address, both perhaps after `USER@`"
+            )
         if host in pool:
             raise LaunchError(
                 f"{name}, line {number}: the host {host!r} is listed twice; list it once, with all"

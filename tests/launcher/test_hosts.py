@@ -79,7 +79,13 @@ def test_the_first_nodes_are_kept_with_the_requested_slots(
         ("", "names no host"),
         ("# nothing\n\n", "names no host"),
         ("a slots=2\nb\n", "line 2: expected `NAME slots=N`, found 'b'"),
-        ("-oProxyCommand=x slots=2\n", "line 1: expected `NAME slots=N`, found '-oP"),
+        ("-oProxyCommand=x slots=2\n", "line 1: '-oProxyCommand=x' is not the name of a host"),
+        ("a slots=1\n^/etc/passwd slots=2", r"line 2: '\^/etc/passwd' is not the name"),
+        ("a,b slots=2", "line 1: 'a,b' is not the name of a host"),
+        ("a,evil:4 slots=2", "line 1: 'a,evil:4' is not the name"),
+        ("evil:4 slots=2", "line 1: 'evil:4' is not the name"),
+        ("x@-oProxyCommand=y slots=2", "line 1"),
+        ("h$(touch${IFS}X) slots=2", "line 1"),
         ("a slots=x", "line 1"),
         ("a slots=2x", "line 1"),
         ("a slot=2", "line 1"),
@@ -109,6 +115,11 @@ def test_invalid_hostfiles_are_refused(text: str, told: str) -> None:
 def test_invalid_filters_are_refused(filters: dict[str, str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         filtered(POOL, **filters)
+
+
+def test_names_of_hosts() -> None:
+    names = ["worker-1", "n1.cluster.example", "10.0.0.7", "me@n2", "fe80::1%eth0", "::1", "gpu_3"]
+    assert list(read_hostfile("".join(f"{name} slots=1\n" for name in names))) == names
 
 
 def test_examples_of_the_grammar() -> None:
