@@ -1,4 +1,6 @@
-"""torch's elastic agent on a host of an elastic job (`python -m hadal.launcher.agent SHARE`).
+"""torch's elastic agent on a host of an elastic job (`python -m hadal.launcher.agent`).
+
+Its share is the first line of its standard input, on which the rounds follow.
 
 The command that started the job decides its rounds, as it is the first to know which hosts are
 available. torch's own rendezvous restarts ranks when a host joins or a rank fails, but not when a
@@ -44,12 +46,12 @@ _ANY_NUMBER = 1 << 30
 class RoundHandler(RendezvousHandler):
     """A rendezvous that requests each round from the command, which also announces its end."""
 
-    def __init__(self, share: HostShare) -> None:
+    def __init__(self, share: HostShare, heard: bytes) -> None:
         self._wait = timedelta(seconds=max(10.0, share.program.lost_s))
         self._own = TCPStore(
             "localhost", share.port, is_master=True, wait_for_workers=False, timeout=self._wait
         )
-        self._input = b""
+        self._input = heard
         self._round: Round | None = None
         self._is_over = False
 
@@ -123,10 +125,17 @@ class RoundHandler(RendezvousHandler):
                 self._is_over = True
 
 
-def main(words: list[str]) -> int:
+def main() -> int:
     """Run a host's ranks, round by round."""
-    share = share_in("".join(words))
-    rendezvous_handler_registry.register(_NAME, lambda _: RoundHandler(share))
+    heard = b""
+    while b"\n" not in heard:
+        piece = os.read(0, _PIECE_NBYTES)
+        if not piece:
+            return exit_code(-signal.SIGTERM)
+        heard += piece
+    own, _, heard = heard.partition(b"\n")
+    share = share_in(own.decode())
+    rendezvous_handler_registry.register(_NAME, lambda _: RoundHandler(share, heard))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=max(1, share.nodes),
@@ -146,4 +155,4 @@ def main(words: list[str]) -> int:
 
 if __name__ == "__main__":
     follow_parent(signal.SIGTERM)
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

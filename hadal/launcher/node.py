@@ -25,7 +25,6 @@ from hadal.launcher.job import (
     GRACE_S,
     LOST_S,
     HostShare,
-    cut,
     job_in,
     packed,
     rank_command,
@@ -153,7 +152,7 @@ class HostProcess:
 
 
 def _started(share: HostShare) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
+    agent = subprocess.Popen(
         agent_command(share),
         env={**os.environ, **variables_of(share, os.environ, len(os.sched_getaffinity(0)))},
         cwd="/",
@@ -162,12 +161,20 @@ def _started(share: HostShare) -> subprocess.Popen[bytes]:
         start_new_session=True,
         preexec_fn=following(signal.SIGTERM),
     )
+    if agent.stdin is not None:
+        with contextlib.suppress(OSError):  # it has ended, which `_watch` notices
+            agent.stdin.write(packed(share).encode() + b"\n")
+            agent.stdin.flush()
+    return agent
 
 
 def agent_command(share: HostShare, python: str = sys.executable) -> list[str]:
-    """Return the command that starts torch's elastic agent for this host's ranks."""
+    """Return the command that starts torch's elastic agent for this host's ranks.
+
+    Every user of the host can read it, so it names no variables: they may be secrets.
+    """
     if share.is_elastic:
-        return [python, "-u", "-m", "hadal.launcher.agent", *cut(packed(share))]
+        return [python, "-u", "-m", "hadal.launcher.agent"]
     place: dict[str, object] = {"nnodes": share.nodes, "nproc-per-node": len(share.slots)}
     if share.port:
         place |= {
