@@ -60,7 +60,9 @@ def start(words: Sequence[str]) -> int:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the program, or search first; return the exit code of the rank that ended worst."""
-    with pid_file(os.getpid() if parsed.save_pid else None):
+    with pid_file(os.getpid() if parsed.save_pid else None) as path:
+        if path is not None:
+            Said(parsed).note(f"the number of this process is in {path}")
         if parsed.autotuning:
             from hadal.cli.tuning import tune
 
@@ -136,13 +138,32 @@ def _check_program(plan: LaunchPlan) -> None:
 
 
 @contextmanager
-def pid_file(name: int | None) -> Iterator[None]:
-    """Write a file, inside the block, by which programs that start this one find its number."""
+def pid_file(name: int | None) -> Iterator[Path | None]:
+    """Write a file, inside the block, by which programs that start this one find its number.
+
+    Raises:
+        LaunchError: the file belongs to another user, or cannot be created.
+    """
+    if name is None:
+        yield None
+        return
     path = Path(tempfile.gettempdir(), f"{name}.ds")
-    if name is not None:
-        path.write_text(str(os.getpid()))
     try:
-        yield
+        if path.lstat().st_uid == os.geteuid():
+            path.unlink()  # of a process that was killed
+    except FileNotFoundError:
+        pass
+    try:
+        # Others may write to the directory: a link of theirs must not lead this to another file.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise LaunchError(
+            f"--save_pid cannot create {path} ({error.strerror}): remove it if it is yours, or let"
+            " TMPDIR name a directory of your own"
+        ) from None
+    with open(file, "w") as opened:
+        opened.write(str(os.getpid()))
+    try:
+        yield path
     finally:
-        if name is not None:
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
