@@ -90,7 +90,7 @@ def _own_variables(
     """Return the variables that Hadal sets for the ranks of a host, besides their place."""
     from hadal.launcher.job import share_of
     from hadal.launcher.node import variables_of
-    from hadal.launcher.variables import showing
+    from hadal.launcher.variables import expanded, showing
     from hadal.launcher.ways import Reach
 
     job, is_here = plan.job, way is not None and way.reach is Reach.HERE
@@ -100,9 +100,10 @@ def _own_variables(
         return {**slots, **dict(starters[0].variables)}
     share = share_of(job, host, plan.address)
     values = variables_of(share, variables, len(os.sched_getaffinity(0)))
-    if not is_here:
-        values.pop("OMP_NUM_THREADS", None)  # by the cores of that host
-    return values
+    if is_here:
+        return values
+    values.pop("OMP_NUM_THREADS", None)  # by the cores of that host
+    return {**values, **expanded(share.variables)}
 
 
 def _range(numbers: range) -> str:

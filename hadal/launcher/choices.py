@@ -14,7 +14,14 @@ from hadal.launcher.cores import read_cores
 from hadal.launcher.hosts import Pool, filtered, narrowed, read_hostfile
 from hadal.launcher.job import GRACE_S, JOIN_S, LOST_S, Elastic, Job, Program, ProgramKind
 from hadal.launcher.network import is_here
-from hadal.launcher.variables import DEEPSPEED_ENV, HADAL_ENV, of_env_files, passed_on, text_of
+from hadal.launcher.variables import (
+    DEEPSPEED_ENV,
+    HADAL_ENV,
+    as_it_is,
+    of_env_files,
+    passed_on,
+    text_of,
+)
 from hadal.launcher.ways import MPI, Way, by_pdsh, by_slurm, by_ssh, here
 
 DEFAULT_PORT = 29500
@@ -121,13 +128,13 @@ def _job(
     is_one: bool,
     shows_slots: bool,
 ) -> Job:
-    passed = of_env_files((Path.home(), folder), _env_names(variables))
+    passed = {} if is_one else _passed_on(variables, folder)
     elastic = _elastic(choices, variables, pool) if choices.elastic_training else None
     any_port = 0 if elastic or is_one else DEFAULT_PORT
     return Job(
         program=_program(choices, folder, variables),
         pool=pool,
-        variables=passed if is_one else {**_passed_on(variables, folder), **passed},
+        variables=of_env_files((Path.home(), folder), _env_names(variables), passed),
         shows_slots=shows_slots,
         port=choices.master_port or any_port,
         elastic=elastic,
@@ -429,5 +436,5 @@ def _env_names(variables: Mapping[str, str]) -> Sequence[str]:
 def _passed_on(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Return the variables to pass on to other hosts, with the job's folder first on PYTHONPATH."""
     passed = passed_on(variables)
-    paths = filter(None, (str(folder), passed.get("PYTHONPATH", "")))
+    paths = filter(None, (as_it_is(str(folder)), passed.get("PYTHONPATH", "")))
     return {**passed, "PYTHONPATH": ":".join(paths)}

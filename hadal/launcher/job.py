@@ -92,7 +92,7 @@ class Job:
     program: Program
     pool: Pool
     variables: dict[str, str] = field(default_factory=dict)
-    """Variables set for every rank, over those of its host."""
+    """Variables set for every rank, over those of its host, which they may name (`expanded`)."""
     shows_slots: bool = True
     """True if each rank sees only its host's slots, through the accelerators' own variables."""
     port: int = 29500

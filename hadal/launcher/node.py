@@ -38,7 +38,7 @@ from hadal.launcher.processes import (
     following,
     signal_children,
 )
-from hadal.launcher.variables import showing
+from hadal.launcher.variables import expanded, showing
 
 _LOOK_S = 0.2
 _NOTE_LINES, _NOTE_LENGTH = 30, 2000
@@ -205,7 +205,7 @@ def variables_of(share: HostShare, there: Mapping[str, str], cores: int) -> dict
     }
     if share.shows_slots:
         values.update(showing(share.slots))
-    return {**values, **share.variables}
+    return {**values, **expanded(share.variables, there)}
 
 
 def _hello(variables: Mapping[str, str]) -> Hello:

@@ -5,8 +5,11 @@ Tests: tests/launcher/test_parts.py
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Template
 
 from hadal.errors import LaunchError
 
@@ -14,6 +17,19 @@ DEEPSPEED_ENV, HADAL_ENV = ".deepspeed_env", ".hadal_env"
 _PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "TORCH", "HADAL")
 # The variables that limit visible accelerators: CUDA and ROCm, Intel, Huawei.
 _SHOWN_BY = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
+_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+_LINE = re.compile(rf"\s*(?:export\s+)?(?P<key>{_NAME})\s*=(?P<value>.*)")
+_REFERENCE = rf"\$(?P<name>{_NAME})|\$\{{(?P<braced>{_NAME})\}}"
+# A `$` before none of the characters that a shell would read as something else.
+_DOLLAR = r"(?P<dollar>\$(?![\w{(@*#?!$'\"-]))"
+# Between double quotes, and outside quotes: a shell would end the value at a blank there, but
+# DeepSpeed puts double quotes around it.
+_INSIDE = re.compile(rf"""\\(?P<escaped>["\\$`])|{_REFERENCE}|{_DOLLAR}|(?P<plain>[^$`])""")
+_PART = re.compile(
+    rf"""'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)"|\s+\#.*|^\s+"""
+    rf"""|\\(?P<escaped>["'\\$` ])|(?P<home>(?:^\s*|:))~(?=[/:]|$)"""
+    rf"""|{_REFERENCE}|{_DOLLAR}|(?P<plain>[^'"\\$`])"""
+)
 
 
 def showing(slots: Sequence[int]) -> dict[str, str]:
@@ -21,29 +37,86 @@ def showing(slots: Sequence[int]) -> dict[str, str]:
     return dict.fromkeys(_SHOWN_BY, ",".join(map(str, slots)))
 
 
-def read_env_file(text: str, name: str) -> dict[str, str]:
-    """Read `KEY=VALUE` lines; the value is everything after the first `=`, verbatim.
+def read_env_file(text: str, name: str, earlier: Mapping[str, str]) -> dict[str, str]:
+    """Read `KEY=VALUE` lines as a shell does: quotes, comments, `export`, `$NAME` and `${NAME}`.
+
+    Blanks around `=` and inside a value are accepted. No command is run.
+
+    Args:
+        text: the file's text.
+        name: its name, for errors.
+        earlier: variables that its values may name; the others are those of the ranks' host.
+
+    Returns:
+        The values, with references to the variables of the host: see `expanded`.
 
     Raises:
-        LaunchError: a line that is neither blank nor a comment has no `=`.
+        LaunchError: a line has another form.
     """
     values: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        key, equals, value = line.partition("=")
-        if not equals or not key.strip():
+        found = _LINE.fullmatch(line)
+        if found is None:
             raise LaunchError(f"{name}, line {number}: expected KEY=VALUE, found {line!r}")
-        values[key.strip()] = value
+        try:
+            values[found["key"]] = _read(found["value"].rstrip(), _PART, {**earlier, **values})
+        except ValueError as error:
+            raise LaunchError(
+                f"{name}, line {number}: cannot read {error}. Only $NAME and ${{NAME}} are"
+                " replaced, no command is run, and quotes must be closed; put the value in single"
+                " quotes to keep it as it is"
+            ) from None
     return values
 
 
-def of_env_files(folders: Sequence[Path], names: Sequence[str]) -> dict[str, str]:
-    """Return the variables of the env files in these folders; a later file wins."""
-    values: dict[str, str] = {}
-    for path in (folder / name for folder in folders for name in names):
+def _read(text: str, pattern: re.Pattern[str], earlier: Mapping[str, str]) -> str:
+    """Return a value without its quotes.
+
+    Raises:
+        ValueError: a part cannot be read.
+    """
+    parts, end = [], 0
+    while end < len(text):
+        found = pattern.match(text, end)
+        if found is None:
+            raise ValueError(repr(text[end:]))
+        end, kind = found.end(), found.lastgroup
+        part = found[kind] if kind is not None else ""
+        if kind in ("name", "braced"):
+            parts.append(earlier.get(part, f"${{{part}}}"))
+        elif kind == "double":
+            parts.append(_read(part, _INSIDE, earlier))
+        elif kind == "home":
+            parts.append(f"{part}${{HOME}}")
+        else:
+            parts.append(as_it_is(part))
+    return "".join(parts)
+
+
+def as_it_is(value: str) -> str:
+    """Return a value that `expanded` turns into this text."""
+    return value.replace("$", "$$")
+
+
+def expanded(values: Mapping[str, str], there: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Replace references by a host's variables, or by nothing; without a host leave them."""
+    if there is None:
+        return {key: Template(value).safe_substitute() for key, value in values.items()}
+    known = defaultdict(str, there)
+    return {key: Template(value).substitute(known) for key, value in values.items()}
+
+
+def of_env_files(
+    folders: Sequence[Path], names: Sequence[str], passed: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables `passed` and those of the env files in these folders; the last wins."""
+    values = dict(passed)
+    paths = (folder / name for folder in folders for name in names)
+    for path in dict.fromkeys(path.resolve() for path in paths):  # home may be the working folder
         if path.is_file():
-            values.update(read_env_file(text_of(path), str(path)))
+            values.update(read_env_file(text_of(path), str(path), values))
     return values
 
 
@@ -63,4 +136,4 @@ def text_of(path: Path) -> str:
 
 def passed_on(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of this process to pass on to ranks on other hosts."""
-    return {key: value for key, value in variables.items() if key.startswith(_PREFIXES)}
+    return {key: as_it_is(value) for key, value in variables.items() if key.startswith(_PREFIXES)}

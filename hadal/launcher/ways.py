@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from enum import Enum, auto
 from hadal.errors import LaunchError
 from hadal.launcher.hosts import Pool
 from hadal.launcher.job import Job, Program, packed, rank_command, where_hadal_is
+from hadal.launcher.variables import expanded
 
 CONNECT_S = 10
 ALIVE_TIMES = 3
@@ -146,8 +148,9 @@ MPI: dict[str, FanOut] = {
 
 def _variables(job: Job, address: str = "") -> tuple[tuple[str, str], ...]:
     """Return the variables of ranks that no process of ours on their host can set."""
-    paths = filter(None, (job.variables.get("PYTHONPATH"), where_hadal_is()))
-    environment = {**job.variables, "MASTER_PORT": str(job.port), "PYTHONPATH": ":".join(paths)}
+    variables = expanded(job.variables, os.environ)
+    paths = filter(None, (variables.get("PYTHONPATH"), where_hadal_is()))
+    environment = {**variables, "MASTER_PORT": str(job.port), "PYTHONPATH": ":".join(paths)}
     if address:
         environment["MASTER_ADDR"] = address
     return tuple(sorted(environment.items()))

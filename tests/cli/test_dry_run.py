@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from hadal.cli.main import main
+from hadal.cli.run import pid_file
 from hadal.launcher import front
 
 HOSTS = "worker-1 slots=2\nworker-2 slots=2\n"
@@ -51,6 +54,41 @@ def test_one_machine(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     assert "--local_rank" not in alone["command"]
     assert "MASTER_PORT=(a free one)" in alone["variables"]
     assert alone["logs"] == f"{folder}/l/rankN.log"
+
+
+def test_the_file_with_the_process_number_is_the_users_own(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    (folder / "precious").write_text("precious")
+    path = folder / f"{os.getpid()}.ds"
+    path.symlink_to(folder / "precious")
+    assert main(["run", "--dry-run", "--save_pid", "train.py"]) == 0
+    assert f"the number of this process is in {path}" in capsys.readouterr().err
+    assert (folder / "precious").read_text() == "precious"
+    assert not path.is_symlink()
+    with pid_file(7) as written:
+        assert written == folder / "7.ds"
+        assert written.read_text() == str(os.getpid())
+        assert written.stat().st_mode & 0o777 == 0o600
+    path.symlink_to(folder / "precious")
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert main(["run", "--dry-run", "--save_pid", "train.py"]) == 1
+    assert "let TMPDIR name a directory of your own" in capsys.readouterr().err.replace("\n", " ")
+    assert (folder / "precious").read_text() == "precious"
+
+
+def test_variables_of_env_files_are_those_of_the_host(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/lib")
+    (folder / ".deepspeed_env").write_text("export NCCL_X=1\nLD_LIBRARY_PATH=/efa:$LD_LIBRARY_PATH")
+    (here,) = shown(capsys, "train.py").values()
+    assert {"NCCL_X=1", "LD_LIBRARY_PATH=/efa:/lib"} <= set(here["variables"].split())
+    hosts = shown(capsys, "-H", "hosts", "train.py")
+    assert "LD_LIBRARY_PATH='/efa:${LD_LIBRARY_PATH}'" in hosts["worker-1"]["variables"]
+    hosts = shown(capsys, "-H", "hosts", "--launcher", "openmpi", "train.py")
+    assert "LD_LIBRARY_PATH=/efa:/lib" in hosts["worker-1"]["variables"]
 
 
 def test_several_machines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -25,20 +27,86 @@ from hadal.launcher.frames import (
 from hadal.launcher.job import Job, Program, ProgramKind, packed, program_in, share_in, share_of
 from hadal.launcher.node import variables_of
 from hadal.launcher.place import RankPlace, find_place
-from hadal.launcher.variables import of_env_files, passed_on, read_env_file
+from hadal.launcher.variables import (
+    expanded,
+    of_env_files,
+    passed_on,
+    read_env_file,
+)
 
 # ---- env files -------------------------------------------------------------------------------
 
 
-def test_an_env_file_is_read_verbatim() -> None:
-    text = "A=1\n\n# a comment\nB=x=y z\nC=\nD='q' $HOME\n"
-    assert read_env_file(text, "f") == {"A": "1", "B": "x=y z", "C": "", "D": "'q' $HOME"}
+AS_A_SHELL = r"""
+# a comment
+
+A=1
+  export B=two
+C="two  words"
+D='$A "as it is"'
+E=/opt/efa/lib64:$LD_LIBRARY_PATH
+F=${A}x"$B y"'$B'
+G="a \"quote\", a \$ and a \\"
+H=a\ b\$c
+I=x # a comment
+J=x#y
+K=
+L=~/lib:~
+M="~ # $NOWHERE"'it'"'"'s'
+N=$
+O=5$,6
+E=$E:/usr/lib
+P="\a"
+"""
 
 
-@pytest.mark.parametrize("line", ["A", "=1", "export A"])
-def test_an_invalid_line_is_refused(line: str) -> None:
-    with pytest.raises(LaunchError, match=r"\.deepspeed_env, line 2: expected KEY=VALUE"):
-        read_env_file(f"A=1\n{line}\n", ".deepspeed_env")
+def test_an_env_file_means_what_it_means_to_a_shell(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(AS_A_SHELL)
+    there = {"LD_LIBRARY_PATH": "/lib", "HOME": "/home/me", "PATH": os.environ["PATH"]}
+    values = expanded(read_env_file(AS_A_SHELL, "file", {}), there)
+    show = "; ".join(f'printf "%s\\0" "${key}"' for key in values)
+    words = ["sh", "-c", f". ./file; {show}"]
+    told = subprocess.run(words, cwd=tmp_path, env=there, capture_output=True, text=True)
+    assert list(values.values()) == told.stdout.split("\0")[:-1]
+    assert list(values) == list("ABCDEFGHIJKLMNOP")
+
+
+def test_deepspeeds_liberties_with_env_files() -> None:
+    text = "A = b\nB=x=y (z); 'a  b' \r\n"
+    assert expanded(read_env_file(text, "f", {})) == {"A": "b", "B": "x=y (z); a  b"}
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("A", "expected KEY=VALUE"),
+        ("=1", "expected KEY=VALUE"),
+        ("export A", "expected KEY=VALUE"),
+        ("unset A B=1", "expected KEY=VALUE"),
+        ("A.b=1", "expected KEY=VALUE"),
+        ("A='x", 'cannot read "\'x"'),
+        ('A="x', "cannot read"),
+        ("A=x`id`", "cannot read '`id`'"),
+        ("A=$(id)", r"cannot read '\$\(id\)'"),
+        ('A="x$(id)"', r"cannot read '\$\(id\)'"),
+        ("A=${B:-c}", "put the value in single quotes"),
+        ("A=$1", "cannot read"),
+        (r"A=C:\x", "cannot read"),
+    ],
+)
+def test_an_invalid_line_is_refused(line: str, told: str) -> None:
+    with pytest.raises(LaunchError, match=rf"\.deepspeed_env, line 2: {told}|line 2.*{told}"):
+        read_env_file(f"A=1\n{line}\n", ".deepspeed_env", {})
+
+
+def test_hosts_replace_variables_that_no_file_sets() -> None:
+    passed = passed_on({"NCCL_X": "a$b"})
+    values = read_env_file("P=$NCCL_X:$LD\nQ='$LD'", "f", passed)
+    assert expanded(values) == {"P": "a$b:${LD}", "Q": "$LD"}
+    program = Program(words=("t.py",), folder="/")
+    job = Job(program, {"a": (0,)}, variables=values)
+    own = variables_of(share_of(job, "a", "a"), {"LD": "/host"}, cores=1)
+    assert (own["P"], own["Q"]) == ("a$b:/host", "$LD")
 
 
 def test_the_later_folder_and_file_win(tmp_path: Path) -> None:
@@ -49,7 +117,7 @@ def test_the_later_folder_and_file_win(tmp_path: Path) -> None:
     (home / ".hadal_env").write_text("B=2\n")
     (here / ".deepspeed_env").write_text("C=3\n")
     names = (".deepspeed_env", ".hadal_env")
-    assert of_env_files((home, here), names) == {"A": "1", "B": "2", "C": "3"}
+    assert of_env_files((home, here), names, {"D": "4"}) == dict(zip("DABC", "4123", strict=True))
 
 
 def test_other_hosts_get_variables_by_prefix() -> None:
