@@ -10,18 +10,32 @@ import math
 import os
 import re
 import socket
+import sys
+import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cache
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    Store,
+    distributed_c10d,
+)
 from torch.distributed.rendezvous import rendezvous
 
-from hadal.device import choose_kind, collective_backend, device_identity, rank_device
+from hadal.device import (
+    accelerator_kind,
+    choose_kind,
+    collective_backend,
+    current_device,
+    device_identity,
+    rank_device,
+)
 from hadal.errors import CommunicationError
 from hadal.launcher.place import first_slurm_host
 
@@ -30,6 +44,8 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_WATCHDOG_S = 300.0
 # Without the interpreter's lock, which gloo's threads wait for: microseconds of work.
 _GIVING_BACK_S = 0.1
+# How long a backend may take to end its process group.
+_ENDING_S = 10.0
 # How long rank 0 waits for the others to read why it ends.
 _LAST_WORD_S = 10.0
 # Between rank 0's looks for ranks that join it.
@@ -52,6 +68,9 @@ ALONE = WorldPlace(0, 1, 0, "127.0.0.1", DEFAULT_PORT, "no launcher")
 # How long to wait for other ranks in the library's own messages; the last entry counts.
 _timeout = [DEFAULT_TIMEOUT]
 
+_with_own_devices: WeakSet[dist.ProcessGroup] = WeakSet()
+"""Groups of the program whose ranks have their devices."""
+
 # (launcher, rank, world size, local rank): the first whose rank and world size are both set wins.
 # SLURM_STEP_NUM_TASKS, unlike SLURM_NTASKS, is set only for processes that srun itself started.
 _LAUNCHERS = (
@@ -73,6 +92,9 @@ def init_distributed(
 ) -> None:
     """Start the process group, unless one already runs.
 
+    This process computes on the accelerator of its local rank. In a group that the program has
+    started itself, a device that the program has chosen stays.
+
     The place of this process comes from the arguments, else from the variables of torchrun, Slurm
     or an MPI (Open MPI, MVAPICH, MPICH, Intel's), else it is alone. The address of rank 0 comes
     from MASTER_ADDR, else from Slurm, Azure or SageMaker, else from MPI by way of mpi4py.
@@ -92,6 +114,7 @@ def init_distributed(
     obey_chosen_device()
     _end_with_program()
     if dist.is_initialized():
+        _take_own_device()
         return
     timeout = env_timeout(os.environ) if timeout is None else timeout
     _timeout.append(timeout)
@@ -117,6 +140,21 @@ def init_distributed(
             " runs, that MASTER_ADDR and MASTER_PORT are the same on all ranks and that no firewall"
             " blocks them."
         ) from error
+
+
+def _take_own_device() -> None:
+    """Compute on the accelerator of the local rank, unless the program has chosen another one."""
+    launch, world = _from_launcher(os.environ), dist.group.WORLD
+    assert world is not None  # the group runs
+    if accelerator_kind() is None or launch is None or world in _with_own_devices:
+        return
+    _with_own_devices.add(world)
+    device = current_device()
+    if device.index == 0 and world.bound_device_id is None:
+        device = rank_device(launch.local_rank)
+    if "nccl" in str(dist.get_backend_config(world)):
+        store = distributed_c10d._get_default_store()
+        refuse_shared_devices(store, dist.get_rank(), dist.get_world_size(), device)
 
 
 def obey_chosen_device() -> None:
@@ -147,11 +185,14 @@ def _end() -> None:
     """End the process group, and let gloo's threads free the tensors of the last collective.
 
     That takes the interpreter's lock. An interpreter that shuts down kills a thread that requests
-    the lock, which aborts the process after a successful run. Other backends may wait for ranks
-    that are gone.
+    the lock, which aborts the process after a successful run. After an error the backend of an
+    accelerator may wait for ranks that are gone, so its group is left to the system.
     """
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        dist.destroy_process_group()
+    has_failed = hasattr(sys, "last_value")
+    if dist.is_initialized() and not (has_failed and dist.get_backend() != "gloo"):
+        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        ending.start()
+        ending.join(_ENDING_S)  # a program may also end in its middle, by sys.exit
     time.sleep(_GIVING_BACK_S)
 
 
