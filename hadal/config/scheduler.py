@@ -14,7 +14,7 @@ from hadal.config.values import Boolean, Integer, Number, NumberOrNumbers, Text,
 
 Count: TypeAlias = Annotated[int, BeforeValidator(counted)]
 _CURVE = 'Curve of the warm-up: "log" or "linear"; any other word logs a warning and means "log".'
-_TOTAL = "Updates in the whole training. Required."
+_TOTAL = "Updates in the whole training. Required. 0 is accepted if no optimizer is named."
 _WARMUP = "Updates of warm-up, an integer literal (10.0 is refused); 0 and 1 count as 2."
 
 
@@ -93,7 +93,7 @@ class WarmupDecayLRParams(WarmupLRParams):
         "Learning rate after the warm-up, or one per group; replaces the optimizer's own rates, "
         "unlike by WarmupLR's default.",
     )
-    total_num_steps: Integer | None = key(None, _TOTAL, gt=0)
+    total_num_steps: Integer | None = key(None, _TOTAL, ge=0)
 
 
 class WarmupCosineLRParams(_Params):
@@ -101,7 +101,7 @@ class WarmupCosineLRParams(_Params):
 
     required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
 
-    total_num_steps: Integer | None = key(None, _TOTAL, gt=0)
+    total_num_steps: Integer | None = key(None, _TOTAL, ge=0)
     warmup_min_ratio: Number = key(0.0, "Fraction of the rate at the start.", ge=0, le=1)
     warmup_num_steps: Count = key(1000, _WARMUP, ge=0)
     cos_min_ratio: Number = key(1e-4, "Fraction of the rate at the end.", ge=0, le=1)

@@ -103,6 +103,12 @@ def _count(value: Any, key: str, least: int = 1) -> int:
     return value
 
 
+def _length_of(total: int) -> int:
+    if not total > 0:
+        raise OptimizerError(f"scheduler.params.total_num_steps must be > 0, found {total!r}")
+    return total
+
+
 class _WarmUp(Schedule):
     """A schedule that begins with a warm-up of `warmup_num_steps`, of `warmup_type`."""
 
@@ -160,7 +166,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._total = total_num_steps
+        self._total = _length_of(total_num_steps)
         rates = warmup_min_lr, warmup_max_lr
         super().__init__(optimizer, *rates, warmup_num_steps, warmup_type, last_batch_iteration)
         if total_num_steps < warmup_num_steps:
@@ -190,7 +196,7 @@ class WarmupCosineLR(_WarmUp):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._total = total_num_steps
+        self._total = _length_of(total_num_steps)
         self._first_ratio = warmup_min_ratio
         self._last_ratio = cos_min_ratio
         self._set_warm_up(warmup_num_steps, warmup_type)

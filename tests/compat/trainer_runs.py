@@ -298,6 +298,10 @@ def best(folder: Path, config: dict[str, Any] | None) -> dict[str, Any]:
     barrier()
     trainer.accelerator.free_memory()
     forget()
+    if config is not None:
+        auto = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+        params = {**auto, "total_num_steps": "auto"}
+        config = {**config, "scheduler": {"type": "WarmupDecayLR", "params": params}}
     args = arguments(folder / "only", config)
     saved = AutoModelForCausalLM.from_pretrained(folder / "best")
     only = Trainer(model=saved, args=args, eval_dataset=held_out)

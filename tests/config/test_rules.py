@@ -534,6 +534,17 @@ def test_schedules_must_have_a_length():
     assert only_fault({**BASE, "scheduler": {"params": {}}})[0] == "scheduler.type"
 
 
+@pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR"])
+def test_a_schedule_of_no_updates_is_for_evaluation_alone(kind):
+    source = {**BASE, "scheduler": {"type": kind, "params": {"total_num_steps": 0}}}
+    assert load_config(source).notes == ()
+    path, message = only_fault({**source, "optimizer": ADAM})
+    assert path == "scheduler.params.total_num_steps"
+    assert message == "expected an integer > 0, got 0"
+    source["scheduler"]["params"]["total_num_steps"] = -1
+    assert only_fault(source)[1] == "expected an integer >= 0 or null, got -1"
+
+
 def test_the_brought_optimizer_makes_the_section_step_back():
     source = {**BASE, "optimizer": {"type": "OneBitLamb"}}
     assert load_config(source).notes == ()

@@ -244,6 +244,8 @@ def test_one_cycle_leaves_an_optimizer_without_betas_alone(caplog):
         ("LRRangeTest", {"lr_range_test_min_lr": [1.0]}, "lr_range_test_min_lr"),
         ("OneCycle", {**ONE_CYCLE, "cycle_min_mom": [0.8]}, "cycle_min_mom"),
         ("WarmupDecayLR", {}, "total_num_steps"),
+        ("WarmupDecayLR", {"total_num_steps": 0}, "total_num_steps must be > 0, found 0"),
+        ("WarmupCosineLR", {"total_num_steps": 0}, "total_num_steps must be > 0, found 0"),
         ("WarmupLR", {"warmup_steps": 3}, "warmup_steps"),
         ("StepLR", {"step": 3}, "StepLR"),
         ("CosineLR", {}, "CosineLR"),

@@ -77,6 +77,15 @@ def _torch_keywords(config: Config) -> Iterator[Fault]:
             yield Fault(f"optimizer.params.{name}", "is torch's keyword; add torch_adam: true")
 
 
+@reading(_TYPE, "scheduler.params", "scheduler.params.total_num_steps")
+def _no_training(config: Config) -> Iterator[Fault]:
+    # The Hugging Face Trainer asks for 0 updates, without an optimizer, to evaluate at stage 3.
+    if config.optimizer is None or config.scheduler is None:
+        return
+    if config.scheduler.params.get("total_num_steps") == 0:
+        yield Fault("scheduler.params.total_num_steps", "expected an integer > 0, got 0")
+
+
 @reading(_TYPE, "scheduler.type")
 def _no_type(config: Config) -> Iterator[Fault]:
     for name, section in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
@@ -128,4 +137,4 @@ def _unknown(
             yield Fault(f"{name}.params.{key}", f'unknown key of {meant}; did you mean "{near}"?')
 
 
-RULES = (_lamb_scale, _one_bit_stage, _local_steps, _torch_keywords, _no_type)
+RULES = (_lamb_scale, _one_bit_stage, _local_steps, _torch_keywords, _no_training, _no_type)
