@@ -102,8 +102,10 @@ class ZeroOptimization(Section):
     )
     reduce_bucket_size: Integer = key(
         500_000_000,
-        "Elements reduced at a time: parameters share a gradient buffer up to this size, and at "
-        "most two such buffers are in flight. A larger parameter has its own buffer.",
+        "Elements reduced at a time: at most two gradient buffers are in flight, each up to this "
+        "size. Neighbouring modules share a buffer up to 1,000,000 elements, or those of the "
+        "largest module if it has more; modules whose weights are sharded (stage 3) share none. "
+        "A larger parameter has its own buffer.",
         gt=0,
         mark=TUNABLE,
     )
@@ -121,9 +123,10 @@ class ZeroOptimization(Section):
     )
     allgather_bucket_size: Integer = key(
         500_000_000,
-        "Stages 1 and 2: elements of updated weights gathered at a time, an even number; 0 sets "
-        "no limit. Stage 3: a bucket, which is gathered as a whole, is no larger than this or "
-        "`reduce_bucket_size`, unless a single parameter is.",
+        "Stages 1 and 2: most elements of updated weights gathered at a time, an even number; 0 "
+        "sets no limit. A gather is at most a buffer of `reduce_bucket_size`. Stage 3: a bucket, "
+        "which is gathered as a whole, is no larger than this or `reduce_bucket_size`, unless a "
+        "single parameter is.",
         ge=0,
         mark=TUNABLE,
     )

@@ -259,8 +259,9 @@ def plan_buckets(
     The parameters of a bucket share their dtype, precision (from `precision_of`), trainability and
     treatment (`usual`, except for those in `treatments`). Each of `tables`, whose gradients are
     sent in rows, gets its own bucket.
-    Neighbouring units share a bucket as long as it does not exceed the largest unit or the bucket
-    target: that saves collectives, and needs no more memory in flight than the largest unit does.
+    Neighbouring units share a bucket as long as it exceeds neither the bucket target nor the larger
+    of `limits.shared_numel` and the largest unit: that saves collectives, and needs little more
+    memory in flight than the largest unit does.
     If weights are sharded, a bucket never spans units, because a use of one would gather the other.
     A unit above the target is split between parameters; a parameter above it gets its own bucket.
     """
@@ -309,7 +310,9 @@ def _target(kind: _Kind, largest: int, limits: Limits) -> int:
         return 0  # each table alone
     if kind.sharing is not None and kind.sharing.tied is not None:
         return limits.bucket_numel  # the same on all stages, which differ in their other units
-    return limits.bucket_numel if kind.policy.weights else min(largest, limits.bucket_numel)
+    if kind.policy.weights:
+        return limits.bucket_numel
+    return min(max(largest, limits.shared_numel), limits.bucket_numel)
 
 
 def _pieces(members: Iterable[Member], target: int) -> list[list[Member]]:

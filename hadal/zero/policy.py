@@ -136,6 +136,9 @@ class Limits:
 
     bucket_numel: int = 500_000_000
     """Target size of a bucket."""
+    shared_numel: int = 1_000_000
+    """Weights that stay whole: units share a bucket up to this many elements, however small they
+    are. A message of this size takes much longer than its start, and its memory is little."""
     persistence_numel: int = 100_000
     """Sharded weights: a parameter with fewer elements stays whole."""
     persistent_total_numel: int = 2**63 - 1

@@ -246,7 +246,12 @@ def test_every_managed_parameter_is_in_one_unit_that_stands_above_it(model):
 
 @given(trees(), st.sampled_from(STAGES), st.integers(1, 20), st.integers(0, 6), st.integers(0, 20))
 def test_every_member_is_in_one_bucket_within_the_targets(model, partition, target, small, total):
-    limits = Limits(bucket_numel=target, persistence_numel=small, persistent_total_numel=total)
+    limits = Limits(
+        bucket_numel=target,
+        shared_numel=0,
+        persistence_numel=small,
+        persistent_total_numel=total,
+    )
     units = find_units(model, groups_of(model), NO_LEAVES)
     plans = plan_buckets(units, partition, limits)
     owner = {member.parameter: unit for unit in units for member in unit.members}
@@ -292,15 +297,29 @@ def line(*numels: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(numel, 1, bias=False) for numel in numels))
 
 
-def test_neighbours_share_a_bucket_up_to_the_largest_unit():
-    model = line(10, 2, 3, 4, 10, 1)
-    plans = plans_of(model, STAGES[2], Limits(bucket_numel=1000))
-    assert [[unit.name for unit in plan.units] for plan in plans] == [
-        ["0"],
-        ["1", "2", "3"],
-        ["4"],
-        ["5"],
-    ]
+@pytest.mark.parametrize(
+    ("limits", "shared"),
+    [
+        (Limits(shared_numel=0), ["0", "123", "4", "5"]),  # as many as the largest unit has
+        (Limits(shared_numel=14), ["01", "23", "45"]),
+        (Limits(shared_numel=15), ["012", "345"]),
+        (Limits(), ["012345"]),
+        (Limits(bucket_numel=7), ["0", "12", "3", "4", "5"]),
+    ],
+)
+def test_neighbours_share_a_bucket(limits, shared):
+    plans = plans_of(line(10, 2, 3, 4, 10, 1), STAGES[2], limits)
+    assert ["".join(unit.name for unit in plan.units) for plan in plans] == shared
+
+
+def test_small_blocks_need_few_messages_and_large_ones_keep_their_own():
+    """At stage 3 all parameters of these small blocks stay whole."""
+    small, large = line(*[600] * 60), line(*[600_000] * 4, 1_200_000)
+    for partition in STAGES:
+        assert len(plans_of(small, partition, Limits())) == 1
+    sizes = [plan.numel for plan in plans_of(large, STAGES[2], Limits())]
+    assert sizes == [1_200_000, 1_200_000, 1_200_000]
+    assert len(plans_of(large, STAGES[3], Limits())) == 5
 
 
 def test_where_weights_are_cut_no_bucket_spans_units():
@@ -341,9 +360,9 @@ def test_precision_parts_buckets():
     low, own = Precision(reduce=torch.bfloat16), Precision()
     limits, apart = Limits(bucket_numel=1000), set(model[2].parameters())
     plans = plan_buckets(units, STAGES[0], limits, lambda _: low)
-    assert [[unit.name for unit in plan.units] for plan in plans] == [["0"], ["1", "2"]]
+    assert [[unit.name for unit in plan.units] for plan in plans] == [["0", "1", "2"]]
     plans = plan_buckets(units, STAGES[0], limits, lambda p: own if p in apart else low)
-    assert [[unit.name for unit in plan.units] for plan in plans] == [["0"], ["1"], ["2"]]
+    assert [[unit.name for unit in plan.units] for plan in plans] == [["0", "1"], ["2"]]
 
 
 def persistent(model: nn.Module, limits: Limits) -> set[str]:
