@@ -22,6 +22,7 @@ from hadal.engine.direct import DirectBackward
 from hadal.engine.first_update import FirstUpdate
 from hadal.engine.listeners import Listeners
 from hadal.engine.other_optimizers import watch_optimizers
+from hadal.engine.own_methods import follow_methods
 from hadal.engine.parts import Counters, Cycle, Finding, Parts, Training
 from hadal.engine.undecided import Undecided
 from hadal.errors import UsageError
@@ -88,6 +89,7 @@ class Session:
                 )
 
         training.optimizer.register_step_pre_hook(refuse)
+        follow_methods(training.optimizer, self)
         watch_clipping(self)
         watch_optimizers()
 

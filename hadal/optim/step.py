@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from hadal.optim.workspace import Item, Multiplier, Workspace, block_numel, scal
 from hadal.zero.bucket import Bucket, refresh_all, write_back_all
 from hadal.zero.gradients import Gradients
 
+_R = TypeVar("_R")
 DISK_STEPS = DiskSteps()
 # The update of a parameter depends only on that parameter's gradient and state. Subclasses are not
 # trusted: they may override the update.
@@ -63,7 +64,7 @@ class OptimizerStepper(ABC):
         self._pool_of: KeptPool = lru_cache(maxsize=1)(BufferPool)
         self._gradients: list[Gradients] = []
         self._pieces: dict[Gradients, list[Piece]] = {}
-        self._wholes = WholeParameters()
+        self._wholes = WholeParameters(optimizer)
         self._disk_states = DiskStates(optimizer)
         groups = range(len(optimizer.param_groups))
         self._take_up(gradients, groups, parameters or [()] * len(groups))
@@ -82,6 +83,7 @@ class OptimizerStepper(ABC):
         Raises:
             OptimizerError: the program has edited them, which no update would follow.
         """
+        self._expect_same_memory()
         now = self._members_now()
         if now == self._members:
             return
@@ -99,6 +101,22 @@ class OptimizerStepper(ABC):
             " requires_grad_(False) before initialize, and set only options (lr, weight_decay, ...)"
             " of a group in place"
         )
+
+    def _expect_same_memory(self) -> None:
+        """Raise `OptimizerError` if a flat slice is no longer a view of its master."""
+        for one, pieces in self._pieces.items():
+            stored = one.bucket.stored_master
+            if stored is None or not stored.is_present:
+                continue
+            for piece in pieces:
+                place = stored.values[piece.start : piece.stop]
+                if piece.values.data_ptr() != place.data_ptr():
+                    raise OptimizerError(
+                        f'the program replaced .data of a tensor in param_groups[{piece.group}]["'
+                        "params\"]: the tensors there are slices of this rank's masters, and no"
+                        " update would follow. Change the model's parameters instead, inside `with"
+                        " hadal.zero.GatheredParameters(parameters, modifier_rank=0):`"
+                    )
 
     def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return a parameter's whole values in the optimizer if this rank owns them, else None."""
@@ -168,18 +186,30 @@ class OptimizerStepper(ABC):
         pairs = ((one, self._disk_states.of(one.bucket)) for one in self._gradients)
         return {one: state for one, state in pairs if state is not None}
 
+    def change(self, method: Callable[[], _R]) -> _R:
+        """Call a method of the optimizer that may change values, and refresh the weights.
+
+        All ranks must call it. The method has no gradients.
+
+        Raises:
+            OffloadError: the disk failed on some rank; nothing has changed on any rank.
+        """
+        returned: list[_R] = []
+        self._step_whole_buckets(None, lambda _: returned.append(method()))
+        return returned[0]
+
     def _step_whole_buckets(
         self,
-        multiplier: Multiplier,
+        multiplier: Multiplier | None,
         step: Callable[[Sequence[Gradients]], None],
         *,
         at_once: bool = True,
     ) -> None:
         """Make one update. All ranks must call it.
 
-        `step` updates some buckets' tensors in the optimizer, once masters, state and the gradients
-        of whole parameters are in memory: all buckets, or, if they are on the disk and `at_once` is
-        false, one at a time.
+        `multiplier` is that of the gradients; None: there are none. `step` updates some buckets'
+        tensors in the optimizer, once masters, state and the gradients of whole parameters are in
+        memory: all buckets, or, if they are on the disk and `at_once` is false, one at a time.
 
         Raises:
             OffloadError: the disk failed on some rank; nothing has changed on any rank.

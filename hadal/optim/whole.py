@@ -48,7 +48,8 @@ class WholeParameters:
     If optimizer state is not partitioned, every rank owns everything and nothing is sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
         self.values: dict[nn.Parameter, nn.Parameter] = {}
         self._transfers: dict[Gradients, _Transfer] = {}
         self._loads: dict[Ranks, tuple[int, ...]] = {}
@@ -109,18 +110,20 @@ class WholeParameters:
                 yield HeldTensor(values, one.bucket, place.offset, place.group, slot)
 
     def to_owners(
-        self, multiplier: Multiplier, masters: Mapping[Gradients, Tensor] | None = None
+        self, multiplier: Multiplier | None, masters: Mapping[Gradients, Tensor] | None = None
     ) -> None:
         """Send the owners the mean gradients times `multiplier`, and changed values.
 
-        All ranks must call it together. `masters` are the buckets whose masters are temporarily in
-        memory: the owners of their parameters get all values each time; None: all buckets.
+        All ranks must call it together. Without a multiplier no gradients are sent. `masters` are
+        the buckets whose masters are temporarily in memory: the owners of their parameters get all
+        values each time; None: all buckets.
         """
         chosen = self._chosen(masters)
-        means = [(one.bucket, transfer, one.mean) for one, transfer in chosen]
-        for values, gradient in _to_owners(means):
-            # A copy even if nothing is cast: an optimizer may change its gradients.
-            values.grad = scale_(gradient.to(values.dtype, copy=True), multiplier)
+        if multiplier is not None:
+            means = [(one.bucket, transfer, one.mean) for one, transfer in chosen]
+            for values, gradient in _to_owners(means):
+                # A copy even if nothing is cast: an optimizer may change its gradients.
+                values.grad = scale_(gradient.to(values.dtype, copy=True), multiplier)
         if masters is None:
             self._values_to_owners()
             return
@@ -137,13 +140,32 @@ class WholeParameters:
         for one, transfer in self._chosen(masters):
             for values in transfer.owned.values():
                 values.grad = None
+            master = _master_of(one.bucket) if masters is None else masters[one]
             if one.bucket.partition.optimizer:
-                master = _master_of(one.bucket) if masters is None else masters[one]
                 waiting.append((one, transfer, _start_to_shards(one.bucket, transfer, master)))
+            else:
+                self._put_back(one.bucket, transfer, master)
         for one, transfer, finish in waiting:
             finish()
             if masters is None:
                 transfer.seen = _stamp(one.bucket)
+
+    def _put_back(self, bucket: Bucket, transfer: _Transfer, master: Tensor) -> None:
+        """Put values that the optimizer gave other memory (`values.data = ...`) into the master.
+
+        If it has swapped them with its state, that gets memory of its own.
+        """
+        for slot, values in transfer.owned.items():
+            place = bucket.layout.slots[slot]
+            mine = shaped(master[place.offset : place.stop], place)
+            if values.data_ptr() == mine.data_ptr():
+                continue
+            state = self._optimizer.state.get(values, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.data_ptr() == mine.data_ptr():
+                    state[key] = value.clone()
+            mine.copy_(values.detach())
+            values.data = mine
 
     @contextmanager
     def without_gradients_after(self) -> Iterator[None]:

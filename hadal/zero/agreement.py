@@ -32,6 +32,7 @@ class Marker(Enum):
     END_OF_ACCESS = "the end of GatheredParameters or of a step"
     END_OF_UPDATE = "an update"
     REGROUP = "optimizer.add_param_group"
+    METHOD = "a method of the optimizer"
     CHECKPOINT = "engine.save_checkpoint or load_checkpoint"
     PROGRESS = "the next gather, or the end of a backward"
 
@@ -105,8 +106,8 @@ class Agreement:
                 points = ", ".join(f"rank {r}: {each.value}" for r, each in enumerate(reached))
                 raise MismatchError(
                     f"the ranks' programs differ: they reached different points ({points}). Call"
-                    " forward, backward, step, save and load on every rank, equally"
-                    " often, with the same boundaries between updates."
+                    " forward, backward, step, save, load and the optimizer's methods"
+                    " on every rank, equally often, with the same boundaries between updates."
                 )
             return Met(markers, tuple(-code >> _MARKER_BITS for code in codes))
 

@@ -32,8 +32,8 @@ class UncountedEdits:
         """Absorb counted writes, and begin to compare values for uncounted ones."""
         seen = [(bucket.absorb_unread(), bucket) for bucket in buckets]
         found = [(answer, bucket.name) for answer, bucket in seen if answer is not None]
-        if self._reading is not None and not self._reading.is_over:
-            return  # the device is more than an update behind
+        if self._reading is not None and (not self._reading.is_over or self.lost):
+            return  # the device is more than an update behind, or a loss is not reported yet
         self._reading = None
         if found:
             self._names = [name for _, name in found]

@@ -119,6 +119,22 @@ def test_the_best_model_comes_back_and_is_evaluated_alone(
         assert found["predicted"] == plain["predicted"]
 
 
+def _schedule_free(folder: Path, stages: list[int | None]) -> list[dict[str, list[float]]]:
+    t = load("trainer_runs")
+    return [t.schedule_free(folder / str(stage), stage) for stage in stages]
+
+
+@pytest.mark.runs("schedulefree")
+def test_schedule_free_training_evaluates_and_saves_the_averages(
+    clients: RankPool, tmp_path: Path
+) -> None:
+    for plain, *found in clients.run(_schedule_free, tmp_path, [None, 0, 2], timeout=180):
+        assert len(plain["evaluations"]) == 3
+        for one in found:
+            for key, expected in plain.items():
+                assert close(one[key], expected, 1e-5), key
+
+
 def _cut(folder: Path, stage: int | None) -> dict[str, Any]:
     t = load("trainer_runs")
     if stage is None:

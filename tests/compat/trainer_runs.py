@@ -312,6 +312,37 @@ def best(folder: Path, config: dict[str, Any] | None) -> dict[str, Any]:
     return told
 
 
+def schedule_free(folder: Path, stage: int | None) -> dict[str, Any]:
+    """Train without a schedule, and look at other data on the way; None: without an engine."""
+    forget()
+    base = save_base(folder, "llama")
+    data, held_out = Sequences(64, 1), Sequences(8, 2)
+    config = {key: value for key, value in STAGE_2.items() if key != "optimizer"}
+    args = arguments(
+        folder / "run",
+        None if stage is None else {**config, "zero_optimization": {"stage": stage}},
+        optim="schedule_free_adamw",
+        lr_scheduler_type="constant",
+        eval_strategy="steps",
+        eval_steps=2,
+        max_steps=6,
+        save_strategy="no",
+    )
+    model = AutoModelForCausalLM.from_pretrained(base)
+    trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=held_out)
+    trainer.train()
+    trainer.save_model(str(folder / "saved"))
+    barrier()
+    told = {"losses": logged(trainer, "loss"), "evaluations": logged(trainer, "eval_loss")}
+    trainer.accelerator.free_memory()
+    forget()
+    with torch.no_grad():
+        rows = held_out.rows
+        saved = AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.float32)
+        told["saved"] = [float(saved(input_ids=rows, labels=rows).loss)]
+    return told
+
+
 def run_preempted(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Train, be preempted by a signal to rank 1 alone, resume; and train without a break."""
     from hadal.compat.trainer import SaveOnSignal

@@ -327,7 +327,7 @@ def test_training_resumes_from_a_checkpoint(
 
 def test_a_model_without_hidden_matrices() -> None:
     """A model without hidden matrices is stepped by Adam alone."""
-    wholes = WholeParameters()
+    wholes = WholeParameters(torch.optim.SGD([torch.zeros(1)]))
     wholes.add([])
     wholes.to_owners(1.0)
     wholes.to_shards()

@@ -1,0 +1,75 @@
+"""An optimizer's own methods, such as `eval` of schedule-free ones: weights follow their changes.
+
+Tests: tests/engine/test_own_methods.py
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial, update_wrapper
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from hadal.errors import UsageError
+from hadal.zero.agreement import Marker
+
+if TYPE_CHECKING:
+    from hadal.engine.session import Session
+
+_Method = Callable[..., Any]
+
+
+def follow_methods(optimizer: Optimizer, session: Session) -> None:
+    """Make the weights follow the public methods that an optimizer's class adds to torch's.
+
+    The tensors in its param groups are masters, or whole parameters on the ranks that own them.
+    Writes to them cannot all be seen, so weights are refreshed after each such method, as after an
+    update, and all ranks must call it. Only those called `get...` are taken to write nothing.
+    """
+    for name, method in _own_methods(type(optimizer)):
+        setattr(optimizer, name, _followed(name, method, optimizer, session))
+
+
+def _own_methods(kind: type[Optimizer]) -> Iterator[tuple[str, _Method]]:
+    for name in dir(kind):
+        method = inspect.getattr_static(kind, name)
+        is_own = inspect.isfunction(method) and not hasattr(Optimizer, name)
+        if is_own and not name.startswith(("_", "get")):
+            yield name, method
+
+
+def _followed(name: str, method: _Method, optimizer: Optimizer, session: Session) -> _Method:
+    # Neither outlives the program's references because of this.
+    owner, engine = weakref.ref(optimizer), weakref.ref(session)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = engine()
+        bound = partial(method, owner(), *args, **kwargs)
+        if found is None or found.cycle.ended or found.cycle.destroyed or found.cycle.stepping:
+            return bound()
+        return _call(name, bound, found)
+
+    return update_wrapper(call, method)
+
+
+@torch.no_grad()
+def _call(name: str, method: Callable[[], Any], session: Session) -> Any:
+    session.expect_alive()
+    training, runtime = session.expect_training(), session.parts.runtime
+    if not runtime.gathering.is_at_rest:
+        raise UsageError(
+            f"rank {session.parts.ranks.rank}: optimizer.{name}() was called inside a forward, a"
+            " backward or GatheredParameters; call it between them, as weights may change"
+        )
+    runtime.gathering.meet(Marker.METHOD)
+    runtime.reshard_all()
+    session.cycle.stepping = True  # the method may call others, or `step`
+    try:
+        with runtime.holding_frozen():
+            return training.stepper.change(method)
+    finally:
+        session.cycle.stepping = False
