@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hadal.engine.loader import RepeatingLoader
     from hadal.errors import (
         CheckpointError,
+        ChoiceError,
         CommunicationError,
         ConfigError,
         HadalError,
@@ -72,6 +73,7 @@ _SUBPACKAGES = ("comm", "utils", "zero")
 
 __all__ = [
     "CheckpointError",
+    "ChoiceError",
     "CommunicationError",
     "ConfigError",
     "Engine",

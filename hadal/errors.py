@@ -43,6 +43,10 @@ class UnbuiltConfigError(ConfigError, NotBuiltYetError):
     """The configuration is valid, but needs features that this version does not implement yet."""
 
 
+class ChoiceError(HadalError, ValueError, NotImplementedError):
+    """An argument is none of the values that it may have (DeepSpeed: NotImplementedError)."""
+
+
 class LaunchError(HadalError, ValueError):
     """A job cannot be started with these hosts, slots or flags."""
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from hadal.config.aio import Aio
 from hadal.config.amp import Amp
+from hadal.config.compression_training import ActivationQuantizationSection
+from hadal.config.data_efficiency import DataEfficiency
 from hadal.config.report import Report
 from hadal.config.rules.precision import scales_by_fp16
 from hadal.config.section import Section, default_of
@@ -46,6 +48,11 @@ def report_advice(config: Config, prepared: Mapping[str, Any], report: Report) -
     if shared == 1 and config.seq_parallel_communication_data_type != "fp32":
         report.note_idle(other, "has no effect when no ranks share a sequence")
     _advise_disk_keys(config, report)
+    logger = config.comms_logger
+    if logger is not None and logger.enabled and logger.prof_all and logger.prof_ops:
+        report.note_idle(
+            "comms_logger.prof_ops", "has no effect unless prof_all, which records all, is false"
+        )
     recomputed = config.activation_checkpointing
     if recomputed.number_checkpoints and not recomputed.contiguous_memory_optimization:
         report.note_idle(
@@ -56,8 +63,29 @@ def report_advice(config: Config, prepared: Mapping[str, Any], report: Report) -
     for name in type(staging).model_fields if not saves_behind(config) else ():
         if _is_set(staging, name):
             report.note_idle(f"checkpoint.staging.{name}", "has no effect without async_save")
-    if config.sparse_attention is not None:
-        _advise_other_modes(config.sparse_attention, report)
+    _advise_other_modes(config.sparse_attention, report)
+    _advise_sampling(config.data_efficiency, report)
+    _advise_calibration(config.compression_training.activation_quantization, report)
+
+
+def _advise_sampling(section: DataEfficiency, report: Report) -> None:
+    """Report keys of a sampler that is not there."""
+    sampling = section.data_sampling
+    is_off = any(
+        "enabled" in one.model_fields_set and not one.enabled for one in (section, sampling)
+    )
+    if is_off or sampling.curriculum_learning.enabled or sampling.dynamic_batching.enabled:
+        return
+    path = "data_efficiency"
+    keys: list[tuple[str, Section, str]] = [(path, section, "seed")]
+    inner = ("num_epochs", "num_workers", "pin_memory")
+    keys += [(f"{path}.data_sampling", sampling, name) for name in inner]
+    for here, one, name in keys:
+        if _is_set(one, name):
+            report.note_idle(
+                f"{here}.{name}",
+                "has no effect without curriculum_learning or dynamic_batching in data_sampling",
+            )
 
 
 def _advise_disk_keys(config: Config, report: Report) -> None:
@@ -91,13 +119,25 @@ def saves_behind(config: Config) -> bool:
     return section.async_save or is_decoupled or config.datastates_ckpt is not None
 
 
-def _advise_other_modes(section: SparseAttention, report: Report) -> None:
+def _advise_other_modes(section: SparseAttention | None, report: Report) -> None:
     """Report keys of the layout that belong to other modes."""
+    if section is None:
+        return
     for name in type(section).model_fields:
         if name not in ("mode", *KEYS[section.mode]) and _is_set(section, name):
             report.note_idle(
                 f"sparse_attention.{name}", f'has no effect with mode "{section.mode}"'
             )
+
+
+def _advise_calibration(section: ActivationQuantizationSection, report: Report) -> None:
+    """Report a range that is calibrated otherwise than DeepSpeed's documentation says."""
+    shared = section.shared_parameters
+    if shared.enabled and "range_calibration" not in shared.model_fields_set:
+        report.note(
+            "compression_training.activation_quantization.shared_parameters.range_calibration",
+            'not set: "dynamic", as in DeepSpeed\'s code (its documentation says "static")',
+        )
 
 
 def _is_set(section: Section, name: str) -> bool:

@@ -125,7 +125,9 @@ class ActivationQuantizationShared(Section):
         "symmetric", "Scales without (symmetric) or with an offset (asymmetric)."
     )
     range_calibration: Literal["dynamic", "static"] = key(
-        "dynamic", "Range measured per token (dynamic) or tracked by a running average (static)."
+        "dynamic",
+        "Range measured per token (dynamic) or tracked by a running average (static). DeepSpeed's "
+        "default is dynamic too, although its documentation says static.",
     )
 
 

@@ -152,7 +152,11 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
                 },
             },
             "activation_quantization": {
-                "shared_parameters": {"enabled": True, "schedule_offset": 200},
+                "shared_parameters": {
+                    "enabled": True,
+                    "range_calibration": "dynamic",
+                    "schedule_offset": 200,
+                },
                 "different_groups": {"all": {"params": {"bits": 8}, "modules": ["mlp"]}},
             },
         },

@@ -28,12 +28,14 @@ class OffloadParam(Section):
     """
 
     switch: ClassVar[str | None] = "device"
+    required: ClassVar[tuple[str, ...]] = ("device",)
+    may_be_empty: ClassVar[bool] = True
 
     device: Tier = key(
         "none",
         "Tier that stores the weights: none keeps them in the compute device's memory, cpu in "
-        "host memory, nvme on the disk. Parameters that every rank keeps whole "
-        "(stage3_param_persistence_threshold) are not offloaded.",
+        "host memory, nvme on the disk. Required unless the section is empty. Parameters that "
+        "every rank keeps whole (stage3_param_persistence_threshold) are not offloaded.",
     )
     nvme_path: Text | None = key(None, _PATH)
     pin_memory: Boolean = key(True, _PIN)
@@ -66,11 +68,14 @@ class OffloadOptimizer(Section):
     """
 
     switch: ClassVar[str | None] = "device"
+    required: ClassVar[tuple[str, ...]] = ("device",)
+    may_be_empty: ClassVar[bool] = True
 
     device: Tier = key(
         "none",
         "Tier that stores the state: none keeps it in the compute device's memory, cpu in host "
-        "memory, nvme on the disk (stages 1 to 3; DeepSpeed: stage 3 with Adam only). "
+        "memory, nvme on the disk (stages 1 to 3; DeepSpeed: stage 3 with Adam only). Required "
+        "unless the section is empty. "
         "Optimizers that are not elementwise keep more of it in host memory during an update; "
         "see docs/offload.md.",
     )

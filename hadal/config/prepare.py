@@ -139,6 +139,8 @@ def _below(child: Child, value: Any, report: Report, here: str) -> Any:
 
 
 def _miss(model: type[Section], raw: Mapping[str, Any], report: Report, path: str) -> None:
+    if model.may_be_empty and not raw:
+        return
     for name in model.required:
         if raw.get(name) is None:
             report.fault(join(path, name), "required in this section; add it")

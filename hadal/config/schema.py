@@ -59,7 +59,9 @@ def _complete(schema: Schema, model: type[Section]) -> None:
         properties[name] = {"description": f"An old form of {new}.", "deprecated": True}
     for name, what in model.leftovers.items():
         properties[name] = {"description": f"A leftover, {what}.", "deprecated": True}
-    if model.required:
+    if model.required and model.may_be_empty:
+        schema["anyOf"] = [{"maxProperties": 0}, {"required": list(model.required)}]
+    elif model.required:
         schema["required"] = list(model.required)
 
 

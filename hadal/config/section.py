@@ -110,6 +110,8 @@ class Section(BaseModel):
     """Maps a leftover to the behaviour that replaces it, as the end of a sentence."""
     required: ClassVar[tuple[str, ...]] = ()
     """Keys that are required if the section is present."""
+    may_be_empty: ClassVar[bool] = False
+    """True if they are not required of a section without any keys, which is off."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """Maps a key that no release has but people look for to what has the feature."""
 

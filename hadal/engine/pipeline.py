@@ -18,8 +18,8 @@ from hadal.engine.engine import Engine
 from hadal.engine.loader import RepeatingLoader
 from hadal.engine.parts import Parts
 from hadal.errors import (
+    ChoiceError,
     CommunicationError,
-    NotBuiltYetError,
     PipelineError,
     UsageError,
 )
@@ -177,12 +177,12 @@ class PipelineEngine(Engine):
             num_micro_batches: the number of micro-batches; by default that of an update.
 
         Raises:
-            NotBuiltYetError: another `reduce_output`.
+            ChoiceError: another `reduce_output`.
             StopIteration, PipelineError: as `train_batch`.
         """
         if reduce_output not in ("avg", None):
-            raise NotBuiltYetError(
-                f"eval_batch(reduce_output={reduce_output!r}) is not built yet; pass 'avg' or None"
+            raise ChoiceError(
+                f"eval_batch(reduce_output={reduce_output!r}) is not known; pass 'avg' or None"
             )
         self._session.expect_alive()
         count = num_micro_batches or self.micro_batches

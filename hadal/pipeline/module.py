@@ -65,7 +65,8 @@ class PipelineModule(nn.Module):
     Raises:
         UsageError: the number of ranks does not fit the stages, a stage would be empty, or an
             argument is invalid.
-        NotBuiltYetError: a PipelineModule is a layer, or the method is another one.
+        NotBuiltYetError: a PipelineModule is a layer.
+        ChoiceError: the method is another one.
         MismatchError: the ranks were given different layers.
     """
 

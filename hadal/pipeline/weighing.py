@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from hadal.errors import NotBuiltYetError, UsageError
+from hadal.errors import ChoiceError, UsageError
 from hadal.pipeline.partition import partition_balanced, partition_uniform
 from hadal.pipeline.specs import Layer, LayerSpec, name_of
 
@@ -27,7 +27,7 @@ def cut(layers: Sequence[Layer], stages: int, method: str) -> list[int]:
             expression, anywhere in the name and in any case).
 
     Raises:
-        NotBuiltYetError: another method.
+        ChoiceError: another method.
         UsageError: no layer matches, or there are fewer layers than stages.
     """
     if len(layers) < stages:
@@ -42,9 +42,9 @@ def cut(layers: Sequence[Layer], stages: int, method: str) -> list[int]:
         return partition_balanced(Weigher().weights(layers), stages)
     if word.lower() == "type":
         return partition_balanced(_matches(layers, pattern), stages)
-    raise NotBuiltYetError(
-        f"partition_method={method!r} is not built yet; use 'uniform', 'parameters' or 'type:' and"
-        " a regular expression of layers' classes"
+    raise ChoiceError(
+        f"partition_method is {method!r}; choose 'uniform', 'parameters' or 'type:' and a regular"
+        " expression of layers' classes"
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hadal.errors import ModelError, NotBuiltYetError
+from hadal.errors import ChoiceError, ModelError
 
 
 class MatMul:
@@ -23,7 +23,7 @@ class MatMul:
         bench: accepted and ignored.
 
     Raises:
-        NotBuiltYetError: another mode.
+        ChoiceError: another mode.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class MatMul:
     ) -> None:
         del bench
         if mode not in ("sdd", "dsd", "dds"):
-            raise NotBuiltYetError(f'mode is {mode!r}; choose "sdd", "dsd" or "dds"')
+            raise ChoiceError(f'mode is {mode!r}; choose "sdd", "dsd" or "dds"')
         self.layout, self.block, self.mode = layout, block, mode
         self.trans_a, self.trans_b = trans_a, trans_b
         self.heads, self.rows, self.columns = layout.cpu().nonzero().unbind(1)

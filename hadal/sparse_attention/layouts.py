@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hadal.errors import ModelError, NotBuiltYetError, few
+from hadal.errors import ChoiceError, ModelError, NotBuiltYetError, few
 
 _WORDS = ("unidirectional", "bidirectional")
 
@@ -167,7 +167,7 @@ def _windows(sizes: Sequence[int], count: int) -> Tensor:
 
 def _check_attention(attention: str, *, horizontal: bool = False) -> None:
     if attention not in _WORDS:
-        raise NotBuiltYetError(f"attention is {attention!r}; choose {few(_WORDS, joint=' or ')}")
+        raise ChoiceError(f"attention is {attention!r}; choose {few(_WORDS, joint=' or ')}")
     if horizontal and attention != "bidirectional":
         raise ModelError(
             "horizontal_global_attention needs attention 'bidirectional'; change one of the two"
@@ -216,7 +216,8 @@ class FixedSparsityConfig(SparsityConfig):
             through.
 
     Raises:
-        ModelError, NotBuiltYetError: arguments contradict each other.
+        ChoiceError: another `attention`.
+        ModelError: arguments contradict each other.
     """
 
     def __init__(
@@ -287,7 +288,8 @@ class VariableSparsityConfig(SparsityConfig):
         horizontal_global_attention: global blocks attend to everything, too.
 
     Raises:
-        ModelError, NotBuiltYetError: arguments contradict each other.
+        ChoiceError: another `attention`.
+        ModelError: arguments contradict each other.
     """
 
     def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
@@ -351,7 +353,7 @@ class BigBirdSparsityConfig(SparsityConfig):
         attention: "unidirectional" (random blocks not beyond the row) or "bidirectional".
 
     Raises:
-        NotBuiltYetError: another `attention`.
+        ChoiceError: another `attention`.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hadal.errors import ModelError, NotBuiltYetError
+from hadal.errors import ChoiceError, ModelError
 from hadal.sparse_attention.plan import Group
 
 _log = logging.getLogger("hadal")
@@ -209,6 +209,6 @@ def pair_mask(given: Tensor, mode: str, query: Tensor, name: str = "attn_mask") 
 
 
 def check_mode(mode: str, name: str) -> None:
-    """Raise NotBuiltYetError if the mode of a mask is not a known one."""
+    """Raise ChoiceError if the mode of a mask is not a known one."""
     if mode not in ("add", "mul"):
-        raise NotBuiltYetError(f'{name} is {mode!r}; choose "add" or "mul"')
+        raise ChoiceError(f'{name} is {mode!r}; choose "add" or "mul"')

@@ -37,7 +37,7 @@ class SparseSelfAttention(nn.Module):
 
     Raises:
         ModelError: the pattern does not fit `max_seq_length`, or is not a SparsityConfig.
-        NotBuiltYetError: the mode of a mask is not supported.
+        ChoiceError: the mode of a mask is another one.
     """
 
     master_layout: Tensor

@@ -605,3 +605,62 @@ def test_blocks_must_divide_the_ranks_that_share_weights(name):
     # Parts of the model share no weights.
     parts = {"world_size": 8, "data_parallel_size": 2, "sequence_parallel_size": 1}
     assert "the 2 ranks" in only_fault(with_zero(stage=3, **{name: 4}), **parts)[1]
+
+
+SAMPLING = {"num_epochs": 3, "num_workers": 2, "pin_memory": True}
+QUANTIZED = {"enabled": True, "schedule_offset": 1}
+BITS = {"one": {"params": {"bits": 8}, "modules": ["*"]}}
+
+
+def quantized(**shared):
+    section = {"shared_parameters": {**QUANTIZED, **shared}, "different_groups": BITS}
+    return {"compression_training": {"activation_quantization": section}}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            {"data_efficiency": {"seed": 7, "data_sampling": SAMPLING}},
+            "data_efficiency.seed, data_efficiency.data_sampling.num_epochs,"
+            " data_efficiency.data_sampling.num_workers, data_efficiency.data_sampling.pin_memory:"
+            " has no effect without curriculum_learning or dynamic_batching in data_sampling",
+        ),
+        (
+            {
+                "data_efficiency": {
+                    "seed": 7,
+                    "data_sampling": {
+                        **SAMPLING,
+                        "dynamic_batching": {"enabled": True, "max_tokens": 9},
+                    },
+                }
+            },
+            None,
+        ),
+        ({"data_efficiency": {"enabled": False, "seed": 7}}, None),
+        (
+            {"comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]}},
+            "comms_logger.prof_ops: has no effect unless prof_all, which records all, is false",
+        ),
+        (
+            {"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"]}},
+            None,
+        ),
+        (
+            quantized(),
+            "compression_training.activation_quantization.shared_parameters.range_calibration:"
+            ' not set: "dynamic", as in DeepSpeed\'s code (its documentation says "static")',
+        ),
+        (quantized(range_calibration="dynamic"), None),
+    ],
+)
+def test_settings_that_do_less_than_expected_are_told(text, told):
+    assert load_config({**BASE, **text}).notes == (() if told is None else (told,))
+
+
+@pytest.mark.parametrize("name", ["offload_param", "offload_optimizer"])
+def test_offloading_needs_a_device(name):
+    path, message = only_fault(with_zero(stage=3, **{name: {"pin_memory": True}}))
+    assert path == f"zero_optimization.{name}.device"
+    assert message == "required in this section; add it"

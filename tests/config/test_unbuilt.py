@@ -141,7 +141,6 @@ IDLE = [
     ({"save_muon_momentum_buffer_in_memory": True}, 2, "at stage 2, only at stage 3"),
     ({"offload_param": {"device": "cpu"}}, 1, "at stage 1, only at stage 3"),
     ({"sub_group_size": 7}, 3, 'without an offload device "nvme"'),
-    ({"offload_optimizer": {"super_offload": True}}, 2, "without zero_optimization.offload_opt"),
 ]
 
 

@@ -21,6 +21,7 @@ from engine.toys import TINY
 from hadal import comm
 from hadal.engine.pipeline import PipelineEngine
 from hadal.errors import (
+    ChoiceError,
     CommunicationError,
     ConfigError,
     MismatchError,
@@ -279,7 +280,7 @@ def evaluate() -> None:
         assert seen.shape == (ROWS, LENGTH, WORDS) if last else seen is None
         assert engine.total_loss is total
     assert (engine.eval_batch(batches(0, 1), bcast_loss=False) is None) != last
-    with pytest.raises(NotBuiltYetError, match="reduce_output='sum'"):
+    with pytest.raises(ChoiceError, match="reduce_output='sum'"):
         engine.eval_batch(batches(0, 1), reduce_output="sum")
     for call in (engine, engine.backward, engine.step):
         with pytest.raises(PipelineError, match="train_batch"):

@@ -11,7 +11,7 @@ from ranks import RankPools
 from torch import Tensor, nn
 
 from hadal import comm
-from hadal.errors import NotBuiltYetError, UsageError
+from hadal.errors import ChoiceError, UsageError
 from hadal.pipeline.grid import PipelineParallelGrid
 from hadal.pipeline.module import PipelineModule
 from hadal.pipeline.specs import LayerSpec, TiedLayerSpec
@@ -144,7 +144,7 @@ def test_layers_are_cut_by_the_partition_method() -> None:
     assert cut(layers, 2, r"type:(\D)inear") == [0, 3, 4]
     with pytest.raises(UsageError, match="matches no layer; the layers are Linear, tanh"):
         cut(layers, 2, "type:foo")
-    with pytest.raises(NotBuiltYetError, match="best"):
+    with pytest.raises(ChoiceError, match="best"):
         cut(layers, 2, "best")
     with pytest.raises(UsageError, match="stage 4 would have none"):
         cut(layers, 5, "uniform")

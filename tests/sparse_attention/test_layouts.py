@@ -60,6 +60,7 @@ def test_mismatches_are_refused_as_in_deepspeed(case):
     with pytest.raises(kind) as caught:
         made(case)
     assert isinstance(caught.value, HadalError)
+    assert isinstance(caught.value, ValueError), "a wrong value is not a missing feature"
 
 
 def test_there_are_as_many_cases_as_there_were():
