@@ -79,7 +79,7 @@ def _train(parsed: argparse.Namespace) -> int:
     said = Said(parsed)
     try:
         choices = choices_of(parsed)
-        plan = planned(choices, os.environ, Path.cwd())
+        plan = planned(choices, {**_screen(), **os.environ}, Path.cwd())
         _check_program(plan)
     except (HadalError, OSError) as error:
         fail(str(error))
@@ -116,6 +116,15 @@ def _train(parsed: argparse.Namespace) -> int:
     except BrokenPipeError:  # the reader of the output is gone: without this process the ranks end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
+
+
+def _screen() -> dict[str, str]:
+    """Return the size of the terminal, by which programs without one fit their bars and tables."""
+    for stream in (sys.stderr, sys.stdout):
+        if stream.isatty():
+            columns, lines = os.get_terminal_size(stream.fileno())
+            return {"COLUMNS": str(columns), "LINES": str(lines)} if columns else {}
+    return {}
 
 
 def _check_program(plan: LaunchPlan) -> None:

@@ -20,6 +20,7 @@ from hadal.launcher.variables import (
     as_it_is,
     of_env_files,
     passed_on,
+    screen_of,
     text_of,
 )
 from hadal.launcher.ways import MPI, Way, by_pdsh, by_slurm, by_ssh, here
@@ -129,6 +130,7 @@ def _job(
     shows_slots: bool,
 ) -> Job:
     passed = {} if is_one else _passed_on(variables, folder)
+    passed |= screen_of(variables, pool)
     elastic = _elastic(choices, variables, pool) if choices.elastic_training else None
     any_port = 0 if elastic or is_one else DEFAULT_PORT
     return Job(

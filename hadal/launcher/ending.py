@@ -33,6 +33,8 @@ class Failure:
     text: str
     """Its traceback, or the last lines of its standard error."""
     has_traceback: bool = True
+    is_shown: bool = False
+    """True if the whole traceback was printed before the job's end."""
 
     @property
     def order(self) -> float:
@@ -113,7 +115,8 @@ def report(
     hints = [_hint(first)]
     if error is not None and error.is_ours and not is_full:
         lines += _message_first(_who([first], names_hosts), error, folder)
-        hints.append("HADAL_TRACEBACK=full shows the frames inside Hadal, too")
+        if not first.is_shown:
+            hints.append("HADAL_TRACEBACK=full shows the frames inside Hadal, too")
     else:
         lines.append(f"{_who([first], names_hosts)} failed first: {first.how}")
         lines += [f"  {line}" for line in first.text.splitlines()]

@@ -120,7 +120,7 @@ class Front:
         self._job = job
         self._full_tracebacks = full_tracebacks
         self._printer = printer
-        self._say = say
+        self._say = _on_its_line(say, printer)
         self._address = address
         self._waits_for_all = waits_for_all
         self._failures: list[Failure] = []
@@ -252,7 +252,15 @@ class Front:
             return
         code = 1 if frame.was_stopped else frame.code
         at, host = began_at or time.monotonic(), self._hosts.get(frame.rank, channel.host)
-        failure = Failure(frame.rank, host, code, at, text, has_traceback=began_at is not None)
+        failure = Failure(
+            frame.rank,
+            host,
+            code,
+            at,
+            text,
+            has_traceback=began_at is not None,
+            is_shown=self._printer.has_shown(channel.host, frame.rank),
+        )
         self._failures.append(failure)
         self._rank_failed()
 
@@ -448,6 +456,16 @@ class Front:
                 self._say(f"{channel.host} ended with {code}")
                 return exit_code(code)
         return 0
+
+
+def _on_its_line(say: Callable[[str], None], printer: Printer) -> Callable[[str], None]:
+    """Return `say`, whose lines do not begin on the progress bar of a rank."""
+
+    def said(text: str) -> None:
+        printer.begin_line()
+        say(text)
+
+    return said
 
 
 def _loss(channel: Channel, was: HostState, code: int, port: int) -> str:

@@ -1,13 +1,15 @@
 """Printing of ranks' output: each line with its rank, and tracebacks held back.
 
 When a job fails, most ranks print a traceback at nearly the same time, interleaved. So a traceback
-is held back until its rank has ended, and the report shows the first one in full.
+is held back until its rank has ended, and the report shows the first one in full. If ranks survive,
+or end late, the first traceback is shown meanwhile, and of the others their errors.
 
 Tests: tests/launcher/test_ending.py
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,10 +18,16 @@ from typing import BinaryIO
 
 from hadal.launcher.ending import BY_TORCH, TRACEBACK, last_lines
 from hadal.launcher.frames import Lines
+from hadal.launcher.tracebacks import error_in
 
 HOLD_S = 10.0
-"""A rank that still runs this long after a traceback has survived it: the traceback is shown."""
+"""A rank that still runs this long after a traceback has survived it: the traceback is shown.
+
+Tracebacks of other ranks that began as soon after it are folded to their errors.
+"""
 _TAIL_LINES = 20
+_CLEAR = b"\x1b[K"
+"""Erases a terminal's line from the cursor on."""
 _LONGEST_NBYTES = 1 << 20
 """A longer line is split instead of held until its end."""
 
@@ -36,6 +44,8 @@ class _Talk:
     began_at: float | None = None
     """The time at which its last traceback began."""
     is_held: bool = False
+    is_shown: bool = False
+    """True if the traceback was printed in full."""
 
 
 class Printer:
@@ -53,6 +63,14 @@ class Printer:
         self._prefix_of = prefix_of
         self._clock = clock
         self._talks: dict[tuple[str, int], _Talk] = {}
+        self._shown_in_full: _Talk | None = None
+        """The rank whose traceback was shown last."""
+        self._shown_at = -math.inf
+        self._terminals = [each for each in (out, error) if each.isatty()]
+        self._written_to = error
+        """The stream that the terminal got its last text from."""
+        self._end = b"\n"
+        """The end of that text; after a carriage return the cursor is on a line that has text."""
 
     def began(self, host: str, rank: int) -> None:
         """Forget a rank's output: its process has just started."""
@@ -72,14 +90,25 @@ class Printer:
 
     def unlabelled(self, piece: bytes) -> None:
         """Print output that belongs to no rank, unchanged."""
-        self._error.write(piece)
+        self._write(self._error, piece)
 
     def look(self) -> None:
         """Show the tracebacks of ranks that still run."""
-        for talk in self._talks.values():
+        for talk in sorted(self._talks.values(), key=lambda talk: talk.began_at or 0):
             held_for = self._clock() - (talk.began_at or 0)
             if talk.is_held and held_for > HOLD_S:
                 self._release(talk)
+        self.flush()
+
+    def has_shown(self, host: str, rank: int) -> bool:
+        """Return whether a rank's last traceback was printed in full."""
+        return self._talk(host, rank).is_shown
+
+    def begin_line(self) -> None:
+        """Let the terminal's next line begin on an empty one, not on a rank's progress bar."""
+        if self._end != b"\n":
+            self._written_to.write(_CLEAR if self._end == b"\r" else b"\n")
+        self._end = b"\n"
         self.flush()
 
     def ended(self, host: str, rank: int, *, shows: bool) -> tuple[float | None, str]:
@@ -112,12 +141,13 @@ class Printer:
         if is_error:
             plain = BY_TORCH.sub(b"", line)
             if plain.startswith(TRACEBACK) and not talk.is_held:
-                talk.traceback, talk.began_at, talk.is_held = [], self._clock(), True
+                talk.traceback, talk.began_at = [], self._clock()
+                talk.is_held, talk.is_shown = True, False
             talk.tail.append(plain)
             if talk.is_held:
                 talk.traceback.append(plain)
                 return
-        (self._error if is_error else self._out).write(talk.prefix + line)
+        self._write(self._error if is_error else self._out, talk.prefix + line)
 
     def _may_begin(self, talk: _Talk, rest: bytes) -> bool:
         rest = BY_TORCH.sub(b"", rest)
@@ -125,5 +155,22 @@ class Printer:
 
     def _release(self, talk: _Talk) -> None:
         talk.is_held = False
-        for line in talk.traceback:
-            self._error.write(talk.prefix + line)
+        began_at = talk.began_at or 0
+        follows = self._shown_in_full not in (None, talk) and began_at - self._shown_at <= HOLD_S
+        error = error_in(b"".join(talk.traceback).decode(errors="replace")) if follows else None
+        if error is None:
+            self._shown_in_full, self._shown_at, talk.is_shown = talk, began_at, True
+            lines = talk.traceback
+        else:
+            lines = [line.encode() + b"\n" for line in error.lines]
+            lines[0] = b"(traceback folded) " + lines[0]
+        for line in lines:
+            self._write(self._error, talk.prefix + line)
+
+    def _write(self, stream: BinaryIO, text: bytes) -> None:
+        if stream in self._terminals:
+            if stream is not self._written_to:
+                self._written_to.flush()
+            text = _CLEAR * (self._end == b"\r") + text
+            self._written_to, self._end = stream, text[-1:]
+        stream.write(text)

@@ -14,7 +14,9 @@ from string import Template
 from hadal.errors import LaunchError
 
 DEEPSPEED_ENV, HADAL_ENV = ".deepspeed_env", ".hadal_env"
-_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "TORCH", "HADAL")
+_COLOURS = ("NO_COLOR", "FORCE_COLOR")
+_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "TORCH", "HADAL", *_COLOURS)
+_NARROWEST = 40
 # The variables that limit visible accelerators: CUDA and ROCm, Intel, Huawei.
 _SHOWN_BY = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -132,6 +134,17 @@ def text_of(path: Path) -> str:
         raise LaunchError(f"{path} is a folder; expected a file") from None
     except UnicodeDecodeError as error:
         raise LaunchError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def screen_of(variables: Mapping[str, str], pool: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Return the size of the terminal (COLUMNS, LINES) for ranks, whose lines get a prefix."""
+    columns, ranks = variables.get("COLUMNS", ""), sum(map(len, pool.values()))
+    if not columns.isdecimal():
+        return {}
+    host = max(map(len, pool)) + 1 if len(pool) > 1 else 0
+    prefix = len(f"[rank {ranks - 1}] ") + host if ranks > 1 else 0
+    own = {"COLUMNS": str(max(_NARROWEST, int(columns) - prefix))}
+    return own | {key: variables[key] for key in ("LINES",) if key in variables}
 
 
 def passed_on(variables: Mapping[str, str]) -> dict[str, str]:

@@ -207,6 +207,65 @@ def test_a_rank_that_survives_a_traceback_shows_it() -> None:
     assert shown.ended("h", 0, shows=True)[1] == TRACE
 
 
+def test_of_ranks_that_survive_only_the_first_traceback_is_whole() -> None:
+    shown, _, error, clock = printer("[{}] ")
+    for rank in (1, 0, 2):  # the order in which they print
+        shown.said("h", rank, True, TRACE.encode() + b"\n")
+        clock.now += 1
+    clock.now += HOLD_S
+    shown.look()
+    shown.said("h", 0, True, b"going on\n")
+    first = "".join(f"[1] {line}\n" for line in TRACE.split("\n"))
+    folded = [f"[{rank}] (traceback folded) ValueError: bad sample\n" for rank in (0, 2)]
+    assert error.getvalue().decode() == "".join([first, *folded, "[0] going on\n"])
+    assert [shown.has_shown("h", rank) for rank in range(3)] == [False, True, False]
+    assert [shown.ended("h", rank, shows=False)[1] for rank in range(3)] == [TRACE] * 3
+    clock.now += HOLD_S
+    shown.said("h", 2, True, b"\n" + TRACE.encode() + b"\n")  # for another reason
+    shown.ended("h", 2, shows=True)
+    assert error.getvalue().endswith("".join(f"[2] {x}\n" for x in TRACE.split("\n")).encode())
+
+
+def test_frames_that_were_shown_need_no_hint() -> None:
+    text = f"{TRACE}\nTraceback (most recent call last):\n  File x\nhadal.errors.UsageError: no"
+    for is_shown in (False, True):
+        failure = Failure(0, "a", 1, 0.0, text, is_shown=is_shown)
+        lines = report([failure], names_hosts=False)
+        assert any("HADAL_TRACEBACK=full" in line for line in lines) is not is_shown
+
+
+class Terminal(io.BytesIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_nothing_is_left_of_a_bar_on_a_terminal() -> None:
+    screen = Terminal()
+    shown = Printer(screen, screen, lambda _, rank: f"[{rank}] ", Clock())
+    for piece in (b"\r50%|#####     |", b"\r100%|", b"\rdone\n", b"\r0%|", b"\r", b" "):
+        shown.said("h", 0, True, piece)
+    shown.said("h", 1, False, b"loss 1\n")
+    clear = b"\x1b[K"
+    first = [b"[0] \r", b"[0] 50%|#####     |\r", b"[0] 100%|\r"]
+    then = [b"[0] done\n[0] \r", b"[0] 0%|\r", b"[1] loss 1\n"]
+    assert screen.getvalue() == clear.join([*first, *then])
+    shown.said("h", 1, True, b"\r1%|\r2%")
+    shown.begin_line()
+    assert screen.getvalue().endswith(b"[1] 1%|\r" + clear)
+    plain, _, error, _ = printer("[{}] ")
+    plain.said("h", 0, True, b"\r 50%|\r100%|\n")
+    assert clear not in error.getvalue()
+
+
+def test_one_ranks_unended_line_gets_its_end_before_ours() -> None:
+    screen = Terminal()
+    shown = Printer(screen, screen, lambda _, rank: "", Clock())
+    shown.said("h", 0, True, b"\r 50%|#####")
+    shown.begin_line()
+    shown.begin_line()
+    assert screen.getvalue() == b"\r\x1b[K 50%|#####\n"
+
+
 def test_without_a_traceback_the_last_lines_are_shown() -> None:
     shown, _, _, _ = printer("[{}] ")
     shown.said("h", 0, True, b"".join(b"%d\n" % n for n in range(50)))

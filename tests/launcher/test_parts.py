@@ -32,6 +32,7 @@ from hadal.launcher.variables import (
     of_env_files,
     passed_on,
     read_env_file,
+    screen_of,
 )
 
 # ---- env files -------------------------------------------------------------------------------
@@ -123,6 +124,16 @@ def test_the_later_folder_and_file_win(tmp_path: Path) -> None:
 def test_other_hosts_get_variables_by_prefix() -> None:
     told = {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/x", "HOME": "/root", "SECRET_KEY": "1"}
     assert passed_on(told) == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/x"}
+
+
+def test_ranks_get_the_size_of_the_terminal_less_their_prefix() -> None:
+    screen = {"COLUMNS": "100", "LINES": "30"}
+    assert screen_of(screen, {"a": (0,)}) == screen
+    assert screen_of(screen, {"a": (0, 1)}) == {**screen, "COLUMNS": str(100 - len("[rank 1] "))}
+    two = {"a": tuple(range(8)), "host": tuple(range(8))}
+    assert screen_of(screen, two) == {**screen, "COLUMNS": str(100 - len("[host rank 15] "))}
+    assert screen_of({"COLUMNS": "30"}, two) == {"COLUMNS": "40"}
+    assert screen_of({}, two) == screen_of({"COLUMNS": ""}, two) == {}
 
 
 # ---- cores -----------------------------------------------------------------------------------
