@@ -104,7 +104,7 @@ _UNBUILT = (
     " compile_zero_optimization_stage dynamic_loss_scale_args get_autosp_backend get_autotp_backend"
     " get_compile_time get_data_types get_deepcompile_backend get_deepspeed_compile_backend"
     " get_optimizer_configuration get_type get_wall_clock_timers is_deepcompile_active"
-    " is_first_weights_partition_group load_module_state_dict load_moe_state_dict"
+    " is_first_weights_partition_group load_moe_state_dict"
     " optimizer_legacy_fusion print_forward_breakdown register_compile_pass"
     " set_train_micro_batch_size sparse_all_gather sparse_allreduce sparse_allreduce_bucket"
     " sparse_allreduce_no_retain swap_tensor_config uses_parallelization_pass_only"

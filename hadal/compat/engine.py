@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -216,6 +217,29 @@ class DeepSpeedEngine(Accessors):
         if own.isdisjoint(state_dict):
             state_dict = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
         return super().load_state_dict(state_dict, strict, assign)
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Load whole weights at any stage; all ranks must call it, with the same values.
+
+        Args:
+            checkpoint: a state dict, or a dict that has one as "module".
+            strict: whether names must match the model's.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead.
+            fetch_z3_params: ignored: sharded weights are always whole meanwhile.
+        """
+        inner = checkpoint.get("module")
+        state = inner if isinstance(inner, Mapping) else checkpoint
+        if custom_load_fn is None:
+            self.load_state_dict(state, strict=strict)
+            return
+        with torch.no_grad(), GatheredParameters(self.module.parameters()):
+            custom_load_fn(src=state, dst=self.module)
 
     def save_16bit_model(
         self,

@@ -236,6 +236,39 @@ def test_names_of_the_engine_s_state_begin_as_those_of_its_parameters(stage: int
         engine.load_state_dict({"module.other": torch.ones(1)})
 
 
+def load_module_state(stage: int) -> None:
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, fresh = engine_of(stage, **sgd), initialize(model=model_of(8), config=config_of(0))[0]
+    wanted = {name: value.clone() for name, value in fresh.module_state_dict().items()}
+    again = initialize(model=model_of(8), config=config_of(stage, **sgd))[0]
+    train(engine, range(2))
+    assert engine.load_module_state_dict({"module": wanted}, fetch_z3_params=True) is None
+    assert_equal(engine.module_state_dict(), wanted)
+    for each in (engine, again):
+        train(each, range(1))
+    assert_equal(engine.state_dict(), again.state_dict())  # the masters were loaded, too
+    engine.load_module_state_dict({f"module.{name}": value for name, value in wanted.items()})
+    assert_equal(engine.module_state_dict(), wanted)
+    part = {"0.bias": torch.ones(9)}
+    with pytest.raises(RuntimeError, match="Missing key"):
+        engine.load_module_state_dict(part)
+    engine.load_module_state_dict(part, strict=False)
+
+    def halved(src: dict[str, Tensor], dst: nn.Module) -> None:
+        dst.load_state_dict({name: value / 2 for name, value in src.items()})
+
+    assert_equal(engine.module_state_dict(), {**wanted, **part})
+    engine.load_module_state_dict(wanted, custom_load_fn=halved)
+    assert_equal(engine.module_state_dict(), {name: each / 2 for name, each in wanted.items()})
+    for each in (engine, fresh, again):
+        each.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_weights_alone_are_loaded_into_an_engine(stage: int, ranks: RankPools) -> None:
+    ranks(2).run(load_module_state, stage)
+
+
 def test_a_module_within_the_model_may_be_called_module() -> None:
     class Wrapper(nn.Module):
         def __init__(self) -> None:
