@@ -60,7 +60,7 @@ class CometWriter:
         """Log the values that are due."""
         due = {
             name: value
-            for name, value in record.numbers.items()
+            for name, value in record.values.items()
             if self._thinned.needs_logging(name, record.samples)
         }
         if due:

@@ -43,7 +43,7 @@ class CsvWriter:
     def write(self, record: ScalarRecord) -> None:
         """Append one line to the file of each name."""
         for name, value in record.values.items():
-            self._file(name).write(f"{record.samples},{'' if value is None else value}\r\n")
+            self._file(name).write(f"{record.samples},{value}\r\n")
 
     def flush(self) -> None:
         """Do nothing: nothing is buffered."""

@@ -67,7 +67,7 @@ class JsonlWriter:
 
 def _plain(value: Value) -> Value | str:
     """Return a value that every JSON reader accepts: JSON has no infinity."""
-    if value is None or math.isfinite(value):
+    if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 

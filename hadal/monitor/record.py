@@ -13,8 +13,7 @@ from torch import Tensor
 from hadal.device import HostCopy, is_host_memory, start_reading
 from hadal.errors import UsageError
 
-Value = int | float | None
-"""None is a missing value: a CSV file has an empty field, the other monitors leave it out."""
+Value = int | float
 
 _EXPECTED = "expected (name, value, samples), for example ('Eval/loss', 1.5, engine.global_samples)"
 
@@ -29,11 +28,6 @@ class ScalarRecord(NamedTuple):
     """When they were measured, in seconds since 1970."""
     step: int | None = None
     """The update that they describe; None for a program's own scalars."""
-
-    @property
-    def numbers(self) -> dict[str, int | float]:
-        """The values without those that are None."""
-        return {name: value for name, value in self.values.items() if value is not None}
 
 
 class ScalarDraft(Protocol):
@@ -89,25 +83,28 @@ def _read(value: Value | HostCopy) -> Value:
 def events_of(event_list: Iterable[Any]) -> tuple[Scalar, ...]:
     """Check scalars passed as (name, value, samples). Nothing is read from the device.
 
+    Those whose value is None are left out: a program may not know a value each time.
+
     Raises:
         UsageError: one is not such a triple, its value is not a number, or its samples are not an
             integer.
     """
-    return tuple(_event(given) for given in event_list)
+    return tuple(filter(None, map(_event, event_list)))
 
 
-def _event(given: Any) -> Scalar:
+def _event(given: Any) -> Scalar | None:
     try:
         name, value, samples = given
     except (TypeError, ValueError):
         raise UsageError(f"write_events got {given!r}; {_EXPECTED}") from None
     if not isinstance(name, str):
         raise UsageError(f"write_events got the name {name!r}; {_EXPECTED}")
-    return Scalar(name, _value(name, value), _whole(name, samples))
+    at = _whole(name, samples)
+    return None if value is None else Scalar(name, _value(name, value), at)
 
 
 def _value(name: str, value: Any) -> Value | HostCopy:
-    if value is None or type(value) is float or type(value) is int:
+    if type(value) is float or type(value) is int:
         return value
     if isinstance(value, Integral):
         return int(value)

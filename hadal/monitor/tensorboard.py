@@ -46,7 +46,7 @@ class TensorBoardWriter:
     def write(self, record: ScalarRecord) -> None:
         """Add one event with all values."""
         value = self._summary.Value
-        found = record.numbers.items()
+        found = record.values.items()
         summary = self._summary(value=[value(tag=tag, simple_value=one) for tag, one in found])
         self.summary_writer.file_writer.add_summary(summary, record.samples, record.time)
 

@@ -54,7 +54,7 @@ class WandbWriter:
 
     def write(self, record: ScalarRecord) -> None:
         """Log all values in one call."""
-        self.log(record.numbers, record.samples)
+        self.log(record.values, record.samples)
 
     def log(
         self, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None

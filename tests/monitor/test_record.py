@@ -25,7 +25,6 @@ def records_of(*events: Any) -> list[ScalarRecord]:
         (1, 1),
         (0.5, 0.5),
         (True, 1),
-        (None, None),
         (torch.tensor(1.5), 1.5),
         (torch.tensor([[2]]), 2),
         (torch.tensor(True), 1),
@@ -39,6 +38,14 @@ def test_values_become_plain_numbers(given_value: Any, wanted: float | None) -> 
     (record,) = records_of(("a", given_value, 4))
     (found,) = record.values.values()
     assert found == wanted and type(found) is type(wanted)
+
+
+def test_missing_values_are_left_out() -> None:
+    assert records_of(("a", None, 4)) == []
+    (record,) = records_of(("a", 1, 4), ("b", None, 4), ("c", 2, 4))
+    assert record.values == {"a": 1, "c": 2}
+    with pytest.raises(UsageError, match="as the samples of a"):
+        records_of(("a", None, "x"))
 
 
 @pytest.mark.parametrize("samples", [3, 3.0, np.int32(3), torch.tensor(3)])
