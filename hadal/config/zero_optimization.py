@@ -123,10 +123,9 @@ class ZeroOptimization(Section):
     )
     allgather_bucket_size: Integer = key(
         500_000_000,
-        "Stages 1 and 2: most elements of updated weights gathered at a time, an even number; 0 "
-        "sets no limit. A gather is at most a buffer of `reduce_bucket_size`. Stage 3: a bucket, "
-        "which is gathered as a whole, is no larger than this or `reduce_bucket_size`, unless a "
-        "single parameter is.",
+        "Stages 1 and 2: most elements of updated weights gathered at a time; 0 sets no limit. A "
+        "gather is at most a buffer of `reduce_bucket_size`. Stage 3: a bucket, which is gathered "
+        "as a whole, is no larger than this or `reduce_bucket_size`, unless a single parameter is.",
         ge=0,
         mark=TUNABLE,
     )

@@ -172,16 +172,6 @@ CONTRADICTIONS = [
     ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op", '"mean" or "sum"'),
     ({"gradient_clipping": -1}, "gradient_clipping", "expected a number >= 0, got -1"),
     (
-        with_zero(stage=1, allgather_bucket_size=5),
-        "zero_optimization.allgather_bucket_size",
-        "use 6",
-    ),
-    (
-        with_zero(stage=2, allgather_bucket_size=7),
-        "zero_optimization.allgather_bucket_size",
-        "expected an even number at stages 1 and 2, got 7; use 8",
-    ),
-    (
         with_zero(reduce_bucket_size=0),
         "zero_optimization.reduce_bucket_size",
         "expected an integer > 0, got 0",

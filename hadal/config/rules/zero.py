@@ -69,17 +69,6 @@ def _scaling_before_scatter(config: Config) -> Iterator[Fault]:
         yield Fault("gradient_predivide_factor", f"{factor} cannot be combined {remedy}")
 
 
-@reading(_STAGE, f"{_ZERO}.allgather_bucket_size")
-def _odd_bucket(config: Config) -> Iterator[Fault]:
-    zero = config.zero_optimization
-    if zero.stage in (1, 2) and zero.allgather_bucket_size % 2:
-        size = zero.allgather_bucket_size
-        yield Fault(
-            f"{_ZERO}.allgather_bucket_size",
-            f"expected an even number at stages 1 and 2, got {size}; use {size + 1}",
-        )
-
-
 _CODED = f"{_ZERO}.zero_quantized_gradients"
 
 
@@ -201,7 +190,6 @@ RULES = (
     _disk_at_stage_0,
     _disk_without_path,
     _scaling_before_scatter,
-    _odd_bucket,
     _quantized_gradients,
     _feedback_of_nothing,
     _sum,
