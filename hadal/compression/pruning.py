@@ -27,7 +27,7 @@ from hadal.compression.names import mask_name, score_name
 from hadal.compression.quantizers import largest
 from hadal.compression.rules import BlockRule, PruneRule
 from hadal.config.compression_training import CompressionTraining, SparsePruningShared
-from hadal.errors import Fault, UsageError
+from hadal.errors import Fault, UsageError, few
 
 _log = logging.getLogger("hadal.compression")
 
@@ -99,10 +99,9 @@ def _undivided(matches: list[Match], heads: int) -> Iterator[Fault]:
     inputs = {match.name: getattr(match.module, "in_features", 0) for match in matches}
     uneven = [f"{name} ({size:,})" for name, size in inputs.items() if size % heads]
     if uneven:
-        more = f" and {len(uneven) - 3} more" if len(uneven) > 3 else ""
         yield Fault(
             "compression_training.head_pruning.shared_parameters.num_heads",
-            f"{heads} does not divide the inputs of {', '.join(uneven[:3])}{more}",
+            f"{heads} does not divide the inputs of {few(uneven, 3)}",
         )
 
 
@@ -142,7 +141,7 @@ def _blocks(
             _SPARSE,
             len(left_out),
             shared.block_pattern,
-            ", ".join(left_out),
+            few(left_out),
         )
     if not pruned:
         faults.append(Fault(f"{path}.block_pattern", f"{shared.block_pattern} fits no module"))

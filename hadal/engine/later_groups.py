@@ -17,7 +17,7 @@ from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import raised_on_all
 from hadal.engine.adopt import Adopter
 from hadal.engine.checks import check_birth, check_parameters, described_parameter
-from hadal.errors import MismatchError, ModelError, OffloadError, OptimizerError, UsageError
+from hadal.errors import MismatchError, ModelError, OffloadError, OptimizerError, UsageError, few
 from hadal.optim.step import OptimizerStepper
 from hadal.zero import access
 from hadal.zero.agreement import Marker
@@ -109,7 +109,7 @@ class LaterGroups:
             _log.warning(
                 "parameters were removed from the model after initialize: %s. Their memory and"
                 " optimizer state are kept until the engine is destroyed",
-                ", ".join(gone),
+                few(gone),
             )
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hadal.comm import Ranks, init_distributed
 from hadal.comm.faults import is_same_everywhere, raised_on_all
-from hadal.errors import MismatchError, NotBuiltYetError, UsageError
+from hadal.errors import MismatchError, NotBuiltYetError, UsageError, few
 from hadal.pipeline import layer_files
 from hadal.pipeline.grid import PipelineParallelGrid, group_of
 from hadal.pipeline.recomputing import Recompute, calls_of
@@ -134,7 +134,7 @@ class PipelineModule(nn.Module):
         if not is_same_everywhere(f"{names} {self.parts}", world):
             raise MismatchError(
                 f"rank {world.rank} has a PipelineModule of {len(names)} layers"
-                f" ({', '.join(names)}) in parts {self.parts}, but another rank has"
+                f" ({few(names)}) in parts {self.parts}, but another rank has"
                 " different ones; pass the same list of layers on all ranks"
             )
 

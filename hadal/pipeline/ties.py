@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_, sum_
-from hadal.errors import UsageError
+from hadal.errors import UsageError, few
 from hadal.pipeline.specs import Layer, TiedLayerSpec
 
 TIED_COPY = "hadal_tied_copy"
@@ -72,7 +72,7 @@ def check_weights(key: str, module: nn.Module, paths: Iterable[str]) -> None:
         for name in path.split("."):
             found = getattr(found, name, None)  # type: ignore[assignment]
         if not isinstance(found, Tensor):
-            names = ", ".join(name for name, _ in module.named_parameters()) or "none"
+            names = few(name for name, _ in module.named_parameters()) or "none"
             raise UsageError(
                 f"TiedLayerSpec({key!r}, {type(module).__name__}, tied_weight_attr={path!r}): the"
                 f" module has no such tensor; its parameters are {names}"
