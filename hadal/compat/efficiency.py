@@ -10,27 +10,27 @@ from typing import Any
 
 from torch import nn
 
-from hadal.config.curriculum_learning import CurriculumLearning
+from hadal.config import load_config
 from hadal.data_efficiency.layer_drop import LayerDrop, theta_at
 from hadal.data_efficiency.pacing import Pacer, pace_rule_of
 from hadal.data_efficiency.token_drop import TokenDrop, kept_at, layer_tokens_at
 from hadal.engine.engine import Engine
-from hadal.errors import UsageError
 
 
 class CurriculumScheduler:
-    """The schedule of one difficulty."""
+    """The schedule of one difficulty.
+
+    Raises:
+        ConfigError: the config has faults, as in the section `curriculum_learning`.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        names = ("min_difficulty", "max_difficulty", "schedule_type")
-        lacking = [name for name in names if name not in config]
-        if lacking:
-            raise UsageError(f"CurriculumScheduler: the config lacks {', '.join(lacking)}; add it")
-        keys = {*names, "schedule_config"} & config.keys()
-        section = CurriculumLearning.model_validate(
-            {"enabled": True, **{name: config[name] for name in keys}}
-        )
-        self._follow(Pacer(pace_rule_of(section), "config"), config)
+        keys = ("min_difficulty", "max_difficulty", "schedule_type", "schedule_config")
+        given = {name: config[name] for name in keys if name in config}
+        section = {"enabled": True, "curriculum_type": "seqlen", **given}
+        checked = load_config({"train_batch_size": 1, "curriculum_learning": section})
+        assert checked.curriculum_learning is not None  # given above
+        self._follow(Pacer(pace_rule_of(checked.curriculum_learning), "config"), config)
 
     def _follow(self, pacer: Pacer, config: Mapping[str, Any]) -> None:
         self._pacer = pacer

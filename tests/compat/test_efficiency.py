@@ -16,7 +16,7 @@ from hadal.compat.efficiency import (
     save_without_random_ltd,
 )
 from hadal.data_efficiency.token_drop import convert_to_random_ltd
-from hadal.errors import UsageError
+from hadal.errors import ConfigError
 
 METRIC = {name: value for name, value in SECTION.items() if name[0] != "e"}
 
@@ -46,8 +46,35 @@ def test_a_scheduler_of_difficulty():
     custom = CurriculumScheduler({**METRIC, "schedule_type": "custom"})
     custom.set_custom_get_difficulty(lambda step: 2 * step)
     assert custom.update_difficulty(5) == 10
-    with pytest.raises(UsageError, match="lacks min_difficulty; add it"):
-        CurriculumScheduler({"max_difficulty": 1, "schedule_type": "custom"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"min_difficulty": None}, r"min_difficulty +required"),
+        ({"min_difficulty": "short"}, r"min_difficulty +expected an integer"),
+        ({"max_difficulty": 4}, r"max_difficulty +4 is less than min_difficulty 8"),
+        ({"schedule_config": {"difficulty_step": 8}}, r"total_curriculum_step +required"),
+        ({"schedule_type": "fixed_discrete"}, r"schedule_config.difficulty +required"),
+        (
+            {
+                "schedule_type": "fixed_discrete",
+                "schedule_config": {"difficulty": [1, 2, 3], "max_step": [3]},
+            },
+            "expected one level more than the 1 steps of max_step, got 3",
+        ),
+        (
+            {
+                "schedule_type": "fixed_discrete",
+                "schedule_config": {"difficulty": [1, 2], "max_step": [3, 4]},
+            },
+            "expected one level more than the 2 steps of max_step, got 2",
+        ),
+    ],
+)
+def test_a_scheduler_refuses_what_does_not_fit(changes, fault):
+    with pytest.raises(ConfigError, match=fault):
+        CurriculumScheduler({**METRIC, **changes})
 
 
 def test_the_engine_has_both_curricula_by_their_names():
