@@ -1,5 +1,6 @@
 """`compile`: DeepCompile's graph passes."""
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from hadal.config.section import UNBUILT, Section, key
@@ -10,6 +11,12 @@ class Compile(Section):
     """Graph passes that run once the engine is compiled."""
 
     switch: ClassVar[str | None] = "deepcompile"
+    leftovers: ClassVar[Mapping[str, str]] = {
+        "enabled": "ignored, an old key: the program calls engine.compile()",
+        "disable": "ignored, an old key: the program calls engine.compile()",
+        "backend": "ignored, an old key: engine.compile(backend=...)",
+        "kwargs": "ignored, an old key: engine.compile(compile_kwargs=...)",
+    }
 
     deepcompile: Boolean = key(False, "Use the graph passes.", mark=UNBUILT)
     passes: tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None = key(

@@ -14,7 +14,11 @@ class Fp16(Section):
     """Weights and gradients in fp16; loss scaling preserves small gradients."""
 
     switch: ClassVar[str | None] = "enabled"
-    leftovers: ClassVar[Mapping[str, str]] = {"fp16": "ignored: another program reads it"}
+    leftovers: ClassVar[Mapping[str, str]] = {
+        "fp16": "ignored: another program reads it",
+        "fp16_scale_tolerance": "ignored: another program reads it",
+        "opt_level": "ignored: a level of Apex, which only `amp` has",
+    }
 
     enabled: Boolean = key(False, "Train in fp16. Excludes `bf16.enabled` and `amp.enabled`.")
     auto_cast: Boolean = key(

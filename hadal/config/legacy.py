@@ -19,8 +19,11 @@ _OLD_OFFLOAD = {
 }
 
 
-def modernise(raw: Raw, report: Report) -> Raw:
-    """Return the configuration with every key in its current place."""
+def modernise(raw: Raw, report: Report, client_optimizer: bool = False) -> Raw:
+    """Return the configuration with every key in its current place.
+
+    `client_optimizer`: the program passes its own, so that the optimizer's section is ignored.
+    """
     raw = dict(raw)
     _boolean_zero(raw, report)
     _bfloat16(raw, report)
@@ -29,7 +32,7 @@ def modernise(raw: Raw, report: Report) -> Raw:
     _data_efficiency(raw, report)
     _arg_mappings(raw, report)
     _datastates(raw)
-    _params(raw, report)
+    _params(raw, report, client_optimizer)
     return raw
 
 
@@ -143,7 +146,7 @@ def _datastates(raw: Raw) -> None:
         raw["datastates_ckpt"] = {} if value else None
 
 
-def _params(raw: Raw, report: Report) -> None:
+def _params(raw: Raw, report: Report, client_optimizer: bool) -> None:
     """Give every optimizer and scheduler its params, and refuse clipping inside them."""
     for name in ("optimizer", "scheduler"):
         section = raw.get(name)
@@ -153,7 +156,8 @@ def _params(raw: Raw, report: Report) -> None:
     if not isinstance(optimizer, Mapping) or not isinstance(optimizer["params"], Mapping):
         return
     if "max_grad_norm" in optimizer["params"]:
-        here = "optimizer.params.max_grad_norm"
-        report.fault(here, "refused here; use the top-level key gradient_clipping")
+        if not client_optimizer:
+            here = "optimizer.params.max_grad_norm"
+            report.fault(here, "refused here; use the top-level key gradient_clipping")
         rest = {k: v for k, v in optimizer["params"].items() if k != "max_grad_norm"}
         raw["optimizer"] = {**optimizer, "params": rest}

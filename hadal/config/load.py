@@ -112,7 +112,7 @@ def log_notes(config: Config) -> None:
 def _checked(
     raw: dict[str, Any], brought: Circumstances, report: Report
 ) -> tuple[Config, dict[str, Origin]]:
-    prepared = prepare(Config, modernise(raw, report), report)
+    prepared = prepare(Config, modernise(raw, report, brought.client_optimizer), report)
     values = validate(prepared, report)
     inferred = _infer(values, brought, report)
     defaults = {

@@ -55,6 +55,8 @@ from hadal.config.zero_optimization import ZeroOptimization
 Origin = Literal["you", "auto", "default", "inferred"]
 _FOREIGN = "ignored: another program reads it"
 _COMMENT = "ignored: a comment"
+_DEGREE = "ignored: another program reads it; here tensor_parallel and pipeline divide a model"
+_BELOW_ZERO = 'ignored at the top level, also by DeepSpeed: it acts in "zero_optimization"'
 
 
 class General(Batch, Communication):
@@ -160,6 +162,12 @@ class Config(General):
         "inference": _FOREIGN,
         "comment": _COMMENT,
         "comments": _COMMENT,
+        "pipe-parallel-size": _DEGREE,
+        "pipe_parallel_size": _DEGREE,
+        "model-parallel-size": _DEGREE,
+        "model_parallel_size": _DEGREE,
+        "offload_optimizer": _BELOW_ZERO,
+        "offload_param": _BELOW_ZERO,
     }
 
     elsewhere: ClassVar[Mapping[str, str]] = {

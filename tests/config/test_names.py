@@ -35,6 +35,39 @@ def test_keys_of_other_programs_are_not_typos(name):
     assert load_config({**BASE, name: {}}).notes[0].startswith(f"{name}: ignored: ")
 
 
+# Keys of public configurations, which DeepSpeed ignores or has ignored.
+PUBLIC = {
+    "pipe-parallel-size": 1,
+    "model_parallel_size": 2,
+    "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    "offload_param": {"device": "cpu"},
+    "fp16": {"opt_level": "O2", "fp16_scale_tolerance": 0.25},
+    "compile": {"disable": False, "backend": "inductor"},
+}
+
+
+def test_keys_of_public_configurations_are_ignored_and_reported():
+    config = load_config({**BASE, **PUBLIC})
+    assert sorted(config.notes) == [
+        "compile.backend: ignored, an old key: engine.compile(backend=...)",
+        "compile.disable: ignored, an old key: the program calls engine.compile()",
+        "fp16.fp16_scale_tolerance: ignored: another program reads it",
+        "fp16.opt_level: ignored: a level of Apex, which only `amp` has",
+        "offload_optimizer, offload_param: ignored at the top level, also by DeepSpeed: it acts in"
+        ' "zero_optimization"',
+        "pipe-parallel-size, model_parallel_size: ignored: another program reads it; here"
+        " tensor_parallel and pipeline divide a model",
+    ]
+    assert not config.zero_optimization.offload_optimizer
+
+
+def test_parameters_of_a_section_that_is_ignored_are_not_refused():
+    source = {**BASE, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}
+    assert only_fault(source)[0] == "optimizer.params.max_grad_norm"
+    config = load_config(source, client_optimizer=True)
+    assert config.notes == ("optimizer: ignored: the program passes its own optimizer",)
+
+
 def test_a_key_outside_its_section_is_a_fault():
     path, message = only_fault({**BASE, "overlap_comm": True})
     assert (path, message) == (
