@@ -27,7 +27,7 @@ from hadal.checkpoint.storage import Location
 from hadal.checkpoint.together import together
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes
-from hadal.device import current_device, host_empty, synchronize
+from hadal.device import current_device, device_thread, host_empty, synchronize
 from hadal.errors import CheckpointError
 from hadal.offload.folder import OwnFolder
 
@@ -82,8 +82,8 @@ class Saver:
             self._apart = self._world.apart()
         folder = live.rules.staging.folder
         job = self._detached(job) if folder is None else self._on_disk(job, folder)
-        self._thread = threading.Thread(
-            target=self._write, args=(job, self._apart), name="hadal-checkpoint"
+        self._thread = device_thread(
+            self._write, job, self._apart, name="hadal-checkpoint", daemon=False
         )
         _running.add(self)
         self._thread.start()

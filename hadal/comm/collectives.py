@@ -19,7 +19,7 @@ from torch import Tensor
 from hadal.comm import functions
 from hadal.comm.factors import Factors, for_the_wire, sum_into
 from hadal.comm.functions import labelled
-from hadal.comm.pairs import exchange
+from hadal.comm.pairs import as_bytes, exchange
 from hadal.comm.pending import Pending, finished, relayed
 from hadal.comm.ranks import Ranks
 from hadal.comm.transport import (
@@ -195,7 +195,7 @@ def start_send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -
     if tensor.device.type == "cpu":
         works = exchange("send", tensor, [(tensor, other)], [], ranks, tag, label)
     else:
-        works = [labelled(label, functions.isend, tensor, None, ranks.group, 0, other)]
+        works = [labelled(label, functions.isend, as_bytes(tensor), None, ranks.group, 0, other)]
     return Pending(label, works)
 
 
@@ -204,7 +204,7 @@ def start_receive(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str
     if tensor.device.type == "cpu":
         works = exchange("recv", tensor, [], [(tensor, other)], ranks, tag, label)
     else:
-        works = [labelled(label, functions.irecv, tensor, None, ranks.group, 0, other)]
+        works = [labelled(label, functions.irecv, as_bytes(tensor), None, ranks.group, 0, other)]
     return Pending(label, works)
 
 
@@ -231,7 +231,7 @@ def start_broadcast(tensor: Tensor, source: int, ranks: Ranks, label: str) -> Pe
         works = exchange("broadcast", tensor, leaving, coming, ranks, SPREAD, label)
     else:
         group = ranks.group_for(tensor)
-        works = [labelled(label, functions.broadcast, tensor, None, group, True, source)]
+        works = [labelled(label, functions.broadcast, as_bytes(tensor), None, group, True, source)]
     return Pending(label, works)
 
 

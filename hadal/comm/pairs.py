@@ -56,7 +56,7 @@ def _begun(
     """Start a send or receive whose faults name the other rank."""
     number = ranks.numbers[other]
     try:
-        work = _start(sends, _as_bytes(tensor), other, ranks, tag=tag)
+        work = _start(sends, as_bytes(tensor), other, ranks, tag=tag)
     except RuntimeError as error:
         raise failure(label, error, f"with rank {number}") from error
     if ended is not None and isinstance(work, Ended):
@@ -79,8 +79,8 @@ def _start(sends: bool, tensor: Tensor, other: int, ranks: Ranks, *, tag: int) -
     return work
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a 1-D view of a contiguous tensor's bytes, which backends carry for every dtype."""
     assert tensor.is_contiguous()  # it is read from its first byte on
-    # Values are copied, not added, so every dtype is sent in the same way.
     # 1-D, as a dimension of one element may have any stride.
     return tensor.detach().view(-1).view(torch.uint8)

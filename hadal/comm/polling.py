@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from hadal.device import device_thread
+
 _LAST_LOOK_S = 2.0
 
 
@@ -22,7 +24,7 @@ def start_polling(
         A function that ends the thread. It also runs at exit: a thread that queries a store while
         the interpreter shuts down would abort the process.
     """
-    thread = threading.Thread(target=poll, args=given, name=name, daemon=True)
+    thread = device_thread(poll, *given, name=name, daemon=True)
     thread.start()
 
     def stop() -> None:

@@ -5,6 +5,8 @@ Tests: tests/compat/test_names.py, tests/npu/test_accelerator.py
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -57,6 +59,25 @@ def rank_device(local_rank: int) -> torch.device:
     if accelerator_kind() is not None:
         torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
     return current_device()
+
+
+def device_thread(
+    target: Callable[..., object], *args: object, name: str, daemon: bool
+) -> threading.Thread:
+    """Return a thread, not yet started, that computes on this thread's device.
+
+    Another thread's first use of an accelerator would otherwise be of number 0, where it would
+    occupy memory for each rank of the host.
+    """
+    if accelerator_kind() is None:
+        return threading.Thread(target=target, args=args, name=name, daemon=daemon)
+    index = torch.accelerator.current_device_index()
+
+    def run() -> None:
+        torch.accelerator.set_device_index(index)
+        target(*args)
+
+    return threading.Thread(target=run, name=name, daemon=daemon)
 
 
 def collective_backend() -> str:

@@ -16,6 +16,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from hadal.config.aio import Aio
+from hadal.device import device_thread
 from hadal.errors import HadalError, OffloadError, UsageError
 from hadal.offload.buffers import memory_of
 from hadal.offload.direct import pages
@@ -230,7 +231,7 @@ class Queue:
     def _start_threads(self) -> None:
         while len(self._threads) < min(self._unfinished, self._most_threads):
             number = len(self._threads)
-            thread = threading.Thread(target=self._work, name=f"{self._name}-{number}", daemon=True)
+            thread = device_thread(self._work, name=f"{self._name}-{number}", daemon=True)
             self._threads.append(thread)
             try:
                 thread.start()

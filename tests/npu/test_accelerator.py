@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import npu
 from hadal.activation_checkpointing.random_states import get_cuda_rng_tracker
 from hadal.compat.accelerator import get_accelerator
 from hadal.compat.checkpointing import checkpoint, model_parallel_cuda_manual_seed
+from hadal.device import device_thread
 
 ROOT = Path(__file__).parents[2]
 
@@ -229,6 +231,7 @@ class _Module:
 
     def __init__(self, asked: list[str]) -> None:
         self.asked = asked
+        self.asker = threading.current_thread()  # others belong to stores of earlier tests
         self.Stream, self.Event = "a class of streams", "a class of events"
         self.FloatTensor = "a class of tensors"
         self.default_generators = ("first", "second")
@@ -238,7 +241,8 @@ class _Module:
             raise AttributeError(name)
 
         def answer(*given: Any) -> Any:
-            self.asked.append(" ".join([name, *map(str, given)]))
+            if threading.current_thread() is self.asker:
+                self.asked.append(" ".join([name, *map(str, given)]))
             return {"initial_seed": 3, "is_bf16_supported": False}.get(name, name)
 
         return answer
@@ -302,3 +306,25 @@ def test_questions_are_passed_on(kind: str, backend: str, monkeypatch: pytest.Mo
         f"set_rng_state tensor([0.]) {kind}:2",
         f"get_rng_state {kind}:1",
     ]
+
+
+def _devices_of_threads() -> list[int]:
+    found: list[int] = []
+
+    def look() -> None:
+        found.append(torch.accelerator.current_device_index())
+
+    before = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(1)
+    try:
+        thread = device_thread(look, name="looking", daemon=True)
+        torch.accelerator.set_device_index(0)  # the thread's start may come later
+        thread.start()
+        thread.join()
+    finally:
+        torch.accelerator.set_device_index(before)
+    return found
+
+
+def test_threads_compute_on_the_device_of_their_maker(npus: RankPools) -> None:
+    assert npus(1).run(_devices_of_threads) == [[1]]

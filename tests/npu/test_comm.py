@@ -11,10 +11,11 @@ import pytest
 import torch
 from cases import diagonal
 from ranks import RankPools
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from zero.test_starved import PATHS, held_at_once
 
+import hadal
 import npu
 from hadal import comm
 from hadal.comm import functions
@@ -289,3 +290,29 @@ def test_sums_in_fp16_overflow_only_where_values_do(npus: RankPools) -> None:
     found = npus(2).run(_large_sums)
     wanted = [mean for factor in (1, 2, 1, 1) for mean in ([40000.0 * factor] * n for n in (4, 8))]
     assert found == [wanted] * 2
+
+
+_DTYPES = (torch.int16, torch.uint16, torch.bool, torch.complex64, torch.int8)
+
+
+class _WithBuffers(nn.Linear):
+    """A layer with a buffer of each dtype, with other values on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        for dtype in _DTYPES:
+            values = torch.full((3,), 1 + 6 * comm.get_rank()).to(dtype)
+            self.register_buffer(str(dtype).removeprefix("torch."), values)
+
+
+def _spread() -> list[bool]:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
+    with npu.asynchronous():
+        engine, *_ = hadal.initialize(model=_WithBuffers(), config=config)
+        found = [buffer.cpu() for buffer in engine.module.buffers()]
+    engine.destroy()
+    return [torch.equal(one, torch.ones(3).to(one.dtype)) for one in found]
+
+
+def test_buffers_of_every_dtype_have_rank_0s_values(npus: RankPools) -> None:
+    assert npus(2).run(_spread) == [[True] * len(_DTYPES)] * 2
