@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -255,6 +256,31 @@ def test_troubleshooting_has_every_error() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text()
     found = {kind.__name__ for kind in vars(errors).values() if inspect.isclass(kind)}
     assert all(f"`{name}`" in page for name in found if name.endswith("Error"))
+
+
+def _texts(module: Path) -> Iterator[str]:
+    """Yield every text in a module's code but docstrings, in a line; each value in it is "..."."""
+    tree = ast.parse(module.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = (
+                part.value if isinstance(part, ast.Constant) else "..." for part in node.values
+            )
+            yield " ".join("".join(map(str, parts)).split())
+        elif isinstance(node, ast.Constant) and id(node) not in docstrings:
+            yield " ".join(str(node.value).split())
+
+
+def test_quoted_messages_exist() -> None:
+    """`...` in a quotation of docs/troubleshooting.md is anything."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    quoted = re.findall(r"(?<![*\w])\*(?![*\s])([^*]+)\*(?!\*)", page)
+    assert len(quoted) > 25
+    texts = "\n".join(text for module in (ROOT / "hadal").rglob("*.py") for text in _texts(module))
+    for quotation in quoted:
+        parts = [re.escape(part.strip()) for part in " ".join(quotation.split()).split("...")]
+        assert re.search(".*".join(parts), texts), f"no message says: {quotation}"
 
 
 def test_the_glossary_is_short_and_has_each_term_once() -> None:
