@@ -219,6 +219,7 @@ class Checkpoints:
             if self._session.parts.runtime.gradients:
                 self._session.expect_training()
             loaded = load(folder, self._session.live(), wanted)
+        self._session.optimizer_trains = False  # it may have been saved after `eval`
         if str(folder.parent) == str(place):
             self._jobs = (*loaded.jobs[-_REMEMBERED_JOBS:], self._jobs[-1])
         if loaded.scalars is not None:

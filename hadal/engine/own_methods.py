@@ -28,10 +28,19 @@ def follow_methods(optimizer: Optimizer, session: Session) -> None:
 
     The tensors in its param groups are masters, or whole parameters on the ranks that own them.
     Writes to them cannot all be seen, so weights are refreshed after each such method, as after an
-    update, and all ranks must call it. Only those called `get...` are taken to write nothing.
+    update, and all ranks must call it. Only those called `get...` are taken to write nothing, and
+    another `train` after `train`: the Trainer calls it before each forward.
     """
     for name, method in _own_methods(type(optimizer)):
         setattr(optimizer, name, _followed(name, method, optimizer, session))
+    engine = weakref.ref(session)
+
+    def forget(_: Optimizer) -> None:
+        found = engine()
+        if found is not None:
+            found.optimizer_trains = False
+
+    optimizer.register_load_state_dict_post_hook(forget)
 
 
 def _own_methods(kind: type[Optimizer]) -> Iterator[tuple[str, _Method]]:
@@ -50,6 +59,8 @@ def _followed(name: str, method: _Method, optimizer: Optimizer, session: Session
         found = engine()
         bound = partial(method, owner(), *args, **kwargs)
         if found is None or found.cycle.ended or found.cycle.destroyed or found.cycle.stepping:
+            return bound()
+        if name == "train" and found.optimizer_trains:
             return bound()
         return _call(name, bound, found)
 
@@ -73,3 +84,4 @@ def _call(name: str, method: Callable[[], Any], session: Session) -> Any:
             return training.stepper.change(method)
     finally:
         session.cycle.stepping = False
+        session.optimizer_trains = name == "train"

@@ -49,6 +49,8 @@ class Session:
         self.counters = Counters()
         self.cycle = Cycle()
         self.listeners.add(FirstUpdate(self.listeners, self.batches, self.counters, parts))
+        self.optimizer_trains = False
+        """True: `train` was the last of the optimizer's own methods; again, it changes nothing."""
         self.undecided: Undecided | None = None
         """The last update, until the host knows whether the device has skipped it."""
         self.skipped: Undecided | None = None

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -149,6 +150,38 @@ def test_a_step_may_replace_data(ranks: RankPools) -> None:
     expected, _ = ranks(2).run(replace_in_steps, 1)
     for stage in (0, 3):
         assert_close(ranks(2).run(replace_in_steps, stage)[0], expected)
+
+
+def meetings_of_train(folder: str) -> list[int]:
+    model = model_of()
+    optimizer = Averaging(model.parameters())
+    engine = engine_of(2, model, {"optimizer": optimizer}, optimizer=None)
+    gathering = engine._parts.runtime.gathering
+    seen = []
+
+    def train_thrice() -> None:
+        with patch.object(gathering, "meet", wraps=gathering.meet) as meet:
+            for step in range(3):
+                optimizer.train()
+                train(engine, range(step, step + 1))
+        seen.append(meet.call_count)
+
+    train_thrice()
+    train_thrice()
+    optimizer.eval()
+    train_thrice()
+    engine.save_checkpoint(folder)
+    train_thrice()
+    engine.load_checkpoint(folder)
+    train_thrice()
+    optimizer.load_state_dict(optimizer.state_dict())
+    train_thrice()
+    engine.destroy()
+    return seen
+
+
+def test_train_is_followed_once(ranks: RankPools, tmp_path: Path) -> None:
+    assert ranks(2).run(meetings_of_train, str(tmp_path)) == [[1, 0, 1, 0, 1, 1]] * 2
 
 
 # ---- the package of schedule-free optimizers -----------------------------------------------------
