@@ -372,7 +372,7 @@ def _fit(line: _Line, limits: _Limits) -> Text:
     if line.peak is None:
         return Text("")
     if not limits.host_holds(line.held):
-        return Text("does not fit the host", "faint")
+        return Text("host too small", "faint")
     if limits.device is None:
         return Text("fits the host", "good")
     fit = MemoryFit.of(line.peak, limits.device)

@@ -89,14 +89,14 @@ def test_the_host_of_a_node_is_judged(capsys: pytest.CaptureFixture[str], writte
     assert main(["estimate", *words, "--memory", "24GB", "--host-memory", "512GB"]) == 0
     shown = capsys.readouterr().out.splitlines()
     (row,) = (line for line in shown if line.startswith("3      cpu        none"))
-    assert row.endswith("does not fit the host")
+    assert row.endswith("host too small")
     (row,) = (line for line in shown if line.endswith("best"))
     assert row.split()[:3] == ["3", "nvme", "none"]
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     config = written(bf16={"enabled": True}, zero_optimization=zero)
     assert main(["estimate", *words, "--config", config, "--host-memory", "512GB"]) == 0
     (total,) = (line for line in capsys.readouterr().out.splitlines() if "total" in line)
-    assert total.endswith("980.00  does not fit the host")
+    assert total.endswith("980.00  host too small")
 
 
 def test_a_configuration_and_a_model(
