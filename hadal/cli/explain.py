@@ -116,7 +116,7 @@ def run(parsed: argparse.Namespace) -> int:
         _show(found, parsed.world_size, table)
     if faults:
         if not parsed.json:
-            fail(ConfigError(written(found.name, faults), faults), _hint(raw, faults))
+            fail(ConfigError(written(found.name, faults), faults), _hint(found, raw))
         return FAILED
     return 0
 
@@ -133,17 +133,16 @@ def faults_of(found: Examined) -> tuple[Fault, ...]:
     return tuple(known.values())
 
 
-def _hint(raw: Mapping[str, Any], faults: Iterable[Fault]) -> str:
-    """Return a hint at the programs that choose the batch themselves; empty if it is known."""
+def _hint(found: Examined, raw: Mapping[str, Any]) -> str:
+    """Return a hint at the programs that fill in what is missing; empty if nothing is."""
     from hadal.config.batch import BATCH_KEYS
 
-    is_open = not any(name in raw for name in BATCH_KEYS[:2])
-    if not is_open or not any(fault.path == BATCH_KEYS[0] for fault in faults):
-        return ""
-    return (
-        "Lightning sets the batch sizes itself, if they are left out as here; the Trainer of"
-        ' transformers and Accelerate replace "auto"'
-    )
+    schedule = found.config.scheduler
+    if BATCH_KEYS[0] in found.report.faults and raw.keys().isdisjoint(BATCH_KEYS[:2]):
+        return "Lightning sets the batch sizes itself, if they are left out as here"
+    if schedule is not None and schedule.missing:
+        return 'the Trainer of transformers and Accelerate replace "auto" before initialize'
+    return ""
 
 
 def _know_types(raw: Mapping[str, Any]) -> None:
