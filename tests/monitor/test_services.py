@@ -195,7 +195,7 @@ def test_calls_to_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
         "config": {"hadal": {"format": 1}},
         "resume": "allow",
     }
-    writer.write(ScalarRecord(8, {"a": 1.5, "b": None}, 0.0))
+    writer.write(ScalarRecord(8, {"a": 1.5}, 0.0))
     writer.flush()
     writer.close()
     assert fake.run is not None and fake.run.calls == [({"a": 1.5}, 8), "finish"]
@@ -257,7 +257,7 @@ def test_calls_to_comet(monkeypatch: pytest.MonkeyPatch) -> None:
         "online": True,
     }
     for samples in (50, 100, 149, 150, 260):
-        writer.write(ScalarRecord(samples, {"a": samples, "none": None}, 0.0))
+        writer.write(ScalarRecord(samples, {"a": samples}, 0.0))
     writer.close()
     sent = [args[0]["a"] for name, args, _ in fake.calls if name == "log_metrics"]
     assert sent == [50, 150, 260]
