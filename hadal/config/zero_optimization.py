@@ -188,7 +188,8 @@ class ZeroOptimization(Section):
     )
     stage3_max_live_parameters: Integer = key(
         1_000_000_000,
-        "Maximum number of gathered elements on one rank.",
+        "Maximum number of gathered elements on one rank. The unit in use is always gathered, and "
+        "the next one ahead of its use, even if they have more; 0 gathers nothing ahead.",
         ge=0,
         mark=TUNABLE_AT_STAGE_3,
     )

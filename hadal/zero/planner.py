@@ -82,8 +82,9 @@ def plan(
     A bucket stays gathered between two uses if the uses between them have at most
     `limits.reuse_numel` elements; buckets with the nearest next use are kept first. Gathers start
     in the order of the uses, each as soon as its bucket is free and at most `limits.prefetch_numel`
-    elements are gathered ahead of their use; one bucket always may be, unless that limit is 0. Both
-    happen only while at most `limits.live_numel` elements are gathered, including those in use.
+    elements are gathered ahead of their use. Both happen only while at most `limits.live_numel`
+    elements are gathered, including those in use. The unit that is used next is always gathered
+    ahead, whatever its size, unless one of these two limits is 0.
 
     Args:
         uses: the trace.
@@ -179,9 +180,14 @@ def _gather_ahead(
         ahead = sum(numels[index] for index in waiting[first_ahead:begun])
         while begun < len(waiting) and limits.prefetch_numel:
             index = waiting[begun]
-            fits = ahead + numels[index] <= limits.prefetch_numel or begun == first_ahead
             interval = _Interval(position, index, numels[index])
-            if not fits or free_from[index] > position or not _has_room(gathered, interval, limits):
+            # Uses of one unit end together.
+            is_next = uses[index].until == uses[waiting[first_ahead]].until
+            fits = ahead + numels[index] <= limits.prefetch_numel
+            may_start = (is_next and limits.live_numel) or (
+                fits and _has_room(gathered, interval, limits)
+            )
+            if not may_start or free_from[index] > position:
                 break
             _occupy(gathered, interval)
             ahead += interval.numel

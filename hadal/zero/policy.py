@@ -144,11 +144,12 @@ class Limits:
     persistent_total_numel: int = 2**63 - 1
     """Sharded weights: at most this many elements stay whole under `persistence_numel`."""
     live_numel: int = 1_000_000_000
-    """Sharded weights: at most this many elements are gathered beyond those in use."""
+    """Sharded weights: at most this many elements are gathered, including those in use. The unit in
+    use always is and, unless this is 0, the one used next."""
     reuse_numel: int = 1_000_000_000
     """Sharded weights: a bucket used again within this many elements is not freed in between."""
     prefetch_numel: int = 50_000_000
-    """Sharded weights: at most this many elements, or one bucket, are gathered ahead of use."""
+    """Sharded weights: at most this many elements, or one unit, are gathered ahead of use."""
     overlap: bool = True
     """True: reductions overlap with backward."""
 
