@@ -93,4 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Nobody reads on, as in `hadal report | head`: the interpreter must not try again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
+    except OSError as error:
+        if error.filename is None:
+            raise
+        fail(f"{error.filename}: {error.strerror}")
+        return FAILED
     return code

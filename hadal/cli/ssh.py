@@ -49,8 +49,8 @@ def add_to(group: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command everywhere; return the worst exit code."""
-    from hadal.launcher.hosts import filtered, read_hostfile
-    from hadal.launcher.variables import text_of
+    from hadal.launcher.choices import hostfile_at
+    from hadal.launcher.hosts import filtered
 
     words = parsed.words
     if words[:1] == ["--"]:
@@ -60,9 +60,8 @@ def run(parsed: argparse.Namespace) -> int:
     try:
         if not words:
             raise LaunchError("no command: expected hadal ssh [-f HOSTFILE] COMMAND ...")
-        known = read_hostfile(text_of(parsed.hostfile), str(parsed.hostfile))
-        hosts = list(filtered(known, parsed.include, parsed.exclude))
-    except (LaunchError, OSError) as error:
+        hosts = list(filtered(hostfile_at(parsed.hostfile), parsed.include, parsed.exclude))
+    except LaunchError as error:
         fail(str(error))
         return MISUSED
     with ThreadPoolExecutor(max_workers=len(hosts)) as pool:

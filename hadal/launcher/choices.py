@@ -217,14 +217,23 @@ def _without_effect(choices: Choices, is_one: bool) -> list[str]:
 
 def _hostfile(choices: Choices, folder: Path) -> Pool | None:
     path = folder / choices.hostfile
-    if path.exists():
-        return read_hostfile(text_of(path), str(path))
-    if choices.hostfile != DEFAULT_HOSTFILE:
+    if choices.hostfile == DEFAULT_HOSTFILE and not path.exists():
+        return None
+    return hostfile_at(path)
+
+
+def hostfile_at(path: Path) -> Pool:
+    """Read a hostfile.
+
+    Raises:
+        LaunchError: there is none, or it cannot be read.
+    """
+    if not path.exists():
         raise LaunchError(
-            f"--hostfile {choices.hostfile}: there is no such file ({path}). Give the path of one"
-            " with a line `NAME slots=N` for each host; leave it out to use this machine alone"
+            f"--hostfile {path}: there is no such file; give the path of one with a line"
+            " `NAME slots=N` for each host"
         )
-    return None
+    return read_hostfile(text_of(path), str(path))
 
 
 def _narrowed(choices: Choices, pool: Pool) -> Pool:

@@ -126,7 +126,7 @@ def text_of(path: Path) -> str:
     """Return a file's text.
 
     Raises:
-        LaunchError: it is not a text file.
+        LaunchError: it is not a text file, or cannot be read.
     """
     try:
         return path.read_text("utf-8-sig")
@@ -134,6 +134,8 @@ def text_of(path: Path) -> str:
         raise LaunchError(f"{path} is a folder; expected a file") from None
     except UnicodeDecodeError as error:
         raise LaunchError(f"{path} is not UTF-8 text: {error}") from None
+    except OSError as error:
+        raise LaunchError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def screen_of(variables: Mapping[str, str], pool: Mapping[str, Sequence[int]]) -> dict[str, str]:

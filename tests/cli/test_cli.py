@@ -39,6 +39,27 @@ def test_a_closed_pipe_is_not_an_error(written):
     assert len(run.stdout.splitlines()) == 1
 
 
+TOO_LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "checkpoint scan PATH",
+        "report PATH",
+        "compress export PATH out --config c.json",
+        "data index PATH --tokenizer t --output out",
+        "data analyze PATH --output out",
+        "bench io PATH",
+        "ssh -f PATH true",
+        "run -H PATH x.py",
+    ],
+)
+def test_a_path_that_the_system_refuses_is_an_error(words, capsys):
+    assert main(words.replace("PATH", TOO_LONG).split()) in (1, 2)
+    assert "File name too long" in capsys.readouterr().err
+
+
 def test_schema(tmp_path, capsys):
     assert main(["schema"]) == 0
     printed = json.loads(capsys.readouterr().out)

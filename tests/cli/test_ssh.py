@@ -40,12 +40,22 @@ def test_the_exit_code_is_the_worst(hostfile: str, capsys: pytest.CaptureFixture
     assert len(shown.out.splitlines()) == 3
 
 
-@pytest.mark.parametrize("words", [[], ["-i", "d", "true"], ["-f", "/no/such", "true"]])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "no command"),
+        (["-i", "d", "true"], "no host 'd'"),
+        (["-f", "/no/such", "true"], "--hostfile /no/such: there is no such file; give the path"),
+        (["-f", "/", "true"], "/ is a folder; expected a file"),
+    ],
+)
 def test_faulty_words_are_reported(
-    hostfile: str, words: list[str], capsys: pytest.CaptureFixture[str]
+    hostfile: str, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ssh", "-f", hostfile, *words]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert told in " ".join(shown.split())
 
 
 def test_a_flag_is_not_taken_for_the_command(
