@@ -109,7 +109,7 @@ class Bell:
         rows = full.view(ranks.size, -1)
         on_host = rows if full.device.type == "cpu" else torch.empty_like(rows, device="cpu")
         coming = [(on_host[other], other) for other in ranks.others]
-        works = exchange("recv", on_host, [], coming, ranks, ANSWER, label)
+        works = exchange("recv", on_host, [], coming, ranks, ANSWER, label, "")
         for other in ranks.others:
             number = ranks.numbers[other]
             place = self._store.add(f"{number}", 1)
@@ -181,7 +181,8 @@ class Bell:
                 values = desk.answer(what)
                 if values is not None:
                     label = f"the answer to rank {ranks.numbers[asker]}"
-                    works = exchange("send", values, [(values, asker)], [], ranks, ANSWER, label)
+                    leaving = [(values, asker)]
+                    works = exchange("send", values, leaving, [], ranks, ANSWER, label, "")
                     Pending(label, works).wait()
                     return
                 del desk

@@ -37,6 +37,8 @@ from hadal.comm.transport import (
 _FEW_RANKS, _FEW_BYTES = 8, 4096
 
 _OF_OBJECTS = "an exchange of objects between ranks"
+# The purpose of codes: ranks with different ones may announce them for different reasons.
+_CODES = "an agreement between ranks"
 
 
 def slice_of(full: Tensor, rank: int, ranks: Ranks) -> Tensor:
@@ -190,10 +192,10 @@ def start_send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -
     """Send a contiguous tensor to rank `other` of `ranks`; it must stay until the wait is over.
 
     On the host messages are matched by their order within a tag, on an accelerator by their order
-    alone.
+    alone: the caller must know by their contents which ones they are.
     """
     if tensor.device.type == "cpu":
-        works = exchange("send", tensor, [(tensor, other)], [], ranks, tag, label)
+        works = exchange("send", tensor, [(tensor, other)], [], ranks, tag, label, "")
     else:
         works = [labelled(label, functions.isend, as_bytes(tensor), None, ranks.group, 0, other)]
     return Pending(label, works)
@@ -202,7 +204,7 @@ def start_send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -
 def start_receive(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Pending:
     """Fill a contiguous tensor with a message of rank `other` of `ranks`."""
     if tensor.device.type == "cpu":
-        works = exchange("recv", tensor, [], [(tensor, other)], ranks, tag, label)
+        works = exchange("recv", tensor, [], [(tensor, other)], ranks, tag, label, "")
     else:
         works = [labelled(label, functions.irecv, as_bytes(tensor), None, ranks.group, 0, other)]
     return Pending(label, works)
@@ -263,7 +265,7 @@ def gather_objects_at_first(value: object, ranks: Ranks) -> list[Any]:
     return values or []
 
 
-def gather_codes(code: int, ranks: Ranks, label: str = "an agreement between ranks") -> list[int]:
+def gather_codes(code: int, ranks: Ranks, label: str = _CODES) -> list[int]:
     """Return every rank's integer, by rank: one small exchange on the host, two if they differ."""
     return gather_codes_and_least(code, 0, ranks, label)[0]
 
@@ -278,18 +280,24 @@ def gather_codes_and_least(
     if ranks.size > 2:
         # Usually all are equal, which the largest and the smallest show in log(size) messages.
         bounds = torch.tensor([code, -code, -count])
-        max_(bounds, ranks, label)
+        _small_reduction(bounds, dist.ReduceOp.MAX, ranks, label, _CODES)
         largest, smallest, least = int(bounds[0]), -int(bounds[1]), -int(bounds[2])
         if largest == smallest:
             return [code] * ranks.size, least
     answers = torch.empty(ranks.size, 2, dtype=torch.int64)
     answers[ranks.rank] = torch.tensor([code, count])
-    start_all_gather(answers.view(-1), ranks, label, CODE).wait()
+    pending = start_all_gather(answers.view(-1), ranks, _CODES, CODE)
+    pending.label = label
+    pending.wait()
     return answers[:, 0].tolist(), int(answers[:, 1].min()) if least is None else least
 
 
 def _small_reduction(
-    tensor: Tensor, operation: dist.ReduceOp.RedOpType, ranks: Ranks, label: str
+    tensor: Tensor,
+    operation: dist.ReduceOp.RedOpType,
+    ranks: Ranks,
+    label: str,
+    purpose: str | None = None,
 ) -> None:
     if ranks.size == 1:
         return
@@ -301,5 +309,6 @@ def _small_reduction(
     values = torch.stack([tensor] * ranks.size)
     leaving = [(values[ranks.rank], other) for other in ranks.others]
     coming = [(values[other], other) for other in ranks.others]
-    Pending(label, exchange("all_reduce", tensor, leaving, coming, ranks, SMALL, label)).wait()
+    works = exchange("all_reduce", tensor, leaving, coming, ranks, SMALL, label, purpose)
+    Pending(label, works).wait()
     tensor.copy_(values.sum(0) if operation == dist.ReduceOp.SUM else values.amax(0))

@@ -18,9 +18,10 @@ import socket
 import struct
 import sys
 import threading
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -29,11 +30,11 @@ from torch import Tensor
 _SHORT = 4096
 _LONGEST_READ = 1 << 30
 MEETING_S = 60.0
-# kind, group, tag, number, address, bytes
-_HEADER = struct.Struct("<BQIQQQ")
+# kind, group, tag, purpose, number, address, bytes
+_HEADER = struct.Struct("<BQIIQQQ")
 _OFFER, _SHORT_OFFER, _TAKEN, _REFUSED = 1, 2, 3, 4
 _Channel = tuple[int, int]
-"""A group and a tag: offers and receives are matched by their order within it."""
+"""A group and a tag: offers and receives are matched by their order within it, and compared."""
 _BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
 
 
@@ -70,15 +71,32 @@ def read(pid: int, source: int, target: int, nbytes: int) -> None:
         source, target, nbytes = source + copied, target + copied, nbytes - copied
 
 
+# Names of purposes, by their numbers.
+_names: dict[int, str] = {0: ""}
+
+
+@lru_cache(1 << 14)
+def number_of(purpose: str) -> int:
+    """Return the number that a purpose of messages has on every rank; 0 if it is empty."""
+    number = zlib.crc32(purpose.encode()) if purpose else 0
+    _names[number] = purpose
+    return number
+
+
 class Ended:
     """One send or receive of a tensor: under way, over, or at fault."""
 
-    __slots__ = ("_event", "_fault", "_heir", "_hurry", "_timeout", "tensor")
+    __slots__ = ("_event", "_fault", "_heir", "_hurry", "_timeout", "purpose", "tensor")
 
     def __init__(
-        self, tensor: Tensor, timeout: float, hurry: Callable[[], None] = lambda: None
+        self,
+        tensor: Tensor,
+        timeout: float,
+        purpose: int = 0,
+        hurry: Callable[[], None] = lambda: None,
     ) -> None:
         self.tensor = tensor  # kept until the other process has taken it
+        self.purpose = purpose
         self._hurry = hurry
         self._event = threading.Event()
         self._fault = ""
@@ -119,6 +137,7 @@ class Ended:
 class _Offer(NamedTuple):
     """A tensor that the other process offers."""
 
+    purpose: int
     number: int
     address: int
     nbytes: int
@@ -143,24 +162,24 @@ class Neighbour:
 
     # ---- in the caller's thread ------------------------------------------------------------------
 
-    def send(self, tensor: Tensor, group: int, tag: int, timeout: float) -> Ended:
+    def send(self, tensor: Tensor, group: int, tag: int, purpose: int, timeout: float) -> Ended:
         """Offer a contiguous host tensor for reading; it must not change until the end."""
         nbytes, address, sent = tensor.nbytes, tensor.data_ptr(), Ended(tensor, timeout)
         with self._lock:
             self._check()
             if nbytes <= _SHORT:
-                header = _HEADER.pack(_SHORT_OFFER, group, tag, 0, 0, nbytes)
+                header = _HEADER.pack(_SHORT_OFFER, group, tag, purpose, 0, 0, nbytes)
                 self._write(header + ctypes.string_at(address, nbytes))
                 sent.end()
                 return sent
             self._number += 1
             self._untaken[self._number] = sent
-            self._write(_HEADER.pack(_OFFER, group, tag, self._number, address, nbytes))
+            self._write(_HEADER.pack(_OFFER, group, tag, purpose, self._number, address, nbytes))
             return sent
 
-    def receive(self, tensor: Tensor, group: int, tag: int, timeout: float) -> Ended:
-        """Let the other process's offer fill a contiguous tensor of the host."""
-        received = Ended(tensor, timeout, self.take_what_met)
+    def receive(self, tensor: Tensor, group: int, tag: int, purpose: int, timeout: float) -> Ended:
+        """Let the other process's offer, of the same purpose, fill a contiguous host tensor."""
+        received = Ended(tensor, timeout, purpose, self.take_what_met)
         channel = group, tag
         with self._lock:
             waiting = self._offers.get(channel)
@@ -225,16 +244,16 @@ class Neighbour:
             self._act(message)
 
     def _act(self, message: bytes) -> None:
-        kind, group, tag, number, address, nbytes = _HEADER.unpack_from(message)
+        kind, group, tag, purpose, number, address, nbytes = _HEADER.unpack_from(message)
         if kind in (_TAKEN, _REFUSED):
             with self._lock:
                 sent = self._untaken.pop(number, None)
             if sent is None:
                 return  # the answering call was interrupted, and has answered twice
-            sent.end("" if kind == _TAKEN else f"process {self.pid} could not take it")
+            sent.end("" if kind == _TAKEN else f"process {self.pid} did not expect this message")
             return
         short = message[_HEADER.size :] if kind == _SHORT_OFFER else None
-        offer, channel = _Offer(number, address, nbytes, short), (group, tag)
+        offer, channel = _Offer(purpose, number, address, nbytes, short), (group, tag)
         with self._lock:
             wanted = self._wanted.get(channel)
             if not wanted:
@@ -261,7 +280,10 @@ class Neighbour:
 
     def _take(self, received: Ended, offer: _Offer) -> None:
         fault, target, wanted = "", received.tensor.data_ptr(), received.tensor.nbytes
-        if offer.nbytes != wanted:
+        if offer.purpose != received.purpose:
+            came, due = (_names.get(one, "") for one in (offer.purpose, received.purpose))
+            fault = f"a message of {came or 'something else'!r} came in place of one of {due!r}"
+        elif offer.nbytes != wanted:
             fault = f"{offer.nbytes} bytes were sent where {wanted} are expected"
         elif offer.short is not None:
             ctypes.memmove(target, offer.short, offer.nbytes)
@@ -272,8 +294,9 @@ class Neighbour:
                 fault = f"process {self.pid} cannot be read from: {error}"
         received.end(fault)
         if offer.short is None:
+            kind = _REFUSED if fault else _TAKEN
             with self._lock:
-                self._write(_HEADER.pack(_REFUSED if fault else _TAKEN, 0, 0, offer.number, 0, 0))
+                self._write(_HEADER.pack(kind, 0, 0, 0, offer.number, 0, 0))
 
     def close(self) -> None:
         """Close this end of the connection."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from hadal.comm.comms_log import Record, numbers_of, opened
+from hadal.comm.interrupts import in_step
 from hadal.comm.start import get_rank
 from hadal.comm.watchdog import watched
 from hadal.comm.works import Begun, NamedWork, Queued, begin, failure
@@ -54,8 +55,9 @@ class Call:
         begun = None if self.operation in _OF_TWO else begin(self.group, name)
         try:
             if is_async:
-                return self._handed(function(*args, **rest), record, begun)
-            with watched(name, () if begun is None else (begun,)):
+                with in_step:
+                    return self._handed(function(*args, **rest), record, begun)
+            with in_step, watched(name, () if begun is None else (begun,)):
                 found = function(*args, **rest)
         except (RuntimeError, dist.DistError) as error:
             raise self.failed(error, record) from error
@@ -149,7 +151,7 @@ def _of_objects(
         group, label = given("group"), str(kwargs.pop("label", ""))
         record = opened(operation, (), group, label)
         call = Call(operation, (), group, label)
-        with call.named(record), watched(label or f"{operation} of objects"):
+        with in_step, call.named(record), watched(label or f"{operation} of objects"):
             getattr(dist, name)(*args, **kwargs)
         if record is not None:
             record.end()

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
+from hadal.comm.interrupts import in_step
 from hadal.comm.watchdog import watched
 from hadal.comm.works import Work, failure, missing_rank
 from hadal.device import SideStream
@@ -56,6 +57,7 @@ class Pending:
             whom = "" if rank is None else f"with rank {rank}"
             raise failure(self.label, error, whom) from error
 
+    @in_step
     def _go_on(self) -> None:
         while self._acts:
             following = self._acts.popleft()()

@@ -127,6 +127,8 @@ class Letter:
 
     def wait(self) -> None:
         """Wait for its end."""
+        if self.is_over:
+            return  # a wait that was interrupted begins anew, and gloo's end only once
         self.work.wait()
         self.is_over = True
         if self.ended is not None:

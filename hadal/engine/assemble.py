@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from hadal.comm import Ranks, init_distributed, start_log
 from hadal.comm.faults import raised_on_all
+from hadal.comm.interrupts import expect_in_step
 from hadal.comm.start import env_elasticity, memory_is_tuned
 from hadal.config import Config, load_config, log_notes
 from hadal.device import current_device, give_back_freed_memory, keep_freed_memory
@@ -159,6 +160,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     world = Ranks.world()
+    expect_in_step()
     hush(world.rank)
     wishes = Wishes(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
     with raised_on_all(world, "initialize"):

@@ -26,6 +26,7 @@ from hadal.checkpoint.storage import Location
 from hadal.checkpoint.tensor_shards import ShardSource, shards_of
 from hadal.checkpoint.together import common_folder, compare_tags
 from hadal.comm.faults import raised_on_all
+from hadal.comm.interrupts import in_step
 from hadal.engine.collector import collector_at_rest
 from hadal.engine.parts import Counters
 from hadal.engine.session import Session
@@ -62,6 +63,7 @@ class Checkpoints:
                 self._session.counters.global_steps,
             )
 
+    @in_step
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -152,6 +154,7 @@ class Checkpoints:
         """
         self._saver.wait()
 
+    @in_step
     def load_checkpoint(
         self,
         load_dir: str | Path,

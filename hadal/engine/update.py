@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hadal.comm.collectives import gather_objects, sum_
+from hadal.comm.interrupts import in_step
 from hadal.device import HostCopy, is_host_memory, read_on_host, start_reading
 from hadal.engine.listeners import MeanGradients, options_of
 from hadal.engine.nonfinite import SkippedInARow, warn_of_nonfinite
@@ -162,6 +163,7 @@ class Updates:
         self._skipped = SkippedInARow(session.parts.config.max_skipped_updates)
         self._has_warned = False
 
+    @in_step
     @torch.no_grad()
     def make(self, samples: int, metric: float | None, arguments: Mapping[str, Any]) -> None:
         """Update the weights and the learning rate from `samples` samples of all ranks.

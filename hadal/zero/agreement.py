@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes_and_least
+from hadal.comm.interrupts import in_step
 from hadal.errors import MismatchError
 
 
@@ -115,6 +116,7 @@ class Agreement:
         """Exchange only the progress, and lend what ranks at other points ask for."""
         self._exchange(_PROGRESS, f"all ranks to reach {Marker.PROGRESS.value}")
 
+    @in_step
     def _exchange(self, mine: int, label: str) -> list[int]:
         """Announce a code, and take part in all gathers that any rank asks for."""
         codes, least = gather_codes_and_least(mine, self.progress(), self._ranks, label)

@@ -452,15 +452,15 @@ class Bucket:
             return
         assert self._pending is not None  # ARRIVING means that a gather was started
         self._pending.wait()
-        self._pending = None
-        if self.rounds and not self._is_exact:
-            self._arrived = self.full[self.span[0] : self.span[1]].clone()
-        elif self.device.type != "cpu" and not self._has_shard_here:
+        is_rounded = self.rounds and not self._is_exact
+        self._arrived = self.full[self.span[0] : self.span[1]].clone() if is_rounded else None
+        if not is_rounded and self.device.type != "cpu" and not self._has_shard_here:
             self._digest = digest(self.full[self.span[0] : self.span[1]])
         if self.on_gather is not None and self._places:
             self.on_gather(self.full, self._places)
         self._views.look_into_full()
-        self.state = Weights.FULL
+        # Last, so that an interrupt before it leaves a gather that can be waited for again.
+        self.state, self._pending = Weights.FULL, None
 
     def unshard(self, *, exact: bool = False) -> None:
         """Gather the full buffer and wait for it."""
@@ -483,10 +483,15 @@ class Bucket:
             self._is_lost = is_lost if self._is_lost is None else self._is_lost.logical_or_(is_lost)
         if self.node_copy.is_current and self._holds_what_travels:
             self.node_copy.keep(self.full)
-        self._views.look_at_placeholders()
+        try:
+            self._views.look_at_placeholders()
+            self.state = Weights.SHARDED
+        except BaseException:  # an interrupt
+            self._views.look_into_full()
+            self.state = Weights.FULL
+            raise
         self._arrived = None
         self._resize_full(0)
-        self.state = Weights.SHARDED
 
     @property
     def _has_shard_here(self) -> bool:

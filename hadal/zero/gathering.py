@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.comm import Ranks
+from hadal.comm.interrupts import expect_in_step, in_step, is_cut_short
 from hadal.errors import CommunicationError, MismatchError, OffloadError, ShardedAccessError
 from hadal.zero.agreement import Agreement, Marker, Met
 from hadal.zero.asking import Asking
@@ -160,6 +161,7 @@ class Gathering:
             if self.phase is not Phase.IDLE:
                 self._open.add(bucket)
 
+    @in_step
     def _follow(self, number: int) -> None:
         """Begin a use: start the gathers that the plan schedules for it, or leave the plan."""
         walk, plan = self._walk, self._walk.plan
@@ -209,6 +211,7 @@ class Gathering:
             # It is still in use here, but the other ranks have freed it.
             bucket.serve()
 
+    @in_step
     def _leave(self, wanted: int | None = None) -> None:
         """Take part in the rest of the plan's collectives; keep the wanted bucket."""
         walk, plan = self._walk, self._walk.plan
@@ -463,6 +466,7 @@ class Gathering:
 
         In a steady round ranks do not meet.
         """
+        expect_in_step()
         held = frozenset(n for n, b in enumerate(self._buckets) if b.state is Weights.FULL)
         pass_ = self.rounds.next(kind, is_last=last)
         is_again = pass_ is not None and self.rounds.is_again
@@ -494,6 +498,7 @@ class Gathering:
 
     def _come_together(self) -> None:
         """Leave a steady round, because ranks meet for something outside of it."""
+        expect_in_step()
         if self.rounds.is_steady:
             self.rounds.leave()
         self.rounds.spoil()
@@ -537,7 +542,7 @@ class Gathering:
         """Take part in the rest of the plan after an error, because the others rely on it."""
         for bucket in self._buckets:
             bucket.forget_ahead()
-        if isinstance(error, (CommunicationError, MismatchError)):
+        if isinstance(error, (CommunicationError, MismatchError)) or is_cut_short():
             return
         if self._walk.plan:
             try:

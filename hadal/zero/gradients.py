@@ -334,10 +334,11 @@ class Gradients:
             return
         if self.full is None:
             layout = self.bucket.layout
-            self.full = torch.empty(layout.numel, dtype=self._dtype, device=self.bucket.device)
+            full = torch.empty(layout.numel, dtype=self._dtype, device=self.bucket.device)
             for start, stop in layout.gaps:
-                self.full[start:stop].zero_()
-            self._views = self.bucket.views_of(self.full)
+                full[start:stop].zero_()
+            self._views = self.bucket.views_of(full)
+            self.full = full
         elif self.state is Arrival.MEAN:
             # The mean of the next backward before the step is added to this one.
             self._kept = self.mean.clone()
@@ -467,14 +468,15 @@ class Gradients:
             return
         self._await_brought()
         self._pending.wait()
-        self._pending = None
+        self._filled[:] = bytes(len(self._filled))
+        self._free_full()
         self._mean_holds = True
+        # Before `_pending`, so that an interrupt leaves no reduction that nobody waits for.
         self.state = Arrival.MEAN
+        self._pending = None
         if self._kept is not None:
             self.mean.add_(self._kept)
             self._kept = None
-        self._filled[:] = bytes(len(self._filled))
-        self._free_full()
 
     def _await_brought(self) -> None:
         """Make the device wait for a sum that is copied back, before it is added to."""
@@ -492,8 +494,7 @@ class Gradients:
 
     def _free_full(self) -> None:
         if self.partitioned:
-            self._views = []
-            self.full = None
+            self.full, self._views = None, []
 
     def count_as_zero(self) -> None:
         """Set the mean to zero, because no rank has a gradient for any parameter of the bucket."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
+from hadal.comm.interrupts import in_step
 from hadal.errors import LossError, MismatchError
 from hadal.zero.agreement import Marker, Met
 from hadal.zero.planner import Plan
@@ -285,6 +286,7 @@ class Rounds:
 
     # ---- the end of a round ----------------------------------------------------------------------
 
+    @in_step
     def leave(self, stray: Stray | None = None) -> None:
         """Leave a steady round, after doing the rest of this rank's part in it.
 
@@ -306,6 +308,7 @@ class Rounds:
             if not is_mine:
                 raise self._loss_error()
 
+    @in_step
     def finish(self, is_news: bool, part: Tensor) -> Tensor | None:
         """End the round, before an update.
 

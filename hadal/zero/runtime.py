@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from hadal.comm import Ranks
 from hadal.comm.coded import Messages
 from hadal.comm.collectives import broadcast_, max_
+from hadal.comm.interrupts import expect_in_step, in_step
 from hadal.device import is_in_backward, unwatched, will_collect
 from hadal.errors import UsageError
 from hadal.zero.agreement import Marker
@@ -153,7 +154,8 @@ class ZeroRuntime:
             self._unused = UnusedCheck(self.gradients, self.ranks)
 
     def expect_here(self) -> None:
-        """Raise `UsageError` if states are off the device for a while."""
+        """Raise an error if states are off the device for a while, or after an interrupt."""
+        expect_in_step()
         if self.away:
             raise UsageError(
                 f"rank {self.ranks.rank}: {', '.join(self.away)} were moved off the device by"
@@ -225,15 +227,16 @@ class ZeroRuntime:
             bucket.wait_refresh()  # a read in the forward may not have been seen
         for gradients in self.gradients:
             gradients.place_views()
-        _in_backward.append(self)
         try:
+            _in_backward.append(self)
             with self.gathering.backward(boundary=boundary):
                 self._reduces &= not self.gathering.is_played
                 yield
                 self._start_rest()
                 self._expectation.end()
         finally:
-            _in_backward.remove(self)
+            if self in _in_backward:  # or an interrupt came before
+                _in_backward.remove(self)
             for gradients in self.gradients:
                 gradients.remove_views()
         with self.reducing:
@@ -429,8 +432,9 @@ class ZeroRuntime:
         # At most two are in flight, as far as a rank may wait, so that memory stays bounded by the
         # bucket size.
         self._advance_in_flight()
-        self._start(gradients)
-        self._started += 1
+        with in_step:
+            self._start(gradients)
+            self._started += 1
         if not self._overlaps:
             self._advance_in_flight(through=True)
 

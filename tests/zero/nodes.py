@@ -44,13 +44,19 @@ def sending(engine: Any) -> Iterator[dict[Phase, Sent]]:
     original = pairs._begun
 
     def begun(
-        sends: bool, tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str, ended: Any
+        sends: bool,
+        tensor: Tensor,
+        other: int,
+        ranks: Ranks,
+        matched: tuple[int, int],
+        label: str,
+        ended: Any,
     ) -> Any:
         is_near = ranks.numbers[other] // 2 == comm.get_rank() // 2
-        if sends and tag not in WORDS:
+        if sends and matched[0] not in WORDS:
             where = "inside" if is_near else "across"
             sent[gathering.phase][what_is(label), where] += tensor.nbytes
-        return original(sends, tensor, other, ranks, tag, label, ended)
+        return original(sends, tensor, other, ranks, matched, label, ended)
 
     pairs._begun = begun
     try:
