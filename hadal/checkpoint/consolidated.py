@@ -68,7 +68,7 @@ class Spread:
         for number, box in enumerate(self.boxes):
             if number == self.ranks.rank:
                 piece.copy_(mine.detach())
-            broadcast_(piece, number, self.ranks, f"the experts of {box.name}")
+            broadcast_(piece, number, self.ranks, f"the broadcast of the experts of {box.name}")
             if not self._is_stacked:
                 yield piece
             elif whole is not None:

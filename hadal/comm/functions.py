@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from hadal.comm.comms_log import Record, numbers_of, opened
-from hadal.comm.interrupts import in_step
-from hadal.comm.start import get_rank
+from hadal.comm.interrupts import in_step, is_from_a_signal
 from hadal.comm.watchdog import watched
 from hadal.comm.works import Begun, NamedWork, Queued, begin, failure
 from hadal.errors import UsageError
@@ -60,6 +59,8 @@ class Call:
             with in_step, watched(name, () if begun is None else (begun,)):
                 found = function(*args, **rest)
         except (RuntimeError, dist.DistError) as error:
+            if is_from_a_signal(error):
+                raise
             raise self.failed(error, record) from error
         if record is not None:
             record.end()
@@ -80,6 +81,8 @@ class Call:
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
+            if is_from_a_signal(error):
+                raise
             raise self.failed(error, record) from error
 
     def failed(self, error: Exception, record: Record | None = None) -> Exception:
@@ -92,8 +95,7 @@ class Call:
         group = self.group if isinstance(self.group, dist.ProcessGroup) else dist.group.WORLD
         name = "" if group is None else f" of the group {group.group_name!r}"
         among = f"{self.operation} of {nbytes} bytes{dtype} among ranks {_shown(self.group)}{name}"
-        label = self.label or self.operation
-        return failure(label, error, f"{among}, on rank {get_rank()}")
+        return failure(self.label or among, error, what=among if self.label else "")
 
 
 def _shown(group: Group) -> str:

@@ -8,6 +8,7 @@ Tests: tests/zero/test_interrupts.py
 
 from __future__ import annotations
 
+import signal
 import weakref
 from contextlib import ContextDecorator
 from types import TracebackType
@@ -21,9 +22,9 @@ _cut: tuple[weakref.ref[dist.ProcessGroup], str] | None = None
 
 
 class _InStep(ContextDecorator):
-    """A block, or a function, after which other ranks rely on all of its messages.
+    """A block, or a function, of whose messages other ranks need all.
 
-    Exceptions of the other kind, `Exception`, are handled where they are raised.
+    It looks for interrupts; other exceptions are handled where they are raised.
     """
 
     def __enter__(self) -> None:
@@ -37,13 +38,28 @@ class _InStep(ContextDecorator):
     ) -> None:
         global _cut
         world = dist.group.WORLD
-        if error is None or isinstance(error, Exception) or world is None or world.size() == 1:
+        if error is None or world is None or world.size() == 1:
+            return
+        if isinstance(error, Exception) and not is_from_a_signal(error):
             return
         if not is_cut_short():
             _cut = weakref.ref(world), type(error).__name__
 
 
 in_step = _InStep()
+
+
+def is_from_a_signal(error: BaseException) -> bool:
+    """Return True if a signal's handler raised an error, whatever the program was doing."""
+    handlers = (getattr(signal.getsignal(number), "__code__", None) for number in _signals())
+    codes, trace = {code for code in handlers if code is not None}, error.__traceback__
+    while trace is not None and trace.tb_frame.f_code not in codes:
+        trace = trace.tb_next
+    return trace is not None
+
+
+def _signals() -> set[signal.Signals]:
+    return {number for number in signal.valid_signals() if isinstance(number, signal.Signals)}
 
 
 def is_cut_short() -> bool:

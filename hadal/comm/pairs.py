@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hadal.comm.comms_log import opened
 from hadal.comm.cross_memory import Ended, number_of
-from hadal.comm.interrupts import in_step
+from hadal.comm.interrupts import in_step, is_from_a_signal
 from hadal.comm.ranks import Ranks
 from hadal.comm.start import collective_timeout_s
 from hadal.comm.works import Letter, Work, failure
@@ -68,7 +68,9 @@ def _begun(
     try:
         work = _start(sends, as_bytes(tensor), other, ranks, tag=matched[0], purpose=matched[1])
     except RuntimeError as error:
-        raise failure(label, error, f"with rank {number}") from error
+        if is_from_a_signal(error):
+            raise
+        raise failure(label, error, number) from error
     if ended is not None and isinstance(work, Ended):
         work.then(ended)
     return Letter(work, number, ended)

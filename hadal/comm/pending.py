@@ -10,7 +10,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from hadal.comm.interrupts import in_step
+from hadal.comm.interrupts import in_step, is_from_a_signal
 from hadal.comm.watchdog import watched
 from hadal.comm.works import Work, failure, missing_rank
 from hadal.device import SideStream
@@ -48,14 +48,14 @@ class Pending:
             with watched(self.label, self.works):
                 for work in self.works:
                     work.wait()
-            self.phases += 1
-            self._go_on()
         except CommunicationError:
             raise  # it names itself
         except (RuntimeError, dist.DistError) as error:
-            rank = missing_rank(self.works)
-            whom = "" if rank is None else f"with rank {rank}"
-            raise failure(self.label, error, whom) from error
+            if is_from_a_signal(error):
+                raise
+            raise failure(self.label, error, missing_rank(self.works)) from error
+        self.phases += 1
+        self._go_on()
 
     @in_step
     def _go_on(self) -> None:

@@ -1,9 +1,9 @@
 """Warnings about long waits, which name the missing rank of a hang.
 
 One daemon thread checks the waits that have begun and not ended. A wait costs an append to a list
-and a removal. If ranks send to each other directly, the missing rank is known. For other
-collectives the thread requests the other ranks' progress from their threads, through the store of
-the rendezvous.
+and a removal. If ranks send to each other directly, the missing rank is known, and the thread asks
+for its place in the program. For other collectives it requests all ranks' progress. Their threads
+answer, through the store of the rendezvous.
 """
 
 from __future__ import annotations
@@ -11,19 +11,29 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from hadal.comm.polling import start_polling
 from hadal.comm.start import get_rank, watchdog_limit
-from hadal.comm.works import Begun, collective_of, last_begun, missing_rank, unfinished
+from hadal.comm.works import (
+    Begun,
+    collective_of,
+    last_begun,
+    last_places,
+    missing_rank,
+    unfinished,
+)
 from hadal.device import watch_waits
 
 _log = logging.getLogger(__name__)
@@ -72,37 +82,89 @@ class Inquiry:
         self._answered = 0
 
     def answer(self) -> None:
-        """Publish this rank's progress, if a rank has requested it since the last time."""
+        """Publish this rank's progress and place, if a rank has requested them since."""
         asked = self._store.add("asked", 0)
         if asked != self._answered:
             self._answered = asked
             mine = {name: [begun.number, begun.label] for name, begun in last_begun.items()}
-            self._store.set(str(self._rank), json.dumps([asked, mine]))
+            self._store.set(str(self._rank), json.dumps([asked, mine, place_in_program()]))
 
-    def ask(self, begun: Begun, patience: float) -> str:
-        """Report which ranks have not begun a collective; waits `patience` seconds for answers."""
+    def ask(self, question: Begun | int, patience: float) -> str:
+        """Report which ranks have not begun a collective, or where a rank is.
+
+        Waits `patience` seconds for answers.
+        """
+        ranks = [question] if isinstance(question, int) else question.ranks
+        found = self._answers([rank for rank in ranks if rank != self._rank], patience)
+        now = time.monotonic()
+        for rank, answer in found.items():
+            if answer is None:
+                last_places.pop(rank, None)
+            else:
+                last_places[rank] = f"rank {rank} was {answer.place}", now
+        if isinstance(question, int):
+            (one,) = found.values()
+            return f"rank {question} " + ("does not answer" if one is None else f"is {one.place}")
+        return _compared(question, found)
+
+    def _answers(self, others: Sequence[int], patience: float) -> dict[int, Answer | None]:
         asked, deadline = self._store.add("asked", 1), time.monotonic() + patience
-        found: dict[int, list[Any] | None] = {}
-        others = [rank for rank in begun.ranks if rank != self._rank]
-        while len(found) < len(others) and time.monotonic() < deadline:
+        found: dict[int, Answer | None] = dict.fromkeys(others)
+        while not all(found.values()) and time.monotonic() < deadline:
             self.answer()
             time.sleep(patience / 20)
             for rank in others:
-                if rank not in found and self._store.check([str(rank)]):
-                    number, last = json.loads(self._store.get(str(rank)))
+                if found[rank] is None and self._store.check([str(rank)]):
+                    number, begun, place = json.loads(self._store.get(str(rank)))
                     if number >= asked:
-                        found[rank] = last.get(begun.group, [0, "none"])
-        return _compared(begun, {rank: found.get(rank) for rank in others})
+                        found[rank] = Answer(begun, place)
+        return found
 
 
-def _compared(begun: Begun, found: dict[int, list[Any] | None]) -> str:
-    behind = [
-        f"rank {rank} does not answer"
-        if one is None
-        else f"rank {rank} has begun {one[0]} (the last: {one[1]})"
-        for rank, one in found.items()
-        if one is None or one[0] < begun.number
-    ]
+class Answer(NamedTuple):
+    """A rank's last collectives by their group, and its place in the program."""
+
+    begun: dict[str, tuple[int, str]]
+    place: str
+
+
+def place_in_program() -> str:
+    """Return the line of the program that the main thread is at, and the function called there."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    inner: list[FrameType] = []
+    while frame is not None and _root_of(frame) in _LIBRARIES:
+        if not frame.f_globals["__name__"].endswith(".c10d_logger"):  # wraps torch's collectives
+            inner.append(frame)
+        frame = frame.f_back
+    if frame is None:
+        return "in no code of the program"
+    at = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    if not inner:
+        return f"at {at}"
+    name = inner[-1].f_code.co_name
+    if inner[-1].f_globals["__name__"].startswith("torch.distributed."):
+        return f"inside a collective of the program ({name}, called at {at})"
+    return f"inside {name}, called at {at}"
+
+
+_LIBRARIES = sys.stdlib_module_names | {"hadal", "torch"}
+
+
+def _root_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _compared(begun: Begun, found: dict[int, Answer | None]) -> str:
+    behind = []
+    for rank, answer in found.items():
+        if answer is None:
+            behind.append(f"rank {rank} does not answer")
+            continue
+        number, last = answer.begun.get(begun.group, (0, "none"))
+        if number < begun.number:
+            behind.append(
+                f"rank {rank} has begun {number} (the last: {last}), and is {answer.place}"
+            )
     where = f"{begun.label} is collective {begun.number} of its group"
     if not behind:
         return (
@@ -144,17 +206,21 @@ class Watchdog:
             with contextlib.suppress(RuntimeError, ValueError):
                 self._inquire(asked, 2 * pause)
 
-    def _warn(self, now: float) -> list[Begun]:
-        """Report the long ones. While `_look` sleeps it holds no wait, nor its tensors."""
-        unknown = []
+    def _warn(self, now: float) -> list[Begun | int]:
+        """Report the long ones; return the collective, or the missing rank, to ask about.
+
+        While `_look` sleeps it holds no wait, nor its tensors.
+        """
+        questions: list[Begun | int] = []
         for wait in tuple(self._waits):
             if wait.is_due(now, self._limit):
                 _log.warning("%s", wait.describe(now))
-                if missing_rank(wait.works) is None and (begun := wait.collective) is not None:
-                    unknown.append(begun)
-        return unknown
+                missing = missing_rank(wait.works)
+                question = wait.collective if missing is None else missing
+                questions += [] if question is None else [question]
+        return questions
 
-    def _inquire(self, unknown: list[Begun], patience: float) -> None:
+    def _inquire(self, questions: list[Begun | int], patience: float) -> None:
         """Answer other ranks' watchdogs, and request their progress."""
         world = dist.group.WORLD
         if world is None or world.size() == 1 or not hasattr(world, "get_group_store"):
@@ -162,8 +228,8 @@ class Watchdog:
         if self._inquiry is None or self._inquiry[0] is not world:
             self._inquiry = world, Inquiry(world)
         self._inquiry[1].answer()
-        for begun in dict.fromkeys(unknown):
-            _log.warning("rank %d: %s", get_rank(), self._inquiry[1].ask(begun, patience))
+        for question in dict.fromkeys(questions):
+            _log.warning("rank %d: %s", get_rank(), self._inquiry[1].ask(question, patience))
 
     def stop(self) -> None:
         """End the thread."""

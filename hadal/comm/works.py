@@ -9,6 +9,8 @@ Tests: tests/comm/test_pending.py
 
 from __future__ import annotations
 
+import re
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from hadal.comm.comms_log import numbers_of
+from hadal.comm.interrupts import is_from_a_signal
+from hadal.comm.start import get_rank
 from hadal.device import Event
 from hadal.errors import CommunicationError
 
@@ -35,13 +39,51 @@ class Work(Protocol):
         """Wait for its end."""
 
 
-def failure(label: str, error: Exception, what: str = "") -> CommunicationError:
-    """Return the exception to raise if the backend reports `error` in the collective `label`."""
-    details = f" ({what})" if what else ""
-    return CommunicationError(
-        f"{label} failed{details}: {error}. Another rank died (see its own message), ended"
-        " after fewer steps (uneven data?), or waits elsewhere."
-    )
+# Errors of backends by their words, in this order.
+_TOOK_TOO_LONG = re.compile(r"tim(e|ed) ?out|no route|unreachable", re.IGNORECASE)
+_IS_GONE = re.compile(
+    r"closed by|reset by|broken pipe|socket closed|remote process exited", re.IGNORECASE
+)
+_IS_ELSEWHERE = re.compile(r"were sent where|came in place of|did not expect")
+
+last_places: dict[int, tuple[str, float]] = {}
+"""What the watchdog has last heard of the place of other ranks, and when (`time.monotonic`)."""
+
+
+def failure(
+    label: str, error: Exception, other: int | None = None, what: str = ""
+) -> CommunicationError:
+    """Return the exception to raise if the backend reports `error` in the collective `label`.
+
+    `other` is the rank at the other end, if it is known, and `what` describes the message.
+    """
+    me, whom, text = get_rank(), "another rank" if other is None else f"rank {other}", str(error)
+    they = whom[0].upper() + whom[1:]
+    where = f"{label} ({what})" if what else label
+    if _IS_ELSEWHERE.search(text):
+        return CommunicationError(
+            f"rank {me} and {whom} are out of step in {where}: {text}. Their programs differ, or"
+            " an exception (Ctrl-C, a signal) has interrupted one of them between two messages."
+            " End the program on every rank, and resume from the last checkpoint."
+        )
+    if _TOOK_TOO_LONG.search(text):
+        return CommunicationError(
+            f"rank {me} waited in vain for {whom} in {where}: {text}. {they} waits elsewhere,"
+            f" hangs, or cannot be reached over the network{_last_seen(other)}."
+        )
+    if _IS_GONE.search(text):
+        return CommunicationError(
+            f"rank {me} lost {whom} in {where}: {text}. {they} died (see its own message), or"
+            " ended after fewer steps (uneven data?)."
+        )
+    with_ = "" if other is None else f", with {whom}"
+    return CommunicationError(f"{where} failed on rank {me}{with_}: {text}")
+
+
+def _last_seen(other: int | None) -> str:
+    places = last_places if other is None else {r: p for r, p in last_places.items() if r == other}
+    now = time.monotonic()
+    return "".join(f"; {now - at:.0f} s ago {text}" for text, at in places.values())
 
 
 class NamedWork(dist.Work):
@@ -74,6 +116,8 @@ class NamedWork(dist.Work):
         try:
             is_over = self._work.wait() if timeout is None else self._work.wait(timeout)
         except (RuntimeError, dist.DistError) as error:
+            if is_from_a_signal(error):
+                raise
             raise self._failed(error) from error
         if self._ended is not None:
             self._ended()

@@ -22,7 +22,7 @@ from hadal.compression.layers import CompressedLinear
 from hadal.errors import ModelError
 
 Group = dist.ProcessGroup
-_LABEL = "a compressed layer that is split over ranks"
+_LABEL = "the exchange of a compressed layer that is split over ranks"
 
 
 class ColumnParallelLinear(CompressedLinear):

@@ -23,7 +23,7 @@ from hadal.config.compression_training import CompressionTraining
 from hadal.listener import Forward, Listener, Update
 
 _log = logging.getLogger("hadal.compression")
-_LABEL = "the ranges of activations"
+_LABEL = "the comparison of the ranges of activations"
 
 
 class CompressionTechniques(Listener):

@@ -33,7 +33,7 @@ from hadal.errors import UsageError
 from hadal.listener import Forward, Listener, Update
 
 _log = logging.getLogger(__name__)
-_LABEL = "the eigenvalues of blocks"
+_LABEL = "the sum of the eigenvalues of blocks"
 LossOf = Callable[[Any], Tensor]
 """Returns the loss of a forward's output."""
 

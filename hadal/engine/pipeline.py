@@ -244,7 +244,9 @@ class PipelineEngine(Engine):
             raise  # a rank is gone, or programs differ: ranks cannot agree any more
         except Exception as error:
             fault = error
-        codes = gather_codes(int(fault is not None), pipe, "the stages to end a batch")
+        codes = gather_codes(
+            int(fault is not None), pipe, "the agreement of the stages at the end of a batch"
+        )
         if not any(codes):
             return found
         self._executor.end()
@@ -271,8 +273,8 @@ class PipelineEngine(Engine):
             sum_(mean, readers, "the sum of the losses")
             mean /= readers.size
         last = pipe.size - 1
-        broadcast_(row, last, pipe, "the losses of the last stage")
-        broadcast_(mean, last, pipe, "the mean loss")
+        broadcast_(row, last, pipe, "the broadcast of the last stage's losses")
+        broadcast_(mean, last, pipe, "the broadcast of the mean loss")
         self._share_additional()
         return row, mean
 
@@ -304,7 +306,7 @@ class PipelineEngine(Engine):
         shape = gather_objects(None if mean is None else tuple(mean.shape), pipe)[-1]
         if not self.is_last_stage():
             mean = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        broadcast_(mean, last, pipe, "the results of the last stage")
+        broadcast_(mean, last, pipe, "the broadcast of the last stage's results")
         return mean
 
     # ---- refused: the schedule does it -----------------------------------------------------------

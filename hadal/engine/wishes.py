@@ -159,7 +159,7 @@ def seed_of_program(world: Ranks) -> int:
     """
     seed = torch.initial_seed()
     shared = torch.tensor(0 if seed == torch.Generator().initial_seed() else seed % (1 << 63))
-    broadcast_(shared, 0, world, "rank 0's seed")
+    broadcast_(shared, 0, world, "the broadcast of rank 0's seed")
     return int(shared)
 
 

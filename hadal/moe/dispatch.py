@@ -120,7 +120,7 @@ def plan_dispatch(experts: Tensor, kept: Tensor, num_experts: int, ranks: Ranks 
 def _exchanged_counts(mine: Tensor, ranks: Ranks) -> Tensor:
     """Exchange [ranks, experts per rank] counts: mine for their experts, theirs for mine."""
     theirs = torch.empty_like(mine)
-    label = "the numbers of tokens for experts"
+    label = "the exchange of the numbers of tokens for experts"
     labelled(label, all_to_all_single, theirs, mine, group=ranks.group_for(mine))
     return theirs
 

@@ -244,7 +244,7 @@ def _start_to_owners(
         views = bucket.views_of(cut)
         return lambda: {slot: views[slot] for slot in transfer.owned}
     sent = [[_cut_of(part, cut) for part in parts] for parts in transfer.held]
-    label = f"the fragments of {bucket.name} for their owners"
+    label = f"the exchange of fragments of {bucket.name}"
     arrived = _start_exchange(bucket, sent, transfer.asked, cut, label)
 
     def join() -> dict[int, Tensor]:

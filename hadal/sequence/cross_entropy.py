@@ -453,5 +453,11 @@ def _gathered(values: Tensor, group: Group) -> Tensor:
     """Return the values of all ranks, one after another along dimension 0."""
     size = dist.get_world_size(group)
     found = values.new_empty(size * values.shape[0], *values.shape[1:])
-    labelled("losses of whole sequences", all_gather_into_tensor, found, values.contiguous(), group)
+    labelled(
+        "the gather of the losses of whole sequences",
+        all_gather_into_tensor,
+        found,
+        values.contiguous(),
+        group,
+    )
     return found

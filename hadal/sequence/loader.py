@@ -18,7 +18,7 @@ from hadal.errors import SequenceError
 from hadal.sequence.batches import is_cut, padded, slice_of_rank
 
 _END = "end_of_dataloader"
-_LABEL = "batches of the ranks that share sequences"
+_LABEL = "the exchange of batches between the ranks that share sequences"
 
 
 class UlyssesSPDataLoaderAdapter:

@@ -19,7 +19,7 @@ from hadal.comm.functions import all_reduce, labelled
 from hadal.sequence.cross_entropy import vocab_parallel_cross_entropy
 from hadal.sequence.tiles import IGNORED
 
-_LABEL = "the loss of a whole sequence"
+_LABEL = "the sum of the loss of a whole sequence"
 # Nodes of autograd's graph to examine: a loss from all ranks' parts is near its end.
 _NODES = 256
 

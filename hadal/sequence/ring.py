@@ -35,8 +35,8 @@ from hadal.sequence.partial import (
     merge,
 )
 
-_LABEL = "keys and values of ring attention"
-_BALANCE = "the balance of ring attention"
+_LABEL = "the exchange of keys and values in ring attention"
+_BALANCE = "the balancing of ring attention"
 
 
 def ring_attention(

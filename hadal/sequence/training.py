@@ -160,7 +160,7 @@ class SequenceSlices(Listener):
         mine = tuple(tokens.shape), zlib.crc32(values.numpy().tobytes())
         ranks = Ranks.of(self._group)
         found: list[Any] = [None] * self._size
-        label = "the first batch of the ranks that share sequences"
+        label = "the comparison of the first batch of the ranks that share sequences"
         labelled(label, all_gather_object, found, mine, group=ranks.host_group)
         for number, other in zip(ranks.numbers, found, strict=True):
             if other != found[0]:

@@ -47,7 +47,7 @@ class Sliced(NamedTuple):
 
     def whole(self, mine: Tensor) -> Tensor:
         """Return the whole parameter from all ranks' slices. All ranks must call it."""
-        cut, label = self.cut, f"the whole of {self.name}"
+        cut, label = self.cut, f"the gather of the whole {self.name}"
         found = gathered(mine.detach(), cut.dim, cut.sizes, self.ranks, label)
         return cut.join(found.split(cut.sizes, cut.dim)) if len(cut.parts) > 1 else found
 
@@ -66,7 +66,7 @@ def share_values(model: nn.Module, ranks: Ranks) -> None:
 
 def share_random_numbers(ranks: Ranks) -> None:
     """Copy the first rank's random states to all, so that whole layers drop the same values."""
-    label = "the random state of tensor-parallel ranks"
+    label = "the broadcast of the random state to tensor-parallel ranks"
     state = torch.get_rng_state()
     broadcast_(state, 0, ranks, label)
     torch.set_rng_state(state)

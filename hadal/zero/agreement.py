@@ -32,9 +32,14 @@ class Marker(Enum):
     END_OF_BACKWARD = "the end of a backward"
     END_OF_ACCESS = "the end of GatheredParameters or of a step"
     END_OF_UPDATE = "an update"
+<<<<<<< HEAD
     REGROUP = "optimizer.add_param_group"
     METHOD = "a method of the optimizer"
     CHECKPOINT = "engine.save_checkpoint or load_checkpoint"
+=======
+    REGROUP = "a call of optimizer.add_param_group"
+    CHECKPOINT = "a call of engine.save_checkpoint or load_checkpoint"
+>>>>>>> caaae5f (comm: errors between ranks say what happened in words of their own)
     PROGRESS = "the next gather, or the end of a backward"
 
 
@@ -93,7 +98,7 @@ class Agreement:
             MismatchError: the ranks reached different markers, so their programs differ.
         """
         mine = -(_NUMBERS[marker] | word << _MARKER_BITS)
-        label = f"all ranks to reach {marker.value}"
+        label = f"the agreement of all ranks at {marker.value}"
         while True:
             codes = self._exchange(mine, label)
             if any(code >= 0 or code == _PROGRESS for code in codes):
@@ -114,7 +119,7 @@ class Agreement:
 
     def compare_progress(self) -> None:
         """Exchange only the progress, and lend what ranks at other points ask for."""
-        self._exchange(_PROGRESS, f"all ranks to reach {Marker.PROGRESS.value}")
+        self._exchange(_PROGRESS, f"the agreement of all ranks at {Marker.PROGRESS.value}")
 
     @in_step
     def _exchange(self, mine: int, label: str) -> list[int]:

@@ -87,7 +87,7 @@ class Asking:
             return False
         if bucket.sharing.shards != way.ranks:
             return False
-        label = f"the other ranks' answers with {bucket.name}"
+        label = f"the request to other ranks for {bucket.name}"
         what = [self._rounds.number, number]
         bucket.fetch(partial(way.bell.ask, way.desk, what, ranks=way.ranks, label=label))
         return True

@@ -270,10 +270,15 @@ class _Nursery:
             if parameter not in unread:
                 written.append((slot.offset, slot.stop))
                 _take_edits(parameter, view)
+<<<<<<< HEAD
         if from_rank_0:
             label = f"rank 0's first values of {bucket.name}"
             cutting = bucket.sharing.start_cutting(given, label)
             self.leaving.add(cutting, given.nbytes)
+=======
+        label = f"the broadcast of rank 0's first values of {bucket.name}"
+        cutting = bucket.sharing.start_cutting(given, label)
+>>>>>>> caaae5f (comm: errors between ranks say what happened in words of their own)
         writing = bucket.offload.as_one(bucket.ranks, f"writing {bucket.name}")
         low, high = bucket.span
         with writing, bucket.present():
@@ -433,7 +438,7 @@ class _Nursery:
             for rank, (low, high) in shared(slot, mine, old, bucket.layout):
                 piece = found[slot.offset + low - mine[0] : slot.offset + high - mine[0]]
                 incoming[rank].append(piece)
-        label = f"the new layout of {layout.slots[0].name} and others"
+        label = f"the exchange of {layout.slots[0].name} and others for a new layout"
         return start_exchange_in_pieces(outgoing, incoming, found, ranks, label)
 
 

@@ -196,7 +196,9 @@ class Place:
         """Return `full` with the first copy's values in all copies."""
         replicas = self.bucket.sharing.replicas
         if replicas is not None:
-            broadcast_(full, 0, replicas, f"the first copy's values of {self.slot.name}")
+            broadcast_(
+                full, 0, replicas, f"the broadcast of the first copy's values of {self.slot.name}"
+            )
         return full
 
     def own(self, value: object, shape: tuple[int, ...], name: str) -> Tensor:
@@ -218,7 +220,7 @@ class Place:
         exact = torch.promote_types(own, torch.float32)
         whole = self.own(value, self.slot.shape, name).to(exact, copy=True)
         given = flattened(whole, self.slot).contiguous()
-        broadcast_(given, 0, self.ranks, f"the new values of {self.slot.name}")
+        broadcast_(given, 0, self.ranks, f"the broadcast of the new values of {self.slot.name}")
         return given
 
     def on_device(self, values: Tensor) -> Tensor:

@@ -349,7 +349,7 @@ class Rounds:
 
     def _exchange(self, is_news: bool, part: Tensor) -> Tensor | None:
         sums = torch.stack([torch.tensor(float(is_news), dtype=torch.float64), part])
-        sum_(sums, self.ranks, "all ranks to reach their update")
+        sum_(sums, self.ranks, "the agreement of all ranks at an update")
         return sums[1] if sums[0] == 0 else None
 
     def _word(self, value: int) -> int:

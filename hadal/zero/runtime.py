@@ -186,7 +186,12 @@ class ZeroRuntime:
             try:
                 yield
             finally:
-                broadcast_(bucket.full, 0, bucket.ranks, f"rank 0's edits of {bucket.name}")
+                broadcast_(
+                    bucket.full,
+                    0,
+                    bucket.ranks,
+                    f"the broadcast of rank 0's edits of {bucket.name}",
+                )
                 increment_version(bucket.parameters)  # as torch does not count these writes
 
     def check_links(self) -> None:

@@ -221,7 +221,12 @@ def _full_state(place: Place, optim_state_key: str) -> Any:
         piece = full[one.start : one.start + one.numel]
         if rank == place.shards.rank and part is not None:
             piece.copy_(part.elements(optim_state_key))
-        broadcast_(piece, rank, place.shards, f"the {optim_state_key} of {place.slot.name}")
+        broadcast_(
+            piece,
+            rank,
+            place.shards,
+            f"the broadcast of the {optim_state_key} of {place.slot.name}",
+        )
         covered = one.start + one.numel
     return place.shaped(place.on_device(exact(full)))
 

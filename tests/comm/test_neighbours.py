@@ -235,7 +235,7 @@ def wait_for_the_dead(fork: bool) -> tuple[str, float]:
     with pytest.raises(RuntimeError) as caught:
         receive(target, 1, ranks, 95, "the wait").wait()
     with pytest.raises(
-        CommunicationError, match=r"the next one failed \(with rank \d\): connection closed"
+        CommunicationError, match=r"rank 0 lost rank 1 in the next one: connection closed"
     ):
         send(target, 1, ranks, 95, "the next one")
     seconds = time.monotonic() - began

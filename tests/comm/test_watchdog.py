@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ import hadal
 from hadal import comm
 from hadal.comm import watchdog
 from hadal.comm.collectives import broadcast_, sum_
+from hadal.comm.pairs import exchange
+from hadal.comm.pending import Pending
 from hadal.comm.start import DEFAULT_WATCHDOG_S, watchdog_limit
 from hadal.comm.watchdog import Wait, Watchdog
 from hadal.comm.works import Letter
@@ -118,6 +121,35 @@ def test_ranks_are_asked_who_is_missing_in_a_collective_of_all(ranks: RankPools)
     asked = [line for line in told if re.match(name, line)]
     assert any("rank 2 has begun" in line for line in asked), told
     assert not any("rank 1 has begun" in line for line in asked), told
+
+
+def waits_for_a_rank_in_a_collective() -> str:
+    """Rank 0 waits for a message of rank 1, whose program calls a collective of its own."""
+    ranks = comm.Ranks.world()
+    before, watchdog._watchdog = watchdog._watchdog, Watchdog(0.05)
+    told = ""
+    try:
+        comm.barrier()
+        sum_(torch.ones(3), ranks, "a sum")  # both have a watchdog now
+        if ranks.rank == 0:
+            with patch("hadal.comm.pairs.collective_timeout_s", lambda: 3.0):
+                coming = [(torch.ones(3), 1)]
+                works = exchange("recv", torch.ones(3), [], coming, ranks, 98, "a test")
+            with pytest.raises(CommunicationError) as caught:
+                Pending("the gather of block 3", works).wait()
+            told = str(caught.value)
+        torch.distributed.all_reduce(torch.ones(1))
+    finally:
+        watchdog._watchdog.stop()
+        watchdog._watchdog = before
+    return told
+
+
+def test_a_collective_of_the_program_is_named(ranks: RankPools) -> None:
+    told, _ = ranks(2).run(waits_for_a_rank_in_a_collective)
+    assert told.startswith("rank 0 waited in vain for rank 1 in the gather of block 3: timed out")
+    place = r"s ago rank 1 was inside a collective of the program \(all_reduce, called at"
+    assert re.search(rf"{place} test_watchdog\.py:\d+\)", told), told
 
 
 def wait_for_a_sleeper(sleep_s: float) -> list[str]:
