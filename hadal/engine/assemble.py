@@ -33,6 +33,7 @@ from hadal.engine.checks import (
     check_places,
     check_same,
     check_same_keys,
+    check_same_versions,
     check_scheduler,
     check_without_stages,
     is_in_stages,
@@ -161,6 +162,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         init_distributed(distributed_port=distributed_port)
     world = Ranks.world()
     expect_in_step()
+    check_same_versions(world)
     hush(world.rank)
     wishes = Wishes(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
     with raised_on_all(world, "initialize"):

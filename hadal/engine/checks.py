@@ -166,6 +166,18 @@ def check_birth(
                 )
 
 
+def check_same_versions(ranks: Ranks) -> None:
+    """Raise MismatchError if ranks run different versions of Hadal or torch.
+
+    By torch's own collective, because the messages of two versions may differ.
+    """
+    from hadal import __version__  # the package has not finished its import when this file is read
+
+    theirs = gather_objects({"hadal": __version__, "torch": str(torch.__version__)}, ranks)
+    if any(one != theirs[0] for one in theirs):
+        raise MismatchError(_first_difference("version", theirs, ranks.numbers))
+
+
 def check_same_keys(configuration: dict[str, Any], ranks: Ranks) -> None:
     """Raise MismatchError if ranks have different configurations."""
     _compare("configuration", _texts(configuration), ranks)
@@ -214,7 +226,7 @@ def _first_difference(what: str, by_rank: Sequence[dict[str, str]], numbers: Seq
             if here != there:
                 return (
                     f"the ranks have different {what}s: {name} is {here} on rank {numbers[0]}"
-                    f" and {there} on rank {rank}. Build the same {what} on every rank."
+                    f" and {there} on rank {rank}. Use the same {what} on every rank."
                 )
     return f"the ranks have the same {what} in different orders; build it the same on every rank"
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
+from ranks import RankPools
 from torch import nn
 
 import hadal
 from engine.logs import logged
+from engine.toys import engine_of
+from hadal import comm
 from hadal.config import load_config
 from hadal.engine.checks import check_groups, check_model, check_scheduler, warn_untrained
-from hadal.errors import ConfigError, OptimizerError, UsageError
+from hadal.errors import ConfigError, MismatchError, OptimizerError, UsageError
 
 
 def test_parameters_of_another_model_are_refused():
@@ -111,3 +116,16 @@ def test_a_model_without_an_optimizer_is_reported_unless_it_is_evaluated():
     (message,) = told_of(model, everything, is_chosen=False)
     assert "initialize returns None" in message
     assert told_of(model.eval(), everything, is_chosen=False) == []
+
+
+def train_with_another_version(package: str) -> None:
+    version = "9.9" if comm.get_rank() else "1.0"
+    with patch(f"{package}.__version__", version):
+        engine_of(0, nn.Linear(2, 1))
+
+
+@pytest.mark.parametrize("package", ["hadal", "torch"])
+def test_ranks_with_different_versions_are_refused(package: str, ranks: RankPools) -> None:
+    told = f"different versions: {package} is 1.0 on rank 0 and 9.9 on rank 1. Use the same version"
+    for error in ranks(2).raises(train_with_another_version, package):
+        assert isinstance(error, MismatchError) and told in str(error), repr(error)
