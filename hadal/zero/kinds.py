@@ -20,11 +20,13 @@ _HARMLESS = frozenset(
 
 
 def is_foreign(parameter: Tensor) -> bool:
-    """Return True if a flat buffer cannot hold a parameter: integer, quantized or wrapped.
+    """Return True if a flat buffer cannot hold a parameter: integer, float8, quantized or wrapped.
 
     It can hold a subclass from the program, unless that replaces a method or property of tensors.
     """
-    is_plain = parameter.is_floating_point() and parameter.layout == torch.strided
+    # torch neither adds numbers of 8 bits nor promotes them.
+    is_plain = parameter.is_floating_point() and parameter.dtype.itemsize > 1
+    is_plain = is_plain and parameter.layout == torch.strided
     return not is_plain or _replaces_methods(kind_of(parameter))
 
 
@@ -40,8 +42,8 @@ def refusal_of(parameter: Tensor, *, trains: bool) -> str | None:
         )
     if trains and is_foreign(parameter):
         return (
-            f"{found} ({parameter.layout}) and cannot be trained; expected a dense floating-point"
-            " nn.Parameter, or a subclass that replaces no method of tensors. Freeze it"
+            f"{found} ({parameter.layout}) and cannot be trained; expected a dense nn.Parameter of"
+            " 16 to 64-bit floats, or a subclass that replaces no method of tensors. Freeze it"
             " (requires_grad_(False)), or convert it to a plain nn.Parameter before"
             " hadal.initialize"
         )

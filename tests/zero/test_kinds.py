@@ -63,6 +63,7 @@ class Elsewhere(nn.Parameter):
         (nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False), True),
         (nn.Parameter(torch.ones(2, dtype=torch.bool), requires_grad=False), True),
         (nn.Parameter(torch.ones(2, dtype=torch.complex64)), True),
+        (nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn)), True),
         (nn.Parameter(torch.eye(2).to_sparse()), True),
         (nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2))), True),
         (Seen(torch.ones(2)), True),
@@ -148,6 +149,7 @@ MAKERS = {
     "own functions": Seen,
     "own methods": Elsewhere,
     "complex": lambda values: nn.Parameter(values.to(torch.complex64)),
+    "float8": lambda values: nn.Parameter(values.to(torch.float8_e5m2)),
     "sparse": lambda values: nn.Parameter(values.to_sparse()),
     "wrapped": lambda values: nn.Parameter(TwoTensor(values, values.clone())),
 }
@@ -177,13 +179,16 @@ def keep_frozen(stage: int) -> None:
     model, rank = model_of(), comm.get_rank()
     values = torch.full((4,), float(rank))
     model[3].bias = nn.Parameter(TwoTensor(values, values + 2), requires_grad=False)
+    model.eighths = nn.Parameter(values.to(torch.float8_e4m3fn), requires_grad=False)
     engine = engine_of(stage, model)
     wrapped = model[3].bias
     assert isinstance(wrapped.data, TwoTensor)
     assert (wrapped.a.sum().item(), wrapped.b.sum().item()) == (0.0, 8.0)
+    assert model.eighths.dtype == torch.float8_e4m3fn
+    assert model.eighths.float().tolist() == [0.0] * 4
     engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_frozen_ones_stay_whole_with_rank_0s_values(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(keep_frozen, stage)
+    ranks(3).run(keep_frozen, stage)
