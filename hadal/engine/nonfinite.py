@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes
 from hadal.device import read_on_host
+from hadal.engine.parts import Parts
 from hadal.errors import NonFiniteError
+from hadal.optim.norm import first_nonfinite_weight
 
 _log = logging.getLogger(__name__)
 
@@ -51,21 +53,29 @@ class SkippedInARow:
         )
 
 
-def warn_of_nonfinite(
-    number: int, culprit: str | None, losses: tuple[Tensor, ...], ranks: Ranks
-) -> None:
-    """Warn that fp32 weights receive a non-finite gradient. All ranks must call it."""
+def sources_of(losses: Sequence[Tensor], parts: Parts) -> str:
+    """Return which losses and which weight are not finite either, as the end of a sentence.
+
+    All ranks must call it together. Weights are searched unless all losses are known to be finite.
+    """
+    ranks = parts.ranks
     values = [float(read_on_host(loss.reshape(()), "the loss")) for loss in losses]
-    codes = gather_codes(int(not all(map(math.isfinite, values))), ranks)
-    if ranks.rank != 0:
-        return
-    found = [str(rank) for rank, code in enumerate(codes) if code]
-    what = "their norm" if culprit is None else f"the gradient of {culprit}"
-    where = f", nor is the loss on rank {', '.join(found)}" if found else ""
+    codes = gather_codes(-1 if not values else int(not all(map(math.isfinite, values))), ranks)
+    found = [str(rank) for rank, code in enumerate(codes) if code > 0]
+    sources = [f"the loss on rank {', '.join(found)}"] if found else []
+    if any(codes):
+        names = [name for name, _ in parts.model.named_parameters()]
+        weight = first_nonfinite_weight(parts.runtime.buckets, names, ranks)
+        sources += [] if weight is None else [f"the weight {weight}"]
+    return "".join(f", nor is {source}" for source in sources)
+
+
+def warn_of_nonfinite(number: int, culprit: str | None, sources: str) -> None:
+    """Warn that fp32 weights receive a non-finite gradient."""
     _log.warning(
         "update %d: %s is not finite%s. This training does not skip such updates, so weights become"
         " NaN; this is logged once",
         number,
-        what,
-        where,
+        "their norm" if culprit is None else f"the gradient of {culprit}",
+        sources,
     )

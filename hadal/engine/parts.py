@@ -109,6 +109,8 @@ class Finding:
     """True if the update is skipped because they are not finite, as far as the host knows."""
     culprit: str | None = None
     """The full name of the first parameter whose gradient overflowed; None: just the norm did."""
+    sources: str = ""
+    """What else is not finite, as the end of a sentence."""
     is_asked: bool = False
     """True if the program asked to skip the update."""
 

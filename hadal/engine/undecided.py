@@ -9,9 +9,11 @@ Tests: tests/engine/test_precision_fp16.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from hadal.device import HostCopy
 from hadal.engine.parts import Finding, Parts, Training
@@ -29,6 +31,7 @@ class Undecided:
     overflowed: HostCopy
     undo: Callable[[], None]
     """Undoes the step of the schedule."""
+    losses: Sequence[Tensor]
 
     def was_skipped(self) -> bool:
         """Read the flag; all ranks find the same."""

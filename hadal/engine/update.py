@@ -19,7 +19,7 @@ from hadal.comm.collectives import gather_objects, sum_
 from hadal.comm.interrupts import in_step
 from hadal.device import HostCopy, is_host_memory, read_on_host, start_reading
 from hadal.engine.listeners import MeanGradients, options_of
-from hadal.engine.nonfinite import SkippedInARow, warn_of_nonfinite
+from hadal.engine.nonfinite import SkippedInARow, sources_of, warn_of_nonfinite
 from hadal.engine.parts import Finding, Parts, Training
 from hadal.engine.session import Session
 from hadal.engine.undecided import Undecided, decides_on_device, step_schedule
@@ -151,7 +151,7 @@ def _reason_of(found: Finding) -> str:
     if found.is_asked:
         return "the program asked for it"
     if found.culprit:
-        return f"the gradient of {found.culprit} is not finite"
+        return f"the gradient of {found.culprit} is not finite{found.sources}"
     return "all gradients are finite, but their norm is not"
 
 
@@ -185,12 +185,7 @@ class Updates:
         looks = isinstance(stepper, FlatStepper) and stepper.steps_in_blocks
         parts.runtime.reshard_all(update_looks=looks)
         factor, cycle.factor = session.gradient_factor, None
-        later = not cycle.skips_next and decides_on_device(parts, training)
-        found = measure(parts, factor, later=later, total=total)
-        if cycle.skips_next:
-            cycle.skips_next = False
-            found = found if found.overflow else replace(found, overflow=True, is_asked=True)
-        cycle.last = found
+        cycle.last = found = self._measured(training, factor, total)
         if self._is_unwanted(found.measured):
             self._warn(counters.global_steps, _culprit(parts))
         if found.overflow:
@@ -200,7 +195,9 @@ class Updates:
             undo = step_schedule(training, samples, arguments)
             if found.overflowed is not None:
                 flag = start_reading(found.overflowed, "whether the last gradients overflowed")
-                session.undecided = Undecided(counters.global_steps, found, flag, undo)
+                session.undecided = Undecided(
+                    counters.global_steps, found, flag, undo, cycle.losses
+                )
         if metric is not None:
             training.schedule.step(fmean(gather_objects(metric, parts.world)))
             options = options and options_of(training.optimizer)  # that is not taken back
@@ -213,6 +210,15 @@ class Updates:
             for listener in session.listeners:
                 listener.after_update(update)
 
+    def _measured(self, training: Training, factor: float, total: Tensor | None) -> Finding:
+        parts, cycle = self._session.parts, self._session.cycle
+        is_unwanted, cycle.skips_next = cycle.skips_next, False
+        later = not is_unwanted and decides_on_device(parts, training)
+        found = measure(parts, factor, later=later, total=total)
+        if found.overflow:
+            return replace(found, sources=sources_of(cycle.losses, parts))
+        return replace(found, overflow=True, is_asked=True) if is_unwanted else found
+
     def _tell_skipped(self) -> None:
         """Report that the device has skipped the last update. All ranks must call it together."""
         session = self._session
@@ -222,6 +228,7 @@ class Updates:
             self._skipped.clear()
         if skipped is not None:
             found = late_finding(skipped.found, session.parts)
+            found = replace(found, sources=sources_of(skipped.losses, session.parts))
             session.scale = moved_scale(session.scale, found, skipped.number, session.parts)
             self._skipped.add(skipped.number, _reason_of(found))
 
@@ -239,8 +246,10 @@ class Updates:
 
     def _warn(self, number: int, culprit: str | None) -> None:
         self._has_warned = True
-        session = self._session
-        warn_of_nonfinite(number, culprit, tuple(session.cycle.losses), session.parts.ranks)
+        parts = self._session.parts
+        sources = sources_of(self._session.cycle.losses, parts)
+        if parts.ranks.rank == 0:
+            warn_of_nonfinite(number, culprit, sources)
 
     def _step_weights(self, training: Training, found: Finding, factor: float) -> None:
         runtime = self._session.parts.runtime

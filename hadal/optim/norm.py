@@ -15,6 +15,7 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes, slice_of, sum_
 from hadal.device import read_on_host, widest_float
 from hadal.optim.workspace import growth
+from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.sharing import ModelParts, Sharing
 
@@ -168,7 +169,21 @@ def first_overflow(
     Each rank checks its own slice of the gradients; all ranks must call it, and get the same name.
     None if every gradient is finite and only the square of their norm is too large.
     """
-    return _first_of((name for one in gradients for name in _not_finite(one)), names, ranks)
+    found = (name for one in gradients for name in _not_finite(one.bucket, one.mean))
+    return _first_of(found, names, ranks)
+
+
+def first_nonfinite_weight(
+    buckets: Iterable[Bucket], names: Sequence[str], ranks: Ranks
+) -> str | None:
+    """Search like `first_overflow` in the weights."""
+
+    def found() -> Iterator[str]:
+        for bucket in buckets:
+            with bucket.present(writes=False):
+                yield from _not_finite(bucket, bucket.shard)
+
+    return _first_of(found(), names, ranks)
 
 
 def _first_of(found: Iterable[str], names: Sequence[str], ranks: Ranks) -> str | None:
@@ -179,11 +194,11 @@ def _first_of(found: Iterable[str], names: Sequence[str], ranks: Ranks) -> str |
     return names[first] if first < len(names) else None
 
 
-def _not_finite(one: Gradients) -> Iterator[str]:
-    layout = one.bucket.layout
-    for part in layout.fragments(*one.bucket.span):
-        values = one.mean[part.offset : part.offset + part.numel]
-        where = layout.slots[part.slot].name
+def _not_finite(bucket: Bucket, held: Tensor) -> Iterator[str]:
+    """Yield the names of the parameters with a non-finite value in my slice of them, `held`."""
+    for part in bucket.layout.fragments(*bucket.span):
+        values = held[part.offset : part.offset + part.numel]
+        where = bucket.layout.slots[part.slot].name
         if not bool(read_on_host(torch.isfinite(values).all(), f"whether {where} overflowed")):
             yield where
 

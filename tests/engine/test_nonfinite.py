@@ -6,20 +6,21 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from ranks import RankPools
 
 from engine.test_report import Ears
 from engine.toys import batch_of, engine_of, loss_of
+from hadal import comm
 from hadal.engine.nonfinite import SkippedInARow
 from hadal.errors import NonFiniteError
+from hadal.zero import GatheredParameters
 
 BF16 = {"bf16": {"enabled": True}}
 
 
 def train_on(wrong: list[int], updates: int, keys: dict[str, Any], rank: int = 0) -> list[str]:
     """Train; rank `rank`'s inputs are NaN in the updates `wrong`. What was logged, or raised."""
-    from hadal import comm
-
     engine = engine_of(1, **keys)
     with Ears() as ears:
         dtype = next(engine.module.parameters()).dtype
@@ -47,7 +48,41 @@ def test_fp32_warns_once_of_the_parameter_and_the_rank(ranks: RankPools) -> None
 
 def test_bf16_speaks_of_skipping_and_not_of_a_loss_scale() -> None:
     lines = train_on([1, 3], 5, BF16)
-    assert lines == [f"update {n} skipped: the gradient of 0.weight is not finite" for n in (1, 3)]
+    told = "the gradient of 0.weight is not finite, nor is the loss on rank 0"
+    assert lines == [f"update {n} skipped: {told}" for n in (1, 3)]
+
+
+def skip_because_of(where: str) -> list[str]:
+    """Rank 1's inputs are NaN; or a weight becomes NaN, on all ranks."""
+    engine = engine_of(2, **BF16)
+    inputs, targets = batch_of(0)
+    if where == "weight":
+        with GatheredParameters([engine.module[2].bias], modifier_rank=0), torch.no_grad():
+            engine.module[2].bias[0] = math.nan
+    elif comm.get_rank():
+        inputs = inputs * math.nan
+    with Ears() as ears:
+        if where == "direct":
+            loss_of(engine(inputs.bfloat16()), targets).backward()
+        else:
+            engine.backward(loss_of(engine(inputs.bfloat16()), targets))
+        engine.step()
+    engine.destroy()
+    return ears.heard
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("input", ", nor is the loss on rank 1"),
+        ("weight", ", nor is the loss on rank 0, 1, nor is the weight 2.bias"),
+        ("direct", ""),
+    ],
+)
+def test_a_skipped_update_names_its_source(where: str, told: str, ranks: RankPools) -> None:
+    line, silent = ranks(2).run(skip_because_of, where)
+    assert line == [f"update 0 skipped: the gradient of 0.weight is not finite{told}"]
+    assert silent == []
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -201,7 +201,11 @@ def overflow_in(stage: int, where: list[int], name: str) -> list[str]:
         assert messages == []
         step(mine)
     engine.destroy()
-    told = f"update 1 skipped: the gradient of {name} is not finite; loss scale 16 -> 8"
+    infinite = ", ".join(map(str, range(comm.get_world_size())))
+    told = (
+        f"update 1 skipped: the gradient of {name} is not finite, nor is the loss on rank"
+        f" {infinite}; loss scale 16 -> 8"
+    )
     assert messages == ([told] if comm.get_rank() == 0 else [])
     return messages
 
