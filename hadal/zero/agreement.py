@@ -32,14 +32,9 @@ class Marker(Enum):
     END_OF_BACKWARD = "the end of a backward"
     END_OF_ACCESS = "the end of GatheredParameters or of a step"
     END_OF_UPDATE = "an update"
-<<<<<<< HEAD
     REGROUP = "optimizer.add_param_group"
     METHOD = "a method of the optimizer"
     CHECKPOINT = "engine.save_checkpoint or load_checkpoint"
-=======
-    REGROUP = "a call of optimizer.add_param_group"
-    CHECKPOINT = "a call of engine.save_checkpoint or load_checkpoint"
->>>>>>> caaae5f (comm: errors between ranks say what happened in words of their own)
     PROGRESS = "the next gather, or the end of a backward"
 
 

@@ -270,15 +270,10 @@ class _Nursery:
             if parameter not in unread:
                 written.append((slot.offset, slot.stop))
                 _take_edits(parameter, view)
-<<<<<<< HEAD
         if from_rank_0:
-            label = f"rank 0's first values of {bucket.name}"
+            label = f"the broadcast of rank 0's first values of {bucket.name}"
             cutting = bucket.sharing.start_cutting(given, label)
             self.leaving.add(cutting, given.nbytes)
-=======
-        label = f"the broadcast of rank 0's first values of {bucket.name}"
-        cutting = bucket.sharing.start_cutting(given, label)
->>>>>>> caaae5f (comm: errors between ranks say what happened in words of their own)
         writing = bucket.offload.as_one(bucket.ranks, f"writing {bucket.name}")
         low, high = bucket.span
         with writing, bucket.present():

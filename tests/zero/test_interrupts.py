@@ -102,7 +102,7 @@ def test_ranks_save_and_train_on_after_an_interrupt_outside_an_exchange(
 EXCHANGES: dict[str, tuple[Any, str]] = {
     "between two sends": (pairs, "_begun"),
     "between a gather and its record": (Bucket, "start_unshard"),
-    "before a send": (pairs, "_as_bytes"),
+    "before a send": (pairs, "as_bytes"),
 }
 
 
