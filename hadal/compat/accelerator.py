@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hadal.comm.start import obey_chosen_device
+from hadal.comm.start import get_local_world_size, obey_chosen_device
 from hadal.compat.builders import builder_of
 from hadal.device import (
     accelerator_kind,
@@ -82,8 +82,10 @@ class Accelerator:
             torch.accelerator.set_device_index(device_index)
 
     def device_count(self) -> int:
-        """Return the number of devices; the CPUs of a host count as one."""
-        return torch.accelerator.device_count() if self._is_there() else 1
+        """Return the number of devices; the CPUs of a host count as one for each of its ranks."""
+        if self._is_there():
+            return torch.accelerator.device_count()
+        return get_local_world_size() or 1
 
     def on_accelerator(self, tensor: Tensor) -> bool:
         """Return whether a tensor is on a device of this kind."""

@@ -169,12 +169,14 @@ def test_the_time_to_wait_comes_from_the_environment() -> None:
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_a_cpu_answers_every_question_about_a_device() -> None:
+def test_a_cpu_answers_every_question_about_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device = get_accelerator()
     set_accelerator(device)
     with pytest.raises(UsageError, match="PrivateUse1"):
         set_accelerator(object())
     assert (device.device_count(), device.is_synchronized_device()) == (1, True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # programs expect local_rank == rank % device_count
+    assert device.device_count() == 4
     assert device.Stream is device.Event is device.current_stream() is None
     with device.stream(None):
         device.range_push("here")
