@@ -12,8 +12,8 @@ from hadal.launcher.processes import exit_code
 from hadal.launcher.tracebacks import RaisedError, error_in
 
 TRACEBACK = b"Traceback (most recent call last):"
-BY_TORCH = re.compile(rb"(?m)^\[rank\d+\]: ?")
-"""torch's prefix on each line of a traceback, once ranks have joined a process group."""
+ADDED = re.compile(rb"(?m)^\[rank\d+\]: ?|\x1b\[[0-9;]*m")
+"""torch's prefix on each line of a traceback, once ranks have joined a process group; colours."""
 WAITED_IN_VAIN = "CommunicationError"
 """The error that a rank raises if another process has ended."""
 _LAST_LINES = 20

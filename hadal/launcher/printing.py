@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from hadal.launcher.ending import BY_TORCH, TRACEBACK, last_lines
+from hadal.launcher.ending import ADDED, TRACEBACK, last_lines
 from hadal.launcher.frames import Lines
 from hadal.launcher.tracebacks import error_in
 
@@ -139,7 +139,7 @@ class Printer:
 
     def _line(self, talk: _Talk, is_error: bool, line: bytes) -> None:
         if is_error:
-            plain = BY_TORCH.sub(b"", line)
+            plain = ADDED.sub(b"", line)
             if plain.startswith(TRACEBACK) and not talk.is_held:
                 talk.traceback, talk.began_at = [], self._clock()
                 talk.is_held, talk.is_shown = True, False
@@ -150,7 +150,7 @@ class Printer:
         self._write(self._error if is_error else self._out, talk.prefix + line)
 
     def _may_begin(self, talk: _Talk, rest: bytes) -> bool:
-        rest = BY_TORCH.sub(b"", rest)
+        rest = ADDED.sub(b"", rest)
         return talk.is_held or TRACEBACK.startswith(rest[: len(TRACEBACK)])
 
     def _release(self, talk: _Talk) -> None:

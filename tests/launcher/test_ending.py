@@ -188,11 +188,10 @@ def test_a_traceback_waits_for_its_ranks_end() -> None:
     assert error.getvalue() == b""
 
 
-def test_torchs_own_prefix_is_removed() -> None:
+def test_torchs_own_prefix_and_colours_are_removed() -> None:
     shown, _, _, _ = printer("[{}] ")
-    shown.said(
-        "h", 1, True, b"".join(b"[rank1]: " + row.encode() + b"\n" for row in TRACE.split("\n"))
-    )
+    text = TRACE.replace("ValueError", "\x1b[1;35mValueError\x1b[0m")  # FORCE_COLOR, Python 3.13
+    shown.said("h", 1, True, "".join(f"[rank1]: {row}\n" for row in text.split("\n")).encode())
     assert shown.ended("h", 1, shows=False)[1] == TRACE
 
 
