@@ -150,6 +150,12 @@ class ZeroOptimization(Section):
         "Compute the gradient norm. false (stages 1 and 2, with gradient_clipping 0) does not: "
         "`get_global_grad_norm()` is None; fp16 still checks for overflow.",
     )
+    detect_data_writes: Boolean = key(
+        True,
+        "Accelerators: raise an error after a write to a weight through `parameter.data`, which "
+        "torch does not count and the next update would undo. The weights are read twice an "
+        "update for it; false does not look. CPUs always take such writes over. Hadal's own key.",
+    )
     load_from_fp32_weights: Boolean = key(
         True,
         "Load masters from a checkpoint's own masters if it has them; false loads them from its "

@@ -91,6 +91,7 @@ class Adopter:
                     self.offloading.of(plan, sharing.shards.size, precision.accumulate),
                     transport_of(config, sharing.shards.size),
                     leaving,
+                    detects_data_writes=config.zero_optimization.detect_data_writes,
                 )
             bucket.reshard()
             buckets.append(bucket)

@@ -70,6 +70,8 @@ class Bucket:
         offload: Offload = _ON_DEVICE,
         transport: Transport = _AS_THEY_ARE,
         leaving: Leaving | None = None,
+        *,
+        detects_data_writes: bool = True,
     ) -> None:
         self.name = plan.name
         self.offload = offload
@@ -102,10 +104,14 @@ class Bucket:
         self.on_gather: Callable[[Tensor, range], None] | None = None
         """Called after each gather with the full buffer and the ranks that took part."""
         self._steps_off = offload.lands_off(device)
+        self.detects_data_writes = detects_data_writes
+        """Whether an accelerator looks for writes that torch does not count. A CPU always does."""
         # The digest of the weights after the last update; or as gathered, if the shard is in other
         # memory.
         self._digest: Tensor | None = None
         self._is_suspect = True
+        self._is_new = True
+        """True until the first update or load: the program may initialize weights in any way."""
         # torch does not resize memory that it shares with a numpy array.
         self._is_kept_for_numpy = False
         # On an accelerator: True if weights had changed while in use, and have been freed since.
@@ -127,6 +133,7 @@ class Bucket:
             self.device,
             self.offload.when_trained() if plan.trainable else self.offload,
             self.transport,
+            detects_data_writes=self.detects_data_writes,
         )
 
     def rename(self, names: Sequence[str]) -> None:
@@ -454,7 +461,7 @@ class Bucket:
         self._pending.wait()
         is_rounded = self.rounds and not self._is_exact
         self._arrived = self.full[self.span[0] : self.span[1]].clone() if is_rounded else None
-        if not is_rounded and self.device.type != "cpu" and not self._has_shard_here:
+        if not is_rounded and self._records_data_writes and not self._has_shard_here:
             self._digest = digest(self.full[self.span[0] : self.span[1]])
         if self.on_gather is not None and self._places:
             self.on_gather(self.full, self._places)
@@ -478,7 +485,7 @@ class Bucket:
             return
         if not in_use or self._compares_for_nothing or self._views.were_written:
             self.absorb_edits()
-        elif self.device.type != "cpu":
+        elif self._records_data_writes:
             is_lost = self._differs_from_arrived()
             self._is_lost = is_lost if self._is_lost is None else self._is_lost.logical_or_(is_lost)
         if self.node_copy.is_current and self._holds_what_travels:
@@ -492,6 +499,10 @@ class Bucket:
             raise
         self._arrived = None
         self._resize_full(0)
+
+    @property
+    def _records_data_writes(self) -> bool:
+        return self.detects_data_writes and self.device.type != "cpu"
 
     @property
     def _has_shard_here(self) -> bool:
@@ -616,7 +627,8 @@ class Bucket:
         `leave_refresh` follows, after the refreshes of all buckets have begun.
         """
         self.outdate()
-        is_compared = self._steps_off or self.device.type != "cpu"
+        self._is_new = False
+        is_compared = self._steps_off or self._records_data_writes
         if is_compared and self.has_own_master and not self.partition.weights:
             # Masters are compared only if this digest changes: they are in other memory, or on an
             # accelerator, which nothing may wait for.
@@ -709,10 +721,9 @@ class Bucket:
         if not self.has_own_master:
             return None
         mine = self.full[self.span[0] : self.span[1]]
-        self._is_suspect = self._digest is None or self._views.were_written
+        self._is_suspect = self._is_new or self._views.were_written
         if not self._is_suspect:
-            assert self._digest is not None
-            return digest(mine).ne(self._digest)
+            return None if self._digest is None else digest(mine).ne(self._digest)
         assert self._master is not None  # has_own_master
         if self._master.is_present:
             absorb_into(self._master.values, mine, looks=False)

@@ -5,8 +5,6 @@ A write through `parameter.data` leaves no trace but the values themselves.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -14,36 +12,28 @@ from hadal.device import is_host_memory, same_bytes
 
 # Elements compared at a time on a CPU: their cast copy stays in the cache.
 _CPU_BLOCK_NUMEL = 1 << 18
-_ROW_NUMEL = 1 << 12
-_SEED = 1
+# Odd: if the highest bit of every word changes, as signs do, the changes do not cancel out.
+_ADDENDS = 255
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, its bits without a pattern
+_LOW_HALF = (1 << 32) - 1
 
 
 def digest(values: Tensor) -> Tensor:
-    """Return a 0-dim int64 sum over all words of a 1-D tensor (4 bytes each), weighted by place.
+    """Return a 0-dim int64 sum over all 8-byte words of a 1-D tensor, weighted by place.
 
-    One changed word always changes it; of other changes about one in 2^32 goes unnoticed. It makes
-    two passes over the values, and never waits for the device.
+    One changed word always changes it; of other changes about one in 2^64 goes unnoticed. In a long
+    tensor, words that are a multiple of `numel / 255` apart are added before, so that exchanging
+    them goes unnoticed, too: each byte is read once, without temporaries of the tensor's size. It
+    never waits for the device.
     """
-    columns, rows = _odd_numbers(values.device)
-    # Half as wide as the sums: signs that change in pairs do not cancel out.
-    words = values.view(torch.int32)
-    whole = words.numel() // _ROW_NUMEL * _ROW_NUMEL
-    table, rest = words[:whole].view(-1, _ROW_NUMEL), words[whole:]
-    total = (table.sum(0, dtype=torch.int64) * columns).sum() + (rest * rows[: rest.numel()]).sum()
-    by_row = table.sum(1, dtype=torch.int64)
-    for block in by_row.split(_ROW_NUMEL):
-        total = total * rows[-1] + (block * rows[: block.numel()]).sum()
-    return total
-
-
-@cache
-def _odd_numbers(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the odd factor of each column and of each row of words."""
-    generator = torch.Generator().manual_seed(_SEED)
-    limits = torch.iinfo(torch.int64)
-    drawn = torch.randint(limits.min, limits.max, (2, _ROW_NUMEL + 2), generator=generator)
-    odd = drawn.bitwise_or(1).to(device)
-    return odd[0, :_ROW_NUMEL], odd[1]
+    sums = values.view(torch.int64)
+    if sums.numel() > _ADDENDS**2:
+        whole = sums.numel() // _ADDENDS * _ADDENDS
+        sums = torch.cat([sums[:whole].view(_ADDENDS, -1).sum(0), sums[whole:]])
+    # An odd factor leaves the highest bit where it is, so two changes of it would cancel out.
+    mixed = sums ^ ((sums >> 32) & _LOW_HALF)
+    odd = torch.arange(sums.numel(), device=sums.device).mul_(2).add_(1).mul_(_FACTOR)
+    return (mixed * odd).sum()
 
 
 def absorb_into(master: Tensor, weights: Tensor, *, looks: bool = True) -> bool:

@@ -107,7 +107,7 @@ class Sanity:
                 for slot in bucket.layout.slots:
                     if slot.numel:
                         # Up to the next word; padding is zero on every rank.
-                        words = max(1, 4 // bucket.full.itemsize)
+                        words = max(1, 8 // bucket.full.itemsize)
                         stop = -(-slot.stop // words) * words
                         yield slot.name, int(digest(bucket.full[slot.offset : stop]))
 

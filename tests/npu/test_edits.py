@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import hadal
 import npu
 from hadal.device import current_device
 from hadal.errors import UsageError
+from hadal.zero import bucket
 
 from . import runs
 
@@ -69,6 +71,30 @@ def _written_through_data(stage: int) -> tuple[int, str]:
                 engine.destroy()
                 return update, str(error)
     return -1, ""
+
+
+def _written_unseen(stage: int) -> bool:
+    """Train on after a write through `.data` that nobody looks for."""
+    keys = {"detect_data_writes": False}
+    with npu.asynchronous(), patch.object(bucket, "digest", side_effect=AssertionError):
+        engine = runs.built(runs.config(stage, "bf16", keys))
+        # Before the first update weights may be written in any way.
+        first = engine.module.blocks[1].wide.weight
+        if stage < 3:
+            first.data.fill_(0.5)
+        runs.advanced(engine, 2)
+        kept = stage == 3 or bool((first.float() - 0.5).abs().max() < 0.1)
+        with hadal.zero.GatheredParameters([first]):
+            first.data.add_(1.0)
+        runs.advanced(engine, 2, first=2)
+        engine.destroy()
+    return kept
+
+
+@pytest.mark.claims("zero_optimization.detect_data_writes")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_writes_through_data_need_not_be_looked_for(stage: int, npus: RankPools) -> None:
+    assert npus(2).run(_written_unseen, stage) == [True, True]
 
 
 @pytest.mark.parametrize("stage", often(range(2), 1))
