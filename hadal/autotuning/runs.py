@@ -79,6 +79,8 @@ class Runner:
     experiments: Path
     mappings: Mapping[str, str]
     world_size: int
+    readers: int
+    """The ranks that see different samples: one for each copy of the model."""
     hosts: int
     _numbers: dict[str, int] = field(default_factory=dict)
 
@@ -140,7 +142,7 @@ class Runner:
         write_json(folder / CONFIG, config)
         (folder / CMD).write_text(self.command(words) + "\n", encoding="utf-8")
         try:
-            load_config(config, world_size=self.world_size)
+            load_config(config, world_size=self.world_size, data_parallel_size=self.readers)
         except HadalError as error:
             return Outcome(name, None, " ".join(str(error).split()))
         return self._launched(name, words, folder, answer)

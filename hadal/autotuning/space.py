@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -18,6 +18,7 @@ from hadal.config.report import written
 from hadal.config.section import default_of, mark_of
 from hadal.config.zero_optimization import ZeroOptimization
 from hadal.errors import ConfigError, Fault
+from hadal.zero.policy import Limits
 
 TRAIN, MICRO, ACCUMULATION = (
     "train_batch_size",
@@ -26,6 +27,29 @@ TRAIN, MICRO, ACCUMULATION = (
 )
 ALL_STAGES = (0, 1, 2, 3)
 _BUCKETS = (50_000_000, 500_000_000, 1_000_000_000)
+# The keys worth varying at each stage, if the user does not set them, by DeepSpeed's names.
+_SHARED: dict[str, Any] = {
+    "reduce_bucket_size": [*_BUCKETS],
+    "allgather_bucket_size": [*_BUCKETS],
+}
+DEFAULT_TUNING_SPACE_ZERO_0: dict[str, Any] = {
+    "zero_optimization": {"stage": 0, "reduce_bucket_size": [*_BUCKETS]}
+}
+DEFAULT_TUNING_SPACE_ZERO_1: dict[str, Any] = {"zero_optimization": {"stage": 1, **_SHARED}}
+DEFAULT_TUNING_SPACE_ZERO_2: dict[str, Any] = {"zero_optimization": {"stage": 2, **_SHARED}}
+DEFAULT_TUNING_SPACE_ZERO_3: dict[str, Any] = {
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": [*_BUCKETS[:2]],
+        "stage3_prefetch_bucket_size": [*_BUCKETS[:2]],
+    }
+}
+_SPACES = (
+    DEFAULT_TUNING_SPACE_ZERO_0,
+    DEFAULT_TUNING_SPACE_ZERO_1,
+    DEFAULT_TUNING_SPACE_ZERO_2,
+    DEFAULT_TUNING_SPACE_ZERO_3,
+)
 
 Others = tuple[tuple[str, str], ...]
 """Settings under zero_optimization other than the stage: keys, and values as JSON."""
@@ -46,6 +70,8 @@ class SearchRequest:
     start: int
     accumulation: int | None
     """None: the program sets it itself, and the search counts it as 1."""
+    fills: bool
+    """True if each micro-batch gets the accumulation that fills `max_train_batch_size`."""
     ranges: dict[str, tuple[Any, ...]]
     """Keys under zero_optimization with a list of values."""
     ranks: int
@@ -53,14 +79,26 @@ class SearchRequest:
 
     @property
     def samples_of_one(self) -> int:
-        """The samples of an update for each sample of a micro-batch."""
-        return (self.accumulation or 1) * self.ranks
+        """The samples of an update for each sample of a micro-batch, at the least."""
+        return self.ranks if self.fills else (self.accumulation or 1) * self.ranks
+
+    def accumulation_of(self, micro_batch: int) -> int | None:
+        """Return the micro-steps of an update; None if the program sets them itself."""
+        most = self.section.max_train_batch_size
+        if self.fills and most is not None:
+            return max(1, most // (micro_batch * self.ranks))
+        return self.accumulation
+
+    def batch_of(self, micro_batch: int) -> int:
+        """Return the samples of an update."""
+        return micro_batch * (self.accumulation_of(micro_batch) or 1) * self.ranks
 
     @property
     def smallest(self) -> int:
         """The smallest micro-batch to try."""
         least = -(-self.section.min_train_batch_size // self.samples_of_one)
-        return max(self.section.min_train_micro_batch_size_per_gpu, least)
+        own = self.section.min_train_micro_batch_size_per_gpu
+        return own if self.fills else max(own, least)
 
     @property
     def largest(self) -> int:
@@ -140,11 +178,23 @@ def read_request(words: Sequence[str], world_size: int) -> SearchRequest:
         listed,
         start or section.min_train_micro_batch_size_per_gpu,
         accumulation,
+        section.max_train_batch_size is not None and _may_fill(raw, flags),
         ranges,
         world_size // (section.mp_size * checked.sequence_parallel_size),
     )
     _check_batch(name, wish)
     return wish
+
+
+def _may_fill(raw: Mapping[str, Any], flags: Mapping[str, str]) -> bool:
+    """Return whether the search may choose the accumulation.
+
+    It may if the configuration leaves it open and the program follows: by a flag, or because it
+    takes all batch sizes from its configuration.
+    """
+    given = raw.get(ACCUMULATION)
+    follows = ACCUMULATION in flags or (given is None and MICRO not in flags)
+    return given in (None, "auto") and follows
 
 
 def _stages(raw: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
@@ -189,6 +239,11 @@ def _check(name: str, raw: Mapping[str, Any], section: Autotuning, world_size: i
 
 
 def _check_batch(name: str, wish: SearchRequest) -> None:
+    least, most = wish.section.min_train_batch_size, wish.section.max_train_batch_size
+    if most is not None and least > most:
+        message = f"{least} is more than max_train_batch_size {most}; lower it"
+        fault = Fault("autotuning.min_train_batch_size", message)
+        raise ConfigError(written(name, (fault,)), (fault,))
     if wish.smallest > wish.largest:
         message = (
             f"the limits require micro-batches of at least {wish.smallest} and at most"
@@ -231,20 +286,54 @@ def _is_own(others: Others, own: Mapping[str, str]) -> bool:
 
 
 def _usual(stage: int, section: Autotuning) -> dict[str, tuple[Any, ...]]:
-    """Return the keys worth varying at a stage, with values, if the user does not set them."""
-    if stage == 0:
-        return {"reduce_bucket_size": _BUCKETS}
-    if stage < 3:
-        return {"reduce_bucket_size": _BUCKETS, "allgather_bucket_size": _BUCKETS}
+    """Return the default space of a stage, with values that follow from the hidden size."""
+    space = _SPACES[stage]["zero_optimization"]
+    usual = {key: tuple(values) for key, values in space.items() if key != "stage"}
     hidden = section.model_info.hidden_size if section.model_info is not None else None
-    square = (hidden * hidden,) if hidden else ()
-    usual: dict[str, tuple[Any, ...]] = {
-        "reduce_bucket_size": (*square, *_BUCKETS[:2]),
-        "stage3_prefetch_bucket_size": (*square, *_BUCKETS[:2]),
-    }
-    if hidden:
+    if stage == 3 and hidden:
+        usual = {key: (hidden * hidden, *values) for key, values in usual.items()}
         usual["stage3_param_persistence_threshold"] = (10 * hidden, 100_000)
     return usual
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Sizes of a model, beyond which a limit under zero_optimization changes nothing."""
+
+    numel: int
+    """Elements of all parameters."""
+    unit_numel: int
+    """Elements of the largest module that is gathered at once."""
+
+    def effect_of(self, key: str, value: Any) -> Any:
+        """Return the smallest value of a key that has the same effect as this one."""
+        # Neighbouring modules share a bucket up to `shared_numel`, or the largest module.
+        bucket = min(self.numel, max(self.unit_numel, Limits().shared_numel))
+        most = {
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": self.numel,
+            "stage3_max_live_parameters": self.numel,
+            "stage3_param_persistence_threshold": self.numel + 1,
+        }.get(ZeroOptimization.aliases.get(key, key))
+        return min(value, most) if most is not None and isinstance(value, int | float) else value
+
+
+def distinct(
+    settings: Sequence[Others], sizes: ModelSizes, listed: Collection[str]
+) -> list[Others]:
+    """Return the settings without those that do the same as earlier ones in a model.
+
+    Values of `listed` keys, which the user requests, are all kept.
+    """
+    keys = dict.fromkeys(key for others in settings for key, _ in others)
+    first: dict[str, Others] = {}
+    for others in settings:
+        values = {key: TuningTrial(0, 1, others).value_of(key) for key in keys}
+        for key in values.keys() - listed:
+            values[key] = sizes.effect_of(key, values[key])
+        first.setdefault(json.dumps(values), others)
+    return list(first.values())
 
 
 def config_of(wish: SearchRequest, trial: TuningTrial) -> dict[str, Any]:
@@ -257,9 +346,10 @@ def config_of(wish: SearchRequest, trial: TuningTrial) -> dict[str, Any]:
     }
     config[MICRO] = trial.micro_batch
     # If only the program knows its accumulation steps, it fills in both.
-    if wish.accumulation is not None:
-        config[ACCUMULATION] = wish.accumulation
-        config[TRAIN] = trial.micro_batch * wish.samples_of_one
+    accumulation = wish.accumulation_of(trial.micro_batch)
+    if accumulation is not None:
+        config[ACCUMULATION] = accumulation
+        config[TRAIN] = wish.batch_of(trial.micro_batch)
     return config
 
 

@@ -26,7 +26,8 @@ class Result:
     trial: TuningTrial
     outcome: Outcome
     value: float | None
-    """The metric's value; None if the experiment failed."""
+    """The metric's value, the mean of all runs; None if the experiment failed."""
+    runs: int = 1
 
 
 @dataclass(slots=True)
@@ -37,6 +38,11 @@ class Findings:
     results: list[Result]
     left_out: dict[str, str]
     """Trials that were not run, with the reason."""
+
+    @property
+    def runs(self) -> int:
+        """Experiments so far, repeated ones too."""
+        return sum(result.runs for result in self.results)
 
     def best(self, stage: int | None = None) -> Result | None:
         """Return the best result of a stage, or of all stages."""
@@ -55,7 +61,7 @@ class Findings:
     def _row(self, stage: int | None) -> tuple[str, str, str, str]:
         best = self.best(stage)
         name = "global" if stage is None else f"z{stage}"
-        count = str(len(self.of(stage)))
+        count = str(sum(result.runs for result in self.of(stage)))
         if best is None:
             return name, count, "failed" if self.of(stage) else "-", "-"
         return name, count, f"{best.value:.6g}", best.outcome.name
@@ -71,7 +77,7 @@ class Findings:
         state = "completed" if is_whole else "stopped"
         end = (
             f"Tuning {state} in {timedelta(seconds=seconds)}."
-            f" Total number of experiments: {len(self.results)}."
+            f" Total number of experiments: {self.runs}."
         )
         metric = f"{self.metric} in {UNITS[self.metric]},"
         metric += " less is better" if self.metric == "latency" else " more is better"

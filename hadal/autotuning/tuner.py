@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hadal.autotuning import memory
@@ -12,7 +12,15 @@ from hadal.autotuning.files import write_json
 from hadal.autotuning.memory import Need
 from hadal.autotuning.runs import METRICS, MODEL_INFO, Outcome, Runner, forget
 from hadal.autotuning.search import has_gained, is_over, next_trial, score
-from hadal.autotuning.space import Others, SearchRequest, TuningTrial, combinations, config_of
+from hadal.autotuning.space import (
+    ModelSizes,
+    Others,
+    SearchRequest,
+    TuningTrial,
+    combinations,
+    config_of,
+    distinct,
+)
 from hadal.autotuning.summary import (
     BEST_COMMAND,
     BEST_CONFIG,
@@ -34,6 +42,8 @@ class ModelProfile:
 
     num_params: int
     trainable: int
+    unit_numel: int
+    """Elements of the largest module that is gathered at once; if unknown, of all."""
     activation_nbytes: int = 0
     """The activations of one forward with the first micro-batch."""
     memory_nbytes: int | None = None
@@ -59,7 +69,7 @@ class Tuner:
         self._states_nbytes = states_nbytes
         self._say = say
         self._began = time.monotonic()
-        self._look = ModelProfile(0, 0)
+        self._look = ModelProfile(0, 0, 0)
         self._scores: dict[TuningTrial, float | None] = {}
 
     def run(self) -> Result:
@@ -86,6 +96,10 @@ class Tuner:
 
     def _search(self) -> None:
         wish = self._wish
+        self._say(
+            f"experiments run one after the other, each on all {self.runner.world_size} ranks of"
+            " the command"
+        )
         self._look = self._look_at_model()
         before: Result | None = None
         start = wish.start
@@ -120,7 +134,7 @@ class Tuner:
         wish, info = self._wish, self._wish.section.model_info
         if info is not None and info.num_params is not None:
             num_params = info.num_params // wish.section.mp_size
-            return ModelProfile(num_params, num_params)
+            return ModelProfile(num_params, num_params, num_params)
         trial = TuningTrial(max(self._stages()), self._first_micro_batch())
         section: dict[str, Any] = {"profile": True}
         if info is not None:
@@ -135,6 +149,7 @@ class Tuner:
         look = ModelProfile(
             found["num_params"],
             found["trainable_num_params"],
+            found.get("largest_unit_num_params", found["num_params"]),
             found["activation_mem_per_gpu"],
             found["memory_per_gpu"],
         )
@@ -157,7 +172,7 @@ class Tuner:
     def _search_stage(self, stage: int, start: int) -> int:
         """Search a stage; return the micro-batch at which the next one starts."""
         wish, section = self._wish, self._wish.section
-        others = combinations(wish, stage)
+        others = self._settings(stage)
         if wish.micro_batches:
             sizes = [m for m in wish.micro_batches if self._is_admitted(stage, m)]
         else:
@@ -171,8 +186,39 @@ class Tuner:
             if trial is None:
                 break
             self._try(trial)
+        self._confirm(stage, others[0])
         best = self.findings.best(stage)
         return start if best is None else best.trial.micro_batch
+
+    def _settings(self, stage: int) -> list[Others]:
+        """Return the other settings to try; the first are the user's own."""
+        every, look = combinations(self._wish, stage), self._look
+        sizes = ModelSizes(look.num_params, look.unit_numel)
+        kept = distinct(every, sizes, self._wish.ranges.keys())
+        if len(kept) < len(every):
+            name = f"z{stage} with {len(every) - len(kept)} of {len(every)} other settings"
+            why = (
+                "they do the same as the ones that are tried: the largest module of this model has"
+                f" {look.unit_numel:,} elements, all have {look.num_params:,}"
+            )
+            self.findings.left_out[name] = why
+            self._say(f"{name} is left out: {why}")
+        return kept
+
+    def _confirm(self, stage: int, own: Others) -> None:
+        """Measure settings that seem better than the user's own once more, and these as well.
+
+        The best of many measurements is partly luck. Repeated ones count by their mean, so others
+        may be the best then.
+        """
+        while True:
+            best = self.findings.best(stage)
+            if best is None or best.trial.others == own or best.runs > 1:
+                return
+            usual = replace(best.trial, others=own)
+            for result in self.findings.of(stage):
+                if result.trial in (best.trial, usual) and result.value is not None:
+                    self._repeat(result)
 
     def _is_admitted(self, stage: int, micro_batch: int) -> bool:
         """Return whether to try a micro-batch of the user's list; if not, record the reason."""
@@ -183,7 +229,7 @@ class Tuner:
         else:
             why = self._lack(TuningTrial(stage, micro_batch))
         if why:
-            name = TuningTrial(stage, micro_batch).name(wish.accumulation or 1)
+            name = self._name(TuningTrial(stage, micro_batch))
             self.findings.left_out[name] = why
             self._say(f"{name} is left out: {why}")
         return not why
@@ -239,14 +285,17 @@ class Tuner:
         why = self._lack(trial, need)
         if not why:
             return self._try(trial)
-        name = trial.name(self._wish.accumulation or 1)
+        name = self._name(trial)
         self.findings.left_out[name] = why
         self._say(f"{name} is left out: {why}")
         return None
 
     def _lack(self, trial: TuningTrial, need: Need | None = None) -> str:
-        """Describe the memory that a trial lacks; empty if it fits, or if that is unknown."""
-        look = self._look
+        """Describe the memory or samples that a trial lacks; empty if it fits, or if unknown."""
+        look, batch = self._look, self._wish.batch_of(trial.micro_batch)
+        least = self._wish.section.min_train_batch_size
+        if batch < least:
+            return f"its update has {batch} samples, fewer than min_train_batch_size {least}"
         if look.memory_nbytes is None:
             return ""
         if need is None:
@@ -258,26 +307,41 @@ class Tuner:
         wanted = need.at(trial.micro_batch) / _GB
         return f"it needs {wanted:.3g} GB, but a rank has {look.memory_nbytes / _GB:.3g} GB"
 
+    def _name(self, trial: TuningTrial) -> str:
+        return trial.name(self._wish.accumulation_of(trial.micro_batch) or 1)
+
     def _try(self, trial: TuningTrial) -> Result:
-        wish, section = self._wish, self._wish.section
-        name = trial.name(wish.accumulation or 1)
-        self._say(f"experiment {len(self.findings.results) + 1}: {name}")
+        section = self._wish.section
+        outcome, value = self._measure(trial, self._name(trial))
+        result = Result(trial, outcome, value)
+        self.findings.results.append(result)
+        self._scores[trial] = None if value is None else score(section.metric, value)
+        if self._look.memory_nbytes is None and outcome.found is not None:
+            known = outcome.found.get("memory_per_gpu")
+            self._look = replace(self._look, memory_nbytes=known)
+        self._say(self._summary_of(outcome, value))
+        return result
+
+    def _repeat(self, result: Result) -> None:
+        """Measure a trial once more; its value is the mean from then on."""
+        name = f"{self._name(result.trial)}_again"
+        outcome, value = self._measure(result.trial, name)
+        known = [each for each in (result.value, value) if each is not None]
+        repeated = replace(result, value=sum(known) / len(known), runs=result.runs + 1)
+        self.findings.results[self.findings.results.index(result)] = repeated
+        self._say(self._summary_of(outcome, value))
+
+    def _measure(self, trial: TuningTrial, name: str) -> tuple[Outcome, float | None]:
+        section = self._wish.section
+        self._say(f"experiment {self.findings.runs + 1}: {name}")
         experiment = {
             "enabled": True,
             "metric": section.metric,
             "start_profile_step": section.start_profile_step,
             "end_profile_step": section.end_profile_step,
         }
-        outcome = self.runner.run(name, config_of(wish, trial), experiment, METRICS)
-        value = value_in(outcome.found, section.metric)
-        result = Result(trial, outcome, value)
-        self.findings.results.append(result)
-        self._scores[trial] = None if value is None else score(section.metric, value)
-        if self._look.memory_nbytes is None and outcome.found is not None:
-            known = outcome.found.get("memory_per_gpu")
-            self._look = ModelProfile(self._look.num_params, self._look.trainable, 0, known)
-        self._say(self._summary_of(outcome, value))
-        return result
+        outcome = self.runner.run(name, config_of(self._wish, trial), experiment, METRICS)
+        return outcome, value_in(outcome.found, section.metric)
 
     def _summary_of(self, outcome: Outcome, value: float | None) -> str:
         metric = self.findings.metric

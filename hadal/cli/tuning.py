@@ -76,6 +76,7 @@ def _tuner(parsed: argparse.Namespace, said: Said) -> Tuner:
         absolute(folder, wish.section.exps_dir),
         wish.section.arg_mappings or {},
         plan.job.world_size,
+        wish.ranks,
         len(plan.job.pool),
     )
     return Tuner(wish, runner, _states_of(wish, plan.job), said.note)
@@ -121,7 +122,7 @@ def _states_of(wish: SearchRequest, job: Job) -> Any:
         from hadal.cli.estimate import held_of
         from hadal.config import load_config
 
-        checked = load_config(config, world_size=job.world_size)
+        checked = load_config(config, world_size=job.world_size, data_parallel_size=wish.ranks)
         model = Model(look.trainable, look.num_params - look.trainable)
         held = held_of(checked, model, devices, nodes)
         return held.device + on_host * held.host

@@ -71,6 +71,10 @@ _ALIKE: dict[str, dict[str, str]] = {
         _LOG: "log_dist logger",
         _PIPELINE: "PipelineModule",
     },
+    "deepspeed.autotuning.constants": {
+        "hadal.autotuning.space": "DEFAULT_TUNING_SPACE_ZERO_0 DEFAULT_TUNING_SPACE_ZERO_1"
+        " DEFAULT_TUNING_SPACE_ZERO_2 DEFAULT_TUNING_SPACE_ZERO_3"
+    },
     "deepspeed.accelerator": {
         _ACCELERATOR: "get_accelerator is_current_accelerator_supported set_accelerator"
     },

@@ -21,6 +21,7 @@ from hadal.comm.summary import end_of_log
 from hadal.config import Config
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, Throughput
+from hadal.engine.policies import leaves_of
 from hadal.engine.precision import scale_rule_of
 from hadal.engine.progress import updates_of
 from hadal.engine.recomputed import budget_of, recomputed_modules
@@ -247,7 +248,8 @@ def _experiment(setting: Setting) -> Listener | None:
     section = setting.config.autotuning
     if not section.enabled:
         return None
-    return Experiment(section, setting.model, setting.world, setting.device)
+    leaves = leaves_of(setting.config)
+    return Experiment(section, setting.model, leaves, setting.world, setting.device)
 
 
 def _reporter(setting: Setting) -> Listener | None:

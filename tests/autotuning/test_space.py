@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hadal.autotuning.space import SearchRequest, TuningTrial, combinations, config_of, read_request
+from hadal.autotuning.space import (
+    ModelSizes,
+    SearchRequest,
+    TuningTrial,
+    combinations,
+    config_of,
+    distinct,
+    read_request,
+)
 from hadal.autotuning.words import config_flag, found_at, mapped, value_of, with_value
+from hadal.compat.alias import alias
 from hadal.config import load_config
 from hadal.errors import ConfigError, LaunchError
 
@@ -100,6 +110,31 @@ def test_bounds_of_the_batch(wish: Reader) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "pairs"),
+    [
+        ({}, {1: 16, 3: 5, 16: 1, 17: 1}),  # the program takes all sizes from its configuration
+        ({"gradient_accumulation_steps": 3}, {1: 3, 16: 3}),  # the user's own
+        ({"gradient_accumulation_steps": "auto"}, {1: None}),  # the program fills it in
+    ],
+)
+def test_the_accumulation_fills_the_batch_if_it_may(
+    wish: Reader, config: dict[str, Any], pairs: dict[int, int | None]
+) -> None:
+    section = {**ON, "max_train_batch_size": 32}
+    found = wish({**config, "autotuning": section})
+    assert {size: found.accumulation_of(size) for size in pairs} == pairs
+    # A mapped flag is set with the rest; a program with a flag for one size may have another.
+    flag = {"arg_mappings": {"gradient_accumulation_steps": "--gas"}}
+    auto = {"gradient_accumulation_steps": "auto"}
+    found = wish({**auto, "autotuning": {**section, **flag}}, "--gas", "3")
+    assert (found.accumulation_of(2), found.batch_of(2), found.largest) == (8, 32, 16)
+    flag = {"arg_mappings": {"train_micro_batch_size_per_gpu": "--micro"}}
+    assert wish({"autotuning": {**section, **flag}}).accumulation_of(2) is None
+    with pytest.raises(ConfigError, match="64 is more than max_train_batch_size 32; lower it"):
+        wish({"autotuning": {**section, "min_train_batch_size": 64}})
+
+
+@pytest.mark.parametrize(
     ("config", "told"),
     [
         ({"autotuning": {}}, "autotuning.enabled"),
@@ -135,6 +170,44 @@ def test_other_settings(wish: Reader) -> None:
     wide = combinations(wish({"autotuning": slow}), 3)
     assert wide[1][:1] == (("reduce_bucket_size", "10000"),)
     assert {"stage3_param_persistence_threshold": "1000"}.items() <= dict(wide[1]).items()
+
+
+def test_the_default_spaces_have_deepspeeds_names(wish: Reader) -> None:
+    constants: Any = alias("deepspeed.autotuning.constants")
+    for stage in range(4):
+        space = getattr(constants, f"DEFAULT_TUNING_SPACE_ZERO_{stage}")["zero_optimization"]
+        assert space.pop("stage") == stage
+        slow = wish({"autotuning": {**ON, "fast": False}})
+        assert len(combinations(slow, stage)) == math.prod(map(len, space.values()))
+        # A user overwrites a key by a value, or by a list.
+        own = {"zero_optimization": {"reduce_bucket_size": [7, 8]}}
+        given = wish({"autotuning": {**ON, "fast": False}, **own})
+        assert len(combinations(given, stage)) == 2 * math.prod(map(len, [*space.values()][1:]))
+        space["stage"] = stage
+
+
+@pytest.mark.parametrize(
+    ("stage", "sizes", "kept"),
+    [
+        (1, ModelSizes(2_000_000, 9), 1),  # small modules share buckets of a million elements
+        (1, ModelSizes(200_000_000, 60_000_000), 4),
+        (1, ModelSizes(2_000_000_000, 1_500_000_000), 9),
+        (0, ModelSizes(200_000_000, 60_000_000), 2),
+        (3, ModelSizes(500_000, 300_000), 2 * 2 * 2),
+        (3, ModelSizes(2_000_000_000, 600_000_000), 3 * 3 * 2),
+        (3, ModelSizes(9, 9), 1),
+    ],
+)
+def test_settings_with_the_same_effect_are_one(
+    wish: Reader, stage: int, sizes: ModelSizes, kept: int
+) -> None:
+    slow = {**ON, "fast": False, "model_info": {"hidden_size": 100}}
+    left = distinct(combinations(wish({"autotuning": slow}), stage), sizes, ())
+    assert (len(left), left[0]) == (kept, ())
+    # What the user lists is tried.
+    lists = {"overlap_comm": [True, False], "reduce_bucket_size": [1e9, 2e9]}
+    four = combinations(wish({"zero_optimization": lists}), stage)
+    assert distinct(four, sizes, lists) == four
 
 
 def test_the_configuration_of_a_trial(wish: Reader) -> None:

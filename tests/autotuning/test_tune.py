@@ -201,10 +201,10 @@ def test_if_nothing_runs_the_error_has_the_reason(tmp_path: Path) -> None:
     "autotuning.model_info_path",
     "autotuning.num_tuning_micro_batch_sizes",
 )
-def test_a_search_over_stages_on_two_ranks(tmp_path: Path) -> None:
+def test_a_search_over_settings_on_two_ranks(tmp_path: Path) -> None:
     configure(
         tmp_path,
-        zero={"stage": [1, 3], "overlap_comm": [True, False]},
+        zero={"stage": [3], "overlap_comm": [True, False]},
         max_train_micro_batch_size_per_gpu=2,
         num_tuning_micro_batch_sizes=1,
         model_info={"num_layers": 1},
@@ -213,9 +213,11 @@ def test_a_search_over_stages_on_two_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     info = loaded(tmp_path / RESULTS / "profile_model_info" / "model_info.json")
     assert (info["num_params"], info["trainable_num_params"], info["rank"]) == (1056, 1056, 0)
+    assert info["largest_unit_num_params"] == 1056
     assert (info["activation_mem_per_gpu"] >= 0, info["num_layers"]) == (True, 1)
     names = set(os.listdir(tmp_path / RESULTS))
-    assert "z1_tmbspg1_gas2_octrue" in names
-    for stage in (1, 3):
-        # One micro-batch alone, the faster, is tried with the other settings.
-        assert sum(name.startswith(f"z{stage}") and name.endswith("ocfalse") for name in names) == 1
+    assert "z3_tmbspg1_gas2_octrue" in names
+    # One micro-batch alone, the faster, is tried with the other settings.
+    assert sum(name.endswith("ocfalse") for name in names) == 1
+    # If these seem better, both are measured again.
+    assert sum(name.endswith("_again") for name in names) in (0, 2)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
-from hadal.autotuning.runs import METRICS, Outcome
+from hadal.autotuning.measuring import largest_unit_numel
+from hadal.autotuning.runs import METRICS, Outcome, Runner
 from hadal.autotuning.space import read_request
 from hadal.autotuning.tuner import Tuner
 from hadal.errors import TuningError
+from hadal.launcher.choices import Choices
+from hadal.zero.grouping import LeafModules
 
 STATES, SAMPLE, MEMORY = 1_000, 100, 2_000
 OUT_OF_MEMORY = "rank 0: torch.OutOfMemoryError: CUDA out of memory."
@@ -24,8 +29,8 @@ class Formulas:
     """A fake runner whose jobs have computed speed and memory use."""
 
     folder: Path
-    speed: Callable[[int, int], float]
-    """Samples a second of a stage and a micro-batch."""
+    speed: Callable[..., float]
+    """Samples a second of a stage and a micro-batch, and of a name if there is a third argument."""
     hidden: int = 0
     """Bytes that no prediction sees."""
     world_size: int = 2
@@ -50,13 +55,15 @@ class Formulas:
         if answer != METRICS and self.hidden > MEMORY:
             return Outcome(name, None, OUT_OF_MEMORY, "e.log")
         if answer != METRICS:
-            info = {"num_params": 9, "trainable_num_params": 9, "memory_per_gpu": MEMORY}
+            sizes = {"num_params": 2 * 10**8, "largest_unit_num_params": 6 * 10**7}
+            info = {**sizes, "trainable_num_params": 9, "memory_per_gpu": MEMORY}
             return Outcome(name, {**info, "activation_mem_per_gpu": SAMPLE * size})
         self.made.append(name.removesuffix("_gas1"))
         peak = STATES + self.hidden + SAMPLE * size
         if peak > MEMORY:
             return Outcome(name, None, OUT_OF_MEMORY, "e.log")
-        speed = self.speed(stage, size)
+        named = signature(self.speed).parameters.keys() - {"stage", "size"}
+        speed = self.speed(stage, size, *[name] * len(named))
         if speed == 0:
             return Outcome(name, None, "rank 0: KeyError: 'labels'", "e.log")
         found = {"throughput": speed, "latency": 1000 * size / speed, "peak_memory_per_gpu": peak}
@@ -73,13 +80,15 @@ def searched(tmp_path: Path) -> Callable[..., tuple[Tuner, list[str]]]:
         micro: object = 1,
         hidden: int = 0,
         fails: bool = False,
+        accumulation: int | None = 1,
+        zero: dict[str, Any] | None = None,
         **section: Any,
     ) -> tuple[Tuner, list[str]]:
         path = tmp_path / "ds.json"
         config = {
             "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": 1,
-            "zero_optimization": {"stage": stage},
+            **({"gradient_accumulation_steps": accumulation} if accumulation else {}),
+            "zero_optimization": {"stage": stage, **(zero or {})},
             "autotuning": {"enabled": True, **section},
         }
         path.write_text(json.dumps(config))
@@ -145,6 +154,56 @@ def test_later_stages_are_skipped_without_a_gain(searched: Any) -> None:
     assert grows[-2:] == ["z1_tmbspg4", "z1_tmbspg8"]
 
 
+def test_pairs_of_micro_batch_and_accumulation_fill_the_batch(searched: Any) -> None:
+    # Per rank 8 samples, where the configuration leaves the accumulation open.
+    tuner, made = searched(
+        lambda stage, size: 10.0 * size, accumulation=None, max_train_batch_size=16
+    )
+    pairs = ["1_gas8", "2_gas4", "4_gas2", "8"]
+    assert made == [f"z0_tmbspg{pair}" for pair in pairs]
+    best = json.loads((tuner.runner.results / "ds_config_optimal.json").read_text())
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    assert [best[key] for key in sizes] == [8, 1, 16]
+    # As near as integers come, never above; but not below the minimum.
+    some = {"accumulation": None, "micro": [2, 3], "max_train_batch_size": 16}
+    assert searched(lambda stage, size: 10.0, **some)[1] == ["z0_tmbspg2_gas4", "z0_tmbspg3_gas2"]
+    tuner, made = searched(lambda stage, size: 10.0, **some, min_train_batch_size=16)
+    assert made == ["z0_tmbspg2_gas4"]
+    told = "z0_tmbspg3_gas2 was not run: its update has 12 samples, fewer than min_train_batch_size"
+    assert f"{told} 16" in tuner.findings.failures()
+
+
+def test_settings_that_do_the_same_are_not_tried(searched: Any) -> None:
+    # The largest module has 60 M elements: buckets of 500 M and 1 G are those of 60 M.
+    slow = {"stage": 1, "micro": [4], "fast": False, "tuner_type": "gridsearch"}
+    tuner, made = searched(lambda stage, size: 10.0, **slow)
+    pairs = ("5e7_abs5e7", "5e7_abs5e8", "5e8_abs5e7")
+    assert made == ["z1_tmbspg4", *(f"z1_tmbspg4_gas1_rbs{pair}" for pair in pairs)]
+    (told,) = tuner.findings.failures()
+    assert told.startswith("z1 with 5 of 9 other settings was not run: they do the same as")
+    assert told.endswith(
+        "the largest module of this model has 60,000,000 elements, all have 200,000,000"
+    )
+
+
+def test_a_gain_is_measured_again_before_it_counts(searched: Any) -> None:
+    lucky = iter([20.0, 8.0])
+
+    def speed(stage: int, size: int, name: str) -> float:
+        return next(lucky) if "false" in name else 15.0
+
+    both = {"zero": {"overlap_comm": [True, False]}, "stage": 1, "micro": [4]}
+    tuner, made = searched(speed, **both)
+    own, other = "z1_tmbspg4_gas1_octrue", "z1_tmbspg4_gas1_ocfalse"
+    assert made == [own, other, f"{own}_again", f"{other}_again"]
+    best = tuner.findings.best()
+    assert (best.outcome.name, best.value) == (own, 15.0)  # the other's mean is 14
+    assert "Total number of experiments: 4" in (tuner.runner.results / "summary.txt").read_text()
+    # A gain that is there again counts.
+    better = searched(lambda stage, size, name: 20.0 if "false" in name else 15.0, **both)[0]
+    assert better.findings.best().outcome.name == other
+
+
 def test_if_nothing_runs_each_reason_is_reported(searched: Any) -> None:
     _, made = searched(lambda stage, size: 0.0, stage=[0, 1], fails=True)
     assert made[:2] == ["z0_tmbspg1", "z1_tmbspg1"]
@@ -161,3 +220,37 @@ def test_a_model_that_cannot_be_profiled_ends_the_search(searched: Any, tmp_path
     assert OUT_OF_MEMORY in (tmp_path / "results" / "summary.txt").read_text()
     # What is left of an earlier search would pass for the best of this one.
     assert not list((tmp_path / "results").glob("*optimal*"))
+
+
+def test_an_experiment_is_checked_with_the_ranks_that_read(tmp_path: Path) -> None:
+    """Two ranks share a copy of the model by a program's mpu, which only `mp_size` knows."""
+    config = {
+        "train_batch_size": 2,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+    }
+    words = ("t.py", "--deepspeed", "ds.json")
+
+    def reason_with(readers: int) -> str:
+        runner = Runner(
+            Choices(words), (), {}, tmp_path, tmp_path, tmp_path, {}, 2, readers, hosts=1
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Runner, "_launched", lambda self, name, *_: Outcome(name, {}))
+            return runner.run("one", config, {"enabled": True}, METRICS).reason
+
+    assert reason_with(1) == ""
+    assert "2 (micro-batch) x 1 (accumulation) x 2 ranks = 4" in reason_with(2)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 3), nn.Linear(3, width)
+
+
+def test_the_largest_unit_is_measured() -> None:
+    model = nn.Sequential(nn.Embedding(5, 2), Block(2), Block(4))
+    assert largest_unit_numel(model, LeafModules()) == 15 + 16
+    assert largest_unit_numel(model, LeafModules(names=("",))) == 10 + 9 + 8 + 15 + 16
+    assert largest_unit_numel(nn.ReLU(), LeafModules()) == 0
