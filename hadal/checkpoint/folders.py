@@ -20,6 +20,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +44,8 @@ from hadal.errors import CheckpointError, few
 
 _log = logging.getLogger(__name__)
 LATEST = "latest"
+# Bytes of a folder's name, and the characters of a tag that a message shows.
+_LONGEST_NAME, _SHOWN = 255, 60
 CLIENT = "client_state.safetensors"
 _DRAFT = re.compile(
     r"\.(?P<name>.+)\.(?P<mark>[0-9a-f]{16})\.(?P<state>partial|old|dead)", re.DOTALL
@@ -69,11 +72,23 @@ def check_tag(tag: str) -> None:
         CheckpointError: it cannot be.
     """
     plain = isinstance(tag, str) and tag.isprintable() and "/" not in tag and "\\" not in tag
+    plain = plain and len(tag.encode()) <= _LONGEST_NAME
     if not plain or not tag or tag.strip() != tag or tag.startswith(".") or tag == LATEST:
         raise CheckpointError(
-            f"a checkpoint's tag must be a plain folder name, found {tag!r}: printable characters"
-            f" without slashes, no dot or space at its start, and not {LATEST!r}"
+            f"a checkpoint's tag must be a plain folder name, found {shown(tag)}: at most"
+            f" {_LONGEST_NAME} bytes of printable characters without slashes, no dot or space at"
+            f" its start, and not {LATEST!r}"
         )
+
+
+def shown(tag: object) -> str:
+    """Return a tag for a message, a long one cut at its first line.
+
+    A stranger's `latest` may be a link to any file, and messages are logged.
+    """
+    if not isinstance(tag, str) or len(tag) <= _SHOWN:
+        return repr(tag)
+    return f"{''.join(takewhile(str.isprintable, tag[:_SHOWN]))!r}... ({len(tag)} characters)"
 
 
 def check_save_dir(save_dir: Location) -> None:
@@ -83,7 +98,9 @@ def check_save_dir(save_dir: Location) -> None:
         CheckpointError: it, or a directory above it, is a file.
     """
     for path in (save_dir, *save_dir.parents) if isinstance(save_dir, Path) else ():
-        if path.exists() and not path.is_dir():
+        with system_errors(path, "written"):
+            is_file_there = path.exists() and not path.is_dir()
+        if is_file_there:
             below = "" if path == save_dir else f", so that {save_dir} cannot be created"
             raise CheckpointError(
                 f"save_dir must be a directory or not exist yet, but {path} is a file{below}; pass"
@@ -105,18 +122,17 @@ def find(load_dir: Location, tag: str | None) -> Location | None:
 
 
 def _found(load_dir: Location, tag: str | None) -> Location | None:
-    asked = f"checkpoint {tag!r}"
+    asked = f"checkpoint {shown(tag)}"
     if tag is None:
         latest = load_dir / LATEST
         if not _is_there(latest) and not _is_there(load_dir / LATEST_UNIVERSAL):
             return None
         tag = _latest_name(load_dir)
-        asked = f"checkpoint {tag!r}, which {latest} names,"
+        asked = f"checkpoint {shown(tag)}, which {latest} names,"
     folder = _folder_of_tag(load_dir, tag)
     if folder is None:
         raise CheckpointError(
-            f"no complete {asked} in {load_dir} ({load_dir / tag / INDEX} is missing);"
-            f" {_others(load_dir)}"
+            f"no complete {asked} in {load_dir} (its {INDEX} is missing); {_others(load_dir)}"
         )
     return folder
 
@@ -184,7 +200,7 @@ def _folder_of_tag(load_dir: Location, tag: str) -> Location | None:
             check_tag(tag)
         except CheckpointError as error:
             raise CheckpointError(
-                f"no complete checkpoint {tag!r} in {load_dir}: {error}"
+                f"no complete checkpoint {shown(tag)} in {load_dir}: {error}"
             ) from None
         if is_complete(folder):
             return folder

@@ -229,7 +229,7 @@ def replace_one(folder: str) -> None:
     other = engine_of(2)
     other.load_checkpoint(folder)
     assert_equal(other.state_dict(), saved)
-    for tag in ("", ".", "..", ".hidden", "a/b", "a\\b", "latest", "a\nb", " a", "a\0b"):
+    for tag in ("", ".", "..", ".hidden", "a/b", "a\\b", "latest", "a\nb", " a", "a\0b", 256 * "a"):
         if tag:
             with pytest.raises(CheckpointError, match="plain folder name"):
                 engine.save_checkpoint(folder, tag)

@@ -23,6 +23,7 @@ from ranks import RankPools
 
 from checkpoint.listing import home_of
 from hadal import comm
+from hadal.checkpoint.folders import find
 from hadal.checkpoint.index import read_index, write_index
 from hadal.checkpoint.plain import decoded, encoded
 from hadal.errors import CheckpointError
@@ -225,6 +226,22 @@ PLANS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "pipe": (lambda tag: piped(home_of(tag) / TWO), TWO),
 }
+
+
+def test_a_link_shows_little_of_where_it_leads(tmp_path: Path) -> None:
+    """Errors are logged, and a stranger's `latest` may lead to any file."""
+    secret = tmp_path / "key"
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/latest").symlink_to(secret)
+    for content, shown in (
+        ("-----BEGIN KEY-----\n" + 70 * "s", "'-----BEGIN KEY-----'... (90 characters)"),
+        (100 * "s", f"'{60 * 's'}'... (100 characters)"),
+        (300 * "s", f"'{60 * 's'}'... (300 characters)"),
+    ):
+        secret.write_text(content)
+        with pytest.raises(CheckpointError) as caught:
+            find(tmp_path / "home", None)
+        assert shown in str(caught.value) and 61 * "s" not in str(caught.value)
 
 
 def harm_by_plan(folder: str, verifies: bool) -> None:

@@ -378,6 +378,26 @@ def test_a_strange_index_is_refused_and_not_run(tmp_path: Path) -> None:
         opened(tmp_path / "theirs")
 
 
+def test_an_index_of_tuples_in_tuples_is_refused_at_once(tmp_path: Path) -> None:
+    """A hundred bytes, whose key of a dict would take hours to hash."""
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02})" + b"2\x86" * 48 + b"K\x01s.")
+    with pytest.raises(CheckpointError, match="it nests tuples of over 65536 values"):
+        opened(tmp_path)
+
+
+def test_no_file_outside_the_folder_is_opened(tmp_path: Path) -> None:
+    """Not even to learn its length: an error would tell whether it is there."""
+    home = tmp_path / "theirs"
+    dcp.save({"model": toy.Toy().state_dict()}, checkpoint_id=home, no_dist=True)
+    (home / "__0_0.distcp").rename(tmp_path / "o.distcpx")
+    index = home / ".metadata"
+    plain = index.read_bytes()
+    for name in (b"../o.distcpx", b"../none.disx"):  # as long as the name that they replace
+        index.write_bytes(plain.replace(b"__0_0.distcp", name))
+        with pytest.raises(CheckpointError, match="leads out of the checkpoint's folder"):
+            DcpSource(home)
+
+
 def test_damage_is_found(
     own: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

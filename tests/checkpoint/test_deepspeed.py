@@ -251,6 +251,18 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         check_pickle(path)
 
 
+def test_a_tensor_without_values_is_refused_before_the_load(tmp_path: Path) -> None:
+    saved = unpack("stage0_fp32_world2", tmp_path)
+    (path,) = saved.checkpoint.glob("*model_states.pt")
+    content = torch.load(path, weights_only=False)
+    path.unlink()
+    name = next(iter(content["module"]))
+    content["module"][name] = content["module"][name].to("meta")
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match=f"of {name} was saved from the device meta"):
+        DeepSpeedSource(saved.checkpoint)
+
+
 def test_missing_files_and_other_formats_are_reported(tmp_path: Path) -> None:
     saved = unpack("stage3_bf16_world2", tmp_path)
     second = saved.checkpoint / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"

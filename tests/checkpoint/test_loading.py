@@ -398,6 +398,9 @@ def tags(folder: str) -> None:
     for tag in ("missing", "../best"):
         with pytest.raises(CheckpointError, match=r"no complete checkpoint"):
             engine.load_checkpoint(folder, tag)
+    with pytest.raises(CheckpointError, match="cannot be written: File name too long") as caught:
+        engine.save_checkpoint(Path(folder, 300 * "a"))
+    assert "OSError" not in str(caught.value)
     with pytest.raises(CheckpointError, match="plain folder name"):
         engine.save_checkpoint(folder, tag="a/b")
     engine.destroy()

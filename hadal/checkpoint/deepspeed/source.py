@@ -248,6 +248,8 @@ class DeepSpeedSource(Source):
     ) -> None:
         entry = Entry(tuple(int(length) for length in shape), dtype)
         flat = [piece.detach().reshape(-1) for piece in pieces]
+        if any(piece.is_meta for piece in flat):
+            raise ValueError(f"{kind} of {name} was saved from the device meta, without its values")
         found = sum(piece.numel() for piece in flat)
         # Only even slices have padding.
         if not entry.numel <= found < entry.numel + max(len(flat), 1):

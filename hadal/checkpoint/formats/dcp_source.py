@@ -42,6 +42,7 @@ _OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options of an optimizer's implementation: those here stay."""
 _LIMIT = 1 << 32
 _BUFFER_NBYTES = 1 << 16
+_NESTED_LIMIT = 1 << 16
 
 
 class _StoredItem(NamedTuple):
@@ -223,7 +224,7 @@ class DcpSource(Source):
     def files(self) -> Sequence[Location]:
         """All files of the checkpoint."""
         names = {METADATA, *(item.file for item in self._all_items())}
-        return [self.path / name for name in sorted(names)]
+        return [inside(self.path, name) for name in sorted(names)]
 
     @property
     def notes(self) -> Sequence[str]:
@@ -254,7 +255,7 @@ class DcpSource(Source):
             item = chunk.item
             ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
         for file, end in ends.items():
-            path = self.path / file
+            path = inside(self.path, file)
             if nbytes_at(path) < end:
                 raise CheckpointError(f"{path} is damaged: it is missing, or shorter than expected")
 
@@ -351,7 +352,29 @@ _STAND_INS: Mapping[str, Any] = MappingProxyType(
 """Stand-ins by the name in an index."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """torch's index as data. Nested tuples must be small: one that contains another twice, and so
+    on, has few bytes, but the time to hash or show it doubles at each level.
+
+    In Python, because that of C cannot be stopped while it hashes; it takes a third longer.
+    """
+
+    stack: list[Any]
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        # Tuples in tuples: each with the number of values in it, counted as often as they occur.
+        self._nested: dict[int, tuple[tuple[Any, ...], int]] = {}
+
+    def _check(self) -> None:
+        made = self.stack[-1]
+        inner = [one for one in made if isinstance(one, tuple)]
+        if inner:
+            numel = len(made) + sum(self._nested.get(id(one), (one, len(one)))[1] for one in inner)
+            if numel > _NESTED_LIMIT:
+                raise pickle.UnpicklingError(f"it nests tuples of over {_NESTED_LIMIT} values")
+            self._nested[id(made)] = made, numel
+
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for a name, or the dtype of that name."""
         found = _STAND_INS.get(f"{module}.{name}")
@@ -361,6 +384,22 @@ class _Unpickler(pickle.Unpickler):
         if found is None:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return found
+
+
+def _checked(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    def checked(unpickler: Any) -> None:
+        load(unpickler)
+        unpickler._check()
+
+    return checked
+
+
+_Unpickler.dispatch = {
+    code: _checked(load)
+    if code in pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3
+    else load
+    for code, load in pickle._Unpickler.dispatch.items()
+}
 
 
 def _read_contents(folder: Location) -> _Contents:
