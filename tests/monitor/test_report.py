@@ -270,6 +270,29 @@ def test_a_directory_that_is_not_a_run_is_refused(make: Any, fault: str, tmp_pat
         read_run(make(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"kind": "run"},
+        {"kind": "run", "time": 1, "model": {}, "machine": {}, "versions": {}, "ranks": {}},
+        {"kind": "update", "step": 1, "time": 1, "train_loss": [1]},
+        {"kind": "update", "step": "x", "time": 1},
+        {"kind": "checkpoint", "tag": "a"},
+        {"kind": "communication", "rows": [{"operation": "all_reduce"}]},
+        {"kind": "profile", "modules": 3},
+        {"kind": "warning", "time": "soon", "message": "m"},
+    ],
+    ids=str,
+)
+def test_a_line_of_another_form_is_named(line: dict[str, Any], tmp_path: Path) -> None:
+    path = a_run(tmp_path)
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    with pytest.raises(UsageError, match=r"events\.jsonl is damaged, or was not written by jsonl_"):
+        write_page(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a_run(tmp_path / "runs" / "one")
     assert main(["report", str(tmp_path / "runs")]) == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hadal.monitor.report.pictures import pictures_of
-from hadal.monitor.report.run import RunRecord, read_run
+from hadal.monitor.report.run import RunRecord, read_run, understood
 
 _MOST_ROWS = 200
 
@@ -22,13 +22,15 @@ def write_page(place: Path, output: Path | None = None) -> Path:
     """Write the page of a run, next to its file by default, and return its path.
 
     Raises:
-        UsageError: `place` is not a run, or matplotlib is not installed.
+        UsageError: `place` is not a run, or damaged, or matplotlib is not installed.
         OSError: the page cannot be written.
     """
     run = read_run(place)
     path = output or run.path.with_name("report.html")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page_of(run), encoding="utf-8")
+    with understood(run.path):
+        text = page_of(run)
+    path.write_text(text, encoding="utf-8")
     return path
 
 

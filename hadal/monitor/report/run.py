@@ -5,7 +5,8 @@ Tests: tests/monitor/test_report.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.errors import UsageError
+from hadal.errors import HadalError, UsageError
 from hadal.monitor.jsonl_monitor import FILE, read_lines
 
 Values = NDArray[np.float64]
@@ -95,9 +96,29 @@ def read_run(place: Path) -> RunRecord:
     """Read a run.
 
     Raises:
-        UsageError: `place` is neither a run's file nor a directory that has one.
+        UsageError: `place` is neither a run's file nor a directory that has one, or the file is
+            damaged.
     """
     path = file_of(place)
+    with understood(path):
+        return _read(path)
+
+
+@contextmanager
+def understood(path: Path) -> Iterator[None]:
+    """Re-raise the errors of a block that uses the contents of a run's file as UsageError."""
+    try:
+        yield
+    except (HadalError, ImportError, OSError):
+        raise
+    except Exception as error:  # lines of another form may raise any kind
+        raise UsageError(
+            f"{path} is damaged, or was not written by jsonl_monitor: {type(error).__name__}:"
+            f" {error}; pass the directory of another run"
+        ) from error
+
+
+def _read(path: Path) -> RunRecord:
     by_kind: dict[str, list[dict[str, Any]]] = {}
     last_kind = ""
     for line in read_lines(path):
