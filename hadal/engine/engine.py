@@ -148,7 +148,7 @@ class Engine(EngineBase):
         if self._session.cycle.ended and not self._session.cycle.destroyed:
             return self._parts.casting.run(self.module, self.device, args, kwargs)
         self._session.expect_alive()
-        with self._session.listeners as listeners:
+        with self._session.alone(), self._session.listeners as listeners:
             if listeners:
                 updates, micro_step = self.global_steps, self._session.cycle.collected
                 begun = Forward(args, kwargs, updates, micro_step, self.module.training)
@@ -199,7 +199,8 @@ class Engine(EngineBase):
                 requires gradients and is not trained.
         """
         self._session.expect_alive()
-        self._backwards.run(loss, retain_graph, divides=scale_wrt_gas)
+        with self._session.alone():
+            self._backwards.run(loss, retain_graph, divides=scale_wrt_gas)
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -270,7 +271,7 @@ class Engine(EngineBase):
         try:
             if ends_update:
                 cycle.stepping = True
-                with session.listeners:
+                with session.alone(), session.listeners:
                     value = None if metric is None else float(metric)
                     consumed = session.batches.consumed(backwards)
                     self._updates.make(consumed, value, schedule_arguments or {})

@@ -6,8 +6,10 @@ Tests: tests/engine/test_engine.py
 from __future__ import annotations
 
 import math
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -41,6 +43,7 @@ class Session:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
+        self._threads = threading.RLock()
         self.training: Training | None = None
         self.loader = parts.loader
         self.listeners = Listeners(parts.listeners)
@@ -58,6 +61,24 @@ class Session:
         if parts.training is not None:
             self.train_with(parts.training)
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other threads out of the engine during the block.
+
+        Raises:
+            UsageError: another thread is inside.
+        """
+        if not self._threads.acquire(blocking=False):
+            raise UsageError(
+                f"rank {self.parts.ranks.rank}: thread {threading.current_thread().name!r} called"
+                " the engine while another thread is in its forward, backward or step; let the"
+                " threads take turns, in the same order on all ranks"
+            )
+        try:
+            yield
+        finally:
+            self._threads.release()
+
     @property
     def optimizer(self) -> Optimizer | None:
         """The optimizer; None until there is something to train."""
@@ -65,6 +86,10 @@ class Session:
 
     def expect_alive(self) -> None:
         """Raise UsageError after `destroy`; end a forward or backward that was interrupted."""
+        with self.alone():
+            self._expect_alive()
+
+    def _expect_alive(self) -> None:
         self.direct.end_left()
         if self.cycle.destroyed:
             raise UsageError("this engine was destroyed; use its module, or initialize again")

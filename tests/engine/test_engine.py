@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -436,3 +437,38 @@ def test_integer_parameters_are_rank_0s_on_every_rank(
     values: torch.Tensor, ranks: RankPools
 ) -> None:
     ranks(2).run(keep_integers, values)
+
+
+def in_a_thread(act: Callable[[], object]) -> str:
+    """Call `act` in another thread; return what it raised."""
+    with ThreadPoolExecutor(1, "other") as pool:
+        error = pool.submit(act).exception()
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_threads_take_turns(stage: int) -> None:
+    """One that comes while another is inside is refused by name, and changes nothing."""
+    engine, other = engine_of(stage), engine_of(stage)
+    inputs, targets = batch_of(0)
+    told: list[str] = []
+
+    def intrude(*_: Any) -> None:
+        for act in (lambda: engine(inputs), engine.step, lambda: engine.save_checkpoint("none")):
+            told.append(in_a_thread(act))
+
+    handle = engine.module[0].register_forward_hook(intrude)
+    loss = (engine(inputs) - targets).square().mean()
+    handle.remove()
+    loss.register_hook(intrude)
+    engine.backward(loss)
+    assert len(told) == 6
+    for line in told:
+        assert line.startswith(
+            "UsageError: rank 0: thread 'other_0' called the engine while another"
+        )
+    assert in_a_thread(engine.step) == ""
+    other.backward((other(inputs) - targets).square().mean())
+    other.step()
+    assert_equal(engine.state_dict(), other.state_dict())
+    engine.destroy(), other.destroy()
