@@ -189,9 +189,9 @@ def _counted(case: Case) -> Iterator[Traffic]:
 
     small_reduction, all_gather = collectives._small_reduction, collectives.start_all_gather
 
-    def note_small(tensor: Tensor, operation: Any, ranks: Ranks, label: str) -> None:
+    def note_small(tensor: Tensor, operation: Any, ranks: Ranks, *names: Any) -> None:
         with traffic.meeting() if ranks.size > 1 else nullcontext():
-            small_reduction(tensor, operation, ranks, label)
+            small_reduction(tensor, operation, ranks, *names)
 
     def note_codes(full: Tensor, ranks: Ranks, label: str, tag: int = transport.GATHER) -> Any:
         with traffic.meeting() if tag == transport.CODE else nullcontext():

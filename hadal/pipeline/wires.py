@@ -196,7 +196,14 @@ class Wire:
     def _joining(self, flat: Tensor, label: str) -> Any:
         slices = self._slices
         assert slices is not None  # or there is no slice
-        return lambda: start_all_gather(flat, slices, f"the slices of {label}")
+
+        def join() -> Pending:
+            # Its label is not a purpose: it names the ranks at the ends of this one's slice.
+            pending = start_all_gather(flat, slices, "the slices of a tensor between stages")
+            pending.label = f"the slices of {label}"
+            return pending
+
+        return join
 
 
 class Coming:
