@@ -38,6 +38,7 @@ from hadal.comm import Ranks, get_local_world_size
 from hadal.comm.collectives import gather_objects
 from hadal.device.memory import free_host_nbytes
 from hadal.errors import CheckpointError, few
+from hadal.optim.schedules import restorer
 from hadal.zero.bucket import Bucket
 
 _log = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ def load_from(
             plan = _plan_while(verify, partial(_plan, source, live, wanted))
             if live.rules.verifies and live.rules.is_node_local:
                 source.verify(spread=False, room=_room(live.world))
-            _try_schedule(source, live, wanted, undo)
+            _try_schedule(source, live, wanted)
             _try_loader(source, plan, live, wanted, undo)
             _try_extra_state(source, plan, live, wanted, undo)
             _try_listeners(source, live, wanted, undo)
@@ -296,24 +297,19 @@ def _plan_weights(source: Source, plan: _LoadPlan, live: Live) -> None:
         plan.wholes.append((value, saved, kind))
 
 
-def _try_schedule(
-    source: Source, live: Live, wanted: Wanted, undo: list[Callable[[], None]]
-) -> None:
-    """Load the schedule's state while everything can still be undone."""
+def _try_schedule(source: Source, live: Live, wanted: Wanted) -> None:
+    """Check that the schedule's state fits: load it, and take that back."""
     if not _wants_schedule(source, live, wanted):
         return
-    schedule, optimizer = live.schedule, live.optimizer
-    before = deepcopy(schedule.state_dict())
-    groups = [] if optimizer is None else optimizer.param_groups
+    restore = restorer(live.schedule, deepcopy(live.schedule.state_dict()))
+    groups = [] if live.optimizer is None else live.optimizer.param_groups
     options = [{k: _copied(v) for k, v in group.items() if k != "params"} for group in groups]
-
-    def take_back() -> None:
-        schedule.load_state_dict(before)
+    try:
+        _load_schedule(source, live)
+    finally:
+        restore()
         for group, values in zip(groups, options, strict=True):
             _restore_group(group, values)
-
-    undo.append(take_back)
-    _load_schedule(source, live)
 
 
 def _wants_schedule(source: Source, live: Live, wanted: Wanted) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hadal.device import HostCopy
 from hadal.engine.parts import Finding, Parts, Training
-from hadal.optim.schedules import SAMPLES, needs_metric, required_arguments
+from hadal.optim.schedules import SAMPLES, needs_metric, required_arguments, restorer
 from hadal.optim.step import FlatStepper
 
 
@@ -59,14 +59,14 @@ def step_schedule(
     if schedule is None or needs_metric(schedule):
         return lambda: None
     groups = training.optimizer.param_groups
-    state: Mapping[str, Any] = schedule.state_dict()
+    restore = restorer(schedule, schedule.state_dict())
     options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     if not arguments and required_arguments(schedule) == (SAMPLES,):
         arguments = {SAMPLES: samples}
     schedule.step(**arguments)
 
     def undo() -> None:
-        schedule.load_state_dict(state)
+        restore()
         for group, before in zip(groups, options, strict=False):  # groups may have been added
             group.update(before)
 

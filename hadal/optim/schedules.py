@@ -9,7 +9,8 @@ import inspect
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -367,6 +368,20 @@ def check_step_arguments(schedule: Any, given: Mapping[str, Any]) -> None:
             f"{where}, which does not fit {type(schedule).__name__}.step: {error}. Pass the"
             " arguments of its step as engine.step(schedule_arguments={...})"
         ) from None
+
+
+def restorer(schedule: Any, state: Mapping[str, Any]) -> Callable[[], None]:
+    """Return a function that puts a schedule back into its present state, which is `state`.
+
+    `load_state_dict` alone may not: Megatron's schedule adds the loaded steps to its own.
+    """
+    own = {k: copy(v) if isinstance(v, (list, dict)) else v for k, v in vars(schedule).items()}
+
+    def restore() -> None:
+        schedule.load_state_dict(state)
+        vars(schedule).update(own)
+
+    return restore
 
 
 def build_schedule(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from engine.toys import (
 from hadal import comm
 from hadal.cli.explain import _notes
 from hadal.config import load_config
+from hadal.engine.undecided import step_schedule
 from hadal.errors import OptimizerError, UsageError
 from hadal.optim.schedules import OneCycle
 from hadal.pipeline import PipelineModule
@@ -252,7 +254,7 @@ class BySamples:
         return {"seen": [*self.seen]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen = [*state["seen"]]
+        self.seen = self.seen + state["seen"]  # it adds to what is there
 
 
 class OfItsOwn:
@@ -296,6 +298,29 @@ def count_samples(accumulation: int, given: dict[str, Any] | None) -> None:
     engine.step(schedule_arguments={"loss": 0.5})
     assert engine.lr_scheduler.seen == [0.5]
     engine.destroy()
+
+
+def load_what_adds(folder: str) -> None:
+    engine = engine_of(2, wishes={"lr_scheduler": BySamples}, gradient_accumulation_steps=1)
+    for step in range(2):
+        engine.backward(loss_of(engine(batch_of(step)[0]), batch_of(step)[1]))
+        engine.step()
+    engine.save_checkpoint(folder)
+    other = engine_of(2, wishes={"lr_scheduler": BySamples}, gradient_accumulation_steps=1)
+    other.load_checkpoint(folder)
+    assert other.lr_scheduler.seen == engine.lr_scheduler.seen == [engine.train_batch_size()] * 2
+    assert other.get_lr() == engine.get_lr()
+    training = SimpleNamespace(schedule=other.lr_scheduler, optimizer=other.optimizer)
+    undo = step_schedule(training, 7, {})  # type: ignore[arg-type]
+    assert other.lr_scheduler.seen == [*engine.lr_scheduler.seen, 7]
+    undo()
+    assert other.lr_scheduler.seen == engine.lr_scheduler.seen
+    assert other.get_lr() == engine.get_lr()
+    engine.destroy(), other.destroy()
+
+
+def test_a_schedule_that_adds_what_it_loads_resumes(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(load_what_adds, str(tmp_path))
 
 
 @pytest.mark.parametrize("given", [None, {"increment": 5}], ids=["counted", "given"])
