@@ -173,8 +173,9 @@ def check_same_versions(ranks: Ranks) -> None:
     """
     from hadal import __version__  # the package has not finished its import when this file is read
 
-    theirs = gather_objects({"hadal": __version__, "torch": str(torch.__version__)}, ranks)
-    if any(one != theirs[0] for one in theirs):
+    mine = {"hadal": __version__, "torch": str(torch.__version__)}
+    if not is_same_everywhere(json.dumps(mine), ranks, is_by_torch=True):
+        theirs = gather_objects(mine, ranks)
         raise MismatchError(_first_difference("version", theirs, ranks.numbers))
 
 
