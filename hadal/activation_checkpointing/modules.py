@@ -82,7 +82,7 @@ def _unmatched(pattern: str, modules: Mapping[str, nn.Module], blocks: Sequence[
 
 
 def _examples(modules: Mapping[str, nn.Module]) -> str:
-    composite = [name for name, one in modules.items() if name and any(one.children())]
+    composite = [name for name, one in modules.items() if name and [*one.children()]]
     return ", ".join(map(repr, (composite or [name for name in modules if name])[:3]))
 
 

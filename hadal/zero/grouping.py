@@ -146,7 +146,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     """Return the full names of the outermost blocks of the model's stacks, in model order."""
     paths = dict(model.named_modules())
     whole = _whole_units(paths, LeafModules())
-    return _outermost([path for path in paths if path in whole and any(paths[path].children())])
+    return _outermost([path for path in paths if path in whole and [*paths[path].children()]])
 
 
 def _whole_units(paths: Mapping[str, nn.Module], leaves: LeafModules) -> set[str]:
@@ -160,7 +160,8 @@ def _whole_units(paths: Mapping[str, nn.Module], leaves: LeafModules) -> set[str
         if path in leaf_paths or any(_is_below(path, leaf) for leaf in leaf_paths):
             continue
         if isinstance(module, _LISTS) and (_has_repeated_blocks(module) or not path):
-            whole.update(_join(path, key) for key, block in module._modules.items() if block)
+            # A module in two places has the path of the first.
+            whole.update(paths.keys() & {_join(path, key) for key in module._modules})
     blocks = {path for path in whole if not isinstance(paths[path], _NEVER_CALLED + _LISTS)}
     return blocks.union(_outermost(leaf_paths))
 
@@ -188,7 +189,8 @@ def _has_repeated_blocks(module: nn.Module) -> bool:
     A list of plain layers (such as a feed-forward network written as a Sequential) gets no units of
     its own inside a block.
     """
-    composite = [type(block) for block in module._modules.values() if block and block._modules]
+    blocks = [block for block in module._modules.values() if block is not None]
+    composite = [type(block) for block in blocks if block._modules]
     return len(composite) > len(set(composite))
 
 

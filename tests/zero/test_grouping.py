@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hadal.zero.grouping import BucketPlan, LeafModules, Unit, find_units, plan_buckets
+from hadal.zero.grouping import (
+    BucketPlan,
+    LeafModules,
+    Unit,
+    find_units,
+    plan_buckets,
+    repeated_blocks,
+)
 from hadal.zero.policy import STAGES, Limits, Partition, Precision
 
 NO_LEAVES = LeafModules()
@@ -73,6 +80,29 @@ def test_blocks_of_nested_lists_are_the_innermost_ones():
     model = nn.ModuleDict({"stages": stages})
     expected = [f"stages.{outer}.{inner}" for outer in range(2) for inner in range(2)]
     assert list(units_of(model)) == expected
+
+
+def test_a_block_in_several_places_has_the_name_of_the_first():
+    tower = Tower(2)
+    tower.blocks.extend([tower.blocks[0], tower.blocks[0]])
+    assert [*units_of(tower)] == ["(root)", "embedding", "blocks.1", "head"]  # the root calls it
+    assert repeated_blocks(tower) == ["blocks.0", "blocks.1"]
+
+
+class Untrue(nn.Module):
+    """Must not be asked for its truth: a compiled module has a `__len__` that raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4))
+
+    def __len__(self) -> int:
+        raise TypeError("Untrue does not support len()")
+
+
+def test_modules_are_not_asked_for_their_truth():
+    model = nn.Sequential(nn.ModuleList(), nn.ModuleList(Untrue() for _ in range(2)))
+    assert [*units_of(model)] == repeated_blocks(model) == ["1.0", "1.1"]
 
 
 def test_one_sequential_of_plain_layers_inside_a_module_makes_no_blocks():
