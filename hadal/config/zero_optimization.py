@@ -335,7 +335,8 @@ class ZeroOptimization(Section):
     override_module_apply: Boolean = key(
         True,
         "At stage 3 and in `zero.Init`, gather the parameters that functions passed to "
-        "`Module.apply` touch, and keep rank 0's changes; false leaves them NaN.",
+        "`Module.apply` touch, and keep rank 0's changes; false leaves them sharded, so that"
+        " reading them is an error.",
     )
     log_trace_cache_warnings: Boolean = key(
         False,

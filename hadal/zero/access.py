@@ -65,8 +65,8 @@ def register(keeper: Keeper, parameters: Iterable[nn.Parameter]) -> None:
         held = weakref.ref(parameter)  # the parameter itself holds these
         setattr(parameter, _COPY, partial(_deepcopied, held))
         setattr(parameter, _PICKLE, partial(_reduced, held))
-        if isinstance(keeper, ZeroRuntime):
-            guard(parameter, partial(_described, held))
+        is_early = not isinstance(keeper, ZeroRuntime)
+        guard(parameter, partial(_described, held), may_be_cast=is_early)
 
 
 def forget(parameters: Iterable[nn.Parameter]) -> None:

@@ -320,6 +320,10 @@ class Bucket:
                 self.absorb_edits()
             yield
 
+    def holds(self, values: Tensor) -> bool:
+        """Return True if my shard equals these values bit for bit; may read a disk."""
+        return self._shard.holds(values)
+
     @contextmanager
     def rewriting(self) -> Iterator[None]:
         """Make the block an update that gives every element of the shard a new value.
@@ -375,10 +379,10 @@ class Bucket:
         self._refresh.end()
         self._views.look_at(values)
 
-    def hide(self) -> None:
+    def hide(self, placeholders: Sequence[Tensor] | None = None) -> None:
         """Make the parameters hold placeholders, to undo `show` or before memory is freed."""
         self._refresh.end()
-        self._views.look_at_placeholders()
+        self._views.look_at_placeholders(placeholders)
 
     def reveal(self) -> None:
         """Undo `hide`: point the parameters at the full buffer again, if it is gathered."""

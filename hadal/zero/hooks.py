@@ -302,6 +302,17 @@ def _is_running(wanted: FrameType | None) -> bool:
     return frame is not None or wanted is None
 
 
+def modules_running() -> list[nn.Module]:
+    """Return the modules whose calls are running in this thread, innermost first."""
+    found: list[nn.Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return found
+
+
 def saving(gathering: Gathering) -> AbstractContextManager[None]:
     """Return a context in which gathered weights may be freed although autograd saved views."""
     if not gathering.uses.units:

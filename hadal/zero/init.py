@@ -10,6 +10,8 @@ out again: a rank receives the elements of its new shards that it does not hold 
 
 from __future__ import annotations
 
+import itertools
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,25 +30,27 @@ from torch.nn.modules.module import (
 )
 
 from hadal.comm import Ranks, init_distributed
-from hadal.comm.collectives import start_all_gather, start_exchange_in_pieces
+from hadal.comm.collectives import gather_codes, start_all_gather, start_exchange_in_pieces
 from hadal.comm.mpu import sharing_group_of
 from hadal.comm.pending import Leaving, Pending, finished
 from hadal.comm.start import memory_is_tuned
 from hadal.device import current_device, keep_freed_memory, unwatched
-from hadal.errors import ModelError, NotBuiltYetError, UsageError
+from hadal.errors import MismatchError, ModelError, NotBuiltYetError, UsageError
 from hadal.offload import DiskStore
 from hadal.zero import access
 from hadal.zero.attached import Attached
 from hadal.zero.birth import Birth, birth_of, tier_of
 from hadal.zero.bucket import Bucket
 from hadal.zero.grouping import BucketPlan, Fetch, Member
-from hadal.zero.hooks import ReadWatcher
+from hadal.zero.hooks import ReadWatcher, modules_running
 from hadal.zero.kinds import is_foreign
 from hadal.zero.layout import Layout, Slot, order_of, shared, strides_of
 from hadal.zero.offload import Offload
 from hadal.zero.policy import Partition, Precision, Tier
 from hadal.zero.sharing import Sharing
+from hadal.zero.watched import ReadListener
 
+_log = logging.getLogger(__name__)
 _CUT_WEIGHTS = Partition(weights=True)
 
 # The number of buckets that stay gathered after their last use: an initialisation works on one
@@ -80,9 +85,16 @@ class _Nursery:
         self._orders: Attached[tuple[int, ...]] = Attached("order")
         """The order of its dimensions in memory, if the program has changed it."""
         # The gathered values that parameters view instead of their bucket's buffer.
-        self._given: dict[Bucket, Tensor] = {}
+        self._given: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()
         # The dtype in which a bucket's parameters are shown once their context has ended.
-        self._shown: dict[Bucket, torch.dtype] = {}
+        self._shown: WeakKeyDictionary[Bucket, torch.dtype] = WeakKeyDictionary()
+        # The buckets that a module's call outside of the contexts has gathered, by the module's id;
+        # None: they are needed until `initialize`.
+        self._called: WeakKeyDictionary[Bucket, int | None] = WeakKeyDictionary()
+        self._has_warned = False
+        self._numbers: WeakKeyDictionary[Bucket, int] = WeakKeyDictionary()
+        self._count = itertools.count()
+        self.listener = ReadListener(self._on_call)
 
     def bear(
         self, parameters: Iterable[nn.Parameter], name: str, sharing: Sharing, offload: Offload
@@ -103,6 +115,7 @@ class _Nursery:
             bucket = Bucket(plan, precision, sharing, device, offload, leaving=self.leaving)
             for parameter in bucket.parameters:
                 self.bucket_of[parameter] = bucket
+            self._numbers[bucket] = next(self._count)
             access.register(self, bucket.parameters)
             bucket.hide()
             buckets.append(bucket)
@@ -140,6 +153,50 @@ class _Nursery:
         self.touched.on_read(parameter)
         if bucket in self._unread:
             self._unread[bucket].discard(parameter)
+
+    def _on_call(self, parameter: nn.Parameter) -> None:
+        """Gather the bucket of a parameter that a module reads before `initialize`.
+
+        It stays whole at least until the module's call ends, or for a backward until `initialize`.
+        A read outside of any call is an error (`watched.guard`).
+
+        Raises:
+            MismatchError: another rank reads other parameters.
+        """
+        bucket, modules = self.bucket_of.get(parameter), modules_running()
+        if bucket is None or bucket in self._given or not modules:
+            return
+        with unwatched():
+            self.end_calls(modules)
+            self._check_alike(bucket, type(modules[0]).__name__)
+            self._reveal([bucket], as_shown=True)
+        needs_backward = torch.is_grad_enabled() and any(p.requires_grad for p in bucket.parameters)
+        self._called[bucket] = None if needs_backward else id(modules[0])
+        if needs_backward and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%s is called before initialize with gradients enabled: the weights that it gathers"
+                " stay in memory until initialize; call it under torch.no_grad()",
+                type(modules[-1]).__name__,
+            )
+
+    def _check_alike(self, bucket: Bucket, reader: str) -> None:
+        number = self._numbers[bucket]
+        known = gather_codes(number, bucket.ranks, f"the agreement to gather {bucket.name}")
+        other = next((rank for rank, code in enumerate(known) if code != number), None)
+        if other is not None:
+            raise MismatchError(
+                f"rank {bucket.ranks.rank}: {reader} reads {bucket.name} before initialize, but"
+                f" rank {other} reads another parameter. Ranks whose forwards differ must run them"
+                " inside `with hadal.zero.GatheredParameters(model.parameters()):`"
+            )
+
+    def end_calls(self, running: Iterable[nn.Module] | None = None) -> None:
+        """Hide the values gathered for calls of modules that are not running; None: for all."""
+        known = None if running is None else {None, *map(id, running)}
+        for bucket in [b for b, call in self._called.items() if known is None or call not in known]:
+            del self._called[bucket]
+            self._cut_again(bucket, from_rank_0=False)
 
     def _reveal(self, buckets: Iterable[Bucket], *, as_shown: bool = False) -> None:
         """Point parameters at their values, as given or in the dtype they are shown in."""
@@ -199,17 +256,10 @@ class _Nursery:
 
     def _hide(self, bucket: Bucket) -> None:
         """Point parameters at placeholders of the dtypes that the program expects."""
-        bucket.hide()
         dtype = self._dtype_of(bucket)
-        if dtype != bucket.precision.master or any(p in self._casts for p in bucket.parameters):
-            nan = torch.full((), torch.nan, dtype=dtype, device=bucket.device)
-            self._show(
-                bucket,
-                [
-                    nan.to(self._casts.get(p) or dtype).expand(slot.shape)
-                    for p, slot in zip(bucket.parameters, bucket.layout.slots, strict=True)
-                ],
-            )
+        nan = torch.full((), torch.nan, dtype=dtype, device=bucket.device)
+        pairs = zip(bucket.parameters, bucket.layout.slots, strict=True)
+        bucket.hide([nan.to(self._casts.get(p) or dtype).expand(slot.shape) for p, slot in pairs])
 
     def _link(self, bucket: Bucket) -> None:
         """Point parameters at the bucket again if the program has moved or cast them.
@@ -227,7 +277,7 @@ class _Nursery:
                     " Assign them inside `with hadal.zero.GatheredParameters([parameter],"
                     " modifier_rank=0):`, or in place inside the zero.Init context."
                 )
-            self._note_form(bucket, parameter)
+            self._note_form(bucket, parameter, self._dtype_of(bucket))
         bucket.hide()
 
     def _order_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
@@ -239,7 +289,7 @@ class _Nursery:
         # Two elements in each dimension are enough to see the resulting strides.
         shape = (2,) * parameter.dim()
         strides = strides_of(shape, self._order_of(parameter))
-        few = parameter.detach().new_empty_strided(shape, strides)
+        few = parameter.new_empty_strided(shape, strides)
         found = fn(few.fill_(torch.nan))
         order = order_of(found.shape, found.stride())
         if order is None or not bool(found.isnan().all()):
@@ -247,13 +297,14 @@ class _Nursery:
         self._orders[parameter] = order
         return found.new_full((), torch.nan).expand(parameter.shape)
 
-    def _note_form(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+    def _note_form(self, bucket: Bucket, parameter: nn.Parameter, shown: torch.dtype) -> None:
+        """Keep the strides and the dtype of a parameter, if the program has changed them."""
         order = order_of(parameter.shape, parameter.stride())
         if order is not None:  # otherwise it is a placeholder
             self._orders[parameter] = order
-        if parameter.dtype in (self._dtype_of(bucket), bucket.precision.master):
+        if parameter.dtype == self._dtype_of(bucket):
             self._casts.pop(parameter)
-        else:
+        elif parameter.dtype != shown:
             self._casts[parameter] = parameter.dtype
 
     def _cut_again(self, bucket: Bucket, *, from_rank_0: bool) -> None:
@@ -261,9 +312,10 @@ class _Nursery:
 
         Their memory is not reused: a new parameter may share it, as in `weight_norm`.
         """
-        for parameter in bucket.parameters:
-            self._note_form(bucket, parameter)
         given, unread = self._given.pop(bucket), self._unread.pop(bucket, set())
+        shown = given.dtype if from_rank_0 else self._dtype_of(bucket)
+        for parameter in bucket.parameters:
+            self._note_form(bucket, parameter, shown)
         slots = zip(bucket.parameters, bucket.layout.slots, bucket.views_of(given), strict=True)
         written = []
         for parameter, slot, view in slots:
@@ -274,18 +326,28 @@ class _Nursery:
             label = f"the broadcast of rank 0's first values of {bucket.name}"
             cutting = bucket.sharing.start_cutting(given, label)
             self.leaving.add(cutting, given.nbytes)
-        writing = bucket.offload.as_one(bucket.ranks, f"writing {bucket.name}")
         low, high = bucket.span
-        with writing, bucket.present():
-            kept = bucket.shard
-            for start, stop in written if unread else [bucket.span]:
-                start, stop = max(start, low), min(stop, high)
-                kept[start - low : max(start, stop) - low].copy_(given[start : max(start, stop)])
+        with bucket.offload.as_one(bucket.ranks, f"writing {bucket.name}"):
+            if from_rank_0 or not bucket.holds(given[low:high]):
+                with bucket.present():
+                    for start, stop in written if unread else [bucket.span]:
+                        first, last = max(start, low), max(min(stop, high), low)
+                        bucket.shard[first - low : last - low].copy_(given[first:last])
         self._hide(bucket)
+
+    def settle(self) -> None:
+        """Hide all values but those that `GatheredParameters` shows."""
+        self.touched.keep(0)
+        with unwatched():
+            self.end_calls()
 
     @contextmanager
     def editing(self, bucket: Bucket) -> Iterator[None]:
         """Show a bucket's values as given inside the block; rank 0's are kept."""
+        self.end_calls()
+        if bucket in self._given:
+            yield  # an outer context keeps what is written
+            return
         self._reveal([bucket])
         try:
             yield
@@ -296,7 +358,7 @@ class _Nursery:
     def whole(self, buckets: Iterable[Bucket]) -> Iterator[None]:
         """Keep buckets readable inside the block (`GatheredParameters` before `initialize`)."""
         with unwatched():
-            self.touched.keep(0)  # the next operations would free those that it has gathered
+            self.settle()  # later operations would free those that are gathered now
             cut = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self._given]
             self._reveal(cut, as_shown=True)
         try:
@@ -315,15 +377,16 @@ class _Nursery:
         Raises:
             ModelError: a parameter was given other values.
         """
-        self.touched.keep(0)
+        self.settle()
         names = {parameter: name for name, parameter in named if parameter in self.bucket_of}
         for bucket in dict.fromkeys(self.bucket_of[parameter] for parameter in names):
             slots = zip(bucket.parameters, bucket.layout.slots, strict=True)
             bucket.rename([names.get(parameter, slot.name) for parameter, slot in slots])
             if bucket not in self._given:
-                self._link(bucket)
-                self._shown.pop(bucket, None)
-                self._hide(bucket)
+                with unwatched():
+                    self._link(bucket)
+                    self._shown.pop(bucket, None)
+                    self._hide(bucket)
 
     @contextmanager
     def taking_over(
@@ -338,7 +401,8 @@ class _Nursery:
         buckets = dict.fromkeys(self.bucket_of[p] for p in born)
         fetches = len(born) == len(parameters) and self._can_fetch(buckets, born, sharing)
         if not fetches:
-            self._reveal(bucket for bucket in buckets if bucket not in self._given)
+            with unwatched():
+                self._reveal(bucket for bucket in buckets if bucket not in self._given)
         yield self._fetch if fetches else None
         for parameter in born:
             self.bucket_of.pop(parameter)
@@ -597,6 +661,7 @@ class Init:
         self._born: list[Bucket] = []
         self._begun: list[weakref.ref[nn.Module]] = []
         init_distributed()
+        _nursery.listener.start()
         if not memory_is_tuned():
             keep_freed_memory(current_device())
         self._sharing = _sharing_of(group, zero_param_parallel_group)
@@ -609,6 +674,7 @@ class Init:
     def __enter__(self) -> Init:
         if self._enabled:
             if not Init._contexts:
+                _nursery.settle()
                 stack = Init._watching
                 stack.enter_context(access.attended())
                 stack.enter_context(ReadWatcher(_nursery.on_read, on_fill=_nursery.on_fill))

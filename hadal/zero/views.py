@@ -46,9 +46,9 @@ class Views:
         """Point the parameters at the full buffer."""
         self.look_at(self._into_full)
 
-    def look_at_placeholders(self) -> None:
+    def look_at_placeholders(self, placeholders: Sequence[Tensor] | None = None) -> None:
         """Point the parameters at placeholders, which have no values; reads are announced."""
-        self.look_at(self._placeholders)
+        self.look_at(placeholders or self._placeholders)
         for parameter, kind in zip(self._parameters, self._watched_kinds, strict=True):
             parameter.__class__ = kind
 

@@ -4,9 +4,9 @@ These are freed parameters and those whose new values are still being gathered. 
 its values keeps its own class, and costs nothing. A watched class is a subclass of the parameter's
 own class with the same name.
 
-An operation on a freed parameter that an engine holds raises if it needs the values, or writes
-them: a sum would be NaN, and a write would be lost. So does an operation on a tensor that shares
-its memory, such as `parameter.data`.
+An operation on a freed parameter raises if it needs the values, or writes them: a sum would be
+NaN, and a write would be lost. So does an operation on a tensor that shares its memory, such as
+`parameter.data`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ QUESTIONS = frozenset(
         Tensor.element_size,
         Tensor.is_floating_point,
         Tensor.new_empty,
+        Tensor.new_empty_strided,
         Tensor.new_full,
         Tensor.new_ones,
         Tensor.new_tensor,
@@ -58,17 +59,24 @@ _WRITE_NOTHING = frozenset({"detach_", "rename_", "requires_grad_", "share_memor
 # Operations that return values in other form than tensors.
 _RETURN_NUMBERS = frozenset(
     {"__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__"}
+    | {"__deepcopy__", "__reduce_ex__"}
     | {"allclose", "equal", "is_nonzero", "item", "numpy", "tolist"}
 )
 _CONVERT = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"})
+# Transformers pads the bias of a tied output layer, by nothing if its size fits.
+_KEEP_FORM = _CONVERT | {"pad"}
 _RETURN_NO_VALUES = frozenset({"grad"})  # torch.autograd.grad: gradients of the parameter
+# Operations that only need the dtype or shape of tensors other than the first.
+_ASK_FORM = frozenset({"expand_as", "reshape_as", "to", "type_as", "view_as"})
 
 # Parameters that were read or passed out without their values.
 _touched: Attached[bool] = Attached("touched")
 # For parameters whose values are being gathered: the callback that waits for them.
 _arrivals: Attached[Callable[[], object]] = Attached("arrival")
-# How an error names a parameter that an engine holds: its rank and its full name.
+# How an error names a parameter that is held: its rank and its full name.
 _described: Attached[Callable[[], str]] = Attached("described")
+# Parameters that the program may cast or move while they are freed.
+_castable: Attached[bool] = Attached("castable")
 _listeners: list[ReadListener] = []
 
 
@@ -110,17 +118,23 @@ def fills(operation: Any) -> bool:
     return is_of_init or operation in _FILLS
 
 
-def guard(parameter: nn.Parameter, describe: Callable[[], str]) -> None:
+def guard(parameter: nn.Parameter, describe: Callable[[], str], *, may_be_cast: bool) -> None:
     """Refuse operations that need a parameter's values, or write them, while they are freed.
 
-    `describe` returns its rank and its full name for the error.
+    `describe` returns its rank and its full name for the error. `may_be_cast`: a cast or move of
+    its placeholder returns another one.
     """
     _described[parameter] = describe
+    if may_be_cast:
+        _castable[parameter] = True
+    else:
+        _castable.pop(parameter)
 
 
 def unguard(parameter: nn.Parameter) -> None:
     """Undo `guard`."""
     _described.pop(parameter)
+    _castable.pop(parameter)
 
 
 class _Seen:
@@ -134,21 +148,24 @@ class _Seen:
     ) -> Any:
         if torch.compiler.is_compiling():
             # A gather moves memory, which a graph must not trace: the operation stays outside.
-            torch._dynamo.graph_break()
-        kwargs = kwargs or {}
-        if func not in QUESTIONS:
-            found = [*_seen_among(args), *_seen_among(kwargs.values())]
-            for tensor in found:
-                if isinstance(tensor, _Watched):
-                    _announce(cast(nn.Parameter, tensor))
-            freed = [tensor for tensor in found if isinstance(tensor, _Seen)]
-            if found and not freed:
-                return func(*args, **kwargs)
-            empty = [tensor for tensor in freed if _is_refused(tensor)]
-            if empty:
-                return _without_values(func, args, kwargs, empty)
-        with torch._C.DisableTorchFunctionSubclass():
+            return torch.compiler.disable(_see)(func, args, kwargs or {})
+        return _see(func, args, kwargs or {})
+
+
+def _see(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if func not in QUESTIONS:
+        found = [*_seen_among(args), *_seen_among(kwargs.values())]
+        for tensor in found:
+            if isinstance(tensor, _Watched):
+                _announce(cast(nn.Parameter, tensor))
+        freed = [tensor for tensor in found if isinstance(tensor, _Seen)]
+        if found and not freed:
             return func(*args, **kwargs)
+        empty = [tensor for tensor in freed if _is_refused(tensor)]
+        if empty:
+            return _without_values(func, args, kwargs, empty)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 class _Watched(_Seen):
@@ -196,7 +213,7 @@ def _owner(tensor: Tensor) -> nn.Parameter:
 
 
 def _is_refused(tensor: Tensor) -> bool:
-    """Return whether a watched tensor of an engine has no values; a parameter may have them."""
+    """Return whether a watched tensor has no values; a parameter may have them."""
     if _owner(tensor) not in _described:
         return False
     if isinstance(tensor, _ViewOfFreed):
@@ -219,10 +236,30 @@ def _without_values(func: Any, args: Any, kwargs: dict[str, Any], freed: Sequenc
         raise ShardedAccessError(_lost_write(_owner(written[0])))
     if name in _RETURN_NUMBERS or _is_in_place(name):
         raise ShardedAccessError(_missing_read(_owner(freed[0]), name))
+    is_first = any(value is freed[0] for value in first)
     with torch._C.DisableTorchFunctionSubclass():
+        if is_first and name in _KEEP_FORM and _owner(freed[0]) in _castable:
+            return _converted(func, freed[0], args[1:], kwargs)
         result = func(*args, **kwargs)
+        if name in _ASK_FORM and not is_first:
+            return result
         memory = {tensor.untyped_storage().data_ptr(): tensor for tensor in freed}
         return _checked(result, memory, name)
+
+
+def _converted(func: Any, tensor: Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Cast or move a placeholder; the result is one too.
+
+    Raises:
+        ShardedAccessError: the result has another shape.
+    """
+    one = tensor[(slice(0, 1),) * tensor.dim()]
+    result = func(one, *args, **kwargs)
+    if result is one or not isinstance(result, Tensor):
+        return tensor if result is one else result
+    if result.shape != one.shape:
+        raise ShardedAccessError(_missing_read(_owner(tensor), func.__name__))
+    return _as_view(result.expand(tensor.shape), tensor)
 
 
 def _is_in_place(name: str) -> bool:
@@ -238,12 +275,16 @@ def _checked(result: Any, memory: dict[int, Tensor], name: str) -> Any:
         return result
     source = memory.get(result.untyped_storage().data_ptr())
     if source is not None:
-        view = result.as_subclass(_ViewOfFreed)
-        view.parameter = _owner(source)
-        return view
+        return _as_view(result, source)
     if name.endswith("_like") or name in _RETURN_NO_VALUES:
         return result
     raise ShardedAccessError(_missing_read(_owner(next(iter(memory.values()))), name))
+
+
+def _as_view(result: Tensor, source: Tensor) -> _ViewOfFreed:
+    view = result.as_subclass(_ViewOfFreed)
+    view.parameter = _owner(source)
+    return view
 
 
 def _lost_write(parameter: nn.Parameter) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+import io
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +24,14 @@ from torch.nn.utils import parametrizations
 import hadal
 from hadal import comm, utils
 from hadal.comm.pending import Leaving
-from hadal.errors import ConfigError, ModelError, NotBuiltYetError, UsageError
+from hadal.errors import (
+    ConfigError,
+    MismatchError,
+    ModelError,
+    NotBuiltYetError,
+    ShardedAccessError,
+    UsageError,
+)
 from hadal.zero import GatheredParameters, init
 
 
@@ -479,6 +488,137 @@ def train_parametrized(kind: str) -> None:
 @pytest.mark.parametrize("kind", PARAMETRIZED)
 def test_layers_may_be_parametrized(kind: str, ranks: RankPools) -> None:
     ranks(2).run(train_parametrized, kind)
+
+
+# ---- used before `initialize` -----------------------------------------------------------------
+
+
+class Reader(nn.Module):
+    """Reads a child's weight for its head; notes how much of it is in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(8))
+        self.scale = nn.Parameter(torch.ones(6))
+        self.largest = 0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden)) * self.scale
+            self.largest = max(self.largest, nbytes_of(self))
+        return torch.nn.functional.linear(hidden, self.embedding.weight)
+
+
+def use_before(dtype: torch.dtype | None) -> None:
+    ids = torch.arange(8)
+    for move in (nn.Module.train, nn.Module.half, nn.Module.float):
+        inside = move(built(Reader, hadal.zero.Init(dtype=dtype), seed=4))
+        plain = move(built(Reader, contextlib.nullcontext(), seed=4).to(dtype))
+        with torch.no_grad():
+            assert torch.equal(inside(ids), plain(ids))
+            # The last layer, what the model itself reads, and placeholders.
+            assert inside.largest < nbytes_of(plain) / 2
+            # One of those that have been freed.
+            assert torch.equal(inside.layers[0](plain.scale), plain.layers[0](plain.scale))
+            with GatheredParameters(inside.scale, modifier_rank=0):
+                inside.scale.mul_(2.0)
+            plain.scale.mul_(2.0)
+            assert torch.equal(inside(ids), plain(ids))
+    engine = engine_of(3, inside)
+    with torch.no_grad():
+        assert torch.allclose(engine(ids), plain.float()(ids), atol=0 if dtype is None else 0.1)
+    engine.destroy()
+
+
+def differentiate_before() -> None:
+    inside = built(Reader, hadal.zero.Init(), seed=4)
+    plain = built(Reader, contextlib.nullcontext(), seed=4)
+    init._nursery._has_warned = False
+    with patch.object(init._log, "warning") as warning:
+        for model in (inside, plain):
+            model(torch.arange(8)).square().mean().backward()
+    (call,) = warning.call_args_list
+    assert "call it under torch.no_grad()" in call.args[0]
+    for (name, mine), other in zip(inside.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad), name
+
+
+def refuse_before() -> list[str]:
+    model = built(Reader, hadal.zero.Init(dtype=torch.bfloat16), seed=4)
+    weight, layer = model.embedding.weight, model.layers[0]
+    acts: list[Callable[[], object]] = [
+        lambda: weight.sum(),
+        lambda: torch.nn.functional.linear(torch.ones(1, 6, dtype=torch.bfloat16), weight),
+        lambda: weight.data.float().norm(),
+        lambda: weight.to(torch.float64).tolist(),
+        lambda: torch.save(model.state_dict(), io.BytesIO()),
+        lambda: copy.deepcopy(model.state_dict()),
+        lambda: nn.init.normal_(layer.weight),
+        lambda: layer.weight.data.zero_(),
+    ]
+    found = []
+    for act in acts:
+        with pytest.raises(ShardedAccessError) as caught:
+            act()
+        found.append(str(caught.value))
+    for text in (repr(weight), repr(weight.data)):
+        assert "sharded over the ranks" in text
+        assert "nan" not in text
+    # The dtype or the shape of a placeholder is no value.
+    assert torch.ones(2).to(weight).dtype == weight.to(torch.bfloat16).dtype == torch.bfloat16
+    assert weight.type() == "torch.BFloat16Tensor"
+    assert nn.functional.pad(weight.data, (0, 0)).shape == weight.shape
+    return found
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor, index: int) -> torch.Tensor:
+        output: torch.Tensor = self.experts[index](inputs)
+        return output
+
+
+def differ_before() -> None:
+    inside = built(Routed, hadal.zero.Init(), seed=4)
+    plain = built(Routed, contextlib.nullcontext(), seed=4)
+    rank, inputs = comm.get_rank(), torch.ones(2, 6)
+    with torch.no_grad():
+        with pytest.raises(MismatchError, match=r"Linear reads Linear before initialize, but rank"):
+            inside(inputs, rank)
+        with GatheredParameters(inside.parameters()):
+            assert torch.equal(inside(inputs, rank), plain(inputs, rank))
+        assert torch.equal(inside(inputs, 1), plain(inputs, 1))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_model_may_be_called_before_initialize(
+    world: int, dtype: torch.dtype | None, ranks: RankPools
+) -> None:
+    ranks(world).run(use_before, dtype)
+
+
+def test_gradients_before_initialize_are_right(ranks: RankPools) -> None:
+    ranks(2).run(differentiate_before)
+
+
+def test_reads_before_initialize_outside_of_calls_are_errors(ranks: RankPools) -> None:
+    for rank, told in enumerate(ranks(2).run(refuse_before)):
+        for line in told[:-2]:
+            assert line.startswith(f"rank {rank}: parameter ")
+            assert "was read (" in line
+            assert "hadal.zero.GatheredParameters([parameter])" in line
+        for line in told[-2:]:
+            assert f"rank {rank}: parameter Linear[0] was written to while" in line
+
+
+def test_ranks_that_differ_before_initialize_are_told(ranks: RankPools) -> None:
+    ranks(2).run(differ_before)
 
 
 # ---- the dtype ------------------------------------------------------------------------------
