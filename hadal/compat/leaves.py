@@ -9,23 +9,23 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from hadal.zero.grouping import marked_leaves
-from hadal.zero.leaves import set_z3_leaf_modules, unset_z3_leaf_modules
+from hadal.zero.grouping import is_leaf
+from hadal.zero.leaves import leaf_parameters, set_z3_leaf_modules, unset_z3_leaf_modules
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
     """Return whether a module is marked as a leaf module."""
-    return model in marked_leaves
+    return is_leaf(model)
 
 
 def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
     """Return whether a parameter is gathered with a leaf module."""
-    return any(parameter is each for module in marked_leaves for each in module.parameters())
+    return leaf_parameters.get(parameter) or False
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """Return the leaf modules of a model."""
-    return [module for module in model.modules() if module in marked_leaves]
+    return [module for module in model.modules() if is_leaf(module)]
 
 
 def set_z3_leaf_modules_by_name(

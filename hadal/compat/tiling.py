@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.errors import ModelError
-from hadal.zero.grouping import marked_leaves
+from hadal.zero.leaves import mark
 
 
 class TiledLinear(nn.Module):
@@ -64,7 +64,7 @@ class TiledLinear(nn.Module):
             for rows in self.out_parts
         )
         # Each tile is gathered separately, inside a model's block too.
-        marked_leaves.update(tile for row in self._rows() for tile in row)
+        mark((tile for row in self._rows() for tile in row), True)
         if init_linear is not None:
             self.copy_params_from(init_linear)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,9 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-# Modules that a program has marked as leaf modules (see `leaves.py`).
-marked_leaves: WeakSet[nn.Module] = WeakSet()
+def is_leaf(module: nn.Module) -> bool:
+    """Return True if a program has marked a module as a leaf module (see `leaves.py`)."""
+    return bool(getattr(module, "_z3_leaf", False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class LeafModules:
 
     def match(self, name: str, module: nn.Module) -> bool:
         """Return True if the module of this full name is a leaf by these settings or by a mark."""
-        return module in marked_leaves or self.selects(name, module)
+        return is_leaf(module) or self.selects(name, module)
 
     def selects(self, name: str, module: nn.Module) -> bool:
         """Return True if the module of this full name is a leaf by these settings."""

@@ -9,9 +9,13 @@ from torch import nn
 
 from hadal.errors import UsageError, nearest
 from hadal.zero.access import is_kept_by_engine
-from hadal.zero.grouping import LeafModules, marked_leaves
+from hadal.zero.attached import Attached
+from hadal.zero.grouping import LeafModules
 
 _log = logging.getLogger(__name__)
+
+# Parameters of modules that a program has marked.
+leaf_parameters: Attached[bool] = Attached("leaf")
 
 
 def set_z3_leaf_modules(
@@ -34,7 +38,7 @@ def set_z3_leaf_modules(
         UsageError: none was found, or the model is already in an engine.
     """
     found = _find(model, leaf_modules, raise_if_not_found)
-    marked_leaves.update(found)
+    mark(found, True)
     return found
 
 
@@ -43,9 +47,16 @@ def unset_z3_leaf_modules(
 ) -> list[nn.Module]:
     """Undo `set_z3_leaf_modules`, with the same arguments, results and errors."""
     found = _find(model, leaf_modules, raise_if_not_found)
-    for module in found:
-        marked_leaves.discard(module)
+    mark(found, False)
     return found
+
+
+def mark(modules: Iterable[nn.Module], flag: bool) -> None:
+    """Mark modules as leaf modules, or not; copies of them keep the mark."""
+    for module in modules:
+        setattr(module, "_z3_leaf", flag)  # noqa: B010 - DeepSpeed's name, which programs read
+        for parameter in module.parameters():
+            leaf_parameters[parameter] = flag
 
 
 def _find(

@@ -39,7 +39,7 @@ from hadal.compat.tools import (
     noop_decorator,
 )
 from hadal.compat.values import ZeroParamStatus, ZeroParamType
-from hadal.zero.leaves import set_z3_leaf_modules
+from hadal.zero.leaves import set_z3_leaf_modules, unset_z3_leaf_modules
 
 
 def test_an_engine_tells_its_checked_configuration_and_its_ranks() -> None:
@@ -184,6 +184,8 @@ def test_small_tools(tmp_path: Any) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     set_z3_leaf_modules(model, [nn.Sequential])
     assert z3_leaf_parameter(model[1][0].weight)
+    unset_z3_leaf_modules(model, [nn.Sequential])
+    assert not z3_leaf_parameter(model[1][0].weight)
 
 
 def test_loggers_speak_once_and_from_a_level_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import sys
@@ -469,8 +470,11 @@ def test_leaf_modules_are_marked_by_name_and_by_name_suffix() -> None:
     assert set_z3_leaf_modules_by_name(model, ["1", "9"]) == ([model[1]], ["9"])
     assert get_z3_leaf_modules(model) == [model[1]]
     assert z3_leaf_module(model[1])
+    assert model[1]._z3_leaf
+    assert get_z3_leaf_modules(copy.deepcopy(model)) != []
     set_z3_leaf_modules_by_name(model, ["1"], flag=False)
     assert not z3_leaf_module(model[1])
+    assert not model[1]._z3_leaf
     assert set_z3_leaf_modules_by_suffix(model, [".1", "x"]) == ([model[1][1]], ["x"])
     with pytest.raises(UsageError, match="'nine'"):
         set_z3_leaf_modules_by_name(model, ["nine"])
