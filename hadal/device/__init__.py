@@ -25,6 +25,7 @@ from hadal.device.autograd import (
     is_in_backward,
     is_in_node,
     saved_tensors_hooks_here,
+    transform_running,
     unwatched,
     will_collect,
 )
@@ -120,6 +121,7 @@ __all__ = [
     "start_reading",
     "synchronize",
     "total_memory",
+    "transform_running",
     "unforked_memory",
     "unwatched",
     "waiting_for",

@@ -34,6 +34,12 @@ def backward_watched(root: Tensor, retain_graph: bool) -> None:
     )
 
 
+def transform_running() -> str | None:
+    """Return the kind of the innermost transform of `torch.func` that is running, or None."""
+    transform = torch._C._functorch.peek_interpreter_stack()
+    return None if transform is None else transform.key().name.lower()
+
+
 def at_end_of_backward(act: Callable[[], None]) -> None:
     """Call `act` at the end of the backward that is running on this thread.
 

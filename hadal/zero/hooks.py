@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from hadal.device import backward_watched, unwatched
+from hadal.device import backward_watched, transform_running, unwatched
 from hadal.errors import UsageError
 from hadal.zero.bucket import Bucket
 from hadal.zero.gathering import Gathering
@@ -264,12 +264,24 @@ class Hooks:
 
     def _begin(self, *_: Any) -> None:
         self.end_left_over()
+        self._refuse_transform()
         self._depth += 1
         if self._depth == 1:
             self._call = _calling_frame()
             self._exception_before = sys.exc_info()[1]
             self._runtime.gathering.begin_forward()
             self._forward.enter_context(self.reading())
+
+    def _refuse_transform(self) -> None:
+        kind = transform_running()
+        if kind is not None and self._depth == 0:
+            raise UsageError(
+                f"rank {self._runtime.ranks.rank}: the model was called in a transform of"
+                f" torch.func ({kind}) at stage 3, where forward gathers weights from other ranks,"
+                " which no transform can contain. Use torch.autograd.grad(..., create_graph=True)"
+                " or torch.autograd.functional (jacobian, hessian), or stage 2;"
+                " torch.func.functional_call alone works"
+            )
 
     def _end(self, *_: Any) -> None:
         if not self._depth:

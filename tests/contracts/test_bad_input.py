@@ -285,6 +285,17 @@ class GradientInside(nn.Linear):
         return plain(inputs) + gradient.sum()
 
 
+def transform_the_engine(stage: int) -> None:
+    engine = engine_of(stage)
+    inputs = torch.ones(6)
+    with pytest.raises(UsageError, match=r"transform of torch\.func \(vmap\)"):
+        torch.func.vmap(engine)(inputs.expand(3, 6))
+    update(engine)
+    jacobian = torch.autograd.functional.jacobian(engine, inputs)
+    assert jacobian.shape == (4, 6)
+    torch.func.grad(lambda values: engine(values).sum())(inputs)
+
+
 def transform_in_a_forward(stage: int) -> None:
     update(engine_of(stage, GradientInside(6, 4)))
 
@@ -338,6 +349,7 @@ MISTAKES = [
     Mistake(step_without_backward_on_one_rank, HadalError, ("backward",), (0, 1, 2, 3)),
     Mistake(loss_wrong_on_one_rank, LossError, (), (0, 1, 2, 3)),
     Mistake(second_step_for_one_backward, UsageError, ("backward",), (0, 1, 2, 3)),
+    Mistake(transform_the_engine, UsageError, ("(grad)", "torch.autograd.grad", "stage 2"), (3,)),
     Mistake(transform_in_a_forward, UsageError, ("torch.autograd.grad", "stage 2"), (3,)),
     Mistake(parameter_cast_away, HadalError, ("2.weight",), (0, 1, 2, 3)),
     Mistake(model_cast_away, HadalError, (".weight",), (0, 1, 2, 3)),

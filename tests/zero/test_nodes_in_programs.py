@@ -174,7 +174,7 @@ def born_in_copies() -> None:
     config = {"zero_optimization": {"stage": 3, **MICS}}
     with hadal.zero.MiCS_Init(None, None, None, True, config_dict_or_path=config):
         model = blocks()
-    assert bool(model.blocks[0].weight.isnan().all())
+    assert "sharded over the ranks" in repr(model.blocks[0].weight)
     engine = node_engine(model, **MICS)
     one_step(engine, 0)
     engine.destroy()
