@@ -13,7 +13,9 @@ import io
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +23,11 @@ from typing import BinaryIO
 from hadal.checkpoint.pickled import COMPUTED, Names, pickles_in
 from hadal.errors import CheckpointError
 
-_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".joblib", ".p", ".dill", ".data")
+_ONLY_PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill")
+_SUFFIXES = (*_ONLY_PICKLES, ".bin", ".p", ".data")
+_PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".z", ".zst", ".lz4")
+_PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_TAR, _TAR_PLACE = b"ustar", 257
 _ZIP, _NUMPY, _PICKLE = b"PK\x03\x04", b"\x93NUMPY", b"\x80"
 _NUMPY_LIMIT = 1 << 16
 _OBJECTS = re.compile(rb"['|<>=]O['\d]")
@@ -210,7 +216,7 @@ def scan_file(path: Path) -> Scan | None:
                 _scan_zip(file, scan)
             elif head.startswith(_NUMPY):
                 _scan_array(file, scan, path.name)
-            elif head.startswith(_PICKLE) or path.suffix.lower() in _SUFFIXES:
+            elif head.startswith(_PICKLE) or _unpacked(path.name).endswith(_SUFFIXES):
                 _scan_stream(file, scan, path.name)
     except OSError as error:
         scan.faults.append(f"it cannot be read: {error.strerror or error}")
@@ -219,15 +225,43 @@ def scan_file(path: Path) -> Scan | None:
 
 def _scan_stream(file: BinaryIO, scan: Scan, where: str) -> None:
     """Scan consecutive pickles; torch's older files have raw tensors behind them."""
-    place = file.tell()
-    is_meant = file.read(1) == _PICKLE and where.lower().endswith(_SUFFIXES)
+    place, name = file.tell(), _unpacked(where)
+    head = file.read(_TAR_PLACE + len(_TAR))
     file.seek(place)
+    packed = _packing_of(head)
+    if packed and name.endswith(_SUFFIXES):
+        scan.faults.append(
+            f"{where} is {packed} and may hide anything; unpack it, and scan what it contains"
+        )
+        return
+    is_meant = name.endswith(_SUFFIXES if head.startswith(_PICKLE) else _ONLY_PICKLES)
     for number, names in enumerate(pickles_in(file)):
         # Other files may begin with the same byte, such as safetensors.
         is_other = not is_meant and not number and not names.is_whole and not names.imported
         if is_other or (number >= _LEGACY and names.fault and not names.imported):
             return  # no pickle: other data
         scan.take(names, where if not number else f"pickle {number} of {where}")
+
+
+def _unpacked(name: str) -> str:
+    """Return a file's name in lower case, without the suffix of a compression."""
+    lower = name.lower()
+    return next((lower.removesuffix(s) for s in _PACKED_SUFFIXES if lower.endswith(s)), lower)
+
+
+def _packing_of(head: bytes) -> str:
+    """Return what a file is packed in, by its first bytes; "" if it is not.
+
+    Loaders unpack such files: torch its oldest format, a tar archive, and joblib compressed ones.
+    """
+    if head[_TAR_PLACE:].startswith(_TAR):
+        return "a tar archive"
+    for magic, name in _PACKED.items():
+        if head.startswith(magic):
+            return f"compressed ({name})"
+    with suppress(zlib.error):  # it has no magic bytes
+        return "compressed (zlib)" if zlib.decompressobj().decompress(head) else ""
+    return ""
 
 
 def _scan_array(file: BinaryIO, scan: Scan, where: str) -> None:

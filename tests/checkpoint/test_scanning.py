@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ast
 import builtins
+import bz2
 import collections
+import gzip
 import io
 import json
+import lzma
 import os
 import pickle
 import pickletools
 import subprocess
+import tarfile
 import zipfile
+import zlib
 from argparse import Namespace
 from fractions import Fraction
 from functools import partial
@@ -213,6 +218,48 @@ def test_the_command_says_what_is_harmless(
         scan_all(tmp_path / "x.txt")
     with pytest.raises(CheckpointError, match="does not exist"):
         scan_all(tmp_path / "nothing")
+
+
+def tar_of(data: bytes) -> bytes:
+    """A file in torch's oldest format."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        entry = tarfile.TarInfo("storages")
+        entry.size = len(data)
+        archive.addfile(entry, io.BytesIO(data))
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "pack", "told"),
+    [
+        ("old.pt", tar_of, "old.pt is a tar archive and may hide anything"),
+        ("pytorch_model.bin", tar_of, "is a tar archive"),
+        ("model.joblib", zlib.compress, "model.joblib is compressed (zlib) and may hide anything"),
+        ("model.joblib", gzip.compress, "is compressed (gzip)"),
+        ("frame.pkl.gz", gzip.compress, "frame.pkl.gz is compressed (gzip)"),
+        ("frame.pkl.xz", lzma.compress, "is compressed (xz)"),
+        ("a.PICKLE.BZ2", bz2.compress, "is compressed (bzip2)"),
+        ("a.pkl", lambda data: b"\0" + data, "a.pkl is no whole pickle"),
+    ],
+)
+def test_a_pickle_that_cannot_be_read_is_no_all_clear(
+    name: str, pack: Any, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(pack(pickle.dumps(Evil(os.system, "id"))))
+    (scan,) = scan_all(tmp_path)
+    assert any(told in fault for fault in scan.faults)
+    assert main(["checkpoint", "scan", str(tmp_path)]) == 1
+    assert told in capsys.readouterr().out
+
+
+def test_other_data_is_left_out(tmp_path: Path) -> None:
+    """Tokens in a .bin file, and texts in .data or .p, are no pickles that were damaged."""
+    (tmp_path / "tokens.bin").write_bytes(bytes(range(100)))
+    (tmp_path / "notes.data").write_text("x^2 + y^2")
+    (tmp_path / "a.p").write_text("text")
+    (tmp_path / "empty.pt").touch()
+    assert scan_all(tmp_path) == []
 
 
 def test_a_damaged_archive_is_no_all_clear(tmp_path: Path) -> None:
