@@ -54,7 +54,9 @@ class FirstUpdate(Listener):
             return  # batch sizes count packs of samples
         micro = self._batches.micro
         found = batch_size((*forward.args, *forward.kwargs.values()), micro)
-        if found != micro:
+        # Pairs of a chosen and a rejected sample come as one batch of twice the size, and Lightning
+        # does not know the size. Other multiples are as likely meant.
+        if found % micro:
             _log.warning(
                 "the first batch has %d samples (dimension 0 of the model's inputs), but"
                 " train_micro_batch_size_per_gpu is %d: global_samples and samples per second count"
@@ -131,19 +133,20 @@ def _report_at_exit() -> None:
 def batch_size(values: Iterable[Any], expected: int) -> int:
     """Return the samples of a batch: dimension 0 of its tensors, also in lists and mappings.
 
-    Returns `expected` if dimension 0 may be something else: the tensors differ in it, there is
-    none, or one has `expected` as dimension 1.
+    Returns `expected` if dimension 0 may be something else: the tensors differ in it, one has
+    `expected` as dimension 1, or none has a dimension 1.
     """
     shapes = [tensor.shape for tensor in _tensors(values) if tensor.dim()]
     sizes = {shape[0] for shape in shapes}
-    is_second = any(expected in shape[1:2] for shape in shapes)
-    return expected if len(sizes) != 1 or is_second else sizes.pop()
+    seconds = {shape[1] for shape in shapes if len(shape) > 1}
+    return expected if len(sizes) != 1 or not seconds or expected in seconds else sizes.pop()
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            if not value.is_nested:  # it has no shape
+                yield value
         elif isinstance(value, Mapping):
             yield from _tensors(value.values())
         elif isinstance(value, list | tuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -45,12 +46,40 @@ def test_a_smaller_last_batch_is_valid(ranks: RankPools) -> None:
     assert ranks(1).run(told_of_batches, [7], False) == [[]]
 
 
+def test_pairs_and_other_multiples_are_valid(ranks: RankPools) -> None:
+    assert ranks(1).run(told_of_batches, [2 * ROWS, ROWS]) == [[]]
+    assert "the first batch has 2 samples" in ranks(1).run(told_of_batches, [2])[0][0]
+
+
+def run_nested(stage: int) -> list[str]:
+    """An input of sequences of different lengths, which has no shape."""
+    with logged() as messages, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: nested tensors are a prototype
+        nested = torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(5, 6)])
+        engine = engine_of(stage, torch.nn.Sequential(torch.nn.Linear(6, 4)))
+        engine.backward(engine(nested).to_padded_tensor(0.0).mean())
+        engine.step()
+    engine.destroy()
+    return messages
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_nested_tensors_are_valid_inputs(stage: int, ranks: RankPools) -> None:
+    assert ranks(2).run(run_nested, stage) == [[], []]
+
+
 def test_the_batch_is_dimension_0_where_nothing_else_can_be_meant() -> None:
     batch = torch.ones(4, 2)
     for inputs in ((batch,), ([torch.tensor(1.0), batch],), ({"x": {"y": (batch,)}},), (3, batch)):
         assert batch_size(inputs, 3) == 4
-    for unclear in (("text", None, torch.tensor(2.0)), (batch, torch.ones(5)), (torch.ones(5, 3),)):
-        assert batch_size(unclear, 3) == 3
+    unclear: list[tuple[Any, ...]] = [
+        ("text", None, torch.tensor(2.0)),
+        (batch, torch.ones(5)),
+        (torch.ones(5, 3),),
+        (torch.ones(4),),
+    ]
+    for inputs in unclear:
+        assert batch_size(inputs, 3) == 3
 
 
 class SequenceFirst(torch.nn.Module):
