@@ -164,6 +164,8 @@ class OptimizerStepper(ABC):
                 self._pieces[one] = self._lay(one) if has_flat else []
                 pieces = [*self._pieces[one], *self._wholes.pieces(one)]
                 self._disk_states.put(one.bucket, pieces)
+        if not self._on_disk():
+            self._wholes.bring_values()  # a program may read them before the first update
         self._members = self._members_now()
 
     def _members_now(self) -> list[list[int]]:

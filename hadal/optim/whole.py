@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
@@ -34,6 +34,8 @@ class _Transfer:
     """The fragments of another rank's span whose parameters this rank owns, by that rank."""
     seen: tuple[int, int] | None = None
     """The stamp of this rank's shard of the master as last sent to the owners; None: never sent."""
+    left: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """The stamps of the values that this rank owns after the last update, by slot."""
 
 
 class WholeParameters:
@@ -125,7 +127,7 @@ class WholeParameters:
                 # A copy even if nothing is cast: an optimizer may change its gradients.
                 values.grad = scale_(gradient.to(values.dtype, copy=True), multiplier)
         if masters is None:
-            self._values_to_owners()
+            self.bring_values()
             return
         cuts = [(one.bucket, transfer, masters[one]) for one, transfer in chosen]
         for values, whole in _to_owners(cuts):
@@ -148,7 +150,8 @@ class WholeParameters:
         for one, transfer, finish in waiting:
             finish()
             if masters is None:
-                transfer.seen = _stamp(one.bucket)
+                transfer.seen = _stamp(_master_of(one.bucket))
+                transfer.left = {slot: _stamp(values) for slot, values in transfer.owned.items()}
 
     def _put_back(self, bucket: Bucket, transfer: _Transfer, master: Tensor) -> None:
         """Put values that the optimizer gave other memory (`values.data = ...`) into the master.
@@ -179,7 +182,8 @@ class WholeParameters:
     def _chosen(self, among: Container[Gradients] | None) -> list[tuple[Gradients, _Transfer]]:
         return [pair for pair in self._transfers.items() if among is None or pair[0] in among]
 
-    def _values_to_owners(self) -> None:
+    def bring_values(self) -> None:
+        """Send the owners values that have changed since they were sent. All ranks must call it."""
         remembered: list[tuple[Bucket, _Transfer, Tensor]] = []
         for one, transfer in self._transfers.items():
             bucket = one.bucket
@@ -190,16 +194,20 @@ class WholeParameters:
                 continue
             views = bucket.views_of(bucket.full)
             for slot, values in transfer.owned.items():
-                values.detach().copy_(views[slot])
+                if transfer.left.get(slot, _stamp(values)) == _stamp(values):
+                    values.detach().copy_(views[slot])
+                transfer.left[slot] = _stamp(values)
         if not remembered:
             return
         report = torch.tensor(
-            [transfer.seen != _stamp(bucket) for bucket, transfer, _ in remembered],
+            [transfer.seen != _stamp(master) for _, transfer, master in remembered],
             dtype=torch.uint8,
         )
         max_(report, remembered[0][0].sharing.everyone, "the agreement on edited masters")
         for values, whole in _to_owners([*compress(remembered, report.tolist())]):
             values.detach().copy_(whole)
+        for _, transfer, master in remembered:
+            transfer.seen = _stamp(master)
 
 
 def _make_values(bucket: Bucket, slot: int) -> nn.Parameter:
@@ -217,10 +225,9 @@ def _master_of(bucket: Bucket) -> Tensor:
     return bucket.master
 
 
-def _stamp(bucket: Bucket) -> tuple[int, int]:
-    """Return the master's address and version, which show whether it has been written to since."""
-    master = _master_of(bucket)
-    return master.data_ptr(), master._version
+def _stamp(values: Tensor) -> tuple[int, int]:
+    """Return values' address and version, which show whether they have been written to since."""
+    return values.data_ptr(), values._version
 
 
 def _to_owners(

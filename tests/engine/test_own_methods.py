@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from engine.toys import (
     assert_close,
     assert_equal,
+    backward,
     backward_alone,
     batch_of,
     engine_of,
@@ -150,6 +151,26 @@ def test_a_step_may_replace_data(ranks: RankPools) -> None:
     expected, _ = ranks(2).run(replace_in_steps, 1)
     for stage in (0, 3):
         assert_close(ranks(2).run(replace_in_steps, stage)[0], expected)
+
+
+def halve_in_groups(stage: int) -> dict[str, Tensor]:
+    """Halve what the optimizer holds before each update, from the first on."""
+    model = model_of()
+    optimizer = Averaging(model.parameters())
+    engine = engine_of(stage, model, {"optimizer": optimizer}, optimizer=None)
+    for step in range(3):
+        backward(engine, step)
+        with torch.no_grad():
+            for values in optimizer.param_groups[0]["params"]:
+                values.mul_(0.5)
+        engine.step()
+    return engine.state_dict()
+
+
+def test_an_update_begins_with_what_a_program_wrote_into_the_optimizer(ranks: RankPools) -> None:
+    expected, _ = ranks(2).run(halve_in_groups, 0)
+    for stage in (1, 3):
+        assert_close(ranks(2).run(halve_in_groups, stage)[0], expected)
 
 
 def meetings_of_train(folder: str) -> list[int]:

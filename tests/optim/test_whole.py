@@ -94,15 +94,13 @@ def count_traffic(stage: int, precision: str) -> tuple[list[int], int]:
 def test_each_fragment_is_sent_once_in_each_direction(
     stage: int, precision: str, ranks: RankPools
 ) -> None:
-    """Gradients go to owners, new values to shards; masters are sent in the first update only."""
+    """Gradients go to owners, new values to shards; masters have been sent by `initialize`."""
     results = ranks(2).run(count_traffic, stage, precision)
     total = results[0][1]
-    first, *later = [sum(update) for update in zip(*(sent for sent, _ in results), strict=True)]
+    updates = [sum(update) for update in zip(*(sent for sent, _ in results), strict=True)]
     # What its owner holds in its own shard does not travel; the rest does, there and back.
-    assert len(set(later)) == 1
-    assert 0 < later[0] <= 2 * total
-    remembers = stage == 3 or precision == "bf16"
-    assert first == (later[0] * 3 // 2 if remembers else later[0])
+    assert len(set(updates)) == 1
+    assert 0 < updates[0] <= 2 * total
 
 
 def train_odd(seed: int) -> None:
