@@ -24,7 +24,6 @@ from hadal.device import current_device
 from hadal.offload import crossing
 from hadal.offload.crossing import Crossing
 from hadal.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from hadal.zero.edits import _odd_numbers
 
 from . import runs
 from .test_training import on_disk, same
@@ -69,8 +68,7 @@ def test_gradients_take_no_memory_between_updates(stage: int, npus: RankPools) -
 
 def _moved(config: dict[str, Any], pinned: bool, waits: bool) -> dict[str, Any]:
     with _late():
-        # What others of this process hold, and the digest's table, are not the engine's.
-        _odd_numbers(current_device())
+        # What others of this process hold is not the engine's.
         already = _allocated()
         engine = runs.built(config)
         told = runs.advanced(engine, 2)
