@@ -37,10 +37,10 @@ class _InStep(ContextDecorator):
         trace: TracebackType | None,
     ) -> None:
         global _cut
-        world = dist.group.WORLD
-        if error is None or world is None or world.size() == 1:
+        if error is None or (isinstance(error, Exception) and not is_from_a_signal(error)):
             return
-        if isinstance(error, Exception) and not is_from_a_signal(error):
+        world = dist.group.WORLD
+        if world is None or world.size() == 1:
             return
         if not is_cut_short():
             _cut = weakref.ref(world), type(error).__name__
