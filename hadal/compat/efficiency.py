@@ -172,3 +172,8 @@ def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
     At stage 3 it is whole on every rank; all ranks must call it.
     """
     return model.module_state_dict() if isinstance(model, Engine) else model.state_dict()
+
+
+def remove_random_ltd_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict without the level that DeepSpeed adds to names of converted layers."""
+    return {name.replace(".random_ltd_layer", ""): value for name, value in state_dict.items()}

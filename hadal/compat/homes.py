@@ -199,7 +199,7 @@ _ALIKE: dict[str, dict[str, str]] = {
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": {_EFFICIENCY: "CurriculumScheduler"},
     "deepspeed.runtime.data_pipeline.data_routing.helper": {
         "hadal.data_efficiency.token_drop": "convert_to_random_ltd",
-        _EFFICIENCY: "save_without_random_ltd",
+        _EFFICIENCY: "remove_random_ltd_state_dict save_without_random_ltd",
     },
     "deepspeed.runtime.dataloader": {"hadal": "RepeatingLoader"},
     "deepspeed.runtime.engine": {_ENGINE: "DeepSpeedEngine"},

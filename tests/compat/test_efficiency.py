@@ -13,6 +13,7 @@ from hadal.compat import engine as compat
 from hadal.compat.efficiency import (
     CurriculumScheduler,
     ProgressiveLayerDrop,
+    remove_random_ltd_state_dict,
     save_without_random_ltd,
 )
 from hadal.data_efficiency.token_drop import convert_to_random_ltd
@@ -132,6 +133,8 @@ def test_random_token_dropping():
     scheduler.load_state_dict({**state, "consumed_layer_tokens": 7})
     assert scheduler.get_state() == {**state, "consumed_layer_tokens": 7}
     assert list(save_without_random_ltd(engine)) == list(save_without_random_ltd(model)) == names
+    assert remove_random_ltd_state_dict(dict.fromkeys(names, 1)) == dict.fromkeys(names, 1)
+    assert remove_random_ltd_state_dict({"a.0.random_ltd_layer.b": 1}) == {"a.0.b": 1}
     engine.destroy()
     plain = engine_of(LayerTold())
     assert plain.random_ltd_scheduler is None
