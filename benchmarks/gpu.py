@@ -1,4 +1,4 @@
-"""One training step of a GPT-2-XL on this machine's GPUs: Hadal and a hand-written loop.
+"""One training step of a GPT-2-XL on this machine's GPUs: Hadal, a hand-written loop and FSDP2.
 
 Steps per second, the fraction of the GPU's peak that the model's own operations reach (MFU), peak
 memory and Hadal's estimate of it, and the overlap of communication with computation.
@@ -36,14 +36,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import hadal
 from hadal.autotuning import estimate
 from hadal.device import current_device, memory_use, reset_peak_memory, synchronize
+from hadal.device.peaks import peak_of_name
 
 _GIB = 2**30
-_LOOP = "loop"
+_LOOP, _FSDP2 = "loop", "fsdp2"
 _PROFILED_STEPS = 2
 _POLL_S = 0.05
-# Dense 16-bit operations per second, by a part of the device's name; the first match counts.
-_PEAKS = (("H200", 989e12), ("H100 NVL", 835e12), ("H100 PCIe", 756e12), ("H100", 989e12))
-_PEAKS += (("B200", 2250e12), ("A100", 312e12), ("L40S", 362e12), ("MI300X", 1307e12))
 _MODEL = {"layers": 48, "width": 1600, "heads": 25, "vocabulary": 50304, "sequence": 1024}
 
 
@@ -148,6 +146,39 @@ def _loop_step(workload: Workload, batches: list[Tensor]) -> Step:
     return step
 
 
+def _fsdp2_step(workload: Workload, batches: list[Tensor]) -> Step:
+    """torch's fully_shard, block by block: fp32 weights cast to bf16 for the gathers."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = _model(workload, current_device())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    sharded: Any = fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=LEARNING_RATE,
+        betas=BETAS,
+        eps=EPSILON,
+        weight_decay=WEIGHT_DECAY,
+        fused=True,
+    )
+
+    def step() -> Tensor:
+        loss = batches[0].new_zeros((), dtype=torch.float32)
+        for number, batch in enumerate(batches, start=1):
+            sharded.set_requires_gradient_sync(number == len(batches))
+            part = model(batch) / len(batches)
+            part.backward()
+            loss += part.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 # ---- one contestant on one rank ----------------------------------------------------------------
 
 
@@ -155,10 +186,12 @@ def measure(name: str, workload: Workload) -> Finding:
     """Train with one contestant on this rank; all ranks call it."""
     hadal.init_distributed()
     device = current_device()
-    stage = 0 if name == _LOOP else int(name)
+    stage = {_LOOP: 0, _FSDP2: 3}.get(name)
+    starts = {_LOOP: _loop_step, _FSDP2: _fsdp2_step}
+    start = starts.get(name) or partial(_hadal_step, int(name))
     batches = [batch.to(device) for batch in build_batches(workload, int(os.environ["RANK"]))]
     begun = time.perf_counter()
-    step = _loop_step(workload, batches) if name == _LOOP else _hadal_step(stage, workload, batches)
+    step = start(workload, batches)
     synchronize(device)
     init_s = time.perf_counter() - begun
     reset_peak_memory(device)
@@ -174,9 +207,10 @@ def measure(name: str, workload: Workload) -> Finding:
     overlap = _profiled(step, device)
     with torch.device("meta"):
         counted = estimate.counted(Gpt(workload))
+    stage = int(name) if stage is None else stage
     states = estimate.device_nbytes(stage, counted, estimate.JobSize(workload.world_size))
     return Finding(
-        "by hand" if name == _LOOP else f"hadal, stage {stage}",
+        {_LOOP: "by hand", _FSDP2: _FSDP2}.get(name, f"hadal, stage {stage}"),
         counted.numel,
         init_s,
         times,
@@ -306,8 +340,7 @@ def _peak(options: argparse.Namespace) -> tuple[str, float | None]:
         return "cpu", options.peak_tflops and options.peak_tflops * 1e12
     device = current_device()
     name = str(torch.get_device_module(device).get_device_name(device))
-    known = next((peak for part, peak in _PEAKS if part in name), None)
-    return name, options.peak_tflops * 1e12 if options.peak_tflops else known
+    return name, options.peak_tflops * 1e12 if options.peak_tflops else peak_of_name(name)[0]
 
 
 def _number(value: float | None, form: str) -> str:
@@ -348,7 +381,7 @@ def _draw(findings: Sequence[Finding], title: str, path: Path) -> None:
     ]
     size = (12, 1.8 + 0.4 * len(findings))
     figure, axes = pyplot.subplots(1, 2, sharey=True, figsize=size, constrained_layout=True)
-    colours = ["tab:gray" if f.name == "by hand" else "tab:blue" for f in findings]
+    colours = ["tab:blue" if f.name.startswith("hadal") else "tab:gray" for f in findings]
     for axis, (name, value) in zip(axes, panels, strict=True):
         values = [value(finding) for finding in findings]
         bars = axis.barh([finding.name for finding in findings], values, color=colours)
@@ -385,7 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device, peak = _peak(options)
     flops = model_flops(workload)
     findings, failures = [], {}
-    for name in [_LOOP, *stages.split(",")]:
+    for name in [_LOOP, _FSDP2, *stages.split(",")]:
         found = _run(name, workload, options)
         if isinstance(found, str):
             failures[name] = found

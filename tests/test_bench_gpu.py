@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py` runs, tiny, where there is no GPU; its arithmetic of a trace is right."""
+"""The benchmarks of GPUs run, tiny, where there is none; the arithmetic of a trace is right."""
 
 from __future__ import annotations
 
@@ -83,8 +83,9 @@ def test_it_measures_a_tiny_model_on_a_cpu(tmp_path: Path) -> None:
     )
     assert "hadal, stage 3" in told
     document = json.loads((tmp_path / "gpu.json").read_text())
-    by_hand, ours = document["contestants"]
-    assert ours["losses"] == pytest.approx(by_hand["losses"], rel=1e-2)
+    by_hand, fsdp2, ours = document["contestants"]
+    for other in (by_hand, fsdp2):
+        assert ours["losses"] == pytest.approx(other["losses"], rel=1e-2)
     assert len(ours["steps"]) == 2
     assert ours["mfu"] == pytest.approx(document["flops"] / ours["step_s"] / 1e9)
     block = 12 * WIDTH**2  # matrices, and twice as much for attention's products
@@ -123,3 +124,19 @@ def test_offloading_is_measured_on_a_cpu_to_try_it_out(tmp_path: Path) -> None:
     assert f"| {share:.3f} " in told
     # Which it is depends on other work on the machine.
     assert f"{share:.3f}, goal 0.4: {'met' if share >= 0.4 else 'MISSED'}" in told
+
+
+@pytest.mark.slow
+def test_the_checks_of_a_gpu_run_tiny_on_cpus(tmp_path: Path) -> None:
+    words = ("--dry", "--part=right", f"--json={tmp_path / 'found.json'}")
+    told = measured("gpu_check.py", *words, f"--output={tmp_path / 'found.png'}")
+    assert "\n0 of " in told, told
+    lines = json.loads((tmp_path / "found.json").read_text())["lines"]
+    assert {line["check"] for line in lines} >= {"loop", "stages", "waits", "races", "checkpoint"}
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_speed_of_a_gpu_is_checked_tiny_on_cpus() -> None:
+    told = measured("gpu_check.py", "--dry", "--part=fast")
+    assert "\n0 of " in told and "step / fsdp2" in told, told

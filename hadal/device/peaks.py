@@ -13,11 +13,15 @@ import torch
 # default, from the vendors' data sheets. An MI250X counts as two devices.
 _PEAKS: dict[str, tuple[float, float]] = {
     "H200": (989e12, 67e12),
+    "H100 NVL": (835e12, 60e12),
     "H100 PCIe": (756e12, 51e12),
     "H100": (989e12, 67e12),
     "H800": (989e12, 67e12),
     "GH200": (989e12, 67e12),
     "B200": (2250e12, 80e12),
+    "GB200": (2500e12, 80e12),
+    "B300": (2250e12, 76e12),
+    "GB300": (2500e12, 80e12),
     "A100": (312e12, 19.5e12),
     "A800": (312e12, 19.5e12),
     "A10": (125e12, 31.2e12),
