@@ -46,8 +46,10 @@ def follow_methods(optimizer: Optimizer, session: Session) -> None:
 def _own_methods(kind: type[Optimizer]) -> Iterator[tuple[str, _Method]]:
     for name in dir(kind):
         method = inspect.getattr_static(kind, name)
-        is_own = inspect.isfunction(method) and not hasattr(Optimizer, name)
-        if is_own and not name.startswith(("_", "get")):
+        if not inspect.isfunction(method) or hasattr(Optimizer, name):
+            continue
+        is_known = method.__module__.partition(".")[0] in ("torch", "hadal")
+        if not is_known and not name.startswith(("_", "get")):
             yield name, method
 
 
