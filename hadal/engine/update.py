@@ -163,7 +163,6 @@ class Updates:
         self._skipped = SkippedInARow(session.parts.config.max_skipped_updates)
         self._has_warned = False
 
-    @in_step
     @torch.no_grad()
     def make(self, samples: int, metric: float | None, arguments: Mapping[str, Any]) -> None:
         """Update the weights and the learning rate from `samples` samples of all ranks.
@@ -171,6 +170,18 @@ class Updates:
         `metric` is the schedule's, if it takes one; it counts if the update is skipped, too.
         `arguments` are for the step of other schedules.
         """
+        options = self._update(samples, metric, arguments)
+        if options is not None:
+            update = self._record(samples, options)
+            # A listener may end the program on all ranks: that cuts no exchange short.
+            for listener in self._session.listeners:
+                listener.after_update(update)
+
+    @in_step
+    def _update(
+        self, samples: int, metric: float | None, arguments: Mapping[str, Any]
+    ) -> Options | None:
+        """Make the update. Return the options before the schedule's step, for listeners."""
         session, parts, cycle = self._session, self._session.parts, self._session.cycle
         training, counters = session.expect_training(), session.counters
         self._tell_skipped()
@@ -205,10 +216,7 @@ class Updates:
         counters.global_steps += 1
         counters.global_samples += samples
         self._move_scale(found)
-        if options is not None:
-            update = self._record(samples, options)
-            for listener in session.listeners:
-                listener.after_update(update)
+        return options
 
     def _measured(self, training: Training, factor: float, total: Tensor | None) -> Finding:
         parts, cycle = self._session.parts, self._session.cycle

@@ -346,6 +346,10 @@ def measure(folder: str) -> None:
     with pytest.raises(SystemExit):
         train(engine, range(2))
     engine.destroy()
+    # All ranks have left together, after the update: no exchange was cut short.
+    engine = engine_of(1)
+    train(engine, range(1))
+    engine.destroy()
 
 
 def test_an_experiment_of_the_autotuner_writes_nothing(ranks: RankPools, tmp_path: Path) -> None:
