@@ -23,12 +23,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.compat.surface import ROOT
 from hadal.compat.values import ZeroParamStatus, ZeroParamType
-from hadal.zero.access import GatheredParameters, gather_to_copy, keeper_of
+from hadal.zero.access import GatheredParameters, keeper_of
 from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.external import external_parameters
 from hadal.zero.init import born_among
 from hadal.zero.place import place_of
 from hadal.zero.runtime import ZeroRuntime
+from hadal.zero.watched import gather_to_copy
 
 _STATUS = {
     Weights.FULL: ZeroParamStatus.AVAILABLE,

@@ -29,7 +29,7 @@ from hadal.zero.gathering import Phase
 from hadal.zero.hooks import ReadWatcher, saving, watch_wrappers
 from hadal.zero.kinds import alone
 from hadal.zero.runtime import ZeroRuntime
-from hadal.zero.watched import guard, unguard
+from hadal.zero.watched import gathered_to_copy, guard, unguard
 
 
 class Keeper(Protocol):
@@ -49,8 +49,6 @@ class Keeper(Protocol):
 # The keeper of each parameter, so that `GatheredParameters` needs nothing but the parameter.
 _keepers: Attached[Keeper] = Attached("keeper")
 _COPY, _PICKLE = "__deepcopy__", "__reduce_ex__"
-Gather = Callable[[nn.Parameter], AbstractContextManager[None]]
-_gather: list[Gather] = []
 _M = TypeVar("_M", bound=nn.Module)
 _plain_apply = nn.Module.apply
 _left_alone: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -281,14 +279,6 @@ class Touched:
 # own methods, which return values in separate memory or raise an error.
 
 
-def gather_to_copy(gather: Gather | None) -> None:
-    """Make `copy.deepcopy` gather sharded values instead of refusing; with None it refuses again.
-
-    All ranks must then copy together, as some libraries do with modules at stage 3.
-    """
-    _gather[:] = [] if gather is None else [gather]
-
-
 def _deepcopied(held: weakref.ref[nn.Parameter], memo: dict[int, Any]) -> nn.Parameter:
     """Return a copy for `copy.deepcopy`."""
     parameter = held()
@@ -315,8 +305,9 @@ def _copied(parameter: nn.Parameter, verb: str) -> nn.Parameter:
     values = parameter.data
     # A placeholder is one element, expanded to the shape.
     if values.numel() > 1 and not any(values.stride()):
-        if _gather and verb == "copied":
-            with _gather[0](parameter):
+        gathered = gathered_to_copy(parameter) if verb == "copied" else None
+        if gathered is not None:
+            with gathered:
                 return alone(parameter, parameter.data.clone())
         bucket = _keepers[parameter].bucket_of[parameter]
         raise ShardedAccessError(

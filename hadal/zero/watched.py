@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -78,6 +79,9 @@ _described: Attached[Callable[[], str]] = Attached("described")
 # Parameters that the program may cast or move while they are freed.
 _castable: Attached[bool] = Attached("castable")
 _listeners: list[ReadListener] = []
+Gather = Callable[[nn.Parameter], AbstractContextManager[None]]
+# The context that gathers a parameter to copy it; without one, copies are refused.
+_gathers_to_copy: list[Gather] = []
 
 
 class ReadListener:
@@ -116,6 +120,20 @@ def fills(operation: Any) -> bool:
     name = getattr(operation, "__name__", "")
     is_of_init = name in _FILLS_OF_INIT and operation is getattr(nn.init, name)
     return is_of_init or operation in _FILLS
+
+
+def gather_to_copy(gather: Gather | None) -> None:
+    """Make `copy.deepcopy` gather sharded values instead of refusing; with None it refuses again.
+
+    So does `numpy()` before `initialize`. All ranks must then copy together, as some libraries do
+    with modules at stage 3.
+    """
+    _gathers_to_copy[:] = [] if gather is None else [gather]
+
+
+def gathered_to_copy(parameter: nn.Parameter) -> AbstractContextManager[None] | None:
+    """Return a context in which a parameter may be copied; None: copies are refused."""
+    return _gathers_to_copy[0](parameter) if _gathers_to_copy else None
 
 
 def guard(parameter: nn.Parameter, describe: Callable[[], str], *, may_be_cast: bool) -> None:
@@ -234,6 +252,11 @@ def _without_values(func: Any, args: Any, kwargs: dict[str, Any], freed: Sequenc
     written = [tensor for tensor in targets if _is_refused(tensor)]
     if written:
         raise ShardedAccessError(_lost_write(_owner(written[0])))
+    if name == "numpy" and _owner(freed[0]) in _castable:
+        gathered = gathered_to_copy(_owner(freed[0]))
+        if gathered is not None and freed[0].shape == _owner(freed[0]).shape:
+            with gathered:  # libraries hash a model by its values
+                return _owner(freed[0]).detach().to(freed[0], copy=True).numpy()
     if name in _RETURN_NUMBERS or _is_in_place(name):
         raise ShardedAccessError(_missing_read(_owner(freed[0]), name))
     is_first = any(value is freed[0] for value in first)

@@ -16,7 +16,7 @@ from torch import nn
 import hadal
 from hadal.errors import ShardedAccessError, UsageError
 from hadal.zero import GatheredParameters
-from hadal.zero.access import gather_to_copy
+from hadal.zero.watched import gather_to_copy
 
 OVERHEAD = 2048  # bytes of names and types around one pickled tensor
 
@@ -144,11 +144,14 @@ def copy_together() -> None:
     gather_to_copy(GatheredParameters)
     try:
         copied = copy.deepcopy(model)
+        hashed = [value.cpu().double().numpy() for value in model.state_dict().values()]
         with pytest.raises(ShardedAccessError, match="was pickled"):
             pickle.dumps(model)
     finally:
         gather_to_copy(None)
     assert_equal(dict(copied.state_dict()), dict(model_of().state_dict()))
+    for array, value in zip(hashed, model_of().state_dict().values(), strict=True):
+        assert torch.equal(torch.from_numpy(array), value.double())
 
 
 def test_ranks_that_copy_together_may_gather(ranks: RankPools) -> None:
