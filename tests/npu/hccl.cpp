@@ -250,7 +250,8 @@ class Hccl final : public c10d::Backend {
   }
 
   c10::intrusive_ptr<c10d::Work> send(Tensors& tensors, int to, int tag) override {
-    return begin_message(OpType::SEND, tensors, {}, [this, v = views(tensors), to, tag]() mutable {
+    // Its tensors count as outputs, as NCCL's do: the work's future waits for them.
+    return begin_message(OpType::SEND, {}, tensors, [this, v = views(tensors), to, tag]() mutable {
       return gloo_->send(v, to, tag);
     });
   }
