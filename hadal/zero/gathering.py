@@ -573,10 +573,13 @@ class Gathering:
             self._running.clear()
             self._open.clear()
             kept = self._kept_at_end()
-            self.phase = Phase.IDLE
-            for bucket in self._buckets:
-                if bucket.state is Weights.FULL and bucket not in kept and not self._pins[bucket]:
-                    self._free(bucket)
+            try:
+                for bucket in self._buckets:
+                    is_unused = bucket.state is Weights.FULL and not self._pins[bucket]
+                    if is_unused and bucket not in kept:
+                        self._free(bucket)  # still as in the pass: it reads no disk
+            finally:
+                self.phase = Phase.IDLE
 
     def _kept_at_end(self) -> set[Bucket]:
         walk = self._walk
