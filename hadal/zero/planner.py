@@ -181,12 +181,12 @@ def _gather_ahead(
         while begun < len(waiting) and limits.prefetch_numel:
             index = waiting[begun]
             interval = _Interval(position, index, numels[index])
-            # Uses of one unit end together.
-            is_next = uses[index].until == uses[waiting[first_ahead]].until
             fits = ahead + numels[index] <= limits.prefetch_numel
-            may_start = (is_next and limits.live_numel) or (
-                fits and _has_room(gathered, interval, limits)
-            )
+            may_start = fits and _has_room(gathered, interval, limits)
+            if not may_start and limits.live_numel:
+                # Uses of one unit end together.
+                units = {uses[each].until for each in waiting[first_ahead : begun + 1]}
+                may_start = len(units) == 1
             if not may_start or free_from[index] > position:
                 break
             _occupy(gathered, interval)

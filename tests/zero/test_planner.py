@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hadal.zero.planner import kept_until_backward, plan
@@ -82,8 +82,12 @@ PLAN_LIMITS = st.builds(
 HELD = st.frozensets(st.integers(0, 5))
 
 
+NESTED = [Use(0, 1), Use(1, 4), Use(2, 3), Use(3, 4)]
+
+
 @settings(deadline=None, max_examples=2000)
 @given(traces(), SIZES, PLAN_LIMITS, HELD, traces())
+@example(NESTED, [1] * 6, Limits(live_numel=3, reuse_numel=0, prefetch_numel=2), frozenset(), [])
 def test_a_plan_is_true_to_every_use_and_limit(uses, sizes, limits, held, following):
     made = plan(uses, sizes, limits, held, following)
     assert made == plan(uses, sizes, limits, held, following)
