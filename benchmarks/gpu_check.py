@@ -457,10 +457,14 @@ def loop() -> Iterator[Line]:
 @check("right", 120)
 def stages() -> Iterator[Line]:
     """Two and three processes on one device have the same losses at every stage."""
-    for ranks, limit in ((2, 0.0), (3, 1e-6)):
-        found = _trainings(*({"config": _config(stage)} for stage in range(4)), ranks=ranks)
+    # With accumulation, stages 2 and 3 add over ranks before they add over micro-steps.
+    for ranks, accumulation, limit in ((2, 1, 0.0), (2, 2, 1e-6), (3, 1, 1e-6)):
+        keys = {"gradient_accumulation_steps": accumulation}
+        runs = [{"config": _config(stage, **keys)} for stage in range(4)]
+        found = _trainings(*runs, ranks=ranks)
         for stage in (1, 2, 3):
-            yield _close(f"stage {stage} against 0, {ranks} ranks", found[stage], found[0], limit)
+            name = f"stage {stage} against 0, {ranks} ranks, accumulation {accumulation}"
+            yield _close(name, found[stage], found[0], limit)
     whole, cut = _trainings(*({"config": _config(stage, "bf16")} for stage in (0, 3)), ranks=2)
     yield _close("bf16, stage 3 against 0, 2 ranks", cut, whole, 1e-2)
 
@@ -504,6 +508,9 @@ def races() -> Iterator[Line]:
 @check("right", 60)
 def sanitizer() -> Iterator[Line]:
     """torch's sanitizer of streams finds no race."""
+    if is_dry():
+        yield Line("sanitizer", "not on CPUs")
+        return
     kinds = {
         "stage 0": _config(0, "bf16"),
         "optimizer on the host": _config(1, "bf16", zero=_ON_HOST),

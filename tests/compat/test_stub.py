@@ -156,7 +156,7 @@ def test_the_commands_of_deepspeed_come_with_it(site: Path, tmp_path: Path) -> N
     expected = {
         "deepspeed": (f"{str(job)!r}, '--x'", 0, "ran deepspeed ['--local_rank=0', '--x']"),
         "ds_report": ("'--hide_operator_status'", 0, "leads to Hadal, as 0.19.8"),
-        "ds_ssh": ("'-f', '/no/such', 'uptime'", 2, "No such file or directory: '/no/such'"),
+        "ds_ssh": ("'-f', '/no/such', 'uptime'", 2, "--hostfile /no/such: there is no such file"),
         "ds_io": (f"'--nvme_dir', {str(job)!r}, '--size', '1MB'", 1, str(job)),
         "ds_bench": (
             "'--scan', '--all-reduce', '--maxsize', '2', '--raw'",
