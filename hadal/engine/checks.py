@@ -257,6 +257,11 @@ def members_of_groups(
             f"the optimizer callable returned a {type(optimizer).__name__}, expected a"
             " torch.optim.Optimizer"
         )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} was not initialised as a torch.optim.Optimizer; let its"
+            " constructor call super().__init__(params, defaults)"
+        )
     check_groups(optimizer, everything, ranks.rank)
     groups = []
     for group in optimizer.param_groups:

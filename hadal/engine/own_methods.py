@@ -29,7 +29,8 @@ def follow_methods(optimizer: Optimizer, session: Session) -> None:
     The tensors in its param groups are masters, or whole parameters on the ranks that own them.
     Writes to them cannot all be seen, so weights are refreshed after each such method, as after an
     update, and all ranks must call it. Only those called `get...` are taken to write nothing, and
-    another `train` after `train`: the Trainer calls it before each forward.
+    another `train` after `train`: the Trainer calls it before each forward. Setters of properties
+    are not followed.
     """
     for name, method in _own_methods(type(optimizer)):
         setattr(optimizer, name, _followed(name, method, optimizer, session))

@@ -12,6 +12,7 @@ NaN, and a write would be lost. So does an operation on a tensor that shares its
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -79,6 +80,9 @@ _described: Attached[Callable[[], str]] = Attached("described")
 # Parameters that the program may cast or move while they are freed.
 _castable: Attached[bool] = Attached("castable")
 _listeners: list[ReadListener] = []
+if hasattr(os, "register_at_fork"):
+    # A forked process, such as a DataLoader's worker, has no part in gathers: reads are errors.
+    os.register_at_fork(after_in_child=_listeners.clear)
 Gather = Callable[[nn.Parameter], AbstractContextManager[None]]
 # The context that gathers a parameter to copy it; without one, copies are refused.
 _gathers_to_copy: list[Gather] = []

@@ -13,6 +13,7 @@ import torch
 from ranks import RankPools
 from torch import Tensor, nn
 
+import hadal
 from engine.toys import (
     assert_close,
     assert_equal,
@@ -326,3 +327,18 @@ def replace_data_from_outside() -> str:
 def test_the_data_of_a_flat_slice_is_not_replaced(ranks: RankPools) -> None:
     told = 'replaced .data of a tensor in param_groups[0]["params"]'
     assert told in ranks(1).run(replace_data_from_outside)[0]
+
+
+class Unfinished(torch.optim.Optimizer):
+    """A wrapper whose base class was never initialised."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+
+
+def test_a_wrapper_that_is_no_whole_optimizer_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Unfinished(torch.optim.SGD(model.parameters(), lr=0.1))
+    config = {"train_micro_batch_size_per_gpu": 1}
+    with pytest.raises(OptimizerError, match=r"Unfinished was not initialised.*super\(\)"):
+        hadal.initialize(model=model, optimizer=optimizer, config=config)

@@ -545,6 +545,21 @@ def differentiate_before() -> None:
         assert torch.equal(mine.grad, other.grad), name
 
 
+class Calling(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples that a layer computes."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __len__(self) -> int:
+        return 1
+
+    @torch.no_grad()
+    def __getitem__(self, index: int) -> torch.Tensor:
+        result: torch.Tensor = self.layer(torch.ones(6, dtype=torch.bfloat16))
+        return result
+
+
 def refuse_before() -> list[str]:
     model = built(Reader, hadal.zero.Init(dtype=torch.bfloat16), seed=4)
     weight, layer = model.embedding.weight, model.layers[0]
@@ -563,6 +578,10 @@ def refuse_before() -> list[str]:
         with pytest.raises(ShardedAccessError) as caught:
             act()
         found.append(str(caught.value))
+    # A worker process cannot take part in gathers.
+    loader = torch.utils.data.DataLoader(Calling(layer), num_workers=1, timeout=60)
+    with pytest.raises(ShardedAccessError, match=r"parameter Linear\[0\] was read"):
+        list(loader)
     for text in (repr(weight), repr(weight.data)):
         assert "sharded over the ranks" in text
         assert "nan" not in text
