@@ -6,6 +6,7 @@ Tests: tests/engine/test_own_methods.py
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial, update_wrapper
@@ -14,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from hadal.errors import UsageError
+from hadal.errors import UsageError, few
 from hadal.zero.agreement import Marker
 
 if TYPE_CHECKING:
     from hadal.engine.session import Session
+
+_log = logging.getLogger(__name__)
 
 _Method = Callable[..., Any]
 
@@ -29,11 +32,19 @@ def follow_methods(optimizer: Optimizer, session: Session) -> None:
     The tensors in its param groups are masters, or whole parameters on the ranks that own them.
     Writes to them cannot all be seen, so weights are refreshed after each such method, as after an
     update, and all ranks must call it. Only those called `get...` are taken to write nothing, and
-    another `train` after `train`: the Trainer calls it before each forward. Setters of properties
-    are not followed.
+    another `train` after `train`: the Trainer calls it before each forward. Assignments to
+    properties cannot be followed, which is logged.
     """
     for name, method in _own_methods(type(optimizer)):
         setattr(optimizer, name, _followed(name, method, optimizer, session))
+    setters = _own_setters(type(optimizer))
+    if setters and session.parts.ranks.rank == 0:
+        _log.warning(
+            "%s has properties that can be assigned (%s): if that changes its parameters, the"
+            " model's weights do not follow before the next update; call a method in place of it",
+            type(optimizer).__name__,
+            few(setters),
+        )
     engine = weakref.ref(session)
 
     def forget(_: Optimizer) -> None:
@@ -52,6 +63,19 @@ def _own_methods(kind: type[Optimizer]) -> Iterator[tuple[str, _Method]]:
         is_known = method.__module__.partition(".")[0] in ("torch", "hadal")
         if not is_known and not name.startswith(("_", "get")):
             yield name, method
+
+
+def _own_setters(kind: type[Optimizer]) -> list[str]:
+    found = {name: inspect.getattr_static(kind, name) for name in dir(kind)}
+    return [
+        name
+        for name, each in found.items()
+        if isinstance(each, property)
+        and each.fset is not None
+        and not hasattr(Optimizer, name)
+        and not name.startswith("_")
+        and each.fset.__module__.partition(".")[0] not in ("torch", "hadal")
+    ]
 
 
 def _followed(name: str, method: _Method, optimizer: Optimizer, session: Session) -> _Method:

@@ -342,3 +342,28 @@ def test_a_wrapper_that_is_no_whole_optimizer_is_refused() -> None:
     config = {"train_micro_batch_size_per_gpu": 1}
     with pytest.raises(OptimizerError, match=r"Unfinished was not initialised.*super\(\)"):
         hadal.initialize(model=model, optimizer=optimizer, config=config)
+
+
+class Assignable(torch.optim.SGD):
+    """An optimizer with a property that a program may assign."""
+
+    @property
+    def mode(self) -> str:
+        return "train"
+
+    @mode.setter
+    def mode(self, value: str) -> None:
+        pass
+
+
+def test_properties_that_can_be_assigned_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    for kind, count in ((Assignable, 1), (torch.optim.SGD, 0)):
+        model = nn.Linear(2, 2)
+        optimizer = kind(model.parameters(), lr=0.1)
+        config = {"train_micro_batch_size_per_gpu": 1}
+        caplog.clear()
+        engine, *_ = hadal.initialize(model=model, optimizer=optimizer, config=config)
+        engine.destroy()
+        told = [record.getMessage() for record in caplog.records if "assigned" in record.message]
+        assert len(told) == count
+        assert all("Assignable has properties that can be assigned (mode)" in one for one in told)
