@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hadal
-from hadal.activation_checkpointing.measuring import meter_of
+from hadal.plugins.activation_checkpointing.measuring import meter_of
 
 MIB = 2**20
 UPDATES = 5  # the second is measured, the fourth checked

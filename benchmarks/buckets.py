@@ -23,7 +23,7 @@ import torch.multiprocessing as processes
 from torch import Tensor, nn
 
 import hadal
-from hadal.comm import pairs
+from hadal.comm.local import pairs
 
 _MIB = 2**20
 

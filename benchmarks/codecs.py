@@ -32,9 +32,9 @@ import torch.multiprocessing as processes
 from torch import Tensor
 
 import hadal
-from hadal.comm import pairs
 from hadal.comm.codecs.blockwise import Blockwise
 from hadal.comm.codecs.codec import WIRE_BYTES, Codec
+from hadal.comm.local import pairs
 from hadal.units import rounded_up
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt"))

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 import hadal
-from hadal.compression import (
+from hadal.plugins.compression import (
     compute_in_integers,
     distillation_loss,
     hidden_state_loss,

@@ -31,10 +31,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import hadal
-from hadal.data_efficiency.indexed import RowsBuilder
-from hadal.data_efficiency.pacing import PaceRule, difficulty_at
-from hadal.data_efficiency.token_drop import convert_to_random_ltd
 from hadal.engine.loader import RepeatingLoader
+from hadal.plugins.data_efficiency.indexed import RowsBuilder
+from hadal.plugins.data_efficiency.pacing import PaceRule, difficulty_at
+from hadal.plugins.data_efficiency.token_drop import convert_to_random_ltd
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "gpt"))
 from data import batch, read_standard_library

@@ -24,12 +24,17 @@ from typing import Any
 import numpy as np
 
 from hadal.config import load_config
-from hadal.data_efficiency.analysis import analyze
-from hadal.data_efficiency.indexed import RowsBuilder
-from hadal.data_efficiency.indexing import ByteTokenizer, Indexing, index_texts, tokenizer_of
-from hadal.data_efficiency.metric_files import Origin, write_single
-from hadal.data_efficiency.sampler import CurriculumOrder, Taking
-from hadal.data_efficiency.texts import PlainTexts
+from hadal.plugins.data_efficiency.analysis import analyze
+from hadal.plugins.data_efficiency.indexed import RowsBuilder
+from hadal.plugins.data_efficiency.indexing import (
+    ByteTokenizer,
+    Indexing,
+    index_texts,
+    tokenizer_of,
+)
+from hadal.plugins.data_efficiency.metric_files import Origin, write_single
+from hadal.plugins.data_efficiency.sampler import CurriculumOrder, Taking
+from hadal.plugins.data_efficiency.texts import PlainTexts
 
 
 @contextmanager

@@ -8,8 +8,6 @@ Sources: ZeRO (Rajbhandari et al. 2020) for states and their passes; Megatron-LM
 2019) and its sequence parallelism (Korthikanti et al. 2022) for tensor slices and activations;
 PipeDream-Flush (Narayanan et al. 2021) for stages; GShard (Lepikhin et al. 2020) for experts;
 Ulysses (Jacobs et al. 2023) for sequences.
-
-Tests: tests/engine/test_degree_costs.py
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from hadal.pipeline.orders import idle_share, order_of
+from hadal.plugins.pipeline.orders import idle_share, order_of
 
 _VALUE = 2  # bytes of a weight, a gradient, an activation in bf16
 _OPTIMIZER = 12  # bytes of Adam's state for a parameter: fp32 master and two moments

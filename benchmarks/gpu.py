@@ -34,9 +34,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import hadal
-from hadal.autotuning import estimate
 from hadal.device import current_device, memory_use, reset_peak_memory, synchronize
 from hadal.device.peaks import peak_of_name
+from hadal.zero import estimate
 
 _GIB = 2**30
 _LOOP, _FSDP2 = "loop", "fsdp2"

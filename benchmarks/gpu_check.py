@@ -676,7 +676,7 @@ def sparse() -> Iterator[Line]:
 @called
 def sparse_attention() -> list[Result]:
     """Times and errors of forward and backward, for two patterns."""
-    from hadal.sparse_attention import SparseSelfAttention, from_config
+    from hadal.plugins.sparse_attention import SparseSelfAttention, from_config
 
     hadal.init_distributed()
     length, heads, depth = (128, 2, 16) if is_dry() else (8192, 16, 64)

@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hadal
-from hadal.activation_checkpointing.measuring import meter_of
-from hadal.sequence import (
+from hadal.plugins.activation_checkpointing.measuring import meter_of
+from hadal.plugins.sequence import (
     DistributedAttention,
     TiledMLP,
     linear_cross_entropy,
     mean_over_sequence,
     ring_attention,
 )
-from hadal.sparse_attention import SparseSelfAttention, from_config
+from hadal.plugins.sparse_attention import SparseSelfAttention, from_config
 
 MIB = 2**20
 WIDTH, HEADS, LAYERS, WORDS, TILES = 256, 4, 4, 8192, 8

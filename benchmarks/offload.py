@@ -24,9 +24,9 @@ from typing import Any
 from peers.install import DEFAULT_ENVIRONMENT, is_installed
 from peers.launch import deepspeed_interpreter
 
-from hadal.autotuning.disk import SpeedTest
 from hadal.config.aio import Aio
 from hadal.offload import DiskStore
+from hadal.plugins.autotuning.disk import SpeedTest
 
 # The fraction of fio's bytes per second that reads and writes must reach.
 GOAL = 0.85

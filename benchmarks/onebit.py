@@ -23,7 +23,7 @@ import torch.multiprocessing as processes
 from torch import nn
 
 import hadal
-from hadal.comm import pairs
+from hadal.comm.local import pairs
 
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adam": {},

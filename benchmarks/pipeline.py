@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import hadal
 from hadal.comm import get_rank, get_world_size
-from hadal.pipeline import LayerSpec, PipelineModule
-from hadal.pipeline.orders import idle_share, order_of
+from hadal.plugins.pipeline import LayerSpec, PipelineModule
+from hadal.plugins.pipeline.orders import idle_share, order_of
 
 _SCHEDULES = {"1f1b": 1, "gpipe": 1, "zero_bubble": 1, "interleaved": 2}
 _GOAL = 1.1

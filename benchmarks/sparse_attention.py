@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hadal.sparse_attention import SparseSelfAttention, attention, from_config
-from hadal.sparse_attention.attention import BlockLayout, sparse_attention
-from hadal.sparse_attention.masks import Masks
+from hadal.plugins.sparse_attention import SparseSelfAttention, attention, from_config
+from hadal.plugins.sparse_attention.attention import BlockLayout, sparse_attention
+from hadal.plugins.sparse_attention.masks import Masks
 
 HEADS, WIDTH = 8, 64
 PATTERNS: dict[str, dict[str, Any]] = {

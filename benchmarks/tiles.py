@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hadal.sequence import TiledFusedLogitsLoss, linear_cross_entropy
+from hadal.plugins.sequence import TiledFusedLogitsLoss, linear_cross_entropy
 
 WAYS = ("whole", "tiles", "linear", "torch")
 

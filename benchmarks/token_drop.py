@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import hadal
-from hadal.data_efficiency.token_drop import convert_to_random_ltd
 from hadal.device import synchronize
+from hadal.plugins.data_efficiency.token_drop import convert_to_random_ltd
 
 
 class Block(nn.Module):

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +74,19 @@ _HOMES = {
     "unset_z3_leaf_modules": "hadal.zero.leaves",
 }
 _SUBPACKAGES = ("comm", "utils", "zero")
+_PLUGINS = (
+    "activation_checkpointing",
+    "autotuning",
+    "compression",
+    "data_efficiency",
+    "moe",
+    "monitor",
+    "pipeline",
+    "profiling",
+    "sequence",
+    "sparse_attention",
+    "tensor_parallel",
+)
 
 __all__ = [
     "CheckpointError",
@@ -142,3 +159,21 @@ def _imported(name: str) -> ModuleType:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class _PluginFinder(MetaPathFinder, Loader):
+    """Finds `hadal.moe`, the public path, in `hadal/plugins/moe`: one module under both names."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        is_plugin = name.startswith("hadal.") and name.split(".")[1] in _PLUGINS
+        return ModuleSpec(name, self, is_package=True) if is_plugin else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        sys.modules[name] = importlib.import_module(name.replace("hadal", "hadal.plugins", 1))
+
+
+# First: a plugin's folder would lead the path finder to a second copy of its files.
+sys.meta_path.insert(0, _PluginFinder())

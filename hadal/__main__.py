@@ -1,7 +1,4 @@
-"""`python -m hadal`: the `hadal` command, for shells without its directory on the path.
-
-Tests: tests/cli/test_cli.py
-"""
+"""`python -m hadal`: the `hadal` command, for shells without its directory on the path."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Imports on first use: packages whose modules are needed by few programs.
-
-Tests: tests/test_architecture.py
-"""
+"""Imports on first use: packages whose modules are needed by few programs."""
 
 from __future__ import annotations
 

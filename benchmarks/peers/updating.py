@@ -25,12 +25,12 @@ from optimizer import (
 )
 
 import hadal
-from hadal.autotuning.disk import SpeedTest
 from hadal.offload import BufferPool, DiskStore
 from hadal.offload.tensors import DiskTensor, one_update
 from hadal.offload.walk import Stop, walk
 from hadal.optim.on_disk import DiskSteps
 from hadal.optim.workspace import block_numel
+from hadal.plugins.autotuning.disk import SpeedTest
 from hadal.zero.offload import Offload
 from hadal.zero.policy import Tier
 from peers.launch import Interpreter, environment

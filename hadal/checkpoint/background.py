@@ -1,8 +1,6 @@
 """Saves of one engine: synchronous, or by a thread that writes a copy while training goes on.
 
 The copy is in host memory, or in files on this machine, which the thread then uploads.
-
-Tests: tests/checkpoint/test_async.py, tests/checkpoint/test_staging.py
 """
 
 from __future__ import annotations

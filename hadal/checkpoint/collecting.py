@@ -2,8 +2,6 @@
 
 Replicated values (unsharded weights and optimizer state, buffers) are written once, a slice by
 each rank. Nothing is copied here: tensors are views of the state under training.
-
-Tests: tests/checkpoint/test_rounding.py
 """
 
 from __future__ import annotations

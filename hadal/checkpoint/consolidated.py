@@ -4,8 +4,6 @@ All ranks gather each bucket in turn; rank 0 copies what it needs before the nex
 ranks need memory for one bucket, rank 0 for what it keeps. If a program's own model is in
 model-parallel parts, the first rank of each part does what rank 0 does; slices of layers that Hadal
 cut are joined, and experts come from all ranks that share them.
-
-Tests: tests/engine/test_giving.py, tests/moe/test_checkpoints.py
 """
 
 from __future__ import annotations

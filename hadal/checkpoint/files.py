@@ -2,8 +2,6 @@
 
 The checksum is 64-bit XXH3, which runs at memory speed (CRC-32, which earlier versions wrote, takes
 several times as long). It detects damage, not forgery: a forger could write another checkpoint.
-
-Tests: tests/checkpoint/test_damage.py, tests/checkpoint/test_crash.py
 """
 
 from __future__ import annotations

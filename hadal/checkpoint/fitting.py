@@ -1,8 +1,6 @@
 """Matching of saved values to a model's values by name, as `load_state_dict` does.
 
 Pure functions of names, shapes and options; no tensor is read.
-
-Tests: tests/checkpoint/test_between.py
 """
 
 from __future__ import annotations

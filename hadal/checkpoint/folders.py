@@ -8,8 +8,6 @@ under different tags.
 
 Earlier versions wrote the files next to the index, into a draft `.<tag>.<mark>.partial` that was
 then renamed; if a crash left only the previous folder `.<tag>.<mark>.old`, it is still found.
-
-Tests: tests/checkpoint/test_meanwhile.py, tests/checkpoint/test_crash.py
 """
 
 from __future__ import annotations

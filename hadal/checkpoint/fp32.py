@@ -1,7 +1,4 @@
-"""fp32 weights of a checkpoint, through functions with DeepSpeed's names.
-
-Tests: tests/checkpoint/test_export.py
-"""
+"""fp32 weights of a checkpoint, through functions with DeepSpeed's names."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 One `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with
 `model.safetensors.index.json`. Tied parameters are written once; the header lists their other
 names, as `safetensors.torch.load_model` reads them.
-
-Tests: tests/checkpoint/test_export.py
 """
 
 from __future__ import annotations

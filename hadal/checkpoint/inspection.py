@@ -1,7 +1,4 @@
-"""Inspection of a folder of checkpoints: their contents, and damage.
-
-Tests: tests/cli/test_checkpoint.py, tests/checkpoint/test_meanwhile.py
-"""
+"""Inspection of a folder of checkpoints: their contents, and damage."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 Each part of a checkpoint records as boxes which elements of the whole model's tensors it holds, and
 so does each part of the model that loads. A checkpoint of any pipeline stages, slices of layers and
 experts therefore loads into any others.
-
-Tests: tests/checkpoint/test_joined.py, tests/checkpoint/test_parts.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Retention: keep the newest and recent checkpoints, and those not saved as `latest`.
-
-Tests: tests/checkpoint/test_contents.py
-"""
+"""Retention: keep the newest and recent checkpoints, and those not saved as `latest`."""
 
 from __future__ import annotations
 

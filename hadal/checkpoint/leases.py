@@ -3,8 +3,6 @@
 A lease `<tag>/<mark>.lease` exists before the first file of the save `<tag>/<mark>/` and until its
 outcome is final, and is refreshed every few seconds. It is dead if its process has ended, which
 only the same machine can see, or if it has not been refreshed for a while by the storage's clock.
-
-Tests: tests/checkpoint/test_leases.py
 """
 
 from __future__ import annotations

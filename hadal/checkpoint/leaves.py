@@ -1,7 +1,4 @@
-"""Single values that JSON lacks, as an object of one key and back: bytes, paths, dates, dtypes.
-
-Tests: tests/checkpoint/test_plain.py
-"""
+"""Single values that JSON lacks, as an object of one key and back: bytes, paths, dates, dtypes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The running side of a checkpoint: the source of values in a save, the target in a load.
-
-Tests: tests/checkpoint/test_loading.py
-"""
+"""The running side of a checkpoint: the source of values in a save, the target in a load."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A directory of this machine, or one that it mounts, as a `Storage`.
-
-Tests: tests/checkpoint/test_storage.py, tests/checkpoint/test_crash.py
-"""
+"""A directory of this machine, or one that it mounts, as a `Storage`."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 An elementwise optimizer steps the parameters of a group together. They share step counts and the
 like, so these must have been saved with equal values.
-
-Tests: tests/checkpoint/test_between.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Finding the checkpoint that a path refers to, and opening it as a source.
-
-Tests: tests/checkpoint/test_export.py
-"""
+"""Finding the checkpoint that a path refers to, and opening it as a source."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 A pickle is a program for a stack machine. This walks through its opcodes with a stack that holds
 text, the globals that were looked up, and placeholders for everything else.
-
-Tests: tests/checkpoint/test_scanning.py
 """
 
 from __future__ import annotations

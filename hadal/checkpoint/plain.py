@@ -9,8 +9,6 @@ Decoding imports no module and calls no code that a checkpoint names. A member o
 dataclass refer to their class by name: it is looked up among the modules that the program has
 imported already, and a dataclass gets its attributes without a call of its `__init__`. If the class
 is not there, a member comes back as its value and a dataclass as a `Namespace`.
-
-Tests: tests/checkpoint/test_plain.py, tests/checkpoint/test_contents.py
 """
 
 from __future__ import annotations

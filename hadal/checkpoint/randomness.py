@@ -1,7 +1,4 @@
-"""The program's random generators: Python's, numpy's, torch's and the accelerator's.
-
-Tests: tests/checkpoint/test_contents.py
-"""
+"""The program's random generators: Python's, numpy's, torch's and the accelerator's."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 fsspec and its packages read credentials and timeouts from the environment and their configuration
 files. A failed request is repeated, with exponential backoff.
-
-Tests: tests/checkpoint/test_storage.py, tests/checkpoint/test_s3.py
 """
 
 from __future__ import annotations

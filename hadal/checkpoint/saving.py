@@ -2,8 +2,6 @@
 
 `begin` gathers everything into a `SaveJob`, which is independent of the running program.
 `SaveJob.write` writes it, at once or in a thread (`background.py`).
-
-Tests: tests/checkpoint/test_contents.py, tests/checkpoint/test_async.py
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Nothing is unpickled. A global is *harmless* if Hadal's or torch's restricted unpickler makes it of
 data alone, *dangerous* if it runs commands or code, and *unknown* otherwise: loading the file
 without restrictions means trusting it.
-
-Tests: tests/checkpoint/test_scanning.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`zero_to_fp32.py` and `zero_to_torch.py`, which DeepSpeed users expect next to checkpoints.
-
-Tests: tests/checkpoint/test_export.py
-"""
+"""`zero_to_fp32.py` and `zero_to_torch.py`, which DeepSpeed users expect next to checkpoints."""
 
 from __future__ import annotations
 

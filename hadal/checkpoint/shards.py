@@ -3,8 +3,6 @@
 The format is a length (8 bytes, little endian), a JSON header of that length, and all tensors one
 after the other. Hadal writes it itself, not through the library, so that no second copy of all
 tensors is made and the checksum covers the bytes as they are written.
-
-Tests: tests/checkpoint/test_section.py
 """
 
 from __future__ import annotations

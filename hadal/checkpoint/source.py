@@ -2,8 +2,6 @@
 
 A `Source` needs no model, no ranks and no memory beyond what is read. Hadal's own folders are one
 (`stored.py`); any format that implements `read` loads in the same way.
-
-Tests: tests/checkpoint/test_export.py, tests/checkpoint/test_loading.py
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A location is a `Path`, or a `RemotePath` for a URL. A `Storage` has the six methods that a
 checkpoint needs; none of them renames. `local.py` and `remote.py` implement it.
-
-Tests: tests/checkpoint/test_storage.py
 """
 
 from __future__ import annotations

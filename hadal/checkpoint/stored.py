@@ -1,7 +1,4 @@
-"""Hadal's own checkpoints as a `Source`: the index maps values to ranges of the rank files.
-
-Tests: tests/checkpoint/test_loading.py, tests/checkpoint/test_reshard.py
-"""
+"""Hadal's own checkpoints as a `Source`: the index maps values to ranges of the rank files."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ From torch 2.14 on a plain tensor may say which parts of a larger one it holds: 
 `global_offsets`, `local_offsets` and `local_sizes` (torch.distributed.checkpoint's
 `CheckpointableTensor`). A flat slice of a parameter begins and ends within rows, so that a tensor
 here is a copy of all rows that the slice touches, with one entry for each box of the slice.
-
-Tests: tests/checkpoint/test_tensor_shards.py
 """
 
 from __future__ import annotations

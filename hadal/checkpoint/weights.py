@@ -3,8 +3,6 @@
 A master is read from the saved master, or from the weight if no master was saved. A weight is read
 bit for bit from the saved weight if that has its dtype; otherwise, or if the result is the same, it
 is rounded from the master here, as a step would do it.
-
-Tests: tests/checkpoint/test_reshard.py, tests/checkpoint/test_between.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Types of command-line arguments: numbers, sizes, counts, files. One message for each.
-
-Tests: tests/cli/test_terminal.py
-"""
+"""Types of command-line arguments: numbers, sizes, counts, files. One message for each."""
 
 from __future__ import annotations
 

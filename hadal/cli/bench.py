@@ -15,7 +15,7 @@ from hadal.cli.terminal import CommandError, progress, show, table, write_file
 from hadal.units import shown_binary
 
 if TYPE_CHECKING:
-    from hadal.autotuning.disk import MeasuredSettings, Search
+    from hadal.plugins.autotuning.disk import MeasuredSettings, Search
 
 
 def add_to(group: Any) -> None:
@@ -64,7 +64,7 @@ def run_io(parsed: argparse.Namespace) -> int:
     Raises:
         HadalError: that cannot be done.
     """
-    from hadal.autotuning.disk import Search, keys_of, measurer
+    from hadal.plugins.autotuning.disk import Search, keys_of, measurer
 
     if not parsed.path.is_dir():
         what = "is not a directory" if parsed.path.exists() else "does not exist"
@@ -89,7 +89,7 @@ def run_io(parsed: argparse.Namespace) -> int:
 
 
 def _show(found: list[MeasuredSettings], search: Search) -> None:
-    from hadal.autotuning.disk import keys_of
+    from hadal.plugins.autotuning.disk import keys_of
 
     # Long names in two lines, so that all fit side by side.
     names = keys_of(found[0].settings)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
     from matplotlib.figure import Figure
 
-    from hadal.autotuning.collectives import Trial
     from hadal.comm import Ranks
+    from hadal.plugins.autotuning.collectives import Trial
 
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "pt2pt")
 _USUAL = ("all_gather", "reduce_scatter")
@@ -243,7 +243,7 @@ def _words(parsed: argparse.Namespace) -> list[str]:
 
 
 def _numels(parsed: argparse.Namespace, ranks: int) -> list[int]:
-    from hadal.autotuning.collectives import numels_between
+    from hadal.plugins.autotuning.collectives import numels_between
 
     return numels_between(1 << parsed.minsize, 1 << parsed.maxsize, parsed.factor, ranks)
 
@@ -270,8 +270,8 @@ def _steps(parsed: argparse.Namespace, ranks: Ranks) -> Iterator[Callable[[], ob
 
 def _take_part(parsed: argparse.Namespace) -> int:
     from hadal import comm
-    from hadal.autotuning.collectives import numel_of_memory, sweep
     from hadal.device import current_device
+    from hadal.plugins.autotuning.collectives import numel_of_memory, sweep
 
     comm.init_distributed(parsed.backend)
     trial, ranks = _trial(parsed), comm.Ranks.world()
@@ -294,7 +294,7 @@ def _take_part(parsed: argparse.Namespace) -> int:
 
 
 def _trial(parsed: argparse.Namespace) -> Trial:
-    from hadal.autotuning.collectives import Trial
+    from hadal.plugins.autotuning.collectives import Trial
 
     dtype = _dtype_of(parsed.dtype)
     return Trial(dtype, parsed.trials, parsed.warmups, parsed.async_op, parsed.dist)

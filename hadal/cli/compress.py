@@ -1,7 +1,4 @@
-"""`hadal compress`: quantized weights of a trained model in fewer bytes.
-
-Tests: tests/compression/test_export.py
-"""
+"""`hadal compress`: quantized weights of a trained model in fewer bytes."""
 
 from __future__ import annotations
 
@@ -84,8 +81,8 @@ def add_to(group: Any) -> None:
 
 def run_export(parsed: argparse.Namespace) -> int:
     """Write the model, and compare it with the one before."""
-    from hadal.compression import init_compression, pack_weights, redundancy_clean
-    from hadal.compression.export import export_packed
+    from hadal.plugins.compression import init_compression, pack_weights, redundancy_clean
+    from hadal.plugins.compression.export import export_packed
 
     if parsed.out.resolve() == parsed.model.resolve():
         raise CommandError(f"{parsed.out} holds the model itself; pass another directory for OUT")
@@ -116,7 +113,7 @@ def _model(folder: Path) -> Any:
             f"transformers cannot be imported ({error}); pip install transformers, or call"
             " hadal.compression.pack_weights and save_packed in a program of your own"
         ) from error
-    from hadal.compression import register_with_transformers
+    from hadal.plugins.compression import register_with_transformers
 
     register_with_transformers()
     if not (folder / "config.json").is_file():
@@ -137,7 +134,7 @@ def _model(folder: Path) -> Any:
 
 def _weights_only(path: Path) -> dict[str, Any]:
     """Return the weight quantization of a configuration."""
-    from hadal.compression.compress import section_of
+    from hadal.plugins.compression.compress import section_of
 
     section = section_of(path)
     if not section.weight_quantization.is_on:
@@ -158,8 +155,8 @@ def _all_linear(bits: int) -> dict[str, Any]:
 
 def _not_quantized(model: Any) -> Iterator[str]:
     """Yield a line for each class of modules whose weights were not quantized, with the reason."""
-    from hadal.compression.layers import compressible, why_not
-    from hadal.compression.packed import Packed
+    from hadal.plugins.compression.layers import compressible, why_not
+    from hadal.plugins.compression.packed import Packed
 
     found: dict[tuple[str, str], list[int]] = {}
     for module in model.modules():
@@ -188,7 +185,7 @@ def _function(name: str) -> Callable[[Any], float]:
 def _measured(
     before: Any, after: Any, evaluate: Callable[[Any], float] | None
 ) -> dict[str, tuple[str, str]]:
-    from hadal.compression import compression_report
+    from hadal.plugins.compression import compression_report
 
     sizes = [compression_report(each).nbytes_after for each in (before, after)]
     rows = {"size": tuple(shown_nbytes(size) for size in sizes)}

@@ -28,7 +28,7 @@ from hadal.units import shown_nbytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from hadal.data_efficiency.metric_files import Distribution
+    from hadal.plugins.data_efficiency.metric_files import Distribution
 
 _FORMATS = ("text", "jsonl", "parquet", "dataset")
 _BARS = 100
@@ -190,8 +190,8 @@ def run_index(parsed: argparse.Namespace) -> int:
     """
     # The processes are the parallelism; threads of each would only get in each other's way.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from hadal.data_efficiency.indexed import bin_path
-    from hadal.data_efficiency.indexing import Indexing, index_texts, tokenizer_of
+    from hadal.plugins.data_efficiency.indexed import bin_path
+    from hadal.plugins.data_efficiency.indexing import Indexing, index_texts, tokenizer_of
 
     source = _source(parsed)
     indexing = Indexing(tokenizer_of(parsed.tokenizer), parsed.end, parsed.length)
@@ -237,7 +237,7 @@ def run_index(parsed: argparse.Namespace) -> int:
 
 
 def _source(parsed: argparse.Namespace) -> Any:
-    from hadal.data_efficiency.texts import DatasetTexts, source_of
+    from hadal.plugins.data_efficiency.texts import DatasetTexts, source_of
 
     if parsed.format != "dataset":
         return source_of(parsed.input, parsed.format, parsed.field, parsed.document)
@@ -255,9 +255,9 @@ def run_analyze(parsed: argparse.Namespace) -> int:
     Raises:
         HadalError: the data set cannot be read, a metric is unknown, or a package is missing.
     """
-    from hadal.data_efficiency.analysis import analyze, passes
-    from hadal.data_efficiency.indexed import IndexedRows
-    from hadal.data_efficiency.metric_files import prefix_of
+    from hadal.plugins.data_efficiency.analysis import analyze, passes
+    from hadal.plugins.data_efficiency.indexed import IndexedRows
+    from hadal.plugins.data_efficiency.metric_files import prefix_of
 
     rows = len(IndexedRows(parsed.dataset))
     model = _model(parsed.model) if "loss" in parsed.metrics and parsed.model else None

@@ -1,7 +1,4 @@
-"""The command names that come with DeepSpeed; `compat/deepspeed-stub` installs them.
-
-Tests: tests/cli/test_cli.py
-"""
+"""The command names that come with DeepSpeed; `compat/deepspeed-stub` installs them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hadal.units import shown_nbytes, shown_numel
 
 if TYPE_CHECKING:
-    from hadal.autotuning.estimate import Cost, JobSize, MemoryPlan, Model, TierBytes
+    from hadal.zero.estimate import Cost, JobSize, MemoryPlan, Model, TierBytes
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 NOTHING, HOST = "nothing", "cpu"
@@ -71,7 +71,7 @@ def usual_batch(ranks: int) -> tuple[int, int]:
 
 def draft(answers: Answers) -> Draft:
     """Choose the fastest plan that fits, or the smallest one, and write its configuration."""
-    from hadal.autotuning.estimate import (
+    from hadal.zero.estimate import (
         FULL,
         HALF,
         JobSize,
@@ -107,7 +107,7 @@ def draft(answers: Answers) -> Draft:
 
 def _allowed(answers: Answers) -> list[MemoryPlan]:
     """Return the plans that offload to the allowed storage, the fastest first."""
-    from hadal.autotuning.estimate import PLANS
+    from hadal.zero.estimate import PLANS
     from hadal.zero.policy import Tier
 
     tiers = {Tier.DEVICE}
@@ -157,7 +157,7 @@ def _summary(answers: Answers, plan: MemoryPlan, held: TierBytes) -> str:
 
 
 def _stage_note(answers: Answers, plan: MemoryPlan, sizes: tuple[Model, JobSize, Cost]) -> str:
-    from hadal.autotuning.estimate import MemoryPlan, held_by
+    from hadal.zero.estimate import MemoryPlan, held_by
 
     text = f"Stage {plan.stage}: {_STAGES[plan.stage]}."
     if plan.stage < 3 and answers.ranks > 1:

@@ -1,7 +1,4 @@
-"""`python -m deepspeed.checkpoint.ds_to_universal`: conversion to the universal format.
-
-Tests: tests/checkpoint/test_universal.py
-"""
+"""`python -m deepspeed.checkpoint.ds_to_universal`: conversion to the universal format."""
 
 from __future__ import annotations
 

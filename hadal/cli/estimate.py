@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from rich.text import Text
     from torch import nn
 
-    from hadal.autotuning.estimate import (
+    from hadal.config import Config
+    from hadal.zero.estimate import (
         Buffers,
         Cost,
         JobSize,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
         States,
         TierBytes,
     )
-    from hadal.config import Config
     from hadal.zero.policy import Tier
 
 _GB = 1e9
@@ -139,7 +139,7 @@ def _is_numel(text: str) -> bool:
 
 
 def _counted(model: nn.Module | None, parsed: argparse.Namespace, persistence: int) -> Model:
-    from hadal.autotuning.estimate import Model, counted
+    from hadal.zero.estimate import Model, counted
 
     if model is None:
         return Model(parsed.params, largest=parsed.largest_layer)
@@ -157,7 +157,7 @@ def _tiers() -> dict[str, Tier]:
 
 
 def _show_stages(model: Model, parsed: argparse.Namespace) -> None:
-    from hadal.autotuning.estimate import (
+    from hadal.zero.estimate import (
         HALF,
         PLANS,
         JobSize,
@@ -199,8 +199,8 @@ class _Plan(NamedTuple):
 
 
 def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
-    from hadal.autotuning.estimate import layer_nbytes, layers_take_turns, states_of
     from hadal.config import load_config
+    from hadal.zero.estimate import layer_nbytes, layers_take_turns, states_of
     from hadal.zero.policy import STAGES
 
     world_size = parsed.devices_per_node * parsed.nodes
@@ -220,14 +220,14 @@ def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
 
 def held_of(config: Config, model: Model, devices_per_node: int, nodes: int) -> TierBytes:
     """Return the bytes of a model's states on one rank under a configuration."""
-    from hadal.autotuning.estimate import states_of
+    from hadal.zero.estimate import states_of
 
     plan = _plan(config, devices_per_node, nodes)
     return states_of(plan.stage, model, plan.job, plan.cost, plan.rest).total
 
 
 def _plan(config: Config, devices_per_node: int, nodes: int) -> _Plan:
-    from hadal.autotuning.estimate import JobSize, ShardTiers
+    from hadal.zero.estimate import JobSize, ShardTiers
     from hadal.zero.policy import STAGES
 
     zero = config.zero_optimization
@@ -258,9 +258,9 @@ def _buffers(config: Config, cost: Cost) -> Buffers:
     """Return the host memory through which the engine would read and write a disk."""
     import torch
 
-    from hadal.autotuning.estimate import Buffers
     from hadal.engine.tiers import disk_steps_of, weight_buffers_of
     from hadal.optim.workspace import block_numel
+    from hadal.zero.estimate import Buffers
 
     steps = disk_steps_of(config)
     runs = 1 + cost.state // cost.moment  # the master, and each value that is remembered
@@ -274,8 +274,8 @@ def _cost(config: Config) -> Cost:
     import torch
     from torch import nn
 
-    from hadal.autotuning.estimate import Cost
     from hadal.engine.precision import precisions_of
+    from hadal.zero.estimate import Cost
 
     module, weight = nn.Linear(8, 8, bias=False), nn.Parameter(torch.zeros(8, 8))
     module.weight = weight
@@ -367,7 +367,7 @@ def _show(titles: tuple[str, ...], lines: Iterable[_Line], caption: str, limits:
 def _fit(line: _Line, limits: _Limits) -> Text:
     from rich.text import Text
 
-    from hadal.autotuning.estimate import MemoryFit
+    from hadal.zero.estimate import MemoryFit
 
     if line.peak is None:
         return Text("")
@@ -399,7 +399,7 @@ def _print_rest(
     held: TierBytes | None = None,
 ) -> None:
     """Describe the memory beyond model states, and that of a whole node."""
-    from hadal.autotuning.estimate import host_nbytes, layer_nbytes, layers_take_turns
+    from hadal.zero.estimate import host_nbytes, layer_nbytes, layers_take_turns
     from hadal.zero.policy import STAGES
 
     rows = []

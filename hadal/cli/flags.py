@@ -1,7 +1,4 @@
-"""The flags of `hadal run`, and their translation into a job and its output.
-
-Tests: tests/cli/test_parser.py
-"""
+"""The flags of `hadal run`, and their translation into a job and its output."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`hadal`: reads the command line and hands over to a subcommand.
-
-Tests: tests/cli/test_cli.py
-"""
+"""`hadal`: reads the command line and hands over to a subcommand."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Pictures: drawn with matplotlib, in the format that the file's suffix names.
-
-Tests: tests/cli/test_plot_schedule.py
-"""
+"""Pictures: drawn with matplotlib, in the format that the file's suffix names."""
 
 from __future__ import annotations
 

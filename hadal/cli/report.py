@@ -62,7 +62,7 @@ def add_to(group: Any) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Show it."""
     if parsed.folder is not None:
-        from hadal.monitor.report import write_page
+        from hadal.plugins.monitor.report import write_page
 
         show(f"wrote {write_page(parsed.folder, parsed.output)}")
         return 0
@@ -151,7 +151,7 @@ def machine() -> Section:
 
 def lacking() -> Section:
     """Return why each feature is unavailable; an empty text for available ones."""
-    from hadal.comm.cross_memory import system
+    from hadal.comm.local.cross_memory import system
     from hadal.device.inventory import lacks_compiler, lacks_fused_kernels
 
     facts = {

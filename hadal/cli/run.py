@@ -1,7 +1,4 @@
-"""`hadal run [FLAG ...] script.py [ARGUMENT ...]`: start a program on one machine or on many.
-
-Tests: tests/cli/test_dry_run.py
-"""
+"""`hadal run [FLAG ...] script.py [ARGUMENT ...]`: start a program on one machine or on many."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`hadal schema`: the JSON schema of a ds_config.json, for editors.
-
-Tests: tests/cli/test_cli.py
-"""
+"""`hadal schema`: the JSON schema of a ds_config.json, for editors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`hadal run --autotuning`: the search for the fastest configuration, as people see it.
-
-Tests: tests/autotuning/test_tuner.py
-"""
+"""`hadal run --autotuning`: the search for the fastest configuration, as people see it."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ from hadal.cli.terminal import FAILED, MISUSED, fail, show, table
 from hadal.errors import HadalError, LaunchError
 
 if TYPE_CHECKING:
-    from hadal.autotuning.space import SearchRequest
-    from hadal.autotuning.tuner import ModelProfile, Tuner
     from hadal.launcher.choices import Choices
     from hadal.launcher.job import Job
+    from hadal.plugins.autotuning.space import SearchRequest
+    from hadal.plugins.autotuning.tuner import ModelProfile, Tuner
 
 
 def tune(parsed: argparse.Namespace) -> tuple[int, list[str]]:
@@ -29,8 +26,8 @@ def tune(parsed: argparse.Namespace) -> tuple[int, list[str]]:
 
     1: nothing runs. 2: the search cannot begin. 128 and a signal's number: it was stopped.
     """
-    from hadal.autotuning.runs import Stopped, stoppable
     from hadal.launcher.processes import exit_code
+    from hadal.plugins.autotuning.runs import Stopped, stoppable
 
     said = Said(parsed)
     try:
@@ -54,10 +51,10 @@ def tune(parsed: argparse.Namespace) -> tuple[int, list[str]]:
 
 def _tuner(parsed: argparse.Namespace, said: Said) -> Tuner:
     """Return the search, once the flags and the configuration are checked."""
-    from hadal.autotuning.runs import Runner, absolute
-    from hadal.autotuning.space import read_request
-    from hadal.autotuning.tuner import Tuner
     from hadal.launcher.choices import planned
+    from hadal.plugins.autotuning.runs import Runner, absolute
+    from hadal.plugins.autotuning.space import read_request
+    from hadal.plugins.autotuning.tuner import Tuner
 
     choices, folder = choices_of(parsed), Path.cwd()
     _refuse(choices, parsed.dry_run)
@@ -118,9 +115,9 @@ def _states_of(wish: SearchRequest, job: Job) -> Any:
     on_host = not devices_here()
 
     def states_nbytes(config: Mapping[str, Any], look: ModelProfile) -> int:
-        from hadal.autotuning.estimate import Model
         from hadal.cli.estimate import held_of
         from hadal.config import load_config
+        from hadal.zero.estimate import Model
 
         checked = load_config(config, world_size=job.world_size, data_parallel_size=wish.ranks)
         model = Model(look.trainable, look.num_params - look.trainable)
@@ -132,7 +129,7 @@ def _states_of(wish: SearchRequest, job: Job) -> Any:
 
 def _show(tuner: Tuner) -> None:
     """Show the table, the reasons for missing results, and the path of the best configuration."""
-    from hadal.autotuning.summary import BEST_COMMAND, BEST_CONFIG, SUMMARY, TITLES
+    from hadal.plugins.autotuning.summary import BEST_COMMAND, BEST_CONFIG, SUMMARY, TITLES
 
     findings, folder = tuner.findings, tuner.runner.results
     if findings.results:

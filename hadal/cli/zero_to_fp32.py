@@ -1,7 +1,4 @@
-"""`zero_to_fp32.py` and `zero_to_torch.py` next to checkpoints, as in DeepSpeed.
-
-Tests: tests/checkpoint/test_export.py
-"""
+"""`zero_to_fp32.py` and `zero_to_torch.py` next to checkpoints, as in DeepSpeed."""
 
 from __future__ import annotations
 

@@ -8,8 +8,6 @@ bus bandwidth        the same times `bus_factor`: the traffic that any algorithm
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md derives the factors. The message
 of a gather (or all-gather) is all ranks' data together, that of a reduce-scatter, scatter or
 all-to-all the data that one rank sends to all: the longer side.
-
-Tests: tests/comm/test_comms_log.py
 """
 
 from __future__ import annotations

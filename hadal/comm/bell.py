@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from hadal.comm.pairs import exchange
+from hadal.comm.local.pairs import exchange
 from hadal.comm.pending import Pending
 from hadal.comm.polling import start_polling
 from hadal.comm.ranks import Ranks

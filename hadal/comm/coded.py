@@ -8,8 +8,6 @@ decoded ones of the others.
 A mean in two hops is encoded twice. Each rank encodes each slice and sends it to the slice's owner.
 The owner decodes and averages the slices, encodes the mean and sends it to all. Both sides keep the
 error of their encoding and add it to the next message (Seide 2014; in two hops Tang 2021).
-
-Tests: tests/comm/test_coded.py, tests/comm/test_compressed.py
 """
 
 from __future__ import annotations

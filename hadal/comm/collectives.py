@@ -19,7 +19,7 @@ from torch import Tensor
 from hadal.comm import functions
 from hadal.comm.factors import Factors, for_the_wire, sum_into
 from hadal.comm.functions import labelled
-from hadal.comm.pairs import as_bytes, exchange
+from hadal.comm.local.pairs import as_bytes, exchange
 from hadal.comm.pending import Pending, finished, relayed
 from hadal.comm.ranks import Ranks
 from hadal.comm.transport import (

@@ -1,7 +1,4 @@
-"""Groups of ranks around distributed experts, by the name that experts' parameters carry.
-
-Tests: tests/comm/test_expert_groups.py
-"""
+"""Groups of ranks around distributed experts, by the name that experts' parameters carry."""
 
 from __future__ import annotations
 

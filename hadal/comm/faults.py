@@ -1,7 +1,4 @@
-"""Faults of one rank that are raised on all, so that none waits for a rank that has stopped.
-
-Tests: tests/contracts/test_bad_input.py
-"""
+"""Faults of one rank that are raised on all, so that none waits for a rank that has stopped."""
 
 from __future__ import annotations
 

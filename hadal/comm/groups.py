@@ -1,7 +1,4 @@
-"""Process groups in torch's form.
-
-Tests: tests/comm/test_ranks.py
-"""
+"""Process groups in torch's form."""
 
 from __future__ import annotations
 

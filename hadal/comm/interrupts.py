@@ -2,8 +2,6 @@
 
 Ranks match most messages by their order. A rank that was interrupted between two of them does not
 know which ones the others expect, so it refuses to go on, in place of waiting for them.
-
-Tests: tests/zero/test_interrupts.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Reading a program's own model-parallel object: the methods of Megatron, and their names.
-
-Tests: tests/engine/test_topology.py
-"""
+"""Reading a program's own model-parallel object: the methods of Megatron, and their names."""
 
 from __future__ import annotations
 

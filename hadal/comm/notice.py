@@ -3,8 +3,6 @@
 No rank waits and no collective runs until there is a notice. A thread polls the rendezvous' store
 over its own connection. Once it finds a notice, its rank stops at its next boundary until all ranks
 agree on one: each publishes the next boundary that it has not passed, and the last one is chosen.
-
-Tests: tests/comm/test_notice.py
 """
 
 from __future__ import annotations

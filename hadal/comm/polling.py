@@ -1,7 +1,4 @@
-"""Threads that look for something again and again, until the program ends.
-
-Tests: tests/comm/test_notice.py, tests/comm/test_bell.py, tests/comm/test_watchdog.py
-"""
+"""Threads that look for something again and again, until the program ends."""
 
 from __future__ import annotations
 

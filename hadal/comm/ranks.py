@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hadal.comm.functions import all_gather_object, labelled
-from hadal.comm.neighbours import Circle, identity, meet
+from hadal.comm.local.neighbours import Circle, identity, meet
 from hadal.comm.start import may_read_memory
 from hadal.device import current_device
 

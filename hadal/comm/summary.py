@@ -1,7 +1,4 @@
-"""The log of collectives as a table, with the time that each rank lost waiting for the last one.
-
-Tests: tests/comm/test_comms_log.py
-"""
+"""The log of collectives as a table, with the time that each rank lost waiting for the last one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Transport of tensors between ranks: on the host in pairs, on an accelerator by its collectives.
 
 All differences between the two are here. A table has a row for each rank.
-
-Tests: tests/comm/test_collectives.py
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from torch import Tensor
 from hadal.comm import functions
 from hadal.comm.factors import Factors, for_the_wire, sum_into
 from hadal.comm.functions import labelled
-from hadal.comm.pairs import exchange
+from hadal.comm.local.pairs import exchange
 from hadal.comm.pending import Pending
 from hadal.comm.ranks import Ranks
 from hadal.comm.works import Work

@@ -3,8 +3,6 @@
 All ranks of a group begin its collectives in one order, so a number names the same one on all of
 them. An accelerator's host waits for no collective, only its stream does: an event behind each
 shows which are over.
-
-Tests: tests/comm/test_pending.py
 """
 
 from __future__ import annotations

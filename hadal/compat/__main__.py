@@ -1,7 +1,4 @@
-"""`python -m hadal.compat script.py ...`: run a program written for DeepSpeed unchanged.
-
-Tests: tests/compat/test_install.py
-"""
+"""`python -m hadal.compat script.py ...`: run a program written for DeepSpeed unchanged."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`get_accelerator()`: the current device with the methods that programs call.
-
-Tests: tests/npu/test_accelerator.py, tests/compat/test_details.py
-"""
+"""`get_accelerator()`: the current device with the methods that programs call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Methods with which DeepSpeed's engines report their configuration: one per key.
-
-Tests: tests/compat/test_surface.py
-"""
+"""Methods with which DeepSpeed's engines report their configuration: one per key."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The modules called `deepspeed`: each name is resolved on first access (PEP 562).
-
-Tests: tests/compat/test_surface.py, tests/compat/test_names.py
-"""
+"""The modules called `deepspeed`: each name is resolved on first access (PEP 562)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""DeepSpeed's analysers of data: shells around `hadal.data_efficiency`.
-
-Tests: tests/compat/test_analyzers.py
-"""
+"""DeepSpeed's analysers of data: shells around `hadal.data_efficiency`."""
 
 from __future__ import annotations
 
@@ -13,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hadal import comm
-from hadal.data_efficiency.chunks import (
+from hadal.errors import UsageError
+from hadal.plugins.data_efficiency.chunks import (
     KeptChunks,
     Span,
     compute_all,
@@ -22,16 +20,21 @@ from hadal.data_efficiency.chunks import (
     spans_of,
     split_span,
 )
-from hadal.data_efficiency.indexed import IndexedRows, RowsBuilder, bin_path
-from hadal.data_efficiency.measures import IDS, BatchMeasures, Measure, added_up, measures_of
-from hadal.data_efficiency.metric_files import (
+from hadal.plugins.data_efficiency.indexed import IndexedRows, RowsBuilder, bin_path
+from hadal.plugins.data_efficiency.measures import (
+    IDS,
+    BatchMeasures,
+    Measure,
+    added_up,
+    measures_of,
+)
+from hadal.plugins.data_efficiency.metric_files import (
     Origin,
     write_accumulated,
     write_origin,
     write_single,
     write_values,
 )
-from hadal.errors import UsageError
 
 _UNFINISHED = ".unfinished"
 _MAPPED, _ADDED, _IDS = "sample_to_metric", "metric_value", "sample_ids"

@@ -1,7 +1,4 @@
-"""Dynamic batching under DeepSpeed's names: adapters of `hadal.data_efficiency`.
-
-Tests: tests/compat/test_batching.py
-"""
+"""Dynamic batching under DeepSpeed's names: adapters of `hadal.data_efficiency`."""
 
 from __future__ import annotations
 
@@ -16,12 +13,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from hadal.data_efficiency.batching import PATH
-from hadal.data_efficiency.lengths import is_measured, measured, read_lengths, write_lengths
-from hadal.data_efficiency.packing import PackLimits, evened, pack, pack_alike, picked, scale_of
-from hadal.data_efficiency.rates import ScaledRates
 from hadal.engine.engine import Engine
 from hadal.errors import UsageError
+from hadal.plugins.data_efficiency.batching import PATH
+from hadal.plugins.data_efficiency.lengths import is_measured, measured, read_lengths, write_lengths
+from hadal.plugins.data_efficiency.packing import (
+    PackLimits,
+    evened,
+    pack,
+    pack_alike,
+    picked,
+    scale_of,
+)
+from hadal.plugins.data_efficiency.rates import ScaledRates
 
 _log = logging.getLogger(__name__)
 

@@ -2,8 +2,6 @@
 
 They report whether their functionality is available. It is found under the names of its classes
 (`DeepSpeedCPUAdam`), not in a module that `load` returns.
-
-Tests: tests/compat/test_names.py
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from hadal.activation_checkpointing import Recomputation, tell_unshared
-from hadal.activation_checkpointing.random_states import reseed_parts, seed_parts
 from hadal.comm import Ranks, get_world_size, is_initialized
 from hadal.comm.mpu import cuts_the_model, tensor_group_of
 from hadal.compat.groups import get_tensor_model_parallel_group, get_tensor_model_parallel_rank
@@ -21,6 +19,8 @@ from hadal.compat.tools import bwc_tensor_model_parallel_rank
 from hadal.config import load_config
 from hadal.config.activation_checkpointing import ActivationCheckpointing
 from hadal.errors import UsageError
+from hadal.plugins.activation_checkpointing import Recomputation, tell_unshared
+from hadal.plugins.activation_checkpointing.random_states import reseed_parts, seed_parts
 
 _log = logging.getLogger(__name__)
 

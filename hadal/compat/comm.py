@@ -1,7 +1,4 @@
-"""The functions of `deepspeed.comm` whose arguments differ from those of `hadal.comm`.
-
-Tests: tests/compat/test_names.py
-"""
+"""The functions of `deepspeed.comm` whose arguments differ from those of `hadal.comm`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The helpers of `deepspeed.compression` that programs use besides `init_compression`.
-
-Tests: tests/compat/test_compression_names.py
-"""
+"""The helpers of `deepspeed.compression` that programs use besides `init_compression`."""
 
 from __future__ import annotations
 
@@ -13,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from hadal.compat.tools import recursive_getattr
-from hadal.compression.compress import init_compression, section_of
-from hadal.compression.compress import redundancy_clean as _redundancy_clean
-from hadal.compression.layers import change, compressible, why_not
-from hadal.compression.quantizers import in_steps, largest, quantize, quantize_in_range
 from hadal.config.compression_training import CompressionTraining
 from hadal.config.reading import read
 from hadal.config.section import Section, child_of
 from hadal.errors import ConfigError, Fault, UsageError
+from hadal.plugins.compression.compress import init_compression, section_of
+from hadal.plugins.compression.compress import redundancy_clean as _redundancy_clean
+from hadal.plugins.compression.layers import change, compressible, why_not
+from hadal.plugins.compression.quantizers import in_steps, largest, quantize, quantize_in_range
 
 _TECHNIQUES = (
     "weight_quantization",

@@ -1,7 +1,4 @@
-"""`DeepSpeedConfig`: a configuration that programs read before they have an engine.
-
-Tests: tests/compat/test_names.py
-"""
+"""`DeepSpeedConfig`: a configuration that programs read before they have an engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Schedules of data efficiency as programs use DeepSpeed's.
-
-Tests: tests/compat/test_efficiency.py
-"""
+"""Schedules of data efficiency as programs use DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from hadal.config import load_config
-from hadal.data_efficiency.layer_drop import LayerDrop, theta_at
-from hadal.data_efficiency.pacing import Pacer, pace_rule_of
-from hadal.data_efficiency.token_drop import TokenDrop, kept_at, layer_tokens_at
 from hadal.engine.engine import Engine
+from hadal.plugins.data_efficiency.layer_drop import LayerDrop, theta_at
+from hadal.plugins.data_efficiency.pacing import Pacer, pace_rule_of
+from hadal.plugins.data_efficiency.token_drop import TokenDrop, kept_at, layer_tokens_at
 
 
 class CurriculumScheduler:

@@ -1,7 +1,4 @@
-"""Eigenvalues of blocks as programs use DeepSpeed's.
-
-Tests: tests/compat/test_eigenvalue.py
-"""
+"""Eigenvalues of blocks as programs use DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hadal.compression.curvature import (
+from hadal.errors import UsageError
+from hadal.plugins.compression.curvature import (
     PowerIteration,
     blocks_of,
     dominant_eigenvalue,
     relative,
 )
-from hadal.errors import UsageError
 
 _log = logging.getLogger(__name__)
 

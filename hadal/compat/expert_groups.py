@@ -1,7 +1,4 @@
-"""`deepspeed.utils.groups`: the ranks around distributed experts, by the name of their groups.
-
-Tests: tests/compat/test_experts.py
-"""
+"""`deepspeed.utils.groups`: the ranks around distributed experts, by the name of their groups."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`deepspeed.moe`: gates and token mappings in DeepSpeed's forms.
-
-Tests: tests/compat/test_experts.py
-"""
+"""`deepspeed.moe`: gates and token mappings in DeepSpeed's forms."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from torch import Tensor
 
 from hadal.comm import Ranks, ReduceOp, all_reduce
 from hadal.compat.groups import get_tensor_model_parallel_group
-from hadal.moe.gate import (
+from hadal.plugins.moe.gate import (
     DropPolicy,
     Routing,
     capacity_of,
@@ -24,7 +21,7 @@ from hadal.moe.gate import (
     route_to_one,
     route_to_two,
 )
-from hadal.moe.mappings import dropped, gathered
+from hadal.plugins.moe.mappings import dropped, gathered
 
 TUTEL_INSTALLED = False
 Gated = tuple[Any, ...]

@@ -2,8 +2,6 @@
 
 Hadal's checkpoints have no such files: their content is written into temporary files, which are
 removed when the process ends.
-
-Tests: tests/compat/test_names.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`deepspeed.utils.groups`: the process groups of the newest engine.
-
-Tests: tests/compat/test_names.py
-"""
+"""`deepspeed.utils.groups`: the process groups of the newest engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The home of each name of the surface: `module:name` in Hadal or torch, or a module.
-
-Tests: tests/compat/test_surface.py
-"""
+"""The home of each name of the surface: `module:name` in Hadal or torch, or a module."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Indexed data sets under DeepSpeed's names: adapters of `hadal.data_efficiency.indexed`.
-
-Tests: tests/compat/test_indexed.py
-"""
+"""Indexed data sets under DeepSpeed's names: adapters of `hadal.data_efficiency.indexed`."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hadal.data_efficiency.chunks import Span, split_span
-from hadal.data_efficiency.indexed import (
+from hadal.plugins.data_efficiency.chunks import Span, split_span
+from hadal.plugins.data_efficiency.indexed import (
     CODES,
     OLD_MAGIC,
     IndexedRows,

@@ -1,7 +1,4 @@
-"""The optimizer classes that programs test for by `isinstance`.
-
-Tests: tests/compat/test_engine.py
-"""
+"""The optimizer classes that programs test for by `isinstance`."""
 
 from __future__ import annotations
 

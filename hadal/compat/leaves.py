@@ -1,7 +1,4 @@
-"""Further functions of `deepspeed.utils` to name leaf modules; all use `hadal.zero.leaves`.
-
-Tests: tests/compat/test_names.py
-"""
+"""Further functions of `deepspeed.utils` to name leaf modules; all use `hadal.zero.leaves`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The logger whose level programs set, and to which they log.
-
-Tests: tests/compat/test_names.py
-"""
+"""The logger whose level programs set, and to which they log."""
 
 from __future__ import annotations
 

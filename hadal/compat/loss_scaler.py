@@ -1,7 +1,4 @@
-"""The loss scalers of `deepspeed.runtime.fp16`, usable on their own; the arithmetic is Hadal's.
-
-Tests: tests/compat/test_names.py
-"""
+"""The loss scalers of `deepspeed.runtime.fp16`, usable on their own; the arithmetic is Hadal's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""DeepSpeed's cross entropies with their arguments: in blocks of rows, over split vocabularies.
-
-Tests: tests/compat/test_losses.py
-"""
+"""DeepSpeed's cross entropies with their arguments: in blocks of rows, over split vocabularies."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from torch.nn import functional as F
 
 from hadal.compat.placeholders import unbuilt
 from hadal.errors import SequenceError, UsageError
-from hadal.sequence import linear_cross_entropy, mean_over_sequence
-from hadal.sequence import vocab_parallel_cross_entropy as over_split_vocabulary
-from hadal.sequence.loss import whole_value
-from hadal.sequence.tiles import IGNORED
+from hadal.plugins.sequence import linear_cross_entropy, mean_over_sequence
+from hadal.plugins.sequence import vocab_parallel_cross_entropy as over_split_vocabulary
+from hadal.plugins.sequence.loss import whole_value
+from hadal.plugins.sequence.tiles import IGNORED
 
 Group = dist.ProcessGroup | None
 

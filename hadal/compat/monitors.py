@@ -13,12 +13,12 @@ from hadal.config.comet import Comet
 from hadal.config.csv_monitor import CsvMonitor
 from hadal.config.tensorboard import TensorBoard
 from hadal.config.wandb import Wandb
-from hadal.monitor.comet import ThinnedEvents
-from hadal.monitor.monitor import Monitor as HouseMonitor
-from hadal.monitor.opening import WRITERS, open_writers, sections_on
-from hadal.monitor.packages import expect_package
-from hadal.monitor.record import GivenScalars, events_of
-from hadal.monitor.writer import Writer
+from hadal.plugins.monitor.comet import ThinnedEvents
+from hadal.plugins.monitor.monitor import Monitor as HouseMonitor
+from hadal.plugins.monitor.opening import WRITERS, open_writers, sections_on
+from hadal.plugins.monitor.packages import expect_package
+from hadal.plugins.monitor.record import GivenScalars, events_of
+from hadal.plugins.monitor.writer import Writer
 
 Event = tuple[str, float, int]
 EventsLogScheduler = ThinnedEvents

@@ -2,8 +2,6 @@
 
 The layers recompute themselves (`gradient_checkpointing=True`). The hidden states that they store
 until backward are offloaded as by `activation_checkpointing.cpu_checkpointing`.
-
-Tests: tests/npu/test_recomputed.py, tests/compat/test_losses.py
 """
 
 from __future__ import annotations
@@ -14,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hadal.activation_checkpointing.keeping import HostLimits, InputKeeper
 from hadal.config.activation_checkpointing import ActivationCheckpointing
 from hadal.errors import MissingPackageError, UsageError
+from hadal.plugins.activation_checkpointing.keeping import HostLimits, InputKeeper
 
 
 class CheckpointHiddenStatesOffload:

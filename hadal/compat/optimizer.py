@@ -1,7 +1,4 @@
-"""The optimizer as programs see it: an object around torch's, which the engine steps.
-
-Tests: tests/compat/test_engine.py
-"""
+"""The optimizer as programs see it: an object around torch's, which the engine steps."""
 
 from __future__ import annotations
 

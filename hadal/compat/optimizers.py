@@ -1,8 +1,6 @@
 """The optimizer classes of `deepspeed.ops`: calling one creates one of Hadal's or torch's.
 
 Objects of those classes are elementwise and step flat shards.
-
-Tests: tests/compat/test_engine.py
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@
 They are read from the bucket on access. A parameter has them while its weights are sharded at stage
 3 (or were created sharded); otherwise `hasattr` is False, as programs expect. Parameters trained at
 stages 1 and 2 have `param_idx_in_group` only.
-
-Tests: tests/compat/test_details.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The engine of a model in stages, as programs see it.
-
-Tests: tests/compat/test_pipeline.py
-"""
+"""The engine of a model in stages, as programs see it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Placeholders for names that are not built yet: importable, but they raise when used.
-
-Tests: tests/compat/test_surface.py
-"""
+"""Placeholders for names that are not built yet: importable, but they raise when used."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Names of `deepspeed.module_inject` that programs use besides `tensor_parallel.autotp_size`.
-
-Tests: tests/compat/test_tensor_parallel_names.py
-"""
+"""Names of `deepspeed.module_inject` that programs use besides `tensor_parallel.autotp_size`."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ from dataclasses import dataclass
 
 from hadal.comm import get_rank
 from hadal.errors import NotBuiltYetError, UsageError
-from hadal.tensor_parallel.cut import shard_sizes
-from hadal.tensor_parallel.rules import PRESETS, LayerRule, preset
+from hadal.plugins.tensor_parallel.cut import shard_sizes
+from hadal.plugins.tensor_parallel.rules import PRESETS, LayerRule, preset
 
 
 def set_autotp_mode(training: bool = False) -> None:

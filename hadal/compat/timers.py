@@ -1,7 +1,4 @@
-"""`deepspeed.utils.timer`: named timers that synchronize with the device at both ends.
-
-Tests: tests/compat/test_details.py
-"""
+"""`deepspeed.utils.timer`: named timers that synchronize with the device at both ends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Small functions over nested tensors, memory and random numbers.
-
-Tests: tests/compat/test_details.py
-"""
+"""Small functions over nested tensors, memory and random numbers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Additions to the Hugging Face Trainer: checkpoints on preemption, weights of micro-batches.
-
-Tests: tests/compat/test_preempted_trainer.py, tests/compat/test_ulysses.py
-"""
+"""Additions to the Hugging Face Trainer: checkpoints on preemption, weights of micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from transformers import TrainerCallback
 from hadal.comm import all_reduce
 from hadal.compat import groups
 from hadal.engine.preemption import Preemption
-from hadal.sequence.tiles import IGNORED
+from hadal.plugins.sequence.tiles import IGNORED
 
 
 class SaveOnSignal(TrainerCallback):

@@ -1,7 +1,4 @@
-"""Enumerations and constants that programs compare with, under the names they know.
-
-Tests: tests/compat/test_details.py
-"""
+"""Enumerations and constants that programs compare with, under the names they know."""
 
 from __future__ import annotations
 

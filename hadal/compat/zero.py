@@ -1,7 +1,4 @@
-"""`deepspeed.zero`: importing it adds the attributes of sharded parameters to all parameters.
-
-Tests: tests/compat/test_names.py
-"""
+"""`deepspeed.zero`: importing it adds the attributes of sharded parameters to all parameters."""
 
 from __future__ import annotations
 

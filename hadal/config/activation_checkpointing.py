@@ -1,7 +1,4 @@
-"""`activation_checkpointing`: recomputing activations instead of storing them.
-
-Tests: tests/config/test_every_key.py, tests/activation_checkpointing/test_keeping.py
-"""
+"""`activation_checkpointing`: recomputing activations instead of storing them."""
 
 from typing import Annotated, Literal
 

@@ -1,7 +1,4 @@
-"""Notes on valid settings that do less than their author may expect.
-
-Tests: tests/config/test_rules.py
-"""
+"""Notes on valid settings that do less than their author may expect."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`aio`: asynchronous disk I/O.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`aio`: asynchronous disk I/O."""
 
 from collections.abc import Mapping
 from typing import ClassVar

@@ -1,7 +1,4 @@
-"""`amp`: mixed precision with NVIDIA Apex's levels, implemented with torch.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`amp`: mixed precision with NVIDIA Apex's levels, implemented with torch."""
 
 from typing import Annotated, ClassVar, Literal
 

@@ -1,7 +1,4 @@
-"""`autotuning`: the search for the fastest configuration, and the measurement of one experiment.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`autotuning`: the search for the fastest configuration, and the measurement of one experiment."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal

@@ -1,7 +1,4 @@
-"""`bf16`: training with bfloat16 weights.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`bf16`: training with bfloat16 weights."""
 
 from collections.abc import Mapping
 from typing import ClassVar

@@ -1,7 +1,4 @@
-"""`checkpoint`: saving and loading.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`checkpoint`: saving and loading."""
 
 from typing import Annotated, Literal
 

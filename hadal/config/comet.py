@@ -1,7 +1,4 @@
-"""`comet`: scalars in Comet.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`comet`: scalars in Comet."""
 
 from typing import Annotated, ClassVar, Literal
 

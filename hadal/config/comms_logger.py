@@ -1,7 +1,4 @@
-"""`comms_logger`: timing of collectives.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`comms_logger`: timing of collectives."""
 
 from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 

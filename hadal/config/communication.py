@@ -1,7 +1,4 @@
-"""Top-level keys for averaging gradients.
-
-Tests: tests/config/test_every_key.py
-"""
+"""Top-level keys for averaging gradients."""
 
 from typing import Annotated, Literal
 

@@ -1,7 +1,4 @@
-"""`compression_training`: quantizing, pruning and shortening a model during training.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`compression_training`: quantizing, pruning and shortening a model during training."""
 
 from typing import Annotated, ClassVar, Literal, TypeAlias
 

@@ -1,7 +1,4 @@
-"""`csv_monitor`: scalars in CSV files.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`csv_monitor`: scalars in CSV files."""
 
 from typing import ClassVar
 

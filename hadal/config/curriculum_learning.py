@@ -1,7 +1,4 @@
-"""`curriculum_learning`: difficulty (sequence length) that grows during training.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`curriculum_learning`: difficulty (sequence length) that grows during training."""
 
 from typing import ClassVar, Literal, TypeAlias
 

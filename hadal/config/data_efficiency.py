@@ -1,7 +1,4 @@
-"""`data_efficiency`: choosing samples by difficulty, and dropping tokens.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`data_efficiency`: choosing samples by difficulty, and dropping tokens."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal

@@ -1,7 +1,4 @@
-"""`data_types`: dtypes that fp16 and bf16 do not decide.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`data_types`: dtypes that fp16 and bf16 do not decide."""
 
 from typing import Literal
 

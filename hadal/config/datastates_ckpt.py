@@ -1,7 +1,4 @@
-"""`datastates_ckpt`: asynchronous checkpoints.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`datastates_ckpt`: asynchronous checkpoints."""
 
 from hadal.config.section import NO_EFFECT, Section, key
 from hadal.config.values import Integer

@@ -1,8 +1,6 @@
 """Generates docs/configuration.md and docs/configuration_unbuilt.md from the declarations.
 
 Run `python -m hadal.config.document`.
-
-Tests: tests/config/test_generated.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`eigenvalue`: curvature of a model's blocks during training.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`eigenvalue`: curvature of a model's blocks during training."""
 
 from typing import ClassVar
 

@@ -1,7 +1,4 @@
-"""`elasticity`: one batch size that suits many numbers of ranks.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`elasticity`: one batch size that suits many numbers of ranks."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar

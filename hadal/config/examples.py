@@ -1,7 +1,4 @@
-"""JSON examples for docs/configuration.md, by section; the sections that have one are built.
-
-Tests: tests/config/test_generated.py
-"""
+"""JSON examples for docs/configuration.md, by section; the sections that have one are built."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,4 @@
-"""`expert_parallel`: distributing the experts of a mixture over ranks.
-
-Tests: tests/config/test_every_key.py, tests/moe/test_blocks.py
-"""
+"""`expert_parallel`: distributing the experts of a mixture over ranks."""
 
 from typing import Annotated, ClassVar, Literal, TypeAlias
 

@@ -1,7 +1,4 @@
-"""`flops_profiler`: operations, parameters and latency of one step.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`flops_profiler`: operations, parameters and latency of one step."""
 
 from typing import ClassVar
 

@@ -1,7 +1,4 @@
-"""`fp16`: training with half-precision weights and loss scaling.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`fp16`: training with half-precision weights and loss scaling."""
 
 from collections.abc import Mapping
 from typing import ClassVar

@@ -1,7 +1,4 @@
-"""`hybrid_engine`: training and generating with one model.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`hybrid_engine`: training and generating with one model."""
 
 from typing import ClassVar
 

@@ -1,7 +1,4 @@
-"""`jsonl_monitor`: everything about a run in one file of JSON lines.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`jsonl_monitor`: everything about a run in one file of JSON lines."""
 
 from typing import ClassVar
 

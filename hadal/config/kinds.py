@@ -1,7 +1,4 @@
-"""The values that a key accepts, in words, from its declaration.
-
-Tests: tests/config/test_generated.py, tests/config/test_values.py
-"""
+"""The values that a key accepts, in words, from its declaration."""
 
 from __future__ import annotations
 

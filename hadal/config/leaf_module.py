@@ -1,7 +1,4 @@
-"""`zero_optimization.leaf_module`: modules that are gathered as a whole.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`zero_optimization.leaf_module`: modules that are gathered as a whole."""
 
 from hadal.config.section import Section, key
 from hadal.config.values import TextOrTexts

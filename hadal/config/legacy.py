@@ -1,7 +1,4 @@
-"""Migration of keys that moved to another section, and of sections that changed their form.
-
-Tests: tests/config/test_names.py
-"""
+"""Migration of keys that moved to another section, and of sections that changed their form."""
 
 from __future__ import annotations
 

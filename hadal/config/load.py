@@ -1,7 +1,4 @@
-"""`load_config`: turns a ds_config.json into a `Config`.
-
-Tests: tests/config/test_reading.py
-"""
+"""`load_config`: turns a ds_config.json into a `Config`."""
 
 from __future__ import annotations
 

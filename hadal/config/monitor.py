@@ -1,7 +1,4 @@
-"""`monitor`: selection of the scalars that the monitors write.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`monitor`: selection of the scalars that the monitors write."""
 
 from hadal.config.section import Section, key
 from hadal.config.values import Boolean

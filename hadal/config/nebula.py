@@ -1,7 +1,4 @@
-"""`nebula`: checkpoints through Azure Nebula.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`nebula`: checkpoints through Azure Nebula."""
 
 from typing import ClassVar
 

@@ -1,7 +1,4 @@
-"""`zero_optimization.offload_param` and `.offload_optimizer`: the tier that stores state.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`zero_optimization.offload_param` and `.offload_optimizer`: the tier that stores state."""
 
 from typing import ClassVar, Literal, TypeAlias
 

@@ -1,7 +1,4 @@
-"""`optimizer`: the optimizer that the engine builds.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`optimizer`: the optimizer that the engine builds."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar

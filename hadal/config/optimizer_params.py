@@ -1,7 +1,4 @@
-"""`optimizer.params`: the arguments of each built-in optimizer.
-
-Tests: tests/config/test_every_key.py, tests/config/test_typos.py
-"""
+"""`optimizer.params`: the arguments of each built-in optimizer."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeAlias

@@ -1,7 +1,4 @@
-"""`pipeline`: options of pipeline parallelism.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`pipeline`: options of pipeline parallelism."""
 
 from typing import Any, Literal
 

@@ -1,7 +1,4 @@
-"""Configuration values as plain JSON values.
-
-Tests: tests/config/test_every_key.py
-"""
+"""Configuration values as plain JSON values."""
 
 from __future__ import annotations
 

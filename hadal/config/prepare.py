@@ -1,7 +1,4 @@
-"""Conversion of raw JSON to current names: resolves old names, leftovers, "auto" and typos.
-
-Tests: tests/config/test_names.py
-"""
+"""Conversion of raw JSON to current names: resolves old names, leftovers, "auto" and typos."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`progressive_layer_drop`: skipping layers more and more often during training.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`progressive_layer_drop`: skipping layers more and more often during training."""
 
 from typing import ClassVar
 

@@ -1,7 +1,4 @@
-"""`quantize_training`: the first form of quantized training, before `compression_training`.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`quantize_training`: the first form of quantized training, before `compression_training`."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal

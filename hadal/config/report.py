@@ -1,7 +1,4 @@
-"""The faults, notes and `auto` values collected while loading.
-
-Tests: tests/config/test_typos.py, tests/config/test_values.py
-"""
+"""The faults, notes and `auto` values collected while loading."""
 
 from __future__ import annotations
 

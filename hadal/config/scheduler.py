@@ -1,7 +1,4 @@
-"""`scheduler`: the learning-rate schedule, stepped once per applied update.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`scheduler`: the learning-rate schedule, stepped once per applied update."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeAlias

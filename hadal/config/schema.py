@@ -1,7 +1,4 @@
-"""The JSON schema of a ds_config.json (draft 2020-12), for editors.
-
-Tests: tests/config/test_generated.py
-"""
+"""The JSON schema of a ds_config.json (draft 2020-12), for editors."""
 
 from __future__ import annotations
 

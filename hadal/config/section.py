@@ -10,8 +10,6 @@ renamed   an old name for a key of today, accepted with a note
 moved     a key of older releases that is in another place today; read there, with a note
 alias     a second name, accepted without a note
 fault     a reason to refuse the configuration        note  a line worth logging
-
-Tests: tests/config/test_every_key.py
 """
 
 from collections.abc import Mapping

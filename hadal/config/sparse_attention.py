@@ -1,7 +1,4 @@
-"""`sparse_attention`: layouts of block-sparse attention.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`sparse_attention`: layouts of block-sparse attention."""
 
 from collections.abc import Mapping
 from typing import Any, Literal

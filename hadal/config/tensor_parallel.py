@@ -1,7 +1,4 @@
-"""`tensor_parallel`: splitting single layers over ranks.
-
-Tests: tests/tensor_parallel/test_rules.py
-"""
+"""`tensor_parallel`: splitting single layers over ranks."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias

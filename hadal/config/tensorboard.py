@@ -1,7 +1,4 @@
-"""`tensorboard`: scalars for TensorBoard.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`tensorboard`: scalars for TensorBoard."""
 
 from typing import ClassVar
 

@@ -1,7 +1,4 @@
-"""`timers`: the throughput timer.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`timers`: the throughput timer."""
 
 from hadal.config.section import Section, key, section
 from hadal.config.values import Boolean

@@ -1,7 +1,4 @@
-"""The configuration as a whole: the top-level keys and the sections.
-
-Tests: tests/config/test_every_key.py
-"""
+"""The configuration as a whole: the top-level keys and the sections."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal

@@ -1,7 +1,4 @@
-"""`torch_autocast`: running the forward pass under `torch.autocast`.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`torch_autocast`: running the forward pass under `torch.autocast`."""
 
 from typing import Annotated, ClassVar, Literal, TypeAlias
 

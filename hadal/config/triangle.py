@@ -1,7 +1,4 @@
-"""The batch triangle: train batch = micro-batch x accumulation x ranks.
-
-Tests: tests/config/test_batch.py
-"""
+"""The batch triangle: train batch = micro-batch x accumulation x ranks."""
 
 from __future__ import annotations
 

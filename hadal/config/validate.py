@@ -1,7 +1,4 @@
-"""Validation of prepared JSON into frozen sections: types and ranges, each fault with its path.
-
-Tests: tests/config/test_values.py
-"""
+"""Validation of prepared JSON into frozen sections: types and ranges, each fault with its path."""
 
 from __future__ import annotations
 

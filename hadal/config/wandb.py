@@ -1,7 +1,4 @@
-"""`wandb`: scalars in Weights & Biases.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`wandb`: scalars in Weights & Biases."""
 
 from typing import ClassVar
 

@@ -1,7 +1,4 @@
-"""`weight_quantization`: weights stored quantized at stage 3, for inference.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`weight_quantization`: weights stored quantized at stage 3, for inference."""
 
 from typing import Annotated, ClassVar, Literal, TypeAlias
 

@@ -1,7 +1,4 @@
-"""`zero_optimization.zenflow`: updates with important gradients at once, others later on the CPU.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`zero_optimization.zenflow`: important gradients update at once, others later on the CPU."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, TypeAlias

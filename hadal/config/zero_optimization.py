@@ -1,7 +1,4 @@
-"""`zero_optimization`: the states that are sharded over ranks, and their communication.
-
-Tests: tests/config/test_every_key.py
-"""
+"""`zero_optimization`: the states that are sharded over ranks, and their communication."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, TypeAlias

@@ -1,7 +1,4 @@
-"""Selection of the device that this process computes on, through `torch.accelerator`.
-
-Tests: tests/compat/test_names.py, tests/npu/test_accelerator.py
-"""
+"""Selection of the device that this process computes on, through `torch.accelerator`."""
 
 from __future__ import annotations
 

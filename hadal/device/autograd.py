@@ -1,7 +1,4 @@
-"""Backward passes under the caller's function modes, and queries about a running backward.
-
-Tests: tests/npu/test_device.py
-"""
+"""Backward passes under the caller's function modes, and queries about a running backward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The state of an accelerator's random generator.
-
-Tests: tests/npu/test_states.py
-"""
+"""The state of an accelerator's random generator."""
 
 from __future__ import annotations
 

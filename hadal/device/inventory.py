@@ -1,7 +1,4 @@
-"""Readable descriptions of this machine's devices and of torch's capabilities.
-
-Tests: tests/cli/test_report.py, tests/npu/test_accelerator.py
-"""
+"""Readable descriptions of this machine's devices and of torch's capabilities."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Peak operations per second of a device.
-
-Tests: tests/profiling/test_profiler.py
-"""
+"""Peak operations per second of a device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Parameters that keep their Python identity when their values move between devices.
-
-Tests: tests/npu/test_places.py
-"""
+"""Parameters that keep their Python identity when their values move between devices."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reads of an accelerator's values on the host, at once or asynchronously.
-
-Tests: tests/npu/test_waits.py
-"""
+"""Reads of an accelerator's values on the host, at once or asynchronously."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 An accelerator runs behind its host: a collective that never ends is first noticed when the host
 reads a value, or waits for a stream or an event. All such waits in the library go through
 `read_on_host`, `start_reading`, `Event.wait_on_host` or `synchronize`.
-
-Tests: tests/npu/test_watched.py, tests/npu/test_waits.py
 """
 
 from __future__ import annotations

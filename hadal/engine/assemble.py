@@ -1,7 +1,4 @@
-"""Assembly of an engine from a configuration and a user's objects; reads the whole config.
-
-Tests: tests/engine/test_engine.py, tests/engine/test_checks.py
-"""
+"""Assembly of an engine from a configuration and a user's objects; reads the whole config."""
 
 from __future__ import annotations
 
@@ -87,9 +84,9 @@ from hadal.engine.wishes import (
     seed_of_program,
 )
 from hadal.errors import OffloadError
-from hadal.monitor.opening import expect_packages
 from hadal.optim.build import build_stepper
 from hadal.optim.exchanging import ExchangingStepper
+from hadal.plugins.monitor.opening import expect_packages
 from hadal.zero import access, init, place
 from hadal.zero.hooks import Hooks
 from hadal.zero.policy import Precision
@@ -274,7 +271,7 @@ def _admit(
     check_scores(model, groups)
     precisions = precisions_of(config, model, current_device())
     if config.sparse_attention is not None:
-        from hadal.sparse_attention import give_pattern  # for this alone
+        from hadal.plugins.sparse_attention import give_pattern  # for this alone
 
         give_pattern(model, config.sparse_attention)
     recomputed = recomputed_modules(config, model)

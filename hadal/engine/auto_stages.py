@@ -1,7 +1,4 @@
-"""`pipeline.auto`: splits a decoder into stages, together with other kinds of parallelism.
-
-Tests: tests/pipeline/test_decoder.py, tests/engine/test_stage_degrees.py
-"""
+"""`pipeline.auto`: splits a decoder into stages, together with other kinds of parallelism."""
 
 from __future__ import annotations
 
@@ -19,14 +16,14 @@ from hadal.config.report import written
 from hadal.engine.tensor import plan_before_stages, size_asked_for
 from hadal.engine.wishes import Wishes
 from hadal.errors import ConfigError, Fault, UsageError
-from hadal.moe.blocks import find_blocks
-from hadal.pipeline import PipelineModule
-from hadal.pipeline.decoder import DecoderModule
-from hadal.pipeline.topology import ProcessTopology
-from hadal.sequence.batches import is_cut, padded, slice_of_rank
-from hadal.sequence.huggingface import attach
-from hadal.sequence.loss import whole_value
-from hadal.sequence.tiles import IGNORED
+from hadal.plugins.moe.blocks import find_blocks
+from hadal.plugins.pipeline import PipelineModule
+from hadal.plugins.pipeline.decoder import DecoderModule
+from hadal.plugins.pipeline.topology import ProcessTopology
+from hadal.plugins.sequence.batches import is_cut, padded, slice_of_rank
+from hadal.plugins.sequence.huggingface import attach
+from hadal.plugins.sequence.loss import whole_value
+from hadal.plugins.sequence.tiles import IGNORED
 from hadal.zero import init
 
 _SECTIONS = ("pipeline", "tensor_parallel", "expert_parallel", "sequence_parallel_size")

@@ -1,7 +1,4 @@
-"""Backward passes of an engine: those that it runs, and those that the caller starts.
-
-Tests: tests/engine/test_engine.py, tests/engine/test_direct_backward.py
-"""
+"""Backward passes of an engine: those that it runs, and those that the caller starts."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from hadal.engine.mistakes import used_up_graph
 from hadal.engine.newcomers import Newcomers
 from hadal.engine.session import Session
 from hadal.errors import HadalError, LossError, UsageError
-from hadal.sequence.loss import as_parts
+from hadal.plugins.sequence.loss import as_parts
 
 
 class Backwards:

@@ -1,7 +1,4 @@
-"""Read access to an engine: its parts, its counters, and the findings of the last update.
-
-Tests: tests/engine/test_engine.py
-"""
+"""Read access to an engine: its parts, its counters, and the findings of the last update."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ from hadal.engine.reading import Collate
 from hadal.engine.session import Session
 from hadal.engine.topology import Topology
 from hadal.errors import UsageError
-from hadal.monitor.monitor import Monitor
 from hadal.optim.step import OptimizerStepper
 from hadal.order import Order
+from hadal.plugins.monitor.monitor import Monitor
 
 
 class EngineBase(nn.Module):

@@ -1,7 +1,4 @@
-"""The part of an engine that saves checkpoints and resumes from them.
-
-Tests: tests/checkpoint/test_loading.py, tests/engine/test_resume.py
-"""
+"""The part of an engine that saves checkpoints and resumes from them."""
 
 from __future__ import annotations
 

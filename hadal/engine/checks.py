@@ -40,7 +40,7 @@ from hadal.zero.layout import order_of
 from hadal.zero.sharing import Sharing
 
 if TYPE_CHECKING:
-    from hadal.pipeline import PipelineModule
+    from hadal.plugins.pipeline import PipelineModule
 
 _log = logging.getLogger(__name__)
 
@@ -362,7 +362,7 @@ def check_scheduler(config: Config, variable: str | None) -> None:
 
 def is_in_stages(model: Any) -> TypeGuard[PipelineModule]:
     """Return whether a model is a `PipelineModule`, without importing that class."""
-    known = sys.modules.get("hadal.pipeline.module")
+    known = sys.modules.get("hadal.plugins.pipeline.module")
     return known is not None and isinstance(model, known.PipelineModule)
 
 

@@ -1,7 +1,4 @@
-"""Orders of samples that `data_efficiency` requests.
-
-Tests: tests/data_efficiency/test_sampler.py, tests/data_efficiency/test_batching.py
-"""
+"""Orders of samples that `data_efficiency` requests."""
 
 from __future__ import annotations
 
@@ -9,16 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from hadal.config import Config
-from hadal.data_efficiency import batching as by_tokens
-from hadal.data_efficiency.lengths import lengths_of
-from hadal.data_efficiency.metric_files import Origin
-from hadal.data_efficiency.ordered import ExpectsLoader
-from hadal.data_efficiency.sampler import PATH as CURRICULUM
-from hadal.data_efficiency.sampler import CurriculumOrder, Taking
 from hadal.engine.loader import ChosenOrder
 from hadal.engine.sampler import Sharding
 from hadal.listener import Listener
 from hadal.order import Order
+from hadal.plugins.data_efficiency import batching as by_tokens
+from hadal.plugins.data_efficiency.lengths import lengths_of
+from hadal.plugins.data_efficiency.metric_files import Origin
+from hadal.plugins.data_efficiency.ordered import ExpectsLoader
+from hadal.plugins.data_efficiency.sampler import PATH as CURRICULUM
+from hadal.plugins.data_efficiency.sampler import CurriculumOrder, Taking
 
 
 def chosen_order(

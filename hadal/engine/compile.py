@@ -1,7 +1,4 @@
-"""Compilation of an engine's model.
-
-Tests: tests/contracts/test_compile.py
-"""
+"""Compilation of an engine's model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Compression of the model that an engine is about to train.
-
-Tests: tests/compression/test_training.py, tests/compression/test_momentum.py
-"""
+"""Compression of the model that an engine is about to train."""
 
 from __future__ import annotations
 
@@ -9,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from hadal.compression.names import is_score
 from hadal.config import Config
 from hadal.errors import UsageError
+from hadal.plugins.compression.names import is_score
 from hadal.zero.access import GatheredParameters
 from hadal.zero.place import held_place
 from hadal.zero.state import safe_get_full_fp32_param, safe_set_local_fp32_param
@@ -29,8 +26,12 @@ def prepare_model(config: Config, model: nn.Module) -> None:
     section, old = config.compression_training, config.quantize_training
     if not (section.changes_modules or (old and old.enabled)):
         return
-    from hadal.compression.compress import is_teacher, prepare, with_old_form  # for this alone
-    from hadal.compression.layers import is_prepared
+    from hadal.plugins.compression.compress import (  # for this alone
+        is_teacher,
+        prepare,
+        with_old_form,
+    )
+    from hadal.plugins.compression.layers import is_prepared
 
     if is_prepared(model) or is_teacher(model):
         return

@@ -1,7 +1,4 @@
-"""Eigenvalues of blocks during training (`eigenvalue`).
-
-Tests: tests/engine/test_curvature.py
-"""
+"""Eigenvalues of blocks during training (`eigenvalue`)."""
 
 from __future__ import annotations
 
@@ -19,18 +16,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
 from hadal.comm.faults import raised_on_all
-from hadal.compression.curvature import (
+from hadal.config.eigenvalue import Eigenvalue
+from hadal.engine.parts import Parts
+from hadal.errors import UsageError
+from hadal.listener import Forward, Listener, Update
+from hadal.plugins.compression.curvature import (
     PowerIteration,
     blocks_of,
     dominant_eigenvalue,
     relative,
 )
-from hadal.compression.training import CompressionTechniques
-from hadal.config.eigenvalue import Eigenvalue
-from hadal.data_efficiency.seqlen import Write
-from hadal.engine.parts import Parts
-from hadal.errors import UsageError
-from hadal.listener import Forward, Listener, Update
+from hadal.plugins.compression.training import CompressionTechniques
+from hadal.plugins.data_efficiency.seqlen import Write
 
 _log = logging.getLogger(__name__)
 _LABEL = "the sum of the eigenvalues of blocks"

@@ -1,8 +1,6 @@
 """Backward that the caller starts on a tensor, `loss.backward()`, instead of the engine's.
 
 It begins with the first gradient that reaches a trained parameter, and ends with torch's backward.
-
-Tests: tests/engine/test_direct_backward.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The dtypes that a configuration names, as torch's.
-
-Tests: tests/engine/test_precision.py
-"""
+"""The dtypes that a configuration names, as torch's."""
 
 from __future__ import annotations
 

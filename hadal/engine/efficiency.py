@@ -1,7 +1,4 @@
-"""Data efficiency as the engine's users see it: custom schedules, and batches that change.
-
-Tests: tests/data_efficiency/test_seqlen.py, tests/data_efficiency/test_sampler.py
-"""
+"""Data efficiency as the engine's users see it: custom schedules, and batches that change."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from hadal.engine.session import Session
 from hadal.errors import UsageError
 
 if TYPE_CHECKING:
-    from hadal.data_efficiency.pacing import CustomPace, Pacer
+    from hadal.plugins.data_efficiency.pacing import CustomPace, Pacer
 
 
 class Efficiency:
@@ -80,8 +77,8 @@ class Efficiency:
 
     def _pacers(self) -> dict[str, Pacer]:
         """Return the schedules of difficulties by metric."""
-        from hadal.data_efficiency.sampler import CurriculumOrder  # for this alone
-        from hadal.data_efficiency.seqlen import LengthCurriculum
+        from hadal.plugins.data_efficiency.sampler import CurriculumOrder  # for this alone
+        from hadal.plugins.data_efficiency.seqlen import LengthCurriculum
 
         loader = self._session.loader
         order = None if loader is None else loader.given_order

@@ -31,12 +31,12 @@ from hadal.optim.schedules import check_step_arguments, needs_metric
 from hadal.zero import access, place
 
 if TYPE_CHECKING:
-    from hadal.data_efficiency.batching import BatchingByTokens
-    from hadal.data_efficiency.layer_drop import LayerDrop
-    from hadal.data_efficiency.seqlen import LengthCurriculum
-    from hadal.data_efficiency.token_drop import TokenDrop
     from hadal.engine.curvature import BlockEigenvalues
-    from hadal.profiling import FlopsProfiler
+    from hadal.plugins.data_efficiency.batching import BatchingByTokens
+    from hadal.plugins.data_efficiency.layer_drop import LayerDrop
+    from hadal.plugins.data_efficiency.seqlen import LengthCurriculum
+    from hadal.plugins.data_efficiency.token_drop import TokenDrop
+    from hadal.plugins.profiling import FlopsProfiler
 
 # A part of torch's message if a transform of torch.func meets hooks on saved tensors.
 _NO_SAVED_HOOKS = "don't yet support saved tensor hooks"

@@ -1,7 +1,4 @@
-"""Experts that are distributed over ranks: their groups, which must exist before their buckets.
-
-Tests: tests/moe/test_training.py
-"""
+"""Experts that are distributed over ranks: their groups, which must exist before their buckets."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from hadal.zero.boxes import ATTRIBUTE, Box
 from hadal.zero.init import born_among
 
 if TYPE_CHECKING:
-    from hadal.pipeline import PipelineModule
+    from hadal.plugins.pipeline import PipelineModule
 
 _NAME = re.compile(r"ep_size_(\d+)")
 
@@ -52,8 +49,8 @@ def make_groups_of_experts(model: nn.Module, config: Config, topology: Topology)
 
 def _boxes(model: nn.Module) -> Iterator[tuple[nn.Parameter, Box]]:
     """Yield this rank's expert parameters, and their place in the whole model."""
-    from hadal.moe.blocks import DistributedExperts  # for this alone
-    from hadal.moe.layer import MOELayer
+    from hadal.plugins.moe.blocks import DistributedExperts  # for this alone
+    from hadal.plugins.moe.layer import MOELayer
 
     for path, module in model.named_modules():
         if isinstance(module, MOELayer) and module.ep_size > 1:
@@ -106,7 +103,7 @@ def distribute_experts(model: nn.Module, config: Config, wish: TopologyWish, ran
         alike = f" (of {ranks.size}) that hold the same dense parameters" if is_part else ""
         faults = (Fault(path, f"{size} does not divide the {copies} ranks{alike}; lower it"),)
         raise ConfigError(written("the configuration", faults), faults)
-    from hadal.moe.blocks import ExpertPlace, distribute  # for this alone
+    from hadal.plugins.moe.blocks import ExpertPlace, distribute  # for this alone
 
     data_first = config.use_data_before_expert_parallelism
     parallel, _ = expert_tables(range(copies), size, data_first=data_first)
@@ -116,7 +113,7 @@ def distribute_experts(model: nn.Module, config: Config, wish: TopologyWish, ran
 
 
 def _whole_model(module: PipelineModule) -> nn.Module:
-    from hadal.pipeline.decoder import DecoderModule  # for this alone
+    from hadal.plugins.pipeline.decoder import DecoderModule  # for this alone
 
     if not isinstance(module, DecoderModule):
         raise NotBuiltYetError(

@@ -1,7 +1,4 @@
-"""Features that the configuration enables, as listeners: one factory per section or key.
-
-Tests: tests/engine/test_listeners.py
-"""
+"""Features that the configuration enables, as listeners: one factory per section or key."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from hadal.autotuning.measuring import Experiment
 from hadal.comm import Ranks
 from hadal.comm.faults import raised_on_all
 from hadal.comm.summary import end_of_log
@@ -29,19 +25,20 @@ from hadal.engine.report import Reporter
 from hadal.engine.topology import Topology
 from hadal.errors import MonitorError, UsageError
 from hadal.listener import Listener
-from hadal.monitor.jsonl_monitor import path_of
-from hadal.monitor.monitor import Monitor
-from hadal.monitor.opening import open_writers, sections_on
-from hadal.monitor.run import describe_run
-from hadal.monitor.training import ScalarScope, TrainingEvents
 from hadal.optim.loss_scale import ScaleRule
+from hadal.plugins.autotuning.measuring import Experiment
+from hadal.plugins.monitor.jsonl_monitor import path_of
+from hadal.plugins.monitor.monitor import Monitor
+from hadal.plugins.monitor.opening import open_writers, sections_on
+from hadal.plugins.monitor.run import describe_run
+from hadal.plugins.monitor.training import ScalarScope, TrainingEvents
 from hadal.zero.policy import STAGES
 
 if TYPE_CHECKING:
-    from hadal.data_efficiency.seqlen import Write
+    from hadal.plugins.data_efficiency.seqlen import Write
 
-_log = logging.getLogger("hadal.compression")
-_data_log = logging.getLogger("hadal.data_efficiency")
+_log = logging.getLogger("hadal.plugins.compression")
+_data_log = logging.getLogger("hadal.plugins.data_efficiency")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +104,7 @@ def _lengths(setting: Setting) -> Listener | None:
     section, readers = setting.config.curriculum_learning, setting.batches.data_parallel_size
     if section is None or not section.enabled:
         return None
-    from hadal.data_efficiency.seqlen import LengthCurriculum  # for this alone
+    from hadal.plugins.data_efficiency.seqlen import LengthCurriculum  # for this alone
 
     return LengthCurriculum(section, setting.model, readers, _write(setting))
 
@@ -116,7 +113,7 @@ def _batching(setting: Setting) -> Listener | None:
     section = setting.config.data_efficiency.data_sampling.dynamic_batching
     if not section.enabled:
         return None
-    from hadal.data_efficiency.batching import BatchingByTokens  # for this alone
+    from hadal.plugins.data_efficiency.batching import BatchingByTokens  # for this alone
 
     return BatchingByTokens(section, setting.batches.accumulation, _write(setting))
 
@@ -126,7 +123,7 @@ def _ordered(setting: Setting) -> Listener | None:
     is_curriculum = sampling.curriculum_learning.enabled
     if not (is_curriculum or sampling.dynamic_batching.enabled):
         return None
-    from hadal.data_efficiency.ordered import ExpectsLoader  # for this alone
+    from hadal.plugins.data_efficiency.ordered import ExpectsLoader  # for this alone
 
     part = "curriculum_learning" if is_curriculum else "dynamic_batching"
     tells = setting.world.rank == 0
@@ -138,7 +135,7 @@ def _layer_drop(setting: Setting) -> Listener | None:
     if section is None or not section.enabled:
         _warn_idle(setting, "drop_layers", "progressive_layer_drop")
         return None
-    from hadal.data_efficiency.layer_drop import LayerDrop  # for this alone
+    from hadal.plugins.data_efficiency.layer_drop import LayerDrop  # for this alone
 
     return LayerDrop(section, setting.model, _write(setting))
 
@@ -147,9 +144,9 @@ def _warn_idle(setting: Setting, caller: str, path: str) -> None:
     """Log that layers were changed by `drop_layers` or `convert_to_random_ltd`, which is off."""
     if not any(hasattr(type(layer), "made_of") for layer in setting.model.modules()):
         return
-    from hadal.data_efficiency.layer_drop import DroppableLayer  # for this alone
-    from hadal.data_efficiency.layers import changed_layers
-    from hadal.data_efficiency.token_drop import TokenDroppingLayer
+    from hadal.plugins.data_efficiency.layer_drop import DroppableLayer  # for this alone
+    from hadal.plugins.data_efficiency.layers import changed_layers
+    from hadal.plugins.data_efficiency.token_drop import TokenDroppingLayer
 
     change = DroppableLayer if caller == "drop_layers" else TokenDroppingLayer
     kinds = {type(layer).__name__ for _, layer in changed_layers(setting.model, change)}
@@ -175,7 +172,7 @@ def _token_drop(setting: Setting) -> Listener | None:
             f" {setting.topology.sequence_parallel_size} ranks share each one; switch one of the"
             " two off"
         )
-    from hadal.data_efficiency.token_drop import TokenDrop  # for this alone
+    from hadal.plugins.data_efficiency.token_drop import TokenDrop  # for this alone
 
     rank, samples = setting.topology.data_parallel.rank, setting.batches.train
     return TokenDrop(section, setting.model, samples, rank, _write(setting))
@@ -186,13 +183,13 @@ def _compression(setting: Setting) -> Listener | None:
     is_old = old is not None and old.enabled
     if not (section.changes_modules or section.layer_reduction.is_on or is_old):
         return None
-    from hadal.compression.compress import (  # for this alone
+    from hadal.engine.compressing import ParameterValues
+    from hadal.plugins.compression.compress import (  # for this alone
         is_teacher,
         tell_missing_teacher,
         with_old_form,
     )
-    from hadal.compression.training import CompressionTechniques
-    from hadal.engine.compressing import ParameterValues
+    from hadal.plugins.compression.training import CompressionTechniques
 
     if is_teacher(setting.model):
         return None
@@ -273,7 +270,7 @@ def _profiler(setting: Setting) -> Listener | None:
     section, batches = setting.config.flops_profiler, setting.batches
     if not section.enabled or setting.world.rank != 0:
         return None
-    from hadal.profiling import ProfilerListener, Trained  # for this alone
+    from hadal.plugins.profiling import ProfilerListener, Trained  # for this alone
 
     ranks = Trained(
         setting.world.size,
@@ -303,7 +300,7 @@ def _recomputed(setting: Setting) -> Listener | None:
     modules = recomputed_modules(setting.config, setting.model)
     if not modules:
         return None
-    from hadal import activation_checkpointing as wing  # for this alone
+    from hadal.plugins import activation_checkpointing as wing  # for this alone
 
     if setting.world.rank == 0:
         wing.tell_unshared(section, ranks)
@@ -318,7 +315,7 @@ def _experts(setting: Setting) -> Listener | None:
     write = _write(setting)
     if write is None or all(getattr(p, "allreduce", True) for p in setting.model.parameters()):
         return None
-    from hadal.moe.load import ExpertLoad, loads_of  # for this alone
+    from hadal.plugins.moe.load import ExpertLoad, loads_of  # for this alone
 
     loads, ranks = loads_of(setting.model), setting.topology.sharding
     return ExpertLoad(loads, ranks, write, setting.device) if loads else None
@@ -331,14 +328,14 @@ def _slices(setting: Setting) -> Listener | None:
     if not hasattr(getattr(model, "config", None), "_attn_implementation"):
         _warn_unsplit(setting)
         return None
-    from hadal.sequence.training import SequenceSlices  # for this alone
+    from hadal.plugins.sequence.training import SequenceSlices  # for this alone
 
     return SequenceSlices.of(model, topology.sequence_parallel.group)
 
 
 def _warn_unsplit(setting: Setting) -> None:
     """Log that the program must split sequences, unless its model exchanges heads already."""
-    from hadal.sequence import DistributedAttention  # for this alone
+    from hadal.plugins.sequence import DistributedAttention  # for this alone
 
     model = setting.model
     if setting.world.rank or any(isinstance(m, DistributedAttention) for m in model.modules()):
@@ -355,7 +352,7 @@ def _journal(setting: Setting) -> Listener | None:
     path = _reported(setting)
     if path is None:
         return _OwnLog(setting.world) if _is_reported(setting) else None
-    from hadal.monitor.report import Journal, communication_lines  # for this alone
+    from hadal.plugins.monitor.report import Journal, communication_lines  # for this alone
 
     written: Any = None
 
@@ -368,7 +365,7 @@ def _journal(setting: Setting) -> Listener | None:
         return cast(Mapping[str, Any], found.as_dict())
 
     def compression(engine: Any) -> Mapping[str, Any] | None:
-        from hadal.compression.report import compression_report  # for this alone
+        from hadal.plugins.compression.report import compression_report  # for this alone
 
         found = engine and compression_report(engine)
         return found.as_dict() if found and found.rows else None
@@ -385,7 +382,7 @@ def _page(setting: Setting) -> Listener | None:
     path = _reported(setting)
     if path is None:
         return None
-    from hadal.monitor.report import PageAtEnd  # for this alone
+    from hadal.plugins.monitor.report import PageAtEnd  # for this alone
 
     return PageAtEnd(path)
 

@@ -1,7 +1,4 @@
-"""Texts generated between updates with weights gathered once: `hybrid_engine`.
-
-Tests: tests/engine/test_generating.py
-"""
+"""Texts generated between updates with weights gathered once: `hybrid_engine`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Log handlers, and the level of each rank.
-
-Tests: tests/engine/test_report.py
-"""
+"""Log handlers, and the level of each rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Default orders of samples: the sharded shuffle, and the caller's sampler.
-
-Tests: tests/engine/test_loader.py
-"""
+"""Default orders of samples: the sharded shuffle, and the caller's sampler."""
 
 from __future__ import annotations
 

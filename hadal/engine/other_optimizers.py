@@ -1,7 +1,4 @@
-"""Steps of optimizers that are not an engine's, on parameters that an engine trains.
-
-Tests: tests/engine/test_other_optimizers.py
-"""
+"""Steps of optimizers that are not an engine's, on parameters that an engine trains."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""An optimizer's own methods, such as `eval` of schedule-free ones: weights follow their changes.
-
-Tests: tests/engine/test_own_methods.py
-"""
+"""Methods that optimizers add, such as `eval` of schedule-free ones: weights follow them."""
 
 from __future__ import annotations
 

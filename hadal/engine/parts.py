@@ -1,7 +1,4 @@
-"""Parts and counters of an engine.
-
-Tests: tests/engine/test_engine.py
-"""
+"""Parts and counters of an engine."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ from hadal.engine.loader import Loading, ShardedLoader
 from hadal.engine.tiers import Offloading
 from hadal.engine.topology import Topology
 from hadal.listener import Listener
-from hadal.monitor.monitor import Monitor
 from hadal.optim.loss_scale import ScaleRule
 from hadal.optim.norm import RowNorms, clip_coefficient
 from hadal.optim.step import OptimizerStepper
 from hadal.optim.workspace import Multiplier
+from hadal.plugins.monitor.monitor import Monitor
 from hadal.zero.hooks import Hooks
 from hadal.zero.runtime import ZeroRuntime
 

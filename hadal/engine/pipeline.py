@@ -1,7 +1,4 @@
-"""The engine of a model in stages: it trains by whole batches.
-
-Tests: tests/engine/test_pipeline.py
-"""
+"""The engine of a model in stages: it trains by whole batches."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ from hadal.errors import (
     PipelineError,
     UsageError,
 )
-from hadal.pipeline.executor import Executor, chunks_of
-from hadal.pipeline.later_weights import Later, LaterWeights
-from hadal.pipeline.module import PipelineModule
-from hadal.pipeline.orders import OrderedSchedule, check_schedule, forward_order, order_of
-from hadal.pipeline.schedule import InferenceSchedule, PipeSchedule, TrainSchedule
-from hadal.pipeline.wires import DataEndedError
+from hadal.plugins.pipeline.executor import Executor, chunks_of
+from hadal.plugins.pipeline.later_weights import Later, LaterWeights
+from hadal.plugins.pipeline.module import PipelineModule
+from hadal.plugins.pipeline.orders import OrderedSchedule, check_schedule, forward_order, order_of
+from hadal.plugins.pipeline.schedule import InferenceSchedule, PipeSchedule, TrainSchedule
+from hadal.plugins.pipeline.wires import DataEndedError
 
 Batch = Any
 BatchFunction = Callable[[Any], Any]

@@ -1,7 +1,4 @@
-"""Policies of a configuration, as the frozen values that `assemble` passes to lower layers.
-
-Tests: tests/engine/test_wire.py
-"""
+"""Policies of a configuration, as the frozen values that `assemble` passes to lower layers."""
 
 from __future__ import annotations
 

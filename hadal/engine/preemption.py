@@ -1,7 +1,4 @@
-"""Preemption (`checkpoint.on_signal`): at a signal all ranks save at the same update, and leave.
-
-Tests: tests/engine/test_preemption.py
-"""
+"""Preemption (`checkpoint.on_signal`): at a signal all ranks save at the same update, and leave."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Progress line of training, in the log at intervals.
-
-Tests: tests/engine/test_report.py
-"""
+"""Progress line of training, in the log at intervals."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 Random numbers of a data set or a `collate_fn` (torch's, Python's and numpy's generators) depend
 only on the loader's seed, the epoch and the batch's position in it: not on the number of
 workers, nor on a resume in between. The program's own generators are left as they were.
-
-Tests: tests/engine/test_loader.py
 """
 
 from __future__ import annotations

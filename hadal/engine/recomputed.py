@@ -1,7 +1,4 @@
-"""The modules that the section `activation_checkpointing` recomputes.
-
-Tests: tests/activation_checkpointing/test_modules.py
-"""
+"""The modules that the section `activation_checkpointing` recomputes."""
 
 from __future__ import annotations
 
@@ -30,7 +27,10 @@ def recomputed_modules(config: Config, model: nn.Module) -> dict[str, nn.Module]
     wish = "units" if section.modules is None and section.memory_budget else section.modules
     if wish is None:
         return {}
-    from hadal.activation_checkpointing import chosen, recomputed_elsewhere  # for this alone
+    from hadal.plugins.activation_checkpointing import (  # for this alone
+        chosen,
+        recomputed_elsewhere,
+    )
 
     found, faults = chosen(model, wish, repeated_blocks(model))
     twice = recomputed_elsewhere(model, list(found))

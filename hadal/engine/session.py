@@ -1,7 +1,4 @@
-"""State of one engine between its calls, which the engine shares with its collaborators.
-
-Tests: tests/engine/test_engine.py
-"""
+"""State of one engine between its calls, which the engine shares with its collaborators."""
 
 from __future__ import annotations
 

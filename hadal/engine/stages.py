@@ -1,7 +1,4 @@
-"""Preparation of pipelined models for their engine, from the configuration.
-
-Tests: tests/engine/test_pipeline.py
-"""
+"""Preparation of pipelined models for their engine, from the configuration."""
 
 from __future__ import annotations
 
@@ -9,12 +6,12 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
-from hadal.activation_checkpointing import Recomputation
 from hadal.config import Config
 from hadal.config.report import written
 from hadal.errors import ConfigError, Fault, UsageError
-from hadal.pipeline import PipelineModule, PipelineParallelGrid
-from hadal.pipeline.orders import check_schedule
+from hadal.plugins.activation_checkpointing import Recomputation
+from hadal.plugins.pipeline import PipelineModule, PipelineParallelGrid
+from hadal.plugins.pipeline.orders import check_schedule
 from hadal.zero.boxes import Box
 from hadal.zero.sharing import Tied
 

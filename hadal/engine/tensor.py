@@ -1,7 +1,4 @@
-"""Tensor parallelism in an engine: the model is cut before its optimizer and buckets are made.
-
-Tests: tests/tensor_parallel/test_training.py
-"""
+"""Tensor parallelism in an engine: the model is cut before its optimizer and buckets are made."""
 
 from __future__ import annotations
 
@@ -34,10 +31,10 @@ from hadal.errors import (
     few,
 )
 from hadal.optim.muon import Muon
-from hadal.pipeline.decoder import DecoderModule
-from hadal.sequence.cross_entropy import vocab_parallel_cross_entropy
-from hadal.tensor_parallel.apply import Sliced, cut_model, share_values
-from hadal.tensor_parallel.plan import CutPlan, plan_cuts
+from hadal.plugins.pipeline.decoder import DecoderModule
+from hadal.plugins.sequence.cross_entropy import vocab_parallel_cross_entropy
+from hadal.plugins.tensor_parallel.apply import Sliced, cut_model, share_values
+from hadal.plugins.tensor_parallel.plan import CutPlan, plan_cuts
 from hadal.zero import init
 from hadal.zero.boxes import ATTRIBUTE, Box, Placement
 from hadal.zero.sharing import is_model_part

@@ -1,7 +1,4 @@
-"""Storage of a model's shards between uses, bucket by bucket, and the disks for them.
-
-Tests: tests/offload/test_tiers.py
-"""
+"""Storage of a model's shards between uses, bucket by bucket, and the disks for them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The treatment of parameters that differ from the others: their ranks, and their ZeRO stage.
-
-Tests: tests/engine/test_treatments.py
-"""
+"""The treatment of parameters that differ from the others: their ranks, and their ZeRO stage."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 To decide itself, the host would wait until the device has computed all gradients, and then the
 device would idle until its next work. Instead kernels read the flag on the device and leave masters
 and state unchanged; the host reads the flag before the next update, or on request.
-
-Tests: tests/engine/test_precision_fp16.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Updates of the weights: the checks before (norm, overflow), the step, the loss scale after it.
-
-Tests: tests/engine/test_engine.py
-"""
+"""Updates of the weights: the checks before (norm, overflow), the step, the loss scale after it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Optimizer, schedule and loader that the caller passes or the configuration requests.
-
-Tests: tests/engine/test_arguments.py
-"""
+"""Optimizer, schedule and loader that the caller passes or the configuration requests."""
 
 from __future__ import annotations
 

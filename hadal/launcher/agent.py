@@ -5,8 +5,6 @@ Its share is the first line of its standard input, on which the rounds follow.
 The command that started the job decides its rounds, as it is the first to know which hosts are
 available. torch's own rendezvous restarts ranks when a host joins or a rank fails, but not when a
 host is lost silently: ranks that wait for it would wait forever.
-
-Tests: tests/launcher/test_elastic_job.py
 """
 
 from __future__ import annotations

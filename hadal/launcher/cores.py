@@ -1,7 +1,4 @@
-"""Assignment of a host's cores to its ranks (arithmetic).
-
-Tests: tests/launcher/test_parts.py
-"""
+"""Assignment of a host's cores to its ranks (arithmetic)."""
 
 from __future__ import annotations
 

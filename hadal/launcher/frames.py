@@ -2,8 +2,6 @@
 
 A frame is one line: a mark, then JSON. Several processes may share a pipe or connection, so a
 frame is short enough to be written atomically (POSIX: 4096 bytes).
-
-Tests: tests/launcher/test_parts.py
 """
 
 from __future__ import annotations

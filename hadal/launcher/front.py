@@ -1,7 +1,4 @@
-"""The process of `hadal run`: it starts the hosts' processes, shows their output and ends them.
-
-Tests: tests/launcher/test_run.py
-"""
+"""The process of `hadal run`: it starts the hosts' processes, shows their output and ends them."""
 
 from __future__ import annotations
 

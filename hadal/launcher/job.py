@@ -1,7 +1,4 @@
-"""Descriptions of a job: a program, and the hosts' slots to run it on. Frozen, sent as JSON.
-
-Tests: tests/launcher/test_parts.py, tests/launcher/test_choices.py
-"""
+"""Descriptions of a job: a program, and the hosts' slots to run it on. Frozen, sent as JSON."""
 
 from __future__ import annotations
 

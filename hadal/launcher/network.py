@@ -1,7 +1,4 @@
-"""This machine's names and addresses in the network.
-
-Tests: tests/launcher/test_choices.py, tests/launcher/test_hosts_by_ssh.py
-"""
+"""This machine's names and addresses in the network."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 It sends a hello, reads its share from standard input (or from `--job`), and passes it to torch's
 elastic agent. If that input ends, or over ssh heartbeats stop, the command that started the job is
 gone, and this process ends its ranks and itself.
-
-Tests: tests/launcher/test_run.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The rank of this process, from the variables of torch's agent, Slurm or MPI.
-
-Tests: tests/launcher/test_parts.py, tests/launcher/test_ways.py
-"""
+"""The rank of this process, from the variables of torch's agent, Slurm or MPI."""
 
 from __future__ import annotations
 

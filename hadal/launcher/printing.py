@@ -3,8 +3,6 @@
 When a job fails, most ranks print a traceback at nearly the same time, interleaved. So a traceback
 is held back until its rank has ended, and the report shows the first one in full. If ranks survive,
 or end late, the first traceback is shown meanwhile, and of the others their errors.
-
-Tests: tests/launcher/test_ending.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Processes that do not outlive their parent.
-
-Tests: tests/launcher/test_run.py
-"""
+"""Processes that do not outlive their parent."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 It runs between torch's agent (or Slurm, or MPI) and the program: sets the program's cores and
 `--local_rank`, forwards its output, and ends it with all its descendants.
-
-Tests: tests/launcher/test_run.py, tests/launcher/test_ways.py
 """
 
 from __future__ import annotations

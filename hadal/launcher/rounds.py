@@ -2,8 +2,6 @@
 
 A *round* is the time from one start of all ranks to the next. A host whose ranks have ended
 requests a round; once all available hosts have done so, the next one begins on those that fit.
-
-Tests: tests/launcher/test_elastic_job.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Tracebacks as text: the error at their end, and the frames that are the user's own.
-
-Tests: tests/launcher/test_ending.py
-"""
+"""Tracebacks as text: the error at their end, and the frames that are the user's own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Environment variables for ranks beyond their host's own: from env files, and by prefix.
-
-Tests: tests/launcher/test_parts.py
-"""
+"""Environment variables for ranks beyond their host's own: from env files, and by prefix."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A file with reserved space on a disk; every disk fault is raised as an `OffloadError`.
-
-Tests: tests/offload/test_faults.py
-"""
+"""A file with reserved space on a disk; every disk fault is raised as an `OffloadError`."""
 
 from __future__ import annotations
 

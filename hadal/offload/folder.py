@@ -2,8 +2,6 @@
 
 Its name is `hadal-<host>-<process>-<mark>`. A lock on the file `lock` in it shows that the process
 is alive: the system releases the lock however the process ends.
-
-Tests: tests/offload/test_store.py, tests/offload/test_faults.py, tests/checkpoint/test_staging.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Asynchronous reads and writes, and the threads that run their system calls.
-
-Tests: tests/offload/test_queues.py
-"""
+"""Asynchronous reads and writes, and the threads that run their system calls."""
 
 from __future__ import annotations
 

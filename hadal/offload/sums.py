@@ -3,8 +3,6 @@
 Each cell of a fixed length has a checksum, so reads and writes begin and end at cell borders or at
 the region's end. The checksum is a CRC-32, as in checkpoints: it finds damage, but does not protect
 against forgery.
-
-Tests: tests/offload/test_verified.py
 """
 
 from __future__ import annotations

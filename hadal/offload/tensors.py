@@ -1,7 +1,4 @@
-"""1-D tensors on a disk in two generations: the last committed one and the next.
-
-Tests: tests/offload/test_interrupted.py
-"""
+"""1-D tensors on a disk in two generations: the last committed one and the next."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A walk over tensors on a disk: each part is read, processed in memory and written.
-
-Tests: tests/offload/test_whole_optimizers.py, tests/offload/test_interrupted.py
-"""
+"""A walk over tensors on a disk: each part is read, processed in memory and written."""
 
 from __future__ import annotations
 

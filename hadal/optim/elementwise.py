@@ -3,8 +3,6 @@
 If the update of an element depends only on that element's gradient and state, a slice of elements
 may be split anywhere. So a block can be cast, scaled, stepped and written back while it is in the
 cache.
-
-Tests: tests/optim/test_elementwise.py
 """
 
 from __future__ import annotations

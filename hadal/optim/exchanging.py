@@ -1,7 +1,4 @@
-"""The stepper of 1-bit Adam, which sends signs of momenta, and the base of similar ones.
-
-Tests: tests/optim/test_signs.py
-"""
+"""The stepper of 1-bit Adam, which sends signs of momenta, and the base of similar ones."""
 
 from __future__ import annotations
 

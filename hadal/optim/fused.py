@@ -1,7 +1,4 @@
-"""torch's elementwise optimizers in blocks: its fused kernels, with its classes' state.
-
-Tests: tests/optim/test_elementwise.py
-"""
+"""torch's elementwise optimizers in blocks: its fused kernels, with its classes' state."""
 
 from __future__ import annotations
 

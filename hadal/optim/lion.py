@@ -1,7 +1,4 @@
-"""Lion: an update by the sign of an interpolated momentum.
-
-Tests: tests/optim/test_elementwise.py
-"""
+"""Lion: an update by the sign of an interpolated momentum."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The global gradient norm, its clipping, and the search for gradients that are not finite.
-
-Tests: tests/optim/test_step.py, tests/engine/test_precision_fp16.py
-"""
+"""The global gradient norm, its clipping, and the search for gradients that are not finite."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Updates of state on a disk, which is read, updated in memory and written part by part.
-
-Tests: tests/offload/test_tiers.py, tests/offload/test_interrupted.py
-"""
+"""Updates of state on a disk, which is read, updated in memory and written part by part."""
 
 from __future__ import annotations
 

@@ -10,8 +10,6 @@ of these is sent later and cancels out.
 
 Moments have no bias correction. Communication is the steppers' job; an optimizer that no engine
 steps sees all gradients itself and sends nothing.
-
-Tests: tests/optim/test_signs.py
 """
 
 from __future__ import annotations

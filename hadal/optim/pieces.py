@@ -1,7 +1,4 @@
-"""The tensors in an optimizer's param groups: flat slices, one per group and bucket.
-
-Tests: tests/optim/test_step.py
-"""
+"""The tensors in an optimizer's param groups: flat slices, one per group and bucket."""
 
 from __future__ import annotations
 

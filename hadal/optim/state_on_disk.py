@@ -1,7 +1,4 @@
-"""Masters and optimizer state on a disk, bucket by bucket.
-
-Tests: tests/offload/test_tiers.py, tests/offload/test_interrupted.py
-"""
+"""Masters and optimizer state on a disk, bucket by bucket."""
 
 from __future__ import annotations
 

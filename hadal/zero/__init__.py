@@ -10,8 +10,6 @@ full      a bucket's whole buffer           shard     one rank's even slice of i
 fragment  the part of one parameter in a shard
 run       the range of a shard that belongs to one param group: what an optimizer steps
 master    the values that the optimizer updates
-
-Tests: tests/zero/test_access.py, tests/compat/test_names.py
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from hadal.zero.external import register_external_parameter, unregister_external
 from hadal.zero.init import Init, MiCS_Init
 
 if TYPE_CHECKING:
-    from hadal.autotuning.estimate import (
+    from hadal.zero.estimate import (
         estimate_zero2_model_states_mem_needs,
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
         estimate_zero3_model_states_mem_needs_all_cold,
         estimate_zero3_model_states_mem_needs_all_live,
     )
-    from hadal.compat.tiling import TiledLinear
+    from hadal.zero.tiling import TiledLinear
 
 __all__ = [
     "GatheredParameters",
@@ -52,7 +50,7 @@ __all__ = [
 __getattr__ = importer_of(
     __name__,
     {
-        name: "hadal.compat.tiling" if name == "TiledLinear" else "hadal.autotuning.estimate"
+        name: "hadal.zero.tiling" if name == "TiledLinear" else "hadal.zero.estimate"
         for name in __all__
         if name not in globals()
     },

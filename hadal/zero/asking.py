@@ -4,8 +4,6 @@ In a steady round the ranks do not meet before its end. A rank requests the weig
 lacks, and a thread of each other rank answers with its shard, which has not changed since the round
 began there. So no rank waits for another's program, which may itself wait for this rank in a
 collective.
-
-Tests: tests/zero/test_rounds.py, tests/comm/test_bell.py
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A model may be built long before the configuration is complete, so only the keys needed here are
 read, and `"auto"` counts as missing. `initialize` reads and checks all of it.
-
-Tests: tests/zero/test_init.py
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Elements of a box are counted in its own row-major order. Boxes say which elements of the whole
 model a part of it holds (a pipeline stage, a slice of a layer, an expert), so that a checkpoint of
 one partitioning loads into any other.
-
-Tests: tests/zero/test_boxes.py
 """
 
 from __future__ import annotations

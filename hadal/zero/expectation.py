@@ -1,7 +1,4 @@
-"""Prediction of the gradients that the running backward will produce on this rank.
-
-Tests: tests/zero/test_starved.py
-"""
+"""Prediction of the gradients that the running backward will produce on this rank."""
 
 from __future__ import annotations
 

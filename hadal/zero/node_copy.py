@@ -1,7 +1,4 @@
-"""A second copy of one bucket's weights, sharded over the ranks of a node (hpZ; Wang 2023).
-
-Tests: tests/zero/test_nodes.py
-"""
+"""A second copy of one bucket's weights, sharded over the ranks of a node (hpZ; Wang 2023)."""
 
 from __future__ import annotations
 

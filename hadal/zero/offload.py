@@ -1,7 +1,4 @@
-"""Offloading: the tier that stores a bucket's shards between uses (device, host or disk).
-
-Tests: tests/offload/test_tiers.py
-"""
+"""Offloading: the tier that stores a bucket's shards between uses (device, host or disk)."""
 
 from __future__ import annotations
 

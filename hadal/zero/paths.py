@@ -2,8 +2,6 @@
 
 All ranks learn the same at the same moments, so nothing here communicates, except to report where
 their paths differ. `foresight.py` predicts the next trace.
-
-Tests: tests/zero/test_agreement.py
 """
 
 from __future__ import annotations

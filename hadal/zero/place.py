@@ -1,7 +1,4 @@
-"""One parameter's place: its bucket, its fragment, and its slice of the optimizer state.
-
-Tests: tests/zero/test_state.py, tests/zero/test_strides.py
-"""
+"""One parameter's place: its bucket, its fragment, and its slice of the optimizer state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Refreshes: gathers of new weights that overlap with the device's work until they are read.
-
-Tests: tests/npu/test_refresh.py
-"""
+"""Refreshes: gathers of new weights that overlap with the device's work until they are read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Parameters that are added or trained later; all other buckets stay as they are.
-
-Tests: tests/engine/test_later_groups.py
-"""
+"""Parameters that are added or trained later; all other buckets stay as they are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The groups of ranks around a bucket: those that average, shard, hold copies, or are near.
-
-Tests: tests/zero/test_nodes.py, tests/engine/test_treatments.py
-"""
+"""The groups of ranks around a bucket: those that average, shard, hold copies, or are near."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Traces: the order in which one forward or backward used the buckets of a model.
-
-Tests: tests/zero/test_planner.py, tests/zero/test_foresight.py
-"""
+"""Traces: the order in which one forward or backward used the buckets of a model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Detection, one update late, of writes to weights that torch does not count on accelerators.
-
-Tests: tests/zero/test_edits.py
-"""
+"""Detection, one update late, of writes to weights that torch does not count on accelerators."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The buckets that are gathered on use: their units, their codes, and views that outlive a use.
-
-Tests: tests/zero/test_gathering.py, tests/zero/test_rounds.py
-"""
+"""The buckets that are gathered on use: their units, their codes, and views that outlive a use."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 Parameters are views of the full buffer while it is gathered, and placeholders while it is freed. A
 parameter that was given other memory has left its bucket, and a write to a placeholder is lost.
 Both are errors that give the parameter's name.
-
-Tests: tests/zero/test_bucket.py
 """
 
 from __future__ import annotations

@@ -16,8 +16,10 @@ from torch import nn
 
 import hadal
 from activation_checkpointing.test_modules import Model, engine_of, losses_of
-from hadal.activation_checkpointing import BudgetedModules, measuring
-from hadal.activation_checkpointing.budget import (
+from hadal.config import load_config
+from hadal.engine.recomputed import budget_of
+from hadal.plugins.activation_checkpointing import BudgetedModules, measuring
+from hadal.plugins.activation_checkpointing.budget import (
     MeasuredBackward,
     MeasuredCall,
     MeasuredStep,
@@ -25,9 +27,7 @@ from hadal.activation_checkpointing.budget import (
     choose,
     table,
 )
-from hadal.activation_checkpointing.measuring import HostMeter
-from hadal.config import load_config
-from hadal.engine.recomputed import budget_of
+from hadal.plugins.activation_checkpointing.measuring import HostMeter
 
 STORED, RECOMPUTED, OFFLOADED = ModuleChoice.STORED, ModuleChoice.RECOMPUTED, ModuleChoice.OFFLOADED
 

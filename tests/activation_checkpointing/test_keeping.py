@@ -12,11 +12,11 @@ from ranks import RankPools
 from torch import Tensor, nn
 
 import hadal.comm
-from hadal.activation_checkpointing import Recomputation
-from hadal.activation_checkpointing.keeping import KeptInput
 from hadal.comm import Ranks
 from hadal.config.activation_checkpointing import ActivationCheckpointing
 from hadal.errors import UsageError
+from hadal.plugins.activation_checkpointing import Recomputation
+from hadal.plugins.activation_checkpointing.keeping import KeptInput
 
 WIDTH, DEPTH = 30, 3
 OPTIONS: list[dict[str, Any]] = [

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import hadal
 from activation_checkpointing.test_modules import switch_on
-from hadal.activation_checkpointing import Recomputation
 from hadal.config.activation_checkpointing import ActivationCheckpointing
+from hadal.plugins.activation_checkpointing import Recomputation
 
 SECTIONS: list[dict[str, Any]] = [
     {"modules": "units"},

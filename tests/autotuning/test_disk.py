@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from hadal.autotuning.disk import (
+from hadal.config import load_config
+from hadal.config.aio import Aio
+from hadal.errors import OffloadError
+from hadal.offload import DiskStore
+from hadal.plugins.autotuning.disk import (
     MeasuredSettings,
     Search,
     Speed,
@@ -17,10 +21,6 @@ from hadal.autotuning.disk import (
     keys_of,
     measurer,
 )
-from hadal.config import load_config
-from hadal.config.aio import Aio
-from hadal.errors import OffloadError
-from hadal.offload import DiskStore
 
 
 def as_measured(settings: Aio, seconds: float) -> MeasuredSettings:

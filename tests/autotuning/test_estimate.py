@@ -18,7 +18,10 @@ from torch import nn
 
 import hadal
 from hadal import zero
-from hadal.autotuning.estimate import (
+from hadal.cli import estimate
+from hadal.config import load_config
+from hadal.offload import buffers
+from hadal.zero.estimate import (
     FULL,
     HALF,
     Cost,
@@ -31,9 +34,6 @@ from hadal.autotuning.estimate import (
     host_nbytes,
     states_of,
 )
-from hadal.cli import estimate
-from hadal.config import load_config
-from hadal.offload import buffers
 from hadal.zero.policy import Tier
 
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.autotuning.measuring import numbers_of
-from hadal.autotuning.memory import Need, fitted, is_exhausted, largest, predicted
-from hadal.autotuning.runs import Outcome
-from hadal.autotuning.search import has_gained, is_over, next_trial, score
-from hadal.autotuning.space import TuningTrial
-from hadal.autotuning.summary import Findings, Result
+from hadal.plugins.autotuning.measuring import numbers_of
+from hadal.plugins.autotuning.memory import Need, fitted, is_exhausted, largest, predicted
+from hadal.plugins.autotuning.runs import Outcome
+from hadal.plugins.autotuning.search import has_gained, is_over, next_trial, score
+from hadal.plugins.autotuning.space import TuningTrial
+from hadal.plugins.autotuning.summary import Findings, Result
 
 SPACE = [
     TuningTrial(1, size, (("reduce_bucket_size", f"{bucket}"),))

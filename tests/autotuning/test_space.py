@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from hadal.autotuning.space import (
+from hadal.compat.alias import alias
+from hadal.config import load_config
+from hadal.errors import ConfigError, LaunchError
+from hadal.plugins.autotuning.space import (
     ModelSizes,
     SearchRequest,
     TuningTrial,
@@ -19,10 +22,7 @@ from hadal.autotuning.space import (
     distinct,
     read_request,
 )
-from hadal.autotuning.words import config_flag, found_at, mapped, value_of, with_value
-from hadal.compat.alias import alias
-from hadal.config import load_config
-from hadal.errors import ConfigError, LaunchError
+from hadal.plugins.autotuning.words import config_flag, found_at, mapped, value_of, with_value
 
 ON = {"enabled": True}
 Reader = Callable[..., SearchRequest]

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hadal.autotuning.measuring import largest_unit_numel
-from hadal.autotuning.runs import METRICS, Outcome, Runner
-from hadal.autotuning.space import read_request
-from hadal.autotuning.tuner import Tuner
 from hadal.errors import TuningError
 from hadal.launcher.choices import Choices
+from hadal.plugins.autotuning.measuring import largest_unit_numel
+from hadal.plugins.autotuning.runs import METRICS, Outcome, Runner
+from hadal.plugins.autotuning.space import read_request
+from hadal.plugins.autotuning.tuner import Tuner
 from hadal.zero.grouping import LeafModules
 
 STATES, SAMPLE, MEMORY = 1_000, 100, 2_000

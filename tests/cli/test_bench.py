@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-import hadal.autotuning.disk
-from hadal.autotuning.disk import MeasuredSettings, Search, Speed
+import hadal.plugins.autotuning.disk
 from hadal.cli.main import main
 from hadal.config import load_config
 from hadal.config.aio import Aio
+from hadal.plugins.autotuning.disk import MeasuredSettings, Search, Speed
 from hadal.units import shown_binary
 
 QUICK = ["--size", "1MB", "--seconds", "0.1"]
@@ -33,8 +33,8 @@ def test_the_best_settings_are_printed_and_written(
 
         return measured
 
-    real = hadal.autotuning.disk.measurer
-    monkeypatch.setattr("hadal.autotuning.disk.measurer", measurer)
+    real = hadal.plugins.autotuning.disk.measurer
+    monkeypatch.setattr("hadal.plugins.autotuning.disk.measurer", measurer)
     disk, out = tmp_path / "disk", tmp_path / "aio.json"
     disk.mkdir()
     assert main(["bench", "io", str(disk), *QUICK, "--json", str(out)]) == 0
@@ -67,7 +67,7 @@ def test_the_defaults_are_kept_within_noise(
         return MeasuredSettings(settings, measured[-1], measured[-1])
 
     measured: list[Speed] = []
-    monkeypatch.setattr("hadal.autotuning.disk.measurer", lambda *_: measure)
+    monkeypatch.setattr("hadal.plugins.autotuning.disk.measurer", lambda *_: measure)
     assert main(["bench", "io", str(tmp_path), "--json", str(tmp_path / "aio.json")]) == 0
     shown = capsys.readouterr().out
     assert shown.endswith("keep the defaults: no other setting is faster beyond the noise, 25%\n")

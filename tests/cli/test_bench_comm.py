@@ -12,13 +12,20 @@ import torch
 from ranks import RankPools
 
 import hadal
-from hadal.autotuning import collectives as bench
-from hadal.autotuning.collectives import KINDS, WAYS, Trial, numel_of_memory, numels_between, sweep
 from hadal.cli import bench_comm, deepspeed
 from hadal.cli.main import command_line, main
 from hadal.comm import Ranks
 from hadal.comm.bandwidth import bus_factor
 from hadal.errors import UsageError
+from hadal.plugins.autotuning import collectives as bench
+from hadal.plugins.autotuning.collectives import (
+    KINDS,
+    WAYS,
+    Trial,
+    numel_of_memory,
+    numels_between,
+    sweep,
+)
 
 
 def test_sizes_are_powers_of_two_that_all_ranks_can_share() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from hadal.cli import data
 from hadal.cli.main import main
-from hadal.data_efficiency.indexed import IndexedRows
+from hadal.plugins.data_efficiency.indexed import IndexedRows
 
 
 @pytest.fixture

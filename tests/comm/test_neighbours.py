@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool, RankPools, RanksFailed
 
-from hadal.comm import Ranks, cross_memory, neighbours, pairs
+from hadal.comm import Ranks
 from hadal.comm import ranks as ranks_module
 from hadal.comm.collectives import max_, start_all_gather, start_reduce_scatter, sum_
-from hadal.comm.neighbours import Circle, Identity, meet
+from hadal.comm.local import cross_memory, neighbours, pairs
+from hadal.comm.local.neighbours import Circle, Identity, meet
 from hadal.comm.start import may_read_memory
 from hadal.comm.works import Work
 from hadal.errors import CommunicationError
@@ -431,7 +432,9 @@ def interrupted(where: str) -> bool:
             signals.clear()
             raise KeyboardInterrupt
 
-    target = "hadal.comm.cross_memory." + ("read" if where == "read" else f"Neighbour.{where}")
+    target = "hadal.comm.local.cross_memory." + (
+        "read" if where == "read" else f"Neighbour.{where}"
+    )
     # The thread that serves all neighbours is kept from being faster.
     with patch(target, interrupt), patch.object(neighbour, "_wake"):
         work = receive(found, other, ranks, 97, "a test")
@@ -449,7 +452,7 @@ def test_an_interrupt_loses_nothing(where: str, ranks: RankPools) -> None:
 
 def timed_out() -> Any:
     ranks = Ranks.world()
-    with patch("hadal.comm.pairs.collective_timeout_s", lambda: 0.05):
+    with patch("hadal.comm.local.pairs.collective_timeout_s", lambda: 0.05):
         work = receive(torch.zeros(3), ranks.others[0], ranks, 96, "a test")
         with pytest.raises(RuntimeError, match=r"timed out after 0\.05 s"):
             work.wait()

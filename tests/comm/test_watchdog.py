@@ -22,7 +22,7 @@ import hadal
 from hadal import comm
 from hadal.comm import watchdog
 from hadal.comm.collectives import broadcast_, sum_
-from hadal.comm.pairs import exchange
+from hadal.comm.local.pairs import exchange
 from hadal.comm.pending import Pending
 from hadal.comm.start import DEFAULT_WATCHDOG_S, watchdog_limit
 from hadal.comm.watchdog import Wait, Watchdog
@@ -132,7 +132,7 @@ def waits_for_a_rank_in_a_collective() -> str:
         comm.barrier()
         sum_(torch.ones(3), ranks, "a sum")  # both have a watchdog now
         if ranks.rank == 0:
-            with patch("hadal.comm.pairs.collective_timeout_s", lambda: 3.0):
+            with patch("hadal.comm.local.pairs.collective_timeout_s", lambda: 3.0):
                 coming = [(torch.ones(3), 1)]
                 works = exchange("recv", torch.ones(3), [], coming, ranks, 98, "a test")
             with pytest.raises(CommunicationError) as caught:

@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 
 from hadal import comm
 from hadal.compat.alias import alias
-from hadal.data_efficiency.indexed import IndexedRows
 from hadal.errors import UsageError
+from hadal.plugins.data_efficiency.indexed import IndexedRows
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/analyzer.json").read_text())
 MODULE = alias("deepspeed.runtime.data_pipeline.data_sampling.data_analyzer")

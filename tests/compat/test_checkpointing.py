@@ -12,10 +12,10 @@ from ranks import RankPools
 from torch import Tensor, nn
 
 from hadal import comm
-from hadal.activation_checkpointing.random_states import get_cuda_rng_tracker
 from hadal.compat import checkpointing
 from hadal.compat.checkpointing import CheckpointFunction, checkpoint, configure
 from hadal.errors import ConfigError, UsageError
+from hadal.plugins.activation_checkpointing.random_states import get_cuda_rng_tracker
 
 BATCH = {"train_micro_batch_size_per_gpu": 1}
 # Three draws each, as DeepSpeed 0.19 makes them with seed 1234.

@@ -13,10 +13,10 @@ from compression.toys import TOKENS, Bert, X, config, inputs, section, weights
 from torch import nn
 
 from hadal.compat.alias import alias
-from hadal.compression import init_compression
-from hadal.compression.layers import CompressedLinear, compressed_modules
-from hadal.compression.shrinking import shapes_of
 from hadal.errors import ConfigError, UsageError
+from hadal.plugins.compression import init_compression
+from hadal.plugins.compression.layers import CompressedLinear, compressed_modules
+from hadal.plugins.compression.shrinking import shapes_of
 
 GOLDEN: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "data/compression.json").read_text()

@@ -16,8 +16,8 @@ from hadal.compat.efficiency import (
     remove_random_ltd_state_dict,
     save_without_random_ltd,
 )
-from hadal.data_efficiency.token_drop import convert_to_random_ltd
 from hadal.errors import ConfigError
+from hadal.plugins.data_efficiency.token_drop import convert_to_random_ltd
 
 METRIC = {name: value for name, value in SECTION.items() if name[0] != "e"}
 

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hadal.activation_checkpointing.random_states import CudaRNGStatesTracker, get_cuda_rng_tracker
 from hadal.compat import checkpointing
 from hadal.errors import UsageError
+from hadal.plugins.activation_checkpointing.random_states import (
+    CudaRNGStatesTracker,
+    get_cuda_rng_tracker,
+)
 
 
 class _Third:

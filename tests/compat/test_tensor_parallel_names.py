@@ -10,7 +10,7 @@ import pytest
 
 from hadal.compat.alias import alias
 from hadal.errors import NotBuiltYetError, UsageError
-from hadal.tensor_parallel.layers import ColumnLinear, RowLinear
+from hadal.plugins.tensor_parallel.layers import ColumnLinear, RowLinear
 
 GOLDEN: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "data/tensor_parallel.json").read_text()

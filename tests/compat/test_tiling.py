@@ -13,10 +13,10 @@ from ranks import RankPools
 from torch import nn
 
 import hadal
-from hadal.compat.tiling import even_parts
 from hadal.errors import ModelError
 from hadal.zero import TiledLinear
 from hadal.zero.bucket import Weights
+from hadal.zero.tiling import even_parts
 
 
 @given(st.integers(1, 50), st.data())

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from compression.toys import TOKENS, Bert, config, inputs, weights
-from hadal.compression import CompressionScheduler, init_compression, redundancy_clean
-from hadal.compression.layers import Compressed, compressed_modules
 from hadal.errors import ConfigError, UsageError
+from hadal.plugins.compression import CompressionScheduler, init_compression, redundancy_clean
+from hadal.plugins.compression.layers import Compressed, compressed_modules
 
 NOW = {"quantize_weight_in_forward": True}
 

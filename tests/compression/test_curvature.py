@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hadal.compression.curvature import (
+from hadal.errors import UsageError
+from hadal.plugins.compression.curvature import (
     PowerIteration,
     blocks_of,
     dominant_eigenvalue,
     relative,
     slowdown_of,
 )
-from hadal.errors import UsageError
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/eigenvalues.json").read_text())
 

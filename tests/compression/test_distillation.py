@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hadal.compression import distillation_loss, hidden_state_loss
 from hadal.errors import ModelError
+from hadal.plugins.compression import distillation_loss, hidden_state_loss
 
 
 def test_the_loss_of_logits_is_their_divergence():

@@ -13,10 +13,10 @@ from compression.test_files import halve_at_random
 from compression.test_shrinking import heads
 from compression.toys import Bert, config, weights
 from hadal.cli.main import main
-from hadal.compression import init_compression, load_packed, pack_weights, redundancy_clean
-from hadal.compression.export import _parts, export_packed
-from hadal.compression.halves import is_half_zero
 from hadal.errors import UsageError
+from hadal.plugins.compression import init_compression, load_packed, pack_weights, redundancy_clean
+from hadal.plugins.compression.export import _parts, export_packed
+from hadal.plugins.compression.halves import is_half_zero
 
 NOW = {"quantize_weight_in_forward": True}
 EIGHT = (weights(8, 8, modules=["encoder"], **NOW),)

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from compression.toys import TOKENS, Bert, config, inputs, weights
-from hadal.compression import init_compression, load_packed, pack_weights, redundancy_clean
-from hadal.compression import save_packed as save
-from hadal.compression.packed import packed_modules
 from hadal.errors import ModelError, UsageError
+from hadal.plugins.compression import init_compression, load_packed, pack_weights, redundancy_clean
+from hadal.plugins.compression import save_packed as save
+from hadal.plugins.compression.packed import packed_modules
 
 NOW = {"quantize_weight_in_forward": True}
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from compression.toys import INPUT, Bert, config, inputs, linear, weights
-from hadal.compression import init_compression
-from hadal.compression.layers import CompressedLinear, RunningRange
+from hadal.plugins.compression import init_compression
+from hadal.plugins.compression.layers import CompressedLinear, RunningRange
 
 NOW = {"quantize_weight_in_forward": True}
 

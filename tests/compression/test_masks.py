@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hadal.compression.masks import (
+from hadal.plugins.compression.masks import (
     Blocks,
     as_matrix,
     as_weight,

@@ -6,9 +6,9 @@ import pytest
 from torch import nn
 
 from compression.toys import Bert, config, inputs, section, weights
-from hadal.compression import init_compression
-from hadal.compression.layers import compressed_modules
 from hadal.errors import ConfigError
+from hadal.plugins.compression import init_compression
+from hadal.plugins.compression.layers import compressed_modules
 
 LAYER = "bert.encoder.layer"
 BITS = {"start_bits": 8, "target_bits": 8}

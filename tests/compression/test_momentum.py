@@ -17,9 +17,9 @@ from compression.test_shrinking import LAYER, channels, heads, rows
 from compression.test_training import train
 from compression.toys import Bert, config
 from hadal import comm
-from hadal.compression import init_compression
-from hadal.compression.layers import compressed_modules
 from hadal.errors import UsageError
+from hadal.plugins.compression import init_compression
+from hadal.plugins.compression.layers import compressed_modules
 from hadal.zero.access import keeper_of
 
 DATA = Path(__file__).parents[1] / "data" / "snip_momentum.json"

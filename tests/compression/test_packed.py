@@ -9,16 +9,21 @@ import torch
 from torch import nn
 
 from compression.toys import TOKENS, Bert, config, inputs, weights
-from hadal.compression import (
+from hadal.errors import ModelError
+from hadal.plugins.compression import (
     compute_in_integers,
     init_compression,
     pack_weights,
     redundancy_clean,
     unpack_weights,
 )
-from hadal.compression.layers import compressed_modules
-from hadal.compression.packed import PackedEmbedding, PackedLinear, load_state, packed_modules
-from hadal.errors import ModelError
+from hadal.plugins.compression.layers import compressed_modules
+from hadal.plugins.compression.packed import (
+    PackedEmbedding,
+    PackedLinear,
+    load_state,
+    packed_modules,
+)
 
 NOW = {"quantize_weight_in_forward": True}
 
@@ -163,9 +168,9 @@ def test_rows_of_an_embedding_are_those_of_its_weight():
     for groups in (1, 3, 12):
         table = nn.Embedding(12, 16, padding_idx=2)
         model = nn.Sequential(table)
-        from hadal.compression.packed import remember
-        from hadal.compression.packing import grid_of
-        from hadal.compression.quantizers import quantize
+        from hadal.plugins.compression.packed import remember
+        from hadal.plugins.compression.packing import grid_of
+        from hadal.plugins.compression.quantizers import quantize
 
         remember(table, grid_of(table.weight, 5, groups, symmetric=False))
         table.weight.data = quantize(table.weight.data, 5, groups, symmetric=False)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.compression.packing import CodeLayout, decode, encode, grid_of, pack, unpack
-from hadal.compression.quantizers import quantize
+from hadal.plugins.compression.packing import CodeLayout, decode, encode, grid_of, pack, unpack
+from hadal.plugins.compression.quantizers import quantize
 
 
 @given(st.integers(1, 16), st.integers(1, 5), st.integers(1, 40), st.integers(0, 9))

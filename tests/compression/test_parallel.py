@@ -13,9 +13,9 @@ from torch import nn
 
 from compression.test_shrinking import rows
 from compression.toys import config, weights
-from hadal.compression import init_compression, redundancy_clean
-from hadal.compression.parallel import ColumnParallelLinear, RowParallelLinear
 from hadal.errors import ModelError
+from hadal.plugins.compression import init_compression, redundancy_clean
+from hadal.plugins.compression.parallel import ColumnParallelLinear, RowParallelLinear
 
 
 def mpu() -> Any:

@@ -7,7 +7,7 @@ import torch
 
 from compression.test_shrinking import LAYER, heads, rows
 from compression.toys import TOKENS, config
-from hadal.compression import init_compression, redundancy_clean, register_with_transformers
+from hadal.plugins.compression import init_compression, redundancy_clean, register_with_transformers
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from compression.toys import INPUT, TOKENS, WEIGHT, Bert, config, linear, section, weights
-from hadal.compression import init_compression, redundancy_clean
-from hadal.compression.layers import Compressed
 from hadal.errors import ConfigError, UsageError
+from hadal.plugins.compression import init_compression, redundancy_clean
+from hadal.plugins.compression.layers import Compressed
 
 SPARSE = "compression_training.sparse_pruning"
 KEPT = {"dense_ratio": 0.5}
@@ -130,7 +130,7 @@ def test_blocks_are_those_of_all_modules_that_are_not_excluded(caplog, pattern, 
 
 
 def test_modules_whose_shape_does_not_fit_are_left_out(caplog):
-    caplog.set_level(logging.INFO, logger="hadal.compression")
+    caplog.set_level(logging.INFO, logger="hadal.plugins.compression")
     built(blocks(), model=Bert())
     assert "1 modules are not pruned in blocks of 4x1: classifier (3x16)" in caplog.text
 

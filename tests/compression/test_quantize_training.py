@@ -8,10 +8,10 @@ import pytest
 from engine.toys import engine_of
 
 from compression.toys import TOKENS, Bert
-from hadal.compression import init_compression, redundancy_clean
-from hadal.compression.compress import section_of
-from hadal.compression.layers import compressed_modules
 from hadal.errors import ConfigError
+from hadal.plugins.compression import init_compression, redundancy_clean
+from hadal.plugins.compression.compress import section_of
+from hadal.plugins.compression.layers import compressed_modules
 
 OLD = {
     "enabled": True,
@@ -62,7 +62,7 @@ def kind_of(old) -> str:
 )
 @pytest.mark.parametrize("prepared", [True, False])
 def test_bits_fall_and_the_weights_are_cleaned(caplog, prepared):
-    caplog.set_level(logging.INFO, logger="hadal.compression")
+    caplog.set_level(logging.INFO, logger="hadal.plugins.compression")
     model, wishes = Bert(), {"quantize_training": OLD}
     if prepared:
         init_compression(model, wishes)

@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compression.toys import X
-from hadal.compression.quantizers import largest, quantize, quantize_in_range, straight_through
+from hadal.plugins.compression.quantizers import (
+    largest,
+    quantize,
+    quantize_in_range,
+    straight_through,
+)
 
 # The first row of DeepSpeed's results, by bits, groups and whether symmetric.
 GOLDEN = {

@@ -7,8 +7,8 @@ from torch import nn
 
 from compression.test_shrinking import LAYER, Images, channels, heads, rows
 from compression.toys import Bert, config
-from hadal.compression import init_compression, redundancy_clean
 from hadal.errors import ConfigError
+from hadal.plugins.compression import init_compression, redundancy_clean
 
 GROUPS = "compression_training.{}.different_groups.g"
 

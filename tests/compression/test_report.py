@@ -10,7 +10,7 @@ import torch
 from engine.toys import engine_of
 
 from compression.toys import TOKENS, Bert, config, inputs, section, weights
-from hadal.compression import (
+from hadal.plugins.compression import (
     compression_report,
     init_compression,
     pack_weights,
@@ -76,7 +76,7 @@ def test_a_report_draws_no_random_numbers():
 def test_the_page_of_a_run_has_the_report(tmp_path: Path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
-    from hadal.monitor.report import write_page
+    from hadal.plugins.monitor.report import write_page
 
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job", "report": True}
     engine = engine_of(0, Bert(), **config(*WISHES), jsonl_monitor=monitor)

@@ -18,7 +18,8 @@ from compression.toys import (
     section,
     weights,
 )
-from hadal.compression import (
+from hadal.errors import ModelError
+from hadal.plugins.compression import (
     compression_report,
     init_compression,
     load_packed,
@@ -26,8 +27,7 @@ from hadal.compression import (
     redundancy_clean,
     save_packed,
 )
-from hadal.compression.masks import masked_heads
-from hadal.errors import ModelError
+from hadal.plugins.compression.masks import masked_heads
 
 HALF = {"dense_ratio": 0.5}
 LAYER = r"layer\.\d+\."

@@ -12,10 +12,10 @@ from ranks import RankPools
 from torch import Tensor, nn
 
 from compression.test_curvature import Net, configured, inputs
-from hadal.compression.curvature import slowdown_of
-from hadal.compression.layers import compressed_modules
 from hadal.config import load_config
 from hadal.errors import ConfigError, UsageError
+from hadal.plugins.compression.curvature import slowdown_of
+from hadal.plugins.compression.layers import compressed_modules
 
 KEYS = "quantize_training.eigenvalue"
 BITS = {

@@ -10,8 +10,8 @@ from compression.test_momentum import LEARNED, SMALLER, seeded_engine
 from compression.test_pruning import blocks, sparse
 from compression.test_training import train
 from compression.toys import TOKENS, Bert, config, weights
-from hadal.compression import redundancy_clean
-from hadal.compression.layers import compressed_modules
+from hadal.plugins.compression import redundancy_clean
+from hadal.plugins.compression.layers import compressed_modules
 
 FIXED = sparse("l1", 0.3, ["encoder"], schedule_offset=1)
 BLOCKS = blocks("4x1", schedule_offset=1, schedule_offset_end=3, excluded_modules=["classifier"])

@@ -10,10 +10,10 @@ from engine.toys import engine_of
 from torch import nn
 
 from compression.toys import TOKENS, Bert, config, weights
-from hadal.compression import init_compression, student_initialization
-from hadal.compression.layers import compressed_modules
 from hadal.config import load_config
 from hadal.errors import ConfigError, ModelError, UsageError
+from hadal.plugins.compression import init_compression, student_initialization
+from hadal.plugins.compression.layers import compressed_modules
 
 SECTION = {
     "enabled": True,

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from compression.toys import TOKENS, Bert, config, inputs, section, weights
 from hadal import comm
-from hadal.compression import CompressionScheduler, init_compression, redundancy_clean
-from hadal.compression.layers import compressed_modules
 from hadal.errors import UsageError
+from hadal.plugins.compression import CompressionScheduler, init_compression, redundancy_clean
+from hadal.plugins.compression.layers import compressed_modules
 
 FALLING = weights(8, 3, 1, schedule_offset=1)
 
@@ -52,7 +52,7 @@ def bits_of(engine) -> list[int | None]:
 )
 @pytest.mark.parametrize("prepared", [True, False])
 def test_bits_fall_with_the_applied_updates(caplog, prepared):
-    caplog.set_level(logging.INFO, logger="hadal.compression")
+    caplog.set_level(logging.INFO, logger="hadal.plugins.compression")
     verbose = weights(8, 3, 1, schedule_offset=1, quantize_verbose=True, quantizer_kernel=True)
     late = inputs(8, ["intermediate"], schedule_offset=2)
     engine = engine_with(verbose, late, prepared=prepared, gradient_accumulation_steps=2)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hadal.data_efficiency import analysis, chunks
-from hadal.data_efficiency.analysis import analyze, chunks_of, passes
-from hadal.data_efficiency.chunks import KeptChunks, Span, compute_all, compute_kept
-from hadal.data_efficiency.indexed import IndexedRows, RowsBuilder
 from hadal.errors import UsageError
+from hadal.plugins.data_efficiency import analysis, chunks
+from hadal.plugins.data_efficiency.analysis import analyze, chunks_of, passes
+from hadal.plugins.data_efficiency.chunks import KeptChunks, Span, compute_all, compute_kept
+from hadal.plugins.data_efficiency.indexed import IndexedRows, RowsBuilder
 
 ROWS = [
     [int(n) for n in np.random.default_rng(row).geometric(0.3, 1 + row % 7)] for row in range(90)

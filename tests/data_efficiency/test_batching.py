@@ -17,10 +17,10 @@ from torch.utils.data import Dataset
 import hadal
 from hadal import comm
 from hadal.config import load_config
-from hadal.data_efficiency.batching import PackedOrder
-from hadal.data_efficiency.lengths import length_of, lengths_of, path_of
-from hadal.data_efficiency.sampler import Taking
 from hadal.errors import ConfigError, UsageError
+from hadal.plugins.data_efficiency.batching import PackedOrder
+from hadal.plugins.data_efficiency.lengths import length_of, lengths_of, path_of
+from hadal.plugins.data_efficiency.sampler import Taking
 
 KEYS = "data_efficiency.data_sampling.dynamic_batching"
 LENGTHS = [int(n) for n in np.random.default_rng(5).integers(1, 12, 60)]
@@ -224,7 +224,7 @@ def train_and_save(folder: Path) -> tuple[list[list[int]], list[float]]:
 @pytest.mark.claims(f"{KEYS}.verbose")
 def test_updates_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_with(verbose=True)
-    with caplog.at_level(logging.INFO, "hadal.data_efficiency.batching"):
+    with caplog.at_level(logging.INFO, "hadal.plugins.data_efficiency.batching"):
         train(engine, 2)
     assert "update 1: " in caplog.text
     assert "learning rate x" in caplog.text
@@ -233,7 +233,7 @@ def test_updates_are_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_omitted_samples_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     too_long = sum(n > 7 for n in LENGTHS)
-    with caplog.at_level(logging.WARNING, "hadal.data_efficiency.batching"):
+    with caplog.at_level(logging.WARNING, "hadal.plugins.data_efficiency.batching"):
         order_of(max_tokens=7, max_batch_size=1)
     assert f"{too_long} of 60 samples are longer than max_tokens (7)" in caplog.text
     left = (60 - too_long) % 4

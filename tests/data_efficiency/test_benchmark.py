@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hadal.data_efficiency.indexed import IndexedRows
+from hadal.plugins.data_efficiency.indexed import IndexedRows
 
 ROOT = Path(__file__).resolve().parents[2]
 

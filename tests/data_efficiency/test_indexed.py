@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hadal.data_efficiency.indexed import (
+from hadal.errors import UsageError
+from hadal.plugins.data_efficiency.indexed import (
     IndexedRows,
     RowsBuilder,
     bin_path,
@@ -22,7 +23,6 @@ from hadal.data_efficiency.indexed import (
     index_of,
     smallest_dtype,
 )
-from hadal.errors import UsageError
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/mmap.json").read_text())
 

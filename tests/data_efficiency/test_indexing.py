@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hadal.data_efficiency import texts
-from hadal.data_efficiency.indexed import IndexedRows
-from hadal.data_efficiency.indexing import (
+from hadal.errors import UsageError
+from hadal.plugins.data_efficiency import texts
+from hadal.plugins.data_efficiency.indexed import IndexedRows
+from hadal.plugins.data_efficiency.indexing import (
     ByteTokenizer,
     Indexing,
     dtype_for,
     index_texts,
     tokenizer_of,
 )
-from hadal.data_efficiency.texts import DatasetTexts, JsonTexts, PlainTexts, source_of
-from hadal.errors import UsageError
+from hadal.plugins.data_efficiency.texts import DatasetTexts, JsonTexts, PlainTexts, source_of
 
 WORDS = ["ein Text", "größer 語 🙂", "x", "and a longer line of words"] * 50
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from hadal import comm
 from hadal.config import load_config
-from hadal.data_efficiency.layer_drop import drop_layers, keeps_of, theta_at
 from hadal.errors import ConfigError, UsageError
+from hadal.plugins.data_efficiency.layer_drop import drop_layers, keeps_of, theta_at
 
 SECTION = {"enabled": True, "theta": 0.5, "gamma": 0.1}
 ALWAYS = {"enabled": True, "theta": 0.25, "gamma": 50.0}  # from the third update on

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.data_efficiency.pacing import Pacer, PaceRule, difficulty_at
 from hadal.errors import UsageError
+from hadal.plugins.data_efficiency.pacing import Pacer, PaceRule, difficulty_at
 
 LINEAR = PaceRule("fixed_linear", 8, 1024, total=1000, multiple=8)
 VALUES = [

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.data_efficiency.packing import (
+from hadal.plugins.data_efficiency.packing import (
     PackLimits,
     Packs,
     evened,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hadal.data_efficiency.rates import ScaledRates
 from hadal.optim.schedules import WarmupLR
+from hadal.plugins.data_efficiency.rates import ScaledRates
 
 
 def made(kind: str, rate: Any = 0.1) -> tuple[torch.optim.Optimizer, ScaledRates]:

@@ -18,11 +18,11 @@ import hadal
 from hadal import comm
 from hadal.config import load_config
 from hadal.config.data_efficiency import DataEfficiency
-from hadal.data_efficiency.analysis import analyze
-from hadal.data_efficiency.indexed import IndexedRows, RowsBuilder
-from hadal.data_efficiency.metric_files import Origin, read_rows, write_row
-from hadal.data_efficiency.sampler import CurriculumOrder, Taking
 from hadal.errors import ConfigError, UsageError
+from hadal.plugins.data_efficiency.analysis import analyze
+from hadal.plugins.data_efficiency.indexed import IndexedRows, RowsBuilder
+from hadal.plugins.data_efficiency.metric_files import Origin, read_rows, write_row
+from hadal.plugins.data_efficiency.sampler import CurriculumOrder, Taking
 
 COUNT = 120
 MEASURES = {

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.data_efficiency import shuffling
+from hadal.plugins.data_efficiency import shuffling
 
 
 @given(

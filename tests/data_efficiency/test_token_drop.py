@@ -16,15 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 from hadal import comm
 from hadal.config import load_config
-from hadal.data_efficiency.kept_tokens import Subset, draw, put_back, take
-from hadal.data_efficiency.token_drop import (
+from hadal.errors import ConfigError, UsageError
+from hadal.plugins.data_efficiency.kept_tokens import Subset, draw, put_back, take
+from hadal.plugins.data_efficiency.token_drop import (
     KeptRule,
     convert_to_random_ltd,
     kept_at,
     layer_number,
     layer_tokens_at,
 )
-from hadal.errors import ConfigError, UsageError
 
 KEYS = "data_efficiency.data_routing.random_ltd"
 

@@ -7,8 +7,8 @@ from collections import UserDict, namedtuple
 import pytest
 import torch
 
-from hadal.data_efficiency.truncation import truncate
 from hadal.errors import UsageError
+from hadal.plugins.data_efficiency.truncation import truncate
 
 IDS = torch.arange(2 * 10).view(2, 10)
 

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hadal
 from hadal import comm
-from hadal.compression.curvature import PowerIteration, relative
 from hadal.config import load_config
 from hadal.engine.curvature import BlockEigenvalues
 from hadal.errors import ConfigError, UsageError
+from hadal.plugins.compression.curvature import PowerIteration, relative
 
 KEYS = "eigenvalue"
 

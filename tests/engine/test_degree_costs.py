@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hadal
 from engine.test_pipeline import MICRO, batches, engine_of
-from hadal.moe import dispatch
-from hadal.pipeline import wires
-from hadal.tensor_parallel import across
+from hadal.plugins.moe import dispatch
+from hadal.plugins.pipeline import wires
+from hadal.plugins.tensor_parallel import across
 
 FILE = Path(__file__).parents[2] / "benchmarks/degrees.py"
 

@@ -27,7 +27,7 @@ from engine.parts import (
 )
 from hadal import comm
 from hadal.compat.alias import alias
-from hadal.pipeline import LayerSpec, PipelineModule, PipeModelDataParallelTopology
+from hadal.plugins.pipeline import LayerSpec, PipelineModule, PipeModelDataParallelTopology
 from hadal.utils import safe_get_full_fp32_param
 
 STAGES = [0, 1, 2, 3]

@@ -29,7 +29,7 @@ from hadal.errors import (
     PipelineError,
     UsageError,
 )
-from hadal.pipeline import (
+from hadal.plugins.pipeline import (
     LayerSpec,
     PipelineModule,
     PipeModelDataParallelTopology,
@@ -358,7 +358,7 @@ class Halved(nn.Module):
 
 def in_slices(partitioned: bool) -> tuple[float, int]:
     """The loss of one update, and the bytes that this rank sends to its neighbour."""
-    from hadal.pipeline import wires
+    from hadal.plugins.pipeline import wires
 
     sent, start = 0, wires.start_send
 

@@ -32,7 +32,7 @@ from hadal.config import load_config
 from hadal.engine.undecided import step_schedule
 from hadal.errors import OptimizerError, UsageError
 from hadal.optim.schedules import OneCycle
-from hadal.pipeline import PipelineModule
+from hadal.plugins.pipeline import PipelineModule
 
 CYCLE = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 4}
 DECAYS = {**CYCLE, "decay_step_size": 1, "decay_lr_rate": 0.5, "decay_mom_rate": 0.01}

@@ -38,9 +38,9 @@ from hadal.checkpoint.fp32 import load_state_dict_from_zero_checkpoint
 from hadal.engine.pipeline import PipelineEngine
 from hadal.engine.tensor import tp_model_init
 from hadal.errors import HadalError
-from hadal.moe import MoE
-from hadal.pipeline import LayerSpec, PipelineModule, ProcessTopology
-from hadal.sequence import sequence_loss
+from hadal.plugins.moe import MoE
+from hadal.plugins.pipeline import LayerSpec, PipelineModule, ProcessTopology
+from hadal.plugins.sequence import sequence_loss
 
 pytestmark = pytest.mark.skipif(
     find_spec("transformers") is None, reason="transformers is not installed"

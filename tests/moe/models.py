@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from hadal import comm
-from hadal.moe import MoE
-from hadal.moe.layer import layers_of
+from hadal.plugins.moe import MoE
+from hadal.plugins.moe.layer import layers_of
 
 WIDTH = 6
 EXPERTS = 4

@@ -18,7 +18,7 @@ from hadal.comm import Ranks, init_distributed
 from hadal.comm.expert_groups import make_expert_groups
 from hadal.config.expert_parallel import ExpertParallel
 from hadal.errors import ConfigError, ModelError
-from hadal.moe.blocks import DistributedExperts, ExpertPlace, distribute, find_blocks
+from hadal.plugins.moe.blocks import DistributedExperts, ExpertPlace, distribute, find_blocks
 
 pytestmark = pytest.mark.runs("transformers")
 

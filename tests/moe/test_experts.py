@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hadal.moe.experts import Experts, can_group, grouped_linear, is_moe_param
+from hadal.plugins.moe.experts import Experts, can_group, grouped_linear, is_moe_param
 
 
 def products(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hadal.moe.gate import (
+from hadal.plugins.moe.gate import (
     Routing,
     capacity_of,
     dense,

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from hadal import comm
 from hadal.errors import ModelError, UsageError
-from hadal.moe import MoE, TopKGate, has_moe_layers
-from hadal.moe.layer import layers_of
+from hadal.plugins.moe import MoE, TopKGate, has_moe_layers
+from hadal.plugins.moe.layer import layers_of
 from moe.models import EXPERTS, WIDTH, an_expert, filled, layer_of, tokens_of
 
 GIVEN = json.loads((Path(__file__).parents[1] / "data/experts.json").read_text())["layers"]

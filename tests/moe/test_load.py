@@ -15,8 +15,8 @@ from ranks import RankPools
 from torch import Tensor, nn
 
 from hadal import comm
-from hadal.moe import MoE
-from hadal.moe.load import Load, imbalance
+from hadal.plugins.moe import MoE
+from hadal.plugins.moe.load import Load, imbalance
 from moe.models import EXPERTS, WIDTH, an_expert, filled, tokens_of
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hadal.moe import MoE, is_moe_param_group
-from hadal.moe.param_groups import (
+from hadal.plugins.moe import MoE, is_moe_param_group
+from hadal.plugins.moe.param_groups import (
     configure_moe_param_groups,
     split_params_grads_into_shared_and_expert_params,
     split_params_into_different_moe_groups_for_optimizer,

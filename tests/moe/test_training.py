@@ -12,7 +12,7 @@ from ranks import RankPools
 from torch import Tensor, nn
 
 from hadal import comm
-from hadal.moe import MoE
+from hadal.plugins.moe import MoE
 from moe.models import EXPERTS, WIDTH, an_expert, filled
 
 UPDATES, MICROS, CLIP = 3, 2, 0.3

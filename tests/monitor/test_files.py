@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from hadal.config.csv_monitor import CsvMonitor
 from hadal.config.jsonl_monitor import JsonlMonitor
-from hadal.monitor.csv_monitor import CsvWriter, file_name
-from hadal.monitor.jsonl_monitor import JsonlWriter, read_lines
-from hadal.monitor.lines import LineFile
-from hadal.monitor.record import ScalarRecord
+from hadal.plugins.monitor.csv_monitor import CsvWriter, file_name
+from hadal.plugins.monitor.jsonl_monitor import JsonlWriter, read_lines
+from hadal.plugins.monitor.lines import LineFile
+from hadal.plugins.monitor.record import ScalarRecord
 
 
 @contextmanager

@@ -15,12 +15,12 @@ from hadal.config.csv_monitor import CsvMonitor
 from hadal.config.jsonl_monitor import JsonlMonitor
 from hadal.config.tensorboard import TensorBoard
 from hadal.errors import UsageError
-from hadal.monitor import writer as writer_module
-from hadal.monitor.csv_monitor import CsvWriter
-from hadal.monitor.jsonl_monitor import JsonlWriter
-from hadal.monitor.monitor import Monitor
-from hadal.monitor.record import ScalarRecord
-from hadal.monitor.tensorboard import TensorBoardWriter
+from hadal.plugins.monitor import writer as writer_module
+from hadal.plugins.monitor.csv_monitor import CsvWriter
+from hadal.plugins.monitor.jsonl_monitor import JsonlWriter
+from hadal.plugins.monitor.monitor import Monitor
+from hadal.plugins.monitor.record import ScalarRecord
+from hadal.plugins.monitor.tensorboard import TensorBoardWriter
 
 
 class Memory:
@@ -185,9 +185,9 @@ def test_a_thousand_scalars_take_less_than_50_ms(kind: str, tmp_path: Path) -> N
 PROGRAM = """
 import sys
 from hadal.config.csv_monitor import CsvMonitor
-from hadal.monitor.csv_monitor import CsvWriter
-from hadal.monitor.monitor import Monitor
-from hadal.monitor.record import ScalarRecord
+from hadal.plugins.monitor.csv_monitor import CsvWriter
+from hadal.plugins.monitor.monitor import Monitor
+from hadal.plugins.monitor.record import ScalarRecord
 
 class Soon:
     asked = 0

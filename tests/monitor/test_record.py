@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.errors import UsageError
-from hadal.monitor.record import GivenScalars, ScalarRecord, events_of
+from hadal.plugins.monitor.record import GivenScalars, ScalarRecord, events_of
 
 
 def records_of(*events: Any) -> list[ScalarRecord]:

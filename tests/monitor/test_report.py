@@ -24,8 +24,8 @@ from ranks import RankPools
 from hadal import comm
 from hadal.cli.main import main
 from hadal.errors import UsageError
-from hadal.monitor.report import read_run, write_page
-from hadal.monitor.report.run import Series, smoothed, thinned
+from hadal.plugins.monitor.report import read_run, write_page
+from hadal.plugins.monitor.report.run import Series, smoothed, thinned
 
 
 class Page(HTMLParser):

@@ -18,11 +18,11 @@ from ranks import RankPools
 from hadal.config.comet import Comet
 from hadal.config.wandb import Wandb
 from hadal.errors import ConfigError, HadalError, MissingPackageError, MonitorError
-from hadal.monitor.comet import CometWriter, ThinnedEvents
-from hadal.monitor.jsonl_monitor import read_lines
-from hadal.monitor.opening import open_writers
-from hadal.monitor.record import ScalarRecord
-from hadal.monitor.wandb import WandbWriter
+from hadal.plugins.monitor.comet import CometWriter, ThinnedEvents
+from hadal.plugins.monitor.jsonl_monitor import read_lines
+from hadal.plugins.monitor.opening import open_writers
+from hadal.plugins.monitor.record import ScalarRecord
+from hadal.plugins.monitor.wandb import WandbWriter
 from monitor.services import CometExperiment, WandbRun
 
 HERE = Path(__file__).parent

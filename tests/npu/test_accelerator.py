@@ -14,10 +14,10 @@ import torch
 from ranks import RankPools
 
 import npu
-from hadal.activation_checkpointing.random_states import get_cuda_rng_tracker
 from hadal.compat.accelerator import get_accelerator
 from hadal.compat.checkpointing import checkpoint, model_parallel_cuda_manual_seed
 from hadal.device import device_thread
+from hadal.plugins.activation_checkpointing.random_states import get_cuda_rng_tracker
 
 ROOT = Path(__file__).parents[2]
 

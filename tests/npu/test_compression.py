@@ -10,7 +10,7 @@ from ranks import RankPools
 
 import npu
 from hadal import comm
-from hadal.compression import redundancy_clean
+from hadal.plugins.compression import redundancy_clean
 
 
 def _trained(name: str, stage: int) -> tuple[list[float], torch.Tensor | None]:

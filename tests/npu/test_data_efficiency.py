@@ -15,10 +15,10 @@ from ranks import RankPools
 from torch import nn
 
 import npu
-from hadal.data_efficiency.kept_tokens import draw, put_back, take
-from hadal.data_efficiency.layer_drop import drop_layers
-from hadal.data_efficiency.token_drop import convert_to_random_ltd
 from hadal.device import current_device
+from hadal.plugins.data_efficiency.kept_tokens import draw, put_back, take
+from hadal.plugins.data_efficiency.layer_drop import drop_layers
+from hadal.plugins.data_efficiency.token_drop import convert_to_random_ltd
 
 
 def _stream(folder: Path) -> tuple[list[list[int]], float]:

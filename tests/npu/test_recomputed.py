@@ -19,11 +19,11 @@ from sequence.models import llama, recomputes, tokens
 from torch.utils.checkpoint import checkpoint
 
 import npu
-from hadal.activation_checkpointing.keeping import HostLimits, InputKeeper
 from hadal.compat.offloading import get_checkpoint_hidden_states_offloading_ctx_manager
 from hadal.config.activation_checkpointing import ActivationCheckpointing
 from hadal.device import current_device
 from hadal.errors import UsageError
+from hadal.plugins.activation_checkpointing.keeping import HostLimits, InputKeeper
 
 _FILE = Path(__file__).parents[2] / "benchmarks/activation_checkpointing.py"
 _SPEC = importlib.util.spec_from_file_location("gpt_benchmark", _FILE)

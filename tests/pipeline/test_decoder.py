@@ -16,7 +16,7 @@ import hadal
 from hadal import comm
 from hadal.engine.pipeline import PipelineEngine
 from hadal.errors import ConfigError, ModelError, PipelineError, UsageError
-from hadal.pipeline.decoder import check_decoder
+from hadal.plugins.pipeline.decoder import check_decoder
 
 ROWS, LENGTH, MICRO, WORDS = 2, 6, 4, 17
 SIZES = {

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from hadal import comm
 from hadal.errors import PipelineError, UsageError
-from hadal.pipeline.executor import Executor, chunks_of
-from hadal.pipeline.module import PipelineModule
-from hadal.pipeline.schedule import InferenceSchedule, TrainSchedule
+from hadal.plugins.pipeline.executor import Executor, chunks_of
+from hadal.plugins.pipeline.module import PipelineModule
+from hadal.plugins.pipeline.schedule import InferenceSchedule, TrainSchedule
 
 WIDTH, ROWS, MICRO = 4, 2, 4
 Pair = namedtuple("Pair", "hidden mask")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from hadal.pipeline.later_weights import LaterWeights, gradients_of
+from hadal.plugins.pipeline.later_weights import LaterWeights, gradients_of
 
 
 class Model(nn.Module):

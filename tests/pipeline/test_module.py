@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from hadal import comm
 from hadal.errors import ChoiceError, UsageError
-from hadal.pipeline.grid import PipelineParallelGrid
-from hadal.pipeline.module import PipelineModule
-from hadal.pipeline.specs import LayerSpec, TiedLayerSpec
-from hadal.pipeline.topology import PipeModelDataParallelTopology
-from hadal.pipeline.weighing import cut
+from hadal.plugins.pipeline.grid import PipelineParallelGrid
+from hadal.plugins.pipeline.module import PipelineModule
+from hadal.plugins.pipeline.specs import LayerSpec, TiedLayerSpec
+from hadal.plugins.pipeline.topology import PipeModelDataParallelTopology
+from hadal.plugins.pipeline.weighing import cut
 
 built: list[int] = []
 

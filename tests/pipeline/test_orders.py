@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.pipeline.orders import (
+from hadal.plugins.pipeline.orders import (
     JobKind,
     OrderedSchedule,
     StageJob,
@@ -17,7 +17,7 @@ from hadal.pipeline.orders import (
     one_forward_one_backward_order,
     order_of,
 )
-from hadal.pipeline.schedule import BackwardPass, ForwardPass, TrainSchedule
+from hadal.plugins.pipeline.schedule import BackwardPass, ForwardPass, TrainSchedule
 
 SINGLE = ("1f1b", "gpipe", "zero_bubble")
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.errors import UsageError
-from hadal.pipeline.partition import partition_balanced, partition_uniform
+from hadal.plugins.pipeline.partition import partition_balanced, partition_uniform
 
 PARTITIONS = json.loads((Path(__file__).parents[1] / "data/pipeline.json").read_text())[
     "partitions"

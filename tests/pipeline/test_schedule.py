@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.errors import UsageError
-from hadal.pipeline import schedule as schedules
-from hadal.pipeline.schedule import (
+from hadal.plugins.pipeline import schedule as schedules
+from hadal.plugins.pipeline.schedule import (
     BackwardPass,
     DataParallelSchedule,
     ForwardPass,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hadal.errors import UsageError
-from hadal.pipeline.topology import (
+from hadal.plugins.pipeline.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
     ProcessTopology,

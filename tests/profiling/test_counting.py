@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hadal.profiling import Count, Counter, get_model_profile
+from hadal.plugins.profiling import Count, Counter, get_model_profile
 
 
 def counted(act, *args) -> Counter:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hadal
 from hadal import comm
 from hadal.errors import SequenceError
-from hadal.sequence import (
+from hadal.plugins.sequence import (
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
     vocab_sequence_parallel_cross_entropy,
@@ -181,7 +181,7 @@ def _in_another_order() -> None:
     first = comm.get_rank() == 0
     here = slice(WORDS - 3, WORDS) if first else slice(0, WORDS - 3)
     expected = plain(hidden, weight, target, bias, "mean")
-    with mock.patch("hadal.sequence.cross_entropy.ROWS_NUMEL", 2 * (WORDS - 3)):
+    with mock.patch("hadal.plugins.sequence.cross_entropy.ROWS_NUMEL", 2 * (WORDS - 3)):
         loss = linear_cross_entropy(
             hidden,
             weight[here],

@@ -11,8 +11,8 @@ from ranks import RankPools
 
 from hadal import comm
 from hadal.errors import SequenceError
-from hadal.sequence import UlyssesSPDataLoaderAdapter
-from hadal.sequence.batches import padded
+from hadal.plugins.sequence import UlyssesSPDataLoaderAdapter
+from hadal.plugins.sequence.batches import padded
 
 
 def adapter(batches: list[Any]) -> UlyssesSPDataLoaderAdapter:

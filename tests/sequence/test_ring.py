@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from hadal import comm
 from hadal.errors import SequenceError
-from hadal.sequence import partial, ring_attention
-from hadal.sequence.partial import Operands, Pattern, attend, empty_result, gradients, merge
-from hadal.sequence.ring import chunks_of
+from hadal.plugins.sequence import partial, ring_attention
+from hadal.plugins.sequence.partial import Operands, Pattern, attend, empty_result, gradients, merge
+from hadal.plugins.sequence.ring import chunks_of
 
 BATCH, WIDTH = 2, 4
 

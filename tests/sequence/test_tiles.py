@@ -17,14 +17,14 @@ from torch.nn import functional as F
 import hadal
 from hadal import comm
 from hadal.errors import SequenceError
-from hadal.sequence import (
+from hadal.plugins.sequence import (
     AutogradComputeMLP,
     SequenceTiledCompute,
     TiledFusedLogitsLoss,
     TiledMLP,
     sequence_tiled_compute,
 )
-from hadal.sequence.tiles import lengths_of
+from hadal.plugins.sequence.tiles import lengths_of
 
 WIDTH, WORDS = 6, 11
 # Batch, length and tiles as DeepSpeed's were measured; some lengths do not divide.

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import hadal
 from hadal import comm
 from hadal.errors import SequenceError
-from hadal.sequence import DistributedAttention
-from hadal.sparse_attention import use_sparse_attention
+from hadal.plugins.sequence import DistributedAttention
+from hadal.plugins.sparse_attention import use_sparse_attention
 from sequence.models import WORDS, llama, tokens
 
 pytestmark = pytest.mark.skipif(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hadal.errors import ModelError
-from hadal.sparse_attention import (
+from hadal.plugins.sparse_attention import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
     DenseSparsityConfig,
@@ -26,10 +26,10 @@ from hadal.sparse_attention import (
     attention,
     flex,
 )
-from hadal.sparse_attention.attention import BlockLayout, sparse_attention
-from hadal.sparse_attention.masks import Masks, PairMask, key_mask, pair_mask
-from hadal.sparse_attention.plan import parts_of
-from hadal.sparse_attention.scores import Scores
+from hadal.plugins.sparse_attention.attention import BlockLayout, sparse_attention
+from hadal.plugins.sparse_attention.masks import Masks, PairMask, key_mask, pair_mask
+from hadal.plugins.sparse_attention.plan import parts_of
+from hadal.plugins.sparse_attention.scores import Scores
 
 GOLDEN = json.loads(Path(__file__).with_name("values.json").read_text())
 
@@ -42,8 +42,8 @@ def path(request, monkeypatch):
     if request.param == "gathering":
         monkeypatch.setattr(attention, "has_fused_attention", lambda device: False)
     # Small parts and chunks, so that small cases have several of them.
-    monkeypatch.setattr("hadal.sparse_attention.plan._TILE", 32)
-    monkeypatch.setattr("hadal.sparse_attention.plan._FEWEST", 8)
+    monkeypatch.setattr("hadal.plugins.sparse_attention.plan._TILE", 32)
+    monkeypatch.setattr("hadal.plugins.sparse_attention.plan._FEWEST", 8)
     monkeypatch.setattr(attention, "_CHUNK_NUMEL", 512)
     return request.param
 
@@ -201,8 +201,8 @@ def test_any_layout_equals_the_written_out_softmax(case):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(attention, "_SHORT", short)
             patched.setattr(attention, "_FULL", math.inf)
-            patched.setattr("hadal.sparse_attention.plan._TILE", 16)
-            patched.setattr("hadal.sparse_attention.plan._FEWEST", 8)
+            patched.setattr("hadal.plugins.sparse_attention.plan._TILE", 16)
+            patched.setattr("hadal.plugins.sparse_attention.plan._FEWEST", 8)
             patched.setattr(attention, "_CHUNK_NUMEL", 64)
             found = sparse_attention(*operands, layout, masks, **more)
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
@@ -214,8 +214,8 @@ def test_any_layout_equals_the_written_out_softmax(case):
 def test_the_parts_are_exactly_the_layout(case, splits):
     _, layout, _ = made(case)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("hadal.sparse_attention.plan._TILE", 16)
-        patched.setattr("hadal.sparse_attention.plan._FEWEST", 8)
+        patched.setattr("hadal.plugins.sparse_attention.plan._TILE", 16)
+        patched.setattr("hadal.plugins.sparse_attention.plan._FEWEST", 8)
         causal = case["causal"]
         parts = parts_of(layout.layout, layout.block, is_causal=causal, splits=splits)
     heads, count, _ = layout.layout.shape

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hadal.errors import ModelError
-from hadal.sparse_attention import FixedSparsityConfig, MatMul, Softmax
+from hadal.plugins.sparse_attention import FixedSparsityConfig, MatMul, Softmax
 
 BLOCK = 4
 LAYOUT = FixedSparsityConfig(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.errors import HadalError, ModelError
-from hadal.sparse_attention import (
+from hadal.plugins.sparse_attention import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
     DenseSparsityConfig,
@@ -22,7 +22,7 @@ from hadal.sparse_attention import (
     SparsityConfig,
     VariableSparsityConfig,
 )
-from hadal.sparse_attention.settings import CLASSES
+from hadal.plugins.sparse_attention.settings import CLASSES
 
 CASES = json.loads(Path(__file__).with_name("layouts.json").read_text())
 GOOD = [case for case in CASES if "error" not in case]

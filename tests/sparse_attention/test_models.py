@@ -13,7 +13,7 @@ from torch import nn
 import hadal
 from hadal.config import load_config
 from hadal.errors import ModelError, UsageError
-from hadal.sparse_attention import (
+from hadal.plugins.sparse_attention import (
     BertSparseSelfAttention,
     BigBirdSparsityConfig,
     DenseSparsityConfig,
@@ -23,7 +23,7 @@ from hadal.sparse_attention import (
     give_pattern,
     use_sparse_attention,
 )
-from hadal.sparse_attention.huggingface import _made
+from hadal.plugins.sparse_attention.huggingface import _made
 
 SIZES = {
     "vocab_size": 64,
@@ -276,7 +276,7 @@ def test_scores_and_sequences_of_many_models(make, monkeypatch, caplog):
     with caplog.at_level("INFO", logger="hadal"):
         use_sparse_attention(model, {"mode": "dense", "block": 8})
         for shortest in (0, 1024):
-            monkeypatch.setattr("hadal.sparse_attention.attention._SHORT", shortest)
+            monkeypatch.setattr("hadal.plugins.sparse_attention.attention._SHORT", shortest)
             torch.testing.assert_close(computed(), expected, rtol=1e-4, atol=1e-5)
     told = f"{make.__name__.title()}Attention attends to another sequence"
     assert (told.lower() in caplog.text.lower()) == (make in (bart, t5))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import hadal
 from hadal import comm
-from hadal.sparse_attention import BigBirdSparsityConfig, SparseSelfAttention
+from hadal.plugins.sparse_attention import BigBirdSparsityConfig, SparseSelfAttention
 
 
 class Model(nn.Module):

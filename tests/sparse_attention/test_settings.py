@@ -11,7 +11,7 @@ import torch
 from hadal.compat.configuration import DeepSpeedConfig
 from hadal.config import load_config
 from hadal.errors import ConfigError, UsageError
-from hadal.sparse_attention import from_config, get_sparse_attention_config
+from hadal.plugins.sparse_attention import from_config, get_sparse_attention_config
 
 
 def layout_of(tokens=256, heads=4, seed=0, **keys):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.errors import ModelError
-from hadal.tensor_parallel.cut import WeightCut, shard_sizes, subparameter_sizes
+from hadal.plugins.tensor_parallel.cut import WeightCut, shard_sizes, subparameter_sizes
 
 
 @pytest.mark.parametrize(

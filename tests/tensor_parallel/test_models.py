@@ -11,9 +11,9 @@ from ranks import RankPools
 
 from hadal.comm import Ranks
 from hadal.config import load_config
-from hadal.sequence.cross_entropy import vocab_parallel_cross_entropy
-from hadal.tensor_parallel.apply import cut_model, share_values
-from hadal.tensor_parallel.plan import plan_cuts
+from hadal.plugins.sequence.cross_entropy import vocab_parallel_cross_entropy
+from hadal.plugins.tensor_parallel.apply import cut_model, share_values
+from hadal.plugins.tensor_parallel.plan import plan_cuts
 from tensor_parallel.models import WORDS, batch_of, model_of
 
 pytestmark = pytest.mark.skipif(

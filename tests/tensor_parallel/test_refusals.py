@@ -24,7 +24,7 @@ from hadal.errors import (
     UnbuiltConfigError,
     UsageError,
 )
-from hadal.tensor_parallel.plan import plan_cuts, rules_for
+from hadal.plugins.tensor_parallel.plan import plan_cuts, rules_for
 
 
 class Block(nn.Module):

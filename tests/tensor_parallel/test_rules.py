@@ -11,8 +11,8 @@ import pytest
 
 from hadal.config import load_config
 from hadal.errors import ConfigError, ModelError
-from hadal.tensor_parallel.heuristics import row_layers
-from hadal.tensor_parallel.rules import (
+from hadal.plugins.tensor_parallel.heuristics import row_layers
+from hadal.plugins.tensor_parallel.rules import (
     COLUMN,
     PRESETS,
     ROW,

@@ -12,7 +12,8 @@ from engine.toys import engine_of
 from torch import Tensor, nn
 
 from hadal import comm
-from hadal.comm import Ranks, pairs, transport
+from hadal.comm import Ranks, transport
+from hadal.comm.local import pairs
 from hadal.zero.gathering import Phase
 
 from .test_gathering import CUT, DROPS, PADDED, blocks

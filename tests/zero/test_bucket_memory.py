@@ -11,7 +11,7 @@ from ranks import RankPools
 from torch import Tensor, nn
 
 import hadal
-from hadal.comm import pairs
+from hadal.comm.local import pairs
 from hadal.zero.bucket import Weights
 
 WIDTH, LAYERS = 16, 8

@@ -15,7 +15,7 @@ from ranks import RankPool, RankPools
 from torch import nn
 
 from hadal import comm
-from hadal.comm import pairs
+from hadal.comm.local import pairs
 from hadal.comm.pending import Pending
 from hadal.errors import CommunicationError
 from hadal.zero.bucket import Bucket

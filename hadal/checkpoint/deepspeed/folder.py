@@ -1,7 +1,4 @@
-"""The files of a DeepSpeed checkpoint, recognized by their names alone.
-
-Tests: tests/checkpoint/test_deepspeed.py
-"""
+"""The files of a DeepSpeed checkpoint, recognized by their names alone."""
 
 from __future__ import annotations
 

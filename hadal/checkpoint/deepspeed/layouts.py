@@ -3,8 +3,6 @@
 Four layouts. Stages 1 and 2: all parameters of a param group end to end, in even slices per rank.
 Stage 3: each parameter in even slices per rank. Stage 0: whole, without names. Universal: a
 folder of files for each parameter.
-
-Tests: tests/checkpoint/test_deepspeed.py
 """
 
 from __future__ import annotations

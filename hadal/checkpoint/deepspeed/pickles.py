@@ -2,8 +2,6 @@
 
 torch's restricted unpickler builds tensors and plain containers. The other names in DeepSpeed's
 files are in the table `STAND_INS`: no code of DeepSpeed, the file or the caller is imported or run.
-
-Tests: tests/checkpoint/test_deepspeed.py
 """
 
 from __future__ import annotations

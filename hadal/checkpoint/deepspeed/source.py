@@ -1,7 +1,4 @@
-"""A DeepSpeed checkpoint as a source of named values: stages 0 to 3, and the universal format.
-
-Tests: tests/checkpoint/test_deepspeed.py, tests/checkpoint/test_from_deepspeed.py
-"""
+"""A DeepSpeed checkpoint as a source of named values: stages 0 to 3, and the universal format."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 The folder holds what `dcp.save({"model": ..., "optimizer": ...})` would write, with the names that
 `get_model_state_dict` and `get_optimizer_state_dict` use, so that stock torch loads it without
 Hadal, on any number of ranks. The key `hadal.training` holds the rest of Hadal's state.
-
-Tests: tests/checkpoint/test_dcp.py
 """
 
 from __future__ import annotations

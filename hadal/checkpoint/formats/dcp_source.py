@@ -7,8 +7,6 @@ number as `optimizer.state_dict()` does.
 Its files are read as data. The index is a pickle: its classes become stand-ins, and every other
 name is refused, so that nothing of the file or of torch's own classes is run. The items are zip
 files of `torch.save`, one behind the other.
-
-Tests: tests/checkpoint/test_dcp.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""New folders that appear complete, or not at all.
-
-Tests: tests/checkpoint/test_dcp.py, tests/checkpoint/test_exports_to_urls.py
-"""
+"""New folders that appear complete, or not at all."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 From any source, so that DeepSpeed continues at any stage and number of ranks what Hadal began; and
 from DeepSpeed's own checkpoints of stages 1 to 3, file for file as its converter does.
-
-Tests: tests/checkpoint/test_universal.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Integers of few bits, with one scale for each block of values.
-
-Tests: tests/comm/test_codecs.py
-"""
+"""Integers of few bits, with one scale for each block of values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The interface of a codec: 1-D values to bytes for the wire, and back; and error feedback.
-
-Tests: tests/comm/test_codecs.py
-"""
+"""The interface of a codec: 1-D values to bytes for the wire, and back; and error feedback."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Signs with a scale: one bit for each value, and one float32 for each block of values.
-
-Tests: tests/comm/test_sign.py
-"""
+"""Signs with a scale: one bit for each value, and one float32 for each block of values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Values that contradict each other: one function per contradiction.
-
-Tests: tests/config/test_rules.py
-"""
+"""Values that contradict each other: one function per contradiction."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Contradictions of the batch and the accumulation boundary.
-
-Tests: tests/config/test_rules.py
-"""
+"""Contradictions of the batch and the accumulation boundary."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Contradictions in curricula, dynamic batching, and dropping of tokens and layers.
-
-Tests: tests/config/test_rules.py
-"""
+"""Contradictions in curricula, dynamic batching, and dropping of tokens and layers."""
 
 from __future__ import annotations
 

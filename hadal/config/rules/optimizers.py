@@ -1,7 +1,4 @@
-"""Contradictions between the optimizer or schedule and other settings.
-
-Tests: tests/config/test_rules.py
-"""
+"""Contradictions between the optimizer or schedule and other settings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Contradictions of fp16, bf16, amp and the dtypes that belong to them.
-
-Tests: tests/config/test_rules.py
-"""
+"""Contradictions of fp16, bf16, amp and the dtypes that belong to them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The type of a rule: the keys it reads, and a check of the whole configuration.
-
-Tests: tests/config/test_rules.py
-"""
+"""The type of a rule: the keys it reads, and a check of the whole configuration."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Contradictions inside sections that are independent of the others.
-
-Tests: tests/config/test_rules.py
-"""
+"""Contradictions inside sections that are independent of the others."""
 
 from __future__ import annotations
 

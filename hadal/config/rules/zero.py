@@ -1,7 +1,4 @@
-"""Contradictions of sharding, offloading and the averaging of gradients.
-
-Tests: tests/config/test_rules.py
-"""
+"""Contradictions of sharding, offloading and the averaging of gradients."""
 
 from __future__ import annotations
 

@@ -1,0 +1,369 @@
+"""The search space: from the user's configuration to trials, and from a trial to its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from hadal.config import load_config
+from hadal.config.autotuning import Autotuning
+from hadal.config.plain import shown
+from hadal.config.reading import read
+from hadal.config.report import written
+from hadal.config.section import default_of, mark_of
+from hadal.config.zero_optimization import ZeroOptimization
+from hadal.errors import ConfigError, Fault
+from hadal.plugins.autotuning.words import config_flag, value_of
+from hadal.zero.policy import Limits
+
+TRAIN, MICRO, ACCUMULATION = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+ALL_STAGES = (0, 1, 2, 3)
+_BUCKETS = (50_000_000, 500_000_000, 1_000_000_000)
+# The keys worth varying at each stage, if the user does not set them, by DeepSpeed's names.
+_SHARED: dict[str, Any] = {
+    "reduce_bucket_size": [*_BUCKETS],
+    "allgather_bucket_size": [*_BUCKETS],
+}
+DEFAULT_TUNING_SPACE_ZERO_0: dict[str, Any] = {
+    "zero_optimization": {"stage": 0, "reduce_bucket_size": [*_BUCKETS]}
+}
+DEFAULT_TUNING_SPACE_ZERO_1: dict[str, Any] = {"zero_optimization": {"stage": 1, **_SHARED}}
+DEFAULT_TUNING_SPACE_ZERO_2: dict[str, Any] = {"zero_optimization": {"stage": 2, **_SHARED}}
+DEFAULT_TUNING_SPACE_ZERO_3: dict[str, Any] = {
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": [*_BUCKETS[:2]],
+        "stage3_prefetch_bucket_size": [*_BUCKETS[:2]],
+    }
+}
+_SPACES = (
+    DEFAULT_TUNING_SPACE_ZERO_0,
+    DEFAULT_TUNING_SPACE_ZERO_1,
+    DEFAULT_TUNING_SPACE_ZERO_2,
+    DEFAULT_TUNING_SPACE_ZERO_3,
+)
+
+Others = tuple[tuple[str, str], ...]
+"""Settings under zero_optimization other than the stage: keys, and values as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchRequest:
+    """The search that the user's configuration requests."""
+
+    raw: dict[str, Any]
+    """The configuration with a single value for each key."""
+    section: Autotuning
+    stages: tuple[int, ...]
+    are_chosen: bool
+    """True if the user chose the stages: then all of them are tried."""
+    micro_batches: tuple[int, ...]
+    """The user's list; if empty, the search goes upwards from `start`."""
+    start: int
+    accumulation: int | None
+    """None: the program sets it itself, and the search counts it as 1."""
+    fills: bool
+    """True if each micro-batch gets the accumulation that fills `max_train_batch_size`."""
+    ranges: dict[str, tuple[Any, ...]]
+    """Keys under zero_optimization with a list of values."""
+    ranks: int
+    """The number of data-parallel ranks."""
+
+    @property
+    def samples_of_one(self) -> int:
+        """The samples of an update for each sample of a micro-batch, at the least."""
+        return self.ranks if self.fills else (self.accumulation or 1) * self.ranks
+
+    def accumulation_of(self, micro_batch: int) -> int | None:
+        """Return the micro-steps of an update; None if the program sets them itself."""
+        most = self.section.max_train_batch_size
+        if self.fills and most is not None:
+            return max(1, most // (micro_batch * self.ranks))
+        return self.accumulation
+
+    def batch_of(self, micro_batch: int) -> int:
+        """Return the samples of an update."""
+        return micro_batch * (self.accumulation_of(micro_batch) or 1) * self.ranks
+
+    @property
+    def smallest(self) -> int:
+        """The smallest micro-batch to try."""
+        least = -(-self.section.min_train_batch_size // self.samples_of_one)
+        own = self.section.min_train_micro_batch_size_per_gpu
+        return own if self.fills else max(own, least)
+
+    @property
+    def largest(self) -> int:
+        """The largest micro-batch to try, if it fits in memory."""
+        most = self.section.max_train_micro_batch_size_per_gpu
+        if self.section.max_train_batch_size is None:
+            return most
+        return min(most, self.section.max_train_batch_size // self.samples_of_one)
+
+
+@dataclass(frozen=True, slots=True)
+class TuningTrial:
+    """One set of settings."""
+
+    stage: int
+    micro_batch: int
+    others: Others = ()
+
+    def name(self, accumulation: int) -> str:
+        """Return the name of the trial and its files."""
+        tail = "".join(f"_{_short(key)}{_letters(json.loads(text))}" for key, text in self.others)
+        return f"z{self.stage}_tmbspg{self.micro_batch}_gas{accumulation}{tail}"
+
+    def value_of(self, key: str) -> Any:
+        """Return the trial's value of a key under zero_optimization, or the default."""
+        text = dict(self.others).get(key)
+        return default_at(key) if text is None else json.loads(text)
+
+
+def default_at(key: str) -> Any:
+    """Return the default of a key under zero_optimization, by any of its names."""
+    return default_of(ZeroOptimization.model_fields[ZeroOptimization.aliases.get(key, key)])
+
+
+def read_request(words: Sequence[str], world_size: int) -> SearchRequest:
+    """Read the search request from the configuration that a command names.
+
+    Args:
+        words: the program's name and arguments.
+        world_size: the ranks that each experiment starts.
+
+    Raises:
+        LaunchError: the words name no configuration.
+        ConfigError: it has faults, or does not enable a search.
+    """
+    name, raw = read(value_of(words, config_flag(words)) or "")
+    stages, are_chosen = _stages(raw)
+    ranges = _ranges(raw["zero_optimization"])
+    for key, values in ranges.items():
+        raw["zero_optimization"][key] = values[0]
+    micro_batch = raw.get(MICRO)
+    listed = tuple(micro_batch) if isinstance(micro_batch, list) else ()
+    if micro_batch in (None, "auto"):
+        raw[MICRO] = 1
+    elif listed and all(type(size) is int and size > 0 for size in listed):
+        raw[MICRO] = listed[0]
+    elif isinstance(micro_batch, list):
+        fault = Fault(MICRO, f"expected a list of integers > 0, got {shown(micro_batch)}")
+        raise ConfigError(written(name, (fault,)), (fault,))
+    raw["zero_optimization"]["stage"] = stages[0]
+    raw.pop(TRAIN, None)
+    checked = load_config(raw, world_size=world_size)
+    section = checked.autotuning
+    _check(name, raw, section, world_size)
+    flags = section.arg_mappings or {}
+    start = None if listed else checked.train_micro_batch_size_per_gpu
+    if micro_batch in (None, "auto"):
+        start = _number_at(flags.get(MICRO), words)
+    accumulation: int | None = checked.gradient_accumulation_steps
+    if raw.get(ACCUMULATION) in (None, "auto"):
+        accumulation = _number_at(flags.get(ACCUMULATION), words)
+    wish = SearchRequest(
+        raw,
+        section,
+        stages,
+        are_chosen,
+        listed,
+        start or section.min_train_micro_batch_size_per_gpu,
+        accumulation,
+        section.max_train_batch_size is not None and _may_fill(raw, flags),
+        ranges,
+        world_size // (section.mp_size * checked.sequence_parallel_size),
+    )
+    _check_batch(name, wish)
+    return wish
+
+
+def _may_fill(raw: Mapping[str, Any], flags: Mapping[str, str]) -> bool:
+    """Return whether the search may choose the accumulation.
+
+    It may if the configuration leaves it open and the program follows: by a flag, or because it
+    takes all batch sizes from its configuration.
+    """
+    given = raw.get(ACCUMULATION)
+    follows = ACCUMULATION in flags or (given is None and MICRO not in flags)
+    return given in (None, "auto") and follows
+
+
+def _stages(raw: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
+    """Return the stages to try and whether the user chose them; add the section to `raw`."""
+    zero = raw.get("zero_optimization")
+    if isinstance(zero, bool):
+        zero = {"stage": int(zero)}
+    raw["zero_optimization"] = dict(zero) if isinstance(zero, Mapping) else {}
+    stage = raw["zero_optimization"].get("stage")
+    if isinstance(stage, list) and stage:
+        return tuple(stage), True
+    if stage in (None, "all", "auto", []):
+        return ALL_STAGES, False
+    return (stage,), True
+
+
+def _ranges(zero: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    found = {}
+    for key, value in zero.items():
+        if key == "stage":
+            continue
+        field = ZeroOptimization.model_fields.get(ZeroOptimization.aliases.get(key, key))
+        if field is not None and mark_of(field).tunable and isinstance(value, list) and value:
+            found[key] = tuple(value)
+    return found
+
+
+def _check(name: str, raw: Mapping[str, Any], section: Autotuning, world_size: int) -> None:
+    faults = []
+    elastic = raw.get("elasticity")
+    if not section.enabled:
+        faults.append(Fault("autotuning.enabled", "is false; --autotuning requires true"))
+    if isinstance(elastic, Mapping) and elastic.get("enabled"):
+        faults.append(
+            Fault("elasticity.enabled", "sets the batch size, as autotuning does; disable one")
+        )
+    if world_size % section.mp_size:
+        message = f"{section.mp_size} does not divide the {world_size} ranks; use a divisor"
+        faults.append(Fault("autotuning.mp_size", message))
+    if faults:
+        raise ConfigError(written(name, tuple(faults)), tuple(faults))
+
+
+def _check_batch(name: str, wish: SearchRequest) -> None:
+    least, most = wish.section.min_train_batch_size, wish.section.max_train_batch_size
+    if most is not None and least > most:
+        message = f"{least} is more than max_train_batch_size {most}; lower it"
+        fault = Fault("autotuning.min_train_batch_size", message)
+        raise ConfigError(written(name, (fault,)), (fault,))
+    if wish.smallest > wish.largest:
+        message = (
+            f"the limits require micro-batches of at least {wish.smallest} and at most"
+            f" {wish.largest} ({wish.samples_of_one} samples per update for each of theirs); lower"
+            " the minimum or raise the maximum"
+        )
+        fault = Fault("autotuning", message)
+        raise ConfigError(written(name, (fault,)), (fault,))
+
+
+def _number_at(flag: str | None, words: Sequence[str]) -> int | None:
+    """Return the number given to a flag of the program, or None."""
+    number = value_of(words, flag) if flag is not None else None
+    return int(number) if number is not None and number.isdecimal() else None
+
+
+# ---- trials ------------------------------------------------------------------------------------
+
+
+def combinations(wish: SearchRequest, stage: int) -> list[Others]:
+    """Return the other settings to try at a stage; the first are the user's own."""
+    zero = wish.raw["zero_optimization"]
+    lists = {} if wish.section.fast else _usual(stage, wish.section)
+    varied = {key: values for key, values in lists.items() if key not in zero} | wish.ranges
+    own = tuple((key, json.dumps(values[0])) for key, values in wish.ranges.items())
+    made = [own]
+    for values in product(*varied.values()):
+        others = tuple((key, json.dumps(value)) for key, value in zip(varied, values, strict=True))
+        if not _is_own(others, dict(own)) and others not in made:
+            made.append(others)
+    return made
+
+
+def _is_own(others: Others, own: Mapping[str, str]) -> bool:
+    """Return whether settings equal the user's own: the values given, or the defaults."""
+    return all(
+        text == own[key] if key in own else json.loads(text) == default_at(key)
+        for key, text in others
+    )
+
+
+def _usual(stage: int, section: Autotuning) -> dict[str, tuple[Any, ...]]:
+    """Return the default space of a stage, with values that follow from the hidden size."""
+    space = _SPACES[stage]["zero_optimization"]
+    usual = {key: tuple(values) for key, values in space.items() if key != "stage"}
+    hidden = section.model_info.hidden_size if section.model_info is not None else None
+    if stage == 3 and hidden:
+        usual = {key: (hidden * hidden, *values) for key, values in usual.items()}
+        usual["stage3_param_persistence_threshold"] = (10 * hidden, 100_000)
+    return usual
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Sizes of a model, beyond which a limit under zero_optimization changes nothing."""
+
+    numel: int
+    """Elements of all parameters."""
+    unit_numel: int
+    """Elements of the largest module that is gathered at once."""
+
+    def effect_of(self, key: str, value: Any) -> Any:
+        """Return the smallest value of a key that has the same effect as this one."""
+        # Neighbouring modules share a bucket up to `shared_numel`, or the largest module.
+        bucket = min(self.numel, max(self.unit_numel, Limits().shared_numel))
+        most = {
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": self.numel,
+            "stage3_max_live_parameters": self.numel,
+            "stage3_param_persistence_threshold": self.numel + 1,
+        }.get(ZeroOptimization.aliases.get(key, key))
+        return min(value, most) if most is not None and isinstance(value, int | float) else value
+
+
+def distinct(
+    settings: Sequence[Others], sizes: ModelSizes, listed: Collection[str]
+) -> list[Others]:
+    """Return the settings without those that do the same as earlier ones in a model.
+
+    Values of `listed` keys, which the user requests, are all kept.
+    """
+    keys = dict.fromkeys(key for others in settings for key, _ in others)
+    first: dict[str, Others] = {}
+    for others in settings:
+        values = {key: TuningTrial(0, 1, others).value_of(key) for key in keys}
+        for key in values.keys() - listed:
+            values[key] = sizes.effect_of(key, values[key])
+        first.setdefault(json.dumps(values), others)
+    return list(first.values())
+
+
+def config_of(wish: SearchRequest, trial: TuningTrial) -> dict[str, Any]:
+    """Return the configuration of a trial, without an autotuning section."""
+    config = {key: value for key, value in wish.raw.items() if key != "autotuning"}
+    config["zero_optimization"] = {
+        **wish.raw["zero_optimization"],
+        "stage": trial.stage,
+        **{key: json.loads(text) for key, text in trial.others},
+    }
+    config[MICRO] = trial.micro_batch
+    # If only the program knows its accumulation steps, it fills in both.
+    accumulation = wish.accumulation_of(trial.micro_batch)
+    if accumulation is not None:
+        config[ACCUMULATION] = accumulation
+        config[TRAIN] = wish.batch_of(trial.micro_batch)
+    return config
+
+
+def _short(key: str) -> str:
+    return "".join(word[0] for word in key.removeprefix("stage3_").split("_"))
+
+
+def _letters(value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        mantissa, _, exponent = f"{value:e}".partition("e")
+        rounded = float(mantissa)
+        if value >= 10_000 and rounded == round(rounded, 2):
+            return f"{rounded:g}e{int(exponent)}"
+        return str(value)
+    if isinstance(value, Mapping) and isinstance(value.get("device"), str):
+        value = value["device"]
+    return re.sub(r"[^A-Za-z0-9.]+", "", value if isinstance(value, str) else json.dumps(value))

@@ -1,0 +1,108 @@
+"""The findings of a search: the best trial, a table, and the reasons for failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from hadal.plugins.autotuning.runs import Outcome
+from hadal.plugins.autotuning.search import score
+from hadal.plugins.autotuning.space import TuningTrial
+
+SUMMARY, BEST_CONFIG, BEST_COMMAND = "summary.txt", "ds_config_optimal.json", "cmd_optimal.txt"
+TITLES = ("tuning_space", "num_experiments", "best_metric_val", "best_exp_name")
+UNITS = {"throughput": "samples/s", "latency": "ms", "FLOPS_per_gpu": "operations/s"}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of one experiment of a search."""
+
+    trial: TuningTrial
+    outcome: Outcome
+    value: float | None
+    """The metric's value, the mean of all runs; None if the experiment failed."""
+    runs: int = 1
+
+
+@dataclass(slots=True)
+class Findings:
+    """The results of a search so far."""
+
+    metric: str
+    results: list[Result]
+    left_out: dict[str, str]
+    """Trials that were not run, with the reason."""
+
+    @property
+    def runs(self) -> int:
+        """Experiments so far, repeated ones too."""
+        return sum(result.runs for result in self.results)
+
+    def best(self, stage: int | None = None) -> Result | None:
+        """Return the best result of a stage, or of all stages."""
+        known = [r for r in self.of(stage) if r.value is not None]
+        return max(known, key=lambda r: score(self.metric, r.value or 0.0), default=None)
+
+    def of(self, stage: int | None) -> list[Result]:
+        """Return the results of a stage, or of all stages."""
+        return [r for r in self.results if stage in (None, r.trial.stage)]
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Return the table's rows: one for each stage that was tried, and one for all."""
+        stages: list[int | None] = [*dict.fromkeys(r.trial.stage for r in self.results), None]
+        return [self._row(stage) for stage in stages]
+
+    def _row(self, stage: int | None) -> tuple[str, str, str, str]:
+        best = self.best(stage)
+        name = "global" if stage is None else f"z{stage}"
+        count = str(sum(result.runs for result in self.of(stage)))
+        if best is None:
+            return name, count, "failed" if self.of(stage) else "-", "-"
+        return name, count, f"{best.value:.6g}", best.outcome.name
+
+    def failures(self) -> list[str]:
+        """Return a line for each trial without a result, with the reason."""
+        failed = [r.outcome for r in self.results if r.value is None]
+        lines = [f"{outcome.name} failed: {outcome.failure}" for outcome in failed]
+        return lines + [f"{name} was not run: {why}" for name, why in self.left_out.items()]
+
+    def text(self, seconds: float, *, is_whole: bool) -> str:
+        """Return the content of summary.txt."""
+        state = "completed" if is_whole else "stopped"
+        end = (
+            f"Tuning {state} in {timedelta(seconds=seconds)}."
+            f" Total number of experiments: {self.runs}."
+        )
+        metric = f"{self.metric} in {UNITS[self.metric]},"
+        metric += " less is better" if self.metric == "latency" else " more is better"
+        lines = [*_aligned(self.rows()), "", metric, *self.failures(), end]
+        return "\n".join(lines) + "\n"
+
+
+def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Format rows as a Markdown table with titles; numbers are right-aligned."""
+    cells = [TITLES, *rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(TITLES))]
+    is_number = (False, True, True, False)
+
+    def line(row: Sequence[str]) -> str:
+        columns = zip(row, widths, is_number, strict=True)
+        aligned = (
+            text.rjust(width) if right else text.ljust(width) for text, width, right in columns
+        )
+        return f"| {' | '.join(aligned)} |"
+
+    rules = (
+        "-" * (width - 1) + ":" if right else ":" + "-" * (width - 1)
+        for width, right in zip(widths, is_number, strict=True)
+    )
+    return [line(TITLES), f"| {' | '.join(rules)} |", *map(line, cells[1:])]
+
+
+def value_in(found: dict[str, Any] | None, metric: str) -> float | None:
+    """Return a metric from an experiment's file, or None."""
+    value = found.get(metric) if found is not None else None
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,149 @@
+"""Compression during an engine's training: schedules, and ranges that all ranks share."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import sum_
+from hadal.config.compression_training import CompressionTraining
+from hadal.listener import Forward, Listener, Update
+from hadal.plugins.compression.compress import advance
+from hadal.plugins.compression.curvature import slowdown_of
+from hadal.plugins.compression.layers import RunningRange, compressed_modules
+from hadal.plugins.compression.momentum import BlockPruning, Values
+
+_log = logging.getLogger("hadal.plugins.compression")
+_LABEL = "the comparison of the ranges of activations"
+
+
+class CompressionTechniques(Listener):
+    """Advances the techniques of `compression_training` with each applied update.
+
+    The engine's counters and the model's parameters and buffers determine its state, except for the
+    slowdowns of weights in curved regions of the loss (`eigenvalue`), which this stores.
+    """
+
+    name = "compression_training"
+
+    def __init__(
+        self, section: CompressionTraining, model: nn.Module, ranks: Ranks, values: Values
+    ) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._speaks = section.weight_quantization.shared_parameters.quantize_verbose
+        self._modules = dict(compressed_modules(model))
+        self._settled = self._end()
+        self._ranges = [part for part in model.modules() if isinstance(part, RunningRange)]
+        self._blocks = BlockPruning(model, ranks, values)
+        self._attempts = -1
+        self._applied = -1
+        self._engine: weakref.ref[Any] | None = None
+        self._sees_forwards = False
+
+    def on_attach(self, engine: Any) -> None:
+        """Keep the engine for its counters."""
+        self._engine = weakref.ref(engine)
+
+    def before_forward(self, forward: Forward) -> None:
+        """Set the modules to the number of applied updates."""
+        self._sees_forwards |= forward.is_training
+        engine = None if self._engine is None else self._engine()
+        if engine is not None:
+            self._follow(engine, forward.updates, lambda: engine.skipped_steps)
+
+    def _follow(self, engine: Any, attempts: int, skipped: Callable[[], int]) -> None:
+        is_over = self._applied >= self._settled and attempts >= self._attempts
+        if attempts == self._attempts or is_over:
+            return
+        # May wait for the device's verdict on the last update; not after the last change.
+        applied = attempts - skipped()
+        self._attempts = attempts
+        if applied != self._applied:
+            before = self._bits()
+            advance(self._model, applied)
+            self._slow_down(engine)
+            self._blocks.prune(applied)
+            self._tell(before, applied)
+        self._applied = applied
+
+    def before_update(self, gradients: Mapping[str, Tensor]) -> None:
+        """Update scores from the gradients while blocks are still pruned by them."""
+        if self._blocks.rule is not None and self._applied < self._blocks.rule.end:
+            self._blocks.watch(gradients)
+
+    def after_update(self, update: Update) -> None:
+        """Average the running ranges over the ranks, which see different samples."""
+        if self._blocks.has_watched:
+            self._blocks.keep(not update.skipped)
+        engine = None if self._engine is None else self._engine()
+        if engine is not None and not self._sees_forwards:
+            # The program calls the module itself, so no forward of the engine follows.
+            self._follow(engine, update.number, lambda: update.skipped_updates)
+        self._sees_forwards = False
+        if not self._ranges or self._ranks.size == 1:
+            return
+        with torch.no_grad():
+            both = torch.stack([part.x_min_max.float() for part in self._ranges])
+            total = both.flatten()
+            sum_(total, self._ranks, _LABEL)
+            for part, mean in zip(
+                self._ranges, total.view_as(both) / self._ranks.size, strict=True
+            ):
+                part.x_min_max.copy_(mean)
+
+    @property
+    def loses_bits_next(self) -> bool:
+        """True if some weight has fewer bits after the next update, if that is applied."""
+        states = [module.compression for module in self._modules.values()]
+        return any(state.loses_a_bit(self._applied + 1) for state in states)
+
+    def _slow_down(self, engine: Any) -> None:
+        """Delay the next bit reduction of weights whose loss is curved."""
+        curvature = engine.eigenvalues
+        if curvature is None:
+            return
+        for name, module in self._modules.items():
+            state = module.compression
+            missing = state.lost_bits - len(state.slowdowns)
+            if missing > 0:
+                # Bits that were lost before a checkpoint without curvature have no known slowdown.
+                now = slowdown_of(curvature.relative_of(name))
+                state.slowdowns += (*[1] * (missing - 1), now)
+        self._settled = self._end()
+
+    def _end(self) -> int:
+        states = [module.compression for module in self._modules.values()]
+        return max((state.settled for state in states), default=0)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the applied updates, and each weight's slowdowns by curvature."""
+        states = {name: module.compression for name, module in self._modules.items()}
+        slowed = {name: list(state.slowdowns) for name, state in states.items() if state.slowdowns}
+        return {"applied": self._applied, "slowdowns": slowed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the modules to a saved state, and again at the next forward: masks were loaded."""
+        slowed = state.get("slowdowns", {})
+        for name, module in self._modules.items():
+            module.compression.slowdowns = tuple(int(one) for one in slowed.get(name, ()))
+        self._settled = self._end()
+        self._attempts = self._applied = -1
+        advance(self._model, max(0, int(state.get("applied", 0))))
+
+    def _bits(self) -> dict[str, int | None]:
+        if not self._speaks or self._ranks.rank != 0:
+            return {}
+        found = {name: module.compression.bits for name, module in compressed_modules(self._model)}
+        return {name: bits and bits.bits for name, bits in found.items()}
+
+    def _tell(self, before: dict[str, int | None], applied: int) -> None:
+        for name, bits in self._bits().items():
+            if bits != before[name]:
+                _log.info("%s: %s bits after %d updates", name, bits, applied)

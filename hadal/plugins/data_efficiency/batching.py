@@ -1,0 +1,301 @@
+"""Batches with about the same number of tokens (`data_sampling.dynamic_batching`)."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from hadal.config.data_efficiency import DataEfficiency, DynamicBatching
+from hadal.errors import UsageError
+from hadal.listener import Listener, Update
+from hadal.order import Picked
+from hadal.plugins.data_efficiency.packing import (
+    Ids,
+    PackLimits,
+    Packs,
+    evened,
+    pack,
+    picked,
+    scale_of,
+    shuffled,
+)
+from hadal.plugins.data_efficiency.rates import ScaledRates
+from hadal.plugins.data_efficiency.sampler import Taking
+from hadal.plugins.data_efficiency.seqlen import Write
+
+_log = logging.getLogger(__name__)
+PATH = "data_efficiency.data_sampling.dynamic_batching"
+
+
+class BatchShare(NamedTuple):
+    """One replica's batch, as part of an update."""
+
+    weight: float
+    """Its fraction of the update, times the update's batches: 1.0 if all are equal."""
+    samples: int
+    """Samples of the update, over all replicas and micro-steps."""
+    tokens: int
+    """Tokens of the update, likewise."""
+
+
+class PackedOrder:
+    """Packs of samples in the configured order, the same number for each replica.
+
+    An update takes `train_batch_size` packs. An epoch is a whole number of updates: the largest
+    packs are halved to make it one. Positions count packs.
+    """
+
+    is_own = False
+
+    def __init__(self, section: DataEfficiency, lengths: Ids, taking: Taking) -> None:
+        sampling = section.data_sampling
+        self._section = sampling.dynamic_batching
+        self._epochs = sampling.num_epochs
+        self._seed = section.seed
+        self._lengths = lengths
+        self._taking = taking
+        self._update = taking.stride * taking.accumulation
+        self._made: tuple[int, Packs] | None = None
+        self._expected: Mapping[str, Any] | None = None
+        first = self.packs(0)
+        if not len(first):
+            raise UsageError(f"{PATH}: {self._why_none(first)}")
+        _tell_left_out(first, len(lengths), self._section)
+        self._batches = len(first) // taking.stride
+        base = self._section.base_batch_size
+        self.base: float = base or len(first.ids) / (len(first) // self._update)
+        """The samples of an update with the configured learning rate."""
+
+    def _why_none(self, packs: Packs) -> str:
+        section, lengths = self._section, self._lengths
+        if len(lengths) and len(packs.too_long) == len(lengths):
+            return (
+                f"all {len(lengths)} samples are longer than max_tokens ({section.max_tokens}), the"
+                f" shortest has {lengths.min()}; raise max_tokens"
+            )
+        least = section.min_batch_size
+        smaller = f", or min_batch_size ({least})" if least > 1 else ""
+        return (
+            f"{len(lengths)} samples make no update of train_batch_size {self._update} packs; lower"
+            f" train_batch_size, which counts packs, or max_tokens ({section.max_tokens}){smaller}"
+        )
+
+    def packs(self, epoch: int) -> Packs:
+        """Return the packs of an epoch, in order."""
+        if self._made is None or self._made[0] != epoch:
+            self._made = (epoch, self._packed(epoch))
+        return self._made[1]
+
+    def _packed(self, epoch: int) -> Packs:
+        section = self._section
+        assert section.max_tokens is not None  # the rules of the configuration check it
+        least = section.min_batch_size
+        limits = PackLimits(section.max_tokens, least, section.max_batch_size)
+        order = picked(self._lengths, section.sequence_picking_order, self._seed + epoch)
+        packs = pack(self._lengths, order, limits)
+        made = evened(packs, self._update, least, may_split=not self._taking.drop_last)
+        is_new = epoch == 0 or section.sequence_picking_order == "random"
+        return made if is_new else shuffled(made, self._seed, epoch)
+
+    def __len__(self) -> int:
+        """Return this replica's batches in the first epoch."""
+        return self._batches
+
+    def batches(self, epoch: int, done: int) -> Iterator[Picked]:
+        """Yield this replica's batches after the first `done` packs; none after `num_epochs`.
+
+        Raises:
+            UsageError: the epoch began with different packs.
+        """
+        if epoch >= self._epochs:
+            return
+        packs, taking = self.packs(epoch), self._taking
+        self._check(epoch, len(packs), done)
+        tokens = packs.tokens(self._lengths)
+        state = {"packs": len(packs), "epoch": epoch}
+        for first in range(done, len(packs), taking.stride):
+            begin = first + taking.replica * taking.micro
+            places = packs.starts[[begin, begin + taking.micro]]
+            mine = packs.ids[slice(*places)]
+            share = self._share(packs, tokens, first, begin)
+            yield Picked(mine.tolist(), taking.stride, state, share)
+
+    def _check(self, epoch: int, count: int, done: int) -> None:
+        before = self._expected
+        if before is not None and before.get("epoch") == epoch and before.get("packs") != count:
+            raise UsageError(
+                f"{PATH}: epoch {epoch} began with {before['packs']} packs, but has {count}"
+                " now; resume with the max_tokens, train_batch_size and data set of the checkpoint"
+            )
+        if (count - done) % self._taking.stride:
+            raise UsageError(
+                f"{PATH}: the checkpoint was saved in the middle of an update, after {done} packs,"
+                f" which {self._taking.replicas} ranks do not divide; resume with as many ranks as"
+                " saved it"
+            )
+
+    def _share(self, packs: Packs, tokens: Ids, first: int, begin: int) -> BatchShare:
+        """Return the fraction of its update that the batch of a pack makes up."""
+        start = first - first % self._update
+        update, mine = slice(start, start + self._update), slice(begin, begin + self._taking.micro)
+        weighs = {"tokens": tokens, "samples": packs.sizes}.get(self._section.loss_weighting)
+        weight = 1.0
+        if weighs is not None:
+            batches = self._update // self._taking.micro
+            weight = float(weighs[mine].sum()) * batches / max(1, int(weighs[update].sum()))
+        return BatchShare(weight, int(packs.sizes[update].sum()), int(tokens[update].sum()))
+
+    def load_state_dict(self, state: Any) -> None:
+        """Record the checkpoint's packs, which this run must match."""
+        self._expected = state
+
+
+def stacked(samples: list[Any]) -> Any:
+    """Return torch's default batch of a pack.
+
+    Raises:
+        UsageError: the samples differ in length.
+    """
+    try:
+        return default_collate(samples)
+    except RuntimeError as error:
+        raise UsageError(
+            f"{PATH}: the samples of a pack cannot be stacked ({error}); pass initialize a"
+            " collate_fn that pads or joins samples of different lengths"
+        ) from error
+
+
+def _tell_left_out(packs: Packs, count: int, section: DynamicBatching) -> None:
+    if len(packs.too_long):
+        _log.warning(
+            "%s: %d of %d samples are longer than max_tokens (%d), and are left out; the first"
+            " is sample %d",
+            PATH,
+            len(packs.too_long),
+            count,
+            section.max_tokens,
+            packs.too_long.min(),
+        )
+    if len(packs.left_over):
+        _log.warning(
+            "%s: %d of %d samples are left out of the first epoch, because they do not fill a pack"
+            " of min_batch_size (%d) samples or a whole update",
+            PATH,
+            len(packs.left_over),
+            count,
+            section.min_batch_size,
+        )
+
+
+class BatchingByTokens(Listener):
+    """Weighs the loss of each micro-batch, and scales the learning rate of each update.
+
+    The loader reports each batch that it returns; each has one backward, in the same order.
+    """
+
+    name = "dynamic_batching"
+
+    def __init__(self, section: DynamicBatching, accumulation: int, write: Write | None) -> None:
+        self._section = section
+        # A program may read ahead: all batches of an update, and one more.
+        self._ahead = 2 * accumulation + 2
+        self._write = write
+        self._handed: deque[BatchShare] = deque()
+        self._rates: ScaledRates | None = None
+        self.order: PackedOrder | None = None
+        """The order of the training data; None until there is a loader."""
+        self.current: BatchShare | None = None
+        """The batch of the last backward."""
+        self.samples = 0
+        """Samples of all updates so far, over all ranks."""
+        self.tokens = 0
+        """Their tokens."""
+
+    def note(self, share: BatchShare | None) -> None:
+        """Record a batch that the loader returns; None begins an iteration."""
+        if share is None:
+            self._handed.clear()
+            return
+        self._handed.append(share)
+        if len(self._handed) > self._ahead:
+            self._ahead *= 10
+            _log.warning(
+                "%s: %d batches were read that had no backward; the weights of losses and learning"
+                " rates belong to batches in the order of reading. Begin a new iteration of the"
+                " loader after batches that are skipped",
+                PATH,
+                len(self._handed),
+            )
+
+    def scaled(self, schedule: Any, optimizer: Optimizer) -> Any:
+        """Return the schedule whose rates are scaled by the size of the batch.
+
+        Raises:
+            UsageError: the schedule takes a metric.
+        """
+        if self._section.lr_scaling_method == "none":
+            return schedule
+        if type(schedule).__name__ == "ReduceLROnPlateau":
+            raise UsageError(
+                f"{PATH}.lr_scaling_method cannot scale the rates of ReduceLROnPlateau, which"
+                ' follow a metric; set it to "none", or use another schedule'
+            )
+        self._rates = ScaledRates(optimizer, schedule)
+        return self._rates
+
+    @property
+    def factor(self) -> float:
+        """The factor of the learning rate in the last update."""
+        return 1.0 if self._rates is None else self._rates.factor
+
+    def loss_weight(self) -> float:
+        """Return the weight of the oldest batch without a backward."""
+        return self._handed[0].weight if self._handed else 1.0
+
+    def after_backward(self, loss: Any) -> None:
+        """Advance to the next batch."""
+        del loss
+        self.current = self._handed.popleft() if self._handed else None
+
+    def before_update(self, gradients: Any) -> None:
+        """Scale the learning rate by the samples of this update."""
+        del gradients
+        if self.current is None or self.order is None:
+            return
+        method = self._section.lr_scaling_method
+        if self._rates is not None:
+            self._rates.scale(scale_of(self.order.base, self.current.samples, method))
+
+    def after_update(self, update: Update) -> None:
+        """Count, and write the size of the batch to the log and the monitors."""
+        done, self.current = self.current, None
+        if done is None:
+            return
+        self.samples += done.samples
+        self.tokens += done.tokens
+        if self._section.verbose:
+            _log.info(
+                "update %d: %d samples with %d tokens, learning rate x %.4g",
+                update.number,
+                done.samples,
+                done.tokens,
+                self.factor,
+            )
+        if self._write is not None:
+            found = {"batch_samples": done.samples, "batch_tokens": done.tokens}
+            events = [(f"Train/Samples/{name}", value) for name, value in found.items()]
+            self._write([(*event, update.total_samples) for event in events])
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the samples and tokens so far."""
+        return {"samples": self.samples, "tokens": self.tokens}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume; batches returned before do not count."""
+        self.samples, self.tokens = int(state["samples"]), int(state["tokens"])
+        self._handed.clear()

@@ -1,0 +1,133 @@
+"""Progressive layer drop: training skips layers more and more often."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from hadal.config.progressive_layer_drop import ProgressiveLayerDrop
+from hadal.errors import UsageError
+from hadal.listener import Forward, Listener, Update
+from hadal.plugins.data_efficiency.hearing import listens
+from hadal.plugins.data_efficiency.layers import ChangedLayer, change_layers, changed_layers
+from hadal.plugins.data_efficiency.seqlen import Write
+
+
+def theta_at(theta: float, gamma: float, updates: int) -> float:
+    """Return the keep probability after `updates` updates: 1 at first, then falling to `theta`.
+
+    The second update still has 1, as in DeepSpeed.
+    """
+    return (1.0 - theta) * math.exp(-gamma * max(0, updates - 1)) + theta
+
+
+def keeps_of(count: int, theta: float) -> list[float]:
+    """Return the keep probability of each of `count` layers: the first is always kept."""
+    return [1.0 - number / count * (1.0 - theta) for number in range(count)]
+
+
+class DroppableLayer(ChangedLayer):
+    """Layer with a residual connection that may be skipped in training."""
+
+    gives_tuple: ClassVar[bool] = False
+    drop_turn: tuple[bool, float] | None = None
+    """True if it runs in this forward, and its keep probability; None runs it unchanged."""
+
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return `hidden` if skipped, else `hidden` plus the residual over the probability."""
+        turn = self.drop_turn if self.training else None  # type: ignore[attr-defined]
+        if turn is not None and not turn[0]:
+            return (hidden,) if self.gives_tuple else hidden
+        given = super().__call__(hidden, *args, **kwargs)  # type: ignore[misc]
+        type(self).gives_tuple = isinstance(given, tuple)
+        if turn is None or turn[1] == 1.0:
+            return given
+        if isinstance(given, tuple):
+            return (hidden + (given[0] - hidden) / turn[1], *given[1:])
+        return hidden + (given - hidden) / turn[1]
+
+
+def drop_layers(model: nn.Module, layers: type[nn.Module]) -> nn.Module:
+    """Let `progressive_layer_drop` skip a model's layers, and return the model.
+
+    Call it before `initialize`, for a model whose forward does not take `pld_theta`. Layer i of L
+    is kept with probability 1 - i/L (1 - theta), the same layers on all ranks. A layer's first
+    argument is the hidden states; it returns them, or a tuple that begins with them.
+
+    Args:
+        model: the model, changed in place; names in its state dict stay.
+        layers: the class of its layers.
+
+    Raises:
+        UsageError: the model has no such layer.
+    """
+    change_layers(model, layers, DroppableLayer, "drop_layers")
+    return model
+
+
+class LayerDrop(Listener):
+    """Passes the keep probability of its layers to the model, or skips layers itself."""
+
+    name = "progressive_layer_drop"
+
+    def __init__(
+        self, section: ProgressiveLayerDrop, model: nn.Module, write: Write | None
+    ) -> None:
+        assert section.theta is not None  # the rules of the configuration check it
+        assert section.gamma is not None
+        self._limit = section.theta
+        self._gamma = section.gamma
+        self._model = model
+        self._write = write
+        self.theta = 1.0
+        """The keep probability after the last update."""
+        self._layers = [layer for _, layer in changed_layers(model, DroppableLayer)]
+        if not self._layers:
+            _expect_keywords(model)
+
+    def before_forward(self, forward: Forward) -> Forward | None:
+        """Draw the layers to skip, or pass the probability to the model."""
+        if not forward.is_training:
+            return None
+        theta = theta_at(self._limit, self._gamma, forward.updates)
+        if not self._layers:
+            told = {"progressive_layer_drop": True, "pld_theta": theta}
+            return forward._replace(kwargs={**forward.kwargs, **told})
+        # Seeded by only the update and micro-step, so ranks, resumed runs and recomputations agree.
+        drawn = random.Random(f"layer drop {forward.updates} {forward.micro_step}")
+        for layer, keep in zip(self._layers, keeps_of(len(self._layers), theta), strict=True):
+            layer.drop_turn = (drawn.random() < keep, keep)
+        return None
+
+    def after_update(self, update: Update) -> None:
+        """Update the probability, and write it to the monitors."""
+        self.theta = theta_at(self._limit, self._gamma, update.number)
+        if self._write is not None:
+            self._write([("Train/Samples/pld_theta", self.theta, update.total_samples)])
+
+    def close(self) -> None:
+        """Let all layers run."""
+        for layer in self._layers:
+            layer.drop_turn = None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the probability."""
+        return {"theta": self.theta}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Show the probability of the checkpoint; forwards compute it from the updates."""
+        self.theta = float(state["theta"])
+
+
+def _expect_keywords(model: nn.Module) -> None:
+    lacking = [name for name in ("progressive_layer_drop", "pld_theta") if not listens(model, name)]
+    if lacking:
+        raise UsageError(
+            f"progressive_layer_drop is on, but {type(model).__name__}.forward takes no"
+            f" {' and no '.join(lacking)}; add these parameters, or let Hadal skip the layers:"
+            " hadal.data_efficiency.layer_drop.drop_layers(model, LayerClass) before initialize"
+        )

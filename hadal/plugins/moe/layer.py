@@ -1,0 +1,307 @@
+"""A layer of experts: a gate sends each token to a few of them.
+
+Names of classes, arguments and parameters are DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hadal.comm import Ranks, init_distributed
+from hadal.comm.expert_groups import (
+    expert_group_names,
+    expert_groups,
+    group_name,
+    make_expert_groups,
+)
+from hadal.errors import ModelError
+from hadal.plugins.moe.dispatch import plan_dispatch
+from hadal.plugins.moe.experts import Experts
+from hadal.plugins.moe.gate import (
+    Routing,
+    capacity_of,
+    dense,
+    jittered,
+    largest,
+    route_to_many,
+    route_to_one,
+    route_to_two,
+)
+from hadal.plugins.moe.load import Load
+
+NOISY_POLICIES = (None, "None", "Jitter", "RSample")
+_log = logging.getLogger(__name__)
+
+
+class TopKGate(nn.Module):
+    """Gate that routes each token to the `k` experts that a linear layer finds most probable.
+
+    It computes in fp32, also under autocast. In evaluation it draws no random numbers.
+
+    Args:
+        model_dim: width of the tokens, m.
+        num_experts: experts on all ranks together, E.
+        k: experts per token.
+        capacity_factor: an expert keeps this multiple of the mean number of tokens.
+        eval_capacity_factor: the same in evaluation.
+        min_capacity: an expert keeps at least this many tokens.
+        noisy_gate_policy: `Jitter` multiplies the gate's inputs by 0.99 to 1.01 in training;
+            `RSample` adds Gumbel noise to the choice of one expert.
+        drop_tokens: experts drop tokens beyond their capacity; otherwise they have no limit.
+        use_rts: with k = 1, an expert keeps random tokens in training; otherwise those that torch's
+            `topk` returns first.
+        ep_group: no effect: dropping depends on only this rank's tokens.
+        top2_2nd_expert_sampling: with k = 2, the second expert is sampled in training.
+    """
+
+    def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
+        self,
+        model_dim: int,
+        num_experts: int,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 8,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        ep_group: Any = None,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        if not 1 <= k <= num_experts:
+            raise ModelError(f"a gate with k = {k} needs that many experts; it has {num_experts}")
+        if noisy_gate_policy not in NOISY_POLICIES:
+            raise ModelError(
+                f"noisy_gate_policy is {noisy_gate_policy!r}; choose one of"
+                f" {', '.join(map(repr, NOISY_POLICIES))}"
+            )
+        self.wg = _WideLinear(model_dim, num_experts, bias=False)
+        self.k = k
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
+        self.min_capacity = min_capacity
+        self.noisy_gate_policy = noisy_gate_policy
+        self.drop_tokens = drop_tokens
+        self.use_rts = use_rts
+        self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
+
+    def route(self, tokens: Tensor, used_token: Tensor | None = None) -> Routing:
+        """Choose the experts of [s, m] tokens; those with zero in [s] `used_token` go to none."""
+        draws = self.training
+        values = tokens.float()
+        if draws and self.noisy_gate_policy == "Jitter":
+            values = jittered(values)
+        logits = self.wg(values)
+        capacity = self.capacity(*logits.shape) if self.drop_tokens else None
+        if self.k == 1:
+            return route_to_one(
+                logits,
+                capacity,
+                used=used_token,
+                is_noisy=draws and self.noisy_gate_policy == "RSample",
+                keeps_at_random=draws and self.use_rts,
+            )
+        if self.k == 2:
+            samples = draws and self.top2_2nd_expert_sampling
+            return route_to_two(logits, capacity, used=used_token, samples_second=samples)
+        return route_to_many(logits, self.k, capacity, used=used_token)
+
+    def capacity(self, tokens: int, experts: int) -> int:
+        """Return how many choices an expert keeps of this many tokens."""
+        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        return capacity_of(tokens, experts, self.k, factor, self.min_capacity)
+
+    def forward(
+        self, input: Tensor, used_token: Tensor | None = None, use_tutel: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return balance loss, weights [s, E, capacity], where they are not 0, and counts [E]."""
+        routing = self.route(input, used_token)
+        tokens, experts = len(input), len(routing.counts)
+        capacity = self.capacity(tokens, experts) if self.drop_tokens else largest(routing.counts)
+        weights = dense(routing, capacity)
+        return routing.balance_loss, weights, weights.bool(), routing.counts
+
+
+class _WideLinear(nn.Linear):
+    """A linear layer in fp32, whatever the weight's dtype and autocast."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autocast(input.device.type, enabled=False):
+            return F.linear(input.float(), self.weight.float())
+
+
+class MOELayer(nn.Module):
+    """Gate, experts, and the exchange of tokens between the ranks that share the experts.
+
+    `l_aux` and `exp_counts` are those of the last forward.
+    """
+
+    def __init__(
+        self,
+        gate: TopKGate,
+        experts: Experts,
+        ep_group_name: str,
+        ep_size: int,
+        num_local_experts: int,
+        use_tutel: bool = False,
+    ) -> None:
+        super().__init__()
+        self.gate = gate
+        self.experts = experts
+        self.ep_group_name = ep_group_name
+        self.ep_size = ep_size
+        self.num_local_experts = num_local_experts
+        self.l_aux: Tensor | None = None
+        self.exp_counts: Tensor | None = None
+        self.load = Load(ep_size * num_local_experts)
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
+        """Return [..., m]: the weighted sum of the experts' outputs for each token."""
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if used_token is not None and used_token.numel() != len(tokens):
+            raise ModelError(
+                f"used_token has {used_token.numel()} elements, but there are {len(tokens)} tokens;"
+                " pass one element for each token"
+            )
+        routing = self.gate.route(tokens, used_token)
+        self.l_aux, self.exp_counts = routing.balance_loss, routing.counts
+        self.load.add(routing.counts, routing.counts.sum() - routing.kept.sum())
+        dispatch = plan_dispatch(
+            routing.experts, routing.kept, self.ep_size * self.num_local_experts, self._ranks()
+        )
+        rows = self.experts.of_rows(dispatch.to_experts(tokens), dispatch.counts)
+        return dispatch.to_tokens(rows, routing.weights).view(hidden_states.shape)
+
+    def _ranks(self) -> Ranks | None:
+        """Return the ranks that share the experts: all ranks, unless an engine has set them."""
+        if self.ep_size == 1:
+            return None
+        if self.ep_group_name not in expert_group_names():
+            init_distributed()
+            make_expert_groups(self.ep_size, Ranks.world())
+        return expert_groups(self.ep_group_name).parallel
+
+
+class MoE(nn.Module):
+    """Layer of experts that are distributed over ranks.
+
+    Args:
+        hidden_size: width of the tokens, m.
+        expert: the module of one expert; every expert is a copy of it.
+        num_experts: experts on all ranks together, E.
+        ep_size: ranks that share them; it divides both.
+        k: experts per token.
+        capacity_factor: see `TopKGate`, as the next three.
+        eval_capacity_factor: in evaluation.
+        min_capacity: the least capacity.
+        use_residual: add `expert` itself as a dense layer, weighted against the experts by a
+            linear layer ("DeepSpeed-MoE", Rajbhandari et al., 2022).
+        noisy_gate_policy: see `TopKGate`, as the next two.
+        drop_tokens: drop tokens beyond the capacity.
+        use_rts: keep random tokens.
+        use_tutel: no effect.
+        enable_expert_tensor_parallelism: no effect: every tensor-parallel rank computes the
+            experts of all its tokens, whether or not the experts are sharded over these ranks.
+        top2_2nd_expert_sampling: see `TopKGate`.
+
+    Raises:
+        ModelError: the sizes do not fit, or the policy is unknown.
+    """
+
+    def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        if ep_size < 1 or num_experts % ep_size:
+            raise ModelError(
+                f"MoE(num_experts={num_experts}, ep_size={ep_size}): each of the {ep_size} ranks"
+                " must have equally many experts; choose an ep_size that divides num_experts"
+            )
+        if use_tutel:
+            _log.warning("MoE(use_tutel=True) has no effect: the exchange does not use Tutel")
+        self.use_residual = use_residual
+        self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
+        self.num_experts = num_experts
+        self.ep_size = ep_size
+        self.num_local_experts = num_experts // ep_size
+        self.expert_group_name = group_name(ep_size)
+        self.deepspeed_moe = MOELayer(
+            TopKGate(
+                hidden_size,
+                num_experts,
+                k,
+                capacity_factor,
+                eval_capacity_factor,
+                min_capacity,
+                noisy_gate_policy,
+                drop_tokens,
+                use_rts,
+                None,
+                top2_2nd_expert_sampling,
+            ),
+            Experts(expert, self.num_local_experts, self.expert_group_name),
+            self.expert_group_name,
+            ep_size,
+            self.num_local_experts,
+        )
+        if use_residual:
+            self.mlp = expert
+            self.coefficient = nn.Linear(hidden_size, 2)
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Create the groups; all ranks must call it. Otherwise `initialize` creates them."""
+        init_distributed()
+        make_expert_groups(self.ep_size, Ranks.world(), data_first=use_data_before_expert_parallel_)
+
+    def forward(
+        self, hidden_states: Tensor, used_token: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return [..., m] outputs, the 0-dim balance loss, and the [E] choices per expert.
+
+        The caller adds the balance loss to its own. `used_token` has one element for each token;
+        those with zero go to no expert.
+        """
+        output = self.deepspeed_moe(hidden_states, used_token)
+        if self.use_residual:
+            dense: Any = self.mlp(hidden_states)
+            dense = dense[0] if isinstance(dense, tuple) else dense
+            share = F.softmax(self.coefficient(hidden_states), dim=-1)
+            output = output * share[..., 0:1] + dense * share[..., 1:]
+        return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts  # type: ignore[return-value]
+
+
+def layers_of(model: nn.Module) -> Iterator[tuple[str, MOELayer]]:
+    """Return the layers of experts in a model, with their names."""
+    for name, module in model.named_modules():
+        if isinstance(module, MOELayer):
+            yield name, module
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """Return whether a model has a layer of experts, and the first one's number of experts."""
+    for module in m.modules():
+        if isinstance(module, MoE):
+            return True, module.num_experts
+    return False, 0

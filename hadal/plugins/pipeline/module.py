@@ -1,0 +1,402 @@
+"""A model as a list of layers; each stage builds its own layers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hadal.comm import Ranks, init_distributed
+from hadal.comm.faults import is_same_everywhere, raised_on_all
+from hadal.errors import MismatchError, NotBuiltYetError, UsageError, few
+from hadal.plugins.pipeline import layer_files
+from hadal.plugins.pipeline.grid import PipelineParallelGrid, group_of
+from hadal.plugins.pipeline.recomputing import Recompute, calls_of
+from hadal.plugins.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, name_of
+from hadal.plugins.pipeline.ties import (
+    Tie,
+    begin_equal,
+    check_weights,
+    groups_of,
+    owners_of,
+    sum_gradients,
+)
+from hadal.plugins.pipeline.topology import PipeDataParallelTopology, ProcessTopology
+from hadal.plugins.pipeline.weighing import cut
+
+_log = logging.getLogger(__name__)
+
+Seeding = Callable[[int], Any]
+
+
+class PipelineModule(nn.Module):
+    """The layers of this rank's stage; each gets the output of the previous one.
+
+    Parameters have the names of the whole model: `<index>.<name>` by the layer's index in the list,
+    and `tied_modules.<key>.<name>`. All ranks must create it, with the same layers. Layers are
+    built once, and only on their stage.
+
+    Args:
+        layers: descriptions (`LayerSpec`, `TiedLayerSpec`), modules, and functions of one argument.
+        num_stages: the number of stages, if there is no `topology`.
+        topology: the grid of ranks; by default stages times data-parallel ranks.
+        loss_fn: called with the last layer's output and the labels; without it the last layer
+            returns the loss.
+        seed_layers: seed random numbers before each layer is built, and before it runs.
+        seed_fn: called with the seed; by default torch's, numpy's and Python's generators get it.
+        base_seed: the first seed.
+        partition_method: "parameters", "uniform" or "type:PATTERN": see `hadal.pipeline.weighing`.
+        activation_checkpoint_interval: layers that are recomputed together in backward; 0: none.
+        activation_checkpoint_func: the function that recomputes; by default Hadal's.
+        checkpointable_layers: names of the classes that are recomputed; None: all with parameters.
+        dynamic_shape: True if micro-batches have different shapes.
+        chunks: parts of each stage, for the schedule "interleaved": with 2 stages of 2 chunks, the
+            first stage has the first and the third quarter of the model.
+
+    Raises:
+        UsageError: the number of ranks does not fit the stages, a stage would be empty, or an
+            argument is invalid.
+        NotBuiltYetError: a PipelineModule is a layer.
+        ChoiceError: the method is another one.
+        MismatchError: the ranks were given different layers.
+    """
+
+    def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
+        self,
+        layers: Iterable[Layer],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Seeding | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Recompute | None = None,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        chunks: int = 1,
+    ) -> None:
+        super().__init__()
+        init_distributed()
+        world = Ranks.world()
+        with raised_on_all(world, "PipelineModule"):
+            topology = topology or _topology_of(num_stages, world.size)
+            self._layer_specs = _checked(layers)
+            if chunks < 1:
+                raise UsageError(f"PipelineModule(chunks={chunks}): expected at least 1")
+        self._grid = PipelineParallelGrid(topology)
+        self._topo = topology
+        self.num_stages = self._grid.pipe_parallel_size
+        self.stage_id = self._grid.stage_id
+        self.global_rank, self.world_size = world.rank, world.size
+        self.loss_fn = loss_fn
+        self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
+        self.checkpointable_layers = checkpointable_layers
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func
+        self.dynamic_shape = dynamic_shape
+        self.curr_layer: int | None = None
+        """The layer that is running or ran last."""
+        with raised_on_all(world, "PipelineModule"):
+            self.parts = cut(self._layer_specs, self.num_stages * chunks, partition_method)
+        self._check_same(world)
+        own = range(self.stage_id, self.num_stages * chunks, self.num_stages)
+        self.chunks = [range(*self.parts[number : number + 2]) for number in own]
+        """The layers of each chunk of this stage."""
+        self._forwards = [0] * chunks
+        self.renamed: dict[nn.Parameter, str] = {}
+        """Names in the whole model of parameters that have a different name on this stage."""
+        self._functions: dict[int, Callable[[Any], Any]] = {}
+        self.fwd_map: dict[str, int] = {}
+        self.tied_modules = nn.ModuleDict()
+        with raised_on_all(world, "PipelineModule"):
+            self._build()
+        self.tied_comms: dict[str, Tie] = self._tie()
+        begin_equal(self.tied_comms)
+        if world.rank == 0:
+            self._tell()
+
+    # ---- building --------------------------------------------------------------------------------
+
+    def _check_same(self, world: Ranks) -> None:
+        names = [f"{name_of(layer)} {getattr(layer, 'key', '')}" for layer in self._layer_specs]
+        if not is_same_everywhere(f"{names} {self.parts}", world):
+            raise MismatchError(
+                f"rank {world.rank} has a PipelineModule of {len(names)} layers"
+                f" ({few(names)}) in parts {self.parts}, but another rank has"
+                " different ones; pass the same list of layers on all ranks"
+            )
+
+    def _build(self) -> None:
+        for place, index in enumerate(index for chunk in self.chunks for index in chunk):
+            layer = self._layer_specs[index]
+            if self.seed_layers:
+                self._seed(self.base_seed + index)
+            if isinstance(layer, TiedLayerSpec):
+                self._functions[index] = self._built_tied(layer)
+            elif isinstance(layer, LayerSpec | nn.Module):
+                self.fwd_map[str(index)] = place
+                module = layer if isinstance(layer, nn.Module) else self._built(layer)
+                self.add_module(str(index), module)
+                self._functions[index] = module
+            else:
+                self._functions[index] = layer
+
+    @property
+    def forward_funcs(self) -> list[Callable[[Any], Any]]:
+        """This stage's layers as functions, in order."""
+        return list(self._functions.values())
+
+    @property
+    def micro_offset(self) -> int:
+        """The forwards so far."""
+        return self._forwards[0]
+
+    def _built(self, spec: LayerSpec) -> nn.Module:
+        spec.global_rank = self.global_rank
+        return spec.build()
+
+    def _built_tied(self, spec: TiedLayerSpec) -> Callable[[Any], Any]:
+        if spec.key not in self.tied_modules:
+            module = self._built(spec)
+            check_weights(spec.key, module, spec.tied_weight_attr)
+            self.tied_modules[spec.key] = module
+        found: nn.Module = self.tied_modules[spec.key]
+        return found if spec.forward_fn is None else partial(spec.forward_fn, found)
+
+    def _tie(self) -> dict[str, Tie]:
+        """Return the tied modules of this stage that other stages have too."""
+        found: dict[str, Tie] = {}
+        for key, stages in owners_of(self._layer_specs, self.parts, self.num_stages).items():
+            if len(stages) > 1 and self.stage_id in stages:
+                ranks = group_of([self._grid.stage_to_global(stage) for stage in stages])
+                specs = (one for one in self._layer_specs if isinstance(one, TiedLayerSpec))
+                names = next(one.tied_weight_attr for one in specs if one.key == key)
+                found[key] = Tie(key, self.tied_modules[key], tuple(names), ranks)
+        return found
+
+    def _seed(self, seed: int) -> None:
+        (self.seed_fn or _seed_all)(seed)
+
+    def _tell(self) -> None:
+        if self.seed_layers:
+            function = "torch, numpy and random" if self.seed_fn is None else name_of(self.seed_fn)
+            _log.info("each layer is seeded, from %d on (%s)", self.base_seed, function)
+        for number in range(len(self.parts) - 1):
+            _log.info("%s", self.chunk_name(number))
+            for index in range(*self.parts[number : number + 2]):
+                _log.info("  %3d: %s", index, name_of(self._layer_specs[index]))
+        if self.loss_fn is not None:
+            _log.info("  loss: %s", name_of(self.loss_fn))
+
+    # ---- computing -------------------------------------------------------------------------------
+
+    def forward(self, forward_input: Any, chunk: int = 0) -> Any:
+        """Return the output of this stage's layers (of one chunk of them)."""
+        value, offset = forward_input, self._forwards[chunk]
+        self._forwards[chunk] += 1
+        for layers, recompute in calls_of(self, self.chunks[chunk]):
+            run = partial(self._run_layers, layers, offset)
+            if recompute is None:
+                value = run(value)
+            elif isinstance(value, tuple):
+                value = recompute(run, *value)
+            else:
+                value = recompute(run, value)
+        return value
+
+    def _run_layers(self, layers: Sequence[int], offset: int, *values: Any) -> Any:
+        value = values[0] if len(values) == 1 else values
+        for index in layers:
+            self.curr_layer = index
+            if self.seed_layers:
+                self._seed(self.base_seed * (offset + 1) + index)
+            value = self._functions[index](value)
+        return value
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Recompute this many layers together; 0 recomputes none.
+
+        Raises:
+            UsageError: it is negative.
+        """
+        if interval < 0:
+            raise UsageError(f"set_checkpoint_interval({interval}): expected 0 or more layers")
+        self.activation_checkpoint_interval = interval
+
+    def get_additional_losses(self) -> Mapping[str, Tensor] | None:
+        """Return further losses of the last micro-batch by name, for reports; None if there are
+        none.
+
+        Subclasses override it. It is called on the last stage, after the loss.
+        """
+        return None
+
+    def pair_of(self, batch: Any) -> Any:
+        """Return the inputs and the labels of a micro-batch, which is that pair by default."""
+        return batch
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile each layer of this stage in place, as `nn.Module.compile`."""
+        for layer in self.children():
+            for module in layer.children() if layer is self.tied_modules else (layer,):
+                module.compile(*args, **kwargs)
+
+    # ---- stages and layers -----------------------------------------------------------------------
+
+    def topology(self) -> ProcessTopology:
+        """Return the grid of ranks."""
+        return self._topo
+
+    def mpu(self) -> PipelineParallelGrid:
+        """Return this rank's groups."""
+        return self._grid
+
+    def num_pipeline_stages(self) -> int:
+        """Return the number of stages."""
+        return self.num_stages
+
+    def partitions(self) -> list[int]:
+        """Return the bounds of each stage's layers."""
+        return self.parts
+
+    @property
+    def has_ties(self) -> bool:
+        """True if any module is on several stages."""
+        owners = owners_of(self._layer_specs, self.parts, self.num_stages)
+        return any(len(stages) > 1 for stages in owners.values())
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """Return the stage that has a layer.
+
+        Raises:
+            UsageError: there is no such layer.
+        """
+        if not 0 <= layer_idx < len(self._layer_specs):
+            raise UsageError(
+                f"stage_owner({layer_idx}): the model has layers 0 to {len(self._layer_specs) - 1}"
+            )
+        number = next(n for n, stop in enumerate(self.parts[1:]) if layer_idx < stop)
+        return number % self.num_stages
+
+    def chunk_name(self, number: int) -> str:
+        """Return a chunk of the model by its stage and layers, for messages."""
+        first, stop = self.parts[number : number + 2]
+        layers = f"layers {first} to {stop - 1}" if stop - first > 1 else f"layer {first}"
+        return f"stage {number % self.num_stages} ({layers})"
+
+    def layer(self, index: int) -> Callable[[Any], Any]:
+        """Return a layer of this stage, by its index in the model."""
+        return self._functions[index]
+
+    def layer_name(self, index: int) -> str:
+        """Return a layer and its class, for messages."""
+        return f"layer {index} ({name_of(self._layer_specs[index])})"
+
+    # ---- tied weights ----------------------------------------------------------------------------
+
+    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, dist.ProcessGroup]]:
+        """Return each weight of this stage that other stages share, with the ranks that have it."""
+        return groups_of(self.tied_comms)
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        """Sum the gradients of tied weights over their copies, if no engine trains them.
+
+        An engine does so itself, and keeps gradients outside `.grad`.
+        """
+        sum_gradients(self.tied_comms)
+
+    # ---- files of layers -------------------------------------------------------------------------
+
+    def ckpt_prefix(self, checkpoints_path: str | Path, tag: object) -> str:
+        """Return the common prefix of the paths of this rank's checkpoint files."""
+        return layer_files.prefix(self._grid, checkpoints_path, tag)
+
+    def ckpt_layer_path(self, ckpt_dir: str | Path, local_layer_idx: int) -> str:
+        """Return the path of the file of one of this stage's layers."""
+        return layer_files.path(self._grid, ckpt_dir, self._own_index(local_layer_idx))
+
+    def ckpt_layer_path_list(self, ckpt_dir: str | Path, local_layer_idx: int) -> list[str]:
+        """Return the paths of the files of one of this stage's layers, one for each slice of it."""
+        return layer_files.paths(ckpt_dir, self._own_index(local_layer_idx))
+
+    def save_state_dict(
+        self, save_dir: str | Path, checkpoint_engine: Any, exclude_frozen_params: bool = False
+    ) -> None:
+        """Write a file for each layer of this stage, for programs that read these files.
+
+        `checkpoint_engine` has `save(state, path)`; None uses torch's. Only the first of the ranks
+        with the same layers writes.
+        """
+        if self._grid.data_parallel_id == 0:
+            write = torch.save if checkpoint_engine is None else checkpoint_engine.save
+            for index, module in self._own_modules():
+                state = layer_files.state_of(module, exclude_frozen=exclude_frozen_params)
+                write(state, layer_files.path(self._grid, save_dir, index))
+
+    def load_state_dir(
+        self, load_dir: str | Path, checkpoint_engine: Any, strict: bool = True
+    ) -> None:
+        """Load this stage's layers from files of layers, which any split into stages may have
+        written.
+
+        `checkpoint_engine` has `load(path, map_location=)`; None uses torch's.
+        """
+        for index, module in self._own_modules():
+            layer_files.load(self._grid, load_dir, index, module, checkpoint_engine, strict)
+        begin_equal(self.tied_comms)
+
+    def _own_index(self, place: int) -> int:
+        """Return the index in the model of this stage's layer number `place`."""
+        return list(self._functions)[place]
+
+    def _own_modules(self) -> Iterable[tuple[int, nn.Module]]:
+        """Yield this stage's layers that are called as modules, with their indices in the model."""
+        for index, function in self._functions.items():
+            if isinstance(function, nn.Module):
+                yield index, function
+
+
+def _topology_of(num_stages: int | None, size: int) -> ProcessTopology:
+    if num_stages is None:
+        raise UsageError("PipelineModule requires num_stages= or topology=; pass one of them")
+    if num_stages < 1 or size % num_stages:
+        raise UsageError(
+            f"PipelineModule(num_stages={num_stages}): the number of stages must divide the number"
+            f" of ranks, {size}"
+        )
+    return PipeDataParallelTopology(num_pp=num_stages, num_dp=size // num_stages)
+
+
+def _checked(layers: Iterable[Layer]) -> list[Layer]:
+    found = list(layers)
+    for index, layer in enumerate(found):
+        if isinstance(layer, PipelineModule):
+            raise NotBuiltYetError(
+                f"layer {index} of a PipelineModule is a PipelineModule, which is not built yet;"
+                " pass its layers"
+            )
+        if not callable(layer) and not isinstance(layer, LayerSpec):
+            raise UsageError(
+                f"layer {index} of a PipelineModule is a {type(layer).__name__}; expected a"
+                " LayerSpec, a module or a function"
+            )
+    return found
+
+
+def _seed_all(seed: int) -> None:
+    import random
+
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

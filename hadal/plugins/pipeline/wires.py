@@ -1,0 +1,259 @@
+"""Messages between neighbouring stages: a header on the host, then tensors on their device.
+
+The header names the micro-batch. It precedes the tensors, so a failed stage can send its error
+instead, and stages that run different instructions detect it. Tensors have the layout of the
+previous ones, unless the header announces another one.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import slice_of, start_all_gather, start_receive, start_send
+from hadal.comm.pending import Pending
+from hadal.errors import MismatchError, PipelineError
+from hadal.plugins.pipeline.values import TensorForm, ValueLayout
+
+_FIRST_TAG, _TAGS = 64, 3
+# Tags change after a failure, so that no earlier message is mistaken for a later one.
+# Every pipeline has tags of its own, for this many failures.
+_FAILURES, _GENERATIONS, _TAGS_IN_ONE = 16, 1 << 14, 1 << 16
+_HEAD_NUMEL = 8
+
+
+class MessageKind(IntEnum):
+    """The content of a message, according to its header."""
+
+    TENSORS = 0
+    ANNOUNCED = 1
+    """A layout, then tensors."""
+    FAULT = 2
+    """The text of an error that stopped the sender."""
+    END = 3
+    """The same, when its data has ended."""
+
+
+class Errand(NamedTuple):
+    """The subject of a message; both ends must agree on it."""
+
+    batch: int
+    """The number of the batch."""
+    is_training: bool
+    micro_batch: int
+
+    def __str__(self) -> str:
+        of = f"batch {self.batch}" if self.is_training else f"evaluation {self.batch}"
+        return f"micro-batch {self.micro_batch} of {of}"
+
+
+class DataEndedError(Exception):
+    """The data of another stage has ended."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """A message in flight."""
+
+    works: list[Pending]
+    tensors: list[Tensor]
+    """Kept until the other rank has them."""
+
+    def wait(self) -> None:
+        """Wait until the other rank has received it."""
+        for work in self.works:
+            work.wait()
+
+
+class Wire:
+    """One direction between this rank and another, for activations or for their gradients.
+
+    Args:
+        ranks: the ranks of the pipeline; on an accelerator, with a communicator for this direction.
+        other: the rank at the other end, among them.
+        number: the number of this direction, the same at both ends.
+        device: where tensors are.
+        name: both ends and the content, for messages.
+        slices: ranks that have the same tensors here, each of which sends a slice of the first
+            one; None: each sends all.
+        serial: the number of this pipeline among all that these ranks have created.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        other: int,
+        number: int,
+        device: torch.device,
+        name: str,
+        slices: Ranks | None = None,
+        serial: int = 0,
+    ) -> None:
+        self._ranks = ranks
+        self._other = other
+        self._number = number
+        self._device = device
+        self.name = name
+        self._slices = slices
+        self._generation = serial * _FAILURES
+
+    def begin_anew(self) -> None:
+        """Ignore everything sent so far. Both ends must call it."""
+        self._generation += 1
+
+    def label(self, errand: Errand) -> str:
+        """Return the name of a message in errors and for the watchdog."""
+        return f"{self.name}, {errand}"
+
+    def _tag(self, part: int) -> int:
+        inside = _FIRST_TAG + self._number * _TAGS + part
+        return self._generation % _GENERATIONS * _TAGS_IN_ONE + inside
+
+    # ---- sending ---------------------------------------------------------------------------------
+
+    def send(
+        self, errand: Errand, tensors: Iterable[Tensor], announced: ValueLayout | None = None
+    ) -> Sent:
+        """Send tensors, and their layout unless the other end knows it."""
+        text = b"" if announced is None else pickle.dumps(announced)
+        kind = MessageKind.TENSORS if announced is None else MessageKind.ANNOUNCED
+        sent = self._send_head(kind, errand, text)
+        label = self.label(errand)
+        for number, tensor in enumerate(tensors):
+            if not tensor.numel():
+                continue
+            whole = tensor.detach().contiguous()
+            mine = self._mine(whole.view(-1), number)
+            sent.tensors.append(mine)
+            sent.works.append(start_send(mine, self._other, self._ranks, self._tag(2), label))
+        return sent
+
+    def tell(self, errand: Errand, text: str, *, is_end: bool) -> Sent:
+        """Send the text of a failure instead of the expected message."""
+        return self._send_head(
+            MessageKind.END if is_end else MessageKind.FAULT, errand, text.encode()
+        )
+
+    def _send_head(self, kind: MessageKind, errand: Errand, text: bytes) -> Sent:
+        values = [kind, *errand, len(text)]
+        head = torch.tensor(values + [0] * (_HEAD_NUMEL - len(values)), dtype=torch.int64)
+        label, to = self.label(errand), (self._other, self._ranks)
+        works, tensors = [start_send(head, *to, self._tag(0), label)], [head]
+        if text:
+            body = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            tensors.append(body)
+            works.append(start_send(body, *to, self._tag(1), label))
+        return Sent(works, tensors)
+
+    # ---- receiving -------------------------------------------------------------------------------
+
+    def expect(self, errand: Errand, forms: Sequence[TensorForm] | None) -> Coming:
+        """Start to receive a message; `forms`: of its tensors, if they are known already."""
+        return Coming(self, errand, forms)
+
+    def receive_text(self, length: int, label: str) -> bytes:
+        """Receive the text that a header announces."""
+        body = torch.empty(length, dtype=torch.uint8)
+        start_receive(body, self._other, self._ranks, self._tag(1), label).wait()
+        return body.numpy().tobytes()
+
+    def start_head(self, label: str) -> tuple[Tensor, Pending]:
+        """Start to receive a header."""
+        head = torch.empty(_HEAD_NUMEL, dtype=torch.int64)
+        return head, start_receive(head, self._other, self._ranks, self._tag(0), label)
+
+    def start_tensors(self, forms: Sequence[TensorForm], label: str) -> tuple[list[Tensor], Any]:
+        """Start to receive tensors; wait for the works in order."""
+        tensors, works = [], []
+        for number, form in enumerate(forms):
+            tensor = form.empty(self._device)
+            tensors.append(tensor)
+            if tensor.numel():
+                whole = tensor.view(-1)
+                mine = self._mine(whole, number)
+                work = start_receive(mine, self._other, self._ranks, self._tag(2), label)
+                if mine is not whole:
+                    work.then(self._joining(whole, label))
+                works.append(work)
+        return tensors, works
+
+    def _mine(self, flat: Tensor, number: int) -> Tensor:
+        """Return the part of a tensor that this rank sends or receives: all of it, or a slice."""
+        slices = self._slices
+        if slices is None or number or flat.numel() % slices.size or not flat.is_floating_point():
+            return flat
+        return slice_of(flat, slices.rank, slices)
+
+    def _joining(self, flat: Tensor, label: str) -> Any:
+        slices = self._slices
+        assert slices is not None  # or there is no slice
+
+        def join() -> Pending:
+            # Its label is not a purpose: it names the ranks at the ends of this one's slice.
+            pending = start_all_gather(flat, slices, "the slices of a tensor between stages")
+            pending.label = f"the slices of {label}"
+            return pending
+
+        return join
+
+
+class Coming:
+    """A message to be received, parts of which may be in flight."""
+
+    def __init__(self, wire: Wire, errand: Errand, forms: Sequence[TensorForm] | None) -> None:
+        self._wire = wire
+        self._errand = errand
+        self._label = wire.label(errand)
+        self._head, self._begun = wire.start_head(self._label)
+        self._tensors: list[Tensor] | None = None
+        self._works: list[Pending] = []
+        if forms is not None:
+            self._tensors, self._works = wire.start_tensors(forms, self._label)
+
+    def take(
+        self, forms: Sequence[TensorForm] | None = None
+    ) -> tuple[list[Tensor], ValueLayout | None]:
+        """Wait for the message; return its tensors, and its layout if it was announced.
+
+        `forms`: of its tensors, if they are known by now.
+
+        Raises:
+            PipelineError: the other stage has failed.
+            DataEndedError: its data has ended.
+            MismatchError: its subject differs, or its layout is not known.
+            CommunicationError: the other rank has exited.
+        """
+        self._begun.wait()
+        kind, batch, is_training, micro_batch, length, *_ = self._head.tolist()
+        if kind in (MessageKind.FAULT, MessageKind.END):
+            text = self._wire.receive_text(length, self._label).decode()
+            raise PipelineError(text) if kind == MessageKind.FAULT else DataEndedError(text)
+        found = Errand(batch, bool(is_training), micro_batch)
+        if found != self._errand:
+            raise MismatchError(
+                f"{self._wire.name}: got {found}, expected {self._errand}: the ranks' programs"
+                " differ. Call train_batch and eval_batch equally often on every rank,"
+                " with the same number of micro-batches"
+            )
+        layout = None
+        if kind == MessageKind.ANNOUNCED:
+            forms = None
+            layout = pickle.loads(self._wire.receive_text(length, self._label))
+            self._tensors, self._works = self._wire.start_tensors(layout.tensors, self._label)
+        if self._tensors is None and forms is not None:
+            self._tensors, self._works = self._wire.start_tensors(forms, self._label)
+        if self._tensors is None:
+            raise MismatchError(
+                f"{self._label}: the sender announced its layout earlier, but this rank does not"
+                " have it; call reset_activation_shape() on all ranks"
+            )
+        for work in self._works:
+            work.wait()
+        return self._tensors, layout

@@ -1,0 +1,163 @@
+"""The same attention by torch's FlexAttention, for accelerators that have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hadal.plugins.sparse_attention.masks import Masks, PairMask
+from hadal.plugins.sparse_attention.scores import Scores
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from hadal.plugins.sparse_attention.attention import BlockLayout
+
+# Edge of the blocks that the kernel skips or computes; its own tiles divide it.
+_EDGE = 128
+
+
+def flex(
+    query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, masks: Masks, scores: Scores
+) -> Tensor:
+    """Return the attention of [batch, heads, L, D] tensors, L being the layout's length."""
+    from torch.nn.attention import flex_attention as kernels
+
+    block_mask = block_mask_of(layout, query.device, is_causal=masks.is_causal)
+    function: Any = kernels.flex_attention if query.device.type == "cpu" else _compiled()
+    choices = {"block_mask": block_mask, "scale": scores.scale}
+    choices["score_mod"] = _score_of(masks, scores.softcap)
+    found: Tensor
+    if scores.sinks is None:
+        found = function(query, key, value, **choices)
+        return found
+    lse: Tensor
+    if hasattr(kernels, "AuxRequest"):
+        found, sums = function(
+            query, key, value, return_aux=kernels.AuxRequest(lse=True), **choices
+        )
+        lse = sums.lse
+    else:  # of older torches
+        found, lse = function(query, key, value, return_lse=True, **choices)
+    # A key with a value of zero reduces the weights of all others.
+    share = (lse - scores.sinks.to(lse.dtype)[:, None]).sigmoid()
+    less: Tensor = found * share[..., None].to(found.dtype)
+    return less
+
+
+@cache
+def _compiled() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def block_mask_of(layout: BlockLayout, device: torch.device, *, is_causal: bool) -> BlockMask:
+    """Return the layout as a BlockMask, which is cached with it.
+
+    Kernel blocks that lie wholly in the layout are computed without the mask; partial blocks
+    evaluate the layout (and causality) for each token.
+    """
+    key = ("flex", device, is_causal)
+    if key not in layout.kept:
+        layout.kept[key] = _block_mask(layout, device, is_causal=is_causal)
+    found: BlockMask = layout.kept[key]
+    return found
+
+
+def _block_mask(layout: BlockLayout, device: torch.device, *, is_causal: bool) -> BlockMask:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    some, whole = coarse(layout.layout, layout.block, layout.length, is_causal=is_causal)
+    partial = some & ~whole
+    return BlockMask.from_kv_blocks(
+        *_listed(partial, device),
+        *_listed(whole, device),
+        BLOCK_SIZE=_EDGE,
+        mask_mod=_mask_mod(layout.layout.to(device), layout.block, is_causal=is_causal),
+        seq_lengths=(layout.length, layout.length),
+    )
+
+
+def coarse(
+    layout: Tensor, block: int, length: int, *, is_causal: bool, edge: int = _EDGE
+) -> tuple[Tensor, Tensor]:
+    """Return which squares of `edge` tokens have any computed pair, and which have only those.
+
+    Both are bool, [heads, ceil(length / edge), ceil(length / edge)].
+    """
+    heads, count, _ = layout.shape
+    squares = -(-length // edge)
+    # The range of blocks that each square touches; either size may divide the other, or neither.
+    starts = torch.arange(squares, device=layout.device) * edge
+    first = starts // block
+    last = (torch.clamp(starts + edge, max=length) - 1) // block
+    sums = layout.new_zeros(heads, count + 1, count + 1, dtype=torch.int64)
+    lower = layout.tril() if is_causal else layout
+    sums[:, 1:, 1:] = lower.long().cumsum(1).cumsum(2)
+
+    def total(rows: Tensor, columns: Tensor) -> Tensor:
+        return sums[:, rows[:, None], columns[None, :]]
+
+    after = last + 1
+    held = total(after, after) - total(first, after) - total(after, first) + total(first, first)
+    size = (after - first)[:, None] * (after - first)[None, :]
+    some, whole = held > 0, held == size
+    if is_causal:
+        # Blocks may be larger than squares, and a square on the diagonal is masked inside.
+        some, whole = some.tril(), whole.tril(-1)
+    return some, whole
+
+
+def _listed(squares: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the number of columns of each row, and the rows with these columns first."""
+    numbers = squares.sum(-1).to(torch.int32)
+    places = squares.int().argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return numbers[None].to(device), places[None].contiguous().to(device)
+
+
+def _mask_mod(layout: Tensor, block: int, *, is_causal: bool) -> Callable[..., Tensor]:
+    shared = len(layout) == 1
+
+    def allowed(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        del batch
+        found = layout[0 if shared else head, row // block, column // block]
+        return found & (row >= column) if is_causal else found
+
+    return allowed
+
+
+def _score_of(masks: Masks, softcap: float | None) -> Callable[..., Tensor] | None:
+    """Return the function that caps a score and adds the masks; None if it changes nothing."""
+    keys, pairs = masks.keys, tuple(masks.pairs)
+    if keys is None and not pairs and softcap is None:
+        return None
+
+    def score(value: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        if softcap is not None:
+            value = softcap * torch.tanh(value / softcap)
+        if keys is not None:
+            value = value + keys[batch, column]
+        for one in pairs:
+            value = _with_pair(value, one, (batch, head, row, column))
+        return value
+
+    return score
+
+
+def _with_pair(value: Tensor, pairs: PairMask, place: tuple[Tensor, ...]) -> Tensor:
+    batch, head, row, column = place
+    samples, heads = pairs.values.shape[:2]
+    given = pairs.values[
+        batch if samples > 1 else torch.zeros_like(batch),
+        head if heads > 1 else torch.zeros_like(head),
+        row,
+        column,
+    ]
+    if pairs.multiplies:
+        return torch.where(given == 0, -torch.inf, value)
+    return value + given

@@ -1,0 +1,212 @@
+"""Terms added to the scores of an attention: padding, masks of pairs, causality.
+
+All terms are additive in the dtype of the queries, with -inf for pairs that are not computed. They
+are gathered for the current blocks: no tensor here has a row and a column for each token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hadal.errors import ChoiceError, ModelError
+from hadal.plugins.sparse_attention.plan import Group
+
+_log = logging.getLogger("hadal")
+
+
+@dataclass(frozen=True, slots=True)
+class PairMask:
+    """A mask or bias of pairs: [batch or 1, heads or 1, L, L] as the caller gave it."""
+
+    values: Tensor
+    multiplies: bool
+    """True if a zero masks the pair and other values do nothing; False if values are added."""
+
+    def added(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the term that is added to the scores for (gathered) values."""
+        if self.multiplies:
+            return torch.zeros_like(values, dtype=dtype).masked_fill(values == 0, -torch.inf)
+        return values.to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Everything that is added to the scores, besides the layout."""
+
+    keys: Tensor | None = None
+    """[batch, L], added to the scores of each key."""
+    pairs: Sequence[PairMask] = ()
+    is_causal: bool = False
+    """True if each token attends to itself and earlier ones only."""
+
+    @property
+    def is_trained(self) -> bool:
+        """True if the values of pairs need a gradient."""
+        return torch.is_grad_enabled() and any(one.values.requires_grad for one in self.pairs)
+
+    def of_dtype(self, dtype: torch.dtype) -> Masks:
+        """Return the masks for queries of a dtype."""
+        if self.keys is None or self.keys.dtype is dtype:
+            return self
+        return Masks(self.keys.to(dtype), self.pairs, self.is_causal)
+
+    def padded(self, length: int, to: int, like: Tensor) -> Masks:
+        """Return the masks of sequences padded from `length` to `to` with masked tokens."""
+        if length == to:
+            return self
+        keys = self.keys
+        if keys is None:
+            keys = like.new_zeros(like.shape[0], length)
+        more = to - length
+        keys = functional.pad(keys, (0, more), value=-torch.inf)
+        pairs = [
+            PairMask(functional.pad(one.values, (0, more, 0, more)), one.multiplies)
+            for one in self.pairs
+        ]
+        return Masks(keys, pairs, self.is_causal)
+
+    def of_tokens(self, rows: Tensor, columns: int, like: Tensor) -> Tensor | None:
+        """Return all terms but causality for some rows and all columns; None if there are none."""
+        total = None if self.keys is None else self.keys[:, None, None, :]
+        for one in self.pairs:
+            values = one.values
+            if values.shape[2] != len(rows):
+                values = values[:, :, rows]
+            added = one.added(values[..., :columns], like.dtype)
+            total = added if total is None else total + added
+        return total
+
+    def of_blocks(self, group: Group, heads: int, block: int, like: Tensor) -> Tensor | None:
+        """Return all terms for entries whose blocks are numbered in [batch x heads x n] order.
+
+        Returns:
+            Broadcastable to [entries, 1, R * block, C * block], or None.
+        """
+        total: Tensor | None = None
+        entries, width = group.columns.shape
+        if self.keys is not None:
+            batch, length = self.keys.shape
+            count = length // block
+            blocks = group.columns // (heads * count) * count + group.columns % count
+            total = self.keys.reshape(batch * count, block)[blocks].view(
+                entries, 1, 1, width * block
+            )
+        for one in self.pairs:
+            added = one.added(_gathered(one.values, group, heads, block), like.dtype)
+            total = added if total is None else total + added
+        if group.ends_on_diagonal:
+            corner = _triangle(block, width, like)
+            total = corner if total is None else total + corner
+        return total
+
+
+def _gathered(values: Tensor, group: Group, heads: int, block: int) -> Tensor:
+    """Return [entries, 1, R * block, C * block] of a [batch or 1, heads or 1, L, L] tensor."""
+    batch, own, length, _ = values.shape
+    count = length // block
+    tiled = values.reshape(batch, own, count, block, count, block)
+    which = group.rows[:, 0] // count
+    sample, head = which // heads % batch, which % heads % own
+    rows, columns = group.rows % count, group.columns % count
+    index = (sample[:, None, None], head[:, None, None], rows[:, :, None])
+    # The indexed dimensions come first: [entries, R, C, block, block].
+    found = tiled[(*index, slice(None), columns[:, None, :])]
+    entries, height, width = found.shape[:3]
+    return found.transpose(2, 3).reshape(entries, 1, height * block, width * block)
+
+
+def _triangle(block: int, width: int, like: Tensor) -> Tensor:
+    """Return [1, 1, block, width * block]: -inf above the diagonal of the last block."""
+    last = like.new_full((block, block), -torch.inf).triu(1)
+    return functional.pad(last, ((width - 1) * block, 0))[None, None]
+
+
+def key_mask(given: Tensor, mode: str, query: Tensor) -> Tensor:
+    """Return a key padding mask as [batch, L] in the dtype of the queries, to be added.
+
+    Args:
+        given: [batch, L], also with further dimensions of 1.
+        mode: "add", or "mul" (a zero masks the key).
+        query: [batch, heads, L, D].
+
+    Raises:
+        ModelError: the shape or the mode is not supported.
+    """
+    check_mode(mode, "key_padding_mask_mode")
+    batch, length = query.shape[0], query.shape[2]
+    found = given.reshape(given.shape[0], -1) if given.dim() > 1 else given[None]
+    if found.shape[0] not in (1, batch) or given.numel() != found.shape[0] * given.shape[-1]:
+        raise ModelError(
+            f"key_padding_mask has shape {tuple(given.shape)}; expected [{batch}, {length}] or"
+            f" [{batch}, 1, 1, {length}]"
+        )
+    found = found.expand(batch, -1)
+    if found.shape[1] > length:
+        raise ModelError(
+            f"key_padding_mask has {found.shape[1]} columns for {length} keys; truncate it to"
+            f" {length}"
+        )
+    if mode == "mul" or found.dtype is torch.bool:
+        zero = torch.zeros_like(found, dtype=query.dtype)
+        found = zero.masked_fill(found == 0, -torch.inf)
+    if found.shape[1] < length:
+        # Programs pad their inputs to the block, but not the mask: the added keys are padding.
+        _tell_short(found.shape[1], length)
+    return functional.pad(found.to(query.dtype), (0, length - found.shape[1]), value=-torch.inf)
+
+
+@cache
+def _tell_short(columns: int, length: int) -> None:
+    """Log it once for each pair of lengths."""
+    _log.info(
+        "key_padding_mask has %d columns for %d keys: the last %d keys are masked",
+        columns,
+        length,
+        length - columns,
+    )
+
+
+def pair_mask(given: Tensor, mode: str, query: Tensor, name: str = "attn_mask") -> PairMask:
+    """Return a mask of pairs with its four dimensions.
+
+    Args:
+        given: [L, L], [batch, L, L], [batch or 1, 1, L, L] or [batch or 1, heads, L, L].
+        mode: "add", or "mul" (a zero masks the pair).
+        query: [batch, heads, L, D].
+        name: the caller's name for it.
+
+    Raises:
+        ModelError: the shape or the mode is not supported.
+    """
+    check_mode(mode, f"{name}_mode")
+    batch, heads, length, _ = query.shape
+    found = given
+    while found.dim() > 4:
+        found = found.squeeze(next((d for d in range(found.dim()) if found.shape[d] == 1), 0))
+        if found.dim() == given.dim():
+            break
+    if found.dim() == 3:
+        found = found[:, None]
+    while found.dim() < 4:
+        found = found[None]
+    fits = found.dim() == 4 and found.shape[2:] == (length, length)
+    if not fits or found.shape[0] not in (1, batch) or found.shape[1] not in (1, heads):
+        raise ModelError(
+            f"{name} has shape {tuple(given.shape)}; expected [{length}, {length}],"
+            f" [{batch}, {length}, {length}] or [{batch}, {heads}, {length}, {length}] (1 for a"
+            " dimension that is the same for all)"
+        )
+    return PairMask(found, multiplies=mode == "mul" or found.dtype is torch.bool)
+
+
+def check_mode(mode: str, name: str) -> None:
+    """Raise ChoiceError if the mode of a mask is not a known one."""
+    if mode not in ("add", "mul"):
+        raise ChoiceError(f'{name} is {mode!r}; choose "add" or "mul"')

@@ -1,0 +1,159 @@
+"""Turns a model's layers into slices, in place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import broadcast_
+from hadal.config.tensor_parallel import TensorParallel
+from hadal.device import current_device, random_state, set_random_state
+from hadal.errors import ModelError
+from hadal.plugins.tensor_parallel.across import gathered
+from hadal.plugins.tensor_parallel.cut import WeightCut
+from hadal.plugins.tensor_parallel.heads import is_attention, show_share
+from hadal.plugins.tensor_parallel.layers import (
+    ColumnLinear,
+    RowLinear,
+    TensorGroup,
+    VocabularyEmbedding,
+    sum_gradient,
+    take_slice,
+)
+from hadal.plugins.tensor_parallel.output import OutputSlices, SliceLoss
+from hadal.plugins.tensor_parallel.plan import CutPlan, describe
+from hadal.plugins.tensor_parallel.sequences import cut_sequences
+
+_log = logging.getLogger(__name__)
+
+
+class Sliced(NamedTuple):
+    """A parameter of which each rank holds a slice."""
+
+    name: str
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    """Shape of the whole."""
+    cut: WeightCut
+    ranks: Ranks
+
+    def whole(self, mine: Tensor) -> Tensor:
+        """Return the whole parameter from all ranks' slices. All ranks must call it."""
+        cut, label = self.cut, f"the gather of the whole {self.name}"
+        found = gathered(mine.detach(), cut.dim, cut.sizes, self.ranks, label)
+        return cut.join(found.split(cut.sizes, cut.dim)) if len(cut.parts) > 1 else found
+
+
+def share_values(model: nn.Module, ranks: Ranks) -> None:
+    """Copy the first rank's values and random states to all ranks. All of them must call it.
+
+    Then slices belong to one model, and whole parameters are the same on all ranks.
+    """
+    for name, parameter in model.named_parameters():
+        broadcast_(parameter.detach(), 0, ranks, f"the broadcast of {name}")
+    for name, buffer in model.named_buffers():
+        broadcast_(buffer.detach(), 0, ranks, f"the broadcast of buffer {name}")
+    share_random_numbers(ranks)
+
+
+def share_random_numbers(ranks: Ranks) -> None:
+    """Copy the first rank's random states to all, so that whole layers drop the same values."""
+    label = "the broadcast of the random state to tensor-parallel ranks"
+    state = torch.get_rng_state()
+    broadcast_(state, 0, ranks, label)
+    torch.set_rng_state(state)
+    device = current_device()
+    there = random_state(device)
+    if there is not None:
+        broadcast_(there, 0, ranks, label)
+        set_random_state(there, device)
+
+
+def cut_model(
+    model: nn.Module,
+    plan: CutPlan,
+    section: TensorParallel,
+    ranks: Ranks,
+    loss: SliceLoss | None = None,
+    *,
+    is_stage: bool = False,
+) -> list[Sliced]:
+    """Cut a model according to a plan; return the parameters that were cut.
+
+    All ranks must call it, with the same values.
+
+    Args:
+        model: the whole model, or a stage of it.
+        plan: the cuts.
+        section: the options.
+        ranks: the ranks that share the layers.
+        loss: the cross entropy of logits that are cut by the vocabulary.
+        is_stage: the output layer may be on another stage, and the loss is computed after the
+            model's forward.
+
+    Raises:
+        ModelError: the section cuts the loss or sequences, which this model does not support.
+    """
+    group = TensorGroup(ranks, overlaps=section.tp_overlap_comm)
+    sliced = list(_sliced(plan, ranks))
+    for one in plan.embeddings:
+        assert isinstance(one.layer, nn.Embedding)
+        VocabularyEmbedding.become(one.layer, group, one.cut, one.name)
+    for one in plan.layers:
+        assert isinstance(one.layer, nn.Linear)
+        if one.is_row:
+            RowLinear.become(one.layer, group, one.cut, one.name)
+        else:
+            gathers = one.gather_output
+            ColumnLinear.become(one.layer, group, one.cut, one.name, gather_output=gathers)
+    for one in plan.biases:
+        take_slice(one.layer.weight, one.cut, ranks)  # type: ignore[arg-type]
+        one.layer.embedding_dim = one.cut.sizes[ranks.rank]  # type: ignore[assignment]
+    for name, parameter in plan.summed.items():
+        sum_gradient(parameter, ranks, name)
+    _show_shares(model, plan, ranks)
+    if ranks.rank == 0:
+        found = describe(plan)
+        told = ", ".join(f"{count} {kind}" for kind, count in found.items())
+        _log.info("tensor parallel: %s are cut over %d ranks", told, ranks.size)
+    if section.vocab_parallel_lm_head and loss is not None:
+        for output in _outputs(plan):
+            OutputSlices(model, output, group, loss, is_after=is_stage)
+    if section.sequence_parallel:
+        cut_sequences(model, plan, group)
+    return sliced
+
+
+def _outputs(plan: CutPlan) -> Iterator[ColumnLinear]:
+    """Yield the output layer, unless another stage has it."""
+    if plan.head is None:
+        raise ModelError(
+            "tensor_parallel.vocab_parallel_lm_head: no output layer was found; set its name in"
+            " tensor_parallel.partition_config.lm_head_patterns"
+        )
+    for one in plan.layers:
+        if one.name == plan.head:
+            assert isinstance(one.layer, ColumnLinear)
+            yield one.layer
+
+
+def _sliced(plan: CutPlan, ranks: Ranks) -> Iterator[Sliced]:
+    seen: set[int] = set()
+    for one in [*plan.embeddings, *plan.layers, *plan.biases]:
+        for leaf, parameter in one.layer.named_parameters(one.name, recurse=False):
+            is_whole = leaf.endswith(".bias") and one.is_row
+            if id(parameter) not in seen and not is_whole:
+                seen.add(id(parameter))
+                yield Sliced(leaf, parameter, tuple(parameter.shape), one.cut, ranks)
+
+
+def _show_shares(model: nn.Module, plan: CutPlan, ranks: Ranks) -> None:
+    modules, configs = dict(model.named_modules()), dict[int, Any]()
+    for parent in plan.parents():
+        if is_attention(modules[parent]):
+            show_share(modules[parent], plan.heads, ranks.size, ranks.rank, configs)
