@@ -14,6 +14,7 @@ from hadal.device.accelerator import (
 from hadal.device.attention import (
     fused_attention,
     fused_attention_backward,
+    gathered_numel,
     has_flex_attention,
     has_fused_attention,
 )
@@ -29,7 +30,7 @@ from hadal.device.autograd import (
     unwatched,
     will_collect,
 )
-from hadal.device.compiler import before_compiling, has_compiled, spared_import
+from hadal.device.compiler import before_compiling, compiled_apart, has_compiled, spared_import
 from hadal.device.generator import random_state, set_random_state
 from hadal.device.kernels import (
     AdagradRule,
@@ -82,6 +83,7 @@ __all__ = [
     "before_compiling",
     "choose_kind",
     "collective_backend",
+    "compiled_apart",
     "current_device",
     "device_identity",
     "device_thread",
@@ -91,6 +93,7 @@ __all__ = [
     "fused_attention",
     "fused_attention_backward",
     "fused_sgd_",
+    "gathered_numel",
     "give_back_freed_memory",
     "graph_task",
     "has_compiled",

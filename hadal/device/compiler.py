@@ -1,15 +1,21 @@
-"""Avoidance of the cost of torch's compiler for programs that do not compile."""
+"""torch's compiler, and the avoidance of its cost for programs that do not compile."""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
+
+from hadal.errors import UsageError
+
+_numbers = itertools.count()
 
 
 @contextmanager
@@ -35,6 +41,37 @@ def has_compiled() -> bool:
     """Return True if torch's compiler has compiled anything in this process."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return bool(getattr(frames, "FRAME_COUNTER", 0))
+
+
+def compiled_apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function compiled as a whole for constant sizes, with its own compilation limit.
+
+    torch counts the compilations of a code object, however many functions share it, and beyond the
+    limit it would run all of them uncompiled.
+
+    Raises:
+        UsageError: a call would need more compilations than torch allows.
+    """
+
+    def whole(*args: Any, **options: Any) -> Any:
+        return function(*args, **options)
+
+    name = f"{function.__name__}_{next(_numbers)}"  # torch also remembers by name what has changed
+    whole.__code__ = whole.__code__.replace(co_name=name)
+    compiled = torch.compile(whole, fullgraph=True, dynamic=False)
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return compiled(*args, **options)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise UsageError(
+                f"{name} was compiled {torch._dynamo.config.recompile_limit} times for inputs of"
+                " different kinds, which is torch's limit; raise torch._dynamo.config."
+                "recompile_limit, or find what differs with TORCH_LOGS=recompiles"
+            ) from error
+
+    return call
 
 
 def before_compiling(act: Callable[[], None]) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 import forks
+import pytest
 import torch
 from torch import nn
 
-from hadal.device import spared_import
+from hadal.device import compiled_apart, spared_import
+from hadal.errors import UsageError
 
 PROGRAM = """
 import sys, warnings, torch, hadal
@@ -37,3 +40,15 @@ def test_an_optimizer_made_inside_is_an_ordinary_one() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert len(optimizer.param_groups) == 2
+
+
+def test_a_function_compiled_apart_never_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    functions = [compiled_apart(torch.square) for _ in range(3)]
+    for number, function in enumerate(functions):
+        assert function(torch.tensor(3.0).expand(2 + number)).sum() == 9 * (2 + number)
+    with pytest.raises(UsageError, match=r"square_\d+ was compiled 1 times .* raise torch._dynamo"):
+        functions[0](torch.ones(2, dtype=torch.int64))
+    torch._dynamo.reset()

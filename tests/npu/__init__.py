@@ -94,7 +94,8 @@ class Wait(NamedTuple):
 def waits() -> Iterator[list[Wait]]:
     """All waits of this process for the device inside, in every thread.
 
-    These are operations that give the host a number or a shape (`item`, `equal`, `nonzero`),
+    These are operations that give the host a number or a shape (`item`, `equal`, `nonzero`, masks
+    and indices of the host in brackets),
     copies from and to pageable memory, or blocking ones, and `synchronize` of the device, a stream
     or an event.
     """
@@ -111,5 +112,7 @@ def _line_of_product() -> str:
     frames = traceback.extract_stack()[:-2]
     device = f"{os.sep}hadal{os.sep}device{os.sep}"
     own = [f for f in frames if f"{os.sep}hadal{os.sep}" in f.filename and device not in f.filename]
+    if not frames:
+        return "a thread of torch's backward"
     frame = (own or frames)[-1]
     return f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} {frame.name}"

@@ -704,6 +704,9 @@ struct StandsIn {
 
 // ---- running the CPU's kernels ------------------------------------------------------------------
 
+const std::unordered_set<std::string> takes_indices = {
+    "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"};
+
 // One call: its tensors of the device, and what looks at their memory meanwhile.
 struct Call {
   explicit Call(const c10::OperatorHandle& op) : op(op), schema(op.schema()) {}
@@ -746,9 +749,7 @@ struct Call {
 
   // Tensors of the host that are no numbers have no place beside those of the device.
   void refuse_hosts() {
-    static const std::unordered_set<std::string> takes_both = {
-        "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"};
-    if (takes_both.count(schema.name())) {
+    if (takes_indices.count(schema.name())) {
       return;
     }
     for (auto& tensor : hosts) {
@@ -910,8 +911,24 @@ bool is_read(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape);
 }
 
+// Indices of the host are copied to the device, and masks are counted.
+void tell_index(const c10::OperatorHandle& op, const c10::IValue& indices) {
+  each_tensor(indices, [&](const at::Tensor& index) {
+    auto dtype = index.defined() ? index.scalar_type() : at::kLong;
+    if (index.defined() && !is_here(index) && index.dim()) {
+      host_waits("copy to the device");
+    }
+    if (dtype == at::kBool || dtype == at::kByte) {
+      host_waits(op.schema().name());
+    }
+    return index;
+  });
+}
+
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  if (is_read(op)) {
+  if (takes_indices.count(op.schema().name())) {
+    tell_index(op, (*stack)[stack->size() - op.schema().arguments().size() + 1]);
+  } else if (is_read(op)) {
     host_waits(op.schema().name());
   }
   Call call(op);

@@ -10,6 +10,7 @@ from cases import diagonal, often, rarely
 from ranks import RankPools
 
 import npu
+from hadal.plugins.sparse_attention import FixedSparsityConfig, MatMul, Softmax
 
 from . import runs
 
@@ -100,7 +101,7 @@ def test_an_update_that_the_device_skips(
 def _all_kinds() -> list[str]:
     device = torch.device("npu", 0)
     values, stream = torch.arange(4.0, device=device), torch.Stream(device)
-    pinned = torch.ones(4).pin_memory()
+    pinned, index = torch.ones(4).pin_memory(), torch.arange(2, device=device)
     with npu.asynchronous(), npu.waits() as found:
         values.sum().item()
         torch.equal(values, values + 1)
@@ -112,11 +113,17 @@ def _all_kinds() -> list[str]:
         torch.accelerator.synchronize(device)
         stream.synchronize()
         stream.record_event().synchronize()
+        values[torch.tensor([0, 2])]
+        values[values > 1]
+        values[values > 1] = torch.ones(2, device=device)
         # None of these lets the host wait.
         values.add_(1).mul_(values.amax())
         pinned.copy_(values, non_blocking=True)
         values.copy_(pinned, non_blocking=True)
         torch.full((), 2.0, device=device)
+        values[index]
+        values[index] = 3.0
+        values.masked_fill_(values > 1, 3.0)
     return [wait.what for wait in found]
 
 
@@ -133,5 +140,30 @@ def test_kinds_of_waits(npus: RankPools) -> None:
             "device",
             "stream",
             "event",
+            "copy to the device",
+            "aten::index",
+            "aten::_index_put_impl_",
         ]
     ]
+
+
+def _products_of_blocks() -> list[str]:
+    device = torch.device("npu", 0)
+    layout = FixedSparsityConfig(2).make_layout(64)
+    scores_of, values_of = MatMul(layout, 16, "sdd", trans_b=True), MatMul(layout, 16, "dsd")
+    softmax, query = Softmax(layout, 16), torch.ones(1, 2, 64, 8, device=device)
+    bias, keys = torch.zeros(1, 1, 64, 64, device=device), torch.zeros(1, 64, device=device)
+
+    def attend() -> None:
+        query.grad = None
+        values_of(softmax(scores_of(query, query), 0.5, bias, keys), query).sum().backward()
+
+    query.requires_grad_()
+    attend()  # copies the indices to the device
+    with npu.asynchronous(), npu.waits() as found:
+        attend()
+    return [f"{wait.what} in {wait.where}" for wait in found]
+
+
+def test_products_of_blocks_keep_their_indices_on_the_device(npus: RankPools) -> None:
+    assert npus(1).run(_products_of_blocks) == [[]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def path(request, monkeypatch):
     # Small parts and chunks, so that small cases have several of them.
     monkeypatch.setattr("hadal.plugins.sparse_attention.plan._TILE", 32)
     monkeypatch.setattr("hadal.plugins.sparse_attention.plan._FEWEST", 8)
-    monkeypatch.setattr(attention, "_CHUNK_NUMEL", 512)
+    monkeypatch.setattr(attention, "gathered_numel", lambda device: 512)
     return request.param
 
 
@@ -203,7 +204,7 @@ def test_any_layout_equals_the_written_out_softmax(case):
             patched.setattr(attention, "_FULL", math.inf)
             patched.setattr("hadal.plugins.sparse_attention.plan._TILE", 16)
             patched.setattr("hadal.plugins.sparse_attention.plan._FEWEST", 8)
-            patched.setattr(attention, "_CHUNK_NUMEL", 64)
+            patched.setattr(attention, "gathered_numel", lambda device: 64)
             found = sparse_attention(*operands, layout, masks, **more)
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
             grads = torch.autograd.grad(found, leaves, gradient, materialize_grads=True)
@@ -507,6 +508,18 @@ def test_no_tensor_has_a_row_and_a_column_for_each_token(config):
     assert largest.numel <= 4 * 2 * 2048 * 32
 
 
+def test_an_accelerator_gathers_more_at_a_time():
+    layout = BlockLayout(FixedSparsityConfig(16).make_layout(4096), 16)
+    counts = {}
+    for kind in ("cpu", "meta"):
+        (part,) = layout.chunks(
+            torch.Size((2, 16, 4096, 64)), torch.device(kind), is_causal=False, splits=False
+        )
+        assert {group.rows.device.type for group in part} == {kind}
+        counts[kind] = len(part)
+    assert counts == {"cpu": 293, "meta": 3}
+
+
 # ---- FlexAttention -------------------------------------------------------------------------------
 
 
@@ -539,7 +552,10 @@ def test_the_block_mask_is_the_layout(block, causal):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_flex_attention_computes_the_same(causal, masked):
+def test_flex_attention_computes_the_same(causal, masked, monkeypatch):
+    from torch.nn.attention import flex_attention as kernels
+
+    monkeypatch.setattr(flex, "_compiled", lambda *kind: kernels.flex_attention)
     operands = operands_of(256, heads=2)
     layout = BlockLayout(BigBirdSparsityConfig(2, num_random_blocks=2).make_layout(256), 16)
     keys = torch.zeros(2, 256).masked_fill(torch.rand(2, 256) < 0.3, -torch.inf)
@@ -553,6 +569,41 @@ def test_flex_attention_computes_the_same(causal, masked):
         found = flex.flex(*operands, layout, masks, scores)
         expected = written_out(*operands, layout, masks, softcap, sinks)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """Counts compilations, whose results are run by torch's reference."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    flex._compiled.cache_clear()
+    yield counter
+    flex._compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+def test_flex_attention_is_compiled_once_for_layouts_of_a_shape(compilations, caplog):
+    kinds = [
+        (FixedSparsityConfig(2), Masks(), None),
+        (BigBirdSparsityConfig(2), Masks(), None),  # of the same kind
+        (FixedSparsityConfig(2, block=32), Masks(), None),
+        *((FixedSparsityConfig(2), Masks(is_causal=True), softcap) for softcap in (None, 1.0)),
+    ]
+    for count in range(2, 12):
+        for config, masks, softcap in kinds:
+            layout = BlockLayout(config.make_layout(128 * count), config.block)
+            operands = operands_of(128 * count, heads=2, batch=1)
+            found = flex.flex(*operands, layout, masks, Scores(0.5, softcap))
+            if count == 3:
+                scale = 0.5 * math.sqrt(operands[0].shape[-1])
+                expected = written_out(scale * operands[0], *operands[1:], layout, masks, softcap)
+                torch.testing.assert_close(found, expected)
+    assert compilations.frame_count == 10 * (len(kinds) - 1)
+    said = [one.getMessage() for one in caplog.records if one.name == "hadal"]
+    assert len(said) == 1 and "kind number 16 of inputs, (1, 2, 640, 8); pad seq" in said[0]
 
 
 def test_layouts_that_are_nearly_full_are_computed_whole(monkeypatch):

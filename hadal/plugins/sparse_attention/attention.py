@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from hadal.device import (
     fused_attention,
     fused_attention_backward,
+    gathered_numel,
     has_flex_attention,
     has_fused_attention,
 )
@@ -31,8 +32,6 @@ from hadal.plugins.sparse_attention.masks import Masks
 from hadal.plugins.sparse_attention.plan import RUN, Group, Part, parts_of
 from hadal.plugins.sparse_attention.scores import Scores, attend
 
-# Elements of the largest tensor of gathered blocks; larger ones do not fit in the cache.
-_CHUNK_NUMEL = 1 << 19
 # Shorter sequences are computed whole, with a mask: the overhead of blocks would be larger.
 _SHORT = 1024
 # A layout is computed whole, with a mask, if its blocks would take longer than all pairs: if its
@@ -67,7 +66,7 @@ class BlockLayout:
         self.block = block
         self.is_dense = bool(found.all())
         self._parts: dict[tuple[bool, bool], list[Part]] = {}
-        self._chunks: dict[tuple[int, int, int, bool, bool], list[list[Group]]] = {}
+        self._chunks: dict[tuple[torch.Size, torch.device, bool, bool], list[list[Group]]] = {}
         self.kept: dict[Any, Any] = {}
         """Further derived values, such as masks, by key."""
 
@@ -104,8 +103,7 @@ class BlockLayout:
         self, shape: torch.Size, device: torch.device, *, is_causal: bool, splits: bool
     ) -> list[list[Group]]:
         """Return, for each part, groups of bounded size over [batch x heads x n] blocks."""
-        batch, heads, _, width = shape
-        key = (batch, heads, width, is_causal, splits)
+        key = (shape, device, is_causal, splits)
         if key not in self._chunks:
             parts = self._parts_of(is_causal=is_causal, splits=splits)
             self._chunks.clear()  # one shape at a time
@@ -124,7 +122,7 @@ class BlockLayout:
         rows = (group.rows + first).flatten(0, 1).to(device)
         columns = (group.columns + first).flatten(0, 1).to(device)
         widest = max(rows.shape[1], columns.shape[1]) * self.block * width
-        most = max(1, _CHUNK_NUMEL // widest)
+        most = max(1, gathered_numel(device) // widest)
         for some, others in zip(rows.split(most), columns.split(most), strict=True):
             yield Group(some, others, group.ends_on_diagonal)
 

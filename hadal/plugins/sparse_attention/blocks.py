@@ -12,7 +12,22 @@ from torch import Tensor
 from hadal.errors import ChoiceError, ModelError
 
 
-class MatMul:
+class _SparseBlocks:
+    """The blocks of a layout, with their indices on each device in use."""
+
+    def __init__(self, layout: Tensor, block: int) -> None:
+        self.layout, self.block = layout, block
+        self._indices = {torch.device("cpu"): layout.cpu().nonzero().unbind(1)}
+
+    def _on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Return the heads, rows and columns of the blocks."""
+        if device not in self._indices:
+            host = self._indices[torch.device("cpu")]
+            self._indices[device] = tuple(each.to(device) for each in host)
+        return self._indices[device]
+
+
+class MatMul(_SparseBlocks):
     """The product of two matrices, one of which (or the result) is block-sparse.
 
     Args:
@@ -38,9 +53,8 @@ class MatMul:
         del bench
         if mode not in ("sdd", "dsd", "dds"):
             raise ChoiceError(f'mode is {mode!r}; choose "sdd", "dsd" or "dds"')
-        self.layout, self.block, self.mode = layout, block, mode
-        self.trans_a, self.trans_b = trans_a, trans_b
-        self.heads, self.rows, self.columns = layout.cpu().nonzero().unbind(1)
+        super().__init__(layout, block)
+        self.mode, self.trans_a, self.trans_b = mode, trans_a, trans_b
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the product.
@@ -51,8 +65,8 @@ class MatMul:
         if self.mode == "sdd":
             first = self._row_blocks(a.transpose(-1, -2) if self.trans_a else a)
             second = self._row_blocks(b if self.trans_b else b.transpose(-1, -2))
-            left = first[:, self.heads, self.rows]
-            return left @ second[:, self.heads, self.columns].transpose(-1, -2)
+            heads, rows, columns = self._on(a.device)
+            return first[:, heads, rows] @ second[:, heads, columns].transpose(-1, -2)
         if self.mode == "dds":  # (a S)^T = S^T a^T
             dense = a if self.trans_a else a.transpose(-1, -2)
             return self._sparse_dense(b, dense, not self.trans_b).transpose(-1, -2)
@@ -64,17 +78,18 @@ class MatMul:
         return dense.reshape(batch, heads, -1, self.block, width)
 
     def _sparse_dense(self, sparse: Tensor, dense: Tensor, transposed: bool) -> Tensor:
-        rows, columns = (self.columns, self.rows) if transposed else (self.rows, self.columns)
-        factor = sparse.transpose(-1, -2) if transposed else sparse
-        products = factor @ self._row_blocks(dense)[:, self.heads, columns]
-        heads, count = len(self.layout), self.layout.shape[2 if transposed else 1]
-        total = dense.new_zeros(len(dense), heads * count, self.block, dense.shape[-1])
-        places = (self.heads * count + rows).to(dense.device)
-        total = total.index_add(1, places, products)
-        return total.view(len(dense), heads, count * self.block, -1)
+        heads, rows, columns = self._on(dense.device)
+        if transposed:
+            rows, columns, sparse = columns, rows, sparse.transpose(-1, -2)
+        products = sparse @ self._row_blocks(dense)[:, heads, columns]
+        count = self.layout.shape[2 if transposed else 1]
+        total = dense.new_zeros(
+            len(dense), len(self.layout) * count, self.block, dense.shape[-1]
+        ).index_add(1, heads * count + rows, products)
+        return total.view(len(dense), len(self.layout), count * self.block, -1)
 
 
-class Softmax:
+class Softmax(_SparseBlocks):
     """The softmax of each row of a block-sparse matrix, over its blocks.
 
     Args:
@@ -85,8 +100,7 @@ class Softmax:
 
     def __init__(self, layout: Tensor, block: int, bench: bool = False) -> None:
         del bench
-        self.layout, self.block = layout, block
-        self.heads, self.rows, self.columns = layout.cpu().nonzero().unbind(1)
+        super().__init__(layout, block)
 
     def __call__(
         self,
@@ -112,7 +126,7 @@ class Softmax:
             ModelError: a mask has another dtype than x.
         """
         block, scores = self.block, x * scale
-        rows, columns = self.rows, self.columns
+        heads, rows, columns = self._on(x.device)
         for given, name in (
             (rpe, "rpe"),
             (key_padding_mask, "key_padding_mask"),
@@ -122,19 +136,17 @@ class Softmax:
                 raise ModelError(f"{name} is {given.dtype} and x {x.dtype}; cast it")
         if rpe is not None:
             tiles = _tiles(rpe, block)
-            scores = scores + tiles[:, self.heads if rpe.shape[1] > 1 else 0 * rows, rows, columns]
+            scores = scores + tiles[:, heads if rpe.shape[1] > 1 else 0 * rows, rows, columns]
         if key_padding_mask is not None:
             keys = key_padding_mask.reshape(len(x), -1, block)[:, columns][:, :, None]
             scores = _masked(scores, keys, key_padding_mask_mode)
         if attn_mask is not None:
             pairs = _tiles(attn_mask.squeeze()[None, None], block)[:, 0, rows, columns]
             scores = _masked(scores, pairs, attn_mask_mode)
-        return self._normalized(scores)
+        return self._normalized(scores, heads * self.layout.shape[1] + rows)
 
-    def _normalized(self, scores: Tensor) -> Tensor:
-        count = self.layout.shape[1]
-        places = (self.heads * count + self.rows).to(scores.device)
-        shape = len(scores), len(self.layout) * count, self.block
+    def _normalized(self, scores: Tensor, places: Tensor) -> Tensor:
+        shape = len(scores), self.layout.shape[:2].numel(), self.block
         largest = scores.detach().amax(-1)
         index = places[None, :, None].expand_as(largest)
         tops = scores.new_full(shape, -torch.inf).scatter_reduce(1, index, largest, "amax")

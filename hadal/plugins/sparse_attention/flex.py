@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from hadal.device import compiled_apart
 from hadal.plugins.sparse_attention.masks import Masks, PairMask
 from hadal.plugins.sparse_attention.scores import Scores
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
     from hadal.plugins.sparse_attention.attention import BlockLayout
 
+_log = logging.getLogger("hadal")
+# Each kind takes a GPU's compiler seconds: report these.
+_MANY = (16, 64, 256, 1024)
 # Edge of the blocks that the kernel skips or computes; its own tiles divide it.
 _EDGE = 128
 
@@ -28,7 +33,7 @@ def flex(
     from torch.nn.attention import flex_attention as kernels
 
     block_mask = block_mask_of(layout, query.device, is_causal=masks.is_causal)
-    function: Any = kernels.flex_attention if query.device.type == "cpu" else _compiled()
+    function = _compiled(query.shape, *_kind(query, layout, masks, scores))
     choices = {"block_mask": block_mask, "scale": scores.scale}
     choices["score_mod"] = _score_of(masks, scores.softcap)
     found: Tensor
@@ -49,11 +54,34 @@ def flex(
     return less
 
 
+def _kind(query: Tensor, layout: BlockLayout, masks: Masks, scores: Scores) -> Iterator[object]:
+    """Yield what a kernel is compiled for beside the shape; the pattern's values are inputs."""
+    yield from (query.dtype, query.device, torch.is_grad_enabled())
+    yield from (layout.block, len(layout.layout) == 1, masks.is_causal, masks.keys is None)
+    yield from (scores.scale, scores.softcap, scores.sinks is None)
+    for one in masks.pairs:
+        yield from (one.multiplies, one.values.dtype, one.values.shape)
+
+
 @cache
-def _compiled() -> Any:
+def _compiled(shape: torch.Size, *others: object) -> Callable[..., Any]:
+    """Return the function for calls of one kind, which all layers share.
+
+    A function for all kinds would be compiled again for each, up to torch's limit; beyond that it
+    would store the scores of all pairs.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    del others
+    count = _compiled.cache_info().misses
+    if count in _MANY:
+        _log.warning(
+            "FlexAttention is compiled for kind number %d of inputs, %s; pad sequences to a few"
+            " lengths, and keep the batch size",
+            count,
+            tuple(shape),
+        )
+    return compiled_apart(flex_attention)
 
 
 def block_mask_of(layout: BlockLayout, device: torch.device, *, is_causal: bool) -> BlockMask:
