@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import hadal
-from hadal.engine.loader import RepeatingLoader
+from hadal.data.loader import RepeatingLoader
 from hadal.plugins.data_efficiency.indexed import RowsBuilder
 from hadal.plugins.data_efficiency.pacing import PaceRule, difficulty_at
 from hadal.plugins.data_efficiency.token_drop import convert_to_random_ltd

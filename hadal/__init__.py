@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hadal import comm, utils, zero
     from hadal.compat.install import install_as_deepspeed
+    from hadal.data.loader import RepeatingLoader
     from hadal.engine.arguments import (
         add_config_arguments,
         add_tuning_arguments,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     )
     from hadal.engine.assemble import initialize
     from hadal.engine.engine import Engine
-    from hadal.engine.loader import RepeatingLoader
     from hadal.errors import (
         CheckpointError,
         ChoiceError,
@@ -62,7 +62,7 @@ _HOMES = {
     "Engine": "hadal.engine.engine",
     "Forward": "hadal.listener",
     "Listener": "hadal.listener",
-    "RepeatingLoader": "hadal.engine.loader",
+    "RepeatingLoader": "hadal.data.loader",
     "Update": "hadal.listener",
     "add_config_arguments": "hadal.engine.arguments",
     "add_tuning_arguments": "hadal.engine.arguments",

@@ -473,7 +473,7 @@ _OTHERS: dict[str, str] = {
         f"{_BUILDERS}:get_default_compute_capabilities"
     ),
     "deepspeed.utils.exceptions.DeprecatedException": "hadal.errors:NotBuiltYetError",
-    "deepspeed.runtime.dataloader.DeepSpeedDataLoader": "hadal.engine.loader:ShardedLoader",
+    "deepspeed.runtime.dataloader.DeepSpeedDataLoader": "hadal.data.loader:ShardedLoader",
     "deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES": f"{_VALUES}:VALID_LR_SCHEDULES",
     "deepspeed.runtime.zero.partition_parameters._orig_torch_arange": "torch:arange",
 }

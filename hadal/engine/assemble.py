@@ -19,6 +19,7 @@ from hadal.comm.faults import raised_on_all
 from hadal.comm.interrupts import expect_in_step
 from hadal.comm.start import env_elasticity, memory_is_tuned
 from hadal.config import Config, load_config, log_notes
+from hadal.data.loader import ShardedLoader
 from hadal.device import current_device, give_back_freed_memory, keep_freed_memory
 from hadal.engine.adopt import Adopter
 from hadal.engine.arguments import asks_for_stages, choose_config, with_schedule
@@ -42,7 +43,6 @@ from hadal.engine.engine import Engine
 from hadal.engine.experts import distribute_experts, make_groups_of_experts
 from hadal.engine.features import LISTENERS, opened_monitor, setting_of
 from hadal.engine.later_groups import LaterGroups
-from hadal.engine.loader import ShardedLoader
 from hadal.engine.log import hush, open_log
 from hadal.engine.parts import Parts, Training
 from hadal.engine.policies import (

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from hadal.config import Config
+from hadal.data.loader import Reading, ShardedLoader
+from hadal.data.reading import Collate
 from hadal.engine.listeners import options_of
-from hadal.engine.loader import Reading, ShardedLoader
 from hadal.engine.parts import Parts
-from hadal.engine.reading import Collate
 from hadal.engine.session import Session
 from hadal.engine.topology import Topology
 from hadal.errors import UsageError

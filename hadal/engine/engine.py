@@ -17,7 +17,6 @@ from hadal.engine.checkpoints import Checkpoints
 from hadal.engine.collector import hold_collector
 from hadal.engine.compile import compile_module
 from hadal.engine.direct import DirectBackward
-from hadal.engine.efficiency import Efficiency
 from hadal.engine.giving import WeightsOut
 from hadal.engine.mistakes import missing_attribute, mixed_dtypes
 from hadal.engine.moving import Moving
@@ -31,9 +30,11 @@ from hadal.optim.schedules import check_step_arguments, needs_metric
 from hadal.zero import access, place
 
 if TYPE_CHECKING:
+    from hadal.data.loader import PostProcess
     from hadal.engine.curvature import BlockEigenvalues
     from hadal.plugins.data_efficiency.batching import BatchingByTokens
     from hadal.plugins.data_efficiency.layer_drop import LayerDrop
+    from hadal.plugins.data_efficiency.pacing import CustomPace
     from hadal.plugins.data_efficiency.seqlen import LengthCurriculum
     from hadal.plugins.data_efficiency.token_drop import TokenDrop
     from hadal.plugins.profiling import FlopsProfiler
@@ -62,7 +63,6 @@ class Engine(EngineBase):
         self._checkpoints = Checkpoints(session)
         self._weights_out = WeightsOut(session)
         self._moving = Moving(session)
-        self._efficiency = Efficiency(session)
         self._backwards = Backwards(session)
         self._collector = hold_collector(self) if parts.holds_collector else None
         self._is_compiled = False
@@ -357,10 +357,50 @@ class Engine(EngineBase):
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
     offload_states = through("_moving", Moving.offload_states)
     reload_states = through("_moving", Moving.reload_states)
-    set_custom_curriculum_learning_schedule = through(
-        "_efficiency", Efficiency.set_custom_curriculum_learning_schedule
-    )
-    set_data_post_process_func = through("_efficiency", Efficiency.set_data_post_process_func)
+
+    def set_custom_curriculum_learning_schedule(
+        self, schedule_func_dict: CustomPace | Mapping[str, CustomPace]
+    ) -> None:
+        """Set the functions of schedules whose `schedule_type` is "custom". All ranks must call it.
+
+        Functions are not saved: call it after a resume, too.
+
+        Args:
+            schedule_func_dict: a function from the update, from 1, to its difficulty, an integer;
+                or such functions by metric ("seqlen" for `curriculum_learning`). A difficulty that
+                has reached `max_difficulty` stays there.
+
+        Raises:
+            UsageError: there is no such curriculum, its schedule is not custom, or a value is no
+                function.
+        """
+        from hadal.plugins.data_efficiency.ordered import set_custom_paces  # for this alone
+
+        set_custom_paces(self._session.loader, self._session.listeners, schedule_func_dict)
+
+    def set_data_post_process_func(self, post_process_func: PostProcess) -> None:
+        """Change each training batch before it is handed out.
+
+        Args:
+            post_process_func: a function of the batch and a dict that describes it. With
+                `data_sampling.curriculum_learning`, that has `current_difficulties` by metric and
+                `curriculum_step`, of this very batch, also if workers read ahead.
+
+        Raises:
+            UsageError: the engine has no training loader, or this is no function.
+        """
+        loader = self._session.loader
+        if loader is None:
+            raise UsageError(
+                "set_data_post_process_func: the engine has no training loader; pass training_data"
+                " to initialize, or call engine.deepspeed_io first"
+            )
+        if not callable(post_process_func):
+            raise UsageError(
+                "set_data_post_process_func: expected a function of the batch and its state, got"
+                f" {type(post_process_func).__name__}"
+            )
+        loader.post_process = post_process_func
 
     @property
     def resumed(self) -> tuple[str | None, dict[str, Any] | None]:

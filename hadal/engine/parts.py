@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from hadal.checkpoint.live import Rules
 from hadal.comm import Ranks
 from hadal.config import Config
+from hadal.data.loader import Loading, ShardedLoader
 from hadal.device import HostCopy
 from hadal.engine.batches import BatchSizes
 from hadal.engine.casting import Casting
 from hadal.engine.clocks import Clocks
-from hadal.engine.loader import Loading, ShardedLoader
 from hadal.engine.tiers import Offloading
 from hadal.engine.topology import Topology
 from hadal.listener import Listener

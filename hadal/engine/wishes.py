@@ -18,9 +18,9 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_
 from hadal.comm.faults import raised_on_all
 from hadal.config import Config
+from hadal.data.loader import ChosenOrder, Loading, Reading, ShardedLoader
+from hadal.data.reading import Sharding
 from hadal.device import current_device
-from hadal.engine.loader import ChosenOrder, Loading, Reading, ShardedLoader
-from hadal.engine.sampler import Sharding
 from hadal.errors import OptimizerError
 from hadal.listener import Listener
 from hadal.optim.build import build_optimizer
@@ -191,7 +191,7 @@ def _chosen_order(
     sampling = config.data_efficiency.data_sampling
     if not (sampling.curriculum_learning.enabled or sampling.dynamic_batching.enabled):
         return None
-    from hadal.engine.chosen_orders import chosen_order  # for this alone
+    from hadal.plugins.data_efficiency.ordered import chosen_order  # for this alone
 
     return chosen_order(config, sharding, tuple(listeners))
 

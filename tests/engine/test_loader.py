@@ -29,8 +29,8 @@ from torch.utils.data import (
 import hadal
 from engine.toys import ROWS, config_of, engine_of, model_of
 from hadal import comm
-from hadal.engine.loader import Loading, Reading, RepeatingLoader, ShardedLoader
-from hadal.engine.sampler import Sharding
+from hadal.data.loader import Loading, Reading, RepeatingLoader, ShardedLoader
+from hadal.data.reading import Sharding
 from hadal.errors import UsageError
 from hadal.order import Picked
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from hadal.engine.sampler import Sharding, batches_of, count_batches, order_of
+from hadal.data.orders import batches_of, count_batches, order_of
+from hadal.data.reading import Sharding
 from hadal.errors import UsageError
 
 COUNTS = st.integers(0, 60)

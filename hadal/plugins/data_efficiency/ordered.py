@@ -1,10 +1,24 @@
-"""Warns if no training loader follows the order that the configuration sets."""
+"""Orders of samples that `data_efficiency` requests, and the loaders that follow them."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+from hadal.config import Config
+from hadal.data.loader import ChosenOrder, ShardedLoader
+from hadal.data.reading import Sharding
+from hadal.errors import UsageError
 from hadal.listener import Listener
+from hadal.order import Order
+from hadal.plugins.data_efficiency import batching as by_tokens
+from hadal.plugins.data_efficiency.lengths import lengths_of
+from hadal.plugins.data_efficiency.metric_files import Origin
+from hadal.plugins.data_efficiency.pacing import CustomPace, Pacer
+from hadal.plugins.data_efficiency.sampler import PATH as CURRICULUM
+from hadal.plugins.data_efficiency.sampler import CurriculumOrder, Taking
+from hadal.plugins.data_efficiency.seqlen import LengthCurriculum
 
 _log = logging.getLogger(__name__)
 
@@ -37,3 +51,82 @@ class ExpectsLoader(Listener):
             " the Trainer of Hugging Face does, remove the section",
             self._path,
         )
+
+
+def chosen_order(
+    config: Config, sharding: Sharding, listeners: Sequence[Listener]
+) -> ChosenOrder | None:
+    """Return the order by metrics, or by tokens, if one is on."""
+    batching = next((one for one in listeners if isinstance(one, by_tokens.BatchingByTokens)), None)
+    expecting = [one for one in listeners if isinstance(one, ExpectsLoader)]
+    section = config.data_efficiency
+    sampling = section.data_sampling
+    taking = Taking(
+        sharding.batch_size,
+        sharding.replicas,
+        sharding.replica,
+        config.gradient_accumulation_steps,
+        sharding.drop_last,
+    )
+
+    def made(order: Order) -> Order:
+        for one in expecting:
+            one.is_made = True
+        return order
+
+    def by_metrics(dataset: Any) -> Order:
+        return made(CurriculumOrder(section, Origin.of(dataset), taking))
+
+    def in_packs(dataset: Any) -> Order:
+        folder = sampling.dynamic_batching.metrics_path
+        lengths = lengths_of(dataset, folder, writes=sharding.replica == 0)
+        order = by_tokens.PackedOrder(section, lengths, taking)
+        if batching is not None:
+            batching.order = order
+        return made(order)
+
+    workers, pins = sampling.num_workers, sampling.pin_memory
+    if sampling.curriculum_learning.enabled:
+        return ChosenOrder(CURRICULUM, by_metrics, workers, pins)
+    if batching is not None:
+        path, note, stacked = by_tokens.PATH, batching.note, by_tokens.stacked
+        return ChosenOrder(path, in_packs, workers, pins, note, stacked)
+    return None
+
+
+def set_custom_paces(
+    loader: ShardedLoader | None,
+    listeners: Iterable[Listener],
+    given: CustomPace | Mapping[str, CustomPace],
+) -> None:
+    """Set the functions of an engine's schedules whose `schedule_type` is "custom".
+
+    Raises:
+        UsageError: there is no such curriculum, its schedule is not custom, or a value is no
+            function.
+    """
+    pacers = _pacers_of(loader, listeners)
+    named = given if isinstance(given, Mapping) else dict.fromkeys(pacers, given)
+    if not isinstance(given, Mapping) and len(pacers) > 1:
+        raise UsageError(
+            "set_custom_curriculum_learning_schedule got one function for the curricula"
+            f" {', '.join(pacers)}; pass a dict with a function for each name"
+        )
+    if not pacers or not named.keys() <= pacers.keys():
+        raise UsageError(
+            "set_custom_curriculum_learning_schedule got functions for"
+            f" {', '.join(named) or 'a curriculum'}; the configuration has"
+            f" {', '.join(pacers) or 'no curriculum; switch on curriculum_learning'}"
+        )
+    for name, custom in named.items():
+        pacers[name].set_custom(custom)
+
+
+def _pacers_of(loader: ShardedLoader | None, listeners: Iterable[Listener]) -> dict[str, Pacer]:
+    """Return the schedules of difficulties by metric."""
+    order = None if loader is None else loader.given_order
+    found = dict(order.pacers) if isinstance(order, CurriculumOrder) else {}
+    for one in listeners:
+        if isinstance(one, LengthCurriculum):
+            found["seqlen"] = one.pacer
+    return found

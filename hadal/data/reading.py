@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from hadal.engine.sampler import Sharding
+from hadal.errors import UsageError
 
 Collate = Callable[[list[Any]], Any]
 
@@ -45,6 +45,30 @@ def drawing_from(seed: int) -> Iterator[None]:
         torch.set_rng_state(before[0])
         random.setstate(before[1])
         np.random.set_state(before[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Sharding of a data set over replicas."""
+
+    batch_size: int
+    """Samples of one batch of one replica."""
+    replicas: int = 1
+    replica: int = 0
+    drop_last: bool = False
+    """True drops a last batch that is not full, on every replica."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or not 0 <= self.replica < self.replicas:
+            raise UsageError(
+                "a loader needs batch_size >= 1 and 0 <= replica < replicas, found batch_size"
+                f" {self.batch_size}, replica {self.replica}, replicas {self.replicas}"
+            )
+
+    @property
+    def stride(self) -> int:
+        """Samples of one batch on all replicas together."""
+        return self.batch_size * self.replicas
 
 
 class Request(NamedTuple):

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from hadal.engine.orders import GivenOrder, ShardedOrder
-from hadal.engine.reading import (
+from hadal.data.orders import GivenOrder, ShardedOrder, count_batches
+from hadal.data.reading import (
     Batches,
     Collate,
     HandedBatch,
     Request,
+    Sharding,
     Stream,
     StreamPlan,
     Trail,
@@ -28,7 +29,6 @@ from hadal.engine.reading import (
     pass_epoch,
     state_of,
 )
-from hadal.engine.sampler import Sharding, count_batches
 from hadal.errors import UsageError
 from hadal.order import Order, Picked
 
