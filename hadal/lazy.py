@@ -1,4 +1,4 @@
-"""Imports on first use: packages whose modules are needed by few programs."""
+"""Lazy imports for packages that most programs do not need."""
 
 from __future__ import annotations
 

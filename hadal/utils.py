@@ -48,12 +48,12 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
 ]
-_OF_CHECKPOINTS = ("_zero_checkpoint", "_state_dict")
+_CHECKPOINT_SUFFIXES = ("_zero_checkpoint", "_state_dict")
 
 __getattr__ = importer_of(
     __name__,
     {
-        name: "hadal.checkpoint.fp32" if name.endswith(_OF_CHECKPOINTS) else "hadal.zero.state"
+        name: "hadal.checkpoint.fp32" if name.endswith(_CHECKPOINT_SUFFIXES) else "hadal.zero.state"
         for name in __all__
     },
 )

@@ -174,12 +174,12 @@ class _Requests:
         self._stops = [
             Stop(self._runs, at, min(part, numel - at), self._runs) for at in range(0, numel, part)
         ]
-        self._pace = steps.pace
+        self._overlap = steps.overlap
         self._pool = BufferPool(kinds * steps.pace.parts, min(part, numel) * dtype.itemsize)
 
     def __call__(self) -> None:
         with one_update(lambda: self._runs):
-            for _ in walk(self._stops, self._pool, self._pace):
+            for _ in walk(self._stops, self._pool, self._overlap):
                 pass
 
 

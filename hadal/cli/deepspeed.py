@@ -17,7 +17,7 @@ from hadal.cli.parser import Parser
 from hadal.cli.run import pid_file
 
 # Switches of ds_report that choose among parts that `hadal report` does not have.
-_OF_REPORT = ("--hide_operator_status", "--hide_errors_and_warnings")
+_REPORT_FLAGS = ("--hide_operator_status", "--hide_errors_and_warnings")
 
 
 def run(args: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def show_report(hide_operator_status: bool = False, hide_errors_and_warnings: bo
 
 def report() -> int:
     """Run `ds_report` (`dsr`): installed versions and available features."""
-    return main(["report", *(word for word in sys.argv[1:] if word not in _OF_REPORT)])
+    return main(["report", *(word for word in sys.argv[1:] if word not in _REPORT_FLAGS)])
 
 
 def ssh() -> int:

@@ -12,7 +12,7 @@ from hadal.cli.terminal import aligned, heading, key, show
 if TYPE_CHECKING:
     from hadal.launcher.choices import LaunchPlan
     from hadal.launcher.job import Job
-    from hadal.launcher.ways import Way
+    from hadal.launcher.start_commands import StartCommand
 
 _LONG = 120
 _LATER, _FREE = "(rank 0's host)", "(a free one)"
@@ -25,21 +25,25 @@ def show_plan(plan: LaunchPlan, variables: Mapping[str, str]) -> None:
     where = f"{hosts} host{'s' * (hosts > 1)}"
     show(heading(f"{ranks} on {where}; nothing is started"))
     for host in job.pool:
-        way = plan.ways.get(host)
-        if way is None and set(plan.ways) <= set(job.pool):
+        start_command = plan.start_commands.get(host)
+        if start_command is None and set(plan.start_commands) <= set(job.pool):
             continue  # with --no_ssh each host starts its own
-        rows = [(key(name), text) for name, text in _rows(plan, host, way, variables)]
+        rows = [(key(name), text) for name, text in _rows(plan, host, start_command, variables)]
         show("", key(host), aligned(rows, indent=2))
-    for name, way in plan.ways.items():
+    for name, start_command in plan.start_commands.items():
         if name not in job.pool:  # one program starts all hosts
-            show("", key(name), aligned([(key("started by"), _joined(way.words))], indent=2))
+            show(
+                "",
+                key(name),
+                aligned([(key("started by"), _joined(start_command.words))], indent=2),
+            )
     if job.elastic is not None:
         least, most = job.elastic.least, job.elastic.most
         show("", f"elastic: continues with {least} to {most} hosts; ranks are renumbered")
 
 
 def _rows(
-    plan: LaunchPlan, host: str, way: Way | None, variables: Mapping[str, str]
+    plan: LaunchPlan, host: str, start_command: StartCommand | None, variables: Mapping[str, str]
 ) -> list[tuple[str, str]]:
     from hadal.launcher.ending import runs
 
@@ -49,12 +53,12 @@ def _rows(
         ("ranks", f"{runs(job.ranks_of(host))}, on slots {slots}"),
         ("command", _command(job)),
         ("directory", job.program.folder),
-        ("variables", _variables(plan, host, way, variables)),
+        ("variables", _variables(plan, host, start_command, variables)),
     ]
     if job.program.logs:
         rows.append(("logs", f"{job.program.logs}/rankN.log"))
-    if way is not None:
-        rows.append(("started by", _joined(way.words)))
+    if start_command is not None:
+        rows.append(("started by", _joined(start_command.words)))
     return rows
 
 
@@ -66,7 +70,9 @@ def _command(job: Job) -> str:
     return _joined(words)
 
 
-def _variables(plan: LaunchPlan, host: str, way: Way | None, variables: Mapping[str, str]) -> str:
+def _variables(
+    plan: LaunchPlan, host: str, start_command: StartCommand | None, variables: Mapping[str, str]
+) -> str:
     job = plan.job
     ranks, size = job.ranks_of(host), len(job.pool[host])
     found = {
@@ -76,7 +82,7 @@ def _variables(plan: LaunchPlan, host: str, way: Way | None, variables: Mapping[
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": plan.address or _LATER,
         "MASTER_PORT": str(job.port) if job.port else _FREE,
-        **_own_variables(plan, host, way, variables),
+        **_own_variables(plan, host, start_command, variables),
     }
     return " ".join(
         f"{name}={value if value in (_LATER, _FREE) else shlex.quote(value)}"
@@ -85,17 +91,17 @@ def _variables(plan: LaunchPlan, host: str, way: Way | None, variables: Mapping[
 
 
 def _own_variables(
-    plan: LaunchPlan, host: str, way: Way | None, variables: Mapping[str, str]
+    plan: LaunchPlan, host: str, start_command: StartCommand | None, variables: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the variables that Hadal sets for the ranks of a host, besides their place."""
     from hadal.launcher.job import share_of
     from hadal.launcher.node import variables_of
+    from hadal.launcher.start_commands import Reach
     from hadal.launcher.variables import expanded, showing
-    from hadal.launcher.ways import Reach
 
-    job, is_here = plan.job, way is not None and way.reach is Reach.HERE
-    starters = [each for name, each in plan.ways.items() if name not in job.pool]
-    if starters and "pdsh" not in plan.ways:  # Slurm or MPI starts each rank
+    job, is_here = plan.job, start_command is not None and start_command.reach is Reach.HERE
+    starters = [each for name, each in plan.start_commands.items() if name not in job.pool]
+    if starters and "pdsh" not in plan.start_commands:  # Slurm or MPI starts each rank
         slots = showing(job.pool[host]) if job.program.slots else {}
         return {**slots, **dict(starters[0].variables)}
     share = share_of(job, host, plan.address)

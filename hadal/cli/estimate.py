@@ -266,7 +266,7 @@ def _buffers(config: Config, cost: Cost) -> Buffers:
     runs = 1 + cost.state // cost.moment  # the master, and each value that is remembered
     part = steps.part_numel(runs, block_numel(torch.device("cpu")))
     count, nbytes = weight_buffers_of(config)
-    return Buffers(runs * steps.pace.parts, part, count * nbytes)
+    return Buffers(runs * steps.overlap.parts, part, count * nbytes)
 
 
 def _cost(config: Config) -> Cost:

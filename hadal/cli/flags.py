@@ -278,7 +278,7 @@ def elastic_bounds(program: Sequence[str]) -> Bounds:
     return Bounds()
 
 
-class Said:
+class CommandOutput:
     """Write a line of this command itself to the standard error."""
 
     def __init__(self, parsed: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
-from hadal.cli.flags import GROUPS, Said, choices_of, divided
+from hadal.cli.flags import GROUPS, CommandOutput, choices_of, divided
 from hadal.cli.parser import Parser, add_command, add_group
 from hadal.cli.terminal import MISUSED, fail
 from hadal.errors import HadalError, LaunchError, nearest
@@ -59,7 +59,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Run the program, or search first; return the exit code of the rank that ended worst."""
     with pid_file(os.getpid() if parsed.save_pid else None) as path:
         if path is not None:
-            Said(parsed).note(f"the number of this process is in {path}")
+            CommandOutput(parsed).note(f"the number of this process is in {path}")
         if parsed.autotuning:
             from hadal.cli.tuning import tune
 
@@ -73,7 +73,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _train(parsed: argparse.Namespace) -> int:
     from hadal.launcher.choices import planned
 
-    said = Said(parsed)
+    said = CommandOutput(parsed)
     try:
         choices = choices_of(parsed)
         plan = planned(choices, {**_screen(), **os.environ}, Path.cwd())
@@ -91,9 +91,17 @@ def _train(parsed: argparse.Namespace) -> int:
 
         show_plan(plan, os.environ)
         return 0
-    for host, way in plan.ways.items():
-        said.detail(f"{host} {list(plan.job.pool.get(host, ()))}: {shlex.join(way.words)}")
-    missing = sorted({way.words[0] for way in plan.ways.values() if not which(way.words[0])})
+    for host, start_command in plan.start_commands.items():
+        said.detail(
+            f"{host} {list(plan.job.pool.get(host, ()))}: {shlex.join(start_command.words)}"
+        )
+    missing = sorted(
+        {
+            start_command.words[0]
+            for start_command in plan.start_commands.values()
+            if not which(start_command.words[0])
+        }
+    )
     if missing:
         said.report(
             f"{missing[0]}: no such program is found; install it, or take another --launcher"
@@ -101,7 +109,7 @@ def _train(parsed: argparse.Namespace) -> int:
         return MISUSED
     front = (Front if plan.job.elastic is None else ElasticFront)(
         plan.job,
-        plan.ways,
+        plan.start_commands,
         printer_for(plan.job, plan.names_hosts),
         said.report,
         address=plan.address,
@@ -127,12 +135,12 @@ def _screen() -> dict[str, str]:
 def _check_program(plan: LaunchPlan) -> None:
     """Raise `LaunchError` if this machine is to start a program that it does not have."""
     from hadal.launcher.job import ProgramKind
-    from hadal.launcher.ways import Reach
+    from hadal.launcher.start_commands import Reach
 
     program = plan.job.program
     name = program.words[0]
     path = Path(program.folder, name)
-    if all(way.reach is not Reach.HERE for way in plan.ways.values()):
+    if all(start_command.reach is not Reach.HERE for start_command in plan.start_commands.values()):
         return
     if program.kind is ProgramKind.SCRIPT and not path.exists():
         there = [each.name for each in path.parent.glob("*.py")]

@@ -69,7 +69,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _run(host: str, words: list[str], parsed: argparse.Namespace) -> int:
-    from hadal.launcher.ways import ssh_to
+    from hadal.launcher.start_commands import ssh_to
 
     command = ssh_to(host, port=parsed.ssh_port, arguments=parsed.ssh_args.split())
     done = subprocess.run(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hadal.cli.flags import Said, choices_of
+from hadal.cli.flags import CommandOutput, choices_of
 from hadal.cli.terminal import FAILED, MISUSED, fail, show, table
 from hadal.errors import HadalError, LaunchError
 
@@ -29,7 +29,7 @@ def tune(parsed: argparse.Namespace) -> tuple[int, list[str]]:
     from hadal.launcher.processes import exit_code
     from hadal.plugins.autotuning.runs import Stopped, stoppable
 
-    said = Said(parsed)
+    said = CommandOutput(parsed)
     try:
         tuner = _tuner(parsed, said)
     except (HadalError, OSError) as error:
@@ -49,7 +49,7 @@ def tune(parsed: argparse.Namespace) -> tuple[int, list[str]]:
     return code, [] if code else list(tuner.best_words())
 
 
-def _tuner(parsed: argparse.Namespace, said: Said) -> Tuner:
+def _tuner(parsed: argparse.Namespace, said: CommandOutput) -> Tuner:
     """Return the search, once the flags and the configuration are checked."""
     from hadal.launcher.choices import planned
     from hadal.plugins.autotuning.runs import Runner, absolute

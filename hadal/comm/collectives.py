@@ -36,7 +36,7 @@ from hadal.comm.transport import (
 # Limits on ranks and bytes for sending to every rank directly, in place of a collective.
 _FEW_RANKS, _FEW_BYTES = 8, 4096
 
-_OF_OBJECTS = "an exchange of objects between ranks"
+_OBJECTS = "an exchange of objects between ranks"
 # The purpose of codes: ranks with different ones may announce them for different reasons.
 _CODES = "an agreement between ranks"
 
@@ -252,7 +252,7 @@ def gather_objects(value: object, ranks: Ranks) -> list[Any]:
     if ranks.size == 1:
         return [value]
     values: list[Any] = [None] * ranks.size
-    labelled(_OF_OBJECTS, functions.all_gather_object, values, value, ranks.host_group)
+    labelled(_OBJECTS, functions.all_gather_object, values, value, ranks.host_group)
     return values
 
 
@@ -261,7 +261,7 @@ def gather_objects_at_first(value: object, ranks: Ranks) -> list[Any]:
     if ranks.size == 1:
         return [value]
     values: list[Any] | None = [None] * ranks.size if ranks.rank == 0 else None
-    labelled(_OF_OBJECTS, functions.gather_object, value, values, None, ranks.host_group, 0)
+    labelled(_OBJECTS, functions.gather_object, value, values, None, ranks.host_group, 0)
     return values or []
 
 

@@ -32,7 +32,7 @@ Given = Callable[[str], Any]
 P = ParamSpec("P")
 
 # Not every rank of a group makes these calls, nor in one order.
-_OF_TWO = ("send", "recv")
+_POINT_TO_POINT = ("send", "recv")
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +51,7 @@ class Call:
             return function(*args, **rest)
         record = opened(self.operation, self.tensors, self.group, self.label, self.times)
         name = self.label or self.operation
-        begun = None if self.operation in _OF_TWO else begin(self.group, name)
+        begun = None if self.operation in _POINT_TO_POINT else begin(self.group, name)
         try:
             if is_async:
                 with in_step:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hadal.comm.functions import all_gather_object, labelled
-from hadal.comm.local.neighbours import Circle, identity, meet
+from hadal.comm.local.neighbours import LocalPeers, identity, meet
 from hadal.comm.start import may_read_memory
 from hadal.device import current_device
 
@@ -39,7 +39,7 @@ class Ranks:
     size: int
     host_group: dist.ProcessGroup
     """The group that carries tensors on the host if `group` does not."""
-    circle: Circle = field(default_factory=Circle, compare=False, repr=False)
+    local_peers: LocalPeers = field(default_factory=LocalPeers, compare=False, repr=False)
     """The ranks to which host tensors are sent without the backend."""
 
     @classmethod
@@ -60,7 +60,7 @@ class Ranks:
             rank,
             size,
             host_group,
-            once(host_group, "circle", lambda: _find_circle(host_group)),
+            once(host_group, "local_peers", lambda: _find_local_peers(host_group)),
         )
 
     def in_blocks(self, size: int) -> tuple[Ranks, Ranks]:
@@ -185,11 +185,11 @@ def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return once(group, "host group", lambda: _new_group(numbers, "gloo"))
 
 
-def _find_circle(group: dist.ProcessGroup) -> Circle:
+def _find_local_peers(group: dist.ProcessGroup) -> LocalPeers:
     """Return the neighbours among a group's ranks. All of them must call it."""
     size = dist.get_world_size(group)
     if size == 1 or "gloo" not in str(dist.get_backend_config(group)):
-        return Circle()
+        return LocalPeers()
     identities: list[Any] = [identity(reads=may_read_memory())] * size
     labelled("the meeting of neighbours", all_gather_object, identities, identities[0], group)
     return meet(identities, dist.get_rank(group))

@@ -56,7 +56,7 @@ def batch_by_seqlens(  # noqa: PLR0913 - the signature is DeepSpeed's
     """Return packs of samples, and each batch's samples and longest sample.
 
     A batch takes `effective_batch_size` packs; what is left over is logged. In contrast to
-    DeepSpeed, the last sample is packed, and a place without a pack does not end the packing.
+    DeepSpeed, the last sample is packed, and positions that cannot start a pack are skipped.
 
     Raises:
         UsageError: the samples make no batch, or the order is unknown.

@@ -27,7 +27,7 @@ _TECHNIQUES = (
     "head_pruning",
     "channel_pruning",
 )
-_OF_BLOCKS = (
+_BLOCK_KEYS = (
     "schedule_offset_end",
     "schedule_offset_stride",
     "block_pattern",
@@ -96,7 +96,7 @@ class AsymQuantizer(_Quantizer):
 
 
 class TernaryQuantizer(_Quantizer):
-    """The values -a, 0 and a."""
+    """Quantizes to three levels: -a, 0 and a."""
 
     @staticmethod
     def forward(
@@ -225,7 +225,7 @@ def _plain(wanted: Any) -> dict[str, Any]:
         shared["fp16_mixed_quantize"] = mixed["enabled"]
         shared["quantize_change_ratio"] = mixed["quantize_change_ratio"]
     if shared.get("method") != "snip_momentum":
-        shared = {key: value for key, value in shared.items() if key not in _OF_BLOCKS}
+        shared = {key: value for key, value in shared.items() if key not in _BLOCK_KEYS}
     elif shared["schedule_offset_end"] is None:
         shared["schedule_offset_end"] = shared["schedule_offset"]
     shared = {key: value for key, value in shared.items() if value is not None}

@@ -133,7 +133,7 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Return the global rank of the first of them."""
+    """Return the global rank of the group's first member."""
     parts = _model_parallel()
     if parts is None:
         return dist.get_rank() if dist.is_initialized() else 0

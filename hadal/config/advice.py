@@ -15,7 +15,7 @@ from hadal.config.section import Section, default_of
 from hadal.config.sparse_attention import KEYS, SparseAttention
 from hadal.config.top_level import Config
 
-_OF_THE_DISK = (
+_DISK_KEYS = (
     "nvme_path",
     "buffer_count",
     "buffer_size",
@@ -101,7 +101,7 @@ def _advise_disk_keys(config: Config, report: Report) -> None:
     for name, section in sections:
         if section is None or section.device != "cpu":
             continue
-        for key in _OF_THE_DISK:
+        for key in _DISK_KEYS:
             if key in type(section).model_fields and _is_set(section, key):
                 report.note_idle(
                     f"zero_optimization.{name}.{key}",

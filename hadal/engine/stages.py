@@ -110,8 +110,8 @@ def _faults_of_schedule(module: PipelineModule, config: Config) -> Iterator[Faul
     if (schedule == "interleaved") != (chunks > 1):
         yield Fault(
             path,
-            f'"{schedule}", but PipelineModule has chunks={chunks}: "interleaved" and chunks=2 or'
-            " more belong together",
+            f'"{schedule}", but PipelineModule has chunks={chunks}: use "interleaved" if and'
+            " only if chunks >= 2",
         )
     if schedule == "interleaved" and module.num_stages == 1:
         yield Fault(path, '"interleaved" needs at least 2 stages; leave it and chunks out')

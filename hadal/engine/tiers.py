@@ -16,7 +16,7 @@ from hadal.config.aio import Aio
 from hadal.device import is_host_memory, total_memory
 from hadal.errors import ModelError
 from hadal.offload import BufferPool, DiskStore
-from hadal.offload.walk import Pace
+from hadal.offload.walk import DiskOverlap
 from hadal.optim.on_disk import DiskSteps
 from hadal.zero.grouping import BucketPlan
 from hadal.zero.offload import Offload
@@ -54,7 +54,7 @@ def disk_steps_of(config: Config) -> DiskSteps:
     return DiskSteps(
         numel=min(zero.sub_group_size, _LARGEST_PART_NUMEL),
         buffer_count=section.buffer_count,
-        pace=Pace(
+        overlap=DiskOverlap(
             reads_ahead=section.pipeline_read,
             writes_behind=section.pipeline_write,
         ),

@@ -1,4 +1,4 @@
-"""Translation of the command line into a job: hosts, slots, and the ways to start them."""
+"""Translation of the command line into a job: hosts, slots, and the commands that start them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hadal.launcher.cores import read_cores
 from hadal.launcher.hosts import Pool, filtered, narrowed, read_hostfile
 from hadal.launcher.job import GRACE_S, JOIN_S, LOST_S, Elastic, Job, Program, ProgramKind
 from hadal.launcher.network import is_here
+from hadal.launcher.start_commands import MPI, StartCommand, by_pdsh, by_slurm, by_ssh, here
 from hadal.launcher.variables import (
     DEEPSPEED_ENV,
     HADAL_ENV,
@@ -23,7 +24,6 @@ from hadal.launcher.variables import (
     screen_of,
     text_of,
 )
-from hadal.launcher.ways import MPI, Way, by_pdsh, by_slurm, by_ssh, here
 
 DEFAULT_PORT = 29500
 DEFAULT_HOSTFILE = "/job/hostfile"
@@ -76,10 +76,10 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """A job, and the ways to start its hosts."""
+    """A job, and the commands that start its hosts."""
 
     job: Job
-    ways: dict[str, Way]
+    start_commands: dict[str, StartCommand]
     address: str
     notes: tuple[str, ...]
     """Notes for the user on choices made for them."""
@@ -87,7 +87,7 @@ class LaunchPlan:
     @property
     def names_hosts(self) -> bool:
         """True if each host has its own process, so that output needs host names."""
-        return len(self.ways) > 1
+        return len(self.start_commands) > 1
 
 
 def planned(choices: Choices, variables: Mapping[str, str], folder: Path) -> LaunchPlan:
@@ -117,7 +117,7 @@ def planned(choices: Choices, variables: Mapping[str, str], folder: Path) -> Lau
         notes = (*notes, f"{', '.join(idle)}: no effect here")
     job = _job(choices, variables, folder, pool, is_one=is_one, shows_slots=shows)
     address = choices.master_addr or ("127.0.0.1" if is_one else "")
-    return LaunchPlan(job, _ways(choices, job, is_one), address, notes)
+    return LaunchPlan(job, _start_commands(choices, job, is_one), address, notes)
 
 
 def _job(
@@ -313,7 +313,7 @@ def devices_here() -> int:
     return int(asked.stdout) if asked.stdout.strip().isdecimal() else 0
 
 
-# ---- ways to start hosts ---------------------------------------------------------------------
+# ---- commands that start hosts -----------------------------------------------------------------
 
 
 def _is_one(choices: Choices, pool: Pool, *, has_hostfile: bool) -> bool:
@@ -322,7 +322,7 @@ def _is_one(choices: Choices, pool: Pool, *, has_hostfile: bool) -> bool:
     return not has_hostfile or is_here(next(iter(pool)))
 
 
-def _ways(choices: Choices, job: Job, is_one: bool) -> dict[str, Way]:
+def _start_commands(choices: Choices, job: Job, is_one: bool) -> dict[str, StartCommand]:
     if is_one:
         return dict.fromkeys(job.pool, here())
     if choices.no_ssh:

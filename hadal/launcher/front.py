@@ -30,7 +30,7 @@ from hadal.launcher.job import Job, packed, share_of, where_hadal_is
 from hadal.launcher.network import address_towards, is_loopback
 from hadal.launcher.printing import Printer
 from hadal.launcher.processes import PASSED_ON, exit_code
-from hadal.launcher.ways import Reach, Way
+from hadal.launcher.start_commands import Reach, StartCommand
 
 HELLO_S = 90.0
 """The seconds that a host may take to answer."""
@@ -54,19 +54,23 @@ class HostState(Enum):
 class Channel:
     """The connection to one host's process."""
 
-    def __init__(self, host: str, way: Way, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, host: str, start_command: StartCommand, variables: Mapping[str, str]
+    ) -> None:
         self.host = host
-        self.way = way
-        self.state = HostState.RUNNING if way.reach is Reach.ALL else HostState.REACHED_FOR
+        self.start_command = start_command
+        self.state = (
+            HostState.RUNNING if start_command.reach is Reach.ALL else HostState.REACHED_FOR
+        )
         self.hello: Hello | None = None
         self.left: HostEnded | None = None
         self.complaints = b""
         self._rest = b""
         self.process = subprocess.Popen(
-            way.words,
-            env={**variables, **dict(way.variables)},
-            cwd="/" if way.reach is Reach.HERE else None,
-            stdin=subprocess.DEVNULL if way.reach is Reach.ALL else subprocess.PIPE,
+            start_command.words,
+            env={**variables, **dict(start_command.variables)},
+            cwd="/" if start_command.reach is Reach.HERE else None,
+            stdin=subprocess.DEVNULL if start_command.reach is Reach.ALL else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -82,14 +86,14 @@ class Channel:
 
     def end(self, sent: signal.Signals) -> None:
         """Ask the process, or the ranks that it runs, to end."""
-        if self.way.reach is not Reach.ALL and self.state is HostState.RUNNING:
+        if self.start_command.reach is not Reach.ALL and self.state is HostState.RUNNING:
             self.tell(sent.name)
         elif self.process.poll() is None:
             self.process.terminate()
 
     def pass_on(self, sent: signal.Signals) -> None:
         """Send the ranks a signal that does not end them."""
-        if self.way.reach is Reach.ALL:
+        if self.start_command.reach is Reach.ALL:
             self.process.send_signal(sent)
         elif self.state is HostState.RUNNING:
             self.tell(sent.name)
@@ -106,7 +110,7 @@ class Front:
     def __init__(
         self,
         job: Job,
-        ways: Mapping[str, Way],
+        start_commands: Mapping[str, StartCommand],
         printer: Printer,
         say: Callable[[str], None],
         *,
@@ -135,7 +139,10 @@ class Front:
         self._selector = selectors.DefaultSelector()
         paths = filter(None, (os.environ.get("PYTHONPATH"), where_hadal_is()))
         self._variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        self._channels = {host: Channel(host, way, self._variables) for host, way in ways.items()}
+        self._channels = {
+            host: Channel(host, start_command, self._variables)
+            for host, start_command in start_commands.items()
+        }
         self._began_at = time.monotonic()
         self._has_ended = threading.Event()
 
@@ -200,7 +207,7 @@ class Front:
                 self._gone(channel)
         elif is_error:
             channel.complaints = (channel.complaints + piece)[-4000:]
-            if channel.way.reach is Reach.ALL:  # messages of a queue, for example
+            if channel.start_command.reach is Reach.ALL:  # messages of a queue, for example
                 self._printer.unlabelled(piece)
         else:
             for line in channel.lines(piece):
@@ -213,7 +220,7 @@ class Front:
     def _take(self, channel: Channel, frame: Frame) -> None:
         match frame:
             case Hello():
-                if channel.way.reach is not Reach.ALL:
+                if channel.start_command.reach is not Reach.ALL:
                     channel.hello, channel.state = frame, HostState.READY
                     self._send_shares()
             case RankOutput():
@@ -226,7 +233,7 @@ class Front:
             case RankStarted():
                 self._printer.began(channel.host, frame.rank)
                 self._preempted.discard(frame.rank)
-                if channel.way.reach is Reach.ALL:
+                if channel.start_command.reach is Reach.ALL:
                     self._hosts[frame.rank] = frame.host
             case RoundRequest():
                 self._asked(channel, frame)
@@ -280,7 +287,7 @@ class Front:
         was, channel.state = channel.state, HostState.GONE
         code = channel.process.wait()
         self._drain(channel)
-        if channel.way.reach is Reach.ALL:
+        if channel.start_command.reach is Reach.ALL:
             return
         if self._stopped_at is None and not self._has_left(channel):
             self._host_lost(channel, _loss(channel, was, code, self._job.port))
@@ -302,7 +309,7 @@ class Front:
             os.set_blocking(pipe.fileno(), False)
             rest = pipe.read() or b""
             channel.complaints += rest
-            if channel.way.reach is Reach.ALL:
+            if channel.start_command.reach is Reach.ALL:
                 self._printer.unlabelled(rest)
 
     # ---- outgoing ----------------------------------------------------------------------------
@@ -328,10 +335,14 @@ class Front:
         assert first is not None and first.hello is not None
         if len(self._job.pool) == 1:
             return "127.0.0.1"
-        if first.way.is_ssh and not is_loopback(first.hello.reached_at):
+        if first.start_command.is_ssh and not is_loopback(first.hello.reached_at):
             return first.hello.reached_at
         for other in self._channels.values():  # rank 0 is on this machine
-            if other.way.is_ssh and other.hello and not is_loopback(other.hello.reached_at):
+            if (
+                other.start_command.is_ssh
+                and other.hello
+                and not is_loopback(other.hello.reached_at)
+            ):
                 own = address_towards(other.hello.reached_at)
                 return own or (*first.hello.addresses, "127.0.0.1")[0]
         return (*first.hello.addresses, "127.0.0.1")[0]
@@ -436,7 +447,7 @@ class Front:
         )
 
     def _who(self) -> str:
-        starters = [c.host for c in self._channels.values() if c.way.reach is Reach.ALL]
+        starters = [c.host for c in self._channels.values() if c.start_command.reach is Reach.ALL]
         return f"{starters[0]} has" if starters else f"all {self._job.world_size} ranks have"
 
     def _agents_code(self) -> int:
@@ -449,7 +460,7 @@ class Front:
                 for line in agents_words(left.notes, self._job.port):
                     self._say(f"  {line}")
                 return left.code
-            if channel.way.reach is Reach.ALL and code != 0:
+            if channel.start_command.reach is Reach.ALL and code != 0:
                 self._say(f"{channel.host} ended with {code}")
                 return exit_code(code)
         return 0
@@ -468,7 +479,7 @@ def _on_its_line(say: Callable[[str], None], printer: Printer) -> Callable[[str]
 def _loss(channel: Channel, was: HostState, code: int, port: int) -> str:
     """Describe how a host was lost, in one line or more."""
     how = "cannot be reached" if was is HostState.REACHED_FOR else "is lost"
-    by = "ssh" if channel.way.is_ssh else "its process"
+    by = "ssh" if channel.start_command.is_ssh else "its process"
     said = channel.complaints.decode(errors="replace").strip()
     if channel.left is not None:
         by, code = "torch's agent", channel.left.code

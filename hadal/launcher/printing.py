@@ -31,7 +31,7 @@ _LONGEST_NBYTES = 1 << 20
 
 
 @dataclass
-class _Talk:
+class _RankOutput:
     """The recent output of one rank."""
 
     prefix: bytes
@@ -60,8 +60,8 @@ class Printer:
         self._error = error
         self._prefix_of = prefix_of
         self._clock = clock
-        self._talks: dict[tuple[str, int], _Talk] = {}
-        self._shown_in_full: _Talk | None = None
+        self._outputs: dict[tuple[str, int], _RankOutput] = {}
+        self._shown_in_full: _RankOutput | None = None
         """The rank whose traceback was shown last."""
         self._shown_at = -math.inf
         self._terminals = [each for each in (out, error) if each.isatty()]
@@ -72,19 +72,23 @@ class Printer:
 
     def began(self, host: str, rank: int) -> None:
         """Forget a rank's output: its process has just started."""
-        self._talks.pop((host, rank), None)
+        self._outputs.pop((host, rank), None)
 
     def said(self, host: str, rank: int, is_error: bool, piece: bytes) -> None:
         """Print some of a rank's output."""
-        talk = self._talk(host, rank)
-        lines = talk.error if is_error else talk.out
+        output = self._output(host, rank)
+        lines = output.error if is_error else output.out
         for line in lines.feed(piece):
-            self._line(talk, is_error, line)
+            self._line(output, is_error, line)
         # A single rank's output is shown at once; that of several ranks only in whole lines.
-        if not talk.prefix and lines.rest and not (is_error and self._may_begin(talk, lines.rest)):
-            self._line(talk, is_error, lines.take())
+        if (
+            not output.prefix
+            and lines.rest
+            and not (is_error and self._may_begin(output, lines.rest))
+        ):
+            self._line(output, is_error, lines.take())
         if lines.rest_nbytes > _LONGEST_NBYTES:
-            self._line(talk, is_error, lines.take() + b"\n")
+            self._line(output, is_error, lines.take() + b"\n")
 
     def unlabelled(self, piece: bytes) -> None:
         """Print output that belongs to no rank, unchanged."""
@@ -92,15 +96,15 @@ class Printer:
 
     def look(self) -> None:
         """Show the tracebacks of ranks that still run."""
-        for talk in sorted(self._talks.values(), key=lambda talk: talk.began_at or 0):
-            held_for = self._clock() - (talk.began_at or 0)
-            if talk.is_held and held_for > HOLD_S:
-                self._release(talk)
+        for output in sorted(self._outputs.values(), key=lambda output: output.began_at or 0):
+            held_for = self._clock() - (output.began_at or 0)
+            if output.is_held and held_for > HOLD_S:
+                self._release(output)
         self.flush()
 
     def has_shown(self, host: str, rank: int) -> bool:
         """Return whether a rank's last traceback was printed in full."""
-        return self._talk(host, rank).is_shown
+        return self._output(host, rank).is_shown
 
     def begin_line(self) -> None:
         """Let the terminal's next line begin on an empty one, not on a rank's progress bar."""
@@ -114,56 +118,56 @@ class Printer:
 
         With `shows` a held traceback is printed.
         """
-        talk = self._talk(host, rank)
-        for is_error, lines in ((False, talk.out), (True, talk.error)):
+        output = self._output(host, rank)
+        for is_error, lines in ((False, output.out), (True, output.error)):
             if lines.rest_nbytes:
-                self._line(talk, is_error, lines.take() + b"\n" * bool(talk.prefix))
-        if shows and talk.is_held:
-            self._release(talk)
-        talk.is_held = False
-        if talk.began_at is not None:
-            return talk.began_at, b"".join(talk.traceback).decode(errors="replace").rstrip()
-        return None, last_lines(b"".join(talk.tail).decode(errors="replace"))
+                self._line(output, is_error, lines.take() + b"\n" * bool(output.prefix))
+        if shows and output.is_held:
+            self._release(output)
+        output.is_held = False
+        if output.began_at is not None:
+            return output.began_at, b"".join(output.traceback).decode(errors="replace").rstrip()
+        return None, last_lines(b"".join(output.tail).decode(errors="replace"))
 
     def flush(self) -> None:
         """Flush both outputs."""
         self._out.flush()
         self._error.flush()
 
-    def _talk(self, host: str, rank: int) -> _Talk:
-        if (host, rank) not in self._talks:
-            self._talks[host, rank] = _Talk(self._prefix_of(host, rank).encode())
-        return self._talks[host, rank]
+    def _output(self, host: str, rank: int) -> _RankOutput:
+        if (host, rank) not in self._outputs:
+            self._outputs[host, rank] = _RankOutput(self._prefix_of(host, rank).encode())
+        return self._outputs[host, rank]
 
-    def _line(self, talk: _Talk, is_error: bool, line: bytes) -> None:
+    def _line(self, output: _RankOutput, is_error: bool, line: bytes) -> None:
         if is_error:
             plain = ADDED.sub(b"", line)
-            if plain.startswith(TRACEBACK) and not talk.is_held:
-                talk.traceback, talk.began_at = [], self._clock()
-                talk.is_held, talk.is_shown = True, False
-            talk.tail.append(plain)
-            if talk.is_held:
-                talk.traceback.append(plain)
+            if plain.startswith(TRACEBACK) and not output.is_held:
+                output.traceback, output.began_at = [], self._clock()
+                output.is_held, output.is_shown = True, False
+            output.tail.append(plain)
+            if output.is_held:
+                output.traceback.append(plain)
                 return
-        self._write(self._error if is_error else self._out, talk.prefix + line)
+        self._write(self._error if is_error else self._out, output.prefix + line)
 
-    def _may_begin(self, talk: _Talk, rest: bytes) -> bool:
+    def _may_begin(self, output: _RankOutput, rest: bytes) -> bool:
         rest = ADDED.sub(b"", rest)
-        return talk.is_held or TRACEBACK.startswith(rest[: len(TRACEBACK)])
+        return output.is_held or TRACEBACK.startswith(rest[: len(TRACEBACK)])
 
-    def _release(self, talk: _Talk) -> None:
-        talk.is_held = False
-        began_at = talk.began_at or 0
-        follows = self._shown_in_full not in (None, talk) and began_at - self._shown_at <= HOLD_S
-        error = error_in(b"".join(talk.traceback).decode(errors="replace")) if follows else None
+    def _release(self, output: _RankOutput) -> None:
+        output.is_held = False
+        began_at = output.began_at or 0
+        follows = self._shown_in_full not in (None, output) and began_at - self._shown_at <= HOLD_S
+        error = error_in(b"".join(output.traceback).decode(errors="replace")) if follows else None
         if error is None:
-            self._shown_in_full, self._shown_at, talk.is_shown = talk, began_at, True
-            lines = talk.traceback
+            self._shown_in_full, self._shown_at, output.is_shown = output, began_at, True
+            lines = output.traceback
         else:
             lines = [line.encode() + b"\n" for line in error.lines]
             lines[0] = b"(traceback folded) " + lines[0]
         for line in lines:
-            self._write(self._error, talk.prefix + line)
+            self._write(self._error, output.prefix + line)
 
     def _write(self, stream: BinaryIO, text: bytes) -> None:
         if stream in self._terminals:

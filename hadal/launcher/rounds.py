@@ -67,10 +67,14 @@ class ElasticFront(Front):
     def _own_address(self, channel: Channel) -> str:
         """Return the address at which other hosts reach this one."""
         hello = channel.hello
-        if hello is not None and channel.way.is_ssh:
+        if hello is not None and channel.start_command.is_ssh:
             return hello.reached_at
         for other in self._channels.values():
-            if other.way.is_ssh and other.hello and not is_loopback(other.hello.reached_at):
+            if (
+                other.start_command.is_ssh
+                and other.hello
+                and not is_loopback(other.hello.reached_at)
+            ):
                 return address_towards(other.hello.reached_at)
         return self._address or "127.0.0.1"
 
@@ -136,7 +140,7 @@ class ElasticFront(Front):
                 with contextlib.suppress(OSError):  # a message that it has not read
                     pipe.close()
         self._tried_at[host] = time.monotonic()
-        self._channels[host] = Channel(host, old.way, self._variables)
+        self._channels[host] = Channel(host, old.start_command, self._variables)
         self._listen_to(self._channels[host])
 
     def _is_over(self) -> bool:

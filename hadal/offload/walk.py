@@ -29,7 +29,7 @@ class Stop(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class DiskOverlap:
     """The disk's work while a part is processed."""
 
     reads_ahead: bool = True
@@ -73,7 +73,7 @@ class _Load:
 
 
 def walk(
-    stops: Sequence[Stop], pool: Buffers, pace: Pace
+    stops: Sequence[Stop], pool: Buffers, overlap: DiskOverlap
 ) -> Iterator[tuple[Stop, Sequence[Tensor]]]:
     """Yield each stop with its values (1-D, one per tensor), and write them afterwards.
 
@@ -90,7 +90,7 @@ def walk(
         for number, stop in enumerate(stops):
             here, ahead = ahead or _fetch(stop, pool), None
             here.wait()
-            if pace.reads_ahead and number + 1 < len(stops):
+            if overlap.reads_ahead and number + 1 < len(stops):
                 ahead = _fetch(stops[number + 1], pool)
             yield stop, here.values
             if behind is not None:
@@ -100,7 +100,7 @@ def walk(
                 if tensor in stop.written:
                     here.requests.append(tensor.start_write(stop.start, values))
             behind, here = here, None
-            if not pace.writes_behind:
+            if not overlap.writes_behind:
                 behind.wait()
                 behind.release()
                 behind = None

@@ -16,7 +16,7 @@ from hadal.errors import CommunicationError, OffloadError
 from hadal.offload.buffers import BufferPool, LooseBuffers
 from hadal.offload.extents import cut
 from hadal.offload.tensors import UNIT_NUMEL, DiskTensor, one_update
-from hadal.offload.walk import Pace, Stop, walk
+from hadal.offload.walk import DiskOverlap, Stop, walk
 from hadal.optim.elementwise import Beginner, SliceUpdate, count_up
 from hadal.optim.pieces import Piece
 from hadal.optim.state_on_disk import DiskState, backup_of
@@ -35,7 +35,7 @@ class DiskSteps:
     """The most elements of one kind of state that are updated at a time (a sub-group)."""
     buffer_count: int = 4
     """The number of sub-groups, in float32, that fit in all buffers."""
-    pace: Pace = field(default_factory=Pace)
+    overlap: DiskOverlap = field(default_factory=DiskOverlap)
     pins: bool = False
     """True if the buffers are pinned."""
     clears_first: bool = False
@@ -43,7 +43,7 @@ class DiskSteps:
 
     def part_numel(self, runs: int, block: int) -> int:
         """Return the elements to read at a time, with `runs` values each, in whole blocks."""
-        room = self.buffer_count * self.numel // (runs * self.pace.parts)
+        room = self.buffer_count * self.numel // (runs * self.overlap.parts)
         return max(1, min(room, self.numel) // block) * block
 
 
@@ -186,9 +186,9 @@ def walk_parts(
     pages = -(-max(stop.numel for _, stop in stops) // UNIT_NUMEL)
     itemsize = max(run.dtype.itemsize for stop in whole.values() for run in stop.tensors)
     nbytes = pages * UNIT_NUMEL * itemsize
-    pool = pool_of(widest * steps.pace.parts, nbytes, pinned=steps.pins)
+    pool = pool_of(widest * steps.overlap.parts, nbytes, pinned=steps.pins)
     owners = iter(stops)
-    for stop, values in walk([stop for _, stop in stops], pool, steps.pace):
+    for stop, values in walk([stop for _, stop in stops], pool, steps.overlap):
         yield next(owners)[0], stop, values
 
 
@@ -240,7 +240,7 @@ def walk_whole(
         runs = tuple(run for state in batch for run in state.tensors)
         stops.append(Stop(runs, 0, max(run.numel for run in runs), runs))
     ways = iter(batches)
-    for stop, values in walk(stops, LooseBuffers(pinned=steps.pins), steps.pace):
+    for stop, values in walk(stops, LooseBuffers(pinned=steps.pins), steps.overlap):
         batch, read, first = next(ways), [], 0
         for state in batch:
             read.append(values[first : first + len(state.tensors)])

@@ -53,7 +53,7 @@ def preview(
     made = _optimizer(optimizer, _groups_for(kind, params))
     playing = build_schedule(kind, params, made)
     if needs_metric(playing):
-        raise OptimizerError(f"{kind} needs a metric at every step, so its course is not known")
+        raise OptimizerError(f"cannot plot {kind}: it follows a metric known only in training")
     courses = [ScheduleCourse() for _ in made.param_groups]
     with warnings.catch_warnings():
         # torch's schedulers expect a step of the optimizer before each of theirs.

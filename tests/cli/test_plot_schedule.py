@@ -128,7 +128,7 @@ def test_schedules_that_cannot_be_drawn_are_reported(tmp_path: Path, capsys, mon
     code, error = told(config_of("WarmupLR", warmup_num_steps=-1))
     assert (code, "scheduler.params.warmup_num_steps" in error) == (1, True)
     code, error = told(config_of("ReduceLROnPlateau"))
-    assert (code, "needs a metric" in error) == (1, True)
+    assert (code, "follows a metric" in error) == (1, True)
     code, error = told(config_of("WarmupLR"), "--output", str(tmp_path / "no" / "such.png"))
     assert (code, "cannot be written" in error) == (1, True)
     code, error = told(config_of("WarmupLR"), "--output", "rates.docx")

@@ -23,7 +23,7 @@ from hadal.comm import Ranks
 from hadal.comm import ranks as ranks_module
 from hadal.comm.collectives import max_, start_all_gather, start_reduce_scatter, sum_
 from hadal.comm.local import cross_memory, neighbours, pairs
-from hadal.comm.local.neighbours import Circle, Identity, meet
+from hadal.comm.local.neighbours import Identity, LocalPeers, meet
 from hadal.comm.start import may_read_memory
 from hadal.comm.works import Work
 from hadal.errors import CommunicationError
@@ -58,7 +58,7 @@ def exchange() -> list[bool]:
     for work in works:
         work.wait()
     found = [torch.equal(target, wanted) for target, wanted in targets]
-    return [len(ranks.circle.neighbours) == ranks.size - 1, *found]
+    return [len(ranks.local_peers.neighbours) == ranks.size - 1, *found]
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -114,8 +114,8 @@ def both_ways(dtype: torch.dtype) -> list[bool]:
     """The results of collectives with neighbours, and with the backend's sends."""
     ranks = Ranks.world()
     through = []
-    for circle in (ranks.circle, Circle()):
-        some = Ranks(ranks.group, ranks.rank, ranks.size, ranks.host_group, circle)
+    for local_peers in (ranks.local_peers, LocalPeers()):
+        some = Ranks(ranks.group, ranks.rank, ranks.size, ranks.host_group, local_peers)
         torch.manual_seed(ranks.rank)
         full = torch.randn(24_000).to(dtype)
         out = torch.zeros(24_000 // ranks.size, dtype=dtype)
@@ -139,14 +139,14 @@ def on_two_hosts() -> list[Any]:
     """Ranks 0 and 1 on one host, 2 and 3 on another: each pair goes its own way."""
     group = dist.new_group([0, 1, 2, 3])
     assert isinstance(group, dist.ProcessGroup)
-    met, host = neighbours.Office(), f"host {dist.get_rank() // 2}"
+    met, host = neighbours.PeerServer(), f"host {dist.get_rank() // 2}"
     with (
-        patch.object(neighbours, "_office", lambda: met),
+        patch.object(neighbours, "_peer_server", lambda: met),
         patch.object(neighbours, "_host", lambda: host),
         patch.object(Ranks, "world", lambda: Ranks.of(group)),
     ):
         ranks = Ranks.world()
-        return [sorted(ranks.circle.neighbours), *both_ways(torch.bfloat16)]
+        return [sorted(ranks.local_peers.neighbours), *both_ways(torch.bfloat16)]
 
 
 def test_some_may_be_neighbours_and_others_not(ranks: RankPools) -> None:
@@ -174,11 +174,11 @@ def test_a_tensor_of_another_length_is_reported_at_both_ends(ranks: RankPools) -
 def child_begins_anew() -> list[bool]:
     """The connections that a forked process inherits, and those that its parent keeps."""
     ranks = Ranks.world()
-    before = neighbours._office()
+    before = neighbours._peer_server()
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        after = neighbours._office()
+        after = neighbours._peer_server()
         begins = after is not before and not after.neighbours and after.address != before.address
         os.write(writing, b"anew" if begins else b"as it was")
         os._exit(0)
@@ -188,9 +188,9 @@ def child_begins_anew() -> list[bool]:
     os.close(writing)
     return [
         told == b"anew",
-        neighbours._office() is before,
+        neighbours._peer_server() is before,
         *exchange(),
-        bool(ranks.circle.neighbours),
+        bool(ranks.local_peers.neighbours),
     ]
 
 
@@ -203,7 +203,7 @@ def knock() -> list[bool]:
     """A stranger connects to a rank's socket while the ranks meet."""
     group = dist.new_group([0, 1])
     assert isinstance(group, dist.ProcessGroup)
-    met = neighbours.Office()
+    met = neighbours.PeerServer()
     addresses: list[bytes] = [b""] * 2
     dist.all_gather_object(addresses, met.address)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
@@ -211,8 +211,8 @@ def knock() -> list[bool]:
             stranger.connect(addresses[0])
             stranger.send(b"let me in")
         dist.barrier()
-        with patch.object(neighbours, "_office", lambda: met):
-            return [len(Ranks.of(group).circle.neighbours) == 1]
+        with patch.object(neighbours, "_peer_server", lambda: met):
+            return [len(Ranks.of(group).local_peers.neighbours) == 1]
 
 
 def test_a_stranger_is_not_let_in(ranks: RankPools) -> None:
@@ -267,18 +267,18 @@ def without_reading(who: int) -> tuple[int, bool]:
     assert isinstance(group, dist.ProcessGroup)
     blind = patch.object(neighbours, "_secret_of", lambda *_: b"-")
     # As processes that have not met yet.
-    met = neighbours.Office()
-    with patch.object(neighbours, "_office", lambda: met):
+    met = neighbours.PeerServer()
+    with patch.object(neighbours, "_peer_server", lambda: met):
         if dist.get_rank() == who:
             with blind:
                 ranks = Ranks.of(group)
         else:
             ranks = Ranks.of(group)
-    del ranks_module._kept[group]["circle"]
+    del ranks_module._kept[group]["local_peers"]
     full = torch.arange(2.0).repeat_interleave(5000)
     full[:5000] += 3 * (ranks.rank == 1)
     start_all_gather(full, ranks, "a test").wait()
-    return len(ranks.circle.neighbours), bool(torch.equal(full[:5000], torch.zeros(5000)))
+    return len(ranks.local_peers.neighbours), bool(torch.equal(full[:5000], torch.zeros(5000)))
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -292,8 +292,8 @@ def test_another_host_is_not_a_neighbour() -> None:
     silent = neighbours.identity(reads=False)
     assert silent.host == ""
     for other in (there, silent):
-        circle = meet([other, here], 1)
-        assert circle == Circle(other.group)
+        local_peers = meet([other, here], 1)
+        assert local_peers == LocalPeers(other.group)
     # Processes that tell nothing of their host are on no host together.
     nameless = Identity("", 1, b"", 5)
     assert meet([nameless, nameless._replace(pid=2)], 0).neighbours == {}
@@ -382,7 +382,7 @@ def between_hosts() -> list[float]:
     """Messages of gloo: those of one purpose meet, and wait for one another."""
     ranks = Ranks.world()
     other, found = ranks.others[0], [torch.zeros(()), torch.zeros(())]
-    with patch.dict(ranks.circle.neighbours, clear=True):
+    with patch.dict(ranks.local_peers.neighbours, clear=True):
         if ranks.rank:
             works = [send(torch.tensor(float(n)), other, ranks, 94, f"block {n}") for n in (2, 3)]
         else:
@@ -419,7 +419,7 @@ def interrupted(where: str) -> bool:
         return True
     found = torch.zeros(5000)
     dist.barrier()
-    neighbour = ranks.circle.neighbours[other]
+    neighbour = ranks.local_peers.neighbours[other]
     end = time.monotonic() + 60
     while not any([*neighbour._offers.values()]) and time.monotonic() < end:
         time.sleep(0.01)

@@ -293,7 +293,7 @@ def test_results_of_other_functions_are_not_reused(tmp_path: Path) -> None:
         ({"worker_id": 1}, "worker_id is 1, and num_workers 1"),
         ({"num_workers": 2}, "there is no process group; call init_distributed"),
         ({"custom_map_init": print}, "give all three"),
-        ({"metric_functions": [5]}, "metric val has no function, but int; expected one of a batch"),
+        ({"metric_functions": [5]}, "metric val: expected a function of a batch, got int"),
         ({"metric_names": ["a/b"]}, 'metric_names has "a/b"; expected directory names'),
         ({name: [] for name in LISTS}, "no metric is given"),
         ({"batch_size": 0}, "batch_size is 0; expected 1 or more"),

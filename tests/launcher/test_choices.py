@@ -90,20 +90,20 @@ def test_a_hostfile_lists_the_hosts(plan: Any, hostfile: str) -> None:
     made = plan(hostfile=hostfile, num_nodes=2, num_slots=1)
     assert made.job.pool == {"a": (0,), "b": (0,)}
     assert made.address == ""
-    assert [way.is_ssh for way in made.ways.values()] == [True, True]
+    assert [start_command.is_ssh for start_command in made.start_commands.values()] == [True, True]
     assert plan(hostfile=hostfile, exclude="a@b:0,1").job.pool == {"b": (2, 3), "c": (0, 1)}
 
 
 def test_the_named_host_is_used(plan: Any, hostfile: str) -> None:
-    (way,) = plan(hostfile=hostfile, include="b:1").ways.values()
-    assert way.is_ssh
+    (start_command,) = plan(hostfile=hostfile, include="b:1").start_commands.values()
+    assert start_command.is_ssh
 
 
 def test_one_host_that_is_this_one_needs_no_ssh(plan: Any, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("127.0.0.1 slots=2\n")
-    (way,) = plan(hostfile="hosts").ways.values()
-    assert not way.is_ssh
-    (forced,) = plan(hostfile="hosts", force_multi=True).ways.values()
+    (start_command,) = plan(hostfile="hosts").start_commands.values()
+    assert not start_command.is_ssh
+    (forced,) = plan(hostfile="hosts", force_multi=True).start_commands.values()
     assert forced.is_ssh
 
 
@@ -117,7 +117,7 @@ def test_a_missing_hostfile_is_refused(plan: Any) -> None:
 
 def test_ssh_gets_its_port_and_arguments(plan: Any, hostfile: str) -> None:
     fields = {"ssh_port": 2222, "launcher_args": ("-i", "/my key"), "venv_script": "/v/bin/a b"}
-    words = plan(hostfile=hostfile, **fields).ways["b"].words
+    words = plan(hostfile=hostfile, **fields).start_commands["b"].words
     assert words[0] == "ssh"
     assert words[-2] == "b"
     assert words[words.index("-p") + 1] == "2222"
@@ -129,7 +129,9 @@ def test_ssh_gets_its_port_and_arguments(plan: Any, hostfile: str) -> None:
 def test_without_ssh_each_host_starts_its_own_share(plan: Any, hostfile: str) -> None:
     here = {"hostfile": hostfile, "no_ssh": True, "master_addr": "10.0.0.1"}
     made = plan(**here, node_rank=1)
-    assert {host: way.is_ssh for host, way in made.ways.items()} == {"b": False}
+    assert {host: start_command.is_ssh for host, start_command in made.start_commands.items()} == {
+        "b": False
+    }
     assert made.address == "10.0.0.1"
     for fields, told in (
         ({**here}, "set its index in the hostfile"),

@@ -36,5 +36,5 @@ def test_an_unknown_optimizers_rate_is_used(kind):
 
 
 def test_schedules_without_a_preview_are_refused():
-    with pytest.raises(OptimizerError, match="needs a metric"):
+    with pytest.raises(OptimizerError, match="follows a metric"):
         preview(("ReduceLROnPlateau", {}), None, 3)

@@ -210,7 +210,7 @@ class Neighbour:
         self._unwritten.append(message)
         self._wake()
 
-    # ---- in the office's thread ------------------------------------------------------------------
+    # ---- in the server's thread ------------------------------------------------------------------
 
     @property
     def wants_to_write(self) -> bool:
@@ -314,8 +314,8 @@ class Neighbour:
             one.end(self._fault)
 
 
-class Office:
-    """The connections of this process, and the thread that serves them."""
+class PeerServer:
+    """Serves reads of this process's memory to its peers, on a thread."""
 
     def __init__(self) -> None:
         self.address = b"\0hadal-" + secrets.token_hex(12).encode()

@@ -20,7 +20,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from hadal.comm.local.cross_memory import MEETING_S, Neighbour, Office, read, system
+from hadal.comm.local.cross_memory import MEETING_S, Neighbour, PeerServer, read, system
 from hadal.device import accelerator_kind
 from hadal.errors import CommunicationError
 
@@ -45,7 +45,7 @@ class Identity(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Circle:
+class LocalPeers:
     """The neighbours among the ranks of one group."""
 
     group: int = 0
@@ -55,16 +55,16 @@ class Circle:
 
 
 @cache
-def _office() -> Office:
-    office = Office()
-    os.register_at_fork(after_in_child=partial(_leave, office))
-    return office
+def _peer_server() -> PeerServer:
+    server = PeerServer()
+    os.register_at_fork(after_in_child=partial(_leave, server))
+    return server
 
 
-def _leave(office: Office) -> None:
+def _leave(server: PeerServer) -> None:
     """Drop a parent's connections in a forked child, which makes its own."""
-    office.close()
-    _office.cache_clear()
+    server.close()
+    _peer_server.cache_clear()
 
 
 def _host() -> str:
@@ -82,10 +82,10 @@ def identity(*, reads: bool) -> Identity:
     number = secrets.randbits(63)
     if not reads or system() is None or not _host():
         return Identity("", os.getpid(), b"", number)
-    return Identity(_host(), os.getpid(), _office().address, number)
+    return Identity(_host(), os.getpid(), _peer_server().address, number)
 
 
-def meet(identities: Sequence[Identity], rank: int) -> Circle:
+def meet(identities: Sequence[Identity], rank: int) -> LocalPeers:
     """Find the neighbours among the ranks of a group. All of them must call it, with the same.
 
     Raises:
@@ -98,7 +98,7 @@ def meet(identities: Sequence[Identity], rank: int) -> Circle:
         if number != rank and mine.host and other.host == mine.host and other.pid != mine.pid
     }
     if others:
-        unknown = {n: o for n, o in others.items() if o.address not in _office().neighbours}
+        unknown = {n: o for n, o in others.items() if o.address not in _peer_server().neighbours}
         try:
             _connect(unknown, rank)
         except OSError as error:
@@ -107,15 +107,15 @@ def meet(identities: Sequence[Identity], rank: int) -> Circle:
                 f"rank {rank} could not connect with the processes {pids} of this host: {error}."
                 " Did one of them die? HADAL_CROSS_MEMORY=0 on all ranks uses gloo instead."
             ) from error
-    known = {n: _office().neighbours.get(other.address) for n, other in others.items()}
-    return Circle(
+    known = {n: _peer_server().neighbours.get(other.address) for n, other in others.items()}
+    return LocalPeers(
         identities[0].group, {n: found for n, found in known.items() if found is not None}
     )
 
 
 def _connect(others: Mapping[int, Identity], rank: int) -> None:
     """Connect with new processes, and keep those that can read, both ways."""
-    known = [neighbour.pid for neighbour in _office().neighbours.values()]
+    known = [neighbour.pid for neighbour in _peer_server().neighbours.values()]
     _let_read([*known, *(other.pid for other in others.values())])
     connections: dict[int, socket.socket] = {}
     for number, other in others.items():
@@ -123,11 +123,11 @@ def _connect(others: Mapping[int, Identity], rank: int) -> None:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connection.settimeout(MEETING_S)
             connection.connect(other.address)
-            connection.send(_office().address)
+            connection.send(_peer_server().address)
             connections[number] = connection
     by_address = {other.address: number for number, other in others.items() if number > rank}
     while by_address:
-        connection, _ = _office().listener.accept()
+        connection, _ = _peer_server().listener.accept()
         connection.settimeout(MEETING_S)
         peer = by_address.get(connection.recv(64))
         if peer is None or _pid_of(connection) != others[peer].pid:
@@ -137,7 +137,7 @@ def _connect(others: Mapping[int, Identity], rank: int) -> None:
         connections[peer] = connection
     for number in _trusted({n: (others[n].pid, c) for n, c in connections.items()}):
         other = others[number]
-        _office().add(other.address, other.pid, connections.pop(number))
+        _peer_server().add(other.address, other.pid, connections.pop(number))
     for connection in connections.values():
         connection.close()
 

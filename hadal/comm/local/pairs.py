@@ -43,10 +43,10 @@ def exchange(
     if record is not None:
         record.sent = sum(tensor.nbytes for tensor, _ in leaving)
         ends = record.parts(len(ends))
-    ways = [(True, *way) for way in leaving] + [(False, *way) for way in coming]
+    moves = [(True, *one) for one in leaving] + [(False, *one) for one in coming]
     works = [
         _begun(sends, tensor, other, ranks, (tag, number), label, end)
-        for (sends, tensor, other), end in zip(ways, ends, strict=True)
+        for (sends, tensor, other), end in zip(moves, ends, strict=True)
     ]
     return [*works[len(leaving) :], *works[: len(leaving)]]
 
@@ -76,11 +76,11 @@ def _begun(
 def _start(
     sends: bool, tensor: Tensor, other: int, ranks: Ranks, *, tag: int, purpose: int
 ) -> Work:
-    circle = ranks.circle
-    neighbour = circle.neighbours.get(other)
+    local_peers = ranks.local_peers
+    neighbour = local_peers.neighbours.get(other)
     if neighbour is not None:
         move = neighbour.send if sends else neighbour.receive
-        return move(tensor, circle.group, tag, purpose, collective_timeout_s())
+        return move(tensor, local_peers.group, tag, purpose, collective_timeout_s())
     group = ranks.host_group
     if purpose:
         # gloo compares nothing but the tag: only part of the purpose has room beside it.

@@ -276,7 +276,8 @@ def _bits(config: Config) -> Iterator[Fault]:
     if shared.fp16_mixed_quantize.enabled and shared.quantize_weight_in_forward:
         yield Fault(
             f"{path}.shared_parameters.fp16_mixed_quantize.enabled",
-            "blends while the bits fall; set quantize_weight_in_forward to false",
+            "only works with quantization in the optimizer step; set quantize_weight_in_forward to"
+            " false",
         )
 
 

@@ -156,7 +156,12 @@ class Runner:
             printer = printer_for(plan.job, plan.names_hosts, said, complained)
             waits = not self.choices.no_ssh_check
             front = Front(
-                plan.job, plan.ways, printer, tell, address=plan.address, waits_for_all=waits
+                plan.job,
+                plan.start_commands,
+                printer,
+                tell,
+                address=plan.address,
+                waits_for_all=waits,
             )
             code = front.run()
         if front.interrupted_by is not None:

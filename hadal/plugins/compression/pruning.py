@@ -36,7 +36,7 @@ TECHNIQUES: Mapping[str, tuple[type[nn.Module], ...]] = {
 }
 """In the order in which they apply, with the modules that each knows."""
 BLOCK_SCORES = "sparse_pruning_scores"
-_OF_BLOCKS = {"schedule_offset_end", "schedule_offset_stride", "block_pattern", "excluded_modules"}
+_BLOCK_KEYS = {"schedule_offset_end", "schedule_offset_stride", "block_pattern", "excluded_modules"}
 _SPARSE = "compression_training.sparse_pruning"
 Pruned = tuple[Match, "PruneRule | BlockRule"]
 Whole = Callable[[Iterable[Any]], AbstractContextManager[Any]]
@@ -82,7 +82,7 @@ def prunings_of(
 
 def _tell_idle(shared: SparsePruningShared) -> None:
     """Warn of keys that only another method reads."""
-    given = sorted(_OF_BLOCKS & shared.model_fields_set)
+    given = sorted(_BLOCK_KEYS & shared.model_fields_set)
     if given:
         _log.warning(
             '%s.shared_parameters: %s have no effect with method "%s", only with "snip_momentum"',

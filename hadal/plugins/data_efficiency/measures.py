@@ -116,8 +116,7 @@ def measures_of(
             )
         if not callable(function):
             raise UsageError(
-                f"metric {name} has no function, but {type(function).__name__}; expected one of a"
-                " batch"
+                f"metric {name}: expected a function of a batch, got {type(function).__name__}"
             )
         dtype = None if dtypes is None else _dtype(name, dtypes[number])
         made.append(Measure(name, function, kind == ACCUMULATED, dtype))

@@ -182,7 +182,10 @@ def _routing(
     balanced: Tensor,
     per_token: int,
 ) -> Routing:
-    """`balanced`: the choices that the balance loss counts, `per_token` of each token."""
+    """Return the routing of each token.
+
+    `balanced` holds the choices that count towards the load-balancing loss, `per_token` per token.
+    """
     tokens, size = probabilities.shape
     counts = _counts(experts, valid, size)
     fractions = _counts(experts, balanced, size).to(probabilities.dtype) / max(tokens, 1)

@@ -34,7 +34,7 @@ from hadal.plugins.pipeline.schedule import (
     SendGrad,
 )
 from hadal.plugins.pipeline.values import TensorForm, ValueLayout, put_together, taken_apart
-from hadal.plugins.pipeline.wires import Coming, DataEndedError, Errand, Sent, Wire
+from hadal.plugins.pipeline.wires import Coming, DataEndedError, MessageSubject, Sent, Wire
 
 
 class Computation(Protocol):
@@ -62,7 +62,7 @@ class Computation(Protocol):
         """Return the current layer of a chunk's forward, for errors."""
 
 
-class _Seam(torch.autograd.Function):
+class _GradientEntry(torch.autograd.Function):
     """A scalar whose backward passes the received gradients to the outputs."""
 
     @staticmethod
@@ -79,7 +79,7 @@ class _Seam(torch.autograd.Function):
 class _Slot:
     """One micro-batch between its forward and its backward."""
 
-    errand: Errand
+    subject: MessageSubject
     value: Any = None
     """The input, until its forward."""
     received: list[Tensor] = field(default_factory=list)
@@ -143,7 +143,7 @@ def chunks_of(
         device: where tensors are.
         slices: ranks that share what they send of activations, and of gradients.
     """
-    ways = _ways(pipe, device, is_ring=len(names) > pipe.size)
+    groups = _direction_groups(pipe, device, is_ring=len(names) > pipe.size)
     numbers, found = pipe.numbers, []
     serial = _serials[pipe.group] = _serials.get(pipe.group, -1) + 1
 
@@ -151,7 +151,7 @@ def chunks_of(
         ends = [f"{names[end]} (rank {numbers[end % pipe.size]})" for end in (source, target)]
         number = 2 * max(source, target) + (source > target)
         other = source if target % pipe.size == pipe.rank else target
-        ranks = ways.get((what, source % pipe.size), pipe)
+        ranks = groups.get((what, source % pipe.size), pipe)
         place = ranks.numbers.index(numbers[other % pipe.size])
         name = f"the {what} from {ends[0]} to {ends[1]}"
         return Wire(ranks, place, number, device, name, of, serial)
@@ -168,7 +168,9 @@ def chunks_of(
     return found
 
 
-def _ways(pipe: Ranks, device: torch.device, *, is_ring: bool) -> dict[tuple[str, int], Ranks]:
+def _direction_groups(
+    pipe: Ranks, device: torch.device, *, is_ring: bool
+) -> dict[tuple[str, int], Ranks]:
     """Return a communicator for each direction between neighbours, by content and sending rank.
 
     An accelerator's backend runs all calls of a communicator in their order. A receive that is
@@ -177,17 +179,17 @@ def _ways(pipe: Ranks, device: torch.device, *, is_ring: bool) -> dict[tuple[str
     """
     if device.type == "cpu" or pipe.size == 1:
         return {}
-    ways = {}
+    groups = {}
     # In one order on all ranks: to create a communicator is to wait for the other rank.
     for first in range(pipe.size if is_ring else pipe.size - 1):
         pair = first, (first + 1) % pipe.size
         for what, source in zip(("activation", "gradient"), pair, strict=True):
             if pipe.rank in pair:
                 members = [pipe.numbers[each] for each in sorted(pair)]
-                ways[what, source] = once(
+                groups[what, source] = once(
                     pipe.group, (what, pair), functools.partial(pipe.some, members)
                 )
-    return ways
+    return groups
 
 
 _Place = tuple[int, int]
@@ -215,7 +217,9 @@ class Executor:
         self._told: list[Sent] = []
         self._batch, self._trains, self._backwards = 0, True, 0
         self._results: list[Any] = []
-        self._acts: Mapping[type[PipeInstruction], Callable[[Chunk, _Place, Errand], None]] = {
+        self._acts: Mapping[
+            type[PipeInstruction], Callable[[Chunk, _Place, MessageSubject], None]
+        ] = {
             LoadMicroBatch: self._load,
             ForwardPass: self._forward,
             BackwardPass: self._backward,
@@ -258,9 +262,9 @@ class Executor:
                     self._post_ahead(todo[place + 1 :])
                 where = _place_of(one)
                 chunk = self._chunks[where[0]]
-                errand = Errand(self._batch, trains, chunk.done[type(one)])
-                doing.now = one, where[0], errand
-                self._acts[type(one)](chunk, where, errand)
+                subject = MessageSubject(self._batch, trains, chunk.done[type(one)])
+                doing.now = one, where[0], subject
+                self._acts[type(one)](chunk, where, subject)
                 chunk.done[type(one)] += 1
             for slot in self._slots.values():
                 _wait(slot.sent)
@@ -289,7 +293,7 @@ class Executor:
                 if wire is not None:
                     # A neighbour that has exited receives nothing.
                     with suppress(CommunicationError):
-                        self._told.append(wire.tell(doing.errand, text, is_end=is_end))
+                        self._told.append(wire.tell(doing.subject, text, is_end=is_end))
 
     # ---- receiving -------------------------------------------------------------------------------
 
@@ -305,50 +309,50 @@ class Executor:
         kind, place = type(one), _place_of(one)
         chunk = self._chunks[place[0]]
         ahead = sum(other is kind and at[0] == place[0] for other, at in self._coming)
-        errand = Errand(self._batch, self._trains, chunk.done[kind] + ahead)
+        subject = MessageSubject(self._batch, self._trains, chunk.done[kind] + ahead)
         if kind is RecvActivation:
             wire, layout = chunk.activations_in, chunk.inputs.get(self._trains)
             forms = layout.tensors if layout is not None and self._keeps_layout else None
         else:
             wire, slot = chunk.gradients_in, self._slots.get(place)
-            forms = slot.forms if slot is not None and slot.errand == errand else None
+            forms = slot.forms if slot is not None and slot.subject == subject else None
         if wire is None:
             raise UsageError(f"{chunk.name}: {one} has no neighbour to receive from")
-        self._coming[kind, place] = wire.expect(errand, forms)
+        self._coming[kind, place] = wire.expect(subject, forms)
 
-    def _receive_activation(self, chunk: Chunk, place: _Place, errand: Errand) -> None:
+    def _receive_activation(self, chunk: Chunk, place: _Place, subject: MessageSubject) -> None:
         tensors, announced = self._coming.pop((RecvActivation, place)).take()
         if announced is not None:
             chunk.inputs[self._trains] = announced
-        layout, slot = chunk.inputs[self._trains], self._slot(place, errand)
+        layout, slot = chunk.inputs[self._trains], self._slot(place, subject)
         for tensor, form in zip(tensors, layout.tensors, strict=True):
             if form.takes_gradient and self._trains:
                 slot.received.append(tensor.requires_grad_())
         slot.value = put_together(layout.frame, tensors)
 
-    def _receive_gradient(self, chunk: Chunk, place: _Place, errand: Errand) -> None:
+    def _receive_gradient(self, chunk: Chunk, place: _Place, subject: MessageSubject) -> None:
         slot = self._slots[place]
         slot.gradients[:], _ = self._coming.pop((RecvGrad, place)).take(slot.forms)
 
-    def _slot(self, place: _Place, errand: Errand) -> _Slot:
+    def _slot(self, place: _Place, subject: MessageSubject) -> _Slot:
         """Return the slot of a new micro-batch."""
         slot = self._slots.get(place)
-        if slot is None or slot.errand != errand:
+        if slot is None or slot.subject != subject:
             if slot is not None:
                 _wait(slot.sent)
-            slot = self._slots[place] = _Slot(errand)
+            slot = self._slots[place] = _Slot(subject)
         return slot
 
     # ---- computing -------------------------------------------------------------------------------
 
-    def _load(self, chunk: Chunk, place: _Place, errand: Errand) -> None:
+    def _load(self, chunk: Chunk, place: _Place, subject: MessageSubject) -> None:
         inputs, labels = self._work.load()
-        slot = self._slot(place, errand)
+        slot = self._slot(place, subject)
         slot.labels = labels
         if chunk.activations_in is None:
             slot.value = inputs
 
-    def _forward(self, chunk: Chunk, place: _Place, errand: Errand) -> None:
+    def _forward(self, chunk: Chunk, place: _Place, subject: MessageSubject) -> None:
         slot = self._slots[place]
         outputs = self._work.forward(place[0], slot.value)
         slot.value = None
@@ -371,20 +375,20 @@ class Executor:
         known = chunk.outputs.get(self._trains)
         if self._keeps_layout and known is not None and known != layout:
             raise UsageError(
-                f"{where} returned {layout} for {slot.errand}, but {known} for those before: the"
+                f"{where} returned {layout} for {slot.subject}, but {known} for those before: the"
                 " next stage expects the same for every micro-batch. Call reset_activation_shape()"
                 " on all ranks between two batches, or pass PipelineModule dynamic_shape=True"
             )
         announced = None if self._keeps_layout and known is not None else layout
         chunk.outputs[self._trains] = layout
-        slot.sent.append(wire.send(slot.errand, tensors, announced))
+        slot.sent.append(wire.send(slot.subject, tensors, announced))
         slot.forms = layout.gradients
         if self._trains and slot.forms:
             takers = [tensor for tensor in tensors if tensor.requires_grad]
-            root: Tensor = _Seam.apply(slot.gradients, *takers)  # type: ignore[no-untyped-call]
+            root: Tensor = _GradientEntry.apply(slot.gradients, *takers)  # type: ignore[no-untyped-call]
             slot.root = root
 
-    def _backward(self, chunk: Chunk, place: _Place, errand: Errand) -> None:
+    def _backward(self, chunk: Chunk, place: _Place, subject: MessageSubject) -> None:
         slot = self._slots[place]
         self._run_backward(slot.root, slot.loss)
         slot.root = slot.loss = None
@@ -395,17 +399,17 @@ class Executor:
                 torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                 for tensor in slot.received
             ]
-            slot.sent.append(chunk.gradients_out.send(errand, given))
+            slot.sent.append(chunk.gradients_out.send(subject, given))
             slot.received.clear()
 
-    def _backward_weights(self, chunk: Chunk, place: _Place, errand: Errand) -> None:
+    def _backward_weights(self, chunk: Chunk, place: _Place, subject: MessageSubject) -> None:
         slot = self._slots[place]
         gradients = gradients_of(slot.later)
         slot.later = []
         root: Tensor | None = None
         if gradients:
             values = list(gradients.values())
-            root = _Seam.apply(values, *gradients)  # type: ignore[no-untyped-call]
+            root = _GradientEntry.apply(values, *gradients)  # type: ignore[no-untyped-call]
         self._run_backward(root, None)
 
     def _run_backward(self, root: Tensor | None, loss: Tensor | None) -> None:
@@ -419,23 +423,23 @@ class _Doing:
     def __init__(self, work: Computation, chunks: Sequence[Chunk]) -> None:
         self._work = work
         self._chunks = chunks
-        self.now: tuple[PipeInstruction, int, Errand] | None = None
+        self.now: tuple[PipeInstruction, int, MessageSubject] | None = None
 
     @property
-    def errand(self) -> Errand:
+    def subject(self) -> MessageSubject:
         """The micro-batch."""
-        return Errand(0, False, 0) if self.now is None else self.now[2]
+        return MessageSubject(0, False, 0) if self.now is None else self.now[2]
 
     def told(self, error: BaseException) -> str:
         """Return the text for the other stages."""
         if self.now is None or isinstance(error, PipelineError | DataEndedError):
             return str(error)
-        one, index, errand = self.now
+        one, index, subject = self.now
         where = self._chunks[index].name
         if isinstance(one, ForwardPass):
             where += f", {self._work.place(index)}"
         what = _DEEDS.get(type(one), one.name)
-        return f"{where} stopped in {what} of {errand}: {type(error).__name__}: {error}"
+        return f"{where} stopped in {what} of {subject}: {type(error).__name__}: {error}"
 
 
 _DEEDS: Mapping[type[PipeInstruction], str] = {

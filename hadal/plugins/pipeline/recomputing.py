@@ -17,7 +17,7 @@ Recompute = Callable[..., Any]
 backward."""
 
 # Programs derived from Megatron's; recomputing their other layers is useless.
-_OF_MEGATRON = ("GPTModelPipe", "GPT2ModelPipe")
+_MEGATRON_MODELS = ("GPTModelPipe", "GPT2ModelPipe")
 _LAYER_OF_MEGATRON = "ParallelTransformerLayerPipe"
 
 
@@ -44,7 +44,7 @@ def calls_of(
 
 def _is_recomputed(module: PipelineModule, layers: Sequence[Callable[..., Any]]) -> bool:
     names = {type(layer).__name__ for layer in layers}
-    if type(module).__name__ in _OF_MEGATRON:
+    if type(module).__name__ in _MEGATRON_MODELS:
         return names <= {_LAYER_OF_MEGATRON, *(module.checkpointable_layers or ())}
     if module.checkpointable_layers is not None:
         return names <= set(module.checkpointable_layers)

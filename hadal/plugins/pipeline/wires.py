@@ -41,7 +41,7 @@ class MessageKind(IntEnum):
     """The same, when its data has ended."""
 
 
-class Errand(NamedTuple):
+class MessageSubject(NamedTuple):
     """The subject of a message; both ends must agree on it."""
 
     batch: int
@@ -108,9 +108,9 @@ class Wire:
         """Ignore everything sent so far. Both ends must call it."""
         self._generation += 1
 
-    def label(self, errand: Errand) -> str:
+    def label(self, subject: MessageSubject) -> str:
         """Return the name of a message in errors and for the watchdog."""
-        return f"{self.name}, {errand}"
+        return f"{self.name}, {subject}"
 
     def _tag(self, part: int) -> int:
         inside = _FIRST_TAG + self._number * _TAGS + part
@@ -119,13 +119,16 @@ class Wire:
     # ---- sending ---------------------------------------------------------------------------------
 
     def send(
-        self, errand: Errand, tensors: Iterable[Tensor], announced: ValueLayout | None = None
+        self,
+        subject: MessageSubject,
+        tensors: Iterable[Tensor],
+        announced: ValueLayout | None = None,
     ) -> Sent:
         """Send tensors, and their layout unless the other end knows it."""
         text = b"" if announced is None else pickle.dumps(announced)
         kind = MessageKind.TENSORS if announced is None else MessageKind.ANNOUNCED
-        sent = self._send_head(kind, errand, text)
-        label = self.label(errand)
+        sent = self._send_head(kind, subject, text)
+        label = self.label(subject)
         for number, tensor in enumerate(tensors):
             if not tensor.numel():
                 continue
@@ -135,16 +138,16 @@ class Wire:
             sent.works.append(start_send(mine, self._other, self._ranks, self._tag(2), label))
         return sent
 
-    def tell(self, errand: Errand, text: str, *, is_end: bool) -> Sent:
+    def tell(self, subject: MessageSubject, text: str, *, is_end: bool) -> Sent:
         """Send the text of a failure instead of the expected message."""
         return self._send_head(
-            MessageKind.END if is_end else MessageKind.FAULT, errand, text.encode()
+            MessageKind.END if is_end else MessageKind.FAULT, subject, text.encode()
         )
 
-    def _send_head(self, kind: MessageKind, errand: Errand, text: bytes) -> Sent:
-        values = [kind, *errand, len(text)]
+    def _send_head(self, kind: MessageKind, subject: MessageSubject, text: bytes) -> Sent:
+        values = [kind, *subject, len(text)]
         head = torch.tensor(values + [0] * (_HEAD_NUMEL - len(values)), dtype=torch.int64)
-        label, to = self.label(errand), (self._other, self._ranks)
+        label, to = self.label(subject), (self._other, self._ranks)
         works, tensors = [start_send(head, *to, self._tag(0), label)], [head]
         if text:
             body = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -154,9 +157,9 @@ class Wire:
 
     # ---- receiving -------------------------------------------------------------------------------
 
-    def expect(self, errand: Errand, forms: Sequence[TensorForm] | None) -> Coming:
+    def expect(self, subject: MessageSubject, forms: Sequence[TensorForm] | None) -> Coming:
         """Start to receive a message; `forms`: of its tensors, if they are known already."""
-        return Coming(self, errand, forms)
+        return Coming(self, subject, forms)
 
     def receive_text(self, length: int, label: str) -> bytes:
         """Receive the text that a header announces."""
@@ -207,10 +210,12 @@ class Wire:
 class Coming:
     """A message to be received, parts of which may be in flight."""
 
-    def __init__(self, wire: Wire, errand: Errand, forms: Sequence[TensorForm] | None) -> None:
+    def __init__(
+        self, wire: Wire, subject: MessageSubject, forms: Sequence[TensorForm] | None
+    ) -> None:
         self._wire = wire
-        self._errand = errand
-        self._label = wire.label(errand)
+        self._subject = subject
+        self._label = wire.label(subject)
         self._head, self._begun = wire.start_head(self._label)
         self._tensors: list[Tensor] | None = None
         self._works: list[Pending] = []
@@ -235,10 +240,10 @@ class Coming:
         if kind in (MessageKind.FAULT, MessageKind.END):
             text = self._wire.receive_text(length, self._label).decode()
             raise PipelineError(text) if kind == MessageKind.FAULT else DataEndedError(text)
-        found = Errand(batch, bool(is_training), micro_batch)
-        if found != self._errand:
+        found = MessageSubject(batch, bool(is_training), micro_batch)
+        if found != self._subject:
             raise MismatchError(
-                f"{self._wire.name}: got {found}, expected {self._errand}: the ranks' programs"
+                f"{self._wire.name}: got {found}, expected {self._subject}: the ranks' programs"
                 " differ. Call train_batch and eval_batch equally often on every rank,"
                 " with the same number of micro-batches"
             )

@@ -32,7 +32,7 @@ from hadal.plugins.sequence.ring import ring_attention
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 # They describe a rank's own slice, but the local attention sees whole sequences.
-_OF_SLICE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_PACKED_KWARGS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Masks encode these, and masks of slices are not those of whole sequences.
 _LAYERS = ("chunked_attention", "linear_attention", "mamba", "recurrent", "conv")
 
@@ -185,7 +185,7 @@ class UlyssesSPAttentionHF(nn.Module):
         tensors = [one.transpose(1, 2) for one in (query, key, value)]
         local = gather_sequence(tensors, heads, self.process_group)
         local = [one.transpose(1, 2) for one in local]
-        rest = {name: value for name, value in kwargs.items() if name not in _OF_SLICE}
+        rest = {name: value for name, value in kwargs.items() if name not in _PACKED_KWARGS}
         if given is not None:
             rest["position_ids"] = positions.whole
         if self._takes_head_range:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hadal.launcher.job import Job, Program, job_in, program_in
-from hadal.launcher.ways import there
+from hadal.launcher.start_commands import there
 from launcher import fakes
 from launcher.jobs import ROOT, run
 

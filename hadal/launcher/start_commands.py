@@ -20,7 +20,7 @@ ALIVE_TIMES = 3
 
 
 class Reach(Enum):
-    """The way in which a started process is controlled."""
+    """The control over a started process."""
 
     HERE = auto()
     SSH = auto()
@@ -29,7 +29,7 @@ class Reach(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class StartCommand:
     """A command that starts hosts' processes."""
 
     words: tuple[str, ...]
@@ -43,10 +43,10 @@ class Way:
         return self.reach is Reach.SSH
 
 
-def here() -> Way:
-    """Return the way to start a process on this machine."""
+def here() -> StartCommand:
+    """Return the command that starts a process on this machine."""
     words = (sys.executable, "-u", "-m", "hadal.launcher.node", "--may-fall-silent")
-    return Way(words, Reach.HERE)
+    return StartCommand(words, Reach.HERE)
 
 
 def by_ssh(
@@ -56,13 +56,13 @@ def by_ssh(
     arguments: Sequence[str] = (),
     venv_script: str = "",
     lost_s: float = 30.0,
-) -> Way:
-    """Return the way to start a process on another host.
+) -> StartCommand:
+    """Return the command that starts a process on another host.
 
     The command line does not depend on the job, which is sent on its standard input.
     """
     words = ssh_to(host, port=port, arguments=arguments, lost_s=lost_s)
-    return Way((*words, there(venv_script)), Reach.SSH)
+    return StartCommand((*words, there(venv_script)), Reach.SSH)
 
 
 def ssh_to(
@@ -97,47 +97,51 @@ def there(venv_script: str = "", words: str = "") -> str:
 # ---- programs that start all hosts' processes ------------------------------------------------
 
 
-def by_pdsh(job: Job, address: str, arguments: Sequence[str], venv_script: str = "") -> Way:
-    """Return the way to start all hosts with one pdsh, over ssh."""
+def by_pdsh(
+    job: Job, address: str, arguments: Sequence[str], venv_script: str = ""
+) -> StartCommand:
+    """Return the command that starts all hosts with one pdsh, over ssh."""
     environment = (
         f" --job {packed(job)} --address {shlex.quote(address)} --node-rank %n --may-fall-silent"
     )
     words = ("pdsh", "-S", "-N", "-f", "1024", "-w", ",".join(job.pool), *arguments)
     over_ssh = (("PDSH_RCMD_TYPE", "ssh"),)
-    return Way((*words, there(venv_script, environment)), Reach.ALL, over_ssh)
+    return StartCommand((*words, there(venv_script, environment)), Reach.ALL, over_ssh)
 
 
-def by_slurm(job: Job, arguments: Sequence[str], nodes: Sequence[str] = ()) -> Way:
-    """Return the way to start one srun task per rank, in this allocation or its own one.
+def by_slurm(job: Job, arguments: Sequence[str], nodes: Sequence[str] = ()) -> StartCommand:
+    """Return the command that starts one srun task per rank, in this allocation or its own one.
 
     `nodes` are srun's arguments that select nodes.
     """
     size = _even(job.pool, "slurm")
     counts = (f"--nodes={len(job.pool)}", f"--ntasks={job.world_size}", f"--ntasks-per-node={size}")
     words = ("srun", *counts, *nodes, "--kill-on-bad-exit=1", "--export=ALL", *arguments)
-    return Way((*words, *rank_command(job.program)), Reach.ALL, _variables(job))
+    return StartCommand((*words, *rank_command(job.program)), Reach.ALL, _variables(job))
 
 
-def by_openmpi(job: Job, address: str, arguments: Sequence[str]) -> Way:
-    """Return the way to start one process per rank with Open MPI's mpirun."""
+def by_openmpi(job: Job, address: str, arguments: Sequence[str]) -> StartCommand:
+    """Return the command that starts one process per rank with Open MPI's mpirun."""
     variables = _variables(job, address)
     hosts = ",".join(f"{host}:{len(slots)}" for host, slots in job.pool.items())
     words = ["mpirun", "-n", str(job.world_size), "--host", hosts]
     for key, _ in variables:
         words += ["-x", key]
-    return Way((*words, *arguments, *rank_command(_with_slots(job))), Reach.ALL, variables)
+    return StartCommand((*words, *arguments, *rank_command(_with_slots(job))), Reach.ALL, variables)
 
 
-def by_hydra(job: Job, address: str, arguments: Sequence[str], name: str) -> Way:
-    """Return the way to start one process per rank with mpirun of MPICH, MVAPICH or Intel MPI."""
+def by_hydra(job: Job, address: str, arguments: Sequence[str], name: str) -> StartCommand:
+    """Return the command that starts each rank with mpirun of MPICH, MVAPICH or Intel MPI."""
     variables = _variables(job, address)
     size = _even(job.pool, name)
     words = ("mpirun", "-n", str(job.world_size), "-ppn", str(size), "-hosts", ",".join(job.pool))
     listed = ("-genvlist", ",".join(key for key, _ in variables))
-    return Way((*words, *listed, *arguments, *rank_command(_with_slots(job))), Reach.ALL, variables)
+    return StartCommand(
+        (*words, *listed, *arguments, *rank_command(_with_slots(job))), Reach.ALL, variables
+    )
 
 
-FanOut = Callable[[Job, str, Sequence[str]], Way]
+FanOut = Callable[[Job, str, Sequence[str]], StartCommand]
 MPI: dict[str, FanOut] = {
     "openmpi": by_openmpi,
     "mpich": lambda job, address, words: by_hydra(job, address, words, "mpich"),
