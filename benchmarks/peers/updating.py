@@ -175,7 +175,7 @@ class _Requests:
             Stop(self._runs, at, min(part, numel - at), self._runs) for at in range(0, numel, part)
         ]
         self._overlap = steps.overlap
-        self._pool = BufferPool(kinds * steps.pace.parts, min(part, numel) * dtype.itemsize)
+        self._pool = BufferPool(kinds * steps.overlap.parts, min(part, numel) * dtype.itemsize)
 
     def __call__(self) -> None:
         with one_update(lambda: self._runs):
