@@ -342,13 +342,15 @@ class DeepSpeedEngine(Accessors):
 
     @property
     def has_moe_layers(self) -> bool:
-        """False: there are no experts."""
-        return False
+        """True if the model has layers of experts."""
+        return bool(self.num_experts)
 
     @property
     def num_experts(self) -> list[int]:
-        """The number of experts in each layer: none."""
-        return []
+        """The number of experts of each layer of experts, on all ranks together."""
+        from hadal.plugins.moe.blocks import counts_of_experts  # for this alone
+
+        return counts_of_experts(self.module)
 
     @property
     def world_size(self) -> int:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine.toys import assert_equal, batch_of, config_of, loss_of, model_of, train
 from engine.toys import engine_of as engine_of_hadal
+from moe.test_blocks import model_of as transformer_of
 from ranks import RankPools
 from torch import Tensor, nn
 
@@ -38,6 +39,7 @@ from hadal.compat.zero import OnDevice, zero_wrapper_for_fp_tensor_constructor
 from hadal.engine.engine import Engine
 from hadal.errors import NotBuiltYetError, OptimizerError, UsageError
 from hadal.optim import one_bit
+from hadal.plugins.moe import MoE
 from hadal.utils import safe_get_full_fp32_param
 from hadal.zero import GatheredParameters
 
@@ -162,6 +164,27 @@ def test_accessors_tell_the_configuration() -> None:
     assert not engine.is_iterable_style_dataset([1])
     with pytest.raises(NotImplementedError, match=r"DeepSpeedEngine\.allreduce_gradients is not"):
         engine.allreduce_gradients()
+
+
+def test_the_engine_counts_the_experts_of_each_layer() -> None:
+    expert = nn.Linear(4, 4)
+    layers = [MoE(4, expert, num_experts=2), nn.Linear(4, 4), MoE(4, expert, num_experts=3, k=2)]
+    engine = initialize(model=nn.Sequential(*layers), config=config_of(2))[0]
+    assert engine.has_moe_layers is True
+    assert engine.num_experts == [2, 3]
+
+
+def experts_of_a_cut_model() -> tuple[bool, list[int], int]:
+    model = transformer_of("mixtral")
+    config = config_of(1, expert_parallel={"enabled": True, "autoep_size": 2})
+    engine = initialize(model=model, config=config)[0]
+    own = [len(p) for n, p in model.named_parameters() if n.endswith("experts.down_proj")]
+    return engine.has_moe_layers, engine.num_experts, own[0]
+
+
+@pytest.mark.runs("transformers")
+def test_experts_on_other_ranks_are_counted(ranks: RankPools) -> None:
+    assert ranks(2).run(experts_of_a_cut_model) == [(True, [4, 4], 2)] * 2
 
 
 def test_an_applied_step_is_distinguished_from_a_micro_step_and_a_skipped_one() -> None:

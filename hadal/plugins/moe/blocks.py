@@ -20,6 +20,7 @@ from hadal.config.expert_parallel import ExpertParallel
 from hadal.errors import ModelError
 from hadal.plugins.moe.dispatch import counts_of, plan_dispatch
 from hadal.plugins.moe.experts import grouped_linear, looped_linear, mark_expert
+from hadal.plugins.moe.layer import MoE
 from hadal.plugins.moe.load import Load
 from hadal.plugins.moe.router import RouterRule, routed
 
@@ -342,3 +343,12 @@ def _rule(router: nn.Module, model: nn.Module, section: ExpertParallel) -> Route
             f" (num_limited_groups), and top_k {top_k} do not fit {experts} experts"
         )
     return RouterRule(int(top_k), score, normalizes, float(scale), groups, limited)
+
+
+def counts_of_experts(model: nn.Module) -> list[int]:
+    """Return the number of experts of each layer of experts, on all ranks together."""
+    return [
+        module.total_experts if isinstance(module, DistributedExperts) else module.num_experts
+        for module in model.modules()
+        if isinstance(module, MoE | DistributedExperts)
+    ]
