@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 _ENGINE = "hadal.compat.engine"
-_VALUES = "hadal.compat.values"
+_VALUES = "hadal.compat.parameters"
 _OPTIMIZERS = "hadal.compat.optimizers"
 _TOOLS = "hadal.compat.tools"
 _COMM = "hadal.compat.comm"

@@ -11,6 +11,8 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum, IntEnum
 from itertools import count
 from typing import Any
 from weakref import WeakSet
@@ -20,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.compat.surface import ROOT
-from hadal.compat.values import ZeroParamStatus, ZeroParamType
 from hadal.zero.access import GatheredParameters, keeper_of
 from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.external import external_parameters
@@ -28,6 +29,64 @@ from hadal.zero.init import born_among
 from hadal.zero.place import place_of
 from hadal.zero.runtime import ZeroRuntime
 from hadal.zero.watched import gather_to_copy
+
+NO_GIT = "unknown"
+LAMB_OPTIMIZER = "lamb"
+ONEBIT_LAMB_OPTIMIZER = "onebitlamb"
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+
+
+class ZeroParamStatus(Enum):
+    """Availability of a parameter's values (`parameter.ds_status`)."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(Enum):
+    """Storage of a parameter between uses (`parameter.ds_param_type`)."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroStageEnum(IntEnum):
+    """The ZeRO stages."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(str, Enum):
+    """A tier, as spelled in the configuration."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """A kind of state that may be moved to another tier."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+@dataclass
+class fragment_address:
+    """The position of a parameter's fragment in a flat buffer."""
+
+    numel: int
+    start: int
+
 
 _STATUS = {
     Weights.FULL: ZeroParamStatus.AVAILABLE,

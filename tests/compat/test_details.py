@@ -25,7 +25,7 @@ from hadal.compat.log import (
     warning_once,
 )
 from hadal.compat.optimizer import ParameterOffload
-from hadal.compat.parameters import is_zero_param
+from hadal.compat.parameters import ZeroParamStatus, ZeroParamType, is_zero_param
 from hadal.compat.timers import NoopTimer
 from hadal.compat.tools import (
     bwc_pipeline_parallel_group,
@@ -38,7 +38,6 @@ from hadal.compat.tools import (
     get_only_unique_item,
     noop_decorator,
 )
-from hadal.compat.values import ZeroParamStatus, ZeroParamType
 from hadal.zero.leaves import set_z3_leaf_modules, unset_z3_leaf_modules
 
 

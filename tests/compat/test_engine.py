@@ -33,8 +33,8 @@ from hadal.compat.optimizers import (
     OnebitLamb,
     ZeroOneAdam,
 )
+from hadal.compat.parameters import ZeroParamStatus
 from hadal.compat.tools import clone_tensors_for_torch_save, move_to_device
-from hadal.compat.values import ZeroParamStatus
 from hadal.compat.zero import OnDevice, zero_wrapper_for_fp_tensor_constructor
 from hadal.engine.engine import Engine
 from hadal.errors import NotBuiltYetError, OptimizerError, UsageError

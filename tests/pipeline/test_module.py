@@ -14,9 +14,9 @@ from hadal import comm
 from hadal.errors import ChoiceError, UsageError
 from hadal.plugins.pipeline.grid import PipelineParallelGrid
 from hadal.plugins.pipeline.module import PipelineModule
+from hadal.plugins.pipeline.partition import cut
 from hadal.plugins.pipeline.specs import LayerSpec, TiedLayerSpec
 from hadal.plugins.pipeline.topology import PipeModelDataParallelTopology
-from hadal.plugins.pipeline.weighing import cut
 
 built: list[int] = []
 

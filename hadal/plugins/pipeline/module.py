@@ -17,6 +17,7 @@ from hadal.comm.faults import is_same_everywhere, raised_on_all
 from hadal.errors import MismatchError, NotBuiltYetError, UsageError, few
 from hadal.plugins.pipeline import layer_files
 from hadal.plugins.pipeline.grid import PipelineParallelGrid, group_of
+from hadal.plugins.pipeline.partition import cut
 from hadal.plugins.pipeline.recomputing import Recompute, calls_of
 from hadal.plugins.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, name_of
 from hadal.plugins.pipeline.ties import (
@@ -28,7 +29,6 @@ from hadal.plugins.pipeline.ties import (
     sum_gradients,
 )
 from hadal.plugins.pipeline.topology import PipeDataParallelTopology, ProcessTopology
-from hadal.plugins.pipeline.weighing import cut
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class PipelineModule(nn.Module):
         seed_layers: seed random numbers before each layer is built, and before it runs.
         seed_fn: called with the seed; by default torch's, numpy's and Python's generators get it.
         base_seed: the first seed.
-        partition_method: "parameters", "uniform" or "type:PATTERN": see `hadal.pipeline.weighing`.
+        partition_method: "parameters", "uniform" or "type:PATTERN": see `hadal.pipeline.partition`.
         activation_checkpoint_interval: layers that are recomputed together in backward; 0: none.
         activation_checkpoint_func: the function that recomputes; by default Hadal's.
         checkpointable_layers: names of the classes that are recomputed; None: all with parameters.
