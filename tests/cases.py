@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import pytest
 from contracts.cover import pairwise_cover
 
-RARE_TESTS = Path(__file__).with_name("rare_tests.txt")
 
+def mark_slow_cells(items: Sequence[pytest.Item], *, are_all_there: bool) -> None:
+    """Mark the cells that are slow by a mark of their test, which names those or the others.
 
-@cache
-def rare_tests() -> frozenset[str]:
-    """Tests that are slow by their name in `rare_tests.txt`: with an id that case, else all."""
-    lines = RARE_TESTS.read_text().splitlines()
-    return frozenset(line for line in lines if line and not line.startswith("#"))
+    Raises:
+        UsageError: a mark names a cell that its test does not have; looked for if `are_all_there`.
+    """
+    unknown: dict[str, set[str]] = {}
+    for item in items:
+        for mark in (item.get_closest_marker("slow_cells"), item.get_closest_marker("fast_cells")):
+            if mark is None:
+                continue
+            name, _, cell = item.nodeid.removesuffix("]").partition("[")
+            unknown.setdefault(name, set(mark.args)).discard(cell)
+            if (cell in mark.args) == (mark.name == "slow_cells"):
+                item.add_marker("slow")
+    lost = {name: sorted(cells) for name, cells in unknown.items() if cells}
+    if lost and are_all_there:
+        raise pytest.UsageError(f"slow_cells and fast_cells name cells that do not exist: {lost}")
 
 
 def is_in_part(nodeid: str, part: str) -> bool:

@@ -18,7 +18,7 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 
 import costs
-from cases import is_in_part, rare_tests
+from cases import is_in_part, mark_slow_cells
 from ranks import RankPool, RankPools
 
 # Tests start many processes that import the same modules: each is compiled once.
@@ -113,11 +113,7 @@ def _takes_long(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    listed = rare_tests()
-    for item in items:
-        name = item.nodeid.removeprefix("tests/")
-        if name in listed or name.partition("[")[0] in listed:
-            item.add_marker("slow")
+    mark_slow_cells(items, are_all_there="::" not in "".join(config.args))
     if config.getoption("--quick"):
         _keep(items, _is_quick, config)
     if part := config.getoption("--part"):

@@ -143,6 +143,7 @@ def test_imports_no_torch(module: str) -> None:
     assert loaded.strip() == "False"
 
 
+@pytest.mark.slow
 def test_initialize_costs_little_compared_with_torch(tmp_path: Path) -> None:
     # Both in processor time, one after the other: other work on the machine slows both alike. And
     # with the bytecode that an installation has, even where the environment forbids to write it.

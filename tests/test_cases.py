@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-from cases import RARE_TESTS, diagonal, is_in_part, often, pairs, rare_tests, rarely
+from cases import diagonal, is_in_part, mark_slow_cells, often, pairs, rarely
 
 FACTORS = {"stage": range(4), "precision": ["fp32", "bf16", "fp16"], "model": ["tied", "frozen"]}
 
@@ -55,18 +55,24 @@ def test_chosen_cells_run_often() -> None:
         often(["a", "b"], "c")
 
 
-def test_rare_tests_are_those_of_files_in_order() -> None:
-    lines = RARE_TESTS.read_text().splitlines()
-    listed = [line for line in lines if line in rare_tests()]
-    assert listed == sorted(set(listed))
-    for name in listed:
-        file, _, test = name.partition("::")
-        assert f"def {test.partition('[')[0]}(" in (RARE_TESTS.parent / file).read_text(), name
+class Cell:
+    """What `mark_slow_cells` asks of an item."""
+
+    def __init__(self, cell: str, mark: pytest.Mark) -> None:
+        self.nodeid, self.marks, self._mark = f"test_it[{cell}]", [], mark
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self._mark if self._mark.name == name else None
+
+    def add_marker(self, name: str) -> None:
+        self.marks.append(name)
 
 
-def test_a_rare_test_is_slow(request: pytest.FixtureRequest) -> None:
-    """None of the listed tests of this run has run without the mark."""
-    for item in request.session.items:
-        name = item.nodeid.removeprefix("tests/")
-        if {name, name.partition("[")[0]} & rare_tests():
-            assert item.get_closest_marker("slow") is not None, name
+@pytest.mark.parametrize(("mark", "slow"), [("slow_cells", ["b", "c"]), ("fast_cells", ["a"])])
+def test_cells_are_slow_by_their_ids(mark: str, slow: list[str]) -> None:
+    cells = [Cell(one, getattr(pytest.mark, mark)("b", "c").mark) for one in "abc"]
+    mark_slow_cells(cells, are_all_there=True)
+    assert [one.nodeid[-2] for one in cells if one.marks == ["slow"]] == slow
+    mark_slow_cells(cells[:1], are_all_there=False)
+    with pytest.raises(pytest.UsageError, match=r"do not exist: {'test_it': \['c'\]}"):
+        mark_slow_cells(cells[:2], are_all_there=True)

@@ -42,6 +42,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_it_has_a_name_of_its_own(built: Path) -> None:
     """`hadal` on the public index is somebody else's."""
     assert {path.name for path in built.iterdir()} == {
@@ -54,6 +55,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_the_same_files_give_the_same_bytes(built: Path, tmp_path: Path) -> None:
     """Elsewhere, with other times and permissions of files and folders."""
 

@@ -81,6 +81,26 @@ SMALL = sorted(EXAMPLES.glob("[0-9]*.py"))
 QUICK = (1, 3, 6, 7, 8, 9, 11, 12, 14, 15, 16, 19, 21, 27, 29, 40, 41, 42, 44)
 
 
+@pytest.mark.slow_cells(
+    "01_one_process",
+    "03_own_optimizer_and_schedule",
+    "06_schedules",
+    "07_go_on_in_an_epoch",
+    "08_gradients_in_rows",
+    "09_optimizer_by_name",
+    "11_own_boundary",
+    "12_parts_of_a_model",
+    "14_born_sharded",
+    "15_leaf_modules",
+    "16_keep_checkpoints",
+    "19_other_ranks",
+    "21_import_deepspeed",
+    "27_comms_log",
+    "40_short_sequences_first",
+    "41_drop_tokens",
+    "42_text_to_curriculum",
+    "44_curvature",
+)
 @pytest.mark.parametrize(
     "script",
     often(SMALL, *[script for script in SMALL if int(script.name[:2]) in QUICK]),
@@ -125,6 +145,7 @@ def short_gpt(folder: Path) -> list[str]:
     return ["--steps=3", "--width=48", "--depth=2", "--sample=8", f"--folder={folder / 'demo'}"]
 
 
+@pytest.mark.slow
 def test_gpt_trains(gpt: tuple[Path, str]) -> None:
     folder, printed = gpt
     capability = torch.backends.cpu.get_cpu_capability()
@@ -135,6 +156,7 @@ def test_gpt_trains(gpt: tuple[Path, str]) -> None:
     assert (folder / "demo" / "loss.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_gpt_resumes(gpt: tuple[Path, str]) -> None:
     printed = run(GPT, *short_gpt(gpt[0]), processes=2, folder=gpt[0])
     assert "Continuing from step 3" in printed

@@ -26,6 +26,7 @@ raise ValueError("no such place") if len(sys.argv) > 3 else SystemExit(7)
 """
 
 
+@pytest.mark.fast_cells("file")
 @pytest.mark.parametrize("way", ["file", "-c", "-m"])
 def test_it_finds_the_names_of_an_interpreter(tmp_path: Path, way: str) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)

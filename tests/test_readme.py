@@ -26,6 +26,7 @@ def pasted(folder: Path) -> list[str]:
     return re.findall(r"^(?:python|hadal run) .*train\.py$", README, re.MULTILINE)
 
 
+@pytest.mark.fast_cells("1")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_quickstart_runs_as_pasted(tmp_path: Path, processes: int) -> None:
     command = pasted(tmp_path)[processes - 1].split()

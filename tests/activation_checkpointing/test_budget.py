@@ -153,6 +153,7 @@ def _within(stage: int) -> None:
         engine.destroy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [rarely(0), 3])
 def test_losses_are_the_same(ranks: RankPools, stage: int) -> None:
     ranks(2).run(_within, stage)

@@ -75,6 +75,7 @@ def same_numbers(options: dict[str, Any], dtype: torch.dtype) -> None:
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
+@pytest.mark.fast_cells("bf16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.claims(
     "activation_checkpointing.partition_activations",
@@ -113,6 +114,7 @@ def _nbytes_kept(options: dict[str, Any]) -> list[tuple[str, int, int]]:
         KeptInput.__init__ = before  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_each_rank_keeps_its_slice(ranks: RankPools) -> None:
     sharded = {"partition_activations": True}
     assert ranks(2).run(_nbytes_kept, sharded) == [[("cpu", 105, 0)]] * 2

@@ -118,6 +118,7 @@ SECTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.fast_cells("2-bf16")
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.claims("activation_checkpointing")
@@ -146,11 +147,13 @@ def _sharded_inputs(stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_inputs_sharded_over_the_parts_of_a_model(ranks: RankPools, stage: int) -> None:
     ranks(2).run(_sharded_inputs, stage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_compiled_models(ranks: RankPools, stage: int) -> None:
     ranks(1).run(_compiled, stage)
@@ -269,6 +272,7 @@ def switch_on(model: Any) -> None:
     getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")()
 
 
+@pytest.mark.fast_cells("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_model_of_transformers(stage: int) -> None:
     """Its cache is off in training, or recomputation would add to it again."""

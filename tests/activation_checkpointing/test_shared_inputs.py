@@ -101,6 +101,7 @@ def _without_caches(model: Any) -> None:
         part.config.use_cache = False
 
 
+@pytest.mark.fast_cells("0.0-0")
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_an_encoder_and_a_decoder_have_the_same_bits(stage: int, dropout: float) -> None:

@@ -73,6 +73,7 @@ def test_counting_leaves_the_model_unchanged() -> None:
     assert counted(nn.Module()) == Model(0, 0, 0)
 
 
+@pytest.mark.fast_cells("fp32-cost1-3")
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("precision", "cost"), [("bf16", HALF), ("fp32", FULL)])
 def test_an_engine_holds_the_estimated_bytes(
@@ -146,6 +147,7 @@ def buffers_of_a_rank(config: dict[str, Any], path: str) -> tuple[int, int]:
 NODE = {"devices_per_node": 2, "nodes": 1}
 
 
+@pytest.mark.fast_cells("bf16-AdamW")
 @pytest.mark.parametrize("kind", ["AdamW", "Lion", "SGD"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_an_engine_uses_the_estimated_buffers(

@@ -172,6 +172,7 @@ def test_an_interrupt_leaves_no_process_and_keeps_the_measurements(searched: Sea
     assert "Tuning stopped in" in summary
 
 
+@pytest.mark.slow
 def test_an_interrupt_between_two_experiments_stops_the_search(tmp_path: Path) -> None:
     configure(tmp_path, micro=[8, 16], **SECTION)
     done = run_interrupted_late("after", "--autotuning=tune", *WORDS, folder=tmp_path)

@@ -69,6 +69,7 @@ def train_meanwhile(folder: str, stage: int, keys: dict[str, Any]) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_cells("0-keys0")
 @pytest.mark.claims("checkpoint.writer", "checkpoint.writer.decoupled", "datastates_ckpt")
 @pytest.mark.parametrize(
     ("stage", "keys"),
@@ -171,6 +172,7 @@ def test_the_end_of_the_program_waits_for_a_large_head(tmp_path: Path) -> None:
     assert (tmp_path / "global_step0" / "index.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_last_save_that_fails_is_the_exit_code(tmp_path: Path) -> None:
     failing = SCRIPT.replace("return real(*args)", 'raise OSError("the disk is gone")')
     done = forks.run(["-c", failing, str(tmp_path)], env=os.environ, timeout=300)

@@ -88,6 +88,7 @@ def load_in_other_dtypes(folder: str, stage: int) -> None:
             engine.destroy()
 
 
+@pytest.mark.slow
 def test_weights_and_masters_of_any_dtype_load_in_any_other(
     ranks: RankPools, tmp_path: Path
 ) -> None:
@@ -143,6 +144,7 @@ def go_on(folder: str, stage: int, settings: dict[str, Any], tag: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", often(OPTIMIZERS, "Muon", "sparse"))
 def test_state_loads_into_every_kind_of_stepper(
     name: str, ranks: RankPools, tmp_path: Path
@@ -338,6 +340,7 @@ def leave_frozen_out(folder: str, stage: int) -> None:
     engine.destroy(), other.destroy()
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_frozen_parameters_can_be_left_out(stage: int, ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(leave_frozen_out, str(tmp_path), stage)
@@ -371,6 +374,7 @@ def load_parts(folder: str, stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_parts_of_a_checkpoint_load_alone(stage: int, ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(save, str(tmp_path), 1, {})
@@ -545,6 +549,7 @@ def share_sequences(folder: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_ranks_of_one_sequence_load_too(ranks: RankPools, tmp_path: Path) -> None:
     ranks(3).run(save, str(tmp_path), 3, {})
     ranks(2).run(share_sequences, str(tmp_path))
@@ -567,6 +572,7 @@ def read(folder: str, batches: int, saves: bool) -> list[int]:
     return seen
 
 
+@pytest.mark.slow
 def test_the_rest_of_the_epoch_is_redistributed(ranks: RankPools, tmp_path: Path) -> None:
     before = ranks(2).run(read, str(tmp_path), 2, True)
     first = [n for seen in before for n in seen]
@@ -589,6 +595,7 @@ def draw(folder: str, saves: bool) -> tuple[float, list[str]]:
     return torch.rand(1).item(), list(told)
 
 
+@pytest.mark.slow
 def test_additional_ranks_draw_numbers_of_their_own(ranks: RankPools, tmp_path: Path) -> None:
     saved = [number for number, _ in ranks(2).run(draw, str(tmp_path), True)]
     found = {world: ranks(world).run(draw, str(tmp_path), False) for world in (1, 2, 4)}

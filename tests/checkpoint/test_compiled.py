@@ -84,6 +84,7 @@ def save_and_load(stage: int, saved: str, loaded: str, folder: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_cells("3-within-whole")
 @pytest.mark.parametrize(
     ("stage", "saved", "loaded"), [(3, "whole", "not"), (1, "not", "whole"), (3, "within", "whole")]
 )

@@ -61,6 +61,7 @@ def go_on_with_dropout(stage: int, folder: str) -> None:
     comm.barrier()
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_with_dropout_goes_on_bit_for_bit(
     stage: int, ranks: RankPools, tmp_path: Path
@@ -160,6 +161,7 @@ def save_many(folder: str, section: dict[str, Any]) -> list[str]:
     return names_in(folder)
 
 
+@pytest.mark.fast_cells("section2-kept2")
 @pytest.mark.parametrize(
     ("section", "kept"),
     [

@@ -105,6 +105,7 @@ def harm_at_random(folder: str, times: int, stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "times"), [(3, 90), (1, 40)])
 def test_every_random_damage_is_found(
     stage: int, times: int, ranks: RankPools, tmp_path: Path
@@ -266,6 +267,7 @@ def anew(folder: Path) -> None:
     shutil.copytree(folder / "kept", folder / "home")
 
 
+@pytest.mark.fast_cells("headers")
 @pytest.mark.parametrize("verifies", [True, False], ids=["all bytes", "headers"])
 def test_planned_damage_is_found(verifies: bool, ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(harm_by_plan, str(tmp_path), verifies, timeout=200)
@@ -347,6 +349,7 @@ def fail_to_save(folder: str, function: str, place: str, rank: int | None, named
     assert Path(folder, "latest").read_text() == "next"
 
 
+@pytest.mark.fast_cells("mkdir--None-rank 0: .* cannot be written: Read-only file system")
 @pytest.mark.parametrize(
     ("function", "place", "rank", "named"),
     [

@@ -87,6 +87,7 @@ def own(
     return folder, exact
 
 
+@pytest.mark.fast_cells("8388608")
 @pytest.mark.parametrize("limit", [100, 8 << 20])
 def test_stock_torch_reads_model_and_optimizer(
     limit: int, own: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -262,6 +263,7 @@ def go_on(saved: str, exported: str, stage: int, dtype: str) -> tuple[list[bool]
     return same, client_state, lines
 
 
+@pytest.mark.fast_cells("0-2")
 @pytest.mark.parametrize(("stage", "world"), [(2, 1), (3, 4), (0, 2)])
 def test_training_goes_on_from_an_export(
     stage: int, world: int, own: tuple[Path, Any], ranks: RankPools, tmp_path: Path

@@ -84,6 +84,7 @@ def load(folder: str, ep_size: int, stage: int) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.fast_cells("1-2-2")
 @pytest.mark.parametrize(("saved", "ep_size", "stage"), [(1, 2, 2), (0, 2, 3), (2, 1, 0)])
 def test_weights_load_at_any_number_of_ranks(
     saved: int, ep_size: int, stage: int, tmp_path: Path, ranks: RankPools

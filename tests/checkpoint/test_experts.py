@@ -76,6 +76,7 @@ def load(
     _train(engine)
 
 
+@pytest.mark.fast_cells("(2, 2, 1)-(4, 2, 3)-{}")
 @pytest.mark.parametrize(
     ("here", "there", "keys"),
     [

@@ -195,6 +195,7 @@ def test_a_whole_model_has_no_parts(tmp_path: Path) -> None:
         opened(folder, part=1)
 
 
+@pytest.mark.fast_cells("zero_to_fp32.py")
 @pytest.mark.parametrize("name", ["zero_to_fp32.py", "zero_to_torch.py"])
 def test_the_scripts_beside_a_checkpoint_run(
     name: str, own: tuple[Path, Any], tmp_path: Path

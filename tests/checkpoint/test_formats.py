@@ -55,6 +55,7 @@ def load_old(folder: str) -> None:
     alone.destroy()
 
 
+@pytest.mark.fast_cells("format4")
 @pytest.mark.parametrize("name", SAVED)
 def test_an_older_format_loads_bit_for_bit(name: str, ranks: RankPools, tmp_path: Path) -> None:
     with tarfile.open(DATA / f"{name}.tar.xz") as archive:

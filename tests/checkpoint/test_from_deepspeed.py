@@ -143,6 +143,20 @@ WITH_EVERY_STAGE = [
 ]
 
 
+@pytest.mark.slow_cells(
+    "aligned1_fp32_world2-3-2",
+    "stage0_fp16_world2-3-2",
+    "stage1_fp16_world2-3-2",
+    "stage2_bf16_world2-3-2",
+    "stage2_fp16_world2-3-2",
+    "stage3_fp16_world2-0-2",
+    "stage3_fp16_world2-1-2",
+    "stage3_fp16_world2-3-2",
+    "subgroups3_bf16_world2-1-2",
+    "torch1_fp32_world2-3-2",
+    "trained3_bf16_world2-1-2",
+    "universal2_bf16_world2-3-2",
+)
 @pytest.mark.parametrize(("case", "stage", "world_size"), WITH_EVERY_STAGE)
 def test_a_run_resumes_as_under_deepspeed(
     case: str, stage: int, world_size: int, ranks: RankPools, tmp_path: Path

@@ -56,6 +56,7 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_tag_that_another_process_saves_is_refused(
     other: subprocess.Popen[str], tmp_path: Path
 ) -> None:
@@ -177,6 +178,7 @@ print(count)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1, pytest.param(60, marks=pytest.mark.slow)])
 def test_two_jobs_share_a_folder(seconds: int, tmp_path: Path) -> None:
     """Each saves under its own tags, prunes its own, and finds all of its own."""

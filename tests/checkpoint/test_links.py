@@ -57,6 +57,7 @@ def load_linked(folder: str, way: str) -> None:
     assert engine.load_checkpoint(home)[0] == str(home / "two")
 
 
+@pytest.mark.fast_cells("folder")
 @pytest.mark.parametrize("way", ["files", "folder"])
 def test_links_are_followed(way: str, ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(load_linked, str(tmp_path), way)

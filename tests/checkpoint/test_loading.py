@@ -103,6 +103,7 @@ def go_on(stage: int, name: str, folder: str) -> None:
     again.destroy()
 
 
+@pytest.mark.slow_cells("fp32-0", "bf16-1", "fp16-2", "momentum-0", "whole-1", "torch schedule-2")
 @diagonal(name=list(SETTINGS), stage=[0, 1, 2, 3])
 def test_training_goes_on_bit_for_bit(
     name: str, stage: int, ranks: RankPools, tmp_path: Path
@@ -153,6 +154,7 @@ def tensors_in(state: dict[str, Any]) -> list[torch.Tensor]:
     return [one for one in state.values() if isinstance(one, torch.Tensor) and one.dim()]
 
 
+@pytest.mark.fast_cells("momentum-3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", ["bf16", "momentum"])
 def test_moments_keep_the_memory_they_were_read_into(
@@ -201,6 +203,7 @@ def remembered(engine: Any) -> list[torch.Tensor]:
     return [moment.view(-1) for values in order for moment in tensors_in(state[values])]
 
 
+@pytest.mark.fast_cells("True-0", "True-2", "False-3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("is_alike", [True, False])
 def test_moments_are_read_into_any_memory(
@@ -230,6 +233,7 @@ def load_unmapped(stage: int, name: str, folder: str) -> None:
     saved.destroy()
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_files_are_not_mapped(stage: int, ranks: RankPools, tmp_path: Path) -> None:
@@ -329,6 +333,7 @@ def go_on_with_plain_state(stage: int, folder: str) -> None:
     through.destroy()
 
 
+@pytest.mark.slow_cells("1")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_plain_state_is_of_the_parameters_that_a_rank_steps(
     stage: int, ranks: RankPools, tmp_path: Path

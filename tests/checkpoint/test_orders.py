@@ -108,6 +108,7 @@ OPTIMIZERS: dict[str, tuple[Any, bool]] = {
 }
 
 
+@pytest.mark.slow_cells("adam-0", "lion-1", "lamb-2", "whole-0", "adafactor-1")
 @diagonal(name=list(OPTIMIZERS), stage=range(4))
 def test_updates_are_those_of_contiguous_parameters(
     name: str, stage: int, ranks: RankPools
@@ -115,6 +116,7 @@ def test_updates_are_those_of_contiguous_parameters(
     ranks(2).run(in_both_orders, stage, *OPTIMIZERS[name], None)
 
 
+@pytest.mark.fast_cells("ZeroOneAdam")
 @pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
 def test_optimizers_that_send_signs(kind: str, ranks: RankPools) -> None:
     """Before they send signs: in another order, other elements share the scale of a block."""
@@ -123,6 +125,7 @@ def test_optimizers_that_send_signs(kind: str, ranks: RankPools) -> None:
     ranks(2).run(in_both_orders, 0, optimizer, kind != "OneBitLamb", None)
 
 
+@pytest.mark.fast_cells("muon")
 @pytest.mark.parametrize("name", ["adam", "muon", "whole"])
 def test_updates_on_a_disk(name: str, tmp_path: Path, ranks: RankPools) -> None:
     ranks(2).run(in_both_orders, 2, *OPTIMIZERS[name], str(tmp_path))
@@ -173,6 +176,7 @@ KEPT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", often(KEPT, "muon"))
 def test_any_order_loads_into_any_other(name: str, tmp_path: Path, ranks: RankPools) -> None:
     optimizer, settings, stages, exact = KEPT[name]

@@ -145,6 +145,7 @@ def load_at_every_stage(folder: str, stages: Numbers, worlds: Numbers, every: in
         engine.destroy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "worlds", "every"),
     [((0, 2, 3), (1, 2, 3), 4), rarely((0, 1, 2, 3), (1, 2, 3, 4), 1)],
@@ -209,6 +210,7 @@ def save_and_load_large(folder: str, stage: int, saves: bool, room: int) -> tupl
     return memory.most, 4 * largest
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 def test_a_bucket_is_all_the_memory_it_takes(ranks: RankPools, tmp_path: Path) -> None:
     """118 MB of weights and moments, at another stage and number of ranks, plus some blocks."""

@@ -96,6 +96,7 @@ def save_and_read(stage: int, kind: str, folder: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_cells("1-fp16")
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_weights_come_back_from_their_masters(

@@ -50,6 +50,7 @@ def save_and_load(address: str, bucket: str, also_async: bool) -> None:
     engine.destroy(), other.destroy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", often(FAULTS, "throttle"))
 def test_engines_save_and_load_on_s3(fault: str, ranks: RankPools) -> None:
     with server(fault) as address:
@@ -129,6 +130,7 @@ def replace_behind(address: str) -> None:
         assert storage.find(place) is None
 
 
+@pytest.mark.slow
 def test_an_object_that_was_replaced_meanwhile_is_not_removed(ranks: RankPools) -> None:
     with server("none") as address:
         ranks(1).run(replace_behind, address, timeout=100)
@@ -150,6 +152,7 @@ def upload_in_parts(address: str) -> None:
     assert not uploads.get("Uploads")
 
 
+@pytest.mark.slow_cells("none")
 @pytest.mark.parametrize("fault", often(FAULTS, "none", "etag"))
 def test_large_files_are_uploaded_in_parts(fault: str, ranks: RankPools) -> None:
     with server(fault, 7) as address:

@@ -68,6 +68,7 @@ def save_on_nodes(folder: str, nodes: tuple[int, ...], stage: int, also_async: b
         torch.save(saved, Path(folder, "saved.pt"))
 
 
+@pytest.mark.fast_cells("nodes3-0-True")
 @pytest.mark.claims("checkpoint.use_node_local_storage")
 @pytest.mark.parametrize(
     ("nodes", "stage", "also_async"),
@@ -326,6 +327,7 @@ def trained_linear(engine: Any) -> None:
     engine.step()
 
 
+@pytest.mark.fast_cells("keys0")
 @pytest.mark.claims("checkpoint.parallel_write", "checkpoint.parallel_write.pipeline_stage")
 @pytest.mark.parametrize("keys", [{}, {"parallel_write": {"pipeline_stage": True}}])
 def test_replicated_values_are_written_once(

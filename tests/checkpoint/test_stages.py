@@ -68,6 +68,7 @@ def load(
     return float(engine.train_batch(iter([batch(99 + n) for n in range(MICRO)])))
 
 
+@pytest.mark.fast_cells("(2, 2, 1)-(4, 4, 0)-{}")
 @pytest.mark.parametrize(
     ("here", "there", "keys"),
     [

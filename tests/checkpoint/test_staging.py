@@ -136,6 +136,7 @@ def test_a_failed_upload_leaves_nothing_behind(ranks: RankPools, tmp_path: Path)
     ranks(1).run(fail_to_upload, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_end_of_the_program_uploads_what_is_staged(tmp_path: Path) -> None:
     section = f'"async_save": True, "staging": {{"folder": "{tmp_path}/staging"}}'
     script = SCRIPT.replace('"async_save": True', section).replace("write_tensors", "copy_file")

@@ -98,6 +98,7 @@ def go_round(stage: int, dtype: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow_cells("2-fp16")
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16")])
 def test_shards_load_where_they_came_from(stage: int, dtype: str, ranks: RankPools) -> None:
     ranks(2).run(go_round, stage, dtype)

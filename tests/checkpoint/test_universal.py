@@ -58,6 +58,7 @@ def names_in(path: Path) -> set[str]:
         return {str(given) for code, given, _ in found if code.name == "GLOBAL"}
 
 
+@pytest.mark.slow_cells("2_bf16_world2")
 @pytest.mark.parametrize("case", ["1_fp16_world2", "2_bf16_world2", "3_bf16_world2"])
 def test_deepspeeds_become_what_its_converter_makes(case: str, tmp_path: Path) -> None:
     """File for file: the two kept checkpoints are of the same training."""
@@ -78,6 +79,7 @@ def test_deepspeeds_become_what_its_converter_makes(case: str, tmp_path: Path) -
         assert names_in(out / file) == names_in(expected / file), file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "world"), [(2, 1), (3, 4), (1, 2)])
 def test_training_goes_on_from_it(
     stage: int, world: int, own: tuple[Path, Any], ranks: RankPools, tmp_path: Path
@@ -234,6 +236,7 @@ def put(path: Path, value: Any) -> None:
     path.with_suffix(".new").replace(path)
 
 
+@pytest.mark.slow_cells("info3-entry3")
 @pytest.mark.parametrize(
     ("info", "entry"),
     [

@@ -95,6 +95,7 @@ def test_unmeasurable_data_are_refused() -> None:
         bench.measure("pt2pt", 1, Trial(way="training"), Ranks.world())
 
 
+@pytest.mark.slow
 def test_the_command_starts_ranks_and_shows_their_results(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

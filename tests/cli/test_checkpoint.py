@@ -152,6 +152,7 @@ def save_parts(folder: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_cells("2")
 @pytest.mark.parametrize("world", [2, 4])
 def test_parts_of_a_model_leave_one_by_one(
     world: int, ranks: RankPools, tmp_path: Path, capsys: pytest.CaptureFixture[str]

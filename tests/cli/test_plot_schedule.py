@@ -88,6 +88,7 @@ def test_the_command_writes_a_png(tmp_path: Path, capsys):
     assert capsys.readouterr().out == f"{picture}\n"
 
 
+@pytest.mark.fast_cells("rates.svg-<?xml-")
 @pytest.mark.parametrize(
     ("name", "begins", "told"),
     [("rates.svg", b"<?xml", ""), ("rates.pdf", b"%PDF", ""), ("rates", b"\x89PNG", ".png\n")],

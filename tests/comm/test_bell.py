@@ -148,6 +148,7 @@ print("end", flush=True)
 """
 
 
+@pytest.mark.slow
 @diagonal(late=[0, 1], destroys=[False, True])
 def test_a_process_ends_in_order(late: int, destroys: bool) -> None:
     with socket.socket() as free:

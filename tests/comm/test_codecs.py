@@ -129,6 +129,7 @@ def test_the_largest_values_stay_finite():
             assert torch.allclose(out, given, rtol=1e-6)
 
 
+@pytest.mark.fast_cells("4")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_random_rounding_is_right_on_average(bits):
     codec = Blockwise(bits, 64, is_stochastic=True)

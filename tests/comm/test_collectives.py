@@ -213,6 +213,7 @@ def codes_and_objects() -> None:
     assert [one["rank"] for one in found] == list(range(ranks.size))
 
 
+@pytest.mark.slow_cells("reduce_and_scatter-3", "reduce_everywhere-3")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     "check",

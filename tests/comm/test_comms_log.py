@@ -513,6 +513,7 @@ def train(section: dict[str, Any], stage: int) -> dict[str, Any]:
         engine.destroy()
 
 
+@pytest.mark.slow_cells("2")
 @pytest.mark.claims("comms_logger", "comms_logger.enabled", "comms_logger.debug")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_engine_logs_all_that_it_sends(ranks: RankPools, stage: int) -> None:

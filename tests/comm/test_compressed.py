@@ -51,6 +51,7 @@ def as_in_one_place() -> None:
         assert not any(bool(owed.any()) for owed in mean.owed)
 
 
+@pytest.mark.fast_cells("1", "2")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_both_hops_and_their_residuals(ranks: RankPools, world: int):
     ranks(world).run(as_in_one_place)

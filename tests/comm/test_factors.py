@@ -133,6 +133,7 @@ def dividing_before_loses_what_is_small() -> None:
             assert torch.equal(out, torch.full_like(out, expected))
 
 
+@pytest.mark.slow_cells("by_the_backend-3", "dividing_before_saves_a_narrow_sum-3")
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize(
     "check",
@@ -180,6 +181,7 @@ def gather_otherwise() -> None:
     start_all_gather(full, ranks, "still in step").wait()
 
 
+@pytest.mark.slow_cells("gather_otherwise-3")
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("check", [bytes_of_sums, gather_otherwise], ids=lambda c: c.__name__)
 def test_ways(check: Callable[[], None], world: int, ranks: RankPools) -> None:

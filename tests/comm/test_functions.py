@@ -204,6 +204,7 @@ def late(how: str) -> str:
     return told
 
 
+@pytest.mark.fast_cells("barrier")
 @pytest.mark.parametrize("how", ["at once", "later", "received", "barrier"])
 def test_a_timeout_names_the_operation_and_the_group(ranks: RankPools, how: str) -> None:
     told = ranks(2).run(late, how)[0]

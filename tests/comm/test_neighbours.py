@@ -61,6 +61,7 @@ def exchange() -> list[bool]:
     return [len(ranks.local_peers.neighbours) == ranks.size - 1, *found]
 
 
+@pytest.mark.fast_cells("2")
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_lengths_and_dtypes_arrive_in_their_order(world: int, ranks: RankPools) -> None:
     for found in ranks(world).run(exchange):
@@ -245,6 +246,7 @@ def wait_for_the_dead(fork: bool) -> tuple[str, float]:
     return str(caught.value), seconds
 
 
+@pytest.mark.fast_cells("alone")
 @pytest.mark.parametrize("fork", [False, True], ids=["alone", "with a child"])
 def test_a_rank_that_dies_is_reported_at_once(fork: bool) -> None:
     pool = RankPool(2)

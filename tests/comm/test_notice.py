@@ -34,6 +34,7 @@ def passed(name: str, givers: list[int], together: bool) -> tuple[int, str]:
     return number, word
 
 
+@pytest.mark.slow_cells("givers0-True")
 @pytest.mark.parametrize(("givers", "together"), [([1], True), ([0, 2], False), ([0, 1, 2], True)])
 def test_all_ranks_act_at_the_same_boundary(
     givers: list[int], together: bool, ranks: RankPools

@@ -69,6 +69,7 @@ def sums(draw: st.DrawFn) -> tuple[list[torch.Tensor], torch.Tensor]:
     return [one * scale for one, scale in zip(slices, scales, strict=True)], held
 
 
+@pytest.mark.slow
 @drawn(sums(), st.sampled_from([FP32, FP16, BF16]), st.sampled_from([FP32, BF16]), st.booleans())
 def test_rows_add_up_as_slices_do(
     drawn_sums: tuple[list[torch.Tensor], torch.Tensor],
@@ -190,6 +191,7 @@ def fewer_bytes() -> None:
             assert sparse <= (3 + union) * row_nbytes < usual
 
 
+@pytest.mark.slow_cells("as_the_dense_way-2", "as_the_dense_way-3", "by_the_backend-3")
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     "check",

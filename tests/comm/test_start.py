@@ -222,6 +222,7 @@ print(comm.get_rank(), comm.get_world_size(), comm.Ranks.world().others)
 """
 
 
+@pytest.mark.slow
 def test_processes_meet_by_url_and_a_single_one_needs_no_other(tmp_path: Path):
     url = f"file://{tmp_path}/store"
     known = ("RANK", "WORLD_SIZE", "SLURM", "OMPI", "PMI", "MASTER")

@@ -182,6 +182,7 @@ def wait_for_a_sleeper(sleep_s: float) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_a_waiting_rank_names_the_missing_rank_and_the_place(
     fresh_ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

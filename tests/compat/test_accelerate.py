@@ -43,6 +43,7 @@ def test_a_program_in_which_accelerate_counts_one_process_is_refused(clients: Ra
     assert not second, "one warning is enough"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", often(range(4), 0, 3))
 def test_it_trains_saves_and_resumes(clients: RankPool, tmp_path: Path, stage: int) -> None:
     for rank, (found, plain) in enumerate(clients.run(_run, tmp_path, stage, "no", timeout=180)):
@@ -65,6 +66,7 @@ def test_it_trains_saves_and_resumes(clients: RankPool, tmp_path: Path, stage: i
         assert found["gathered"] == [0.0, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bf16_is_rounded_where_deepspeed_rounds(
     clients: RankPool, tmp_path: Path, stage: int

@@ -16,6 +16,7 @@ def _both(folder: Path, kind: str, config: str) -> tuple[dict[str, Any], dict[st
     return run(folder / "plain", None), run(folder / "found", getattr(load("trainer_runs"), config))
 
 
+@pytest.mark.slow
 @pytest.mark.runs("transformers", "accelerate", "peft")
 @pytest.mark.parametrize("config", [rarely("STAGE_2"), "STAGE_3"])
 def test_adapters_train_alone(clients: RankPool, tmp_path: Path, config: str) -> None:

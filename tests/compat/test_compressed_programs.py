@@ -16,6 +16,7 @@ def _run(name: str, told: tuple[str, ...], *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_bert_learns_from_its_teacher_and_gets_smaller(clients: RankPool, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     told = ("losses", "before", "after", "shapes")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import forks
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,6 +68,7 @@ _FOUND = [
 ]
 
 
+@pytest.mark.slow
 def test_import_deepspeed_finds_hadal_where_it_was_installed() -> None:
     twice = "import hadal; hadal.install_as_deepspeed(); hadal.install_as_deepspeed()"
     assert told(twice + _LOOK) == _FOUND

@@ -17,6 +17,7 @@ def _run(folder: Path, stage: int | None) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_it_fits_saves_resumes_and_validates(clients: RankPool, tmp_path: Path, stage: int) -> None:
     plain = clients.run(_run, tmp_path, None, timeout=180)
@@ -35,6 +36,7 @@ def _run_fabric(folder: Path, stage: int | None, precision: str = "32-true") -> 
     return told
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fabric_trains_saves_and_resumes(clients: RankPool, tmp_path: Path, stage: int) -> None:
     plain = clients.run(_run_fabric, tmp_path, None, timeout=180)

@@ -109,6 +109,7 @@ def learn_pictures(stage: int) -> float:
     return losses[-1]
 
 
+@pytest.mark.fast_cells("2")
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_vision_model_with_experts_trains(stage: int, ranks: RankPools) -> None:
     assert all(loss == loss < 10 for loss in ranks(2).run(learn_pictures, stage))
@@ -185,6 +186,7 @@ def through_megatron(stage: int) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
+@pytest.mark.fast_cells("1")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_megatron_with_slices_and_experts_trains_as_one_process(
     stage: int, ranks: RankPools

@@ -249,6 +249,7 @@ if kind == "npu":
 """
 
 
+@pytest.mark.fast_cells("npu-hccl-ASCEND_RT_VISIBLE_DEVICES")
 @pytest.mark.parametrize(
     ("kind", "backend", "variable"),
     [("xpu", "xccl", "ZE_AFFINITY_MASK"), ("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES")],
@@ -289,6 +290,7 @@ def test_an_accelerator_answers_every_question_about_a_device() -> None:
     assert torch.equal(torch.rand(3, device=device.device()), drawn)
 
 
+@pytest.mark.slow
 def test_the_environment_may_choose_the_cpu_and_nothing_that_is_not_there() -> None:
     code = (
         "import hadal; hadal.install_as_deepspeed()\n"

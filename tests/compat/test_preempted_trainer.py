@@ -20,6 +20,7 @@ def _run(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_it_saves_its_own_checkpoint_and_resumes(clients: RankPool, tmp_path: Path) -> None:
     for found in clients.run(_run, tmp_path, timeout=180):
         assert found["code"] == EXIT_PREEMPTED

@@ -38,6 +38,7 @@ def test_a_classifier_learns_the_same_at_every_stage(clients: RankPool) -> None:
             assert found["accuracy"] == expected["accuracy"]
 
 
+@pytest.mark.fast_cells("bf16")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_classifier_learns_in_16_bits(clients: RankPool, dtype: str) -> None:
     wanted = clients.run(_run, "images", ("losses",), "--stage=2")
@@ -49,6 +50,7 @@ def test_a_classifier_learns_in_16_bits(clients: RankPool, dtype: str) -> None:
         assert found["losses"] == pytest.approx(expected["losses"], rel=0.06)
 
 
+@pytest.mark.fast_cells("1")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_program_resumes_at_its_checkpoint(clients: RankPool, tmp_path: Path, stage: int) -> None:
     told = (f"--folder={tmp_path}", f"--stage={stage}", "--steps=4")
@@ -89,6 +91,7 @@ def _two_networks() -> list[tuple[float, ...]]:
     return losses
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_engines_train_against_each_other(
     clients: RankPool, tmp_path: Path, stage: int
@@ -105,6 +108,7 @@ def test_two_engines_train_against_each_other(
         torch.testing.assert_close(sum(mine) / 2, plain, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_an_actor_and_a_critic_learn_from_models_that_are_only_asked(clients: RankPool) -> None:
     plain, *others = _stages(clients, "chat", ("losses", "saved"))
     for ranks in others:
@@ -126,6 +130,7 @@ def test_a_program_with_groups_of_its_own_recomputes_and_counts(clients: RankPoo
             assert found["told"] == (3, 8, [0.03])
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_program_cuts_its_layers_over_ranks(
     clients: RankPool, tmp_path: Path, stage: int

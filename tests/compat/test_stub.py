@@ -52,6 +52,7 @@ def site(tmp_path: Path) -> Path:
     return site
 
 
+@pytest.mark.slow
 def test_import_deepspeed_finds_hadal_where_it_is_installed(site: Path) -> None:
     # Nobody has called `install_as_deepspeed`: the program is as it was.
     assert told(_LOOK, path=(site,)) == _FOUND
@@ -82,6 +83,7 @@ def test_its_version_is_the_one_that_hadal_tells() -> None:
     assert re.search(r'version = "(.+)"', (STUB / "pyproject.toml").read_text())[1] == VERSION
 
 
+@pytest.mark.slow
 def test_a_module_of_it_runs_as_a_program(site: Path) -> None:
     words = (str(site), str(site / "out"))
     done = forked("-m", "deepspeed.utils.zero_to_fp32", *words, path=(site,))
@@ -177,6 +179,7 @@ def test_the_commands_of_deepspeed_come_with_it(site: Path, tmp_path: Path) -> N
     assert commands["dsr"] == commands["ds_report"]
 
 
+@pytest.mark.slow
 def test_the_launchers_modules_are_programs(site: Path, tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(

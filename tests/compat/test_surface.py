@@ -48,6 +48,7 @@ print(json.dumps(lost))
 """
 
 
+@pytest.mark.slow
 def test_every_name_can_be_imported() -> None:
     asked = [(name, kind) for name, kind, _ in NAMES if kind != "x"]
     assert len(asked) > 800

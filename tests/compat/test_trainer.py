@@ -46,6 +46,7 @@ def close(found: list[float], expected: list[float], tolerance: float) -> bool:
     )
 
 
+@pytest.mark.fast_cells("STAGE_3-gpt2")
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("config", ["STAGE_2", "STAGE_3"])
 def test_it_trains_as_without_deepspeed(run: Run, kind: str, config: str) -> None:
@@ -64,12 +65,14 @@ def test_it_trains_as_without_deepspeed(run: Run, kind: str, config: str) -> Non
             torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
+@pytest.mark.fast_cells("STAGE_3")
 @pytest.mark.parametrize("config", ["STAGE_2", "STAGE_3"])
 def test_a_resumed_run_repeats_the_losses_bit_for_bit(run: Run, config: str) -> None:
     for found in run("llama", config):
         assert found["resumed"] == found["losses"][2:]
 
 
+@pytest.mark.fast_cells("STAGE_3")
 @pytest.mark.parametrize("config", ["STAGE_2", "STAGE_3"])
 def test_saved_weights_are_the_trained_ones(run: Run, config: str) -> None:
     for found in run("llama", config):
@@ -85,6 +88,7 @@ def test_from_pretrained_loads_the_same_bits_sharded(run: Run) -> None:
         assert all(map(torch.equal, found["start"], expected["start"]))
 
 
+@pytest.mark.fast_cells("llama")
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_the_first_loss_is_bit_equal_where_the_model_is_born_sharded(
     clients: RankPool, tmp_path: Path, kind: str
@@ -94,6 +98,7 @@ def test_the_first_loss_is_bit_equal_where_the_model_is_born_sharded(
             assert sharded == whole
 
 
+@pytest.mark.slow
 def test_bf16_trains_with_fp32_masters(run: Run) -> None:
     plain = run("llama", None)
     for found, expected in zip(run("llama", "STAGE_3", bf16=True), plain, strict=True):
@@ -107,6 +112,7 @@ def _best(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return t.best(folder / "plain", None), t.best(folder / "found", t.STAGE_3)
 
 
+@pytest.mark.slow
 def test_the_best_model_comes_back_and_is_evaluated_alone(
     clients: RankPool, tmp_path: Path
 ) -> None:
@@ -144,6 +150,7 @@ def _cut(folder: Path, stage: int | None) -> dict[str, Any]:
     return t.cut(folder, {**t.STAGE_2, **slices}, batch=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_model_that_is_cut_over_ranks_trains_identically(
     clients: RankPool, tmp_path: Path, stage: int

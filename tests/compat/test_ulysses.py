@@ -24,6 +24,7 @@ def _train(folder: Path, stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return u.train(folder, stage), u.plain()
 
 
+@pytest.mark.fast_cells("1")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_accelerate_splits_sequences(clients: RankPool, stage: int) -> None:
     for found, plain in clients.run(_run, stage, timeout=180):
@@ -31,6 +32,7 @@ def test_accelerate_splits_sequences(clients: RankPool, stage: int) -> None:
         assert found["norms"] == pytest.approx(plain["norms"], rel=2e-5)
 
 
+@pytest.mark.fast_cells("2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_trainer_splits_sequences(clients: RankPool, stage: int, tmp_path: Path) -> None:
     for found, plain in clients.run(_train, tmp_path, stage, timeout=180):

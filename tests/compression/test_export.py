@@ -60,6 +60,7 @@ def test_unsupported_exports_are_refused(tmp_path: Path, monkeypatch):
         export_packed(model, tmp_path, "torchao")
 
 
+@pytest.mark.slow_cells("8-1-0.6")
 @pytest.mark.parametrize(("bits", "groups", "most"), [(8, 1, 0.6), (4, 64, 0.6), (2, 32, 0.6)])
 def test_transformers_loads_the_same_values(tmp_path: Path, bits, groups, most):
     transformers = pytest.importorskip("transformers")

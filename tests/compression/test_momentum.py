@@ -73,6 +73,7 @@ def golden_run(name: str, stage: int) -> list[tuple[float, dict[str, list[str]]]
     return found
 
 
+@pytest.mark.fast_cells("2:4")
 @pytest.mark.claims(
     f"{SPARSE}.schedule_offset",
     f"{SPARSE}.schedule_offset_end",
@@ -137,6 +138,7 @@ def losses_of(name: str, stage: int, changes: dict) -> list[float]:
     return losses
 
 
+@pytest.mark.slow_cells("blocks-fp32", "topk-fp32")
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", [*(each for each in ALL if each != "l1"), pytest.param("l1", marks=pytest.mark.slow)]
@@ -147,6 +149,7 @@ def test_every_stage_trains_identically(ranks: RankPools, name, dtype):
     assert all(each == found[0] for each in found)
 
 
+@pytest.mark.fast_cells("blocks")
 @pytest.mark.parametrize("name", ALL)
 def test_a_resumed_run_continues_with_the_same_masks(tmp_path: Path, name):
     engine = seeded_engine(ALL[name], 0)
@@ -215,6 +218,7 @@ def test_an_optimizer_without_the_scores_is_refused():
         engine_of(0, model, wishes, **config(LEARNED), optimizer=None)
 
 
+@pytest.mark.slow
 def test_models_that_are_born_sharded(ranks: RankPools):
     found = [ranks(2).run(born_run, name) for name in (None, "before", "engine")]
     assert found[0] == found[1] == found[2]

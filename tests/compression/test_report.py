@@ -73,6 +73,7 @@ def test_a_report_draws_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_has_the_report(tmp_path: Path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from ranks import RankPools
 from torch import Tensor
@@ -42,6 +43,7 @@ def measured(wish: dict, stage: int) -> tuple[int, int, int]:
     return whole, at_rest, len(masks)
 
 
+@pytest.mark.slow
 def test_no_rank_holds_whole_masks_between_their_uses(ranks: RankPools):
     for wish in (FIXED, LEARNED, BLOCKS):
         for whole, at_rest, count in ranks(2).run(measured, wish, 3):
@@ -61,6 +63,7 @@ def cleaned(wish: dict, stage: int) -> tuple[list[int], Tensor]:
         return [each.numel() for each in model.parameters()], model(TOKENS)
 
 
+@pytest.mark.slow
 def test_the_clean_model_of_stage_3_is_that_of_stage_0(ranks: RankPools):
     everything = {**SMALLER, **FIXED, **QUANTIZED}
     for wish in (everything, LEARNED, BLOCKS):

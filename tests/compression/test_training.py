@@ -129,6 +129,7 @@ def test_a_blend_moves_from_the_weights_to_the_quantized_ones():
     engine.destroy()
 
 
+@pytest.mark.fast_cells("float16")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_programs_that_call_the_module_train_by_the_same_schedule(tmp_path: Path, dtype):
     found = []
@@ -214,6 +215,7 @@ def test_updates_that_overflow_do_not_count():
     engine.destroy()
 
 
+@pytest.mark.fast_cells("fp32")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_every_stage_trains_identically(ranks: RankPools, dtype):
     found = [ranks(2).run(losses_of, stage, dtype) for stage in range(4)]
@@ -248,6 +250,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow_cells("quantized")
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, about itself
 @pytest.mark.parametrize(
     "techniques",
@@ -271,6 +274,7 @@ def test_a_compiled_model_is_compressed_identically(techniques):
     assert compiled[-1] < compiled[0]
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_cleaning_ends_the_training_of_an_engine(ranks: RankPools, stage):
     first, second = ranks(2).run(clean_and_evaluate, stage)

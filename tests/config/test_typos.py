@@ -86,6 +86,7 @@ def test_a_typo_in_params(name):
 JUNK = st.sampled_from([None, True, 3, -1, 2.5, "x", "auto", [], [1], ["x"], {}, {"x": 1}])
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=4))
 def test_any_file_loads_or_is_refused_with_a_message(values):

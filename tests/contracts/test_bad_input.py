@@ -370,6 +370,12 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_cells(
+    "config_with_three_faults-stage0",
+    "config_with_three_faults-stage3",
+    "scheduler_without_optimizer-stage0",
+    "scheduler_without_optimizer-stage3",
+)
 @pytest.mark.parametrize(("mistake", "stage"), CASES)
 def test_every_rank_gets_the_error(mistake: Mistake, stage: int, ranks: RankPools) -> None:
     """The right exception, with the words that lead to the fault, on both ranks."""
@@ -390,6 +396,7 @@ except CommunicationError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_group_that_cannot_be_reached_is_an_error_within_seconds() -> None:
     """Nobody listens at MASTER_PORT: the message names the address, and nothing hangs."""
     with socket.socket() as closed:

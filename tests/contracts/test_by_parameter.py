@@ -43,6 +43,30 @@ CASES = [
 
 
 # Two of three: each model with some, and with any where there are all.
+@pytest.mark.slow_cells(
+    "lamb-plain",
+    "lamb-tied_matmul",
+    "lamb-frozen",
+    "lamb-checkpointed",
+    "lamb-branches",
+    "lamb-edited",
+    "lamb-attention_evaluated",
+    "muon-groups",
+    "muon-reused",
+    "muon-scalars",
+    "muon-reentrant_reused",
+    "muon-late",
+    "muon-shared_graph",
+    "muon-edited_in_place",
+    "muon-lstm",
+    "adafactor-tied",
+    "adafactor-unused",
+    "adafactor-checkpointed",
+    "adafactor-branches",
+    "adafactor-two_forwards",
+    "adafactor-edited",
+    "adafactor-attention_evaluated",
+)
 @pytest.mark.parametrize(("optimizer", "model"), often(CASES, *CASES[::3]))
 def test_a_stage_changes_nothing(optimizer: str, model: str, ranks: RankPools) -> None:
     expected = ranks(2).run(trained_by_hadal, cell_of(0, model, optimizer))[0]
@@ -57,6 +81,7 @@ def test_a_stage_changes_nothing(optimizer: str, model: str, ranks: RankPools) -
                     torch.testing.assert_close(found.weights[name], value, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @diagonal(optimizer=list(BY_PARAMETER), world=NODES)
 def test_nodes_change_nothing(optimizer: str, world: str, ranks: RankPools) -> None:
     """Each copy has its own owners, who come to the same values.

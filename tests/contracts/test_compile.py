@@ -78,6 +78,9 @@ def train_compiled(stage: int, how: str) -> float:
     return max(float((mine - value).abs().max()) for mine, value in pairs)
 
 
+@pytest.mark.fast_cells(
+    "0-replaced blocks", "1-replaced blocks", "2-replaced blocks", "3-model", "3-replaced blocks"
+)
 @pytest.mark.parametrize("how", ["model", "blocks", "replaced blocks"])
 @pytest.mark.parametrize("stage", range(4))
 def test_a_compiled_model_trains_as_a_plain_one(stage: int, how: str, ranks: RankPools) -> None:
@@ -145,6 +148,7 @@ def train_by_engine(stage: int, where: str) -> tuple[float, list[tuple[int, int]
     return max(float(distance.abs().max()) for distance in distances), found
 
 
+@pytest.mark.fast_cells("3-4")
 @pytest.mark.parametrize(("stage", "graphs"), [(0, 1), (1, 1), (2, 1), (3, 4)])
 def test_engine_compile_compiles_the_module_in_few_graphs(
     stage: int, graphs: int, ranks: RankPools
@@ -159,6 +163,7 @@ def test_engine_compile_compiles_the_module_in_few_graphs(
         assert found == [(graphs, 0)] * UPDATES
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", range(4))
 def test_blocks_compiled_after_initialize_are_whole_graphs(stage: int, ranks: RankPools) -> None:
     """Hooks stand around a block's graph: without ZeRO there are as many."""
@@ -247,6 +252,7 @@ print(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
 """
 
 
+@pytest.mark.slow
 def test_hooks_stay_outside_of_graphs_of_a_compiler_that_comes_late() -> None:
     """Whoever does not compile does not import the compiler; who does later finds hooks shielded.
 

@@ -206,6 +206,16 @@ def most(promised: float) -> float:
     return promised * (1 + PADDING) + SCALARS
 
 
+@pytest.mark.slow_cells(
+    "0-2-fp32-80000",
+    "0-3-bf16-80000",
+    "1-2-bf16-40000",
+    "1-3-fp32-80000",
+    "2-1-bf16-80000",
+    "2-2-fp32-40000",
+    "3-2-bf16-40000",
+    "3-3-fp32-80000",
+)
 @pairs(stage=range(4), world_size=[1, 2, 3], precision=["bf16", "fp32"], key=KEYS)
 def test_a_rank_holds_the_states_of_its_stage(
     stage: int, world_size: int, precision: str, key: int, ranks: RankPools
@@ -214,6 +224,9 @@ def test_a_rank_holds_the_states_of_its_stage(
     check_promise(stage, world_size, precision, key, ranks)
 
 
+@pytest.mark.fast_cells(
+    "3-2-bf16 moments", "3-1-bf16 without masters", "3-1-bf16 moments", "3-1-fp16 without masters"
+)
 @pytest.mark.claims(
     "bf16.bf16_master_weights_and_grads",
     "bf16.bf16_optimizer_states",

@@ -329,6 +329,7 @@ def test_a_directory_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
         lengths_of([[1, 2]] * 3, folder, writes=True)
 
 
+@pytest.mark.fast_cells("0")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_packs_that_cannot_be_stacked_are_reported(workers: int) -> None:
     engine = engine_with(wishes={"collate_fn": None}, num_workers=workers)

@@ -28,6 +28,7 @@ def _run(*arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_starts(tmp_path: Path) -> None:
     start = ("start", "--samples=1e4", f"--folder={tmp_path}")
     assert "written" in _run(*start)
@@ -36,11 +37,13 @@ def test_starts(tmp_path: Path) -> None:
     assert found["start_s"] > 0 and found["peak_gb"] >= found["base_gb"]
 
 
+@pytest.mark.slow
 def test_measures() -> None:
     found = _run("analyze", "--samples=1e4", "--workers=2")
     assert found["length_samples_per_s"] > 0 and found["rarity_samples_per_s"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", ["bytes", None])
 def test_indexes(tmp_path: Path, tokenizer: str | None) -> None:
     named = () if tokenizer is None else (f"--tokenizer={tokenizer}",)

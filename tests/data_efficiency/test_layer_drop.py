@@ -115,6 +115,7 @@ def test_the_first_layer_is_always_kept():
     assert keeps_of(3, 1.0) == [1.0] * 3
 
 
+@pytest.mark.fast_cells("Block")
 @pytest.mark.parametrize("kind", [Block, Pairing])
 def test_layers_are_skipped(kind):
     engine = engine_with(drop_layers(Blocks(kind), kind), ALWAYS)
@@ -143,6 +144,7 @@ def test_the_mean_of_a_layer_is_its_output():
     assert torch.allclose(0.25 * kept + 0.75 * x, whole)
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_skip_the_same_layers(ranks: RankPools, stage):
     (uses, losses), other = ranks(2).run(skip, stage)

@@ -489,6 +489,7 @@ def small(kind: str, **changes: Any) -> tuple[nn.Module, type[nn.Module]]:
     return model, type(model.get_submodule(layers[kind])[0])
 
 
+@pytest.mark.slow_cells("bert-True-False", "bert-True-True")
 @pytest.mark.runs("transformers")
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("padded", [False, True])

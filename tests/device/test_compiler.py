@@ -28,6 +28,7 @@ assert "torch._dynamo" in sys.modules  # torch's own way is back
 """
 
 
+@pytest.mark.slow
 def test_training_from_a_configuration_imports_no_compiler() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = forks.run(["-c", PROGRAM], env=env, timeout=300)

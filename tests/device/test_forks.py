@@ -66,6 +66,7 @@ def has_place(address):
 """
 
 
+@pytest.mark.fast_cells("268435456")
 @pytest.mark.parametrize("nbytes", [4096, NBYTES])
 def test_memory_for_disks_and_devices_is_not_forked(nbytes: int) -> None:
     found = run(f"""

@@ -45,6 +45,7 @@ def run(how: str) -> tuple[int, int]:
     return int(faults) * resource.getpagesize(), int(returned)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_freed_memory_is_reused_and_returned_on_request() -> None:
     cleared, returned = run("kept")

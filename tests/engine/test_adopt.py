@@ -178,12 +178,14 @@ def train_changed(stage: int, changes: list[str], threshold: int = 0, kind: str 
     assert_close(found, expected)
 
 
+@pytest.mark.fast_cells("another head")
 @pytest.mark.parametrize("change", CHANGES)
 def test_later_parameters_train_as_in_torch(change: str, ranks: RankPools) -> None:
     for stage in STAGES:
         ranks(2).run(train_changed, stage, [change])
 
 
+@pytest.mark.slow
 def test_one_change_after_the_other(ranks: RankPools) -> None:
     for stage in (0, 2, 3):
         ranks(2).run(train_changed, stage, ["in blocks", "another head", "of the root"])
@@ -191,12 +193,14 @@ def test_one_change_after_the_other(ranks: RankPools) -> None:
     ranks(2).run(train_changed, 3, ["another head"], 31)
 
 
+@pytest.mark.slow
 def test_on_one_rank_and_on_three(ranks: RankPools) -> None:
     for stage in (1, 3):
         ranks(1).run(train_changed, stage, ["in blocks", "taken over"])
     ranks(3).run(train_changed, 3, ["in blocks", "taken over"])
 
 
+@pytest.mark.fast_cells("Muon")
 @pytest.mark.parametrize("kind", ["Lamb", "ByNorm", "Muon"])
 def test_optimizers_of_whole_parameters_take_them_up(kind: str, ranks: RankPools) -> None:
     for stage in (1, 3):
@@ -403,6 +407,7 @@ def add_to_compiled(stage: int) -> None:
         torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_takes_them_up(ranks: RankPools) -> None:
     ranks(2).run(add_to_compiled, 3)
 

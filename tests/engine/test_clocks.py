@@ -190,6 +190,7 @@ def time_an_update(
     return times, spent
 
 
+@pytest.mark.fast_cells("3-keys2")
 @pytest.mark.claims("wall_clock_breakdown")
 @pytest.mark.parametrize(
     ("stage", "keys"), [(0, {}), (2, {}), (3, {}), (1, {"managed_gradient_accumulation": False})]

@@ -149,6 +149,7 @@ def messages() -> list[int]:
     return seen
 
 
+@pytest.mark.fast_cells("True")
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_tensor_ranks_sum_as_often_as_said(recomputes: bool, ranks: RankPools) -> None:

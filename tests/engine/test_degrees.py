@@ -145,6 +145,13 @@ def trained(layout: str, stage: int, zero: Found, keys: Found) -> Found:
     return found
 
 
+@pytest.mark.slow_cells(
+    "tensor, experts-1-zero0-keys0",
+    "tensor, experts-3-zero1-keys1",
+    "sequence, experts-3-zero3-keys3",
+    "data, tensor-2-zero4-keys4",
+    "data, experts-2-zero5-keys5",
+)
 @pytest.mark.parametrize(
     ("layout", "stage", "zero", "keys"),
     [
@@ -221,6 +228,7 @@ def saved_and_loaded(folder: str, here: str, there: str, stages: tuple[int, int]
     return [first, second]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("here", "there", "stages"),
     [

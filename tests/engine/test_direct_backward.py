@@ -76,11 +76,13 @@ def alike(stage: int, model: str, changes: dict[str, Any]) -> None:
     assert_equal(state, state_again)
 
 
+@pytest.mark.slow_cells("fp32-3")
 @diagonal(dtype=list(DTYPES), stage=STAGES)
 def test_both_ways_give_the_same(stage: int, dtype: str, ranks: RankPools) -> None:
     ranks(2).run(alike, stage, "plain", {**DTYPES[dtype], "gradient_clipping": 0.5})
 
 
+@pytest.mark.slow_cells("recomputed-0", "recomputed-2", "reentrant-3")
 @diagonal(model=["recomputed", "reentrant"], stage=STAGES)
 def test_recomputation_in_backward_does_too(stage: int, model: str, ranks: RankPools) -> None:
     ranks(2).run(alike, stage, model, DTYPES["bf16"])
@@ -128,6 +130,7 @@ def joined(stage: int) -> None:
         assert_equal(found, expected)
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_engines_train_with_a_common_loss(stage: int, ranks: RankPools) -> None:
     ranks(2).run(joined, stage)

@@ -300,6 +300,7 @@ def end(stage: int) -> None:
     again.destroy()
 
 
+@pytest.mark.slow_cells("bring_optimizers-0", "bring_optimizers-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "case",

@@ -155,6 +155,7 @@ engine.backward(engine(torch.ones(4, 2)).sum())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "is_told"), [("", True), ("engine.step()", False), ("raise ValueError", False)]
 )

@@ -159,12 +159,14 @@ def train_later(kind: str, stage: int) -> None:
     assert_close(found, expected)
 
 
+@pytest.mark.slow_cells("1-AdamW", "1-Lamb", "1-Muon", "2-SGD")
 @diagonal(world=[1, 2], kind=list(KINDS))
 def test_later_groups_train_as_in_torch(kind: str, world: int, ranks: RankPools) -> None:
     for stage in STAGES:
         ranks(world).run(train_later, kind, stage)
 
 
+@pytest.mark.slow
 def test_three_ranks_do_too(ranks: RankPools) -> None:
     for stage in (1, 3):
         ranks(3).run(train_later, "AdamW", stage)
@@ -212,6 +214,7 @@ def train_in_turn(stage: int, order: list[int]) -> None:
     assert_close(found, plain.state_dict())
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.sampled_from(STAGES), st.lists(st.integers(0, 3), min_size=5, max_size=5))
 def test_any_order_of_thawing(ranks: RankPools, stage: int, order: list[int]) -> None:
@@ -245,6 +248,7 @@ def add_in_bf16(stage: int) -> list[float]:
     return model.weight.detach().flatten().tolist()
 
 
+@pytest.mark.fast_cells("0", "3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_later_parameters_have_masters(stage: int, ranks: RankPools) -> None:
     assert ranks(2).run(add_in_bf16, stage) == [[1 - 2.0**-7] * 4] * 2

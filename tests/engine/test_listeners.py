@@ -176,6 +176,7 @@ def look_up_means(stage: int, keys: dict[str, Any]) -> None:
     silent.destroy()
 
 
+@pytest.mark.fast_cells("1", "2")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_mean_gradients_are_those_of_plain_torch(stage: int, ranks: RankPools) -> None:
     ranks(2).run(look_up_means, stage, {})

@@ -196,6 +196,15 @@ def global_generators() -> tuple[Any, ...]:
     return torch.rand(()).item(), random.random(), np.random.random()
 
 
+@pytest.mark.slow_cells(
+    "0-2-Counting",
+    "1-2-items",
+    "1-2-Counting",
+    "7-2-Stateless",
+    "8-2-Counting",
+    "8-2-Stateless",
+    "9-2-items",
+)
 @pairs(taken=[0, 1, 7, 8, 9], workers=[0, 2], kind=[items, Counting, Stateless])
 def test_a_loader_resumes_in_the_middle_of_an_epoch(
     kind: Callable[[], Any], workers: int, taken: int, caplog: pytest.LogCaptureFixture
@@ -388,6 +397,7 @@ SAMPLERS = [
 ]
 
 
+@pytest.mark.fast_cells("0-stateful", "0-random", "0-epochs", "0-list")
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=["stateful", "random", "epochs", "list"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_callers_sampler_resumes(sampler: Callable[[], Any], workers: int) -> None:
@@ -457,6 +467,7 @@ class Growing:
         self.step = state["step"]
 
 
+@pytest.mark.fast_cells("1-0", "3-0", "5-0", "7-0")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("taken", [1, 3, 5, 7])
 def test_an_order_resumes_after_the_last_returned_batch(workers: int, taken: int) -> None:

@@ -107,6 +107,7 @@ def train_pieces(stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_slices_and_pieces_train_as_one_process(stage: int, ranks: RankPools) -> None:
     ranks(4).run(train_pieces, stage)
@@ -244,6 +245,7 @@ def train_stages(stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_cells("0")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_slices_in_stages_train_as_one_process(stage: int, ranks: RankPools) -> None:
     ranks(4).run(train_stages, stage)

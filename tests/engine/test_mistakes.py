@@ -140,6 +140,7 @@ def edit_groups(stage: int) -> None:
         engine.destroy()
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_edited_param_groups_are_an_error(stage: int, ranks: RankPools) -> None:
     ranks(2).run(edit_groups, stage)

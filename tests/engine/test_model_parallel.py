@@ -120,11 +120,13 @@ def train_parts(stage: int, dtype: str, maker: Maker, born: bool, names: str) ->
     engine.destroy()
 
 
+@pytest.mark.slow_cells("fp32-0", "bf16-1", "fp16-2")
 @diagonal(dtype=list(DTYPES), stage=STAGES)
 def test_parts_of_a_model_train_like_the_whole(stage: int, dtype: str, ranks: RankPools) -> None:
     ranks(4).run(train_parts, stage, dtype, sgd, False, "six")
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_parts_that_are_born_sharded_train_like_the_whole(stage: int, ranks: RankPools) -> None:
     ranks(4).run(train_parts, stage, "fp32", sgd, True, "core")
@@ -135,6 +137,7 @@ def lamb(parameters: Any) -> torch.optim.Optimizer:
     return Lamb(parameters, lr=0.02, weight_decay=0.1)
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_lamb_takes_the_norms_of_whole_parameters(stage: int, ranks: RankPools) -> None:
     ranks(4).run(train_parts, stage, "fp32", lamb, False, "six")

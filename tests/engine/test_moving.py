@@ -73,6 +73,7 @@ def move_and_go_on(stage: int, dtype: str, optimizer: str, includes: Sequence[An
     untouched.destroy()
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_states_leave_the_device_and_come_back(stage: int, ranks: RankPools) -> None:
     includes = [None, ["optim_states"], ["lp_params", "hp_params"], ["lp_grads"]]
@@ -119,6 +120,7 @@ def moved(engine: Any) -> list[Any]:
     return list(engine._moving._moved)
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_copies_overlap_with_the_device(stage: int, ranks: RankPools) -> None:
     ranks(2).run(move_beside_the_device, stage)

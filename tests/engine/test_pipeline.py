@@ -174,6 +174,7 @@ def train_all(stages: int, cases: list[tuple[int, str]], keys: Any = None) -> No
         train(stages, zero, dtype, **(keys or {}))
 
 
+@pytest.mark.fast_cells("2")
 @pytest.mark.parametrize("stages", [1, 2])
 def test_stages_equal_one_process(stages: int, ranks: RankPools) -> None:
     cases = [(0, "fp32"), (1, "bf16"), (2, "fp16")] if stages > 1 else [(0, "fp32")]
@@ -194,6 +195,7 @@ def test_recomputed_stages_equal_one_process(ranks: RankPools) -> None:
 SCHEDULES = [("gpipe", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 3)]
 
 
+@pytest.mark.fast_cells("interleaved-3")
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_schedules_equal_one_process(schedule: str, chunks: int, ranks: RankPools) -> None:
     keys = {"pipeline": {"schedule": schedule}, "chunks": chunks}

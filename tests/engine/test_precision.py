@@ -58,6 +58,7 @@ def sums_of_all(stage: int) -> dict[tuple[str, str], float]:
     }
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.claims("data_types", "data_types.grad_accum_dtype")
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_are_summed_in_the_dtype_that_is_named(stage: int, ranks: RankPools) -> None:

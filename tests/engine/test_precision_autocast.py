@@ -255,6 +255,7 @@ def train_beside_torch(stage: int, name: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow_cells("3-fp16")
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_it_trains_as_torch_autocast_does(stage: int, name: str, ranks: RankPools) -> None:

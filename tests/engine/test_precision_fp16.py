@@ -126,6 +126,7 @@ def follow(stage: int, name: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_cells("C", "D")
 @pytest.mark.claims(
     "fp16.loss_scale",
     "fp16.initial_scale_power",
@@ -159,6 +160,7 @@ def keep_static(stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow_cells("3")
 @pytest.mark.claims("fp16.loss_scale")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_static_scale_stays_and_overflows_are_skipped(stage: int, ranks: RankPools) -> None:

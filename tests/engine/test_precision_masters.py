@@ -92,6 +92,7 @@ def train_without_masters(stage: int, mode: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow_cells("3-bf16 moments")
 @pytest.mark.claims(
     "bf16.bf16_master_weights_and_grads",
     "bf16.bf16_optimizer_states",
@@ -129,6 +130,7 @@ def go_on(mode: str, folder: str) -> None:
     again.destroy()
 
 
+@pytest.mark.fast_cells("fp16")
 @pytest.mark.parametrize("mode", MODES)
 def test_training_without_masters_resumes_bit_for_bit(
     mode: str, tmp_path: Path, ranks: RankPools

@@ -105,6 +105,7 @@ def run_to(folder: Path, updates: int) -> tuple[int, list[float]]:
     return begun(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", often(["save", "own"], "own"))
 def test_one_process_saves_at_a_signal_and_resumes_bit_for_bit(folder: Path, way: str) -> None:
     job = subprocess.Popen(
@@ -129,6 +130,7 @@ def test_one_process_saves_at_a_signal_and_resumes_bit_for_bit(folder: Path, way
     assert whole[-6:] == resumed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "way", "reached"),
     often(

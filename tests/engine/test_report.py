@@ -149,6 +149,7 @@ engine.step()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("configured", ["before", "after", "never"])
 def test_lines_appear_once_with_any_logging_setup(configured: str) -> None:
     done = subprocess.run(
@@ -174,6 +175,7 @@ for number in tqdm.trange(4, mininterval=0):
 """
 
 
+@pytest.mark.slow
 def test_lines_stay_apart_from_bars_and_prints_on_a_terminal() -> None:
     """Standard output goes elsewhere, and gets what the program prints."""
     shown = []

@@ -104,6 +104,7 @@ def resumed(stage: int, workers: int, folder: str, done: int, steps: int) -> Any
     return seen, state
 
 
+@pytest.mark.fast_cells("1-0-0-3")
 @pytest.mark.parametrize(
     ("world", "stage", "workers", "done"),
     [(1, 0, 0, 3), (1, 0, 2, 3), (2, 2, 0, 2), (2, 3, 2, 2), (2, 0, 0, 4), (2, 1, 2, 5)],

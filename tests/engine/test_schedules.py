@@ -105,6 +105,7 @@ def broken_and_whole(folder: str) -> None:
         whole.destroy(), again.destroy()
 
 
+@pytest.mark.slow
 def test_every_schedule_resumes_after_a_break(ranks: RankPools, tmp_path: Path) -> None:
     ranks(1).run(broken_and_whole, str(tmp_path))
 
@@ -207,6 +208,7 @@ def on_a_plateau(folder: str, brought: bool) -> list[float]:
     return rates
 
 
+@pytest.mark.fast_cells("False")
 @pytest.mark.parametrize("brought", [False, True])
 def test_a_schedule_that_follows_a_metric(brought: bool, ranks: RankPools, tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))

@@ -129,6 +129,12 @@ def weights_of(folder: str, tied: bool) -> Found:
     return dict(model.state_dict())
 
 
+@pytest.mark.slow_cells(
+    "tensor, sliced head-zero1-keys1-True",
+    "experts-zero2-keys2-False",
+    "sequence-zero3-keys3-False",
+    "data-zero4-keys4-True",
+)
 @pytest.mark.parametrize(
     ("layout", "zero", "keys", "tied"),
     [

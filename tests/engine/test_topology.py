@@ -121,6 +121,7 @@ def cut_sequences(stage: int, shared: int, way: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_cells("2-2-key-0", "2-2-key-1", "2-2-key-2")
 @pytest.mark.claims("sequence_parallel_size", "data_parallel_size", "train_batch_size")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(

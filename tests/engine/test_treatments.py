@@ -62,6 +62,7 @@ def stages_beside_each_other(stage: int, lower: int, offload: bool) -> None:
     assert_close(mixed.state_dict(), plain.state_dict())
 
 
+@pytest.mark.fast_cells("3-1-False", "2-1-True", "1-0-False")
 @pytest.mark.parametrize(
     ("stage", "lower", "offload"),
     [(3, 0, False), (3, 1, False), (3, 2, True), (2, 0, False), (2, 1, True), (1, 0, False)],
@@ -186,6 +187,7 @@ def of_whole_parameters(kind: str, stage: int) -> None:
         assert torch.allclose(value, expected[there], rtol=1e-5, atol=1e-6), name
 
 
+@pytest.mark.fast_cells("Muon-3")
 @pytest.mark.parametrize(("kind", "stage"), [("Lamb", 2), ("Muon", 3)])
 def test_experts_are_whole_parameters_of_their_own(kind: str, stage: int, ranks: RankPools) -> None:
     ranks(4).run(of_whole_parameters, kind, stage)
@@ -194,11 +196,13 @@ def test_experts_are_whole_parameters_of_their_own(kind: str, stage: int, ranks:
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
+@pytest.mark.slow_cells("3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_experts_are_averaged_over_all_samples(stage: int, ranks: RankPools) -> None:
     ranks(2).run(experts_over, 2, stage, "SGD", {})
 
 
+@pytest.mark.fast_cells("3-SGD-zero4")
 @pytest.mark.parametrize(
     ("stage", "optimizer", "zero"),
     [

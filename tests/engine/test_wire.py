@@ -189,6 +189,12 @@ def run(check: Callable[[], None], world: int, ranks: RankPools) -> None:
     ranks(world).run(check)
 
 
+@pytest.mark.fast_cells(
+    "add_up-1",
+    "add_up_what_comes_later-1",
+    "the_norm_and_the_clip_of_a_sum-1",
+    "the_norm_and_the_clip_of_a_sum-2",
+)
 @pytest.mark.claims("gradient_allreduce_op")
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -200,6 +206,7 @@ def test_sums(check: Callable[[], None], world: int, ranks: RankPools) -> None:
     run(check, world, ranks)
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.claims("prescale_gradients", "gradient_predivide_factor")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_division_before_the_wire(world: int, ranks: RankPools) -> None:
@@ -369,6 +376,7 @@ def refreshed(stage: int) -> None:
     assert_equal(*states)
 
 
+@pytest.mark.fast_cells("1-2", "2-3")
 @pytest.mark.claims("zero_optimization.allgather_bucket_size")
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2])
@@ -466,6 +474,7 @@ def behind_backward_trains_alike(stage: int) -> None:
     assert_equal(*states)
 
 
+@pytest.mark.slow_cells("2")
 @pytest.mark.claims("zero_optimization.grad_hooks")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_when_gradients_are_reduced_changes_no_number(world: int, ranks: RankPools) -> None:
@@ -544,6 +553,7 @@ def overflow_without_a_norm(stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow_cells("without_a_norm-2", "without_a_norm-3")
 @pytest.mark.claims("zero_optimization.compute_grad_norm")
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -568,6 +578,7 @@ def clipped(stage: int) -> None:
         engine.destroy()
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.claims("gradient_clipping", "zero_optimization.stage")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_norm_is_clipped_at_every_stage(world: int, ranks: RankPools) -> None:
@@ -651,6 +662,7 @@ def refuse_unused_at_the_step(stage: int) -> None:
         engine.destroy()
 
 
+@pytest.mark.fast_cells("1")
 @pytest.mark.claims("zero_optimization.ignore_unused_parameters")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_parameters_without_a_gradient_may_be_refused(world: int, ranks: RankPools) -> None:
@@ -720,6 +732,7 @@ def in_rows(stage: int) -> None:
             assert sent[1] < 0.6 * sent[0], (stage, kinds, keys, sent)
 
 
+@pytest.mark.slow_cells("2-0", "2-3", "3-1")
 @pytest.mark.claims("sparse_gradients")
 @diagonal(world=[2, 3, 1], stage=STAGES)
 def test_embeddings_travel_in_rows(world: int, stage: int, ranks: RankPools) -> None:
@@ -756,6 +769,7 @@ def read_dialects(stage: int) -> None:
     assert_equal(*states)
 
 
+@pytest.mark.slow
 @pytest.mark.claims("sparse_gradients")
 @pytest.mark.parametrize("world", [2, 3])
 def test_rows_come_late_too(world: int, ranks: RankPools) -> None:
@@ -802,6 +816,7 @@ def the_same_with(keys: dict[str, Any], zero: dict[str, Any]) -> None:
     assert_equal(*states)
 
 
+@pytest.mark.slow_cells("keys3-zero3")
 @pytest.mark.claims(
     "disable_allgather",
     "zero_optimization.contiguous_gradients",

@@ -184,6 +184,7 @@ print("good, of", os.environ["WORLD_SIZE"])
 """
 
 
+@pytest.mark.fast_cells("1-1")
 @pytest.mark.parametrize(("restarts", "code"), [(2, 0), (1, 1)])
 def test_ranks_that_fail_are_started_again(tmp_path: Path, restarts: int, code: int) -> None:
     (tmp_path / "fail.py").write_text(FAIL)
@@ -198,6 +199,7 @@ def test_ranks_that_fail_are_started_again(tmp_path: Path, restarts: int, code: 
     assert ("ranks have failed 2 times (--max_restarts)" in done.stderr) is (code == 1)
 
 
+@pytest.mark.slow
 def test_a_job_waits_for_hosts_and_ends(folder: Path) -> None:
     (folder / "down-beta").touch()
     (folder / "never.py").write_text("open('ran', 'w')\n")
@@ -217,6 +219,7 @@ def test_a_job_waits_for_hosts_and_ends(folder: Path) -> None:
     assert done.stderr.endswith("hadal run: no host is available\n")
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_an_elastic_job(folder: Path) -> None:
     (folder / "stay.py").write_text("import time\nopen('up', 'w')\ntime.sleep(600)\n")
     (folder / "down-beta").touch()

@@ -81,6 +81,7 @@ def test_training_across_hosts_and_a_failure_on_one(hosts: Hosts, folder: Path) 
     assert alive(folder) == []
 
 
+@pytest.mark.slow
 def test_a_host_that_refuses_is_named_before_anything_runs(hosts: Hosts, folder: Path) -> None:
     (folder / "note.py").write_text("open('ran', 'w')\n")
     hosts.stop_sshd("beta")
@@ -114,6 +115,7 @@ def staying(hosts: Hosts, folder: Path, *options: str, **variables: str) -> subp
     return job
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_every_process_on_every_host(hosts: Hosts, folder: Path) -> None:
     # Of a connection that is shared something stays behind, which holds ssh's output open.
     shared = ("ControlMaster=auto", "ControlPersist=15", f"ControlPath={hosts.folder}/%C")
@@ -123,6 +125,7 @@ def test_an_interrupt_ends_every_process_on_every_host(hosts: Hosts, folder: Pat
     assert [each for each in alive(folder) if "[mux]" not in each] == []
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_is_named_and_ends_its_ranks(hosts: Hosts, folder: Path) -> None:
     job = staying(hosts, folder, HADAL_LOST_S="3")
     hosts.cut_off("beta")

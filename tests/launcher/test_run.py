@@ -128,6 +128,7 @@ def test_an_interrupt_as_the_job_ends_is_reported(tmp_path: Path) -> None:
     assert "SIGINT: ending all 1 ranks" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_exit_code_is_the_ranks_own(tmp_path: Path) -> None:
     script = tmp_path / "die.sh"
     script.write_text("#!/bin/sh\necho dying >&2; kill -9 $$\n")
@@ -169,6 +170,7 @@ def stubborn(tmp_path: Path, ranks: int = 2) -> subprocess.Popen[str]:
     return job
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_every_process_within_seconds(tmp_path: Path) -> None:
     job = stubborn(tmp_path)
     told, took = interrupt(job, signal.SIGINT)
@@ -180,12 +182,14 @@ def test_an_interrupt_ends_every_process_within_seconds(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.ds"))
 
 
+@pytest.mark.slow
 def test_nothing_outlives_the_command_itself(tmp_path: Path) -> None:
     job = stubborn(tmp_path)
     interrupt(job, signal.SIGKILL)
     wait_for(lambda: alive(tmp_path) == [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module", often(["hadal.launcher.node", "torch.distributed.run"], "hadal.launcher.node")
 )
@@ -247,6 +251,7 @@ def test_too_few_cores_are_reported(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
     (tmp_path / "nothing.py").touch()
     with socket.socket() as other:
@@ -261,6 +266,7 @@ def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_program_written_for_deepspeed_runs_unchanged(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(
         "import os, sys, deepspeed, beside\n"
@@ -301,6 +307,7 @@ def test_a_host_that_must_end_at_once_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_it_ends_if_its_output_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text(
         "import sys, time\nprint(sys.argv[1], flush=True)\n"
@@ -342,6 +349,7 @@ made()
 """
 
 
+@pytest.mark.slow
 def test_an_error_of_ours_is_its_message_and_the_users_lines(tmp_path: Path) -> None:
     (tmp_path / "mistake.py").write_text(MISTAKE)
     done = run("--num_gpus", 2, "mistake.py", folder=tmp_path)

@@ -73,6 +73,7 @@ def test_slurm(folder: Path) -> None:
     assert program_in(call[-1]).words == ("train.py", "x")
 
 
+@pytest.mark.slow
 def test_slurm_reports_the_size_of_an_allocation(folder: Path) -> None:
     there = {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "2"}
     call, _ = called(folder, "slurm", "--exclude", "n1@n2", "train.py", "x", **there)
@@ -101,6 +102,7 @@ def test_openmpi(folder: Path) -> None:
     assert call[call.index("--bind-to") : -1] == ["--bind-to", "none", *RANK]
 
 
+@pytest.mark.fast_cells("openmpi")
 @pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
 def test_ranks_of_mpi_see_the_chosen_slots(folder: Path, launcher: str) -> None:
     (folder / "train.py").write_text(
@@ -118,6 +120,7 @@ def test_ranks_of_mpi_see_the_chosen_slots(folder: Path, launcher: str) -> None:
     assert re.search(misplaced + r" \[\[1, 2\], \[0, 3\]\]", done.stderr), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun is installed")
 def test_openmpi_itself(folder: Path) -> None:
     (folder / "hosts").write_text("localhost slots=4\n")
@@ -135,6 +138,7 @@ def test_openmpi_itself(folder: Path) -> None:
     assert "ValueError: bad sample" in failed.stderr
 
 
+@pytest.mark.fast_cells("mvapich")
 @pytest.mark.parametrize("launcher", ["mpich", "mvapich", "impi"])
 def test_hydra(folder: Path, launcher: str) -> None:
     words = ["-H", "hosts", "--num_gpus", 2, "--master_addr", "10.1.1.1", "--master_port", 7]
@@ -166,6 +170,7 @@ def test_pdsh_is_given_the_line_for_every_host(folder: Path) -> None:
     assert call[-1] == there("/v", own)
 
 
+@pytest.mark.slow_cells("mpich-words2-as many slots on each host")
 @pytest.mark.parametrize(
     ("launcher", "words", "told"),
     [

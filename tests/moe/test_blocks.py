@@ -316,6 +316,7 @@ def train(kind: str, size: int, stage: int, keys: dict[str, Any]) -> dict[str, A
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
+@pytest.mark.slow_cells("mixtral-1")
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [("mixtral", 1), ("deepseek_v3", 3), rarely("qwen3_moe", 2), rarely("mixtral", 0)],

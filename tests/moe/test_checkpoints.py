@@ -101,6 +101,7 @@ def load(folder: str, kind: str, ep_size: int, stage: int, expected: dict[str, T
     return set(found)
 
 
+@pytest.mark.fast_cells("deepspeed-(4, 2, 3)-(1, 1, 0)")
 @pytest.mark.parametrize(
     ("kind", "here", "there"),
     [

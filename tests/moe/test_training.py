@@ -117,6 +117,7 @@ def check(alone: list[Found], shared: list[Found]) -> None:
     assert {name for one in shared for name in one["weights"]} == set(everything)
 
 
+@pytest.mark.fast_cells("3, offloaded", "0, clipped", "2, offloaded", "1, offloaded")
 @pytest.mark.parametrize(("stage", "changes"), CELLS)
 def test_two_ranks_that_share_experts_train_the_same(
     stage: int, changes: Found, ranks: RankPools

@@ -208,6 +208,7 @@ raise SystemExit(7)
 """
 
 
+@pytest.mark.slow
 def test_known_values_are_written_when_the_program_ends(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=120

@@ -83,6 +83,7 @@ def train_and_report(folder: Path, updates: int, others: dict[str, Any]) -> list
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_page_has_the_figures_of_the_file(ranks: RankPools, tmp_path: Path) -> None:
     others = {
@@ -164,6 +165,7 @@ def test_a_program_that_never_destroys_its_engine_has_a_page(tmp_path: Path) -> 
     assert any("reduce_scatter" in cell or "all_to_all" in cell for cell in cells), cells
 
 
+@pytest.mark.slow
 def test_a_profile_is_in_the_file_before_the_end(tmp_path: Path) -> None:
     profiler = {"enabled": True, "profile_step": 1, "output_file": str(tmp_path / "p")}
     engine = engine_of(0, **keys_of(tmp_path, flops_profiler=profiler))

@@ -58,6 +58,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(tmp_path_factory.mktemp("ran"))
 
 
+@pytest.mark.slow
 @pytest.mark.claims(
     "tensorboard", "tensorboard.enabled", "tensorboard.output_path", "tensorboard.job_name"
 )
@@ -83,6 +84,7 @@ def test_tensorboard_reads_its_file(ran: Ran) -> None:
     assert '"gradient_accumulation_steps": 2' in text.tensor_proto.string_val[0].decode()
 
 
+@pytest.mark.slow
 @pytest.mark.claims("wandb", "wandb.enabled", "wandb.project", "wandb.group", "wandb.team")
 def test_wandb_has_the_run(ran: Ran) -> None:
     run = WandbRun(ran.folder)

@@ -73,6 +73,7 @@ def write(stage: int, micro_steps: int, folder: str) -> list[float]:
     ]
 
 
+@pytest.mark.fast_cells("0-1", "2-1")
 @pytest.mark.parametrize(("stage", "micro_steps"), [(0, 1), (1, 4), (2, 1), (3, 4)])
 def test_the_scalars_of_each_update(
     stage: int, micro_steps: int, ranks: RankPools, tmp_path: Path
@@ -313,6 +314,7 @@ def run_program(folder: Path, until: int, how: str) -> int:
     return done.returncode
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_in_the_same_files(tmp_path: Path) -> None:
     assert run_program(tmp_path, 4, "kill") == -signal.SIGKILL
     before = read_csv(tmp_path)

@@ -229,6 +229,7 @@ def _messages_of_a_bucket(precision: str) -> dict[str, float]:
     }
 
 
+@pytest.mark.fast_cells("bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stage_0_takes_one_message_for_each_bucket(precision: str, npus: RankPools) -> None:
     updates = 2
@@ -259,6 +260,13 @@ def _order_of_collectives(path: str, stage: int) -> dict[str, list[str]]:
     return {str(number): one for number, one in enumerate(given.values())}
 
 
+@pytest.mark.slow_cells(
+    "even-2",
+    "one expert of the last block-3",
+    "in the first update-2",
+    "another one each time-3",
+    "all of them-2",
+)
 @diagonal(path=list(PATHS), stage=[2, 3])
 def test_ranks_that_lack_gradients_send_in_one_order(
     path: str, stage: int, npus: RankPools

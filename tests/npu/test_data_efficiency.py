@@ -104,6 +104,7 @@ def _dropping(kind: str, stage: int) -> tuple[list[float], Any, list[str]]:
         return [loss.item() for loss in losses], seen, waits
 
 
+@pytest.mark.fast_cells("tokens-3")
 @pytest.mark.parametrize(("kind", "stage"), [("tokens", 1), ("tokens", 3), ("layers", 3)])
 def test_nothing_is_read_back(npus: RankPools, ranks: RankPools, kind: str, stage: int) -> None:
     found = npus(2).run(_dropping, kind, stage)

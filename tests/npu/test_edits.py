@@ -45,6 +45,7 @@ def _edited_late(stage: int, writers: range) -> dict[str, Any]:
         return _edited(stage, writers)
 
 
+@pytest.mark.slow_cells("1-both", "1-0", "1-1", "3-0", "3-1")
 @pytest.mark.parametrize("writers", [range(2), range(1), range(1, 2)], ids=["both", "0", "1"])
 @pytest.mark.parametrize("stage", often(range(4), 1, 3))
 def test_writes_in_place_are_taken_up(
@@ -126,6 +127,7 @@ def _written_in_forward(zero: dict[str, Any]) -> tuple[int, str]:
     return -1, ""
 
 
+@pytest.mark.fast_cells("sharded")
 @pytest.mark.parametrize(
     "zero",
     [{}, {"offload_param": {"device": "cpu"}}, {"zero_quantized_weights": True}],

@@ -64,6 +64,7 @@ def _update(config: dict[str, Any], waiting: int) -> dict[str, Counter[str]]:
 ALL = 1 << 25
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_enter_their_bucket_together(stage: int, npus: RankPools) -> None:
     """20 parameters in 8 buckets, or 9 where those that stay whole have one of their own."""
@@ -78,6 +79,7 @@ def test_gradients_do_not_wait_beyond_a_limit(npus: RankPools) -> None:
         assert found["backward"]["_foreach_copy_"] == 20
 
 
+@pytest.mark.fast_cells("fp32-3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_small_buckets_are_updated_together(stage: int, precision: str, npus: RankPools) -> None:
@@ -111,6 +113,7 @@ def _in_two_groups(numel: int) -> list[Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_groups_keep_their_own_rates(npus: RankPools) -> None:
     together, some, alone = (npus(2).run(_in_two_groups, numel) for numel in (ALL, 1024, 1))
     for one, *others in zip(together, some, alone, strict=True):

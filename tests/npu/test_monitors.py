@@ -22,6 +22,7 @@ def keys(folder: Path) -> dict[str, Any]:
     return {"jsonl_monitor": {"enabled": True, "output_path": str(folder), "job_name": "job"}}
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", range(4))
 def test_an_update_waits_for_nothing(stage: int, npus: RankPools, tmp_path: Path) -> None:
     config = runs.config(stage, "bf16", wall_clock_breakdown=True, **keys(tmp_path))

@@ -37,6 +37,7 @@ def _same_late(options: dict[str, Any]) -> None:
         same_numbers(options, torch.float32)
 
 
+@pytest.mark.slow
 def test_every_option_has_the_same_bits(npus: RankPools) -> None:
     for options in OPTIONS:
         npus(2).run(_same_late, options)
@@ -121,6 +122,7 @@ def test_copies_to_the_host_are_limited(npus: RankPools) -> None:
     npus(1).run(_limits)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
@@ -176,6 +178,7 @@ def _modules(stage: int) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_modules_of_an_engine(npus: RankPools, stage: int) -> None:
     npus(2).run(_modules, stage)
@@ -202,5 +205,6 @@ def _budget() -> None:
     assert abs(few["peak"] / few["promised"] - 1) < 0.05, found
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept(npus: RankPools) -> None:
     npus(1).run(_budget)

@@ -89,6 +89,7 @@ def runs_backward(engine: Any, tokens: Tensor) -> None:
     engine.backward(F.cross_entropy(outputs.float().flatten(0, 1), tokens[:, 1:].flatten()))
 
 
+@pytest.mark.fast_cells("2-fp16")
 @pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp32"), (2, "fp16")])
 def test_each_bucket_is_waited_for_at_its_first_use(
     stage: int, precision: str, npus: RankPools
@@ -196,6 +197,7 @@ def _read(stage: int, precision: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow_cells("1-bf16")
 @pytest.mark.parametrize(
     ("stage", "precision"), often(STAGES_AND_PRECISIONS, (1, "bf16"), (3, "fp32"))
 )
@@ -297,5 +299,6 @@ def _compiled() -> tuple[list[int], bool]:
     return counts, is_same and bool(found.isfinite().all())
 
 
+@pytest.mark.slow
 def test_compiled_graphs_find_all_weights_there(npus: RankPools) -> None:
     assert npus(2).run(_compiled) == [([20, 0, 0], True)] * 2

@@ -24,6 +24,7 @@ def _late(*given: Any) -> list[bool]:
         return train_as_plain_torch(*given)
 
 
+@pytest.mark.slow
 @diagonal(seed=[0, 1, 3], settings=[{}, DROPS])
 def test_steady_rounds_may_be_left(seed: int, settings: dict[str, Any], npus: RankPools) -> None:
     world = 2 + seed % 2
@@ -64,6 +65,7 @@ def test_late_gradients_wait_on_the_host(npus: RankPools) -> None:
         assert [places for _, places in found] == [set()] * 4 + [{"cpu"} if rank else set(), set()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "updates", [AHEAD, BEHIND, random_updates(1, 3)], ids=["ahead", "behind", "any"]
 )

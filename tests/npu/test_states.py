@@ -55,6 +55,7 @@ def _around_an_update(config: dict[str, Any]) -> tuple[int, int, int]:
     return before, behind, after
 
 
+@pytest.mark.fast_cells("1")
 @pytest.mark.parametrize("stage", [0, 1])
 def test_gradients_take_no_memory_between_updates(stage: int, npus: RankPools) -> None:
     numel = sum(parameter.numel() for parameter in runs.Model().parameters())
@@ -94,6 +95,7 @@ def _allocated() -> int:
     return int(torch.accelerator.memory_allocated())
 
 
+@pytest.mark.slow_cells("1-how0", "1-how2")
 @diagonal(stage=[1, 3], how=[(True, True), (True, False), (False, True)])
 def test_states_move_out_and_in(
     stage: int, how: tuple[bool, bool], npus: RankPools, ranks: RankPools
@@ -176,6 +178,7 @@ SAVED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", often(SAVED, "stage 2 async", "on the disk"))
 def test_checkpoints_pass_between_devices(
     name: str, npus: RankPools, ranks: RankPools, tmp_path: Path
@@ -216,6 +219,7 @@ def _edited(config: dict[str, Any], folder: str) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_weights_are_edited_and_exported(
     stage: int, npus: RankPools, ranks: RankPools, tmp_path: Path
@@ -301,6 +305,7 @@ def _crossed(config: dict[str, Any]) -> dict[str, Any]:
     return {**told, **crossed}
 
 
+@pytest.mark.slow
 @pytest.mark.claims("zero_optimization.offload_optimizer.accumulate_on")
 @pytest.mark.parametrize("stage", often([2, 3], 2))
 def test_sums_of_gradients_stay_on_the_device_while_they_fit(
@@ -325,6 +330,7 @@ def test_sums_of_gradients_stay_on_the_device_while_they_fit(
         assert host["bring"] == 3 * device["land"]
 
 
+@pytest.mark.slow
 def test_a_sum_that_comes_back_is_averaged_over_the_copies(
     npus: RankPools, ranks: RankPools
 ) -> None:

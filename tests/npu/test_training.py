@@ -137,6 +137,7 @@ def stepped_once(stage: int, settings: dict[str, Any]) -> list[float]:
     return found
 
 
+@pytest.mark.fast_cells("1", "3")
 @pytest.mark.claims("communication_data_type")
 @pytest.mark.parametrize("stage", range(4))
 def test_sums_of_16_bit_gradients_are_as_exact_as_on_cpus(
@@ -166,6 +167,22 @@ USUAL += ("all on the host", "coded weights and gradients", "overlapped", "OneBi
 USUAL += ("Muon", "rows of embeddings", "16 bits on the wire")
 
 
+@pytest.mark.slow_cells(
+    "fp32 at stage 0",
+    "fp16 at stage 1",
+    "bf16 at stage 2",
+    "bf16 at stage 3",
+    "optimizer on the host, stage 3",
+    "optimizer on the disk",
+    "all on the host",
+    "all on the disk",
+    "coded weights and gradients",
+    "overlapped",
+    "OneBitAdam",
+    "Lamb",
+    "Muon",
+    "16 bits on the wire",
+)
 @pytest.mark.parametrize("name", often(CONFIGS, *USUAL))
 def test_as_on_cpus(name: str, npus: RankPools, ranks: RankPools, tmp_path: Path) -> None:
     config = on_disk(CONFIGS[name], tmp_path)
@@ -184,6 +201,7 @@ def test_as_on_one_cpu(name: str, npus: RankPools, ranks: RankPools, tmp_path: P
     same(npus(1).run(runs.trained, config), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "offload",
     often([{}, {"offload_param": {"device": "cpu"}}], {"offload_param": {"device": "cpu"}}),
@@ -194,6 +212,7 @@ def test_born_sharded(offload: dict[str, Any], npus: RankPools, ranks: RankPools
     same(npus(2).run(runs.trained_born_sharded, config), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", often([{}, {"offload_param": {"device": "cpu"}}], {}))
 def test_frozen_weights_rest_as_int8(
     offload: dict[str, Any], npus: RankPools, ranks: RankPools
@@ -204,6 +223,7 @@ def test_frozen_weights_rest_as_int8(
     same(npus(2).run(runs.trained_with_frozen, config), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", often([2, 3], 3))
 def test_recomputed_activations(stage: int, npus: RankPools, ranks: RankPools) -> None:
     config = runs.config(stage, "bf16")
@@ -233,6 +253,7 @@ def test_muon_iterates_in_bfloat16_on_a_device(npus: RankPools) -> None:
     assert values.min() > 0.6 and values.max() < 1.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_weights_may_lie_column_by_column(stage: int, npus: RankPools, ranks: RankPools) -> None:
     config = runs.config(stage, "bf16")

@@ -19,6 +19,7 @@ def told(found: dict[str, list[str]]) -> str:
     return "\n".join(f"{phase}: {one}" for phase, waits in found.items() for one in waits)
 
 
+@pytest.mark.slow_cells("1-fp16", "2-bf16", "3-fp16")
 @diagonal(stage=range(4), precision=["bf16", "fp16"])
 def test_an_update(stage: int, precision: str, npus: RankPools) -> None:
     """Nothing is read back, except that fp16 must decide about the loss scale first."""
@@ -42,6 +43,15 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}}
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 0.01, "weight_decay": 0.1}}}
 
 
+@pytest.mark.fast_cells(
+    "changed2-False-0",
+    "changed3-False-0",
+    "changed4-True-1",
+    "changed5-False-0",
+    "changed7-False-0",
+    "changed11-False-0",
+    "changed13-False-0",
+)
 @pytest.mark.parametrize(
     ("changed", "asks", "waits"),
     [
@@ -71,6 +81,7 @@ def test_the_step_of_the_optimizer(
         assert len(mine) in ({0, 1} if asks else {waits}), told(found)  # it may be there already
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "changed"), often([(0, {}), (1, LION), (2, SGD), (3, {})], (1, LION), (3, {}))
 )

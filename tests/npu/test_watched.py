@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from datetime import timedelta
 
+import pytest
 import torch
 from ranks import RankPools
 from torch import Tensor
@@ -84,6 +85,7 @@ def _told_of_waits() -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_the_host_reports_its_waits(npus: RankPools) -> None:
     npus(2).close()  # ranks that have a watchdog of their own would answer beside this one
     waiting, _ = npus(2).run(_told_of_waits)

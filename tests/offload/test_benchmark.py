@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 NUMEL, ROUNDS = 1 << 16, 2
 COPY, REQUESTS = "copy", "the same requests, and nothing else"
 
 
+@pytest.mark.slow
 def test_it_measures_tiny_updates(tmp_path: Path) -> None:
     kept, nowhere = tmp_path / "found.json", str(tmp_path / "nowhere")
     size = [f"--numel={NUMEL}", f"--rounds={ROUNDS}", "--seconds=0.01"]

@@ -47,6 +47,7 @@ def break_off(stage: int, dtype: str, before: Any, after: Any, path: str) -> Non
         other.destroy()
 
 
+@pytest.mark.slow_cells("2-fp16-before4-after4", "1-bf16-before6-after6")
 @pytest.mark.parametrize(
     ("stage", "dtype", "before", "after"),
     [

@@ -192,6 +192,7 @@ def test_an_impossible_folder_raises(tmp_path: Path) -> None:
         DiskStore(tmp_path / "file" / "in")
 
 
+@pytest.mark.slow
 def test_limits_of_the_system_and_forks(tmp_path: Path) -> None:
     out = output_of(
         f"""
@@ -243,6 +244,7 @@ def mounting() -> list[str]:
     return []
 
 
+@pytest.mark.slow
 def test_a_full_disk_and_one_without_direct_transfers(tmp_path: Path) -> None:
     if not (prefix := mounting()):
         pytest.skip("nothing can be mounted here")
@@ -279,6 +281,7 @@ def test_a_full_disk_and_one_without_direct_transfers(tmp_path: Path) -> None:
     )  # once per store
 
 
+@pytest.mark.slow
 def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path) -> None:
     process = started(
         f"""

@@ -60,6 +60,7 @@ def interrupt(path: str, stage: int, kind: type[BaseException], updates: int) ->
             assert torch.equal(mine, theirs)
 
 
+@pytest.mark.fast_cells("RuntimeError")
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_update_changes_nothing(
     kind: type[BaseException], ranks: RankPools, tmp_path: Path
@@ -122,6 +123,7 @@ def begin_without_room(path: str, stage: int, way: str, allocations: int) -> str
     return str(found.value)
 
 
+@pytest.mark.slow_cells("3-given-5", "3-born-3")
 @pytest.mark.parametrize(
     ("stage", "way", "allocations"),
     [(1, "given", 0), (2, "given", 3), (3, "given", 5), (3, "born", 3), (3, "born", 9)],
@@ -213,6 +215,7 @@ def read_in_vain(path: str, before: int, after: int) -> None:
 
 
 # The reads of a micro-step by a plan, which the second update follows: those of its forward first.
+@pytest.mark.fast_cells("0-2", "2-0", "2-6")
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 2), (2, 0), (2, 1), (2, 3), (2, 6)])
 def test_a_failed_read_raises_once(
     before: int, after: int, ranks: RankPools, tmp_path: Path
@@ -261,6 +264,7 @@ def raise_inside(path: str, fails: str) -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.fast_cells("the masters")
 @pytest.mark.parametrize("fails", ["the body", "the masters"])
 def test_state_is_kept_as_a_whole_or_not_at_all(
     fails: str, ranks: RankPools, tmp_path: Path
@@ -425,6 +429,7 @@ def assert_equal(found: list[Tensor], wanted: list[Tensor]) -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.fast_cells("Tied")
 @pytest.mark.parametrize("kind", [Tied, Scalar])
 def test_odd_models_fit_through_the_least_buffers(
     kind: type[nn.Module], ranks: RankPools, tmp_path: Path

@@ -68,6 +68,7 @@ def compare_late(
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.slow_cells("2-cpu-None", "3-nvme-nvme")
 @pytest.mark.parametrize(("stage", "optimizer", "weights"), often(CASES, *CASES[1::2]))
 def test_late_copies_change_no_bit(
     stage: int, optimizer: str | None, weights: str | None, ranks: RankPools, tmp_path: Path
@@ -79,6 +80,7 @@ def compare_late_sums(stage: int, path: str) -> None:
     compare_late(stage, "cpu", None, path, offload_optimizer={"accumulate_on": "host"})
 
 
+@pytest.mark.slow
 def test_late_sums_change_no_bit(ranks: RankPools, tmp_path: Path) -> None:
     for stage in (2, 3):
         ranks(2).run(compare_late_sums, stage, str(tmp_path))

@@ -149,6 +149,7 @@ def compare_places(stage: int, dtype: str, path: str, updates: int) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow_cells("0-bf16", "2-fp32", "3-bf16")
 @pytest.mark.claims(
     "zero_optimization.offload_param",
     "zero_optimization.offload_param.device",
@@ -164,6 +165,7 @@ def test_device_host_and_disk_give_the_same_bits(
     ranks(2).run(compare_places, stage, dtype, str(tmp_path), 20 if dtype == "bf16" else 5)
 
 
+@pytest.mark.slow
 def test_one_rank_alone_offloads_too(ranks: RankPools, tmp_path: Path) -> None:
     for stage in (2, 3):
         ranks(1).run(compare_places, stage, "bf16", str(tmp_path), 3)
@@ -195,6 +197,7 @@ def compare_apart(stage: int, dtype: str, path: str) -> None:
                 assert torch.equal(mine, theirs), (optimizer, weights, place)
 
 
+@pytest.mark.slow_cells("1-bf16", "2-fp32", "3-bf16")
 @diagonal(stage=[0, 1, 2, 3], dtype=["fp32", "bf16"])
 def test_host_and_disk_are_equal_where_the_device_has_its_own_memory(
     stage: int, dtype: str, ranks: RankPools, tmp_path: Path
@@ -434,6 +437,7 @@ def peak_of_reading(path: str, buffer_count: int, max_in_cpu: int) -> dict[str, 
     return {"disk": len(on_disk), "ahead": ahead["count"], "in": in_memory, "largest": largest}
 
 
+@pytest.mark.slow
 @pytest.mark.claims(
     "zero_optimization.offload_param.buffer_count",
     "zero_optimization.offload_param.buffer_size",
@@ -525,6 +529,7 @@ def look_and_change(path: str) -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.slow
 def test_state_on_the_disk_is_read_and_edited_like_other_state(
     ranks: RankPools, tmp_path: Path
 ) -> None:
@@ -591,6 +596,7 @@ def fail_in_the_middle(path: str) -> None:
             assert torch.equal(mine, theirs)
 
 
+@pytest.mark.slow
 def test_an_update_with_a_disk_failure_changes_nothing(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(fail_in_the_middle, str(tmp_path))
 

@@ -91,6 +91,7 @@ def compare_places(kind: str, stage: int, dtype: str, path: str, updates: int) -
     assert not list(Path(path).iterdir())
 
 
+@pytest.mark.fast_cells("Adafactor-3-fp32")
 @pytest.mark.parametrize(
     ("kind", "stage", "dtype"),
     [
@@ -148,6 +149,7 @@ def go_on_elsewhere(kind: str, stage: int, dtype: str, path: str) -> None:
             other.destroy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stage", "dtype"),
     [
@@ -220,6 +222,7 @@ def add_later(kind: str, stage: int, path: str) -> None:
     assert_alike(*found)
 
 
+@pytest.mark.fast_cells("Lamb-3")
 @pytest.mark.parametrize(("kind", "stage"), [("Lamb", 3), ("Muon", 2), ("Adafactor", 2)])
 def test_later_groups_are_offloaded_to_the_disk_too(
     kind: str, stage: int, ranks: RankPools, tmp_path: Path
@@ -271,6 +274,7 @@ def fail_in_the_middle(kind: str, stage: int, dtype: str, path: str) -> None:
         assert_alike(found, wanted)
 
 
+@pytest.mark.fast_cells("Lamb-3-bf16")
 @pytest.mark.parametrize(
     ("kind", "stage", "dtype"),
     [("Lamb", 3, "bf16"), ("Muon", 2, "fp32"), ("Adafactor", 3, "bf16"), ("hooked", 2, "fp32")],
@@ -298,6 +302,7 @@ def interrupt(kind: str, stage: int, dtype: str, path: str) -> None:
         assert_alike(found, wanted)
 
 
+@pytest.mark.fast_cells("Lamb-2")
 @pytest.mark.parametrize(("kind", "stage"), [("Lamb", 2), ("Muon", 3), ("Adafactor", 2)])
 def test_an_interrupted_update_changes_nothing(
     kind: str, stage: int, ranks: RankPools, tmp_path: Path
@@ -319,6 +324,7 @@ def compare_late(kind: str, stage: int, path: str) -> None:
             assert_alike(found, wanted)
 
 
+@pytest.mark.fast_cells("Lamb-3")
 @pytest.mark.parametrize(("kind", "stage"), [("Lamb", 3), ("Muon", 2), ("Adafactor", 3)])
 def test_host_and_disk_are_equal_beside_a_device(
     kind: str, stage: int, ranks: RankPools, tmp_path: Path

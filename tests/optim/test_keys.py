@@ -368,6 +368,7 @@ def go_on(section: dict[str, Any], stage: int, folder: str) -> bool:
     return all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
 
 
+@pytest.mark.fast_cells("AdamW")
 @pytest.mark.parametrize(
     "section",
     [

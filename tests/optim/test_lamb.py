@@ -184,6 +184,7 @@ def step_variants(stage: int, precision: str) -> None:
         step_engine(stage, precision, options)
 
 
+@pytest.mark.slow_cells("1-2")
 @diagonal(stage=[0, 1, 2, 3], world=[1, 2, 3])
 def test_every_stage_steps_like_whole_tensors(stage: int, world: int, ranks: RankPools) -> None:
     ranks(world).run(step_variants, stage, "fp32")

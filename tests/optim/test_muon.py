@@ -151,6 +151,7 @@ def train_variants(stage: int) -> None:
         train_as_the_reference(stage, "fp32", options)
 
 
+@pytest.mark.slow_cells("1-2")
 @pytest.mark.claims(
     "optimizer.params{type=Muon}.lr",
     "optimizer.params{type=Muon}.momentum",
@@ -317,6 +318,7 @@ def go_on(stage: int, precision: dict[str, Any], folder: str) -> None:
     again.destroy()
 
 
+@pytest.mark.fast_cells("fp32")
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 def test_training_resumes_from_a_checkpoint(
     precision: dict[str, Any], ranks: RankPools, tmp_path: Path

@@ -84,6 +84,7 @@ def train_as_torch_does(kind: str, stage: int) -> None:
         assert torch.allclose(found, leaf, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.fast_cells("MuAdam")
 @pytest.mark.claims("optimizer.params{type=MuAdam|MuAdamW|MuSGD}.<mup keyword>")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_width_has_its_rate(kind: str, ranks: RankPools) -> None:

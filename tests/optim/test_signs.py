@@ -108,11 +108,13 @@ def as_in_the_paper(kind: str, precision: str, options: dict[str, Any]) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow_cells("OneBitLamb-2", "ZeroOneAdam-3")
 @diagonal(kind=list(KINDS), world=[1, 2, 3, 4])
 def test_each_update_is_that_of_the_paper(ranks: RankPools, kind: str, world: int):
     ranks(world).run(as_in_the_paper, kind, "fp32", {"weight_decay": 0.1})
 
 
+@pytest.mark.slow_cells("OneBitAdam-bf16", "ZeroOneAdam-bf16")
 @diagonal(kind=list(KINDS), precision=["bf16", "fp16"])
 def test_in_16_bits(ranks: RankPools, kind: str, precision: str):
     ranks(2).run(as_in_the_paper, kind, precision, {})
@@ -127,6 +129,7 @@ def at_changing_rates(kind: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_cells("OneBitLamb")
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_changing_learning_rates(ranks: RankPools, kind: str):
     ranks(2).run(at_changing_rates, kind)
@@ -174,6 +177,7 @@ def all_keys_act(kind: str) -> None:
             a_key_acts(kind, options)
 
 
+@pytest.mark.slow
 @pytest.mark.claims(
     "optimizer.params{type=OneBitAdam|ZeroOneAdam|OneBitLamb}.lr",
     "optimizer.params{type=OneBitAdam|ZeroOneAdam|OneBitLamb}.betas",

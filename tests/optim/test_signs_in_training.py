@@ -80,6 +80,7 @@ def warm_up(kind: str, precision: str) -> None:
         assert exact is not None and torch.allclose(exact, master, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.fast_cells("OneBitLamb-fp16", "ZeroOneAdam-fp32", "ZeroOneAdam-fp16")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_warm_up_is_the_plain_optimizer_without_correction(
@@ -107,6 +108,7 @@ def bytes_of_updates(kind: str, options: dict[str, Any], updates: int) -> list[i
     return found
 
 
+@pytest.mark.fast_cells("2")
 @pytest.mark.parametrize("world", [2, 4])
 def test_an_update_sends_a_fourteenth_of_the_bytes_of_bf16(ranks: RankPools, world: int):
     numel = sum(parameter.numel() for parameter in wide().parameters())
@@ -142,6 +144,7 @@ def clipped(kind: str) -> None:
     assert stays
 
 
+@pytest.mark.slow_cells("OneBitAdam")
 @pytest.mark.parametrize("kind", KINDS)
 def test_clipping_uses_the_mean_square_of_all_norms(ranks: RankPools, kind: str):
     ranks(2).run(clipped, kind)
@@ -165,6 +168,7 @@ def overflowed(kind: str) -> None:
         assert not engine.overflow
 
 
+@pytest.mark.fast_cells("OneBitLamb")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_overflow_in_any_phase_skips_the_update(ranks: RankPools, kind: str):
     ranks(2).run(overflowed, kind)
@@ -439,6 +443,7 @@ def gone_on(kind: str, precision: str, folder: str) -> None:
     assert_equal(again.state_dict(), engine.state_dict())
 
 
+@pytest.mark.fast_cells("OneBitLamb-bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_resumes_bit_for_bit(ranks: RankPools, kind: str, precision: str, tmp_path: Path):
@@ -463,6 +468,7 @@ def gone_on_in_another_phase(before: int, after: int, folder: str) -> None:
     assert same._parts.runtime.exchange.memory() is not None
 
 
+@pytest.mark.fast_cells("3-100")
 @pytest.mark.parametrize(("before", "after"), [(100, 3), (3, 100)])
 def test_error_feedback_is_restored_in_its_own_phase(
     ranks: RankPools, before: int, after: int, tmp_path: Path
@@ -523,6 +529,7 @@ def loaded_elsewhere(kind: str, folder: str) -> tuple[dict[str, Tensor], str]:
     return weights, "\n".join(told)
 
 
+@pytest.mark.fast_cells("OneBitLamb-3")
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_ranks_resume_without_error_feedback(
@@ -614,6 +621,7 @@ def as_if_left_out(kind: str) -> None:
     assert torch.equal(torch.stack(train(found, range(8))), torch.stack(train(known, range(8))))
 
 
+@pytest.mark.fast_cells("OneBitAdam")
 @pytest.mark.claims(
     "optimizer.params{type=OneBitAdam|ZeroOneAdam|OneBitLamb}.bias_correction",
     "optimizer.params{type=OneBitAdam|ZeroOneAdam|OneBitLamb}.cuda_aware",

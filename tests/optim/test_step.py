@@ -100,6 +100,7 @@ def step_adam(stage: int) -> None:
                 assert torch.allclose(found, expected, rtol=1e-6, atol=1e-7), (kind, variant)
 
 
+@pytest.mark.fast_cells("0-2")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_adam_steps_like_torchs_fused_kernel(stage: int, world: int, ranks: RankPools) -> None:
@@ -148,6 +149,7 @@ def step_elementwise(kind: type[torch.optim.Optimizer], options: dict[str, Any])
             assert torch.allclose(found, expected, rtol=1e-6, atol=1e-7), stage
 
 
+@pytest.mark.fast_cells("SGD-options1")
 @pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
 def test_elementwise_optimizers_step_flat_shards(
     kind: type[torch.optim.Optimizer], options: dict[str, Any], ranks: RankPools
@@ -185,6 +187,7 @@ def step_whole(stage: int) -> None:
             assert torch.equal(found, expected), kind
 
 
+@pytest.mark.fast_cells("2-1", "3-1", "3-3")
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_whole_parameters_are_stepped_bit_for_bit(stage: int, world: int, ranks: RankPools) -> None:
@@ -214,6 +217,7 @@ def step_mixed_precision(stage: int) -> None:
     assert mean == pytest.approx(256 - moved, abs=0.5)
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_whole_parameters_have_masters(stage: int, ranks: RankPools) -> None:
     ranks(2).run(step_mixed_precision, stage)
@@ -271,6 +275,7 @@ def go_on_from_state(stage: int) -> None:
             assert torch.allclose(found, leaf, rtol=1e-6, atol=1e-6), kind
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_an_optimizer_that_has_stepped_continues(stage: int, ranks: RankPools) -> None:
     ranks(2).run(go_on_from_state, stage)

@@ -52,6 +52,7 @@ def train_with_edits(stage: int, precision: str, shapes: tuple[tuple[int, ...], 
         assert torch.equal(found, leaf.to(dtype)), (stage, precision)
 
 
+@pytest.mark.fast_cells("3-fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_owners_notice_edits(world: int, precision: str, ranks: RankPools) -> None:
@@ -110,6 +111,7 @@ def train_odd(seed: int) -> None:
     train_with_edits(seed % 4, "fp32", shapes)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.integers(0, 10_000))
 def test_any_shapes_are_sent_to_their_owners_and_back(ranks: RankPools, seed: int) -> None:

@@ -117,6 +117,7 @@ def check(found: list[Any], kind: str, replicas: int = 1) -> None:
     assert names >= weights.keys()
 
 
+@pytest.mark.slow_cells("qwen3")
 @pytest.mark.claims("pipeline.stages")
 @pytest.mark.parametrize("kind", often(list(KINDS), "qwen3", "gemma3_text"))
 def test_stages_of_a_decoder_equal_one_process(kind: str, ranks: RankPools) -> None:
@@ -129,6 +130,7 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.fast_cells("zero_bubble")
 @pytest.mark.claims("pipeline.partition")
 @pytest.mark.parametrize("section", SCHEDULES, ids=["interleaved", "zero_bubble"])
 def test_schedules_of_a_decoder(section: dict[str, Any], ranks: RankPools) -> None:
@@ -155,6 +157,7 @@ def load(folder: str, expected: dict[str, Tensor]) -> None:
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.slow
 def test_the_model_without_stages_loads_their_checkpoint(ranks: RankPools, tmp_path: Path) -> None:
     first, second = ranks(2).run(save, str(tmp_path))
     assert torch.equal(first["model.embed_tokens.weight"], second["lm_head.weight"])

@@ -39,6 +39,7 @@ def profiled_by_all(stage: int, keys: dict[str, Any]) -> Profile | None:
     return profiled(stage, **keys)
 
 
+@pytest.mark.fast_cells("1", "2")
 @pytest.mark.claims(NAME, f"{NAME}.enabled", f"{NAME}.profile_step", f"{NAME}.output_file")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_and_number_of_micro_steps_has_the_same_counts(
@@ -125,6 +126,7 @@ def test_the_latencies_are_those_of_an_update_that_was_not_counted(tmp_path: Pat
     assert "which counting slows" in (tmp_path / "r").read_text()
 
 
+@pytest.mark.slow
 def test_a_program_that_just_ends_gets_its_report(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(

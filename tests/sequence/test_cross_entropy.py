@@ -169,6 +169,7 @@ def _over_words(uneven: bool) -> None:
         torch.testing.assert_close(differentiated(losses, *mine), cut[1:], rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.fast_cells("False-2", "True-2")
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("uneven", [False, True])
 def test_a_vocabulary_over_ranks(world: int, uneven: bool, ranks: RankPools) -> None:
@@ -256,6 +257,7 @@ def _train(stage: int, linear: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_linear_cross_entropy_trains_identically(stage: int, ranks: RankPools) -> None:
     whole, few = ranks(2).run(_train, stage, False), ranks(2).run(_train, stage, True)

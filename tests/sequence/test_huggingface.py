@@ -116,6 +116,9 @@ def _alike(name: str, kind: str) -> None:
     torch.testing.assert_close(model(given).logits, whole(given).logits)
 
 
+@pytest.mark.fast_cells(
+    "grouped-plain-2", "uneven-plain-2", "window-plain-2", "no positions-numbered-2"
+)
 @pytest.mark.parametrize(
     ("name", "kind", "world"),
     [

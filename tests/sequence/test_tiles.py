@@ -208,6 +208,7 @@ def _train(stage: int, tiles: int, **keys: Any) -> tuple[list[float], list[float
     return losses, norms
 
 
+@pytest.mark.fast_cells("0")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tiles_train_identically_at_every_stage(stage: int, ranks: RankPools) -> None:
     whole, tiled = ranks(2).run(_train, stage, 0), ranks(2).run(_train, stage, 3)
@@ -220,6 +221,7 @@ def _train_fp16(stage: int, tiles: int) -> tuple[list[float], list[float]]:
     return _train(stage, tiles, fp16={"enabled": True, "initial_scale_power": 10})
 
 
+@pytest.mark.fast_cells("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_tiles_under_a_loss_scale(stage: int, ranks: RankPools) -> None:
     whole, tiled = ranks(2).run(_train_fp16, stage, 0), ranks(2).run(_train_fp16, stage, 3)

@@ -98,6 +98,7 @@ FACTORS = [
 ]
 
 
+@pytest.mark.fast_cells("2-2-4-10")
 @pytest.mark.claims("sequence_parallel_size")
 @pytest.mark.parametrize(("world", "shared", "accumulation", "power"), FACTORS)
 def test_the_table_of_factors(
@@ -119,6 +120,7 @@ def _trained_with(shared: int, stage: int, accumulation: int, keys: Any) -> Any:
     return trained(shared, stage, accumulation, **keys)
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.claims("sequence_parallel_size")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_every_stage(stage: int, ranks: RankPools) -> None:
@@ -175,6 +177,7 @@ RINGS = [
 ]
 
 
+@pytest.mark.fast_cells("4-3-1-16-True-kind2")
 @pytest.mark.claims("sequence_parallel_size")
 @pytest.mark.parametrize(("world", "stage", "accumulation", "length", "packed", "kind"), RINGS)
 def test_more_ranks_than_heads(

@@ -235,6 +235,7 @@ def test_the_parts_are_exactly_the_layout(case, splits):
     assert found.equal(torch.block_diag(*lower.long()))
 
 
+@pytest.mark.slow_cells("gathering")
 def test_gradcheck(path):
     generator = torch.Generator().manual_seed(0)
     operands = [
@@ -549,6 +550,7 @@ def test_the_block_mask_is_the_layout(block, causal):
 
 
 # The kernel is compiled on accelerators; here its reference is run, which says that it is slow.
+@pytest.mark.fast_cells("True-False")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])

@@ -95,6 +95,12 @@ def load(folder: str, *cell: Any) -> dict[str, Any]:
 VOCABULARY = {"vocab_parallel_lm_head": True}
 
 
+@pytest.mark.slow_cells(
+    "tied llama-AdamW-{'vocab_parallel_lm_head': True}-(2, 2, 1)-(1, 1, 0)",
+    "gptneox-AdamW-{}-(1, 1, 0)-(4, 4, 2)",
+    "gptneox-Lamb-{}-(4, 4, 0)-(4, 2, 3)",
+    "uneven llama-AdamW-{}-(2, 1, 2)-(2, 2, 3)",
+)
 @pytest.mark.parametrize(
     ("kind", "optimizer", "keys", "here", "there"),
     [

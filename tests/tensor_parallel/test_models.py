@@ -56,6 +56,17 @@ def alike(kind: str, keys: dict[str, Any]) -> None:
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=limit, msg=told)
 
 
+@pytest.mark.slow_cells(
+    "phi3-2-keys5",
+    "gptneox-4-keys6",
+    "phi-2-keys7",
+    "opt-2-keys8",
+    "bloom-2-keys9",
+    "bert-4-keys10",
+    "t5-2-keys11",
+    "gptj-2-keys12",
+    "gptneox-2-keys16",
+)
 @pytest.mark.parametrize(
     ("kind", "world", "keys"),
     [

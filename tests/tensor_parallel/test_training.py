@@ -89,6 +89,7 @@ def alike(kind: str, stage: int, size: int, keys: dict[str, Any]) -> None:
     assert cut
 
 
+@pytest.mark.fast_cells("llama-2-4-keys5")
 @pytest.mark.parametrize(
     ("kind", "stage", "world", "keys"),
     [
@@ -134,6 +135,7 @@ def saved_and_loaded(folder: Path, stage: int) -> None:
     assert train(again, UPDATES) == train(engine, UPDATES)
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_slices_are_saved_and_whole_weights_given_out(
     stage: int, tmp_path: Path, ranks: RankPools

@@ -71,6 +71,7 @@ def test_a_rank_that_is_through_goes_on_lending(ranks: RankPools) -> None:
     assert ranks(3).run(walk, [[], [4, 4], [5]])[0] == [("lend", 4), ("lend", 5), ("lend", 4)]
 
 
+@pytest.mark.slow_cells("3")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_any_paths_end(world: int, ranks: RankPools) -> None:
     ranks(world).run(walk_at_random, 25)

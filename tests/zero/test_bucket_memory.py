@@ -75,6 +75,7 @@ def peaks(stage: int, reduce: int, gather: int, precision: dict[str, Any]) -> di
     return most
 
 
+@pytest.mark.fast_cells("3-fp32")
 @pytest.mark.claims("zero_optimization.reduce_bucket_size")
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [2, 3])
@@ -88,6 +89,7 @@ def test_two_gradient_buffers_are_under_way_at_most(
     assert held == sorted(set(held))
 
 
+@pytest.mark.slow
 @pytest.mark.claims("zero_optimization.allgather_bucket_size")
 def test_updated_weights_arrive_in_messages_of_the_size_asked_for(ranks: RankPools) -> None:
     largest = LAYERS * MATRIX

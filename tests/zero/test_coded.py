@@ -122,6 +122,7 @@ def test_with_a_second_copy_coded_weights_cross_nodes_in_forward_only(ranks: Ran
         assert not one[Phase.BACKWARD]["weights", "across"]
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.claims("zero_optimization.zero_quantized_gradients")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_take_about_a_quarter_and_cross_nodes_once(stage: int, ranks: RankPools) -> None:
@@ -247,6 +248,7 @@ def look(settings: dict[str, Any]) -> None:
     assert all(torch.equal(p, exact[name]) for name, p in model.named_parameters())
 
 
+@pytest.mark.fast_cells("announced")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -349,6 +351,7 @@ def edit(settings: dict[str, Any]) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_cells("plain")
 @pytest.mark.parametrize("settings", [{}, HPZ], ids=["plain", "hpz"])
 def test_what_users_write_is_kept_and_nothing_beside_it_is_rounded(
     settings: dict[str, Any], ranks: RankPools
@@ -374,6 +377,7 @@ def read_apart(settings: dict[str, Any]) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_cells("hpz")
 @pytest.mark.parametrize("settings", [{}, HPZ], ids=["plain", "hpz"])
 def test_ranks_may_read_different_weights(settings: dict[str, Any], ranks: RankPools) -> None:
     ranks(4).run(read_apart, settings)
@@ -403,6 +407,7 @@ def trained(settings: dict[str, Any], folder: str, born: bool) -> dict[str, Tens
     return found
 
 
+@pytest.mark.fast_cells("no-overlap")
 @pytest.mark.parametrize(
     "settings, born",
     [
@@ -432,6 +437,7 @@ def losses(stage: int, settings: dict[str, Any]) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage, settings",
     [
@@ -505,6 +511,7 @@ def test_what_was_lost_follows_the_loss_scale(ranks: RankPools) -> None:
     ranks(4).run(follow_scale)
 
 
+@pytest.mark.slow
 @pytest.mark.claims("zero_optimization.zeropp_loco_param")
 @pytest.mark.claims("zero_optimization.zeropp_loco_param.err_beta")
 @pytest.mark.claims("zero_optimization.zeropp_loco_param.reset_T")
@@ -635,6 +642,7 @@ def hold_frozen(settings: dict[str, Any], folder: str) -> None:
         other.destroy()
 
 
+@pytest.mark.fast_cells("plain")
 @pytest.mark.claims("zero_optimization.zero_quantized_nontrainable_weights")
 @pytest.mark.parametrize("settings", [{}, HPZ, WEIGHTS], ids=["plain", "hpz", "coded"])
 def test_frozen_weights_rest_in_half_the_memory(
@@ -682,6 +690,7 @@ def along(rows: Any, settings: dict[str, Any]) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow_cells("1")
 @pytest.mark.parametrize("seed", often(range(4), 1, 3))
 def test_ranks_on_any_paths_are_given_the_same_weights(seed: int, ranks: RankPools) -> None:
     settings = [{}, HPZ, DROPS, {**HPZ, "mics_hierarchical_params_gather": True}][seed]

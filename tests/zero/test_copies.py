@@ -81,6 +81,7 @@ def copy_a_model(stage: int) -> None:
     assert "__deepcopy__" not in vars(model[0].weight)
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", range(4))
 def test_a_copy_is_a_model_of_its_own(stage: int, ranks: RankPools) -> None:
     ranks(2).run(copy_a_model, stage)

@@ -244,6 +244,7 @@ def train_along(rows: list[tuple[Sequence[int], ...]], settings: dict[str, Any])
     engine.destroy()
 
 
+@pytest.mark.fast_cells("all leave early")
 @pytest.mark.parametrize("rows", PATHS.values(), ids=PATHS.keys())
 def test_a_rank_that_leaves_the_plan_hangs_nobody(rows: Any, ranks: RankPools) -> None:
     at = list(PATHS.values()).index(rows)
@@ -266,6 +267,7 @@ def random_rows(seed: int, world: int, updates: int = 6) -> list[tuple[Sequence[
     return [tuple(each or (0,) for each in row) for row in rows]
 
 
+@pytest.mark.slow_cells("1-3", "3-3")
 @pytest.mark.parametrize(
     ("seed", "world"),
     often([(0, 2), (1, 3), (2, 2), (3, 3), (4, 2), (5, 3)], (0, 2), (1, 3), (3, 3)),
@@ -292,6 +294,7 @@ def raise_and_retry(who: Sequence[int], settings: dict[str, Any]) -> None:
     plain.destroy()
 
 
+@pytest.mark.fast_cells("one")
 @pytest.mark.parametrize("who", [(1,), (0, 1)], ids=["one", "all"])
 def test_a_forward_that_raises_under_a_plan(who: Sequence[int], ranks: RankPools) -> None:
     for settings in LIMITS[:2]:
@@ -353,6 +356,7 @@ def raise_in_backward_alone(settings: dict[str, Any]) -> list[str]:
     return told
 
 
+@pytest.mark.fast_cells("settings1")
 @pytest.mark.parametrize("settings", LIMITS[:2])
 def test_a_backward_that_raises_on_one_rank_hangs_nobody(settings: dict[str, Any]) -> None:
     # Ranks of its own: what the other one had sent for a reduction is never fetched.
@@ -409,6 +413,7 @@ def interrupt_and_go_on(
     plain.destroy()
 
 
+@pytest.mark.fast_cells("KeyboardInterrupt")
 @pytest.mark.parametrize("kind", [FloatingPointError, KeyboardInterrupt])
 def test_a_forward_may_be_left_at_any_moment(kind: type[BaseException], ranks: RankPools) -> None:
     for settings in LIMITS[:2]:
@@ -574,6 +579,7 @@ def words_along(rows: list[tuple[Sequence[int], ...]], settings: dict[str, Any])
     return words
 
 
+@pytest.mark.slow
 def test_paths_without_a_rule_are_announced_after_a_while(ranks: RankPools) -> None:
     """Fair coins: what is expected comes true half of the time, which is too little.
 
@@ -601,6 +607,7 @@ TURNS: dict[str, list[Sequence[int]]] = {
 }
 
 
+@pytest.mark.fast_cells("three in turn")
 @pytest.mark.parametrize("turn", TURNS)
 def test_models_that_take_turns_are_planned_for(turn: str, ranks: RankPools) -> None:
     """Once each order has been seen, no gather is announced; a rare step may cost its own."""
@@ -613,6 +620,7 @@ def test_models_that_take_turns_are_planned_for(turn: str, ranks: RankPools) -> 
         )
 
 
+@pytest.mark.fast_cells("three in turn")
 @pytest.mark.parametrize("turn", TURNS)
 def test_models_that_take_turns_train_as_plain_torch_does(turn: str, ranks: RankPools) -> None:
     for settings in LIMITS[:2]:
@@ -690,6 +698,7 @@ def sharded_names(settings: dict[str, Any]) -> list[str]:
     return names
 
 
+@pytest.mark.fast_cells("stage3_")
 @pytest.mark.claims(
     "zero_optimization.stage3_param_persistence_threshold",
     "zero_optimization.param_persistence_threshold",

@@ -274,6 +274,7 @@ def test_every_managed_parameter_is_in_one_unit_that_stands_above_it(model):
     assert places == sorted(set(places))
 
 
+@pytest.mark.slow
 @given(trees(), st.sampled_from(STAGES), st.integers(1, 20), st.integers(0, 6), st.integers(0, 20))
 def test_every_member_is_in_one_bucket_within_the_targets(model, partition, target, small, total):
     limits = Limits(

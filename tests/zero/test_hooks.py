@@ -164,6 +164,7 @@ def train_and_evaluate(make: Callable[[], nn.Module]) -> None:
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.fast_cells("Borrower", "Functional")
 @pytest.mark.parametrize("make", UNANNOUNCED, ids=lambda make: make.__name__)
 def test_unannounced_reads_find_their_values(
     make: Callable[[], nn.Module], ranks: RankPools

@@ -285,6 +285,7 @@ def train_both(stage: int, settings: dict[str, Any]) -> None:
     assert_equal(*states)
 
 
+@pytest.mark.fast_cells("1-bf16", "2-fp32", "3-fp32")
 @pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_it_trains_as_a_model_built_outside(
@@ -685,6 +686,7 @@ def plain_state(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     return dict(type(model)().state_dict())
 
 
+@pytest.mark.fast_cells("fp16")
 @pytest.mark.parametrize(
     ("settings", "dtype"),
     [(BF16, torch.bfloat16), (FP16, torch.float16)],
@@ -786,6 +788,7 @@ def states_of_plain(move: str) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
+@pytest.mark.fast_cells("1-bf16")
 @pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_it_may_be_moved_or_cast_before_initialize(
@@ -935,6 +938,7 @@ def build_deep(leaving: int, dtype: torch.dtype | None) -> tuple[int, int]:
     return Weighed.peak - already, held - already
 
 
+@pytest.mark.fast_cells("2-dtype1")
 @pytest.mark.parametrize(("layers_leaving", "dtype"), [(0, None), (2, torch.bfloat16)])
 def test_the_peak_is_the_shards_and_the_largest_module(
     layers_leaving: int, dtype: torch.dtype | None, ranks: RankPools

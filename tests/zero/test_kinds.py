@@ -129,6 +129,7 @@ def train_both(stage: int, born: bool) -> None:
     assert not torch.equal(states[0]["3.weight"], model_of()[3].weight)
 
 
+@pytest.mark.slow_cells("2-created sharded", "3-given")
 @pytest.mark.parametrize("born", [False, True], ids=["given", "created sharded"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_class_of_its_own_trains_as_a_plain_one(stage: int, born: bool, ranks: RankPools) -> None:

@@ -103,6 +103,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_cells("classes", "name_suffixes")
 @pytest.mark.claims(
     "zero_optimization.leaf_module",
     "zero_optimization.leaf_module.classes",

@@ -87,6 +87,7 @@ def test_with_copies_only_one_sum_of_shards_crosses_them(ranks: RankPools) -> No
         assert {what for what, where in update if where == "across"} <= {"gradients", norm}
 
 
+@pytest.mark.fast_cells("hops-hpz")
 @pytest.mark.claims("zero_optimization.mics_hierarchical_params_gather")
 @pytest.mark.parametrize("settings", [HOPS, {**HOPS, **HPZ}], ids=["hops", "hops-hpz"])
 def test_in_two_hops_each_byte_comes_to_a_node_once(

@@ -45,6 +45,7 @@ from .test_state import (
 )
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("seed", range(6))
 def test_any_paths_train_as_plain_torch_does(seed: int, ranks: RankPools) -> None:
     routes = [HPZ, MICS, {**HPZ, **HOPS}][seed % 3]
@@ -55,12 +56,14 @@ def test_any_paths_train_as_plain_torch_does(seed: int, ranks: RankPools) -> Non
 ROUTES = {"hpz": HPZ, "mics": MICS}
 
 
+@pytest.mark.slow_cells("late-hpz", "by rank-mics", "stops coming-mics")
 @diagonal(plan=list(PLANS), route=list(ROUTES))
 def test_gradients_that_come_late_or_not_at_all(plan: str, route: str, ranks: RankPools) -> None:
     rows = [(*row, *row[::-1]) for row in PLANS[plan]]
     ranks(4).run(under, ROUTES[route], train_branches, rows, 3)
 
 
+@pytest.mark.fast_cells("mics")
 @pytest.mark.parametrize("settings", [HPZ, MICS], ids=["hpz", "mics"])
 def test_small_parameters_that_stay_whole(settings: dict[str, Any], ranks: RankPools) -> None:
     persistent = {**settings, "stage3_param_persistence_threshold": 20}
@@ -88,6 +91,7 @@ def test_the_boundary_may_be_unknown(ranks: RankPools) -> None:
     ranks(4).run(own_the_boundary, MICS)
 
 
+@pytest.mark.fast_cells("mics")
 @pytest.mark.parametrize("settings", [HPZ, MICS, {**HPZ, **HOPS}], ids=["hpz", "mics", "hops"])
 def test_a_forward_that_raises_under_a_plan(settings: dict[str, Any], ranks: RankPools) -> None:
     ranks(4).run(on_nodes, raise_and_retry, (1,), {**DROPS, **settings})
@@ -109,6 +113,7 @@ def under(settings: dict[str, Any], check: Callable[..., None], *args: Any) -> N
         toys.TINY.update(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", often(ROUTES, "hpz"))
 def test_what_stands_behind_a_parameter(route: str, ranks: RankPools) -> None:
     for check, *args in (
@@ -123,6 +128,7 @@ def test_what_stands_behind_a_parameter(route: str, ranks: RankPools) -> None:
         ranks(4).run(under, ROUTES[route], check, *args)
 
 
+@pytest.mark.fast_cells("mics")
 @pytest.mark.parametrize("settings", [HPZ, MICS], ids=["hpz", "mics"])
 def test_ranks_that_share_a_sequence(settings: dict[str, Any], ranks: RankPools) -> None:
     ranks(4).run(under, settings, cut_sequences, 3, 2, "key")
@@ -145,6 +151,7 @@ def born(arguments: dict[str, Any], size: int | None, zero: dict[str, Any]) -> l
     return weights
 
 
+@pytest.mark.fast_cells("4-zero3")
 @pytest.mark.parametrize(("size", "zero"), [(2, HPZ), (None, HPZ), (None, MICS), (4, {})])
 def test_models_are_born_sharded_all_the_same(size: Any, zero: Any, ranks: RankPools) -> None:
     config = {"zero_optimization": {"stage": 3, **zero}}
@@ -244,6 +251,7 @@ def load_elsewhere(zero: dict[str, Any], folder: str) -> int:
     return nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", often(ROUTES, "mics"))
 def test_training_goes_on_from_a_checkpoint(route: str, ranks: RankPools, tmp_path: Any) -> None:
     ranks(4).run(go_on, ROUTES[route], str(tmp_path / "these"))

@@ -85,6 +85,7 @@ HELD = st.frozensets(st.integers(0, 5))
 NESTED = [Use(0, 1), Use(1, 4), Use(2, 3), Use(3, 4)]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=2000)
 @given(traces(), SIZES, PLAN_LIMITS, HELD, traces())
 @example(NESTED, [1] * 6, Limits(live_numel=3, reuse_numel=0, prefetch_numel=2), frozenset(), [])
@@ -138,6 +139,7 @@ def test_a_plan_is_true_to_every_use_and_limit(uses, sizes, limits, held, follow
     assert made.kept_at_end <= coming
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=500)
 @given(traces(), SIZES, PLAN_LIMITS)
 def test_what_is_kept_is_used_again_within_the_distance(uses, sizes, limits):

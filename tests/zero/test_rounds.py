@@ -64,6 +64,7 @@ def test_what_comes_at_regular_intervals_is_expected(interval: int) -> None:
     assert any(known[-interval:]) or interval == 4
 
 
+@pytest.mark.slow
 @given(st.lists(st.booleans(), min_size=300, max_size=300))
 def test_irregular_rounds_are_left_ever_less_often(came: list[bool]) -> None:
     known = known_along(Course(), came)
@@ -226,6 +227,7 @@ ODD = {
 USUAL = ("another branch", "all less", "one raises, one strays", "evaluation between", "state")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", often(ODD, *USUAL))
 def test_a_steady_round_may_be_left(odd: str, ranks: RankPools) -> None:
     at = list(ODD).index(odd)
@@ -238,6 +240,23 @@ def test_a_steady_round_may_be_left(odd: str, ranks: RankPools) -> None:
                 assert any(steady)
 
 
+@pytest.mark.slow_cells(
+    "another branch-default",
+    "less-default",
+    "more-default",
+    "all less-default",
+    "all another way-default",
+    "each another way-default",
+    "a forward that raises-default",
+    "forwards that raise-default",
+    "one raises, one strays-default",
+    "evaluation-default",
+    "evaluation between-default",
+    "access-default",
+    "access between-default",
+    "state-default",
+    "a meeting-default",
+)
 @pytest.mark.parametrize("settings", [{}, rarely(DROPS)], ids=["default", "nothing kept"])
 @pytest.mark.parametrize("odd", ODD)
 def test_others_may_wait_in_a_collective_of_their_own(
@@ -273,6 +292,7 @@ def random_updates(seed: int, world: int) -> Any:
     return updates
 
 
+@pytest.mark.slow_cells("0", "1")
 @pytest.mark.parametrize("seed", often(range(8), 0, 1, 2))
 def test_any_programs_train_as_plain_torch_does(seed: int, ranks: RankPools) -> None:
     world = 2 + seed % 2
@@ -322,6 +342,7 @@ def words_of_each_update(stage: int, accumulation: int, interval: int) -> list[i
     return found
 
 
+@pytest.mark.fast_cells("0")
 @pytest.mark.parametrize("stage", range(4))
 def test_a_steady_round_needs_one_word(stage: int, ranks: RankPools) -> None:
     for accumulation in (1, 3):
@@ -394,6 +415,7 @@ def plain_after_rows(updates: Any, times: int) -> dict[str, Any]:
     return dict(plain.state_dict())
 
 
+@pytest.mark.fast_cells("0-left out", "2-loss")
 @pytest.mark.parametrize("kind", ["loss", "loss and step", "left out", "backward"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_fault_on_one_rank_is_told_before_the_update(
@@ -426,6 +448,7 @@ def accumulate_around_a_fault(stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_refused_micro_step_counts(stage: int, ranks: RankPools) -> None:
     ranks(2).run(accumulate_around_a_fault, stage)
@@ -452,6 +475,7 @@ def differ_when_steady(stage: int, kind: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow_cells("checkpoint-2", "path-3")
 @pytest.mark.parametrize(
     ("kind", "stage"),
     often(
@@ -495,6 +519,7 @@ def train_two_engines(stage: int, joint: bool) -> list[bool]:
     return steady
 
 
+@pytest.mark.fast_cells("True-3")
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("joint", [False, True])
 def test_engines_that_mix_meet_and_others_need_not(

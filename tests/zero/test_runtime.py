@@ -65,6 +65,15 @@ def train_along(plan: list[tuple[int, int]], stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_cells(
+    "late-1",
+    "by rank-1",
+    "by rank-2",
+    "one rank is late-0",
+    "one rank is late-1",
+    "one rank is late-2",
+    "one rank is late-3",
+)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_gradients_that_come_late_or_not_at_all(

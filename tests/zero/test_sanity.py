@@ -114,6 +114,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.fast_cells("0")
 @pytest.mark.claims("zero_optimization.enable_sanity_checks")
 @pytest.mark.parametrize("stage", STAGES)
 def test_checks_find_faults_and_nothing_else(stage: int, ranks: RankPools) -> None:

@@ -67,6 +67,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, A
     return row
 
 
+@pytest.mark.slow_cells(
+    "collectives-2-0-bf16", "collectives-2-0-fp32", "pairs-2-0-bf16", "pairs-2-0-fp32"
+)
 @pytest.mark.parametrize("dtype", NBYTES)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world", WORLDS)

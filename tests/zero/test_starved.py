@@ -92,6 +92,7 @@ def held_at_once(path: list[tuple[tuple[int, ...], int]], stage: int) -> list[in
     return many
 
 
+@pytest.mark.fast_cells("even-3")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("path", PATHS)
 def test_gradients_that_do_not_come_hold_nothing_up(

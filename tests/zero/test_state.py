@@ -83,6 +83,7 @@ def start_of(name: str) -> Tensor:
     return model_of().get_parameter(name).detach()
 
 
+@pytest.mark.slow_cells("3-bf16-flat")
 @pytest.mark.parametrize(("settings", "whole"), KINDS, ids=["fp32-whole", "bf16-flat"])
 @pytest.mark.parametrize("stage", range(4))
 def test_fp32_values(stage: int, settings: dict[str, Any], whole: bool, ranks: RankPools) -> None:
@@ -111,6 +112,7 @@ def read_gradients(stage: int, settings: dict[str, Any], accumulation: int) -> N
     trained.destroy()
 
 
+@pytest.mark.slow_cells("1-accumulated", "2-accumulated", "3-accumulated", "3-fp16")
 @pytest.mark.parametrize(
     ("settings", "accumulation"),
     [({}, 1), ({}, 3), (BF16, 1), (FP16, 2)],
@@ -147,6 +149,7 @@ def read_moments(stage: int, settings: dict[str, Any], whole: bool) -> None:
     trained.destroy()
 
 
+@pytest.mark.fast_cells("1-bf16-flat")
 @pytest.mark.parametrize(("settings", "whole"), KINDS, ids=["fp32-whole", "bf16-flat"])
 @pytest.mark.parametrize("stage", range(4))
 def test_optimizer_state(
@@ -202,6 +205,7 @@ def write_values(stage: int, settings: dict[str, Any], whole: bool) -> None:
     trained.destroy()
 
 
+@pytest.mark.slow_cells("3-fp32-whole")
 @pytest.mark.parametrize(("settings", "whole"), KINDS, ids=["fp32-whole", "bf16-flat"])
 @pytest.mark.parametrize("stage", range(4))
 def test_writing_values(

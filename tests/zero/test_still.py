@@ -34,6 +34,7 @@ def freeze_meanwhile(stage: int, optimizer: str, settings: dict[str, Any]) -> No
     engine.destroy()
 
 
+@pytest.mark.fast_cells("0")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_is_frozen_meanwhile_stands_still(stage: int, ranks: RankPools) -> None:
     for optimizer in OPTIMIZERS:

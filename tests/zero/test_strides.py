@@ -138,6 +138,7 @@ def train_everywhere(settings: dict[str, Any]) -> None:
         assert_equal({**model.state_dict()}, first)
 
 
+@pytest.mark.fast_cells("2-fp32")
 @pytest.mark.parametrize("settings", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_training_keeps_strides(world: int, settings: dict[str, Any], ranks: RankPools) -> None:
@@ -211,6 +212,7 @@ def access(stage: int, whole: bool) -> None:
     trained.destroy()
 
 
+@pytest.mark.slow_cells("0-False", "1-True", "2-False")
 @diagonal(stage=range(4), whole=[False, True])
 def test_access_gives_logical_values(stage: int, whole: bool, ranks: RankPools) -> None:
     ranks(2).run(access, stage, whole)
@@ -242,6 +244,7 @@ def born(where: str) -> None:
     trained.destroy()
 
 
+@pytest.mark.fast_cells("built")
 @pytest.mark.parametrize("where", ["built", "inside", "outside", "gathered"])
 def test_models_born_sharded_may_be_converted(where: str, ranks: RankPools) -> None:
     ranks(2).run(born, where)
