@@ -18,6 +18,7 @@ from hadal.checkpoint.contents import MASTER, WEIGHT, state_key, state_kind
 from hadal.checkpoint.live import plain_slots
 from hadal.checkpoint.source import Entry, Source
 from hadal.checkpoint.weights import Copy
+from hadal.config.optimizer_kinds import KINDS
 from hadal.errors import CheckpointError
 from hadal.optim.pieces import HeldTensor
 from hadal.zero.layout import Slot
@@ -25,8 +26,6 @@ from hadal.zero.layout import Slot
 _Saved = Mapping[str, tuple[str, Sequence[str]]]
 """The saved name of each parameter, and the kinds of its saved state."""
 _NOTHING: tuple[str, Sequence[str]] = ("", ())
-# The optimizers of a family keep the same state under the same keys.
-_FAMILIES = (frozenset({"Adam", "AdamW", "UncorrectedAdam"}),)
 _Row = tuple[Any, tuple[str, str, int, Slot | None]]
 """The index of the elements to read here, and the rest of a `Copy`."""
 
@@ -143,7 +142,9 @@ def plan_state(
 
 def _check_kind(optimizer: Optimizer, source: Source) -> None:
     here, there = type(optimizer).__name__, source.optimizer
-    if there in (None, here) or any({here, there} <= family for family in _FAMILIES):
+    if there in (None, here) or any(
+        {here, there} <= kind.class_names.keys() for kind in KINDS.values()
+    ):
         return
     raise CheckpointError(
         f"{source.path} holds the state of {there}, but the optimizer here is {here}; use the"

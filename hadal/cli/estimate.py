@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hadal.cli.arguments import CONFIG_HELP, device_memory, numel, positive
 from hadal.cli.parser import add_command
 from hadal.cli.terminal import aligned, heading, show, table
+from hadal.config.optimizer_kinds import KINDS
 from hadal.errors import ModelError
 from hadal.units import numel_of, shown_nbytes, shown_numel
 
@@ -290,17 +291,18 @@ def _cost(config: Config) -> Cost:
 
 
 def _moments(config: Config, weight: nn.Parameter) -> int:
-    """Return how many values the optimizer keeps for each element, found by one update."""
+    """Return how many values the optimizer keeps for each element: known, or found by an update."""
     import torch
 
     from hadal.optim.build import build_optimizer
 
-    if config.optimizer is None:
-        return 2
-    kind = config.optimizer.type
-    # Muon's state is counted for matrices; its Adam keeps two values of the other elements.
-    groups = [{"params": [weight], **({"use_muon": True} if kind == "Muon" else {})}]
-    made = build_optimizer(kind, config.optimizer.params, groups)
+    name, params = "Adam", {}
+    if config.optimizer is not None:
+        name, params = config.optimizer.type, config.optimizer.params
+    known = KINDS[name].state_with(params) if name in KINDS else None
+    if known is not None:
+        return len(known)
+    made = build_optimizer(name, params, [weight])
     weight.grad = torch.ones_like(weight)
     made.step()
     kept = [value for value in made.state[weight].values() if isinstance(value, torch.Tensor)]

@@ -149,10 +149,10 @@ def _know_types(raw: Mapping[str, Any]) -> None:
     """Import torch if the optimizer or the schedule may be a class that only a newer one has."""
     from hadal.config import torch_names
     from hadal.config.optimizer import canonical_type
-    from hadal.config.optimizer_params import PARAMS as OPTIMIZERS
+    from hadal.config.optimizer_kinds import KINDS
     from hadal.config.scheduler import PARAMS as SCHEDULES
 
-    known = {*OPTIMIZERS, *SCHEDULES, *torch_names.OPTIMIZERS, *torch_names.SCHEDULES, "auto"}
+    known = {*KINDS, *SCHEDULES, *torch_names.SCHEDULES, "auto"}
     for name in ("optimizer", "scheduler"):
         section = raw.get(name)
         kind = canonical_type(section.get("type")) if isinstance(section, Mapping) else None
@@ -162,11 +162,11 @@ def _know_types(raw: Mapping[str, Any]) -> None:
 
 def _types_faults(config: Config) -> Iterator[Fault]:
     """Try classes of torch out; built-in types are known without torch, which takes seconds."""
-    from hadal.config.optimizer_params import PARAMS as OPTIMIZERS
+    from hadal.config.optimizer_kinds import built_in
     from hadal.config.scheduler import PARAMS as SCHEDULES
 
     optimizer, schedule = config.optimizer, config.scheduler
-    is_torchs = optimizer is not None and optimizer.type not in OPTIMIZERS
+    is_torchs = optimizer is not None and optimizer.type not in built_in()
     is_open = schedule is not None and (schedule.type not in SCHEDULES or schedule.missing)
     if is_torchs or is_open:
         from hadal.optim import preview

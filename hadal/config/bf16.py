@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
+from hadal.config.optimizer_kinds import in_blocks
 from hadal.config.section import Section, key
 from hadal.config.values import Boolean
 
@@ -37,8 +38,8 @@ class Bf16(Section):
         False,
         "Keep no fp32 masters: the optimizer updates the bfloat16 weights directly (computing "
         "in fp32), and its moments stay fp32. Requires stage 1-3. DeepSpeed also requires Adam "
-        "offloaded to the CPU, for lack of another kernel; here Adam, AdamW, Lion, Adagrad and "
-        "SGD support it in every tier.",
+        f"offloaded to the CPU, for lack of another kernel; here {in_blocks('and')} support it in "
+        "every tier.",
     )
     bf16_optimizer_states: Boolean = key(
         False,

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from hadal.config.examples import EXAMPLES, MOST_USED
 from hadal.config.kinds import expected
-from hadal.config.optimizer_params import PARAMS as OPTIMIZERS
+from hadal.config.optimizer_kinds import built_in
 from hadal.config.plain import plain, shown
 from hadal.config.scheduler import PARAMS as SCHEDULES
 from hadal.config.section import Section, Status, default_of
@@ -93,7 +93,7 @@ def pages() -> dict[str, str]:
             continue
         to = body if name in EXAMPLES else _Pages(body.unbuilt, body.unbuilt)
         _section(to, child.model, name, status_of(key, "acts"), 2)
-        body.main += _types("optimizer.params", OPTIMIZERS) if name == "optimizer" else ()
+        body.main += _types("optimizer.params", built_in()) if name == "optimizer" else ()
         body.main += _types("scheduler.params", SCHEDULES) if name == "scheduler" else ()
     main = [_INTRODUCTION, *_most_used(), "## Contents", "", *_contents(body.main), "", *body.main]
     rest = [_UNBUILT_INTRODUCTION, "## Contents", "", *_contents(body.unbuilt), "", *body.unbuilt]

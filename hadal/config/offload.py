@@ -2,6 +2,7 @@
 
 from typing import ClassVar, Literal, TypeAlias
 
+from hadal.config.optimizer_kinds import in_blocks
 from hadal.config.section import UNBUILT, Section, key, unbuilt_beside
 from hadal.config.values import Boolean, Integer, Number, Text
 
@@ -113,7 +114,7 @@ class OffloadOptimizer(Section):
         1.0,
         "Fraction of the elements that the host updates, in whole buckets; the accelerator updates "
         "the other buckets at the same time and stores their state. Below 1 requires stage 3 and, "
-        "if the device is nvme, an elementwise optimizer (Adam, AdamW, Lion, Adagrad, SGD).",
+        f"if the device is nvme, {in_blocks('or')}.",
         ge=0,
         le=1,
     )

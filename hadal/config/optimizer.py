@@ -5,16 +5,16 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict
 
-from hadal.config.optimizer_params import BUILT_IN, MUON_RATES, PARAMS
+from hadal.config.optimizer_kinds import KINDS, built_in
 from hadal.config.section import NO_EFFECT, Child, Mark, Section, key
 from hadal.config.values import Boolean, Text
-
-_CANONICAL = {name.lower(): name for name in BUILT_IN}
 
 
 def canonical_type(name: Any) -> Any:
     """Return a built-in optimizer's canonical spelling; other names are unchanged."""
-    return _CANONICAL.get(name.lower(), name) if isinstance(name, str) else name
+    if not isinstance(name, str):
+        return name
+    return next((known for known in built_in() if known.lower() == name.lower()), name)
 
 
 class Optimizer(Section):
@@ -24,8 +24,7 @@ class Optimizer(Section):
 
     type: Annotated[Text, BeforeValidator(canonical_type)] = key(
         None,
-        "Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, MuAdam, "
-        "MuAdamW or MuSGD in any case, or the exact name of a class in torch.optim.",
+        f"One of {', '.join(built_in())} in any case, or the exact name of a class in torch.optim.",
         mark=Mark(auto_is_a_word=True),
     )
     params: dict[str, Any] = key({}, "Arguments of the optimizer; see the table for its type.")
@@ -39,14 +38,17 @@ class Optimizer(Section):
         if name != "params":
             return super().child(name, raw)
         kind = canonical_type(raw.get("type"))
-        return Child(PARAMS.get(kind, OpenParams) if isinstance(kind, str) else OpenParams, "one")
+        return Child(
+            built_in().get(kind, OpenParams) if isinstance(kind, str) else OpenParams, "one"
+        )
 
     @property
     def rates(self) -> list[float]:
-        """Return the learning rates of this section: Muon's two, or the one that is given."""
+        """Return the learning rates of this section: one for each param group, or the given one."""
         params = self.params
-        if self.type == "Muon":
-            return [params.get(key, params.get("lr", rate)) for key, rate in MUON_RATES.items()]
+        kind = KINDS.get(self.type)
+        if kind is not None and kind.rates:
+            return [params.get(key, params.get("lr", rate)) for key, rate in kind.rates.items()]
         return [rate for rate in (params.get("lr"),) if isinstance(rate, (int, float))]
 
 

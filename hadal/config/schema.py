@@ -9,7 +9,7 @@ from pydantic.json_schema import models_json_schema
 
 from hadal.config.kinds import spellings
 from hadal.config.optimizer import Optimizer
-from hadal.config.optimizer_params import PARAMS as OPTIMIZERS
+from hadal.config.optimizer_kinds import built_in
 from hadal.config.scheduler import PARAMS as SCHEDULES
 from hadal.config.scheduler import Scheduler
 from hadal.config.section import Section, Status, mark_of
@@ -23,7 +23,7 @@ _COMMENTS: Schema = {"^(_|//|\\$)": {}}
 
 def config_schema() -> Schema:
     """Return the schema of the whole configuration."""
-    typed: dict[str, type[Section]] = {**OPTIMIZERS, **SCHEDULES}
+    typed: dict[str, type[Section]] = {**built_in(), **SCHEDULES}
     models: set[type[Section]] = {Config, *typed.values()}
     ordered = sorted(models, key=lambda model: model.__name__)
     _, found = models_json_schema([(model, "validation") for model in ordered])
@@ -33,7 +33,7 @@ def config_schema() -> Schema:
         _complete(defs[model.__name__], model)
         if len(places) == 1:
             _write_status(defs[model.__name__], model, *places)
-    _typed_params(defs, Optimizer, OPTIMIZERS)
+    _typed_params(defs, Optimizer, built_in())
     _typed_params(defs, Scheduler, SCHEDULES)
     root = defs.pop("Config")
     root["patternProperties"] = _COMMENTS

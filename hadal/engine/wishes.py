@@ -24,7 +24,6 @@ from hadal.device import current_device
 from hadal.errors import OptimizerError
 from hadal.listener import Listener
 from hadal.optim.build import build_optimizer
-from hadal.optim.muon import muon_groups
 from hadal.optim.schedules import build_schedule
 
 _log = logging.getLogger(__name__)
@@ -68,9 +67,8 @@ def make_optimizer(wishes: Wishes, config: Config, model: nn.Module) -> Optimize
     section = config.optimizer
     if section is None:
         return build_optimizer(_DEFAULT_OPTIMIZER, {}, chosen)
-    if section.type == "Muon":
-        chosen = muon_groups(chosen, {p: name for name, p in model.named_parameters()})
-    return build_optimizer(section.type, section.params, chosen)
+    names = {p: name for name, p in model.named_parameters()}
+    return build_optimizer(section.type, section.params, chosen, names)
 
 
 def _chosen_parameters(wishes: Wishes, model: nn.Module) -> list[Any]:

@@ -3,185 +3,129 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hadal.config.torch_names import REFUSED
-from hadal.device import current_device, spared_import
-from hadal.errors import NotBuiltYetError, OptimizerError
-from hadal.optim.exchanging import ExchangingStepper
-from hadal.optim.fused import UncorrectedAdam
-from hadal.optim.lamb import Lamb, LambStepper
-from hadal.optim.lion import Lion
-from hadal.optim.muon import Muon, MuonStepper
+from hadal.config.optimizer_kinds import KINDS, OptimizerKind
+from hadal.config.section import mark_of
+from hadal.device import spared_import
+from hadal.errors import OptimizerError
 from hadal.optim.on_disk import DiskSteps
-from hadal.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
-from hadal.optim.signs import OneBitLambStepper, ZeroOneAdamStepper
 from hadal.optim.step import (
     FlatStepper,
     OptimizerStepper,
     WholeStepper,
-    refuse_disk,
     refuse_disk_beside_memory,
     refuse_other_state_dtype,
 )
 from hadal.zero.gradients import Gradients
 from hadal.zero.sharing import ModelParts
 
-# The update of an element depends only on that element's gradient and state, so cutting a tensor
-# anywhere changes nothing. Subclasses are not trusted: they may override the update.
-_ELEMENTWISE = frozenset(
-    {
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-        Lion,
-        UncorrectedAdam,
-    }
-)
-_MUP = ("MuAdam", "MuAdamW", "MuSGD")
-_SENDING_SIGNS: Mapping[type[Optimizer], Callable[..., OptimizerStepper]] = {
-    OneBitAdam: ExchangingStepper,
-    OneBitLamb: OneBitLambStepper,
-    ZeroOneAdam: ZeroOneAdamStepper,
-}
-# Types that are not classes of torch.optim.
-_OWN_TYPES: list[type[Optimizer]] = [Lamb, Lion, Muon, *_SENDING_SIGNS]
-_OWN = {kind.__name__: kind for kind in _OWN_TYPES}
-# Keys of the `optimizer` section that are not arguments: they select a class, or request the
-# behaviour that Hadal always has.
-_ADAM = ("Adam", "AdamW")
-_SIGNS = [kind.__name__ for kind in _SENDING_SIGNS]
-_SWITCHES: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(_ADAM, ("torch_adam", "adam_w_mode", "bias_correction", "set_grad_none")),
-    "Adagrad": ("amsgrad",),
-    "Lion": ("set_grad_none",),
-    **dict.fromkeys(_SIGNS, ("bias_correction", "cuda_aware", "comm_backend_name")),
-}
-
 
 def build_optimizer(
-    kind: str, params: Mapping[str, Any], groups: Iterable[nn.Parameter] | list[dict[str, Any]]
+    name: str,
+    params: Mapping[str, Any],
+    groups: Iterable[nn.Parameter] | list[dict[str, Any]],
+    names: Mapping[nn.Parameter, str] | None = None,
 ) -> Optimizer:
     """Build the optimizer that the `optimizer` section names, over parameters or groups.
 
-    `Adam` uses decoupled weight decay (as `AdamW`) unless `adam_w_mode` is false.
+    `names` are the model's names of parameters, from which some optimizers make groups.
 
     Raises:
         OptimizerError: an unknown or unusable optimizer, or arguments that it does not accept.
     """
-    if kind in _MUP:
-        return _build_mup(kind, params, groups)
-    arguments = dict(params)
-    switches = {key: arguments.pop(key, None) for key in _SWITCHES.get(kind, ())}
-    if kind in _SWITCHES:
-        arguments.pop("fp32_optimizer_states", None)  # not an argument of the class
-    made = _class_of_adam(kind, switches, arguments) if kind in _ADAM else _class_named(kind)
-    refuse_unusable(made)
+    kind = _kind_named(name)
+    make = _maker_of(kind)
+    arguments = _arguments(kind, params)
+    if kind.groups and names is not None:
+        groups = resolve_name(kind.groups)(groups, names)
     try:
-        inspect.signature(made).bind(groups, **arguments)
+        inspect.signature(make).bind(groups, **arguments)
     except TypeError as error:
-        raise OptimizerError(f"optimizer.params does not fit {kind}: {error}") from None
+        raise OptimizerError(f"optimizer.params does not fit {name}: {error}") from None
     try:
         with spared_import():
-            optimizer: Optimizer = made(groups, **_with_tuples(arguments))
-    except (TypeError, ValueError) as error:
-        raise OptimizerError(f"{kind} cannot be created with {dict(params)}: {error}") from error
-    return optimizer
-
-
-def _with_tuples(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with lists converted to tuples, which JSON does not have."""
-    return {key: tuple(value) if key == "betas" else value for key, value in arguments.items()}
-
-
-def _build_mup(
-    kind: str, params: Mapping[str, Any], groups: Iterable[nn.Parameter] | list[dict[str, Any]]
-) -> Optimizer:
-    """Build one of torch's optimizers with mup (Yang et al. 2022), with a group for each width.
-
-    Raises:
-        OptimizerError: the package is not installed or rejects these arguments, or the model has no
-            base shapes.
-    """
-    try:
-        package = importlib.import_module("mup")
-    except ImportError as error:
-        raise OptimizerError(
-            f"optimizer.type {kind} needs the mup package, which cannot be imported ({error}):"
-            " pip install mup"
-        ) from error
-    try:
-        optimizer: Optimizer = getattr(package, kind)(groups, **_with_tuples(params))
+            optimizer: Optimizer = make(groups, **arguments)
     except KeyError as error:
         raise OptimizerError(
-            f"{kind} needs optimizer.params.{error.args[0]}, which mup has no default for; add it"
+            f"{name} needs optimizer.params.{error.args[0]}, which has no default; add it"
         ) from error
     except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
         raise OptimizerError(
-            f"{kind} cannot be created with {dict(params)}: {error}. Call mup.set_base_shapes on"
-            " the model before hadal.initialize."
+            f"{name} cannot be created with {dict(params)}: {error}{kind.remedy}"
         ) from error
     return optimizer
 
 
-def _class_of_adam(
-    kind: str, switches: Mapping[str, Any], arguments: dict[str, Any]
-) -> type[Optimizer]:
-    """Return the class that the switches of Adam and AdamW select; complete its arguments."""
-    if not switches["torch_adam"]:
-        arguments.setdefault("weight_decay", 0.0)
-    if arguments.get("capturable") and current_device().type == "cpu":
-        raise OptimizerError(
-            "optimizer.params.capturable is for updates that an accelerator records and replays,"
-            " but this process computes on a CPU: remove it"
-        )
-    decoupled = kind == "AdamW" or switches["adam_w_mode"] is not False
-    if switches["bias_correction"] is False:
-        arguments["decoupled_weight_decay"] = decoupled
-        return UncorrectedAdam
-    return torch.optim.AdamW if decoupled else torch.optim.Adam
-
-
-def _class_named(kind: str) -> type[Optimizer]:
-    made = _OWN.get(kind) or getattr(torch.optim, kind, None)
+def _kind_named(name: str) -> OptimizerKind:
+    """Return the row of a type, or one for a class of a newer torch."""
+    if name in KINDS:
+        return KINDS[name]
+    made = getattr(torch.optim, name, None)
     if inspect.isclass(made) and issubclass(made, Optimizer) and made is not Optimizer:
-        return made
+        return OptimizerKind(name, f"torch.optim:{name}")
     known = [n for n, c in vars(torch.optim).items() if inspect.isclass(c) and n != "Optimizer"]
-    spelled = {name.lower(): name for name in [*known, *_OWN]}
-    near = difflib.get_close_matches(kind.lower(), spelled, 1)
+    spelled = {known.lower(): known for known in [*known, *KINDS]}
+    near = difflib.get_close_matches(name.lower(), spelled, 1)
     hint = f"; did you mean {spelled[near[0]]!r}?" if near else ""
     raise OptimizerError(
-        f"optimizer.type {kind!r} is neither a type of Hadal nor a class of torch.optim{hint}"
+        f"optimizer.type {name!r} is neither a type of Hadal nor a class of torch.optim{hint}"
     )
+
+
+def _maker_of(kind: OptimizerKind) -> Any:
+    if kind.refused:
+        raise OptimizerError(f"optimizer {kind.name} cannot be used: {kind.refused}")
+    try:
+        return resolve_name(kind.made_by)
+    except ImportError as error:
+        package = kind.made_by.partition(":")[0]
+        raise OptimizerError(
+            f"optimizer.type {kind.name} needs the {package} package, which cannot be imported"
+            f" ({error}): pip install {package}"
+        ) from error
+
+
+def _arguments(kind: OptimizerKind, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the params that are arguments; JSON has lists only, and some keys have no effect."""
+    keys = {} if kind.params is None else kind.params.model_fields
+    dropped = {key for key, field in keys.items() if mark_of(field).status == "no effect"}
+    if "fp32_optimizer_states" in keys:
+        dropped.add("fp32_optimizer_states")  # the engine reads it
+    return {
+        key: tuple(value) if key == "betas" else value
+        for key, value in params.items()
+        if key not in dropped
+    }
 
 
 def refuse_unusable(kind: type[Optimizer]) -> None:
     """Raise `OptimizerError` for an optimizer whose step cannot work with reduced gradients."""
     for cls in kind.__mro__:
-        if cls.__name__ in REFUSED:
+        if cls.__name__ in KINDS and KINDS[cls.__name__].refused:
             raise OptimizerError(
-                f"optimizer {kind.__name__} cannot be used: {REFUSED[cls.__name__]}"
+                f"optimizer {kind.__name__} cannot be used: {KINDS[cls.__name__].refused}"
             )
 
 
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer may step a flat slice of several parameters as one tensor."""
-    return type(optimizer) in _ELEMENTWISE
+def kind_of(optimizer: Optimizer) -> OptimizerKind:
+    """Return the row of an optimizer's class; subclasses, which may override the update, have none.
+
+    Without a row an optimizer steps whole parameters.
+    """
+    cls = type(optimizer)
+    for kind in KINDS.values():
+        path = kind.class_names.get(cls.__name__)
+        if path is not None and resolve_name(path) is cls:
+            return kind
+    return OptimizerKind(cls.__name__, f"{cls.__module__}:{cls.__qualname__}")
 
 
 def build_stepper(
@@ -208,35 +152,10 @@ def build_stepper(
             f"{type(optimizer).__name__}(differentiable=True) cannot be used: an engine's update"
             " is not differentiable; remove it"
         )
-    steps = steps or DiskSteps()
-    if is_elementwise(optimizer):
+    kind, steps = kind_of(optimizer), steps or DiskSteps()
+    if kind.is_elementwise:
         return FlatStepper(optimizer, gradients, steps=steps)
     refuse_other_state_dtype(optimizer, gradients)
-    if type(optimizer) in _SENDING_SIGNS:
-        refuse_disk(optimizer, gradients)
-        _refuse_parts(optimizer, gradients, parts)
-        return _SENDING_SIGNS[type(optimizer)](optimizer, gradients, parameters)
     refuse_disk_beside_memory(optimizer, gradients)
-    if type(optimizer) is Lamb:
-        return LambStepper(optimizer, gradients, parts, steps)
-    if type(optimizer) is Muon:
-        return MuonStepper(optimizer, gradients, parameters, steps)
-    return WholeStepper(optimizer, gradients, parameters, steps)
-
-
-def _refuse_parts(
-    optimizer: Optimizer, gradients: Sequence[Gradients], parts: ModelParts | None
-) -> None:
-    """Raise if signs would make parameters that all parts of a model hold drift apart."""
-    for one in gradients:
-        if one.bucket.sharing.everyone != one.bucket.ranks:
-            raise NotBuiltYetError(
-                f"optimizer.type: {type(optimizer).__name__} is not built yet for experts that are"
-                f" spread over ranks ({one.bucket.name}); choose Adam, AdamW or Lamb"
-            )
-    if parts is not None and parts.ranks.size > 1:
-        raise NotBuiltYetError(
-            f"optimizer.type: {type(optimizer).__name__} is not built yet for model-parallel"
-            " models: parameters that all parts hold would get each part's magnitudes and drift"
-            " apart; choose Adam, AdamW or Lamb"
-        )
+    make: type[OptimizerStepper] = resolve_name(kind.stepper) if kind.stepper else WholeStepper
+    return make(optimizer, gradients, parameters, steps, parts)

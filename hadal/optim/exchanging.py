@@ -10,18 +10,27 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hadal.comm.codecs.sign import Sign
 from hadal.comm.coded import CompressedMean
 from hadal.comm.pending import Pending
-from hadal.errors import OptimizerError
+from hadal.errors import NotBuiltYetError, OptimizerError
 from hadal.optim.elementwise import Group, State
+from hadal.optim.on_disk import DiskSteps
 from hadal.optim.one_bit import SignOptimizer, begin_state, learn_second, move
 from hadal.optim.pieces import HeldTensor
-from hadal.optim.step import OptimizerStepper, as_one_step, refresh
+from hadal.optim.step import (
+    DISK_STEPS,
+    OptimizerStepper,
+    as_one_step,
+    refresh,
+    refuse_disk,
+)
 from hadal.optim.workspace import Multiplier, block_numel, scale_
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
+from hadal.zero.sharing import ModelParts
 from hadal.zero.views import flattened
 
 _log = logging.getLogger(__name__)
@@ -170,15 +179,19 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
         optimizer: OptimizerT,
         gradients: Sequence[Gradients],
         parameters: Sequence[Sequence[nn.Parameter]],
+        steps: DiskSteps = DISK_STEPS,
+        parts: ModelParts | None = None,
     ) -> None:
         self._lanes: list[Lane] = []
+        refuse_disk(optimizer, gradients)
+        _refuse_parts(optimizer, gradients, parts)
         if any(one.bucket.partition.optimizer for one in gradients):
             raise OptimizerError(
                 f"{type(optimizer).__name__} needs zero_optimization.stage 0: each rank makes"
                 " the whole update from the exchanged signs, which saves the gather of weights;"
                 " use stage 0, or another optimizer"
             )
-        super().__init__(optimizer, gradients, parameters)
+        super().__init__(optimizer, gradients, parameters, steps)
         self.begin_anew()
 
     def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
@@ -385,3 +398,21 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
         for lane, saved in zip(self._lanes, memory["owed"], strict=True):
             for owed, values in zip(lane.sending().owed, saved, strict=True):
                 owed.copy_(values)
+
+
+def _refuse_parts(
+    optimizer: Optimizer, gradients: Sequence[Gradients], parts: ModelParts | None
+) -> None:
+    """Raise if signs would make parameters that all parts of a model hold drift apart."""
+    for one in gradients:
+        if one.bucket.sharing.everyone != one.bucket.ranks:
+            raise NotBuiltYetError(
+                f"optimizer.type: {type(optimizer).__name__} is not built yet for experts that are"
+                f" spread over ranks ({one.bucket.name}); choose Adam, AdamW or Lamb"
+            )
+    if parts is not None and parts.ranks.size > 1:
+        raise NotBuiltYetError(
+            f"optimizer.type: {type(optimizer).__name__} is not built yet for model-parallel"
+            " models: parameters that all parts hold would get each part's magnitudes and drift"
+            " apart; choose Adam, AdamW or Lamb"
+        )

@@ -16,10 +16,12 @@ from hadal.device import (
     AdagradRule,
     AdamRule,
     SgdRule,
+    current_device,
     fused_adagrad_,
     fused_adam_,
     fused_sgd_,
 )
+from hadal.errors import OptimizerError
 from hadal.optim.elementwise import (
     Beginner,
     Block,
@@ -185,3 +187,33 @@ class UncorrectedAdam(ElementwiseOptimizer):
     def begin(self, group: Group, state: State, zeros: Zeros) -> SliceUpdate:
         """Begin an update of one slice."""
         return begin_adam(group, state, zeros, corrected=False)
+
+
+def adam(
+    groups: Any,
+    *,
+    adam_w_mode: bool = True,
+    torch_adam: bool = False,
+    bias_correction: bool = True,
+    **arguments: Any,
+) -> Optimizer:
+    """Build Adam with decoupled weight decay, unless `adam_w_mode` is false.
+
+    Raises:
+        OptimizerError: `capturable` is set on a CPU.
+    """
+    if not torch_adam:
+        arguments.setdefault("weight_decay", 0.0)
+    if arguments.get("capturable") and current_device().type == "cpu":
+        raise OptimizerError(
+            "optimizer.params.capturable is for updates that an accelerator records and replays,"
+            " but this process computes on a CPU: remove it"
+        )
+    if not bias_correction:
+        return UncorrectedAdam(groups, decoupled_weight_decay=adam_w_mode, **arguments)
+    return (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(groups, **arguments)
+
+
+def adamw(groups: Any, *, adam_w_mode: bool = True, **arguments: Any) -> Optimizer:
+    """Build AdamW, whose weight decay is always decoupled; see `adam`."""
+    return adam(groups, **arguments)

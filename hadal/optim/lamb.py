@@ -314,10 +314,10 @@ class LambStepper(OptimizerStepper):
         self,
         optimizer: Lamb,
         gradients: Sequence[Gradients],
-        parts: ModelParts | None = None,
+        parameters: Sequence[Sequence[nn.Parameter]],
         steps: DiskSteps = DISK_STEPS,
+        parts: ModelParts | None = None,
     ) -> None:
-        self._parts = parts
         self._first_rows: dict[Gradients, int] = {}
         """The row of each bucket's first parameter."""
         self._groups: list[int] = []
@@ -326,7 +326,7 @@ class LambStepper(OptimizerStepper):
         """The rows of parameters that are sharded over the model's parts, with their names."""
         self._are_agreed = False
         """True once the parts are known to have the same such rows."""
-        super().__init__(optimizer, gradients, steps=steps)
+        super().__init__(optimizer, gradients, parameters, steps, parts)
 
     def _lay(self, one: Gradients) -> list[Piece]:
         slots, first = one.bucket.layout.slots, len(self._groups)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hadal.config.optimizer_kinds import in_blocks
 from hadal.device import has_fused_kernels, is_host_memory
 from hadal.errors import OptimizerError
 from hadal.offload.buffers import BufferPool
@@ -36,6 +37,7 @@ from hadal.optim.whole import WholeParameters, hand_over
 from hadal.optim.workspace import Item, Multiplier, Workspace, block_numel, scale_
 from hadal.zero.bucket import Bucket, refresh_all, write_back_all
 from hadal.zero.gradients import Gradients
+from hadal.zero.sharing import ModelParts
 
 _R = TypeVar("_R")
 DISK_STEPS = DiskSteps()
@@ -58,8 +60,9 @@ class OptimizerStepper(ABC):
         gradients: Sequence[Gradients],
         parameters: Sequence[Sequence[nn.Parameter]] | None = None,
         steps: DiskSteps = DISK_STEPS,
+        parts: ModelParts | None = None,
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._parts = optimizer, parts
         self._steps = steps
         self._pool_of: KeptPool = lru_cache(maxsize=1)(BufferPool)
         self._gradients: list[Gradients] = []
@@ -480,8 +483,8 @@ def refuse_disk_beside_memory(optimizer: Optimizer, gradients: Sequence[Gradient
         raise OptimizerError(
             f"{type(optimizer).__name__} cannot be combined with"
             ' zero_optimization.offload_optimizer.device "nvme" and a ratio below 1: if the disk'
-            " failed, state in memory could not be rolled back; set ratio 1, or use Adam, AdamW,"
-            " Lion, Adagrad or SGD (without step hooks, and without foreach or capturable)"
+            f" failed, state in memory could not be rolled back; set ratio 1, or use"
+            f" {in_blocks('or')} (without step hooks, and without foreach or capturable)"
         )
 
 
@@ -493,8 +496,8 @@ def refuse_other_state_dtype(optimizer: Optimizer, gradients: Sequence[Gradients
             raise OptimizerError(
                 f"{type(optimizer).__name__} keeps its state in the dtype of the master"
                 f" ({precision.master}), but the configuration requires {precision.state_dtype};"
-                " use Adam, AdamW, Lion, Adagrad or SGD (without step hooks, and without foreach"
-                " or capturable), or one dtype for both"
+                f" use {in_blocks('or')} (without step hooks, and without foreach or capturable),"
+                " or one dtype for both"
             )
 
 

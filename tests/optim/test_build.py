@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hadal.errors import OptimizerError
-from hadal.optim.build import build_optimizer, is_elementwise, refuse_unusable
+from hadal.optim.build import build_optimizer, kind_of, refuse_unusable
 
 
 def parameters() -> list[nn.Parameter]:
@@ -88,7 +88,7 @@ def test_subclasses_inherit_the_refusal_but_not_the_trust():
     with pytest.raises(OptimizerError, match="OwnLBFGS"):
         refuse_unusable(OwnLBFGS)
     refuse_unusable(OwnAdamW)
-    assert is_elementwise(torch.optim.AdamW(parameters()))
-    assert not is_elementwise(OwnAdamW(parameters()))
-    assert not is_elementwise(torch.optim.Adafactor(parameters()))
-    assert not is_elementwise(torch.optim.Muon(parameters()))
+    assert kind_of(torch.optim.AdamW(parameters())).is_elementwise
+    assert not kind_of(OwnAdamW(parameters())).is_elementwise
+    assert not kind_of(torch.optim.Adafactor(parameters())).is_elementwise
+    assert not kind_of(torch.optim.Muon(parameters())).is_elementwise

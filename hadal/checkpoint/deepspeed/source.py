@@ -9,7 +9,6 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from hadal.checkpoint.files import copy_folder, inside, parsing_errors
 from hadal.checkpoint.plain import encoded
 from hadal.checkpoint.source import Entry, Source
 from hadal.checkpoint.storage import Location
+from hadal.config.optimizer_kinds import KINDS
 from hadal.errors import CheckpointError, NotBuiltYetError
 
 OWN_KEYS = frozenset(
@@ -38,16 +38,6 @@ OWN_KEYS = frozenset(
 )
 """DeepSpeed's own keys of the model states; all other keys are the caller's."""
 _EXTRA_STATE = "_extra_state"
-_SAME = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD")
-_CLASSES = MappingProxyType(
-    {
-        **{name.lower(): name for name in _SAME},
-        "muadam": "Adam",
-        "muadamw": "AdamW",
-        "musgd": "SGD",
-    }
-)
-"""The optimizer's class name, by its name in a configuration in lower case."""
 _LEFT_OUT = ("data_sampler", "random_ltd")
 
 
@@ -347,7 +337,10 @@ def _optimizer_of(config: Mapping[str, Any]) -> str | None:
     """Return the configured optimizer's class name, as torch spells it; None: the caller's own."""
     section = config.get("optimizer")
     name = section.get("type") if isinstance(section, dict) else None
-    return None if name is None else _CLASSES.get(str(name).lower(), str(name))
+    if name is None:
+        return None
+    kinds = (kind for kind in KINDS.values() if kind.name.lower() == str(name).lower())
+    return next((next(iter(kind.class_names)) for kind in kinds), str(name))
 
 
 def _is_extra(name: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from hadal.config import torch_names
 from hadal.config.optimizer import Optimizer
-from hadal.config.optimizer_params import PARAMS as OPTIMIZERS
+from hadal.config.optimizer_kinds import KINDS, OptimizerKind, built_in
 from hadal.config.rules.rule import reading
 from hadal.config.scheduler import PARAMS as SCHEDULES
 from hadal.config.scheduler import Scheduler
@@ -17,7 +17,6 @@ from hadal.errors import Fault, nearest
 _TYPE = "optimizer.type"
 _STAGE = "zero_optimization.stage"
 _CHECKS = "zero_optimization.enable_sanity_checks"
-_ONE_BIT = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 _TORCH_ONLY = ("foreach", "fused", "maximize", "capturable", "differentiable")
 
 
@@ -25,17 +24,23 @@ def _type(config: Config) -> str:
     return "" if config.optimizer is None else config.optimizer.type
 
 
+def _kind(config: Config) -> OptimizerKind | None:
+    return KINDS.get(_type(config))
+
+
 @reading(_TYPE, "fp16.loss_scale")
-def _lamb_scale(config: Config) -> Iterator[Fault]:
-    if _type(config) in ("Lamb", "OneBitLamb") and config.fp16.loss_scale != 0:
+def _fixed_scale(config: Config) -> Iterator[Fault]:
+    kind = _kind(config)
+    if kind is not None and kind.needs_dynamic_scale and config.fp16.loss_scale != 0:
         yield Fault("fp16.loss_scale", f"{_type(config)} needs a dynamic scale; set 0")
 
 
 @reading(_TYPE, _STAGE)
-def _one_bit_stage(config: Config) -> Iterator[Fault]:
-    stage = config.zero_optimization.stage
-    if _type(config) in _ONE_BIT and stage > 0:
-        yield Fault(_TYPE, f"{_type(config)} needs {_STAGE} 0, got {stage}; lower the stage")
+def _high_stage(config: Config) -> Iterator[Fault]:
+    stage, kind = config.zero_optimization.stage, _kind(config)
+    if kind is not None and stage > kind.max_stage:
+        needed = f"{_STAGE} {kind.max_stage}"
+        yield Fault(_TYPE, f"{kind.name} needs {needed}, got {stage}; lower the stage")
 
 
 @reading(_TYPE, "optimizer.params.local_step_clipper", _CHECKS)
@@ -100,7 +105,7 @@ def bad_types(config: Config, skip: tuple[str, ...]) -> Iterator[Fault]:
     `skip` are sections that have another fault, or that an object of the program replaces.
     """
     kinds: tuple[tuple[str, _Section | None, _Params, tuple[str, ...], str], ...] = (
-        ("optimizer", config.optimizer, OPTIMIZERS, torch_names.OPTIMIZERS, "torch.optim"),
+        ("optimizer", config.optimizer, built_in(), tuple(KINDS), "torch.optim"),
         (
             "scheduler",
             config.scheduler,
@@ -113,8 +118,9 @@ def bad_types(config: Config, skip: tuple[str, ...]) -> Iterator[Fault]:
         if section is None or name in skip:
             continue
         kind = section.type
-        if kind in torch_names.REFUSED:
-            yield Fault(f"{name}.type", f"{kind} cannot be used: {torch_names.REFUSED[kind]}")
+        refused = KINDS[kind].refused if section is config.optimizer and kind in KINDS else ""
+        if refused:
+            yield Fault(f"{name}.type", f"{kind} cannot be used: {refused}")
         elif kind not in (*own, *of_torch, "auto") and not torch_names.is_class_of(home, kind):
             yield from _unknown(name, section, own, of_torch, home)
 
@@ -134,4 +140,4 @@ def _unknown(
             yield Fault(f"{name}.params.{key}", f'unknown key of {meant}; did you mean "{near}"?')
 
 
-RULES = (_lamb_scale, _one_bit_stage, _local_steps, _torch_keywords, _no_training, _no_type)
+RULES = (_fixed_scale, _high_stage, _local_steps, _torch_keywords, _no_training, _no_type)

@@ -1,7 +1,11 @@
-"""`optimizer.params`: the arguments of each built-in optimizer."""
+"""The table of optimizers, and the arguments of each: `optimizer.type` and `optimizer.params`.
+
+A row names classes by path, so that the configuration is read without torch.
+"""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, TypeAlias
 
 from annotated_types import Ge, Lt
 from pydantic import BeforeValidator, ConfigDict
@@ -275,18 +279,142 @@ class MuParams(Section):
     model_config = ConfigDict(extra="allow")
 
 
-PARAMS: Mapping[str, type[Section]] = {
-    "Adam": AdamParams,
-    "AdamW": AdamParams,
-    "Adagrad": AdagradParams,
-    "Lamb": LambParams,
-    "Lion": LionParams,
-    "Muon": MuonParams,
-    "OneBitAdam": OneBitAdamParams,
-    "ZeroOneAdam": ZeroOneAdamParams,
-    "OneBitLamb": OneBitLambParams,
-    "MuAdam": MuParams,
-    "MuAdamW": MuParams,
-    "MuSGD": MuParams,
+@dataclass(frozen=True, slots=True)
+class OptimizerKind:
+    """An optimizer that `optimizer.type` can name, and everything that Hadal knows about it."""
+
+    name: str
+    made_by: str
+    """Path of the class, or of a function with its arguments; imported on first use."""
+    params: type[Section] | None = None
+    """The keys of `optimizer.params`; None: a class of torch, which takes its own arguments."""
+    steps: Literal["blocks", "slices", "whole"] = "whole"
+    """The tensors that it can step. whole: parameters in their shapes. slices: flat slices of many
+    parameters, since the update of an element depends on that element's gradient and state only.
+    blocks: slices in blocks, with state on a disk or in another dtype than the masters."""
+    state: tuple[str, ...] | None = None
+    """The state with a value for each element, in the state's dtype; None: found by an update."""
+    optional_state: Mapping[str, str] = field(default_factory=dict)
+    """The further state that a key of `params` adds if it is true."""
+    classes: tuple[str, ...] = ()
+    """Paths of the classes of its objects, which read each other's state, the name of the first
+    being that of saved state; (): `made_by`."""
+    stepper: str = ""
+    """Path of its stepper; "": the one that `steps` requires."""
+    groups: str = ""
+    """Path of the function that makes its param groups from parameters and their names."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """The keys of its learning rates, and their defaults, in the order of these groups."""
+    max_stage: int = 3
+    """The highest ZeRO stage at which it trains."""
+    needs_dynamic_scale: bool = False
+    """True if its updates are skipped by a dynamic loss scale only."""
+    remedy: str = ""
+    """The end of the error if it rejects its arguments."""
+    refused: str = ""
+    """The reason if an engine cannot step it."""
+
+    @property
+    def class_names(self) -> dict[str, str]:
+        """Return the paths of the classes of its objects by their names."""
+        return {path.rpartition(":")[2]: path for path in self.classes or (self.made_by,)}
+
+    @property
+    def is_elementwise(self) -> bool:
+        """True if it steps flat slices of several parameters as one tensor."""
+        return self.steps != "whole"
+
+    def state_with(self, params: Mapping[str, Any]) -> tuple[str, ...] | None:
+        """Return the state with a value for each element, with these `params`."""
+        more = (name for key, name in self.optional_state.items() if params.get(key))
+        return None if self.state is None else (*self.state, *more)
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MAX = {"amsgrad": "max_exp_avg_sq"}
+_SHAPES = ". Call mup.set_base_shapes on the model before hadal.initialize."
+
+
+def _adam(name: str, other: str) -> OptimizerKind:
+    classes = (f"torch.optim:{name}", f"torch.optim:{other}", "hadal.optim.fused:UncorrectedAdam")
+    made_by = f"hadal.optim.fused:{name.lower()}"
+    return OptimizerKind(name, made_by, AdamParams, "blocks", _MOMENTS, _MAX, classes)
+
+
+def _signs(name: str, params: type[Section], stepper: str, **more: Any) -> OptimizerKind:
+    made_by = f"hadal.optim.one_bit:{name}"
+    found = OptimizerKind(name, made_by, params, state=_MOMENTS, stepper=stepper, max_stage=0)
+    return replace(found, **more)
+
+
+def _mup(name: str, made: OptimizerKind) -> OptimizerKind:
+    return replace(made, name=name, made_by=f"mup:{name}", params=MuParams, remedy=_SHAPES)
+
+
+def _torch(name: str, steps: Literal["slices", "whole"], refused: str = "") -> OptimizerKind:
+    return OptimizerKind(name, f"torch.optim:{name}", None, steps, refused=refused)
+
+
+_ADAM = _adam("Adam", "AdamW")
+_ADAMW = _adam("AdamW", "Adam")
+_SGD = OptimizerKind(
+    *("SGD", "torch.optim:SGD", None, "blocks", ()), optional_state={"momentum": "momentum_buffer"}
+)
+KINDS: Mapping[str, OptimizerKind] = {
+    kind.name: kind
+    for kind in (
+        _ADAM,
+        _ADAMW,
+        OptimizerKind("Adagrad", "torch.optim:Adagrad", AdagradParams, "blocks", ("sum",)),
+        OptimizerKind(
+            *("Lamb", "hadal.optim.lamb:Lamb", LambParams),
+            state=_MOMENTS,
+            stepper="hadal.optim.lamb:LambStepper",
+            needs_dynamic_scale=True,
+        ),
+        OptimizerKind("Lion", "hadal.optim.lion:Lion", LionParams, "blocks", ("exp_avg",)),
+        OptimizerKind(
+            *("Muon", "hadal.optim.muon:Muon", MuonParams),
+            # Of matrices; its Adam keeps two values of the other elements.
+            state=("momentum_buffer",),
+            stepper="hadal.optim.muon:MuonStepper",
+            groups="hadal.optim.muon:muon_groups",
+            rates=MUON_RATES,
+        ),
+        _signs("OneBitAdam", OneBitAdamParams, "hadal.optim.exchanging:ExchangingStepper"),
+        _signs("ZeroOneAdam", ZeroOneAdamParams, "hadal.optim.signs:ZeroOneAdamStepper"),
+        _signs(
+            *("OneBitLamb", OneBitLambParams, "hadal.optim.signs:OneBitLambStepper"),
+            needs_dynamic_scale=True,
+        ),
+        _mup("MuAdam", _ADAM),
+        _mup("MuAdamW", _ADAMW),
+        _mup("MuSGD", replace(_SGD, classes=("torch.optim:SGD",))),
+        _SGD,
+        *(_torch(name, "slices") for name in ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam")),
+        *(_torch(name, "slices") for name in ("RMSprop", "Rprop")),
+        _torch("Adafactor", "whole"),
+        _torch(
+            *("LBFGS", "whole"),
+            "it calls the loss several times in one step, which an engine's step cannot",
+        ),
+        _torch(
+            *("SparseAdam", "whole"),
+            "it updates only the rows of sparse gradients, and gradients here are dense",
+        ),
+    )
 }
-BUILT_IN = tuple(PARAMS)
+"""The optimizers by the name of their type. Newer releases of torch may have more classes."""
+
+
+def built_in() -> dict[str, type[Section]]:
+    """Return the types that are spelled in any case, with the keys of their params."""
+    return {name: kind.params for name, kind in KINDS.items() if kind.params is not None}
+
+
+def in_blocks(last: str) -> str:
+    """Return the list of the optimizers with state in any dtype and tier, `last` before its end."""
+    *names, end = (
+        name for name, k in KINDS.items() if k.steps == "blocks" and k.made_by[:4] != "mup:"
+    )
+    return f"{', '.join(names)} {last} {end}"
