@@ -7,7 +7,6 @@ itself. The sums are those of the dense way without its zeros: the same bits bet
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -30,6 +29,7 @@ from hadal.device import read_on_host, waiting_for
 # Tags of counts, row numbers and values: on the way to the owner of a slice, and from it.
 _TO_OWNERS, _FROM_OWNERS = (21, 22, 23), (24, 25, 26)
 _WHOLE = -1
+_TOUCHED = "the rows that are not zero"
 
 
 class _Rows(NamedTuple):
@@ -78,11 +78,14 @@ def start_rows_reduce_scatter(
         return dense()
     mine = slice_of(full, ranks.rank, ranks).view(-1, wire.row_numel)
     if not ranks.exchanges_in_pairs(full.device):
-        first = ranks.rank * mine.shape[0]
+        rank, first = ranks.rank, ranks.rank * mine.shape[0]
 
-        def cut(pieces: Sequence[_Rows]) -> None:
-            own = [_between(piece, first, first + mine.shape[0]) for piece in pieces]
-            _add_up(out, own, wire, accumulate)
+        def cut(pieces: Sequence[_Rows], ends: Sequence[Sequence[int]]) -> None:
+            own = [slice(end[rank - 1] if rank else 0, end[rank]) for end in ends]
+            mine = [
+                _Rows(p.values[c], p.numbers[c] - first) for p, c in zip(pieces, own, strict=True)
+            ]
+            _add_up(out, mine, wire, accumulate)
 
         return _start_by_collectives(full, ranks, wire, label, cut, dense)
     sent = [_packed(slice_of(full, rank, ranks), wire) for rank in range(ranks.size)]
@@ -100,7 +103,7 @@ def start_rows_all_reduce(full: Tensor, ranks: Ranks, wire: RowWire, label: str)
         return dense()
     if not ranks.exchanges_in_pairs(full.device):
 
-        def add(pieces: Sequence[_Rows]) -> None:
+        def add(pieces: Sequence[_Rows], _ends: object) -> None:
             full.zero_()
             _add_up(full, pieces, wire, False)
 
@@ -134,7 +137,7 @@ def _start_spread(full: Tensor, mine: Tensor, ranks: Ranks, wire: RowWire, label
 def _touched(rows: Tensor) -> Tensor:
     """Return the numbers (int32) of the rows that are not zero; a NaN is not zero either."""
     is_touched = (rows != 0).any(dim=1)
-    with waiting_for("the rows that are not zero") if rows.device.type != "cpu" else nullcontext():
+    with waiting_for(_TOUCHED, rows.device):
         return is_touched.nonzero().flatten().to(torch.int32)
 
 
@@ -184,22 +187,30 @@ def _start_by_collectives(
     ranks: Ranks,
     wire: RowWire,
     label: str,
-    act: Callable[[Sequence[_Rows]], None],
+    act: Callable[[Sequence[_Rows], Sequence[Sequence[int]]], None],
     dense: Callable[[], Pending],
 ) -> Pending:
-    """Gather every rank's rows on every rank; take the dense way if one rank has too many."""
+    """Gather every rank's rows on every rank; take the dense way if one rank has too many.
+
+    `act` gets each rank's rows, and how many of them lie before the end of each slice.
+    """
     rows = full.view(-1, wire.row_numel)
     touched = _touched(rows)
-    counts = torch.zeros(ranks.size, dtype=torch.int64, device=full.device)
-    counts[ranks.rank] = touched.numel()
+    edges = torch.arange(1, ranks.size + 1, dtype=torch.int32, device=full.device)
+    edges *= rows.shape[0] // ranks.size
+    counts = torch.zeros(ranks.size**2, dtype=torch.int64, device=full.device)
+    slice_of(counts, ranks.rank, ranks).copy_(torch.searchsorted(touched, edges))
 
     def exchange() -> Pending:
-        found = read_on_host(counts, f"the numbers of rows in {label}").tolist()
-        most = max(found)
+        what = f"the numbers of rows in {label}"
+        ends = read_on_host(counts, what).view(ranks.size, -1).tolist()
+        most = max(end[-1] for end in ends)
         if not _is_short(most * ranks.size, rows.shape[0], wire):
             return dense()
         if not most:
-            return Pending(label, act=lambda: act([_Rows(rows[:0], touched[:0])]))
+            return Pending(
+                label, act=lambda: act([_Rows(rows[:0], touched[:0])], [[0] * ranks.size])
+            )
         numbers = touched.new_zeros(most * ranks.size)
         values = full.new_zeros(most * ranks.size * wire.row_numel, dtype=wire.dtype)
         packed = for_the_wire(rows[touched], wire.factors.before, wire.dtype).flatten()
@@ -207,27 +218,20 @@ def _start_by_collectives(
         slice_of(values, ranks.rank, ranks)[: packed.numel()] = packed
 
         def unpack() -> None:
-            act(
-                [
-                    _Rows(
-                        slice_of(values, rank, ranks).view(-1, wire.row_numel)[:count],
-                        slice_of(numbers, rank, ranks)[:count],
-                    )
-                    for rank, count in enumerate(found)
-                ]
-            )
+            pieces = [
+                _Rows(
+                    slice_of(values, rank, ranks).view(-1, wire.row_numel)[: end[-1]],
+                    slice_of(numbers, rank, ranks)[: end[-1]],
+                )
+                for rank, end in enumerate(ends)
+            ]
+            act(pieces, ends)
 
         works = [*start_all_gather(numbers, ranks, label).works]
         works += start_all_gather(values, ranks, label).works
         return Pending(label, works, unpack)
 
     return start_all_gather(counts, ranks, label).then(exchange)
-
-
-def _between(piece: _Rows, first: int, stop: int) -> _Rows:
-    """Return the rows numbered [first, stop), counted from `first`."""
-    inside = (piece.numbers >= first) & (piece.numbers < stop)
-    return _Rows(piece.values[inside], piece.numbers[inside] - first)
 
 
 def _add_up(out: Tensor, pieces: Sequence[_Rows], wire: RowWire, accumulate: bool) -> None:
@@ -238,7 +242,8 @@ def _add_up(out: Tensor, pieces: Sequence[_Rows], wire: RowWire, accumulate: boo
         sum_into(out, whole, after, accumulate)
         return
     rows = out.view(-1, row_numel)
-    union = torch.cat([piece.numbers for piece in pieces]).unique()
+    with waiting_for(_TOUCHED, out.device):
+        union = torch.cat([piece.numbers for piece in pieces]).unique()
     found = rows[union] if accumulate else out.new_empty(union.numel(), row_numel)
     sum_into(found.view(-1), [_among(piece, union) for piece in pieces], after, accumulate)
     if not accumulate:

@@ -59,7 +59,7 @@ from hadal.device.memory import (
     unforked_memory,
 )
 from hadal.device.places import look_at, number_of_users
-from hadal.device.reading import HostCopy, read_on_host, start_reading
+from hadal.device.reading import HostCopy, on_device, read_on_host, start_reading
 from hadal.device.stamps import Stamp
 from hadal.device.streams import Event, SideStream, Upload, has_streams, is_capturing
 from hadal.device.waits import synchronize, waiting_for, watch_waits
@@ -111,6 +111,7 @@ __all__ = [
     "memory_in_use",
     "memory_use",
     "number_of_users",
+    "on_device",
     "page_locked",
     "peak_memory",
     "random_state",

@@ -1,4 +1,4 @@
-"""Reads of an accelerator's values on the host, at once or asynchronously."""
+"""Copies of small tensors between an accelerator and the host, at once or asynchronously."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ def read_on_host(tensor: Tensor, what: str) -> Tensor:
         return tensor.detach()
     with waiting_for(what):
         return tensor.detach().cpu()
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return a small tensor of the host on a device, without a wait of the host.
+
+    torch keeps the pinned copy until the device has read it.
+    """
+    if device.type in WITHOUT_STREAMS:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy:

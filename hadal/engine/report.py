@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.config import Config
-from hadal.device import is_host_memory, memory_use
+from hadal.device import is_host_memory, memory_use, read_on_host
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, MemoryGauge, Throughput
 from hadal.engine.progress import Progress
@@ -80,13 +80,14 @@ class Reporter(Listener):
     def _take(self, update: Update) -> Progress:
         """Return the next line, and reset the counts. Waits for the device."""
         rate = self._throughput.take_rate() if self._throughput else None
-        loss = float(torch.stack(self._losses).mean()) if self._losses else None
+        losses = self._losses
+        mean = read_on_host(torch.stack(losses).mean(), "the loss to log") if losses else None
         use = memory_use(self._device)
         each = self._samples / self._updates
         said = Progress(
             number=update.number,
             total=self._total,
-            loss=loss,
+            loss=None if mean is None else float(mean),
             rates=update.rates,
             momenta=update.momenta,
             norm=update.norm,

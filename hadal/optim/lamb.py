@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
 from hadal.comm.faults import is_same_everywhere
-from hadal.device import widest_float
+from hadal.device import on_device, widest_float
 from hadal.errors import MismatchError, OptimizerError
 from hadal.offload.crossing import Crossing
 from hadal.offload.extents import cut
@@ -294,7 +294,7 @@ def _chosen(sums: Tensor, rows: Sequence[int]) -> Iterator[Tensor]:
     if len(rows) == len(sums):
         yield sums
         return
-    places = torch.tensor(rows, dtype=torch.long, device=sums.device)
+    places = on_device(torch.tensor(rows, dtype=torch.long, device="cpu"), sums.device)
     some = sums[places]
     yield some
     sums[places] = some

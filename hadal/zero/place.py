@@ -245,9 +245,7 @@ class Place:
         """Return if any rank has gradients since the last update, and any unreduced ones here."""
         assert isinstance(self.keeper, ZeroRuntime)  # it has gradients
         begun = any(g.state is not Arrival.EMPTY for g in self.keeper.gradients)
-        report = torch.tensor(
-            [begun, gradients.waits], dtype=torch.uint8, device=self.bucket.device
-        )
+        report = torch.tensor([begun, gradients.waits], dtype=torch.uint8, device="cpu")
         max_(report, self.ranks, "the agreement on requested gradients")
         any_begun, any_waits = report.tolist()
         return bool(any_begun), bool(any_waits)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes, gather_objects
+from hadal.device import read_on_host
 from hadal.errors import MismatchError, ModelError, few
 from hadal.zero.bucket import Bucket
 from hadal.zero.edits import digest
@@ -68,8 +69,8 @@ class Sanity:
         gather, gathers = _Gather(bucket.name, places), self._report.gathers
         count, known = gathers.get(gather, (0, [0] * bucket.layout.world_size))
         slices = full.split(bucket.layout.shard_numel) if full.numel() else ()
-        seen = [hash((old, int(digest(part)))) for old, part in zip(known, slices, strict=False)]
-        gathers[gather] = (count + 1, seen)
+        found = _read([digest(part) for part in slices])
+        gathers[gather] = (count + 1, [hash(pair) for pair in zip(known, found, strict=False)])
 
     def came(self, gradients: Gradients, index: int) -> None:
         """Count a gradient that autograd has put on parameter number `index` of a bucket."""
@@ -104,12 +105,13 @@ class Sanity:
     def _weights(self) -> Iterator[tuple[str, int]]:
         for bucket in self._buckets:
             if not bucket.partition.weights:
-                for slot in bucket.layout.slots:
-                    if slot.numel:
-                        # Up to the next word; padding is zero on every rank.
-                        words = max(1, 8 // bucket.full.itemsize)
-                        stop = -(-slot.stop // words) * words
-                        yield slot.name, int(digest(bucket.full[slot.offset : stop]))
+                slots = [slot for slot in bucket.layout.slots if slot.numel]
+                # Up to the next word; padding is zero on every rank.
+                words = max(1, 8 // bucket.full.itemsize)
+                stops = [-(-slot.stop // words) * words for slot in slots]
+                parts = [bucket.full[s.offset : stop] for s, stop in zip(slots, stops, strict=True)]
+                found = _read([digest(part) for part in parts])
+                yield from zip([slot.name for slot in slots], found, strict=True)
 
     def _faulty_weights(self) -> Iterator[str]:
         for bucket in self._buckets:
@@ -131,6 +133,7 @@ class Sanity:
             )
 
 
+_READ = "what zero_optimization.enable_sanity_checks compares"
 _PARTED_WEIGHTS = (
     "the ranks hold different weights of {names}: rank {rank} differs from rank 0. Change weights"
     " in the same way on every rank, or inside `with hadal.zero.GatheredParameters([parameter],"
@@ -173,7 +176,13 @@ def _expect_finite(what: str, known: Sequence[Collection[str]]) -> None:
 def _is_finite(values: Tensor) -> bool:
     # One pass without a second tensor: a finite sum shows that all elements are finite. The sum may
     # overflow, so otherwise they are checked one by one.
-    return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())
+    sums = values.sum(dtype=torch.float32).isfinite()
+    return bool(_read([sums])[0]) or bool(_read([values.isfinite().all()])[0])
+
+
+def _read(found: Sequence[Tensor]) -> list[int]:
+    """Return 0-dim values; the host waits once."""
+    return read_on_host(torch.stack(list(found)), _READ).tolist() if found else []
 
 
 def _by_rank(known: Sequence[Collection[str]]) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hadal.comm.codecs.codec import Codec
 from hadal.comm.pending import Pending
-from hadal.device import Event, SideStream, read_on_host
+from hadal.device import Event, SideStream, read_on_host, waiting_for
 from hadal.errors import OffloadError, ShardedAccessError
 from hadal.offload.buffers import BufferPool
 from hadal.offload.crossing import Crossing
@@ -239,7 +239,8 @@ class Stored:
         with self.present(writes=False) as mine:
             # Compared as words, because comparing 16-bit floats takes four times as long.
             other = values.to(mine.device)
-            return torch.equal(mine.view(torch.int64), other.view(torch.int64))
+            with waiting_for(self.name, mine.device):
+                return torch.equal(mine.view(torch.int64), other.view(torch.int64))
 
     def replace(self, values: Tensor) -> None:
         """Replace all values."""

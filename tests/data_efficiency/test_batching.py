@@ -51,7 +51,8 @@ def joined(samples: list[Tensor]) -> Tensor:
 
 
 def section_of(**changes: Any) -> dict[str, Any]:
-    outer = {key: changes.pop(key) for key in ("num_epochs", "num_workers") if key in changes}
+    names = ("num_epochs", "num_workers", "pin_memory")
+    outer = {key: changes.pop(key) for key in names if key in changes}
     batching = {"enabled": True, "max_tokens": 24, **changes}
     return {"seed": 3, "data_sampling": {**outer, "dynamic_batching": batching}}
 

@@ -925,10 +925,15 @@ void tell_index(const c10::OperatorHandle& op, const c10::IValue& indices) {
   });
 }
 
+// Whether the caller has said how long the result of `repeat_interleave` is, its last argument.
+bool knows_size(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  return op.schema().name() == "aten::repeat_interleave" && !stack.back().isNone();
+}
+
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (takes_indices.count(op.schema().name())) {
     tell_index(op, (*stack)[stack->size() - op.schema().arguments().size() + 1]);
-  } else if (is_read(op)) {
+  } else if (is_read(op) && !knows_size(op, *stack)) {
     host_waits(op.schema().name());
   }
   Call call(op);

@@ -13,6 +13,7 @@ import npu
 from hadal.plugins.sparse_attention import FixedSparsityConfig, MatMul, Softmax
 
 from . import runs
+from .features import FEATURES, waits_of
 
 
 def told(found: dict[str, list[str]]) -> str:
@@ -30,6 +31,16 @@ def test_an_update(stage: int, precision: str, npus: RankPools) -> None:
         update = int(precision == "fp16")
         wanted = {"forward": 0, "backward": 0, "step": 0, "update": update}
         assert counts == wanted, told(found)
+
+
+@pytest.mark.parametrize(
+    "name", [rarely(name) if feature.is_rare else name for name, feature in FEATURES.items()]
+)
+def test_an_update_with_a_feature(name: str, npus: RankPools) -> None:
+    feature = FEATURES[name]
+    for found in npus(2).run(waits_of, name):
+        assert len(found) in feature.waits, found
+        assert {where.partition(":")[0] for _, where in found} <= {*feature.where.split()}, found
 
 
 UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}

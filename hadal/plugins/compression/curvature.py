@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hadal.device import read_on_host
 from hadal.errors import UsageError
 
 
@@ -88,7 +89,7 @@ def dominant_eigenvalue(
             torch.zeros_like(p, dtype=torch.float32) if h is None else _finite(h.float())
             for p, h in zip(parameters, found, strict=True)
         ]
-        now = float(_inner(turned, direction))
+        now = float(read_on_host(_inner(turned, direction), "an eigenvalue"))
         direction = [each / scale for each in _normalized(turned, rule.stability)]
         done += 1
     return now * scale

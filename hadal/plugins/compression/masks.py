@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hadal.device import read_on_host
 from hadal.plugins.compression.quantizers import largest, straight_through
 
 # The largest fraction that a layer loses, so that a signal still passes.
@@ -92,7 +93,7 @@ class Blocks:
         groups = scores.reshape(-1, self.columns)
         return (groups * self._candidates(groups)).mean(1)
 
-    def mask(self, scores: Tensor, threshold: float) -> Tensor:
+    def mask(self, scores: Tensor, threshold: Tensor | float) -> Tensor:
         """Return the mask, in the shape of the scores, that prunes units up to a threshold."""
         if not self.is_n_of_m:
             return (scores > threshold).to(scores.dtype)
@@ -141,10 +142,11 @@ def sparsity_at(number: int, last: int, target: float) -> float:
 
 def thresholds(
     units: list[Tensor], sizes: list[int], count: int, sum_: Sum, most: float = MOST
-) -> list[float]:
+) -> list[Tensor | float]:
     """Return, for each layer, the score up to which its units are pruned; -1 prunes nothing.
 
-    The `count` smallest of all layers, but no more than a fraction `most` of a layer.
+    The `count` smallest of all layers, but no more than a fraction `most` of a layer. Waits for the
+    device once, and once more each time that layers reach the fraction.
 
     Args:
         units: this rank's slices of each layer's scores, 0 or more, fp32.
@@ -153,12 +155,12 @@ def thresholds(
         sum_: sums integers over the ranks.
         most: the largest fraction of one layer.
     """
-    found = [-1.0] * len(units)
+    found: list[Tensor | float] = [-1.0] * len(units)
     free = list(range(len(units)))
     while free and count > 0:
         value = _smallest([units[index] for index in free], count, sum_)
         below = [(units[index] <= value).sum() for index in free]
-        pruned = sum_(torch.stack(below)).tolist()
+        pruned = read_on_host(sum_(torch.stack(below)), "the blocks up to a score").tolist()
         full = [i for i, number in zip(free, pruned, strict=True) if number / sizes[i] > most]
         if not full:
             for index in free:
@@ -172,15 +174,17 @@ def thresholds(
     return found
 
 
-def _smallest(parts: list[Tensor], count: int, sum_: Sum) -> float:
-    """Return the value of the `count`-th smallest of all parts of all ranks, by bisection."""
+def _smallest(parts: list[Tensor], count: int, sum_: Sum) -> Tensor:
+    """Return the value of the `count`-th smallest of all parts of all ranks, by bisection.
+
+    The bounds stay on the device, so that the host does not wait in each round.
+    """
     bits = [part.contiguous().view(torch.int32) for part in parts]
-    low, high = 0, _ALL_BITS
-    while low < high:
+    low = torch.zeros((), dtype=torch.int64, device=bits[0].device)
+    high = torch.full_like(low, _ALL_BITS)
+    for _ in range(_ALL_BITS.bit_length()):
         middle = (low + high) // 2
-        within = torch.stack([(part <= middle).sum() for part in bits]).sum().reshape(1)
-        if int(sum_(within)) >= count:
-            high = middle
-        else:
-            low = middle + 1
-    return float(torch.tensor(low, dtype=torch.int32).view(torch.float32))
+        within = sum_(torch.stack([(part <= middle).sum() for part in bits]).sum().reshape(1))
+        is_high = within[0] >= count
+        low, high = torch.where(is_high, low, middle + 1), torch.where(is_high, middle, high)
+    return low.to(torch.int32).view(torch.float32)

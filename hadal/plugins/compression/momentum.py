@@ -104,7 +104,7 @@ class BlockPruning:
         for module, threshold in zip(self._modules.values(), found, strict=True):
             self._mask(module, blocks, threshold)
 
-    def _mask(self, module: Compressed, blocks: Blocks, threshold: float) -> None:
+    def _mask(self, module: Compressed, blocks: Blocks, threshold: Tensor | float) -> None:
         scores = self._values.read(_parameter(module, BLOCK_SCORES))
         mask = _parameter(module, mask_name("sparse_pruning"))
         self._values.put(mask, self._values.cut(mask, blocks.mask(scores, threshold)))

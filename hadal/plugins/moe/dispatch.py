@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hadal.comm import Ranks
 from hadal.comm.functions import all_to_all_single, labelled
-from hadal.device import read_on_host
+from hadal.device import start_reading
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,12 @@ def plan_dispatch(experts: Tensor, kept: Tensor, num_experts: int, ranks: Ranks 
     size = 1 if ranks is None else ranks.size
     mine = counts.view(size, -1)
     theirs = mine if ranks is None else _exchanged_counts(mine, ranks)
-    told = read_on_host(torch.stack([mine, theirs]), "the numbers of tokens for experts")
+    reading = start_reading(torch.stack([mine, theirs]), "the numbers of tokens for experts")
+    # Dropped choices come last. The device sorts while the host waits for the numbers.
+    order = torch.where(kept, experts, num_experts).reshape(-1).argsort(stable=True)
+    told = reading.values()
     sent, received = told[0].sum(dim=1).tolist(), told[1].sum(dim=1).tolist()
-    # Dropped choices come last.
-    flat = torch.where(kept, experts, num_experts).reshape(-1)
-    order = flat.argsort(stable=True)[: sum(sent)]
+    order = order[: sum(sent)]
     by_expert = None
     if ranks is not None and theirs.shape[1] > 1:
         by_expert = _sorted_by_expert(theirs, sum(received))

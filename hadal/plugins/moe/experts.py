@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hadal.device import on_device
 from hadal.errors import ModelError
 
 
@@ -117,38 +118,31 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.counts = counts
-        return _grouped(rows, weight.transpose(1, 2), counts)
+        ends = torch.tensor(counts, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+        ends = on_device(ends, rows.device)
+        ctx.save_for_backward(rows, weight, ends)
+        return _grouped(rows, weight.transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        rows, weight = ctx.saved_tensors
+        rows, weight, ends = ctx.saved_tensors
         gradient = gradient.contiguous()
         of_rows = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_rows = _grouped(gradient, weight, ctx.counts)
+            of_rows = _grouped(gradient, weight, ends)
         if ctx.needs_input_grad[1]:
-            of_weight = _weight_gradient(gradient, rows, weight, ctx.counts)
+            of_weight = _weight_gradient(gradient, rows, weight, ends)
         return of_rows, of_weight, None
 
 
-def _grouped(rows: Tensor, weights: Tensor, counts: tuple[int, ...]) -> Tensor:
+def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if not len(rows):
         return rows.new_zeros(0, weights.shape[2])
-    return F.grouped_mm(rows.contiguous(), weights, offs=_ends(counts, rows.device))
+    return F.grouped_mm(rows.contiguous(), weights, offs=ends)
 
 
-def _weight_gradient(
-    gradient: Tensor, rows: Tensor, weight: Tensor, counts: tuple[int, ...]
-) -> Tensor:
+def _weight_gradient(gradient: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """[experts, o, i]: zero for an expert without rows."""
     if not len(rows):
         return torch.zeros_like(weight)
-    return F.grouped_mm(
-        gradient.transpose(0, 1), rows.contiguous(), offs=_ends(counts, rows.device)
-    )
-
-
-def _ends(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    return F.grouped_mm(gradient.transpose(0, 1), rows.contiguous(), offs=ends)

@@ -53,14 +53,14 @@ def jittered(
     values: Tensor, epsilon: float = 1e-2, generator: torch.Generator | None = None
 ) -> Tensor:
     """Multiply each value by a random factor from 1 - epsilon to 1 + epsilon."""
-    low, high = (values.new_tensor(1.0 + sign * epsilon) for sign in (-1, 1))
+    low, high = (values.new_full((), 1.0 + sign * epsilon) for sign in (-1, 1))
     return values * (low + _uniform(values, generator) * (high - low))
 
 
 def gumbel_like(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Return values of the standard Gumbel distribution: -log(-log u) for uniform u."""
     kind = torch.finfo(values.dtype)
-    low, high = (values.new_tensor(bound) for bound in (kind.tiny, 1 - kind.eps))
+    low, high = (values.new_full((), bound) for bound in (kind.tiny, 1 - kind.eps))
     return -torch.log(-torch.log(low + _uniform(values, generator) * (high - low)))
 
 
@@ -129,7 +129,7 @@ def route_to_two(
     order = torch.arange(experts.numel(), device=logits.device).view(-1, 2).T.reshape(-1)
     slots = _queued(experts, valid, logits.shape[1], capacity, order)
     weights = _shares(probabilities, experts, slots)
-    is_first = torch.tensor([True, False], device=logits.device)
+    is_first = torch.arange(2, device=logits.device) == 0
     return _routing(probabilities, experts, weights, slots, valid, valid & is_first, 1)
 
 

@@ -32,7 +32,7 @@ class Load:
         """
         if not self.is_counted or is_in_backward() or not torch.is_grad_enabled():
             return
-        found = torch.cat([counts, counts.new_tensor([0]) + dropped])
+        found = torch.cat([counts, counts.new_zeros(1) + dropped])
         self._counts = found if self._counts is None else self._counts + found
 
     def take(self, device: torch.device) -> Tensor:

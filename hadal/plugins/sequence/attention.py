@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hadal.device import on_device
 from hadal.errors import SequenceError
 from hadal.plugins.sequence.exchange import to_heads, to_sequence
 from hadal.plugins.sequence.heads import Heads, share_heads
@@ -94,7 +95,7 @@ def gather_sequence(tensors: list[Tensor], heads: Heads, group: dist.ProcessGrou
     query, key, value = to_heads(tensors, (heads.queries, heads.keys, heads.keys), group)
     rank = dist.get_rank(group)
     if heads.local_group(rank) is None:
-        places = torch.tensor(heads.local_keys(rank), device=key.device)
+        places = on_device(torch.tensor(heads.local_keys(rank), device="cpu"), key.device)
         key, value = key.index_select(2, places), value.index_select(2, places)
     return [query, key, value]
 

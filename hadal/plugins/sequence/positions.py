@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hadal.comm.functions import all_gather_into_tensor, labelled
-from hadal.device import read_on_host
+from hadal.device import on_device, read_on_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Positions:
         for lengths in self.documents:
             numbers = torch.arange(len(lengths), device="cpu")
             rows.append(numbers.repeat_interleave(torch.tensor(lengths, device="cpu")))
-        return torch.stack(rows).to(self.whole.device)
+        return on_device(torch.stack(rows), self.whole.device)
 
 
 def gather_positions(mine: Tensor, group: dist.ProcessGroup) -> Positions:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hadal.device import on_device
 from hadal.errors import SequenceError
 
 IGNORED = -100
@@ -100,7 +101,7 @@ def _put_together(
         return torch.stack(list(outputs))
     if reduction == "sum":
         return torch.stack([output.sum() for output in outputs]).sum()
-    counts = torch.tensor(lengths, device=outputs[0].device)
+    counts = on_device(torch.tensor(lengths, device="cpu"), outputs[0].device)
     return _weighted_mean([output.mean() for output in outputs], counts)
 
 
