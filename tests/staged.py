@@ -39,9 +39,9 @@ def register(kind: str) -> None:
     dist.Backend.register_backend("staged", StagedGroup, devices=[kind])
 
 
-def delay(start: _Delay) -> None:
-    """Queue work on the current stream by `start` before each copy from now on."""
-    _delays[:] = [start]
+def delay(start: _Delay | None) -> None:
+    """Queue work on the current stream by `start` before each copy from now on; None: no more."""
+    _delays[:] = [start] if start else []
 
 
 class StagedWork(dist.Work):

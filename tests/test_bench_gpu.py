@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,11 @@ ROOT = Path(__file__).parents[1]
 LAYERS, WIDTH, VOCABULARY, SEQUENCE, MICRO = 2, 32, 64, 16, 2
 
 
-def _overlap() -> Any:
-    spec = importlib.util.spec_from_file_location("overlap", ROOT / "benchmarks/peers/overlap.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["overlap"] = module
-    spec.loader.exec_module(module)
-    return module
+sys.path.append(str(ROOT / "benchmarks"))
 
+from gpu_checks import jobs, table  # noqa: E402
+from peers import overlap, traces  # noqa: E402 (benchmarks are no installed package)
 
-overlap = _overlap()
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6)
 
 
@@ -54,7 +49,7 @@ def test_a_trace_of_a_gpu_counts_kernels_only(tmp_path: Path, cat: str) -> None:
     ]
     trace = tmp_path / "trace.json"
     trace.write_text(json.dumps({"traceEvents": events}))
-    share = overlap.read_trace(trace).share
+    share = traces.overlap_of(traces.read_events(trace)).share
     assert share == pytest.approx(0.4 if cat == "kernel" else 0.2)
 
 
@@ -128,15 +123,93 @@ def test_offloading_is_measured_on_a_cpu_to_try_it_out(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_checks_of_a_gpu_run_tiny_on_cpus(tmp_path: Path) -> None:
-    words = ("--dry", "--part=right", f"--json={tmp_path / 'found.json'}")
+    """Every check runs and finds nothing wrong; in each part most lines have a verdict's limits."""
+    words = ("--dry", f"--json={tmp_path / 'found.json'}")
     told = measured("gpu_check.py", *words, f"--output={tmp_path / 'found.png'}")
     assert "\n0 of " in told, told
     lines = json.loads((tmp_path / "found.json").read_text())["lines"]
-    assert {line["check"] for line in lines} >= {"loop", "stages", "waits", "races", "checkpoint"}
+    from gpu_checks import fast, offload, right  # noqa: F401 (they fill the table)
+
+    own = {name for name, one in table.CHECKS.items() if one.act.__module__ == __name__}
+    assert {line["check"] for line in lines} == set(table.CHECKS) - own
+    assert sum(bool(line["expected"]) for line in lines) > len(lines) / 2
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_the_speed_of_a_gpu_is_checked_tiny_on_cpus() -> None:
-    told = measured("gpu_check.py", "--dry", "--part=fast")
-    assert "\n0 of " in told and "step / fsdp2" in told, told
+@table.check("right", 30)
+def fails() -> table.Lines:
+    yield table.expect("one", 1, "1", True)
+    raise ValueError("nothing is right")
+
+
+@table.check("right", 1)
+def hangs() -> table.Lines:
+    yield table.expect("two", 2, "2", True)
+    time.sleep(1000)
+
+
+@table.check("right", 30)
+def works() -> table.Lines:
+    yield table.close("three", 0.1, 0.2)
+    yield table.close("four", 0.3, 0.2)
+
+
+def test_a_check_that_fails_or_hangs_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "PROGRAM", [__file__])
+    found = jobs.run_checks(table.Job(), ["fails", "hangs", "works"], time.monotonic() + 300)
+    told = {
+        name: [(line.name, line.is_ok, line.value) for line in lines] for name, lines, _ in found
+    }
+    (one, failed), (two, late), good = told["fails"], told["hangs"], told["works"]
+    assert one == ("one", True, "1") and two == ("two", True, "2")
+    assert failed[:2] == late[:2] == ("the check", False)
+    assert failed[2].endswith("ValueError: nothing is right") and "more than" in late[2]
+    assert good == [("three", True, "1.0e-01"), ("four", False, "3.0e-01")]
+
+
+def test_a_part_ends_in_its_time() -> None:
+    assert [lines for _, lines, _ in jobs.run_checks(table.Job(), ["works"], time.monotonic())] == [
+        [table.expect("", "no time is left", "runs", False)]
+    ]
+
+
+@pytest.mark.parametrize(("least", "most"), [(2.0, None), (None, 0.5)])
+def test_figures_are_judged_on_a_gpu_alone(
+    least: float | None, most: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert table.measured("x", 1.0, least, most).is_ok is False
+    assert table.measured("x", 1.0).is_ok is None
+    monkeypatch.setenv(table.DRY, "1")
+    assert table.measured("x", 1.0, least, most).is_ok is None
+
+
+def test_a_trace_shows_waits_between_launches(tmp_path: Path) -> None:
+    def event(cat: str, name: str, start: float, length: float = 1, **args: int) -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": length, "args": args}
+
+    events = [
+        event("cuda_runtime", "cudaDeviceSynchronize", 0),  # of the profiler
+        event("cuda_runtime", "cudaLaunchKernel", 1),
+        event("kernel", "void gemm<int>(float*)", 10, 10),
+        event("cuda_runtime", "cudaEventSynchronize", 3),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 4, 2, bytes=64),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 15, 10, bytes=128),
+        event("cuda_runtime", "cudaLaunchKernel", 20),
+        event("kernel", "void gemm<int>(float*)", 40, 10),
+        event("cuda_runtime", "cudaDeviceSynchronize", 60),
+    ]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    found = traces.read_events(trace)
+    assert traces.host_calls(found) == {"cudaEventSynchronize": 1, "pageable copies": 1}
+    assert traces.idle_share(found) == pytest.approx(0.5)
+    assert traces.launches(found) == 4
+    ((name, count, seconds),) = traces.by_name(traces.kernels(found))
+    assert (name, count, seconds) == ("gemm<int>", 2, pytest.approx(20e-6))
+    (copy,) = traces.copies(found, "HtoD")
+    assert copy.nbytes == 128
+    assert traces.share_under([copy], traces.kernels(found)) == pytest.approx(0.5)
+
+
+if __name__ == "__main__":  # a process of `jobs.run_checks`
+    jobs.serve(sys.argv[2].split(","), Path(sys.argv[3]))

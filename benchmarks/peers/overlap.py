@@ -1,18 +1,11 @@
-"""The overlap of communication with computation in a profiler's trace."""
+"""Arithmetic of intervals of time: how much of one set overlaps with another."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 Interval = tuple[float, float]
-
-# The names of kernels, and on a CPU of the ranges around the work of gloo's threads.
-_COMMUNICATION = ("nccl", "rccl", "oneccl", "gloo")
-# Computation on a CPU: matrix products are most of it, and contain no other range.
-_CPU_COMPUTE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product")
 
 
 @dataclass(frozen=True)
@@ -61,18 +54,3 @@ def measured(communication: Iterable[Interval], compute: Iterable[Interval]) -> 
         sum(stop - start for start, stop in other),
         common(one, other),
     )
-
-
-def read_trace(path: Path) -> Overlap:
-    """The overlap in a Chrome trace of torch's profiler: of kernels, or else of CPU ranges."""
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
-    kernels = [e for e in events if e.get("cat") == "kernel"]
-    communication, compute = [], []
-    for event in kernels or events:
-        name = str(event["name"]).lower()
-        place = (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
-        if any(word in name for word in _COMMUNICATION):
-            communication.append(place)
-        elif kernels or name.startswith(_CPU_COMPUTE):
-            compute.append(place)
-    return measured(communication, compute)
