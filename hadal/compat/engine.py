@@ -35,7 +35,7 @@ from hadal.compat.timers import (
 from hadal.config.reading import read
 from hadal.engine.arguments import choose_config
 from hadal.engine.assemble import initialize as _initialize
-from hadal.engine.parts import Parts
+from hadal.engine.state import Parts
 from hadal.errors import UsageError
 from hadal.zero import GatheredParameters
 
@@ -138,8 +138,8 @@ class DeepSpeedEngine(Accessors):
 
     @lr_scheduler.setter
     def lr_scheduler(self, schedule: Any) -> None:
-        if self._session.training is not None:
-            self._session.training.schedule = schedule
+        if self._state.training is not None:
+            self._state.training.schedule = schedule
 
     def destroy(self) -> None:
         """Remove the hooks, as `hadal.Engine.destroy`; a second call does nothing."""
@@ -202,7 +202,7 @@ class DeepSpeedEngine(Accessors):
             return self.state_dict(
                 **{"destination": destination, "prefix": prefix, "keep_vars": keep_vars} | given
             )
-        state = self._session.whole_state(prefix=prefix + _PREFIX, keep_vars=keep_vars)
+        state = self._state.whole_state(prefix=prefix + _PREFIX, keep_vars=keep_vars)
         if destination is None:
             return state
         destination.update(state)

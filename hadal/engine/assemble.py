@@ -44,7 +44,6 @@ from hadal.engine.experts import distribute_experts, make_groups_of_experts
 from hadal.engine.features import LISTENERS, opened_monitor, setting_of
 from hadal.engine.later_groups import LaterGroups
 from hadal.engine.log import hush, open_log
-from hadal.engine.parts import Parts, Training
 from hadal.engine.policies import (
     batch_sizes_of,
     divergence_of,
@@ -62,6 +61,7 @@ from hadal.engine.precision import (
 )
 from hadal.engine.recomputed import log_recomputed, recomputed_modules
 from hadal.engine.report import log_state
+from hadal.engine.state import Parts, Training
 from hadal.engine.tiers import disk_steps_of, warn_of_one_thread
 from hadal.engine.topology import (
     Topology,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hadal.engine.mistakes import used_up_graph
 from hadal.engine.newcomers import Newcomers
-from hadal.engine.session import Session
+from hadal.engine.state import State
+from hadal.engine.training import expect_training
 from hadal.errors import HadalError, LossError, UsageError
 from hadal.plugins.sequence.loss import as_parts
 
@@ -19,26 +20,26 @@ from hadal.plugins.sequence.loss import as_parts
 class Backwards:
     """Runner of backward passes: checks a loss on all ranks and calls listeners."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._newcomers = Newcomers(session.parts.model, session.parts.runtime.bucket_of)
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._newcomers = Newcomers(state.parts.model, state.parts.runtime.bucket_of)
 
     def run(self, loss: Tensor, retain_graph: bool, *, divides: bool) -> None:
         """Compute gradients of a loss; `divides`: by the micro-steps of an update."""
-        session, hooks = self._session, self._session.parts.hooks
-        with session.listeners:
+        state, hooks = self._state, self._state.parts.hooks
+        with state.listeners:
             boundary = self._expect(
                 lambda: self._check_loss(loss),
                 "engine.backward(loss) was refused or not called on another rank, whose error says"
                 " why; no rank has computed gradients",
             )
-            sequence = session.parts.topology.sequence_parallel
+            sequence = state.parts.topology.sequence_parallel
             if sequence is not None:
                 loss = as_parts(loss, sequence.group)
-            factor = session.scale.scale
+            factor = state.scale.scale
             self._count_factor(factor)
             if divides:
-                factor /= session.batches.accumulation
+                factor /= state.batches.accumulation
             factor *= self._weight()
             exact = torch.promote_types(loss.dtype, torch.float32)
             scaled = loss if factor == 1.0 else loss.to(exact) * factor
@@ -46,18 +47,18 @@ class Backwards:
                 hooks.backward(scaled, retain_graph)
 
     def _weight(self) -> float:
-        return math.prod(listener.loss_weight() for listener in self._session.listeners)
+        return math.prod(listener.loss_weight() for listener in self._state.listeners)
 
     @contextmanager
     def direct(self) -> Iterator[None]:
         """Wrap a backward that the caller has started on a tensor."""
-        session, cycle = self._session, self._session.cycle
-        where = f"rank {session.parts.ranks.rank}: loss.backward()"
-        scaled, cycle.scaled = cycle.scaled, None
-        scale = session.scale.scale
+        state = self._state
+        where = f"rank {state.parts.ranks.rank}: loss.backward()"
+        scaled, state.scaled = state.scaled, None
+        scale = state.scale.scale
 
         def check() -> None:
-            if not cycle.backwards:
+            if not state.backwards:
                 self._newcomers.check(where)
             if scale != 1.0 and scaled is None:
                 raise UsageError(
@@ -71,9 +72,9 @@ class Backwards:
                     '.loss_weighting to "none"'
                 )
             # The update divides by the micro-steps; only `run` divides the loss itself.
-            self._count_factor(scale * session.batches.accumulation)
+            self._count_factor(scale * state.batches.accumulation)
 
-        with session.listeners:
+        with state.listeners:
             elsewhere = f"{where} was refused on another rank, whose error says why"
             with self._around(self._expect(check, elsewhere), scaled):
                 yield
@@ -81,23 +82,23 @@ class Backwards:
     @contextmanager
     def _around(self, boundary: bool, loss: Tensor | None) -> Iterator[None]:
         """Wrap a backward of `loss` (detached; None if unknown), and count it at the end."""
-        session, cycle = self._session, self._session.cycle
-        session.expect_training()
-        for listener in session.listeners:
+        state = self._state
+        expect_training(state)
+        for listener in state.listeners:
             listener.before_backward()
         try:
-            with session.parts.runtime.backward(boundary=boundary):
+            with state.parts.runtime.backward(boundary=boundary):
                 yield
         except RuntimeError as error:
             used_up = used_up_graph(str(error))
             if used_up is None:
                 raise
-            raise UsageError(f"rank {session.parts.ranks.rank}: {used_up}") from error
-        cycle.backwards += 1
-        cycle.collected += 1
+            raise UsageError(f"rank {state.parts.ranks.rank}: {used_up}") from error
+        state.backwards += 1
+        state.collected += 1
         if loss is not None:
-            cycle.losses.append(loss)
-        for listener in session.listeners:
+            state.losses.append(loss)
+        for listener in state.listeners:
             listener.after_backward(loss)
 
     def _expect(self, check: Callable[[], None], elsewhere: str) -> bool:
@@ -105,8 +106,7 @@ class Backwards:
 
         Returns whether the backward is the last of an update, as far as that is known.
         """
-        cycle = self._session.cycle
-        boundary = self._session.is_boundary and not cycle.unsynchronized
+        boundary = self._state.is_boundary and not self._state.unsynchronized
         fault: HadalError | None = None
         try:
             check()
@@ -118,39 +118,39 @@ class Backwards:
 
     def _is_refused(self, fault: HadalError | None, boundary: bool) -> bool:
         """Return whether any rank is known to be at fault when this one begins a backward."""
-        session, cycle = self._session, self._session.cycle
-        gathering = session.parts.runtime.gathering
-        cycle.counts_refused = False
+        state = self._state
+        gathering = state.parts.runtime.gathering
+        state.counts_refused = False
         is_refused = gathering.any_fault(fault is not None, boundary=boundary)
         if is_refused and gathering.counts_refused:
             # The other ranks have not waited, and are in this micro-step.
-            session.counters.micro_steps += session.batches.managed
-            cycle.counts_refused = True
+            state.micro_steps += state.batches.managed
+            state.counts_refused = True
             if boundary:
-                cycle.begin_anew()
+                state.forget_backwards()
         return is_refused
 
     def _count_factor(self, factor: float) -> None:
         """Note the factor that this backward's gradients carry."""
-        session = self._session
-        known = session.cycle.factor
+        state = self._state
+        known = state.factor
         if known is not None and known != factor:
             raise UsageError(
-                f"rank {session.parts.ranks.rank}: gradients of one update came from"
+                f"rank {state.parts.ranks.rank}: gradients of one update came from"
                 " engine.backward(loss), which divides by the micro-steps, and from"
                 " loss.backward(), which does not; use one of the two for all of its micro-steps"
             )
-        session.cycle.factor = factor
+        state.factor = factor
 
     def _check_loss(self, loss: object) -> None:
-        session = self._session
-        where = f"rank {session.parts.ranks.rank}: engine.backward(loss)"
-        if not session.parts.runtime.gradients:
+        state = self._state
+        where = f"rank {state.parts.ranks.rank}: engine.backward(loss)"
+        if not state.parts.runtime.gradients:
             raise UsageError(
                 f"{where} has nothing to train: no parameter of the model in the optimizer requires"
                 " a gradient"
             )
-        if not session.cycle.backwards:
+        if not state.backwards:
             self._newcomers.check(where)
         if not isinstance(loss, Tensor):
             raise LossError(

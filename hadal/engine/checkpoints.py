@@ -1,11 +1,10 @@
-"""The part of an engine that saves checkpoints and resumes from them."""
+"""Methods of an engine that save checkpoints and weights, and load them."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hadal.checkpoint.background import Saver
-from hadal.checkpoint.files import location_of, new_mark
+from hadal.checkpoint.consolidated import consolidated, write_consolidated
+from hadal.checkpoint.files import location_of
 from hadal.checkpoint.folders import why_none
+from hadal.checkpoint.huggingface import MAX_SHARD, NAME
 from hadal.checkpoint.live import COUNTERS
 from hadal.checkpoint.loading import Wanted, find, load, load_from
 from hadal.checkpoint.saving import SaveRequest
@@ -25,10 +25,11 @@ from hadal.checkpoint.together import common_folder, compare_tags
 from hadal.comm.faults import raised_on_all
 from hadal.comm.interrupts import in_step
 from hadal.engine.collector import collector_at_rest
-from hadal.engine.parts import Counters
-from hadal.engine.session import Session
+from hadal.engine.state import State
+from hadal.engine.training import expect_training
 from hadal.errors import CheckpointError
 from hadal.optim.loss_scale import ScaleState
+from hadal.units import nbytes_of
 
 _log = logging.getLogger(__name__)
 # More restarts than this, and the checkpoints of the first ones stay.
@@ -37,27 +38,27 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Checkpoints:
-    """Checkpoints of an engine. All ranks must call each method."""
+    """Methods of an engine for checkpoints and weights. All ranks must call each of them."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._saver = Saver(session.parts.world)
-        # The jobs whose checkpoints this one may remove: itself, and those it has resumed from.
-        self._jobs: tuple[str, ...] = (new_mark(),)
-        self._has_logged_residuals = False
-        self.resumed: tuple[str | None, dict[str, Any] | None] = None, None
+    _state: State
+
+    @property
+    def resumed(self) -> tuple[str | None, dict[str, Any] | None]:
+        """The directory and `client_state` loaded by `checkpoint.resume`; else (None, None)."""
+        return self._state.resumed
 
     def resume(self, load_dir: str) -> None:
         """Load the latest checkpoint in `load_dir`, if there is one, and log it.
 
         `initialize` calls this for `checkpoint.resume`. All ranks must call it.
         """
-        self.resumed = self.load_checkpoint(load_dir)
-        if self.resumed[0] is not None and self._session.parts.world.rank == 0:
+        state, parts = self._state, self._state.parts
+        state.resumed = self.load_checkpoint(load_dir)
+        if self.resumed[0] is not None and parts.world.rank == 0:
             _log.warning(
                 "resumed from %s at update %d (checkpoint.resume)",
                 self.resumed[0],
-                self._session.counters.global_steps,
+                state.global_steps,
             )
 
     @in_step
@@ -96,14 +97,15 @@ class Checkpoints:
             ShardedAccessError: a sharded weight was written to on this rank (on the others it is a
                 `CheckpointError` with the same message).
         """
+        state, parts = self._state, self._state.parts
         began = time.perf_counter()
-        self._session.expect_alive()
-        self._session.parts.runtime.meet_at_checkpoint()
+        state.expect_alive()
+        parts.runtime.meet_at_checkpoint()
         self._forget_residuals()
         where = self._folder(save_dir, "engine.save_checkpoint")
-        name = str(tag or f"global_step{self._session.counters.global_steps}")
-        compare_tags(name, self._session.parts.saving.tag_validation, self._session.parts.world)
-        if self._session.parts.runtime.holds_gradients and self._session.parts.world.rank == 0:
+        name = str(tag or f"global_step{state.global_steps}")
+        compare_tags(name, parts.saving.tag_validation, parts.world)
+        if parts.runtime.holds_gradients and parts.world.rank == 0:
             _log.warning(
                 "checkpoint %s is saved in the middle of an update: its gradients so far are not"
                 " saved, and their samples are not read again; save after an"
@@ -116,28 +118,31 @@ class Checkpoints:
             client_state or _NOTHING,
             save_latest,
             exclude_frozen_parameters,
-            self._jobs,
+            state.jobs,
         )
         what = f"the save of checkpoint {name}"
-        with raised_on_all(self._session.parts.world, what, CheckpointError):
-            self._session.parts.runtime.check_freed()
-        saved = self._saver.save(order, self._session.live())
-        for listener in self._session.listeners:
+        with raised_on_all(parts.world, what, CheckpointError):
+            parts.runtime.check_freed()
+        saved = state.saver.save(order, state.live())
+        for listener in state.listeners:
             listener.after_save(saved, time.perf_counter() - began)
         return True
 
+    store_checkpoint = save_checkpoint
+
     def _folder(self, given: str | Path, what: str) -> Location:
         """Return the folder to use: rank 0's, unless each node has one of its own."""
-        parts, folder = self._session.parts, location_of(given)
+        parts, folder = self._state.parts, location_of(given)
         if parts.saving.is_node_local and isinstance(folder, Path):
             return folder
         return common_folder(folder, parts.world, what)
 
     def _forget_residuals(self) -> None:
         """Drop error feedback, which is not saved: this run then continues as a resumed one."""
-        if self._session.parts.runtime.forget_residuals() and not self._has_logged_residuals:
-            self._has_logged_residuals = True
-            if self._session.parts.world.rank == 0:
+        state, parts = self._state, self._state.parts
+        if parts.runtime.forget_residuals() and not state.has_logged_residuals:
+            state.has_logged_residuals = True
+            if parts.world.rank == 0:
                 _log.warning(
                     "error feedback (zero_optimization.zeropp_loco_param) is reset by each"
                     " checkpoint, so that a resumed run computes the same numbers"
@@ -149,7 +154,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it failed; on every rank.
         """
-        self._saver.wait()
+        self._state.saver.wait()
 
     @in_step
     def load_checkpoint(
@@ -188,19 +193,20 @@ class Checkpoints:
             CheckpointError: it is damaged, or was saved by another model. Raised on every rank,
                 before anything has changed.
         """
-        self._session.expect_alive()
-        self._session.parts.runtime.meet_at_checkpoint()
+        state, parts = self._state, self._state.parts
+        state.expect_alive()
+        parts.runtime.meet_at_checkpoint()
         self._forget_residuals()
-        self._saver.wait()
+        state.saver.wait()
         place = self._folder(load_dir, "engine.load_checkpoint")
         folder = find(
             place,
             None if tag is None else str(tag),
-            self._session.parts.world,
-            prefers_universal=self._session.parts.saving.prefers_universal,
+            parts.world,
+            prefers_universal=parts.saving.prefers_universal,
         )
         if folder is None:
-            if self._session.parts.world.rank == 0:
+            if parts.world.rank == 0:
                 _log.warning(
                     "engine.load_checkpoint: nothing is loaded, so training starts from scratch:"
                     " %s",
@@ -216,28 +222,23 @@ class Checkpoints:
         )
         # Training continues with the loaded tensors, so inference mode of the caller is left.
         with torch.inference_mode(False), torch.no_grad(), collector_at_rest():
-            if self._session.parts.runtime.gradients:
-                self._session.expect_training()
-            loaded = load(folder, self._session.live(), wanted)
-        self._session.optimizer_trains = False  # it may have been saved after `eval`
+            if parts.runtime.gradients:
+                expect_training(state)
+            loaded = load(folder, state.live(), wanted)
+        state.optimizer_trains = False  # it may have been saved after `eval`
         if str(folder.parent) == str(place):
-            self._jobs = (*loaded.jobs[-_REMEMBERED_JOBS:], self._jobs[-1])
+            state.jobs = (*loaded.jobs[-_REMEMBERED_JOBS:], state.jobs[-1])
         if loaded.scalars is not None:
-            # Counters that an older version did not save start at their default.
-            saved = loaded.scalars[COUNTERS]
-            known = {one.name for one in fields(Counters)}
-            self._session.counters = Counters(**{k: v for k, v in saved.items() if k in known})
+            state.resume_counters(loaded.scalars[COUNTERS])
             numbers = loaded.scalars["scale"][: len(ScaleState._fields)]
-            scale = self._session.scale._replace(
-                **dict(zip(ScaleState._fields, numbers, strict=False))
-            )
+            scale = state.scale._replace(**dict(zip(ScaleState._fields, numbers, strict=False)))
             # A scale that has never moved is no information: the saved run may have had none.
-            if load_optimizer_states and self._session.parts.scale_rule.dynamic and scale.iteration:
-                self._session.scale = scale
-        self._session.cycle.begin_anew()
-        if self._session.is_inside_accumulation:
+            if load_optimizer_states and parts.scale_rule.dynamic and scale.iteration:
+                state.scale = scale
+        state.forget_backwards()
+        if state.is_inside_accumulation:
             # Gradients are not saved, and the accumulation may have changed.
-            self._session.begin_accumulation()
+            state.begin_accumulation()
         return str(folder), loaded.client_state
 
     # ---- torch.distributed.checkpoint --------------------------------------------------------
@@ -255,8 +256,8 @@ class Checkpoints:
             CheckpointError: torch is older, or tensor, pipeline or expert parallelism divides the
                 model.
         """
-        self._session.expect_alive()
-        return shards_of(self._session.live())
+        self._state.expect_alive()
+        return shards_of(self._state.live())
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load shards, as `sharded_state_dict` returns them, into weights and masters.
@@ -268,8 +269,99 @@ class Checkpoints:
             CheckpointError: shards are missing, or are another rank's; on every rank, and nothing
                 has changed.
         """
-        self._session.expect_alive()
-        self._session.parts.runtime.meet_at_checkpoint()
-        self._session.parts.runtime.reshard_all()
-        live, what = self._session.live(), "the sharded state_dict was not loaded"
+        state, parts = self._state, self._state.parts
+        state.expect_alive()
+        parts.runtime.meet_at_checkpoint()
+        parts.runtime.reshard_all()
+        live, what = state.live(), "the sharded state_dict was not loaded"
         load_from(ShardSource(state_dict, live), live, Wanted(module_only=True), what)
+
+    # ---- whole weights ---------------------------------------------------------------------------
+    #
+    # Rank 0 gets them one bucket at a time; the other ranks need memory for one bucket. If a
+    # program's own model is in model-parallel parts, the first rank of those that hold a part gets
+    # that part; slices of layers that `tensor_parallel.autotp_size` cut are joined, and experts
+    # come from all ranks that share them.
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Return the key `zero_optimization.stage3_gather_16bit_weights_on_model_save`."""
+        return self._state.live().rules.gathers_weights
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = NAME,
+        exclude_frozen_parameters: bool = False,
+        max_shard_size: str | int = MAX_SHARD,
+    ) -> bool:
+        """Write the model, in the dtypes that it computes in, in Hugging Face layout.
+
+        Args:
+            save_dir: the directory, created if it does not exist, or a URL. A program's own
+                model-parallel parts go into `mp_rank_00`, `mp_rank_01` and so on below it.
+            save_filename: the file, or the base name of several files. If it does not end in
+                `.safetensors`, `torch.save` writes it, and rank 0 holds a whole file in memory.
+            exclude_frozen_parameters: leave out parameters that are not trained.
+            max_shard_size: the size limit of one file, as "5GB" or in bytes.
+
+        Returns:
+            True if it was written. At stage 3 weights are gathered for this only if
+            `stage3_gather_16bit_weights_on_model_save` is true; else rank 0 warns.
+
+        Raises:
+            CheckpointError: it cannot be written; on every rank.
+            ValueError: `max_shard_size` is not a size.
+        """
+        self._state.expect_alive()
+        live = self._state.live()
+        nbytes = nbytes_of(max_shard_size)
+        if live.rules.cuts_weights and not live.rules.gathers_weights:
+            if live.world.rank == 0:
+                _log.warning(
+                    "save_16bit_model did not save anything: the weights are partitioned, and"
+                    " zero_optimization.stage3_gather_16bit_weights_on_model_save is false. Set it"
+                    " to true, or save a checkpoint and run `hadal checkpoint export`"
+                )
+            return False
+        live.runtime.meet_at_checkpoint()
+        write_consolidated(
+            live,
+            common_folder(save_dir, live.world, "engine.save_16bit_model"),
+            save_filename,
+            nbytes,
+            exclude_frozen=exclude_frozen_parameters,
+        )
+        return True
+
+    def save_fp16_model(self, save_dir: str | Path, save_filename: str = NAME) -> bool:
+        """Call `save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    @torch.no_grad()
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """Return `state_dict()`, whole on every rank; without frozen parameters if wanted."""
+        state = self._state.whole_state(prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name in self._state.live().frozen_names():
+                state.pop(prefix + name, None)
+        if destination is None:
+            return state
+        destination.update(state)
+        return destination
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """Return the whole model in rank 0's host memory, else None; tied names share a tensor."""
+        self._state.expect_alive()
+        live = self._state.live()
+        live.runtime.meet_at_checkpoint()
+        return consolidated(live, exclude_frozen=exclude_frozen_parameters)
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict

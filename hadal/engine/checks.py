@@ -21,7 +21,7 @@ from hadal.config import Config
 from hadal.config.plain import leaves
 from hadal.config.report import written
 from hadal.config.zero_optimization import ZeroOptimization
-from hadal.engine.base import EngineBase
+from hadal.engine.engine import Engine
 from hadal.errors import (
     CheckpointError,
     ConfigError,
@@ -56,7 +56,7 @@ def check_model(model: object) -> None:
         )
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be a torch.nn.Module instance, got {type(model).__name__}")
-    if isinstance(model, EngineBase):
+    if isinstance(model, Engine):
         raise UsageError("initialize got an engine; pass the module, engine.module")
 
 

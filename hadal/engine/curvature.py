@@ -17,7 +17,7 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
 from hadal.comm.faults import raised_on_all
 from hadal.config.eigenvalue import Eigenvalue
-from hadal.engine.parts import Parts
+from hadal.engine.state import Parts
 from hadal.errors import UsageError
 from hadal.listener import Forward, Listener, Update
 from hadal.plugins.compression.curvature import (

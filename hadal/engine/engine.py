@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
 
+from hadal.config import Config
+from hadal.data.loader import PostProcess, Reading, ShardedLoader
+from hadal.data.reading import Collate
 from hadal.device import give_back_freed_memory
 from hadal.engine.backward import Backwards
-from hadal.engine.base import EngineBase
 from hadal.engine.checkpoints import Checkpoints
 from hadal.engine.collector import hold_collector
-from hadal.engine.compile import compile_module
-from hadal.engine.direct import DirectBackward
-from hadal.engine.giving import WeightsOut
-from hadal.engine.mistakes import missing_attribute, mixed_dtypes
-from hadal.engine.moving import Moving
-from hadal.engine.parts import Parts
+from hadal.engine.listeners import options_of
+from hadal.engine.loss_backward import LossBackward
+from hadal.engine.mistakes import FirstUpdate, missing_attribute, mixed_dtypes
 from hadal.engine.preemption import Preemption
-from hadal.engine.session import through
+from hadal.engine.state import Parts, State
+from hadal.engine.state_offload import StateOffload
+from hadal.engine.topology import Topology
+from hadal.engine.training import begin_training
 from hadal.engine.update import Updates, measure
 from hadal.errors import NotBuiltYetError, UsageError
 from hadal.listener import Forward, Listener
 from hadal.optim.schedules import check_step_arguments, needs_metric
+from hadal.optim.step import OptimizerStepper
+from hadal.order import Order
+from hadal.plugins.monitor.monitor import Monitor
 from hadal.zero import access, place
+from hadal.zero.hooks import shield_hooks
 
 if TYPE_CHECKING:
-    from hadal.data.loader import PostProcess
     from hadal.engine.curvature import BlockEigenvalues
     from hadal.plugins.data_efficiency.batching import BatchingByTokens
     from hadal.plugins.data_efficiency.layer_drop import LayerDrop
@@ -45,7 +53,7 @@ _NO_SAVED_HOOKS = "don't yet support saved tensor hooks"
 _Engine = TypeVar("_Engine", bound="Engine")
 
 
-class Engine(EngineBase):
+class Engine(Checkpoints, StateOffload, nn.Module):
     """Model in training, made by `hadal.initialize`; one class for every configuration.
 
     Attributes that it does not have are looked up in the module.
@@ -57,22 +65,24 @@ class Engine(EngineBase):
     """True if loaders follow `torch.manual_seed`; else their seed is 0, until it is set."""
 
     def __init__(self, parts: Parts) -> None:
-        super().__init__(parts)
-        session = self._session
-        self._updates = Updates(session)
-        self._checkpoints = Checkpoints(session)
-        self._weights_out = WeightsOut(session)
-        self._moving = Moving(session)
-        self._backwards = Backwards(session)
+        super().__init__()
+        self.module = parts.model
+        self._parts = parts
+        self._state = state = State(parts)
+        state.listeners.add(FirstUpdate(state))
+        if parts.training is not None:
+            begin_training(state, parts.training)
+        self._updates = Updates(state)
+        self._backwards = Backwards(state)
         self._collector = hold_collector(self) if parts.holds_collector else None
         self._is_compiled = False
         section = parts.config.checkpoint.on_signal
         self._preemption = (
             None if section is None else Preemption(section, parts.world, self.wait_for_checkpoint)
         )
-        session.direct = DirectBackward(self._backwards.direct, parts.runtime)
+        state.loss_backward = LossBackward(self._backwards.direct, parts.runtime)
         place.attend(parts.runtime, self)
-        for listener in session.listeners:
+        for listener in state.listeners:
             listener.on_attach(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -122,7 +132,7 @@ class Engine(EngineBase):
             NotBuiltYetError: `schedule` or `compiled_autograd_enabled` is given.
             UsageError: `compile_kwargs` has a name that `torch.compile` does not take.
         """
-        self._session.expect_alive()
+        self._state.expect_alive()
         if schedule is not None:
             raise NotBuiltYetError(
                 f"engine.compile(schedule={schedule!r}): passes over compiled graphs are not built"
@@ -133,7 +143,16 @@ class Engine(EngineBase):
                 "engine.compile(compiled_autograd_enabled=True): tracing the backward is not built"
                 " yet; leave it out (the backward of each graph is compiled with it)"
             )
-        compile_module(self.module, backend, compile_kwargs or {})
+        options = compile_kwargs or {}
+        taken = set(inspect.signature(torch.compile).parameters) - {"model", "backend"}
+        unknown = sorted(set(options) - taken)
+        if unknown:
+            raise UsageError(
+                f"engine.compile(compile_kwargs=...) got {unknown[0]!r}, expected some of"
+                f" {', '.join(sorted(taken))}; the backend is a separate argument"
+            )
+        self.module.compile(backend=backend, **options)
+        shield_hooks()  # now that the compiler is there
         self._is_compiled = True
 
     @property
@@ -145,12 +164,12 @@ class Engine(EngineBase):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; inputs are cast, and autocast is applied, as configured."""
-        if self._session.cycle.ended and not self._session.cycle.destroyed:
+        if self._state.ended and not self._state.destroyed:
             return self._parts.casting.run(self.module, self.device, args, kwargs)
-        self._session.expect_alive()
-        with self._session.alone(), self._session.listeners as listeners:
+        self._state.expect_alive()
+        with self._state.alone(), self._state.listeners as listeners:
             if listeners:
-                updates, micro_step = self.global_steps, self._session.cycle.collected
+                updates, micro_step = self.global_steps, self._state.collected
                 begun = Forward(args, kwargs, updates, micro_step, self.module.training)
                 args, kwargs, *_ = listeners.before_forward(begun)
             found = self._run(args, kwargs)
@@ -198,8 +217,8 @@ class Engine(EngineBase):
             UsageError: nothing is trainable, or a parameter added to the model since `initialize`
                 requires gradients and is not trained.
         """
-        self._session.expect_alive()
-        with self._session.alone():
+        self._state.expect_alive()
+        with self._state.alone():
             self._backwards.run(loss, retain_graph, divides=scale_wrt_gas)
         return loss
 
@@ -209,7 +228,7 @@ class Engine(EngineBase):
         `engine.scale(loss).backward()` then equals `engine.backward(loss)`; if nothing is
         fp16, `loss.backward()` does too.
         """
-        self._session.cycle.scaled = loss.detach()
+        self._state.scaled = loss.detach()
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scale
 
     def train(self: _Engine, mode: bool = True) -> _Engine:
@@ -218,7 +237,7 @@ class Engine(EngineBase):
         If the optimizer lets weights differ between ranks for a while (ZeroOneAdam), they are
         synchronized before they are evaluated.
         """
-        if not mode and not self._session.cycle.ended:
+        if not mode and not self._state.ended:
             self._parts.runtime.bring_together()
         return super().train(mode)
 
@@ -245,18 +264,18 @@ class Engine(EngineBase):
                 does not take `schedule_arguments`, or needs others.
             LossScaleError: fp16 gradients overflow at the floor of the loss scale.
         """
-        session, cycle = self._session, self._session.cycle
-        session.expect_alive()
+        state = self._state
+        state.expect_alive()
         if metric is not None:
             self._check_metric()
         check_step_arguments(self.lr_scheduler, schedule_arguments or {})
-        if cycle.unsynchronized:
+        if state.unsynchronized:
             raise UsageError("engine.step() was called inside engine.no_sync(); leave it first")
-        if cycle.counts_refused:
+        if state.counts_refused:
             # The micro-step whose backward was refused has ended, and an update with it.
-            cycle.counts_refused = False
+            state.counts_refused = False
             return
-        if not cycle.backwards:
+        if not state.backwards:
             # Ranks that do call backward check there whether any rank has a fault: answer them.
             self._parts.runtime.gathering.any_fault(True)
             raise UsageError(
@@ -265,23 +284,23 @@ class Engine(EngineBase):
                 " engine.backward(loss) before each step, and leave out the step of a batch that is"
                 " to be skipped"
             )
-        backwards, cycle.backwards = cycle.backwards, 0
-        managed = session.batches.managed
-        ends_update = not managed or session.is_boundary
+        backwards, state.backwards = state.backwards, 0
+        managed = state.batches.managed
+        ends_update = not managed or state.is_boundary
         try:
             if ends_update:
-                cycle.stepping = True
-                with session.alone(), session.listeners:
+                state.stepping = True
+                with state.alone(), state.listeners:
                     value = None if metric is None else float(metric)
-                    consumed = session.batches.consumed(backwards)
+                    consumed = state.batches.consumed(backwards)
                     self._updates.make(consumed, value, schedule_arguments or {})
         finally:
-            if cycle.stepping:
+            if state.stepping:
                 # An update that failed still ends its accumulation: the next one starts afresh.
-                cycle.stepping, cycle.collected, cycle.losses = False, 0, []
-            session.counters.micro_steps += 1 if managed else backwards
-            if ends_update and cycle.boundary:
-                session.begin_accumulation()  # the caller's boundary ends the count as well
+                state.stepping, state.collected, state.losses = False, 0, []
+            state.micro_steps += 1 if managed else backwards
+            if ends_update and state.boundary:
+                state.begin_accumulation()  # the caller's boundary ends the count as well
         if ends_update and self._preemption is not None:
             self._preemption.at_boundary(self.save_checkpoint)
 
@@ -292,7 +311,7 @@ class Engine(EngineBase):
                 f"{where}: the schedule, {type(self.lr_scheduler).__name__}, takes no metric; leave"
                 " metric out, or use ReduceLROnPlateau"
             )
-        if self._session.batches.managed and not self._session.is_boundary:
+        if self._state.batches.managed and not self._state.is_boundary:
             raise UsageError(
                 f"{where} ends no update; pass the metric to the step for which"
                 " engine.is_gradient_accumulation_boundary() is true"
@@ -305,17 +324,17 @@ class Engine(EngineBase):
         A hint, allowed at every stage. Partitioned gradients are reduced anyway; the numbers do
         not change.
         """
-        before = self._session.cycle.unsynchronized
-        self._session.cycle.unsynchronized = True
+        before = self._state.unsynchronized
+        self._state.unsynchronized = True
         try:
             yield
         finally:
-            self._session.cycle.unsynchronized = before
+            self._state.unsynchronized = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last update; `step` then requires a new backward."""
         self._parts.runtime.clear_gradients()
-        self._session.cycle.begin_anew()
+        self._state.forget_backwards()
         super().zero_grad(set_to_none=set_to_none)
 
     @torch.no_grad()
@@ -324,39 +343,22 @@ class Engine(EngineBase):
 
         All ranks must call it. Right after an update it returns that update's result.
         """
-        if not self._session.cycle.backwards:
+        if not self._state.backwards:
             return self.overflow
-        self._session.expect_alive()
+        self._state.expect_alive()
         self._parts.runtime.reduce_all()
         return measure(self._parts, self.gradient_factor).overflow
 
     @property
     def skips_next_update(self) -> bool:
         """True if the next update is skipped as if its gradients overflowed; set on all ranks."""
-        return self._session.cycle.skips_next
+        return self._state.skips_next
 
     @skips_next_update.setter
     def skips_next_update(self, skips: bool) -> None:
-        self._session.cycle.skips_next = skips
+        self._state.skips_next = skips
 
     # ---- checkpoints, weights, memory ------------------------------------------------------------
-
-    save_checkpoint = store_checkpoint = through("_checkpoints", Checkpoints.save_checkpoint)
-    load_checkpoint = through("_checkpoints", Checkpoints.load_checkpoint)
-    resume = through("_checkpoints", Checkpoints.resume)
-    wait_for_checkpoint = through("_checkpoints", Checkpoints.wait_for_checkpoint)
-    sharded_state_dict = through("_checkpoints", Checkpoints.sharded_state_dict)
-    load_sharded_state_dict = through("_checkpoints", Checkpoints.load_sharded_state_dict)
-    zero_gather_16bit_weights_on_model_save = through(
-        "_weights_out", WeightsOut.zero_gather_16bit_weights_on_model_save
-    )
-    save_16bit_model = through("_weights_out", WeightsOut.save_16bit_model)
-    save_fp16_model = through("_weights_out", WeightsOut.save_fp16_model)
-    module_state_dict = through("_weights_out", WeightsOut.module_state_dict)
-    _consolidated_16bit_state_dict = through("_weights_out", WeightsOut.consolidated_16bit)
-    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
-    offload_states = through("_moving", Moving.offload_states)
-    reload_states = through("_moving", Moving.reload_states)
 
     def set_custom_curriculum_learning_schedule(
         self, schedule_func_dict: CustomPace | Mapping[str, CustomPace]
@@ -376,7 +378,7 @@ class Engine(EngineBase):
         """
         from hadal.plugins.data_efficiency.ordered import set_custom_paces  # for this alone
 
-        set_custom_paces(self._session.loader, self._session.listeners, schedule_func_dict)
+        set_custom_paces(self._state.loader, self._state.listeners, schedule_func_dict)
 
     def set_data_post_process_func(self, post_process_func: PostProcess) -> None:
         """Change each training batch before it is handed out.
@@ -389,7 +391,7 @@ class Engine(EngineBase):
         Raises:
             UsageError: the engine has no training loader, or this is no function.
         """
-        loader = self._session.loader
+        loader = self._state.loader
         if loader is None:
             raise UsageError(
                 "set_data_post_process_func: the engine has no training loader; pass training_data"
@@ -401,11 +403,6 @@ class Engine(EngineBase):
                 f" {type(post_process_func).__name__}"
             )
         loader.post_process = post_process_func
-
-    @property
-    def resumed(self) -> tuple[str | None, dict[str, Any] | None]:
-        """The directory and `client_state` loaded by `checkpoint.resume`; else (None, None)."""
-        return self._checkpoints.resumed
 
     @property
     def is_preempted(self) -> bool:
@@ -434,7 +431,7 @@ class Engine(EngineBase):
     @property
     def listeners(self) -> tuple[Listener, ...]:
         """The configuration's listeners and the added ones, in call order."""
-        return tuple(self._session.listeners)
+        return tuple(self._state.listeners)
 
     def add_listener(self, listener: Listener) -> None:
         """Call `listener` around every forward, backward and update from now on.
@@ -444,7 +441,7 @@ class Engine(EngineBase):
         Raises:
             UsageError: it is not a `hadal.Listener`, or the engine has one of this name.
         """
-        self._session.listeners.add(listener)
+        self._state.listeners.add(listener)
         listener.on_attach(self)
 
     def remove_listener(self, listener: Listener) -> None:
@@ -453,7 +450,7 @@ class Engine(EngineBase):
         Raises:
             UsageError: the engine does not have it.
         """
-        self._session.listeners.remove(listener)
+        self._state.listeners.remove(listener)
 
     @property
     def flops_profiler(self) -> FlopsProfiler | None:
@@ -492,14 +489,14 @@ class Engine(EngineBase):
         return found
 
     def _named(self, name: str) -> Any:
-        return next((one for one in self._session.listeners if one.name == name), None)
+        return next((one for one in self._state.listeners if one.name == name), None)
 
     # ---- state -----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return a copy of the module's whole state on every rank. All ranks must call it."""
-        return self._session.whole_state(*args, **kwargs)
+        return self._state.whole_state(*args, **kwargs)
 
     @torch.no_grad()
     def load_state_dict(
@@ -512,7 +509,7 @@ class Engine(EngineBase):
         Raises:
             UsageError: `assign` would replace the parameters, which are views of buckets.
         """
-        self._session.expect_alive()
+        self._state.expect_alive()
         if assign:
             raise UsageError(
                 "engine.load_state_dict(assign=True) would take parameters out of"
@@ -532,14 +529,18 @@ class Engine(EngineBase):
         Raises:
             OffloadError: weights cannot be read from their disk; files are removed all the same.
         """
-        cycle = self._session.cycle
-        if cycle.ended or cycle.destroyed:
+        state = self._state
+        if state.ended or state.destroyed:
             return
-        self._session.expect_alive()
+        self._state.expect_alive()
         self.wait_for_checkpoint()
-        self._moving.end()
-        cycle.ended = True
+        self._take_back_states()
+        state.ended = True
         self._let_go()
+
+    def _take_back_states(self) -> None:
+        self.reload_states()
+        self._state.host_memory.clear()
 
     def _let_go(self) -> None:
         runtime = self._parts.runtime
@@ -558,21 +559,275 @@ class Engine(EngineBase):
         Raises:
             OffloadError: weights cannot be read from their disk; files are removed anyway.
         """
-        cycle = self._session.cycle
-        if cycle.destroyed:
+        state = self._state
+        if state.destroyed:
             return
-        if not cycle.ended:
+        if not state.ended:
             self.wait_for_checkpoint()
-            self._moving.end()
+            self._take_back_states()
         if self._preemption is not None:
             self._preemption.close()
-        cycle.destroyed = True
-        self._session.listeners.close()
+        state.destroyed = True
+        self._state.listeners.close()
         try:
-            if not cycle.ended:
+            if not state.ended:
                 self._let_go()
         finally:
             if self._collector is not None:
                 self._collector()
             gc.collect()
             give_back_freed_memory()
+
+    # ---- components ------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer; its param groups hold this rank's flat slices of the master weights."""
+        return self._state.optimizer
+
+    @property
+    def stepper(self) -> OptimizerStepper | None:
+        """The stepper of the optimizer; None until there is something to train with."""
+        return self._state.training.stepper if self._state.training else None
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The learning-rate schedule, if there is one."""
+        return self._state.training.schedule if self._state.training else None
+
+    @property
+    def training_dataloader(self) -> ShardedLoader | None:
+        """The loader over `training_data`, or else the first training loader of `deepspeed_io`."""
+        return self._state.loader
+
+    def deepspeed_io(  # noqa: PLR0913 - the first arguments are DeepSpeed's
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Iterable[Any] | Order | None = None,
+        collate_fn: Collate | None = None,
+        num_local_io_workers: int | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+    ) -> ShardedLoader:
+        """Make a loader over a data set, sharded over the ranks.
+
+        If the engine has no training loader yet, the first one of route "train" becomes it:
+        checkpoints save its position in the data.
+
+        Args:
+            dataset: a data set with length and items, or an `IterableDataset`.
+            batch_size: samples of one batch on one rank; by default those of a micro-step.
+            route: "train" shuffles anew each epoch; "eval" and "predict" keep the order.
+            pin_memory: pin batches in host memory if there is an accelerator.
+            data_sampler: this rank's samples in order, or an `Order` (`hadal.order`), in
+                place of the sharded one.
+            collate_fn: makes a batch of samples; by default the one given to `initialize`.
+            num_local_io_workers: worker processes of this rank that read ahead; None: no
+                workers. (DeepSpeed starts two for each device if None is given.)
+            prefetch_factor: batches that each worker reads ahead; None: torch's default.
+            persistent_workers: keep the workers from one epoch to the next.
+            worker_init_fn: called in each worker with its number, before it reads.
+
+        Raises:
+            UsageError: no such route, or the arguments do not make a loader.
+        """
+        if route not in ("train", "eval", "predict"):
+            raise UsageError(
+                f'deepspeed_io(route={route!r}): expected "train", "eval" or "predict"'
+            )
+        reading = Reading(
+            collate_fn=collate_fn,
+            workers=num_local_io_workers or 0,
+            pin_memory=pin_memory,
+            shuffle=route == "train",
+            sampler=data_sampler,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            worker_init_fn=worker_init_fn,
+        )
+        loading = self._parts.loading
+        if route == "train" and self._state.loader is None:
+            loader = loading.training_loader(dataset, reading, batch_size)
+        else:
+            loader = loading.loader(dataset, batch_size, reading)
+        if route == "train" and self._state.loader is None:
+            self._state.loader = loader
+        return loader
+
+    @property
+    def config(self) -> Config:
+        """The effective configuration."""
+        return self._parts.config
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self._parts.device
+
+    # ---- counters --------------------------------------------------------------------------------
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-steps so far."""
+        return self._state.micro_steps
+
+    @property
+    def global_steps(self) -> int:
+        """Boundaries reached so far, skipped updates included."""
+        return self._state.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples that all ranks have consumed."""
+        return self._state.global_samples
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped because gradients were not finite."""
+        self._state.learn_of_skip()
+        return self._state.skipped_steps
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples of one rank in one micro-step."""
+        return self._state.batches.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-steps of one update."""
+        return self._state.batches.accumulation
+
+    def train_batch_size(self) -> int:
+        """Return the samples of all ranks in one update."""
+        return self._state.batches.train
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples of one update by changing its micro-steps alone.
+
+        Raises:
+            UsageError: not a multiple of the samples of one micro-step on all ranks, or called in
+                the middle of an update.
+        """
+        batches = self._state.batches.with_train(train_batch_size)
+        if any(one.name == "dynamic_batching" for one in self._state.listeners):
+            raise UsageError(
+                "set_train_batch_size: dynamic_batching makes packs for the train_batch_size of the"
+                " configuration; change it there, and initialize again"
+            )
+        if self._state.is_inside_accumulation or self._state.backwards:
+            raise UsageError("set_train_batch_size was called inside an accumulation; step first")
+        self._state.batches = batches
+        self._state.begin_accumulation()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the current micro-step ends in an update.
+
+        If the caller owns the boundary (`managed_gradient_accumulation` false), that is true
+        only while `step` makes the update: it is not known before.
+        """
+        return self._state.is_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Set whether the next backwards and `step` end an update; None counts again.
+
+        Raises:
+            UsageError: `managed_gradient_accumulation` is false: every `step` is an update.
+        """
+        if not self._state.batches.managed:
+            raise UsageError(
+                "set_gradient_accumulation_boundary was called, but managed_gradient_accumulation"
+                " is false: every engine.step() is an update. Leave one of the two out."
+            )
+        self._state.boundary = is_boundary
+
+    # ---- results of the last update --------------------------------------------------------------
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the L2 norm of the last update's gradients before clipping.
+
+        None before the first update, and if `compute_grad_norm` is false; infinity if the
+        update was skipped because they overflowed.
+        """
+        self._state.learn_of_skip()
+        return self._state.last.norm
+
+    @property
+    def clip_coefficient(self) -> float:
+        """The factor that clipped the last update's gradients; 1.0 if they were not clipped."""
+        self._state.learn_of_skip()
+        return self._state.last.clip
+
+    @property
+    def overflow(self) -> bool:
+        """True if the last update was skipped because gradients were not finite."""
+        self._state.learn_of_skip()
+        return self._state.last.overflow
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in backward (1.0 if nothing is fp16)."""
+        return self._state.scale.scale
+
+    @property
+    def gradient_factor(self) -> float:
+        """The factor in the gradients that wait for an update."""
+        return self._state.gradient_factor
+
+    def get_lr(self) -> list[float]:
+        """Return the current learning rate of each param group."""
+        return [float(rate) for rate in options_of(self._state.optimizer).rates]
+
+    def get_mom(self) -> list[Any]:
+        """Return the current betas, or momentum, of each param group; 0.0 if it has neither."""
+        return list(options_of(self._state.optimizer).momenta)
+
+    def wall_clock_times(self) -> dict[str, float]:
+        """Return the last update's milliseconds on this rank; {} without `wall_clock_breakdown`.
+
+        An accelerator times its own work, without a wait: these are the times of the last update
+        that it has finished.
+
+        `forward` and `backward` are summed over the micro-steps; `backward` is `backward_inner`
+        plus `backward_allreduce`, the work on and the wait for reductions; `step` is the update.
+        """
+        return dict(self._parts.clocks.last)
+
+    def state_nbytes(self) -> dict[str, int]:
+        """Return the bytes of this rank's model states by kind, on the device and on the host.
+
+        Optimizer state counts once it exists. State on a disk is not counted.
+        """
+        found = {"weights": 0, "masters": 0, "gradients": 0, "optimizer state": 0}
+        for bucket in self._parts.runtime.buckets:
+            partition, precision = bucket.partition, bucket.precision
+            start, stop = bucket.span
+            numel = {False: bucket.layout.numel, True: stop - start}
+            found["weights"] += numel[partition.weights] * precision.compute.itemsize
+            if bucket.trainable:
+                found["gradients"] += numel[partition.gradients] * precision.accumulate.itemsize
+                if precision.keeps_master:
+                    found["masters"] += numel[True] * precision.master.itemsize
+        optimizer = self._state.optimizer
+        for state in optimizer.state.values() if optimizer else ():
+            values = state.values()
+            found["optimizer state"] += sum(v.nbytes for v in values if isinstance(v, Tensor))
+        return found
+
+    @property
+    def monitor(self) -> Monitor:
+        """The monitors of the configuration, for a program's own scalars.
+
+        `engine.monitor.write_events([("Eval/loss", loss, engine.global_samples)])` writes them;
+        `enabled` is true if any monitor is on. Ranks other than 0 write nothing.
+        """
+        return self._parts.monitor
+
+    # ---- who takes part --------------------------------------------------------------------------
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks in which this one does each kind of shared work."""
+        return self._parts.topology

@@ -13,7 +13,7 @@ from hadal.comm.collectives import broadcast_, gather_codes, gather_objects, sum
 from hadal.data.loader import RepeatingLoader
 from hadal.engine.casting import Casting, cast_floats
 from hadal.engine.engine import Engine
-from hadal.engine.parts import Parts
+from hadal.engine.state import Parts
 from hadal.errors import (
     ChoiceError,
     CommunicationError,
@@ -53,7 +53,7 @@ class PipelineEngine(Engine):
         shared = [slices if wanted and slices.size > 1 else None for wanted in sends_slices]
         chunks = chunks_of(self.grid.pipe, names, parts.device, (shared[0], shared[1]))
         self._executor = Executor(work, chunks, keeps_layout=not module.dynamic_shape)
-        self._session.cycle.boundary = False
+        self._state.boundary = False
         self.total_loss: Tensor | None = None
         """The sum of the last batch's losses, on the last stage."""
         self.agg_train_loss: Tensor | None = None
@@ -96,7 +96,7 @@ class PipelineEngine(Engine):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return True during the last backward of an update, and in the update."""
-        return bool(self._session.cycle.boundary)
+        return bool(self._state.boundary)
 
     # ---- data ------------------------------------------------------------------------------------
 
@@ -138,19 +138,18 @@ class PipelineEngine(Engine):
             raise UsageError("train_batch() was called under torch.no_grad(); use eval_batch()")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        self._session.expect_alive()
+        self._state.expect_alive()
         self.train()
-        cycle = self._session.cycle
         steps = self._training_steps()
         losses = self._followed(steps, trains=True)
         means, self.agg_train_loss = self._mean_loss(losses)
-        cycle.losses = list(means.unbind())
-        cycle.boundary = True
+        self._state.losses = list(means.unbind())
+        self._state.boundary = True
         try:
             super().step()
         finally:
-            cycle.boundary = False
-            self._session.counters.micro_steps = 0
+            self._state.boundary = False
+            self._state.micro_steps = 0
         return self.agg_train_loss
 
     def eval_batch(
@@ -181,7 +180,7 @@ class PipelineEngine(Engine):
             raise ChoiceError(
                 f"eval_batch(reduce_output={reduce_output!r}) is not known; pass 'avg' or None"
             )
-        self._session.expect_alive()
+        self._state.expect_alive()
         count = num_micro_batches or self.micro_batches
         was_training, before = self.module.training, self._work.batches
         self.eval()
@@ -248,7 +247,7 @@ class PipelineEngine(Engine):
             return found
         self._executor.end()
         if trains:
-            self._session.cycle.boundary = False
+            self._state.boundary = False
             self.zero_grad()
         if isinstance(fault, DataEndedError):
             raise StopIteration(str(fault)) from None
@@ -326,7 +325,7 @@ class PipelineEngine(Engine):
 
     def run_backward(self, root: Tensor | None, loss: Tensor | None, *, is_last: bool) -> None:
         """Run a backward of this stage, for the executor."""
-        self._session.cycle.boundary = is_last
+        self._state.boundary = is_last
         if root is None:
             root = torch.zeros((), device=self.device, requires_grad=True)
         # The gradients that were received have all factors already.

@@ -1,10 +1,17 @@
-"""Updates of the weights: the checks before (norm, overflow), the step, the loss scale after it."""
+"""Updates of the weights: the checks before (norm, overflow), the step, the loss scale after it.
+
+If gradients overflowed, the device may skip an update by itself: the host would otherwise wait
+until the device has computed all gradients, and then the device would idle until its next work.
+Kernels read the flag on the device and leave masters and state unchanged; the host reads it before
+the next update, or on request.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -12,26 +19,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hadal.comm.collectives import gather_objects, sum_
+from hadal.comm.collectives import gather_codes, gather_objects, sum_
 from hadal.comm.interrupts import in_step
 from hadal.device import HostCopy, is_host_memory, read_on_host, start_reading
 from hadal.engine.listeners import MeanGradients, options_of
-from hadal.engine.nonfinite import SkippedInARow, sources_of, warn_of_nonfinite
-from hadal.engine.parts import Finding, Parts, Training
-from hadal.engine.session import Session
-from hadal.engine.undecided import Undecided, decides_on_device, step_schedule
+from hadal.engine.state import GradientCheck, Parts, PendingUpdate, State, Training
+from hadal.engine.training import expect_training
+from hadal.errors import NonFiniteError
 from hadal.listener import Options, Update
 from hadal.optim.loss_scale import ScaleRule, ScaleState, next_scale
 from hadal.optim.norm import (
     RowNorms,
     clip_on_device,
     device_of_sum,
+    first_nonfinite_weight,
     first_overflow,
     first_row_overflow,
     global_norm,
     has_overflow,
     sum_of_squares,
 )
+from hadal.optim.schedules import SAMPLES, needs_metric, required_arguments, restorer
 from hadal.optim.step import FlatStepper
 
 _log = logging.getLogger(__name__)
@@ -58,7 +66,7 @@ def part_of_norm(parts: Parts) -> Callable[[], Tensor] | None:
 
 def measure(
     parts: Parts, scale: float, *, later: bool = False, total: Tensor | None = None
-) -> Finding:
+) -> GradientCheck:
     """Compute norm and overflow of the mean gradients of a loss that was multiplied by `scale`.
 
     All ranks must call it together, and get the same. On an accelerator the host waits only to
@@ -82,24 +90,24 @@ def measure(
         if bool(read_on_host(overflowed, "whether gradients overflowed")):
             # NaN means the same as infinity here, and callers look for infinity.
             infinite = None if norm is None else math.inf
-            return Finding(infinite, overflow=True, culprit=_culprit(parts))
+            return GradientCheck(infinite, overflow=True, culprit=_culprit(parts))
         overflowed = None
     if norm is None:
-        return Finding(overflowed=overflowed)
+        return GradientCheck(overflowed=overflowed)
     if is_host_memory(norm.device):
-        return Finding(float(norm), limit)
+        return GradientCheck(float(norm), limit)
     clip = clip_on_device(norm, limit) if limit else None
-    return Finding(start_reading(norm, _NORM), limit, clip, overflowed, rows)
+    return GradientCheck(start_reading(norm, _NORM), limit, clip, overflowed, rows)
 
 
-def late_finding(found: Finding, parts: Parts) -> Finding:
-    """Return the finding of an update that the device skipped. All ranks must call it together."""
+def late_check(found: GradientCheck, parts: Parts) -> GradientCheck:
+    """Return the check of an update that the device skipped. All ranks must call it together."""
     names = [name for name, _ in parts.model.named_parameters()]
     if found.rows is None:
-        return Finding(overflow=True, culprit="a parameter")  # no norm is computed
+        return GradientCheck(overflow=True, culprit="a parameter")  # no norm is computed
     culprit = first_row_overflow(found.rows, names, parts.ranks)
     near = None if culprit is None else f"{culprit} (or of another parameter in its bucket)"
-    return Finding(math.inf, overflow=True, culprit=near)
+    return GradientCheck(math.inf, overflow=True, culprit=near)
 
 
 def _culprit(parts: Parts) -> str | None:
@@ -111,7 +119,7 @@ def _culprit(parts: Parts) -> str | None:
     return culprit
 
 
-def moved_scale(before: ScaleState, found: Finding, number: int, parts: Parts) -> ScaleState:
+def moved_scale(before: ScaleState, found: GradientCheck, number: int, parts: Parts) -> ScaleState:
     """Return the loss scale after update `number` (from 0). Log an overflow, at the floor too.
 
     Raises:
@@ -144,7 +152,7 @@ def _sum_tied(parts: Parts) -> None:
         sum_(one.mean, tie.ranks, f"the sum of the gradients of {tie.key} over stages")
 
 
-def _reason_of(found: Finding) -> str:
+def _reason_of(found: GradientCheck) -> str:
     if found.is_asked:
         return "the program asked for it"
     if found.culprit:
@@ -152,12 +160,99 @@ def _reason_of(found: Finding) -> str:
     return "all gradients are finite, but their norm is not"
 
 
+def _decides_on_device(parts: Parts, training: Training) -> bool:
+    """Return whether the device may decide about the next update, with the host's bits."""
+    if not parts.skip_overflow or parts.scale_rule.dynamic:
+        return False
+    stepper, schedule = training.stepper, training.schedule
+    if schedule is not None and not hasattr(schedule, "load_state_dict"):
+        return False
+    return isinstance(stepper, FlatStepper) and stepper.may_skip_on_device
+
+
+def step_schedule(
+    training: Training, samples: int, arguments: Mapping[str, Any]
+) -> Callable[[], None]:
+    """Step the schedule, if there is one without a metric; return its undo.
+
+    Without `arguments`, a schedule that counts samples (`SAMPLES`) gets those of the update.
+    """
+    schedule = training.schedule
+    if schedule is None or needs_metric(schedule):
+        return lambda: None
+    groups = training.optimizer.param_groups
+    restore = restorer(schedule, schedule.state_dict())
+    options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    if not arguments and required_arguments(schedule) == (SAMPLES,):
+        arguments = {SAMPLES: samples}
+    schedule.step(**arguments)
+
+    def undo() -> None:
+        restore()
+        for group, before in zip(groups, options, strict=False):  # groups may have been added
+            group.update(before)
+
+    return undo
+
+
+def _sources_of(losses: Sequence[Tensor], parts: Parts) -> str:
+    """Return which losses and which weight are not finite either, as the end of a sentence.
+
+    All ranks must call it together. Weights are searched unless all losses are known to be finite.
+    """
+    ranks = parts.ranks
+    values = [float(read_on_host(loss.reshape(()), "the loss")) for loss in losses]
+    codes = gather_codes(-1 if not values else int(not all(map(math.isfinite, values))), ranks)
+    found = [str(rank) for rank, code in enumerate(codes) if code > 0]
+    sources = [f"the loss on rank {', '.join(found)}"] if found else []
+    if any(codes):
+        names = [name for name, _ in parts.model.named_parameters()]
+        weight = first_nonfinite_weight(parts.runtime.buckets, names, ranks)
+        sources += [] if weight is None else [f"the weight {weight}"]
+    return "".join(f", nor is {source}" for source in sources)
+
+
+class SkippedInARow:
+    """Count of updates skipped in a row; too many are an error.
+
+    An overflow that lowers the loss scale does not count: fp16 training begins with some of them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """Set the number that is an error; 0 allows any number."""
+        self._limit = limit
+        self._reasons: list[str] = []
+
+    def clear(self) -> None:
+        """Restart: an update was not skipped."""
+        self._reasons.clear()
+
+    def add(self, number: int, reason: str) -> None:
+        """Count a skipped update `number`.
+
+        Raises:
+            NonFiniteError: it is one too many.
+        """
+        self._reasons.append(reason)
+        count = len(self._reasons)
+        if not self._limit or count < self._limit:
+            return
+        seen = Counter(self._reasons).most_common()
+        self.clear()
+        listed = "".join(f"\n  {many} times: {why}" for why, many in seen)
+        raise NonFiniteError(
+            f"the last {count} updates were skipped, the last one is update {number}; nothing is"
+            f" being trained.{listed}\nLook for NaN in the data and in the weights, or lower the"
+            " learning rate. max_skipped_updates changes how many are allowed (0: any number)"
+        )
+
+
 class Updates:
     """Maker of an engine's updates, which learns later which ones the device has skipped."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._skipped = SkippedInARow(session.parts.config.max_skipped_updates)
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._skipped = SkippedInARow(state.parts.config.max_skipped_updates)
         self._has_warned = False
 
     @torch.no_grad()
@@ -171,7 +266,7 @@ class Updates:
         if options is not None:
             update = self._record(samples, options)
             # A listener may end the program on all ranks: that cuts no exchange short.
-            for listener in self._session.listeners:
+            for listener in self._state.listeners:
                 listener.after_update(update)
 
     @in_step
@@ -179,85 +274,89 @@ class Updates:
         self, samples: int, metric: float | None, arguments: Mapping[str, Any]
     ) -> Options | None:
         """Make the update. Return the options before the schedule's step, for listeners."""
-        session, parts, cycle = self._session, self._session.parts, self._session.cycle
-        training, counters = session.expect_training(), session.counters
+        state, parts = self._state, self._state.parts
+        training = expect_training(state)
         self._tell_skipped()
         self._look_back()
         total = parts.runtime.reduce_all(part_of_norm(parts))
         _sum_tied(parts)
-        for listener in session.listeners:
+        for listener in state.listeners:
             listener.before_update(MeanGradients(parts.model, parts.runtime))
-        options = options_of(training.optimizer) if session.listeners else None
+        options = options_of(training.optimizer) if state.listeners else None
         parts.runtime.check_sanity(overflow_is_handled=parts.skip_overflow)
         stepper = training.stepper
         looks = isinstance(stepper, FlatStepper) and stepper.steps_in_blocks
         parts.runtime.reshard_all(update_looks=looks)
-        factor, cycle.factor = session.gradient_factor, None
-        cycle.last = found = self._measured(training, factor, total)
+        factor, state.factor = state.gradient_factor, None
+        state.last = found = self._measured(training, factor, total)
         if self._is_unwanted(found.measured):
-            self._warn(counters.global_steps, _culprit(parts))
+            self._warn(state.global_steps, _culprit(parts))
         if found.overflow:
-            counters.skipped_steps += 1
+            state.skipped_steps += 1
         else:
             self._step_weights(training, found, factor)
             undo = step_schedule(training, samples, arguments)
             if found.overflowed is not None:
                 flag = start_reading(found.overflowed, "whether the last gradients overflowed")
-                session.undecided = Undecided(
-                    counters.global_steps, found, flag, undo, cycle.losses
-                )
+                state.pending = PendingUpdate(state.global_steps, found, flag, undo, state.losses)
         if metric is not None:
             training.schedule.step(fmean(gather_objects(metric, parts.world)))
             options = options and options_of(training.optimizer)  # that is not taken back
         parts.runtime.clear_gradients()
-        counters.global_steps += 1
-        counters.global_samples += samples
+        state.global_steps += 1
+        state.global_samples += samples
         self._move_scale(found)
         return options
 
-    def _measured(self, training: Training, factor: float, total: Tensor | None) -> Finding:
-        parts, cycle = self._session.parts, self._session.cycle
-        is_unwanted, cycle.skips_next = cycle.skips_next, False
-        later = not is_unwanted and decides_on_device(parts, training)
+    def _measured(self, training: Training, factor: float, total: Tensor | None) -> GradientCheck:
+        state, parts = self._state, self._state.parts
+        is_unwanted, state.skips_next = state.skips_next, False
+        later = not is_unwanted and _decides_on_device(parts, training)
         found = measure(parts, factor, later=later, total=total)
         if found.overflow:
-            return replace(found, sources=sources_of(cycle.losses, parts))
+            return replace(found, sources=_sources_of(state.losses, parts))
         return replace(found, overflow=True, is_asked=True) if is_unwanted else found
 
     def _tell_skipped(self) -> None:
         """Report that the device has skipped the last update. All ranks must call it together."""
-        session = self._session
-        session.learn_of_skip()
-        skipped, session.skipped = session.skipped, None
-        if not session.cycle.last.overflow:
+        state = self._state
+        state.learn_of_skip()
+        skipped, state.skipped = state.skipped, None
+        if not state.last.overflow:
             self._skipped.clear()
         if skipped is not None:
-            found = late_finding(skipped.found, session.parts)
-            found = replace(found, sources=sources_of(skipped.losses, session.parts))
-            session.scale = moved_scale(session.scale, found, skipped.number, session.parts)
+            found = late_check(skipped.check, state.parts)
+            found = replace(found, sources=_sources_of(skipped.losses, state.parts))
+            state.scale = moved_scale(state.scale, found, skipped.number, state.parts)
             self._skipped.add(skipped.number, _reason_of(found))
 
     def _is_unwanted(self, norm: float | HostCopy | None) -> bool:
         """Return whether a norm is not finite and no warning was logged yet."""
-        if self._session.parts.skip_overflow or self._has_warned or norm is None:
+        if self._state.parts.skip_overflow or self._has_warned or norm is None:
             return False
         return isinstance(norm, float) and not math.isfinite(norm)
 
     def _look_back(self) -> None:
         """Warn of the last update, if its norm has arrived from the device since."""
-        session, last = self._session, self._session.cycle.last
+        state, last = self._state, self._state.last
         if isinstance(last.measured, HostCopy) and self._is_unwanted(last.norm):
-            self._warn(session.counters.global_steps - 1, late_finding(last, session.parts).culprit)
+            self._warn(state.global_steps - 1, late_check(last, state.parts).culprit)
 
     def _warn(self, number: int, culprit: str | None) -> None:
         self._has_warned = True
-        parts = self._session.parts
-        sources = sources_of(self._session.cycle.losses, parts)
+        parts = self._state.parts
+        sources = _sources_of(self._state.losses, parts)
         if parts.ranks.rank == 0:
-            warn_of_nonfinite(number, culprit, sources)
+            _log.warning(
+                "update %d: %s is not finite%s. This training does not skip such updates, so"
+                " weights become NaN; this is logged once",
+                number,
+                "their norm" if culprit is None else f"the gradient of {culprit}",
+                sources,
+            )
 
-    def _step_weights(self, training: Training, found: Finding, factor: float) -> None:
-        runtime = self._session.parts.runtime
+    def _step_weights(self, training: Training, found: GradientCheck, factor: float) -> None:
+        runtime = self._state.parts.runtime
         try:
             training.stepper.expect_same_groups()
             with runtime.holding_frozen():
@@ -265,37 +364,37 @@ class Updates:
                 if found.overflowed is None:
                     training.stepper.step(multiplier)
                 else:
-                    assert isinstance(training.stepper, FlatStepper)  # `decides_on_device`
+                    assert isinstance(training.stepper, FlatStepper)  # `_decides_on_device`
                     training.stepper.step(multiplier, found.overflowed)
         except BaseException:
             # The next update must not start with gradients that this one could not use.
             runtime.clear_gradients()
             raise
 
-    def _move_scale(self, found: Finding) -> None:
-        session, before = self._session, self._session.scale.scale
-        number = session.counters.global_steps - 1
-        session.scale = moved_scale(session.scale, found, number, session.parts)
-        if found.overflow and not found.is_asked and session.scale.scale == before:
+    def _move_scale(self, found: GradientCheck) -> None:
+        state, before = self._state, self._state.scale.scale
+        number = state.global_steps - 1
+        state.scale = moved_scale(state.scale, found, number, state.parts)
+        if found.overflow and not found.is_asked and state.scale.scale == before:
             self._skipped.add(number, _reason_of(found))
-        if session.scale.scale != before:
-            session.parts.runtime.rescale_residuals(session.scale.scale / before)
+        if state.scale.scale != before:
+            state.parts.runtime.rescale_residuals(state.scale.scale / before)
 
     def _record(self, samples: int, before: Options) -> Update:
         """Return the finished update as listeners see it."""
-        session, cycle, undecided = self._session, self._session.cycle, self._session.undecided
-        options = options_of(session.optimizer)
+        state, pending = self._state, self._state.pending
+        options = options_of(state.optimizer)
         return Update(
-            number=session.counters.global_steps,
+            number=state.global_steps,
             samples=samples,
-            total_samples=session.counters.global_samples,
-            micro_steps=cycle.collected,
-            losses=tuple(cycle.losses),
-            scale=session.scale.scale,
-            measured=cycle.last.measured,
-            overflowed=cycle.last.overflow if undecided is None else undecided.overflowed,
+            total_samples=state.global_samples,
+            micro_steps=state.collected,
+            losses=tuple(state.losses),
+            scale=state.scale.scale,
+            measured=state.last.measured,
+            overflowed=state.last.overflow if pending is None else pending.overflowed,
             options=options,
-            options_if_skipped=options if undecided is None else before,
-            skipped_before=session.counters.skipped_steps - cycle.last.overflow,
-            clocked=session.parts.clocks.lap,
+            options_if_skipped=options if pending is None else before,
+            skipped_before=state.skipped_steps - state.last.overflow,
+            clocked=state.parts.clocks.lap,
         )

@@ -303,7 +303,7 @@ def test_a_model_of_transformers(stage: int) -> None:
             found.append(loss.item())
         switch_on(model)
         if section is not None:
-            engine._session.listeners._all[0]._is_checked = False
+            engine._state.listeners._all[0]._is_checked = False
             with pytest.raises(UsageError, match="would be recomputed twice: gradient_checkp"):
                 engine(input_ids=tokens, labels=tokens)
         engine.destroy()

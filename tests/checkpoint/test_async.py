@@ -110,7 +110,7 @@ def fail_meanwhile(folder: str, waits: bool) -> None:
                 engine.wait_for_checkpoint()
             engine.wait_for_checkpoint()  # it is told once
         else:
-            engine._checkpoints._saver._join()  # so that the disk is whole again for the next one
+            engine._state.saver._join()  # so that the disk is whole again for the next one
     assert len(errors) == 1 and re.search(TOLD, errors[0])
     assert Path(folder, "latest").read_text() == "good"
     comm.barrier()

@@ -21,7 +21,7 @@ from checkpoint.listing import home_of
 from hadal import comm
 from hadal.checkpoint import direct, loading
 from hadal.checkpoint.stored import StoredSource
-from hadal.engine import moving
+from hadal.engine import state_offload
 from hadal.errors import CheckpointError, MismatchError
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -139,12 +139,12 @@ def take_over(stage: int, name: str, folder: str) -> None:
     held = {t.data_ptr() for state in again.optimizer.state.values() for t in tensors_in(state)}
     assert held, "the optimizer remembers something"
     assert held <= {tensor.data_ptr() for tensor in given}
-    plain, moving.is_host_memory = moving.is_host_memory, lambda device: False
+    plain, state_offload.is_host_memory = state_offload.is_host_memory, lambda device: False
     try:
         again.offload_states()
         again.reload_states()
     finally:
-        moving.is_host_memory = plain
+        state_offload.is_host_memory = plain
     assert torch.equal(torch.stack(train(again, SECOND)), torch.stack(losses))
     assert_equal(again.state_dict(), whole)
     again.destroy()

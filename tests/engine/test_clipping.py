@@ -57,12 +57,12 @@ def clip_as_well() -> Any:
     told: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hadal.engine.clipping").addHandler(listener)
+    logging.getLogger("hadal.engine.training").addHandler(listener)
     for step in range(2):
         backward(engine, step)
         clip_grad_norm_(engine.parameters(), 0.1)
         engine.step()
-    logging.getLogger("hadal.engine.clipping").removeHandler(listener)
+    logging.getLogger("hadal.engine.training").removeHandler(listener)
     found = engine.state_dict()
     engine.destroy()
     plain = engine_of(2, gradient_clipping=0.1)

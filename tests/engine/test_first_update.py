@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.logs import logged
 from engine.toys import ROWS, engine_of, loss_of, model_of, train
-from hadal.engine.first_update import batch_size
+from hadal.engine.mistakes import batch_size
 from hadal.errors import UsageError
 
 
@@ -28,7 +28,7 @@ def told_of_batches(sizes: list[int], training: bool = True) -> list[str]:
             loss = loss_of(engine(torch.ones(size, 6)), torch.ones(size, 4))
             engine.backward(loss)
             engine.step()
-    assert all(listener.name != "_first_update" for listener in engine._session.listeners)
+    assert all(listener.name != "_first_update" for listener in engine._state.listeners)
     engine.destroy()
     return messages
 

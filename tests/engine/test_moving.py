@@ -12,12 +12,12 @@ from ranks import RankPools
 
 import hadal
 from hadal import utils
-from hadal.engine import moving
+from hadal.engine import state_offload
 from hadal.errors import UsageError
 
 from .toys import assert_equal, batch_of, engine_of, loss_of, model_of, train
 
-STATES = [state.value for state in moving.State]
+STATES = [state.value for state in state_offload.MovableState]
 
 
 def held_nbytes(engine: Any) -> int:
@@ -35,7 +35,7 @@ def held_nbytes(engine: Any) -> int:
 
 
 def move_and_go_on(stage: int, dtype: str, optimizer: str, includes: Sequence[Any]) -> None:
-    plain, moving.is_host_memory = moving.is_host_memory, lambda device: False
+    plain, state_offload.is_host_memory = state_offload.is_host_memory, lambda device: False
     changes = {
         "optimizer": {"type": optimizer, "params": {"lr": 0.01}},
         **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
@@ -66,7 +66,7 @@ def move_and_go_on(stage: int, dtype: str, optimizer: str, includes: Sequence[An
         found = engine.state_dict()
         engine.destroy()
     finally:
-        moving.is_host_memory = plain
+        state_offload.is_host_memory = plain
     untouched = engine_of(stage, **changes)
     train(untouched, range(2 * len(includes) + 2))
     assert_equal(found, untouched.state_dict())
@@ -83,7 +83,7 @@ def test_states_leave_the_device_and_come_back(stage: int, ranks: RankPools) -> 
 
 def move_beside_the_device(stage: int) -> None:
     """Nobody waits on the host, twice, and each copy is waited for by who needs it."""
-    plain, moving.is_host_memory = moving.is_host_memory, lambda device: False
+    plain, state_offload.is_host_memory = state_offload.is_host_memory, lambda device: False
     changes = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
     try:
         with late.device():
@@ -101,15 +101,15 @@ def move_beside_the_device(stage: int) -> None:
                 engine.reload_states(non_blocking=number < 2)
                 assert (late.waits["host"] == waits) == (number < 2)
                 assert held_nbytes(engine) == before
-            assert len(host) == len(engine._moving._host_memory)  # taken once
+            assert len(host) == len(engine._state.host_memory)  # taken once
             train(engine, range(6, 8))
             found = engine.state_dict()
             engine.offload_states(["optim_states"])
             assert all(one.event.is_over for one in moved(engine)) and moved(engine)
             engine.destroy()
-            assert not engine._moving._host_memory
+            assert not engine._state.host_memory
     finally:
-        moving.is_host_memory = plain
+        state_offload.is_host_memory = plain
     untouched = engine_of(stage, **changes)
     train(untouched, range(8))
     assert_equal(found, untouched.state_dict())
@@ -117,7 +117,7 @@ def move_beside_the_device(stage: int) -> None:
 
 
 def moved(engine: Any) -> list[Any]:
-    return list(engine._moving._moved)
+    return list(engine._state.moved)
 
 
 @pytest.mark.fast_cells("3")

@@ -12,7 +12,7 @@ from ranks import RankPools
 from engine.test_report import Ears
 from engine.toys import batch_of, engine_of, loss_of
 from hadal import comm
-from hadal.engine.nonfinite import SkippedInARow
+from hadal.engine.update import SkippedInARow
 from hadal.errors import NonFiniteError
 from hadal.zero import GatheredParameters
 

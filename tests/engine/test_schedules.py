@@ -29,7 +29,7 @@ from engine.toys import (
 from hadal import comm
 from hadal.cli.explain import _notes
 from hadal.config import load_config
-from hadal.engine.undecided import step_schedule
+from hadal.engine.update import step_schedule
 from hadal.errors import OptimizerError, UsageError
 from hadal.optim.schedules import OneCycle
 from hadal.plugins.pipeline import PipelineModule

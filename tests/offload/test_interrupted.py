@@ -229,7 +229,7 @@ def raise_inside(path: str, fails: str) -> None:
     engine, *_ = hadal.initialize(model=model_of(), config=config)
     train(engine, 2)
     before = state_of(engine)
-    stepper, optimizer = engine._session.training.stepper, engine.optimizer
+    stepper, optimizer = engine.stepper, engine.optimizer
     bucket = engine._parts.runtime.gradients[0].bucket
     plain, has_run = Stored.present, []
 

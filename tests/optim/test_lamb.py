@@ -105,7 +105,7 @@ def step_engine(stage: int, precision: str, options: dict[str, Any]) -> None:
     optimizer = Lamb(grouped(list(model.leaves)), **{"lr": 0.02, **options})
     changes = WIDE if precision == "bf16" else {}
     engine = engine_of(stage, model, {"optimizer": optimizer}, optimizer=None, **changes)
-    assert type(engine._session.training.stepper) is LambStepper
+    assert type(engine.stepper) is LambStepper
     for update in range(UPDATES):
         for one, mean in zip(references, mean_gradients(SHAPES, update), strict=True):
             one.step(mean)

@@ -122,7 +122,7 @@ def train_engine(stage: int, precision: str, options: dict[str, Any]) -> Any:
     references = references_of(model, options)
     section = {"type": "muon", "params": json_of(options)}
     engine = engine_of(stage, model, optimizer=section, **(WIDE if precision == "bf16" else {}))
-    assert type(engine._session.training.stepper) is MuonStepper
+    assert type(engine.stepper) is MuonStepper
     shapes = list(SHAPES.values())
     for update in range(UPDATES):
         means = mean_gradients(shapes, update)

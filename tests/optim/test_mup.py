@@ -70,7 +70,7 @@ def train_as_torch_does(kind: str, stage: int) -> None:
         assert type(expected) is KINDS[kind]
         assert len({group["lr"] for group in expected.param_groups}) > 1
         engine = engine_of(stage, model, optimizer={"type": kind.lower(), "params": params})
-    assert type(engine._session.training.stepper) is FlatStepper
+    assert type(engine.stepper) is FlatStepper
     rates = [group["lr"] for group in expected.param_groups]
     assert [group["lr"] for group in engine.optimizer.param_groups] == rates
     for update in range(3):

@@ -72,7 +72,7 @@ def train_both(
         expected.step()
         engine.backward(engine(given_gradients(shapes, step, comm.get_rank())))
         engine.step()
-    stepper = engine._session.training.stepper
+    stepper = engine.stepper
     engine.destroy()
     pairs = zip(model.leaves, plain.leaves, strict=True)
     return stepper, [(found.detach(), leaf.detach()) for found, leaf in pairs]

@@ -1,4 +1,4 @@
-"""Backward that the caller starts on a tensor, `loss.backward()`, instead of the engine's.
+"""A backward that the caller starts, `loss.backward()`, instead of `engine.backward(loss)`.
 
 It begins with the first gradient that reaches a trained parameter, and ends with torch's backward.
 """
@@ -12,7 +12,7 @@ from hadal.device import at_end_of_backward, is_in_backward, is_in_node
 from hadal.zero.runtime import ZeroRuntime
 
 
-class DirectBackward:
+class LossBackward:
     """Detector of such backwards; each runs inside the context `around`."""
 
     def __init__(
