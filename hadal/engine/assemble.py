@@ -21,11 +21,10 @@ from hadal.comm.start import env_elasticity, memory_is_tuned
 from hadal.config import Config, load_config, log_notes
 from hadal.data.loader import ShardedLoader
 from hadal.device import current_device, give_back_freed_memory, keep_freed_memory
-from hadal.engine.adopt import Adopter
+from hadal.engine.apply import LaterGroups, ShardedModel
 from hadal.engine.arguments import asks_for_stages, choose_config, with_schedule
 from hadal.engine.checks import (
     check_accelerate,
-    check_birth,
     check_model,
     check_parameters,
     check_places,
@@ -42,18 +41,10 @@ from hadal.engine.compressing import check_scores, prepare_model
 from hadal.engine.engine import Engine
 from hadal.engine.experts import distribute_experts, make_groups_of_experts
 from hadal.engine.features import LISTENERS, opened_monitor, setting_of
-from hadal.engine.later_groups import LaterGroups
 from hadal.engine.log import hush, open_log
-from hadal.engine.policies import (
-    batch_sizes_of,
-    divergence_of,
-    limits_of,
-    reduction_of,
-    saving_of,
-)
+from hadal.engine.policies import batch_sizes_of, saving_of
 from hadal.engine.precision import (
     casting_of,
-    precisions_of,
     scale_rule_of,
     skips_overflow,
     warn_16bit_weights,
@@ -83,15 +74,11 @@ from hadal.engine.wishes import (
     scaled_by_batch,
     seed_of_program,
 )
-from hadal.errors import OffloadError
+from hadal.errors import OffloadError, UsageError
 from hadal.optim.build import build_stepper
 from hadal.optim.exchanging import ExchangingStepper
 from hadal.plugins.monitor.opening import expect_packages
-from hadal.zero import access, init, place
-from hadal.zero.hooks import Hooks
-from hadal.zero.policy import Precision
-from hadal.zero.runtime import ZeroRuntime
-from hadal.zero.sanity import Sanity
+from hadal.zero import init, place
 
 if TYPE_CHECKING:
     from hadal.engine.pipeline import PipelineEngine
@@ -227,7 +214,6 @@ class _Admitted:
     is_chosen: bool
     """True if the caller or the configuration named the optimizer; else it is the default one."""
     groups: list[list[nn.Parameter]]
-    precisions: Callable[[nn.Parameter], Precision]
 
 
 def _admit(
@@ -239,6 +225,8 @@ def _admit(
     engine_type: type[Engine],
 ) -> _Admitted:
     check_model(model)
+    if isinstance(model, Engine):
+        raise UsageError("initialize got an engine; pass the module, engine.module")
     assert model is not None
     check_accelerate(ranks, current_device())
     init.show_as_given(model.named_parameters())
@@ -269,7 +257,6 @@ def _admit(
     is_chosen = wishes.optimizer is not None or config.optimizer is not None
     groups = members_of_groups(model, optimizer, ranks)
     check_scores(model, groups)
-    precisions = precisions_of(config, model, current_device())
     if config.sparse_attention is not None:
         from hadal.plugins.sparse_attention import give_pattern  # for this alone
 
@@ -282,7 +269,7 @@ def _admit(
         warn_of_one_thread(config, current_device())
         expect_packages(config)
         log_recomputed(config, recomputed)
-    return _Admitted(model, config, optimizer, is_chosen, groups, precisions)
+    return _Admitted(model, config, optimizer, is_chosen, groups)
 
 
 def _assemble(
@@ -302,22 +289,19 @@ def _assemble(
     with raised_on_all(world, "initialize"):
         # Parts of a model may differ; each is compared among its own ranks.
         check_same(model, groups, _described(admitted, wishes), ranks)
-    adopter = Adopter(model, config, topology.sharing, device)
+    sharded = ShardedModel(model, config, topology, device)
     with raised_on_all(world, "initialize", OffloadError):
-        sharing_of = adopter.treatments.sharing_of
-        check_birth(model.named_parameters(), sharing_of, config.zero_optimization)
-        adopter.offloading.open_disks()
+        group_of = {p: number for number, members in enumerate(groups) for p in members}
+        sharded.make_plan(group_of)
     with _among_parts(topology, world):
-        runtime = _build_runtime(admitted, adopter, ranks)
-    access.watch_apply()
+        sharded.apply_plan()
+    runtime = sharded.runtime
     if setting.clocks.reducing is not None:
         runtime.reducing = setting.clocks.reducing
     readers = topology.data_parallel
     seed = seed_of_program(world) if engine_type.seeds_data else 0
     loading = make_loading(wishes, config, readers, seed, listeners)
     loader = make_loader(wishes, loading, world, shuffle=not is_in_stages(model))
-    hooks = Hooks(model, runtime)
-    hooks.watch_refreshes(adopter.uses())
 
     def make_training() -> Training:
         assert optimizer is not None  # there are gradients, so there is something to train
@@ -328,7 +312,7 @@ def _assemble(
         if isinstance(stepper, ExchangingStepper):
             runtime.exchange = stepper
         schedule = make_schedule(wishes, config, optimizer, admitted.is_chosen, loader)
-        LaterGroups(model, runtime, hooks, optimizer, stepper, adopter)
+        LaterGroups(sharded, optimizer, stepper)
         return Training(optimizer, scaled_by_batch(schedule, optimizer, listeners), stepper)
 
     training = None
@@ -342,7 +326,7 @@ def _assemble(
             model=model,
             topology=topology,
             runtime=runtime,
-            hooks=hooks,
+            hooks=sharded.hooks,
             training=training,
             make_training=make_training,
             casting=casting_of(config, device),
@@ -360,7 +344,7 @@ def _assemble(
             world=world,
             saving=saving_of(config),
             holds_collector=config.disable_python_gc,
-            offloading=adopter.offloading,
+            sharded=sharded,
             config=config,
         )
     )
@@ -414,17 +398,3 @@ def _described(admitted: _Admitted, wishes: Wishes) -> dict[str, Any]:
         "training_data": type(wishes.training_data).__name__,
         "the samples of training_data": count_samples(wishes.training_data),
     }
-
-
-def _build_runtime(admitted: _Admitted, adopter: Adopter, ranks: Ranks) -> ZeroRuntime:
-    config = admitted.config
-    group_of = {p: number for number, members in enumerate(admitted.groups) for p in members}
-    buckets = adopter.buckets(group_of, admitted.precisions)
-    reduction = reduction_of(config, config.sequence_parallel_size)
-    limits = limits_of(config, adopter.sharing.shards.size)
-    divergence = divergence_of(config)
-    sanity = Sanity(ranks) if config.zero_optimization.enable_sanity_checks else None
-    runtime = ZeroRuntime(adopter.uses(), buckets, ranks, limits, reduction, divergence, sanity)
-    adopter.spread_the_rest()
-    adopter.register(runtime, buckets)
-    return runtime

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hadal.engine.mistakes import used_up_graph
-from hadal.engine.newcomers import Newcomers
 from hadal.engine.state import State
 from hadal.engine.training import expect_training
 from hadal.errors import HadalError, LossError, UsageError
@@ -22,7 +21,6 @@ class Backwards:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._newcomers = Newcomers(state.parts.model, state.parts.runtime.bucket_of)
 
     def run(self, loss: Tensor, retain_graph: bool, *, divides: bool) -> None:
         """Compute gradients of a loss; `divides`: by the micro-steps of an update."""
@@ -59,7 +57,7 @@ class Backwards:
 
         def check() -> None:
             if not state.backwards:
-                self._newcomers.check(where)
+                state.parts.sharded.check_late(where)
             if scale != 1.0 and scaled is None:
                 raise UsageError(
                     f"{where} leaves out the loss scale ({scale}), without which fp16 gradients"
@@ -151,7 +149,7 @@ class Backwards:
                 " a gradient"
             )
         if not state.backwards:
-            self._newcomers.check(where)
+            state.parts.sharded.check_late(where)
         if not isinstance(loss, Tensor):
             raise LossError(
                 f"{where} expects a tensor, got {type(loss).__name__}; pass the loss itself, for"

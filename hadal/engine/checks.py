@@ -21,7 +21,6 @@ from hadal.config import Config
 from hadal.config.plain import leaves
 from hadal.config.report import written
 from hadal.config.zero_optimization import ZeroOptimization
-from hadal.engine.engine import Engine
 from hadal.errors import (
     CheckpointError,
     ConfigError,
@@ -56,8 +55,6 @@ def check_model(model: object) -> None:
         )
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be a torch.nn.Module instance, got {type(model).__name__}")
-    if isinstance(model, Engine):
-        raise UsageError("initialize got an engine; pass the module, engine.module")
 
 
 def check_accelerate(ranks: Ranks, device: torch.device) -> None:

@@ -550,7 +550,7 @@ class Engine(Checkpoints, StateOffload, nn.Module):
             runtime.release()
         finally:
             # Also if weights can no longer be read from their disk: no file is left behind.
-            self._parts.offloading.close()
+            self._parts.sharded.offloading.close()
 
     @torch.no_grad()
     def destroy(self) -> None:

@@ -15,10 +15,10 @@ from hadal.config import Config
 from hadal.config.report import written
 from hadal.engine.checks import is_in_stages
 from hadal.engine.topology import Topology, TopologyWish, with_slices
-from hadal.engine.treatments import expert_group_of
 from hadal.errors import ConfigError, Fault, NotBuiltYetError
 from hadal.zero.boxes import ATTRIBUTE, Box
 from hadal.zero.init import born_among
+from hadal.zero.sharing import holders_of
 
 if TYPE_CHECKING:
     from hadal.plugins.pipeline import PipelineModule
@@ -35,7 +35,7 @@ def make_groups_of_experts(model: nn.Module, config: Config, topology: Topology)
     Raises:
         UsageError: a number of ranks does not divide those with the same dense parameters.
     """
-    names = {expert_group_of(parameter) for parameter in model.parameters()}
+    names = {holders_of(parameter).experts for parameter in model.parameters()}
     found = (_NAME.fullmatch(name) for name in names if name is not None)
     sizes = sorted(int(match[1]) for match in found if match)
     for size in sizes:

@@ -20,12 +20,12 @@ from hadal.comm import Ranks
 from hadal.config import Config
 from hadal.data.loader import Loading, ShardedLoader
 from hadal.device import Event, HostCopy
+from hadal.engine.apply import ShardedModel
 from hadal.engine.batches import BatchSizes
 from hadal.engine.casting import Casting
 from hadal.engine.clocks import Clocks
 from hadal.engine.listeners import Listeners
 from hadal.engine.loss_backward import LossBackward
-from hadal.engine.tiers import Offloading
 from hadal.engine.topology import Topology
 from hadal.errors import UsageError
 from hadal.listener import Listener
@@ -76,7 +76,7 @@ class Parts:
     world: Ranks
     saving: Rules
     holds_collector: bool
-    offloading: Offloading
+    sharded: ShardedModel
     config: Config
 
     @property

@@ -45,6 +45,17 @@ def tiers_of(config: Config) -> Offload:
     )
 
 
+def keeps_weights_off(config: Config, device: torch.device) -> bool:
+    """Return whether weights leave the device's memory between uses."""
+    tier = tiers_of(config).weights
+    return tier is Tier.DISK or (tier is Tier.HOST and not is_host_memory(device))
+
+
+def lands_gradients(config: Config, device: torch.device) -> bool:
+    """Return whether gradients leave the device's memory for updates on the host."""
+    return tiers_of(config).optimizer is not Tier.DEVICE and not is_host_memory(device)
+
+
 def disk_steps_of(config: Config) -> DiskSteps:
     """Return how updates read and write state on the disk."""
     zero = config.zero_optimization
@@ -103,17 +114,6 @@ class Offloading:
         self._on_host = 0
         self._seen = 0
         self._summed_nbytes = 0
-
-    @property
-    def keeps_weights_off(self) -> bool:
-        """True if weights leave the device's memory between uses."""
-        tier = self._tiers.weights
-        return tier is Tier.DISK or (tier is Tier.HOST and not is_host_memory(self._device))
-
-    @property
-    def lands_gradients(self) -> bool:
-        """True if gradients leave the device's memory for updates on the host."""
-        return self._tiers.optimizer is not Tier.DEVICE and not is_host_memory(self._device)
 
     def open_disks(self) -> None:
         """Open every disk that may be needed, before ranks wait for each other.

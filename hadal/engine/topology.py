@@ -14,7 +14,7 @@ from typing import Any
 
 from hadal.comm import Ranks, get_local_world_size
 from hadal.comm.collectives import gather_objects
-from hadal.comm.expert_groups import ExpertGroups
+from hadal.comm.expert_groups import ExpertGroups, expert_groups
 from hadal.comm.faults import is_same_everywhere
 from hadal.comm.mpu import (
     cuts_the_model,
@@ -31,7 +31,7 @@ from hadal.config.report import written
 from hadal.config.zero_optimization import ZeroOptimization
 from hadal.errors import ConfigError, Fault, MismatchError, UsageError
 from hadal.zero.policy import STAGES
-from hadal.zero.sharing import ModelParts, Sharing
+from hadal.zero.sharing import HolderGroups, ModelParts, Sharing
 
 _log = logging.getLogger(__name__)
 
@@ -147,22 +147,40 @@ def make_topology(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
     return replace(found, sharing=sharing_of(config, found.sharding))
 
 
-def expert_sharing_of(config: Config, groups: ExpertGroups, sharing: Sharing) -> Sharing:
-    """Return how experts are shared, given the `sharing` of dense parameters. All must call it.
+class Sharings:
+    """The groups of ranks that hold each kind of parameters."""
 
-    Raises:
-        ConfigError: the configuration shares model states in a way that is not built for experts.
-    """
-    if groups.data.size == sharing.ranks.size:
-        return sharing
-    if sharing.replicas is not None or sharing.node is not None:
-        path = "zero_optimization.mics_shard_size"
-        if sharing.replicas is None:
-            path = "zero_optimization.zero_hpz_partition_size"
-        why = f"not built yet for experts over {groups.parallel.size} ranks; leave the key out"
-        faults = (Fault(path, why),)
-        raise ConfigError(written("the configuration", faults), faults)
-    return replace(sharing_of(config, groups.data), averaged_over=sharing.ranks)
+    def __init__(self, config: Config, dense: Sharing) -> None:
+        self._config = config
+        self.dense = dense
+        """The ranks that hold dense parameters."""
+        self._of_experts: dict[str, Sharing] = {}
+
+    def of(self, holders: HolderGroups) -> Sharing:
+        """Return the ranks that hold some parameters. All must call it, in the same order.
+
+        Raises:
+            UsageError: they belong to groups of experts that do not exist.
+            ConfigError: model states are shared in a way that is not built for experts.
+        """
+        if holders.experts is None:
+            return replace(self.dense, tied=holders.tied) if holders.tied else self.dense
+        if holders.experts not in self._of_experts:
+            self._of_experts[holders.experts] = self._shared_by(expert_groups(holders.experts))
+        return self._of_experts[holders.experts]
+
+    def _shared_by(self, groups: ExpertGroups) -> Sharing:
+        dense = self.dense
+        if groups.data.size == dense.ranks.size:
+            return dense
+        if dense.replicas is not None or dense.node is not None:
+            path = "zero_optimization.mics_shard_size"
+            if dense.replicas is None:
+                path = "zero_optimization.zero_hpz_partition_size"
+            why = f"not built yet for experts over {groups.parallel.size} ranks; leave the key out"
+            faults = (Fault(path, why),)
+            raise ConfigError(written("the configuration", faults), faults)
+        return replace(sharing_of(self._config, groups.data), averaged_over=dense.ranks)
 
 
 def sharing_of(config: Config, ranks: Ranks) -> Sharing:

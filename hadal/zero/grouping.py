@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hadal.zero.layout import Layout
 from hadal.zero.policy import Limits, Partition, Precision
-from hadal.zero.sharing import Sharing
+from hadal.zero.sharing import HolderGroups
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 # Containers of other modules that are never called themselves.
@@ -70,19 +70,24 @@ class Unit:
     """True: the module reads these parameters, but other modules own them."""
 
 
-class Treatment(NamedTuple):
-    """The states of a parameter that are sharded, and the ranks that share them."""
+_FP32, _DENSE = Precision(), HolderGroups()
+
+
+class ParameterPolicy(NamedTuple):
+    """Sharding and dtypes of a parameter; the parameters of a bucket have the same."""
 
     partition: Partition
-    sharing: Sharing | None = None
-    """The ranks that hold it; None if the planner of the buckets does not need them."""
+    """The states that are sharded."""
+    precision: Precision = _FP32
+    holders: HolderGroups = _DENSE
+    """The ranks that hold it, of which `partition` shards its states."""
 
 
 Fetch = Callable[[Sequence[nn.Parameter], Layout, bool], Tensor]
 """Returns the values of parameters, 1-D in a layout; if True is passed, only my shard."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class BucketPlan:
     """The parameters that will share one flat buffer."""
 
@@ -92,8 +97,8 @@ class BucketPlan:
     units: list[Unit]
     row_numel: int = 0
     """Elements of a row, if only the non-zero rows of gradients are sent; otherwise 0."""
-    sharing: Sharing | None = None
-    """The ranks that hold these parameters, from their treatment."""
+    precision: Precision = _FP32
+    holders: HolderGroups = _DENSE
     fetch: Fetch | None = None
     """Gets the values from shards that the ranks hold already; None: rank 0's parameters have the
     values."""
@@ -233,11 +238,9 @@ class _Kind(NamedTuple):
     """The properties that all parameters of a bucket share."""
 
     dtype: torch.dtype
-    precision: Precision
     trainable: bool
-    policy: Partition
+    policy: ParameterPolicy
     row_numel: int
-    sharing: Sharing | None
 
 
 def find_tables(model: nn.Module) -> frozenset[nn.Parameter]:
@@ -250,69 +253,70 @@ def find_tables(model: nn.Module) -> frozenset[nn.Parameter]:
 
 def plan_buckets(
     units: Sequence[Unit],
-    usual: Treatment | Partition,
+    policy_of: Callable[[nn.Parameter], ParameterPolicy],
     limits: Limits,
-    precision_of: Callable[[nn.Parameter], Precision] = lambda _: Precision(),
     tables: Set[nn.Parameter] = frozenset(),
-    treatments: Mapping[nn.Parameter, Treatment] | None = None,
 ) -> list[BucketPlan]:
     """Divide the units' parameters into buckets.
 
-    The parameters of a bucket share their dtype, precision (from `precision_of`), trainability and
-    treatment (`usual`, except for those in `treatments`). Each of `tables`, whose gradients are
-    sent in rows, gets its own bucket.
+    The parameters of a bucket share their dtype, trainability and policy. Each of `tables`, whose
+    gradients are sent in rows, gets its own bucket.
     Neighbouring units share a bucket as long as it exceeds neither the bucket target nor the larger
     of `limits.shared_numel` and the largest unit: that saves collectives, and needs little more
     memory in flight than the largest unit does.
     If weights are sharded, a bucket never spans units, because a use of one would gather the other.
     A unit above the target is split between parameters; a parameter above it gets its own bucket.
     """
-    usual = usual if isinstance(usual, Treatment) else Treatment(usual)
-    treatments = treatments or {}
-    persistent = _persistent_parameters(units, usual, treatments, limits)
+    persistent = _persistent_parameters(units, policy_of, limits)
     largest = max((sum(m.parameter.numel() for m in unit.members) for unit in units), default=0)
     plans: list[BucketPlan] = []
     open_plans: dict[_Kind, BucketPlan] = {}
     for unit in units:
-        parts: dict[_Kind, list[Member]] = defaultdict(list)
-        for member in unit.members:
-            treated = treatments.get(member.parameter, usual)
-            if member.parameter in persistent:
-                treated = treated._replace(partition=replace(treated.partition, weights=False))
-            parameter, trains = member.parameter, member.group >= 0
-            precision = precision_of(parameter)
-            row_numel = parameter.shape[-1] if trains and parameter in tables else 0
-            kind = _Kind(
-                parameter.dtype, precision, trains, treated.partition, row_numel, treated.sharing
-            )
-            parts[kind].append(member)
-        for kind, members in parts.items():
+        for kind, members in _kinds(unit, policy_of, persistent, tables).items():
             target = _target(kind, largest, limits)
             for piece in _pieces(members, min(target, limits.bucket_numel)):
-                open_plan = open_plans.get(kind)
-                room = target - (open_plan.numel if open_plan else 0)
+                plan = open_plans.get(kind)
+                room = target - (plan.numel if plan else 0)
                 fits = sum(member.parameter.numel() for member in piece) <= room
-                if open_plan and fits and not kind.policy.weights:
-                    open_plan.members += piece
-                    if open_plan.units[-1] is not unit:
-                        open_plan.units.append(unit)
+                if plan and fits and not kind.policy.partition.weights:
+                    plan.members.extend(piece)
+                    if plan.units[-1] is not unit:
+                        plan.units.append(unit)
                     continue
                 is_all = len(piece) == len(unit.members)
                 name = unit.name if is_all else f"{unit.name}[{piece[0].name}..]"
-                plan = BucketPlan(
-                    name, kind.policy, list(piece), [unit], kind.row_numel, kind.sharing
+                partition, precision, holders = kind.policy
+                open_plans[kind] = BucketPlan(
+                    name, partition, piece, [unit], kind.row_numel, precision, holders
                 )
-                plans.append(plan)
-                open_plans[kind] = plan
+                plans.append(open_plans[kind])
     return plans
+
+
+def _kinds(
+    unit: Unit,
+    policy_of: Callable[[nn.Parameter], ParameterPolicy],
+    persistent: Set[nn.Parameter],
+    tables: Set[nn.Parameter],
+) -> dict[_Kind, list[Member]]:
+    """Return the members of a unit that may share a bucket."""
+    found: dict[_Kind, list[Member]] = defaultdict(list)
+    for member in unit.members:
+        parameter, trains = member.parameter, member.group >= 0
+        policy = policy_of(parameter)
+        if parameter in persistent:
+            policy = policy._replace(partition=replace(policy.partition, weights=False))
+        row_numel = parameter.shape[-1] if trains and parameter in tables else 0
+        found[_Kind(parameter.dtype, trains, policy, row_numel)].append(member)
+    return found
 
 
 def _target(kind: _Kind, largest: int, limits: Limits) -> int:
     if kind.row_numel:
         return 0  # each table alone
-    if kind.sharing is not None and kind.sharing.tied is not None:
+    if kind.policy.holders.tied is not None:
         return limits.bucket_numel  # the same on all stages, which differ in their other units
-    if kind.policy.weights:
+    if kind.policy.partition.weights:
         return limits.bucket_numel
     return min(max(largest, limits.shared_numel), limits.bucket_numel)
 
@@ -333,8 +337,7 @@ def _pieces(members: Iterable[Member], target: int) -> list[list[Member]]:
 
 def _persistent_parameters(
     units: Sequence[Unit],
-    usual: Treatment,
-    treatments: Mapping[nn.Parameter, Treatment],
+    policy_of: Callable[[nn.Parameter], ParameterPolicy],
     limits: Limits,
 ) -> set[nn.Parameter]:
     """Return the small parameters that stay whole although weights are sharded.
@@ -345,7 +348,7 @@ def _persistent_parameters(
     room = limits.persistent_total_numel
     for unit in units:
         for member in unit.members:
-            if not treatments.get(member.parameter, usual).partition.weights:
+            if not policy_of(member.parameter).partition.weights:
                 continue
             numel = member.parameter.numel()
             if numel <= 1:

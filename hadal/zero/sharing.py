@@ -39,6 +39,23 @@ class Tied(NamedTuple):
     """One rank of each stage that has a copy."""
 
 
+class HolderGroups(NamedTuple):
+    """The ranks that hold a parameter, by name: their groups need not exist."""
+
+    experts: str | None = None
+    """The name of an expert's groups; None: the parameter is dense."""
+    tied: Tied | None = None
+    """Pipeline stages with copies of the parameter; None: no other stage has it."""
+
+
+def holders_of(parameter: nn.Parameter) -> HolderGroups:
+    """Return the ranks that hold a parameter; DeepSpeed's marks tell experts."""
+    tied: Tied | None = getattr(parameter, "hadal_tied", None)
+    if tied is not None or getattr(parameter, "allreduce", True):
+        return HolderGroups(tied=tied)
+    return HolderGroups(experts=getattr(parameter, "group_name", None))
+
+
 @dataclass(frozen=True)
 class Sharing:
     """The ranks that share a bucket, by role."""

@@ -333,7 +333,7 @@ def resize(stage: int) -> list[str]:
     told: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hadal.engine.later_groups").addHandler(listener)
+    logging.getLogger("hadal.engine.apply").addHandler(listener)
     for update in range(4):
         if update == 1:
             for each, steps in ((plain, optimizer), (model, engine.optimizer)):
@@ -345,7 +345,7 @@ def resize(stage: int) -> list[str]:
         optimizer.step()
         engine.backward(step_words(engine, update, comm.get_rank()))
         engine.step()
-    logging.getLogger("hadal.engine.later_groups").removeHandler(listener)
+    logging.getLogger("hadal.engine.apply").removeHandler(listener)
     assert_close(engine.state_dict(), plain.state_dict())
     engine.destroy()
     return told

@@ -125,9 +125,9 @@ def attach(stage: int) -> None:
     told: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hadal.engine.newcomers").addHandler(listener)
+    logging.getLogger("hadal.engine.apply").addHandler(listener)
     train(engine, range(1, 3))
-    logging.getLogger("hadal.engine.newcomers").removeHandler(listener)
+    logging.getLogger("hadal.engine.apply").removeHandler(listener)
     assert len(told) == (comm.get_rank() == 0)
     assert all("4.weight, 4.bias were added to the model after initialize" in one for one in told)
     model[4].requires_grad_(True)
@@ -150,11 +150,11 @@ def unfreeze(stage: int) -> None:
     told: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hadal.engine.newcomers").addHandler(listener)
+    logging.getLogger("hadal.engine.apply").addHandler(listener)
     try:
         train(engine, range(1, 3))
     finally:
-        logging.getLogger("hadal.engine.newcomers").removeHandler(listener)
+        logging.getLogger("hadal.engine.apply").removeHandler(listener)
     assert len(told) == (comm.get_rank() == 0)  # rank 0 speaks for all, once
     for line in told:
         assert "0.weight, 0.bias get gradients but are not trained" in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from hadal.zero.grouping import (
     BucketPlan,
     LeafModules,
+    ParameterPolicy,
     Unit,
     find_units,
     plan_buckets,
@@ -43,6 +45,11 @@ def units_of(model: nn.Module, leaves: LeafModules = NO_LEAVES) -> dict[str, lis
     """The members' names of each unit."""
     units = find_units(model, dict.fromkeys(model.parameters(), 0), leaves)
     return {unit.name: [member.name for member in unit.members] for unit in units}
+
+
+def alike(partition: Partition) -> Callable[[nn.Parameter], ParameterPolicy]:
+    """One policy for all parameters."""
+    return lambda _: ParameterPolicy(partition)
 
 
 # ---- units --------------------------------------------------------------------------------------
@@ -284,7 +291,7 @@ def test_every_member_is_in_one_bucket_within_the_targets(model, partition, targ
         persistent_total_numel=total,
     )
     units = find_units(model, groups_of(model), NO_LEAVES)
-    plans = plan_buckets(units, partition, limits)
+    plans = plan_buckets(units, alike(partition), limits)
     owner = {member.parameter: unit for unit in units for member in unit.members}
     members = [member.parameter for plan in plans for member in plan.members]
     assert Counter(members) == Counter(owner.keys())
@@ -316,7 +323,7 @@ def plans_of(
 ) -> list[BucketPlan]:
     group = -1 if frozen else 0
     units = find_units(model, dict.fromkeys(model.parameters(), group), NO_LEAVES)
-    return plan_buckets(units, partition, limits)
+    return plan_buckets(units, alike(partition), limits)
 
 
 def names(plan: BucketPlan) -> list[str]:
@@ -362,14 +369,14 @@ def test_a_unit_above_the_target_is_cut_between_parameters():
     model = nn.ModuleDict({"b": Block()})
     leaves = LeafModules(names=("b",))
     units = find_units(model, dict.fromkeys(model.parameters(), 0), leaves)
-    plans = plan_buckets(units, STAGES[3], Limits(bucket_numel=40, persistence_numel=0))
+    plans = plan_buckets(units, alike(STAGES[3]), Limits(bucket_numel=40, persistence_numel=0))
     assert [names(plan) for plan in plans] == [
         ["b.norm.weight", "b.norm.bias", "b.ff.0.weight"],
         ["b.ff.0.bias", "b.ff.2.weight"],
         ["b.ff.2.bias"],
     ]
     assert [plan.name for plan in plans][1] == "b[b.ff.0.bias..]"
-    plans = plan_buckets(units, STAGES[3], Limits(bucket_numel=1, persistence_numel=0))
+    plans = plan_buckets(units, alike(STAGES[3]), Limits(bucket_numel=1, persistence_numel=0))
     assert [len(plan.members) for plan in plans] == [1] * 6
 
 
@@ -377,7 +384,7 @@ def test_dtype_and_trainability_part_buckets():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2))
     frozen = dict.fromkeys(model[2].parameters(), -1)
     group_of = {parameter: 0 for parameter in model.parameters()} | frozen
-    plans = plan_buckets(find_units(model, group_of, NO_LEAVES), STAGES[1], Limits())
+    plans = plan_buckets(find_units(model, group_of, NO_LEAVES), alike(STAGES[1]), Limits())
     assert [(plan.name, plan.trainable) for plan in plans] == [
         ("0", True),
         ("1", True),
@@ -390,9 +397,11 @@ def test_precision_parts_buckets():
     units = find_units(model, dict.fromkeys(model.parameters(), 0), NO_LEAVES)
     low, own = Precision(reduce=torch.bfloat16), Precision()
     limits, apart = Limits(bucket_numel=1000), set(model[2].parameters())
-    plans = plan_buckets(units, STAGES[0], limits, lambda _: low)
+    plans = plan_buckets(units, lambda _: ParameterPolicy(STAGES[0], low), limits)
     assert [[unit.name for unit in plan.units] for plan in plans] == [["0", "1", "2"]]
-    plans = plan_buckets(units, STAGES[0], limits, lambda p: own if p in apart else low)
+    plans = plan_buckets(
+        units, lambda p: ParameterPolicy(STAGES[0], own if p in apart else low), limits
+    )
     assert [[unit.name for unit in plan.units] for plan in plans] == [["0", "1"], ["2"]]
 
 
@@ -422,5 +431,5 @@ def test_one_element_is_never_cut():
 
 
 def test_no_units_no_buckets():
-    assert plan_buckets([], STAGES[3], Limits()) == []
-    assert plan_buckets([Unit("empty", nn.Identity())], STAGES[0], Limits()) == []
+    assert plan_buckets([], alike(STAGES[3]), Limits()) == []
+    assert plan_buckets([Unit("empty", nn.Identity())], alike(STAGES[0]), Limits()) == []

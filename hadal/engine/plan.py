@@ -1,0 +1,220 @@
+"""The plan of a model: its units and buckets, and when each parameter came and how it is sharded.
+
+It is computed before anything is changed, without groups of ranks and without values: the model may
+be on the meta device, for ranks that do not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hadal.config import Config
+from hadal.config.report import written
+from hadal.engine.policies import leaves_of, limits_of, partition_of
+from hadal.engine.precision import precisions_of
+from hadal.engine.tiers import keeps_weights_off, lands_gradients
+from hadal.errors import ConfigError, Fault
+from hadal.zero.external import announced_uses
+from hadal.zero.grouping import (
+    BucketPlan,
+    ParameterPolicy,
+    Unit,
+    find_tables,
+    find_units,
+    plan_buckets,
+)
+from hadal.zero.kinds import is_foreign
+from hadal.zero.policy import Limits, Partition
+from hadal.zero.sharing import HolderGroups, holders_of
+
+_GROUPS = "zero_optimization.groups"
+
+
+class RankCounts(NamedTuple):
+    """The numbers of ranks for which a model is planned."""
+
+    dense: int
+    """Ranks that hold the same dense parameters."""
+    shards: int
+    """Ranks over which one copy of their states is sharded."""
+    holding: Callable[[str], int]
+    """Returns the ranks that hold the same experts, by the name of their groups."""
+
+
+class ParameterPlan(NamedTuple):
+    """When a parameter came, and how it is sharded."""
+
+    name: str
+    group: int
+    """The number of its param group; -1: it is not trained."""
+    policy: ParameterPolicy | None
+    """None: no flat buffer can hold it."""
+    required_grad: bool
+    """True if it required a gradient when it was planned."""
+    is_late: bool
+    """True if it was added to the model after `initialize`."""
+
+    @property
+    def is_left_out(self) -> bool:
+        """True if `initialize` found it outside of all param groups: it is not to be trained."""
+        return self.group < 0 and self.required_grad and not self.is_late
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelPlan:
+    """The plan of a model."""
+
+    units: list[Unit]
+    """All units, and the announced reads of other modules' parameters."""
+    buckets: list[BucketPlan]
+    """The buckets to be made."""
+    parameters: Mapping[nn.Parameter, ParameterPlan]
+    limits: Limits
+    """As configured, less the elements that stay whole in `buckets`."""
+
+
+def plan_model(
+    model: nn.Module,
+    config: Config,
+    device: torch.device,
+    counts: RankCounts,
+    group_of: Mapping[nn.Parameter, int],
+    known: ModelPlan | None = None,
+) -> ModelPlan:
+    """Plan a model, or what has been added to it since a `known` plan.
+
+    Args:
+        model: the model; nothing of it is changed.
+        config: the configuration.
+        device: the device that computes.
+        counts: the ranks.
+        group_of: the param groups of parameters that will be trained.
+        known: the plan that has been applied to the model.
+
+    Raises:
+        ConfigError: a key names modules or classes that do not exist.
+        UsageError: a parameter belongs to groups of experts that do not exist.
+    """
+    policy_of = _policies(model, config, device, counts)
+    parameters = {} if known is None else dict(known.parameters)
+    added = set()
+    for name, parameter in model.named_parameters():
+        old = parameters.get(parameter)
+        group = group_of.get(parameter, -1 if old is None else old.group)
+        if old is not None:
+            parameters[parameter] = old._replace(name=name, group=group)
+            continue
+        added.add(parameter)
+        policy = None if is_foreign(parameter) else policy_of(name, parameter)
+        parameters[parameter] = ParameterPlan(
+            name, group, policy, parameter.requires_grad, known is not None
+        )
+    groups = {p: plan.group for p, plan in parameters.items() if plan.policy is not None}
+    units = find_units(model, groups, leaves_of(config))
+    limits = limits_of(config, counts.shards) if known is None else known.limits
+    buckets = plan_buckets(
+        units if known is None else list(_only(units, added)),
+        lambda parameter: parameters[parameter].policy,  # type: ignore[arg-type,return-value]
+        limits,
+        find_tables(model) if config.sparse_gradients else frozenset(),
+    )
+    return ModelPlan(
+        [*units, *announced_uses(model, units)], buckets, parameters, _less(limits, buckets)
+    )
+
+
+def _only(units: Iterable[Unit], wanted: set[nn.Parameter]) -> Iterable[Unit]:
+    """Yield units with only the wanted parameters, without empty ones."""
+    for unit in units:
+        members = [member for member in unit.members if member.parameter in wanted]
+        if members:
+            yield replace(unit, members=members)
+
+
+def _less(limits: Limits, buckets: Iterable[BucketPlan]) -> Limits:
+    """Return limits for parameters that come later, where these weights stay whole."""
+    whole = sum(bucket.numel for bucket in buckets if not bucket.partition.weights)
+    return replace(limits, persistent_total_numel=max(0, limits.persistent_total_numel - whole))
+
+
+def _policies(
+    model: nn.Module, config: Config, device: torch.device, counts: RankCounts
+) -> Callable[[str, nn.Parameter], ParameterPolicy]:
+    """Return a function from a parameter's full name and itself to its policy."""
+    precision_of = precisions_of(config, model, device)
+    groups = config.zero_optimization.groups
+    grouped = _grouped_modules(model, config) if groups else {}
+
+    @cache
+    def partition(ranks: int, stage: int | None) -> Partition:
+        return partition_of(
+            config,
+            ranks,
+            stage,
+            keeps_weights_off=keeps_weights_off(config, device),
+            lands_gradients=lands_gradients(config, device),
+        )
+
+    def policy(name: str, parameter: nn.Parameter) -> ParameterPolicy:
+        holders, ranks = holders_of(parameter), counts.dense
+        if holders.experts is not None:
+            ranks = counts.holding(holders.experts)
+            # Experts that all ranks hold are as dense parameters.
+            holders = holders if ranks != counts.dense else HolderGroups()
+        number = _group_above(name, grouped)
+        stage = None if number is None else groups[number].stage
+        return ParameterPolicy(partition(ranks, stage), precision_of(parameter), holders)
+
+    return policy
+
+
+# ---- zero_optimization.groups --------------------------------------------------------------------
+
+
+def _grouped_modules(model: nn.Module, config: Config) -> dict[str, int]:
+    """Return the modules that `zero_optimization.groups` names, with the number of the group.
+
+    Raises:
+        ConfigError: a pattern matches no module.
+    """
+    found: dict[str, int] = {}
+    faults = []
+    for number, group in enumerate(config.zero_optimization.groups):
+        for pattern in group.modules:
+            mine = [n for n, m in model.named_modules() if n and _matches(pattern, n, m)]
+            found |= {name: number for name in mine if name not in found}
+            if not mine:
+                faults.append(Fault(f"{_GROUPS}[{number}].modules", _unmatched(pattern)))
+    if faults:
+        raise ConfigError(written("the configuration", tuple(faults)), tuple(faults))
+    return found
+
+
+def _group_above(name: str, grouped: Mapping[str, int]) -> int | None:
+    """Return the number of a parameter's first group; None if it is in none."""
+    path = name.split(".")
+    above = (".".join(path[:count]) for count in range(1, len(path)))
+    return min((grouped[module] for module in above if module in grouped), default=None)
+
+
+def _matches(pattern: str, name: str, module: nn.Module) -> bool:
+    """Return whether a module has this class, or a full name that ends like the pattern."""
+    if type(module).__name__ == pattern:
+        return True
+    wanted = pattern.split(".")
+    parts = name.split(".")[-len(wanted) :]
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _unmatched(pattern: str) -> str:
+    return (
+        f"{pattern!r} matches no module: set a class's name, or the end of full names, in which *"
+        ' is any part between two dots, such as "mlp.experts.*"'
+    )
