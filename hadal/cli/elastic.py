@@ -63,7 +63,7 @@ def bounds_of(source: str) -> Bounds:
     Raises:
         ConfigError: it has faults.
     """
-    from hadal.config.elastic import list_of
+    from hadal.config.elasticity import list_of
     from hadal.config.reading import read
 
     result = read(source)[1].get("elasticity")
@@ -99,7 +99,7 @@ def _section(source: str) -> Elasticity:
 
 
 def _result(section: Elasticity, world_size: int | None) -> dict[str, Any]:
-    from hadal.config.elastic import choice_of, list_of, sizes_of
+    from hadal.config.elasticity import choice_of, list_of, sizes_of
     from hadal.config.triangle import Sizes
 
     shared = section.model_parallel_size

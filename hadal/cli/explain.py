@@ -135,7 +135,7 @@ def faults_of(found: Examined) -> tuple[Fault, ...]:
 
 def _hint(found: Examined, raw: Mapping[str, Any]) -> str:
     """Return a hint at the programs that fill in what is missing; empty if nothing is."""
-    from hadal.config.batch import BATCH_KEYS
+    from hadal.config.general import BATCH_KEYS
 
     schedule = found.config.scheduler
     if BATCH_KEYS[0] in found.report.faults and raw.keys().isdisjoint(BATCH_KEYS[:2]):

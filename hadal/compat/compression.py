@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.compat.tools import recursive_getattr
-from hadal.config.compression_training import CompressionTraining
+from hadal.config.compression import CompressionTraining
 from hadal.config.reading import read
 from hadal.config.section import Section, child_of
 from hadal.errors import ConfigError, Fault, UsageError

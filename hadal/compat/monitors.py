@@ -9,10 +9,7 @@ from typing import Any, ClassVar
 
 from hadal.comm import get_rank
 from hadal.config import Config, load_config
-from hadal.config.comet import Comet
-from hadal.config.csv_monitor import CsvMonitor
-from hadal.config.tensorboard import TensorBoard
-from hadal.config.wandb import Wandb
+from hadal.config.monitors import Comet, CsvMonitor, TensorBoard, Wandb
 from hadal.plugins.monitor.comet import ThinnedEvents
 from hadal.plugins.monitor.monitor import Monitor as HouseMonitor
 from hadal.plugins.monitor.opening import WRITERS, open_writers, sections_on

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hadal.config.aio import Aio
-from hadal.config.amp import Amp
-from hadal.config.compression_training import ActivationQuantizationSection
+from hadal.config.compression import ActivationQuantizationSection
 from hadal.config.data_efficiency import DataEfficiency
+from hadal.config.precision import Amp
 from hadal.config.report import Report
 from hadal.config.rules.precision import scales_by_fp16
 from hadal.config.section import Section, default_of

@@ -1,4 +1,4 @@
-"""`checkpoint`: saving and loading."""
+"""`checkpoint` and `datastates_ckpt`: saving and loading."""
 
 from typing import Annotated, Literal
 
@@ -146,4 +146,15 @@ class Checkpoint(Section):
         "limit. If keep_last is given too, a checkpoint stays when either key keeps it. Hadal's "
         "own key.",
         gt=0,
+    )
+
+
+class DatastatesCkpt(Section):
+    """Asynchronous checkpoints; the presence of the section enables them."""
+
+    host_cache_size: Integer | None = key(
+        None,
+        "Gigabytes of host memory for copies. They take as much as a rank's state does.",
+        gt=0,
+        mark=NO_EFFECT,
     )

@@ -14,9 +14,8 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from hadal.config.examples import EXAMPLES, MOST_USED
-from hadal.config.kinds import expected
 from hadal.config.optimizer_kinds import built_in
-from hadal.config.plain import plain, shown
+from hadal.config.plain import expected, plain, shown
 from hadal.config.scheduler import PARAMS as SCHEDULES
 from hadal.config.section import Section, Status, default_of
 from hadal.config.status import has_typed_params, status_inside, status_of

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hadal.config.advice import report_advice
-from hadal.config.batch import BATCH_KEYS
-from hadal.config.elastic import list_of, sizes_of
+from hadal.config.elasticity import list_of, sizes_of
+from hadal.config.general import BATCH_KEYS
 from hadal.config.legacy import modernise
 from hadal.config.plain import leaves
 from hadal.config.prepare import prepare

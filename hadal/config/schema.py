@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from hadal.config.kinds import spellings
 from hadal.config.optimizer import Optimizer
 from hadal.config.optimizer_kinds import built_in
+from hadal.config.plain import spellings
 from hadal.config.scheduler import PARAMS as SCHEDULES
 from hadal.config.scheduler import Scheduler
 from hadal.config.section import Section, Status, mark_of

@@ -8,45 +8,25 @@ from pydantic import BeforeValidator, PrivateAttr
 
 from hadal.config.activation_checkpointing import ActivationCheckpointing
 from hadal.config.aio import Aio
-from hadal.config.amp import Amp
 from hadal.config.autotuning import Autotuning
-from hadal.config.batch import Batch
 from hadal.config.bf16 import Bf16
-from hadal.config.checkpoint import Checkpoint
-from hadal.config.comet import Comet
-from hadal.config.comms_logger import CommsLogging
-from hadal.config.communication import Communication
-from hadal.config.compile import Compile
-from hadal.config.compression_training import CompressionTraining
-from hadal.config.csv_monitor import CsvMonitor
-from hadal.config.curriculum_learning import CurriculumLearning
-from hadal.config.data_efficiency import DataEfficiency
-from hadal.config.data_types import DataTypes
-from hadal.config.datastates_ckpt import DatastatesCkpt
-from hadal.config.eigenvalue import Eigenvalue
+from hadal.config.checkpoint import Checkpoint, DatastatesCkpt
+from hadal.config.compression import CompressionTraining, Eigenvalue, QuantizeTraining
+from hadal.config.data_efficiency import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
 from hadal.config.elasticity import Elasticity
-from hadal.config.expert_parallel import ExpertParallel
-from hadal.config.flops_profiler import FlopsProfile
 from hadal.config.fp16 import Fp16
-from hadal.config.hybrid_engine import HybridEngine
-from hadal.config.jsonl_monitor import JsonlMonitor
-from hadal.config.monitor import MonitorScope
-from hadal.config.nebula import Nebula
+from hadal.config.general import Batch, Communication
+from hadal.config.monitors import Comet, CsvMonitor, JsonlMonitor, MonitorScope, TensorBoard, Wandb
+from hadal.config.not_built import Compile, Nebula, WeightQuantization
 from hadal.config.optimizer import Optimizer
-from hadal.config.pipeline import Pipeline
+from hadal.config.parallelism import ExpertParallel, HybridEngine, Pipeline, TensorParallel
 from hadal.config.plain import plain
-from hadal.config.progressive_layer_drop import ProgressiveLayerDrop
-from hadal.config.quantize_training import QuantizeTraining
+from hadal.config.precision import Amp, DataTypes, TorchAutocast
+from hadal.config.profiling import CommsLogging, FlopsProfile, Timers
 from hadal.config.scheduler import Scheduler
 from hadal.config.section import NO_EFFECT, key, section
 from hadal.config.sparse_attention import SparseAttention
-from hadal.config.tensor_parallel import TensorParallel
-from hadal.config.tensorboard import TensorBoard
-from hadal.config.timers import Timers
-from hadal.config.torch_autocast import TorchAutocast
 from hadal.config.values import Boolean, Integer, Number, lowered, whole_or_never
-from hadal.config.wandb import Wandb
-from hadal.config.weight_quantization import WeightQuantization
 from hadal.config.zero_optimization import ZeroOptimization
 
 Origin = Literal["you", "auto", "default", "inferred"]

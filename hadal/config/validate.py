@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from hadal.config.kinds import expected
 from hadal.config.optimizer import Optimizer
-from hadal.config.plain import found
+from hadal.config.plain import expected, found
 from hadal.config.report import Report
 from hadal.config.scheduler import Scheduler
 from hadal.config.section import Section

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator
 
-from hadal.config.leaf_module import LeafModule
+from hadal.config.not_built import ZenFlow
 from hadal.config.offload import OffloadOptimizer, OffloadParam
 from hadal.config.section import (
     NO_EFFECT,
@@ -20,7 +20,21 @@ from hadal.config.section import (
     section,
 )
 from hadal.config.values import Boolean, Integer, Number, TextOrTexts, whole
-from hadal.config.zenflow import ZenFlow
+
+_SPARSE_BLOCKS = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+
+
+class LeafModule(Section):
+    """Modules that stage 3 gathers as a whole, ignoring the modules inside them."""
+
+    classes: TextOrTexts = key(_SPARSE_BLOCKS, "Class names, with or without their module.")
+    names: TextOrTexts = key((), "Full names of modules in the model.")
+    name_suffixes: TextOrTexts = key((), "Suffixes of such names.")
+
 
 Stage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole)]
 DivergentRanks: TypeAlias = Boolean | Literal["auto"]

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
 from hadal.comm.faults import raised_on_all
-from hadal.config.eigenvalue import Eigenvalue
+from hadal.config.compression import Eigenvalue
 from hadal.engine.state import Parts
 from hadal.errors import UsageError
 from hadal.listener import Forward, Listener, Update

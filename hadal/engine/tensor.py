@@ -18,8 +18,8 @@ from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import is_same_everywhere, raised_on_all
 from hadal.comm.mpu import tensor_group_of
 from hadal.config import Config
+from hadal.config.parallelism import TensorParallel
 from hadal.config.report import written
-from hadal.config.tensor_parallel import TensorParallel
 from hadal.engine.topology import Topology
 from hadal.errors import (
     ConfigError,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.config import load_config
-from hadal.config.elastic import (
+from hadal.config.elasticity import (
     Nodes,
     Wish,
     candidates,

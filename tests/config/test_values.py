@@ -3,8 +3,7 @@
 import pytest
 
 from hadal.config import load_config
-from hadal.config.kinds import expected
-from hadal.config.plain import plain
+from hadal.config.plain import expected, plain
 from hadal.config.report import Report
 from hadal.config.section import default_of
 from hadal.config.status import has_typed_params

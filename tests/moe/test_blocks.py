@@ -16,7 +16,7 @@ import hadal
 from hadal import comm
 from hadal.comm import Ranks, init_distributed
 from hadal.comm.expert_groups import make_expert_groups
-from hadal.config.expert_parallel import ExpertParallel
+from hadal.config.parallelism import ExpertParallel
 from hadal.errors import ConfigError, ModelError
 from hadal.plugins.moe.blocks import DistributedExperts, ExpertPlace, distribute, find_blocks
 

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.config.csv_monitor import CsvMonitor
-from hadal.config.jsonl_monitor import JsonlMonitor
+from hadal.config.monitors import CsvMonitor, JsonlMonitor
 from hadal.plugins.monitor.csv_monitor import CsvWriter, file_name
 from hadal.plugins.monitor.jsonl_monitor import JsonlWriter, read_lines
 from hadal.plugins.monitor.lines import LineFile

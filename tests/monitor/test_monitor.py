@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 from engine.logs import logged
 
-from hadal.config.csv_monitor import CsvMonitor
-from hadal.config.jsonl_monitor import JsonlMonitor
-from hadal.config.tensorboard import TensorBoard
+from hadal.config.monitors import CsvMonitor, JsonlMonitor, TensorBoard
 from hadal.errors import UsageError
 from hadal.plugins.monitor import writer as writer_module
 from hadal.plugins.monitor.csv_monitor import CsvWriter
@@ -184,7 +182,7 @@ def test_a_thousand_scalars_take_less_than_50_ms(kind: str, tmp_path: Path) -> N
 
 PROGRAM = """
 import sys
-from hadal.config.csv_monitor import CsvMonitor
+from hadal.config.monitors import CsvMonitor
 from hadal.plugins.monitor.csv_monitor import CsvWriter
 from hadal.plugins.monitor.monitor import Monitor
 from hadal.plugins.monitor.record import ScalarRecord

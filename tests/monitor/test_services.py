@@ -15,8 +15,7 @@ from engine.logs import logged
 from engine.toys import engine_of, train
 from ranks import RankPools
 
-from hadal.config.comet import Comet
-from hadal.config.wandb import Wandb
+from hadal.config.monitors import Comet, Wandb
 from hadal.errors import ConfigError, HadalError, MissingPackageError, MonitorError
 from hadal.plugins.monitor.comet import CometWriter, ThinnedEvents
 from hadal.plugins.monitor.jsonl_monitor import read_lines

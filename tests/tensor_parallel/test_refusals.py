@@ -14,7 +14,7 @@ import hadal
 from hadal import comm
 from hadal.comm import Ranks
 from hadal.config import load_config
-from hadal.config.tensor_parallel import TensorParallel
+from hadal.config.parallelism import TensorParallel
 from hadal.engine.tensor import tp_model_init
 from hadal.errors import (
     ConfigError,

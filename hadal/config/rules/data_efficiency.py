@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from hadal.config.curriculum_learning import CurriculumLearning, PaceConfig
 from hadal.config.data_efficiency import (
+    CurriculumLearning,
     CurriculumMetric,
     DataEfficiency,
     DataRouting,
@@ -14,6 +14,7 @@ from hadal.config.data_efficiency import (
     DynamicBatching,
     LtdSchedule,
     LtdScheduleConfig,
+    PaceConfig,
 )
 from hadal.config.plain import shown
 from hadal.config.rules.rule import missing, reading

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from hadal.config.compression_training import CompressionTraining, SparsePruningShared
+from hadal.config.compression import CompressionTraining, SparsePruningShared
 from hadal.config.elasticity import Elasticity
+from hadal.config.parallelism import shape_fault
 from hadal.config.plain import shown
 from hadal.config.rules.rule import missing, reading
 from hadal.config.section import Section
 from hadal.config.sparse_attention import SparseAttention
-from hadal.config.tensor_parallel import shape_fault
 from hadal.config.top_level import Config
 from hadal.errors import Fault
 

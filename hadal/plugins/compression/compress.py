@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hadal.config.compression_training import CompressionTraining
+from hadal.config.compression import CompressionTraining, QuantizeTraining
 from hadal.config.load import load_config
-from hadal.config.quantize_training import QuantizeTraining
 from hadal.config.reading import read
 from hadal.config.report import written
 from hadal.errors import ConfigError, Fault, UsageError, few

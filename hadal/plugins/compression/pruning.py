@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hadal.config.compression_training import CompressionTraining, SparsePruningShared
+from hadal.config.compression import CompressionTraining, SparsePruningShared
 from hadal.errors import Fault, UsageError, few
 from hadal.plugins.compression.layers import (
     Compressed,

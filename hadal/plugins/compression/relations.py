@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hadal.config.compression_training import CompressionTraining
+from hadal.config.compression import CompressionTraining
 from hadal.errors import Fault
 from hadal.plugins.compression.layers import Compressed, why_not
 from hadal.plugins.compression.matching import Match

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hadal.config.compression_training import LayerReduction
+from hadal.config.compression import LayerReduction
 from hadal.errors import ModelError
 
 _PATH = "compression_training.layer_reduction"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
-from hadal.config.compression_training import CompressionTraining
+from hadal.config.compression import CompressionTraining
 from hadal.listener import Forward, Listener, Update
 from hadal.plugins.compression.compress import advance
 from hadal.plugins.compression.curvature import slowdown_of

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from hadal.config.progressive_layer_drop import ProgressiveLayerDrop
+from hadal.config.data_efficiency import ProgressiveLayerDrop
 from hadal.errors import UsageError
 from hadal.listener import Forward, Listener, Update
 from hadal.plugins.data_efficiency.hearing import listens

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hadal.config.curriculum_learning import CurriculumLearning, Pace, PaceConfig
-from hadal.config.data_efficiency import CurriculumMetric
+from hadal.config.data_efficiency import CurriculumLearning, CurriculumMetric, Pace, PaceConfig
 from hadal.errors import UsageError
 
 CustomPace = Callable[[int], int]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hadal.config.curriculum_learning import CurriculumLearning
+from hadal.config.data_efficiency import CurriculumLearning
 from hadal.errors import UsageError
 from hadal.listener import Forward, Listener, Update
 from hadal.plugins.data_efficiency.hearing import accepts, listens, positional_names

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hadal.comm.expert_groups import expert_groups, group_name
-from hadal.config.expert_parallel import ExpertParallel
+from hadal.config.parallelism import ExpertParallel
 from hadal.errors import ModelError
 from hadal.plugins.moe.dispatch import counts_of, plan_dispatch
 from hadal.plugins.moe.experts import grouped_linear, looped_linear, mark_expert

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hadal.config.comet import Comet
+from hadal.config.monitors import Comet
 from hadal.plugins.monitor.packages import imported
 from hadal.plugins.monitor.record import ScalarRecord
 

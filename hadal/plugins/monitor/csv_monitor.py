@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hadal.config.csv_monitor import CsvMonitor
+from hadal.config.monitors import CsvMonitor
 from hadal.plugins.monitor.lines import LineFile
 from hadal.plugins.monitor.record import ScalarRecord
 

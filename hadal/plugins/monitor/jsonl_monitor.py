@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hadal.config.jsonl_monitor import JsonlMonitor
+from hadal.config.monitors import JsonlMonitor
 from hadal.plugins.monitor.lines import LineFile
 from hadal.plugins.monitor.record import ScalarRecord, Value
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hadal.config.tensorboard import TensorBoard
+from hadal.config.monitors import TensorBoard
 from hadal.plugins.monitor.packages import imported
 from hadal.plugins.monitor.record import ScalarRecord
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from hadal.config.wandb import Wandb
+from hadal.config.monitors import Wandb
 from hadal.plugins.monitor.packages import imported
 from hadal.plugins.monitor.record import ScalarRecord
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_
-from hadal.config.tensor_parallel import TensorParallel
+from hadal.config.parallelism import TensorParallel
 from hadal.device import current_device, random_state, set_random_state
 from hadal.errors import ModelError
 from hadal.plugins.tensor_parallel.across import gathered

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from hadal.config.tensor_parallel import Shape, shape_fault
+from hadal.config.parallelism import Shape, shape_fault
 from hadal.errors import ModelError
 
 # Layers of a feed-forward block, and output layers, are not multiples of heads.

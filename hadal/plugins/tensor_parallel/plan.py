@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from hadal.config.tensor_parallel import TensorParallel
+from hadal.config.parallelism import TensorParallel
 from hadal.errors import ModelError, few
 from hadal.plugins.tensor_parallel.cut import HEAD_NAMES, WeightCut, shard_sizes, subparameter_sizes
 from hadal.plugins.tensor_parallel.heads import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from hadal.config.tensor_parallel import Shape, SplitLayer, shape_fault
+from hadal.config.parallelism import Shape, SplitLayer, shape_fault
 from hadal.errors import ModelError
 
 

@@ -1,0 +1,130 @@
+"""The sections of features that Hadal does not have: their keys are checked."""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, TypeAlias
+
+from annotated_types import Ge
+from pydantic import BeforeValidator
+
+from hadal.config.section import AUTO_IS_A_WORD, UNBUILT, Mark, Section, key, section
+from hadal.config.values import Boolean, Integer, Number, Text, whole
+
+
+class Compile(Section):
+    """Graph passes that run once the engine is compiled."""
+
+    switch: ClassVar[str | None] = "deepcompile"
+    leftovers: ClassVar[Mapping[str, str]] = {
+        "enabled": "ignored, an old key: the program calls engine.compile()",
+        "disable": "ignored, an old key: the program calls engine.compile()",
+        "backend": "ignored, an old key: engine.compile(backend=...)",
+        "kwargs": "ignored, an old key: engine.compile(compile_kwargs=...)",
+    }
+
+    deepcompile: Boolean = key(False, "Use the graph passes.", mark=UNBUILT)
+    passes: tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None = key(
+        None, "Passes to run; null follows the stage. autotp cannot be combined with others."
+    )
+    autoep_non_moe: Boolean = key(False, "Compile the modules around expert layers.")
+    free_activation: Boolean = key(False, "Free activations as soon as they have been used.")
+    free_activation_threshold: Integer = key(
+        10_485_760, "Keep activations of fewer bytes than this.", ge=0
+    )
+    offload_activation: Boolean = key(False, "Keep saved activations in host memory.")
+    offload_activation_pin_memory: Boolean = key(True, "Pin that memory.")
+    offload_opt_states: Boolean = key(False, "Offload optimizer state during forward and backward.")
+    double_buffer: Boolean = key(True, "Alternate between two reduction buffers.")
+    symmetric_memory: Boolean = key(False, "Use symmetric-memory collectives.")
+    debug_log: Boolean = key(False, "Write the graphs to files.")
+    offload_parameters: Boolean = key(False, "Offload parameters between uses.")
+    sync_before_reduce: Boolean = key(
+        False, "Synchronize with the device before each reduction, for debugging."
+    )
+    sync_after_reduce: Boolean = key(
+        False, "Synchronize with the device after each reduction, for debugging."
+    )
+    sync_before_allgather: Boolean = key(
+        False, "Synchronize with the device before each all-gather, for debugging."
+    )
+    sync_after_allgather: Boolean = key(
+        False, "Synchronize with the device after each all-gather, for debugging."
+    )
+    keep_int_input_tensors: Boolean = key(True, "Keep integer inputs for profiling.")
+    keep_all_input_tensors: Boolean = key(False, "Keep all inputs for profiling.")
+
+
+class Nebula(Section):
+    """Checkpoints kept in memory and persisted by a service."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Boolean = key(False, "Use the service.", mark=UNBUILT)
+    nebula_load_path: Text | None = key(
+        None, "Directory to resume from; null is persistent_storage_path."
+    )
+    enable_nebula_load: Boolean = key(True, "Load through the service.")
+    persistent_storage_path: Text | None = key(None, "Directory to persist to.")
+    persistent_time_interval: Integer = key(100, "Seconds between two persisted copies.", gt=0)
+    num_of_version_in_retention: Integer = key(2, "Copies kept in memory.", ge=1)
+
+
+_Bits: TypeAlias = Annotated[Literal[4, 8], BeforeValidator(whole)]
+
+
+class GroupQuantization(Section):
+    """Groups of a weight's elements that share one scale."""
+
+    num_bits: _Bits | None = key(None, "Bits per weight.")
+    group_size: Integer | None = key(None, "Elements that share a scale.", gt=0)
+    group_dim: Integer | None = key(None, "Dimension that is split into groups.")
+    symmetric: Literal[False] | None = key(None, "Scales without an offset; not available.")
+
+
+class WeightQuantization(Section):
+    """Weights stored in fewer bits than they compute in."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Boolean = key(
+        True, "Enable the keys below.", mark=Mark(status="not built yet", only=(True,))
+    )
+    num_bits: Integer = key(8, "Bits per weight.", ge=1)
+    q_type: Literal["symmetric", "asymmetric"] = key(
+        "symmetric", "Scales without (symmetric) or with an offset (asymmetric)."
+    )
+    q_groups: Integer = key(1, "Scales per weight.", ge=1)
+    quantized_initialization: GroupQuantization = section(
+        GroupQuantization, "Quantize while the model is built."
+    )
+    post_init_quant: dict[str, GroupQuantization] = key(
+        {}, "Maps part of a module's name to the quantization of its weights after loading."
+    )
+
+
+_Period: TypeAlias = Literal["auto"] | Annotated[Integer, Ge(1)]
+
+
+class ZenFlow(Section):
+    """Selective updates on the device alongside an offloaded optimizer."""
+
+    leftovers: ClassVar[Mapping[str, str]] = {
+        "steps_per_epoch": "ignored: it is filled in while training"
+    }
+
+    topk_ratio: Number = key(0.1, "Fraction of columns updated at each step.", gt=0, lt=1)
+    select_strategy: Literal["auto", "step", "epoch"] = key(
+        "auto", "Unit of the selection interval.", mark=AUTO_IS_A_WORD
+    )
+    select_interval: _Period = key("auto", "Interval between selections.", mark=AUTO_IS_A_WORD)
+    update_interval: _Period = key(
+        "auto", "Steps between updates of the columns that were not selected.", mark=AUTO_IS_A_WORD
+    )
+    overlap_step: Boolean = key(False, "Run the CPU's update in parallel with the next steps.")
+    offload: Boolean = key(False, "Keep the selected columns' state on the CPU too.")
+    auto_ratio: Number = key(
+        0.99, "Fraction of the gradients' mass that decides an automatic interval.", ge=0, le=1
+    )
+    full_warm_up_rounds: Integer = key(0, "Steps at the start that update everything.", ge=0)
+    pt_reserved_cores_perc: Number = key(
+        0.5, "Fraction of the cores reserved for torch.", ge=0, le=1
+    )
