@@ -13,6 +13,7 @@ it, and no process that tests something else.
 from __future__ import annotations
 
 import os
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from hadal.device import waits as product
 from hadal.device import widest_float
 
 _native: list[ModuleType] = []
@@ -88,6 +90,8 @@ class Wait(NamedTuple):
     what: str
     """An operation whose result the host is given, a copy, or what is synchronized."""
     where: str
+    name: str = ""
+    """What the product's watchdog would report that it waits for."""
 
 
 @contextmanager
@@ -100,11 +104,25 @@ def waits() -> Iterator[list[Wait]]:
     or an event.
     """
     found: list[Wait] = []
-    _native[0].set_watcher(lambda what: found.append(Wait(what, _line_of_product())))
+    names, watch = threading.local(), product._watch[0]
+
+    @contextmanager
+    def named(name: str) -> Iterator[None]:
+        names.now = name
+        with watch(name):
+            yield
+        names.now = ""
+
+    def tell(what: str) -> None:
+        found.append(Wait(what, _line_of_product(), getattr(names, "now", "")))
+
+    product.watch_waits(named)
+    _native[0].set_watcher(tell)
     try:
         yield found
     finally:
         _native[0].set_watcher(None)
+        product.watch_waits(watch)
 
 
 def _line_of_product() -> str:

@@ -284,7 +284,7 @@ ALL_ON_HOST = {"offload_optimizer": HOST, "offload_param": HOST}
 CODED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 FEATURES: dict[str, Feature] = {
     "fp32": Feature(partial(keys, 1, "fp32")),
-    "fp16": Feature(partial(keys, 3, "fp16"), {1}, "engine/update.py"),
+    "fp16": rare(partial(keys, 3, "fp16"), 1, where="engine/update.py"),
     "fp16 with a constant scale": rare(
         partial(keys, bf16={"enabled": False}, fp16={"enabled": True, "loss_scale": 8})
     ),
@@ -322,7 +322,7 @@ FEATURES: dict[str, Feature] = {
         partial(keys, 3, zero={"zero_quantized_nontrainable_weights": True}, freezes=True)
     ),
     # ---- optimizers
-    "AdamW and a scheduler": Feature(partial(keys, scheduler=runs.SCHEDULER)),
+    "AdamW and a scheduler": rare(partial(keys, scheduler=runs.SCHEDULER)),
     **{name: rare(partial(optimizer, name)) for name in ("Adam", "Adagrad", "SGD")},
     "Lion": Feature(partial(optimizer, "Lion")),
     # These read no flag on the device: the host decides whether gradients are finite.
@@ -358,7 +358,7 @@ FEATURES: dict[str, Feature] = {
             activation_checkpointing={"modules": "units", "synchronize_checkpoint_boundary": True},
         ),
         24,
-        where="activation_checkpointing/boundaries.py",
+        where="activation_checkpointing/function.py",
     ),
     # ---- data efficiency and compression
     "random_ltd": Feature(partial(tokens_dropped, 3)),
@@ -443,8 +443,8 @@ FEATURES: dict[str, Feature] = {
 }
 
 
-def waits_of(name: str) -> list[tuple[str, str]]:
-    """Return what the host waits for in the fourth update, and where."""
+def waits_of(name: str) -> list[npu.Wait]:
+    """Return the waits of the host in the fourth update."""
     with npu.asynchronous(), npu.with_float64():
         engine, update = FEATURES[name].build()
         for _ in range(3):
@@ -452,4 +452,4 @@ def waits_of(name: str) -> list[tuple[str, str]]:
         with npu.waits() as found:
             update()
         engine.destroy()
-    return [(wait.what, wait.where) for wait in found]
+    return found

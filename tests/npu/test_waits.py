@@ -33,6 +33,10 @@ def test_an_update(stage: int, precision: str, npus: RankPools) -> None:
         assert counts == wanted, told(found)
 
 
+# Models of transformers, and torch.
+UNNAMED = {"engine/casting.py", "moe/experts.py"}
+
+
 @pytest.mark.parametrize(
     "name", [rarely(name) if feature.is_rare else name for name, feature in FEATURES.items()]
 )
@@ -40,7 +44,9 @@ def test_an_update_with_a_feature(name: str, npus: RankPools) -> None:
     feature = FEATURES[name]
     for found in npus(2).run(waits_of, name):
         assert len(found) in feature.waits, found
-        assert {where.partition(":")[0] for _, where in found} <= {*feature.where.split()}, found
+        assert {wait.where.partition(":")[0] for wait in found} <= {*feature.where.split()}, found
+        unnamed = {wait.where.partition(":")[0] for wait in found if not wait.name}
+        assert unnamed <= UNNAMED, found
 
 
 UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
@@ -54,30 +60,16 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}}
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 0.01, "weight_decay": 0.1}}}
 
 
-@pytest.mark.fast_cells(
-    "changed2-False-0",
-    "changed3-False-0",
-    "changed4-True-1",
-    "changed5-False-0",
-    "changed7-False-0",
-    "changed11-False-0",
-    "changed13-False-0",
-)
+@pytest.mark.fast_cells("changed1-True-1", "changed5-False-0", "changed7-False-0")
 @pytest.mark.parametrize(
     ("changed", "asks", "waits"),
     [
         (UNCHECKED, False, 0),
         (UNCHECKED, True, 1),
         rarely({**UNCHECKED, "gradient_clipping": 0.0}, False, 0),
-        ({}, False, 0),
         rarely({}, True, 1),
         rarely({"gradient_clipping": 0.0}, False, 0),
         (NO_NORM, False, 0),
-        rarely(SGD, False, 0),
-        (LION, False, 0),
-        # It reads no flag, or the next loss needs the scale: the host must decide.
-        ({"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, False, 1),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, False, 1),
         rarely({**UNCHECKED, "optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, False, 0),
         ({**UNCHECKED, "optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, False, 0),
         rarely({**UNCHECKED, "optimizer": {"type": "Lion", "params": {"lr": 0.01}}}, False, 0),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hadal.device import read_on_host
+from hadal.device import read_on_host, waiting_for
 from hadal.errors import UsageError
 
 
@@ -75,7 +75,8 @@ def dominant_eigenvalue(
     """
     state = torch.random.get_rng_state()
     # Drawn on the host, so that every device starts alike.
-    drawn = [torch.randn(each.shape).to(each.device) for each in parameters]
+    with waiting_for("the first direction of an eigenvalue", parameters[0].device):
+        drawn = [torch.randn(each.shape).to(each.device) for each in parameters]
     torch.random.set_rng_state(state)
     direction = _normalized(drawn, rule.stability)
     now, before, done = 1.0, 0.0, 0
