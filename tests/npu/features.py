@@ -244,7 +244,7 @@ def tiled() -> tuple[Any, Update]:
     return engine, updates(engine, x, y, loss_of=lambda engine, x, y: engine(x, y, tiles=2))
 
 
-def sparse_attention() -> tuple[Any, Update]:
+def sparse_attention(length: int) -> tuple[Any, Update]:
     from hadal.plugins.sparse_attention import FixedSparsityConfig, SparseSelfAttention
 
     class Attending(nn.Module):
@@ -258,7 +258,7 @@ def sparse_attention() -> tuple[Any, Update]:
             return self.attention(x, x, x).square().mean()
 
     engine = engine_of(2, Attending())
-    return engine, updates(engine, torch.randn(1, 2048, 8))
+    return engine, updates(engine, torch.randn(1, length, 8))
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -424,7 +424,8 @@ FEATURES: dict[str, Feature] = {
     "DistributedAttention": Feature(heads),
     "ring_attention and losses": Feature(ring),
     "tiles": Feature(tiled),
-    "sparse_attention": Feature(sparse_attention),
+    "sparse_attention": rare(partial(sparse_attention, 2048)),
+    "sparse_attention, computed whole": Feature(partial(sparse_attention, 256)),
     **{
         f"pipeline, {schedule}": Feature(
             partial(in_stages, schedule, chunks), is_rare=schedule != "interleaved"

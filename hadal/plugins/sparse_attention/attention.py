@@ -65,6 +65,7 @@ class BlockLayout:
         """Bool, [1 or heads, n, n], on the CPU."""
         self.block = block
         self.is_dense = bool(found.all())
+        self._on: dict[torch.device, Tensor] = {}
         self._parts: dict[tuple[bool, bool], list[Part]] = {}
         self._chunks: dict[tuple[torch.Size, torch.device, bool, bool], list[list[Group]]] = {}
         self.kept: dict[Any, Any] = {}
@@ -74,6 +75,12 @@ class BlockLayout:
     def length(self) -> int:
         """The number of tokens."""
         return self.layout.shape[1] * self.block
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return `layout` on a device, where it stays."""
+        if device not in self._on:
+            self._on[device] = self.layout.to(device)
+        return self._on[device]
 
     def is_full(self, *, is_causal: bool) -> bool:
         """Return True if the blocks take longer than all pairs with a mask."""
@@ -253,29 +260,34 @@ def _dense(
     """
     first, first_key = firsts
     rows, length = query.shape[2], first_key + key.shape[2]
-    places = torch.arange(first, first + rows, device="cpu")
-    added = masks.of_tokens(places.to(query.device), key.shape[2], query)
+    places = torch.arange(first, first + rows, device=query.device)
+    added = masks.of_tokens(places, key.shape[2], query)
     is_square = rows == length or not masks.is_causal
     if layout.is_dense and added is None and is_square and scores.is_plain:
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=masks.is_causal, scale=scores.scale
         )
-    allowed = _token_mask(layout, places, length, is_causal=masks.is_causal)
-    mask = allowed[None, ..., first_key:].to(query.device)
+    allowed = _token_mask(layout, places, (first, length), is_causal=masks.is_causal)
+    mask = allowed[None, ..., first_key:]
     if added is not None:
         mask = added.masked_fill(~mask, -torch.inf)
     return attend(query, key, value, mask, scores)
 
 
-def _token_mask(layout: BlockLayout, rows: Tensor, length: int, *, is_causal: bool) -> Tensor:
-    """Return which tokens attend to which: bool, [1 or heads, rows, length]."""
-    key = (int(rows[0]), len(rows), length, is_causal)
+def _token_mask(
+    layout: BlockLayout, rows: Tensor, ends: tuple[int, int], *, is_causal: bool
+) -> Tensor:
+    """Return which tokens attend to which: bool, [1 or heads, rows, length].
+
+    The first row and the length are `ends`.
+    """
+    key = (*ends, len(rows), rows.device, is_causal)
     kept = layout.kept.get("tokens")
     if kept is None or kept[0] != key:
-        blocks = layout.layout[:, rows // layout.block]
-        found = blocks.repeat_interleave(layout.block, 2)[..., :length]
+        blocks = layout.on(rows.device)[:, rows // layout.block]
+        found = blocks.repeat_interleave(layout.block, 2)[..., : ends[1]]
         if is_causal:
-            found &= torch.arange(length, device="cpu") <= rows[:, None]
+            found &= torch.arange(ends[1], device=rows.device) <= rows[:, None]
         kept = layout.kept["tokens"] = key, found  # one at a time
     mask: Tensor = kept[1]
     return mask

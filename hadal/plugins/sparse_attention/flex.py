@@ -106,7 +106,7 @@ def _block_mask(layout: BlockLayout, device: torch.device, *, is_causal: bool) -
         *_listed(partial, device),
         *_listed(whole, device),
         BLOCK_SIZE=_EDGE,
-        mask_mod=_mask_mod(layout.layout.to(device), layout.block, is_causal=is_causal),
+        mask_mod=_mask_mod(layout.on(device), layout.block, is_causal=is_causal),
         seq_lengths=(layout.length, layout.length),
     )
 
