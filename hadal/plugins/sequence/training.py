@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hadal.comm import Ranks
 from hadal.comm.functions import all_gather_object, labelled
+from hadal.device import read_on_host
 from hadal.errors import SequenceError
 from hadal.listener import Forward, Listener
 from hadal.plugins.sequence.batches import (
@@ -128,7 +129,10 @@ class SequenceSlices(Listener):
         assert length is not None
         if not any(getattr(one, "is_causal", True) is False for one in self._model.modules()):
             return
-        if length % self._size or (isinstance(mask, Tensor) and not bool(mask.all())):
+        whole = not isinstance(mask, Tensor) or read_on_host(
+            mask.all(), "whether batches are padded"
+        )
+        if length % self._size or not whole:
             raise SequenceError(
                 f"sequence_parallel_size: {type(self._model).__name__} attends in both directions,"
                 f" so that padding would be seen; pass batches without padding, of a length that"
