@@ -131,7 +131,7 @@ class ModelPart:
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Which slices of the whole model's tensors the parameters and buffers are, by name. Those not
     listed are whole, and have the same name in the whole model."""
-    unknown: frozenset[str] | None = frozenset()
+    unknown: frozenset[str] = frozenset()
     """The names of slices whose position is not recorded; None: possibly all of them."""
 
 
@@ -164,7 +164,7 @@ def part_as_json(part: ModelPart) -> dict[str, Any]:
         ],
         "aliases": dict(part.aliases),
         "boxes": {name: _placement_as_json(one) for name, one in part.placements.items()},
-        "unknown": sorted(part.unknown or ()),
+        "unknown": sorted(part.unknown),
     }
 
 
@@ -229,11 +229,8 @@ def part_of_json(content: Any) -> ModelPart:
             for row in content["param_groups"]
         ),
         aliases={str(one): str(other) for one, other in dict(content["aliases"]).items()},
-        placements={
-            str(name): _placement_of_json(*row) for name, row in content.get("boxes", {}).items()
-        },
-        # Before format 9 the positions were not recorded.
-        unknown=frozenset(map(str, content["unknown"])) if "unknown" in content else None,
+        placements={str(name): _placement_of_json(*row) for name, row in content["boxes"].items()},
+        unknown=frozenset(map(str, content["unknown"])),
     )
 
 

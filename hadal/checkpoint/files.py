@@ -1,7 +1,7 @@
 """Durable, verified files at any location: checksums, and errors that name the file.
 
-The checksum is 64-bit XXH3, which runs at memory speed (CRC-32, which earlier versions wrote, takes
-several times as long). It detects damage, not forgery: a forger could write another checkpoint.
+The checksum is 64-bit XXH3, which runs at memory speed (CRC-32 takes several times as long). It
+detects damage, not forgery: a forger could write another checkpoint.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import xxhash
 
@@ -53,38 +52,6 @@ class Seal(NamedTuple):
     checksum: int
     head_nbytes: int
     head_checksum: int
-    kind: str = CHECKSUM
-    """The kind of checksum: one of `CHECKSUMS`."""
-
-    @property
-    def numbers(self) -> list[int]:
-        """All fields but the kind, which is the same for all files."""
-        return [self.nbytes, self.checksum, self.head_nbytes, self.head_checksum]
-
-
-class _Sum(Protocol):
-    """A running checksum."""
-
-    def update(self, given: Chunk, /) -> None: ...
-
-    def intdigest(self) -> int: ...
-
-
-class _Crc32:
-    """The checksum of formats before 6."""
-
-    def __init__(self) -> None:
-        self._value = 0
-
-    def update(self, given: Chunk, /) -> None:
-        self._value = zlib.crc32(given, self._value)
-
-    def intdigest(self) -> int:
-        return self._value
-
-
-_KINDS: dict[str, Callable[[], _Sum]] = {CHECKSUM: xxhash.xxh3_64, "crc32": _Crc32}
-CHECKSUMS = frozenset(_KINDS)
 
 
 @contextmanager
@@ -133,7 +100,7 @@ class _Summed:
 
     def __iter__(self) -> Iterator[Chunk]:
         nbytes = head_nbytes = head_checksum = 0
-        found = _KINDS[CHECKSUM]()
+        found = xxhash.xxh3_64()
         for number, chunk in enumerate(self._chunks):
             for start in range(0, len(chunk), _READ_NBYTES):
                 # The checksum and the copy use it while it is in the processor's cache.
@@ -277,7 +244,7 @@ def check_file(path: Location, seal: Seal, *, whole: bool, kept: Kept | None = N
         file = storage_of(path).open(path)
         if file.nbytes != seal.nbytes:
             raise CheckpointError(f"{path} is damaged: {file.nbytes} bytes, expected {seal.nbytes}")
-        sum_of_it, checksum = _KINDS[seal.kind](), seal.head_checksum
+        sum_of_it, checksum = xxhash.xxh3_64(), seal.head_checksum
         if whole:
             # Memory is constant, apart from the kept bytes.
             checksum = seal.checksum

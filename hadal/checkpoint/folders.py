@@ -5,9 +5,6 @@ written last and atomically, which commits the save: until then the tag has its 
 or none. Nothing is renamed, so object stores and disks work alike. A later save removes files that
 no index names once their lease is dead (`leases.py`), so several jobs may save into one folder
 under different tags.
-
-Earlier versions wrote the files next to the index, into a draft `.<tag>.<mark>.partial` that was
-then renamed; if a crash left only the previous folder `.<tag>.<mark>.old`, it is still found.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL, is_deepspeed
+from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL
 from hadal.checkpoint.files import (
     exists,
     is_file,
@@ -34,6 +31,7 @@ from hadal.checkpoint.files import (
     storage_of,
     system_errors,
 )
+from hadal.checkpoint.formats.registry import format_of, is_found_by_path
 from hadal.checkpoint.index import INDEX, MARK, mark_in, read_index
 from hadal.checkpoint.leases import Lease, expect_alone, is_alive, lease_of, mark_of
 from hadal.checkpoint.local import sync_folder
@@ -45,10 +43,7 @@ LATEST = "latest"
 # Bytes of a folder's name, and the characters of a tag that a message shows.
 _LONGEST_NAME, _SHOWN = 255, 60
 CLIENT = "client_state.safetensors"
-_DRAFT = re.compile(
-    r"\.(?P<name>.+)\.(?P<mark>[0-9a-f]{16})\.(?P<state>partial|old|dead)", re.DOTALL
-)
-_OWN = re.compile(r"rank_\d{5}\.safetensors|client_state\.safetensors")
+_DRAFT = re.compile(r"\..+\.(?P<mark>[0-9a-f]{16})\.partial", re.DOTALL)
 
 # The number of attempts to find a missing checkpoint, and the seconds between them: another job may
 # be replacing it or `latest`.
@@ -109,6 +104,8 @@ def check_save_dir(save_dir: Location) -> None:
 def find(load_dir: Location, tag: str | None) -> Location | None:
     """Return the folder of the checkpoint `tag`, or of the latest one; None if there is none.
 
+    A checkpoint of a format without tags is found by its own path.
+
     Raises:
         CheckpointError: the checkpoint that `tag` or `latest` names does not exist.
     """
@@ -122,6 +119,8 @@ def find(load_dir: Location, tag: str | None) -> Location | None:
 def _found(load_dir: Location, tag: str | None) -> Location | None:
     asked = f"checkpoint {shown(tag)}"
     if tag is None:
+        if is_found_by_path(load_dir):
+            return load_dir
         latest = load_dir / LATEST
         if not _is_there(latest) and not _is_there(load_dir / LATEST_UNIVERSAL):
             return None
@@ -191,7 +190,7 @@ def universal_tag(load_dir: Location) -> str | None:
 
 
 def _folder_of_tag(load_dir: Location, tag: str) -> Location | None:
-    """Return a tag's folder, or the `.old` one that an interrupted replacement left."""
+    """Return the folder of a tag's checkpoint."""
     folder = load_dir / tag
     with system_errors(folder, "read"):
         try:
@@ -200,20 +199,12 @@ def _folder_of_tag(load_dir: Location, tag: str) -> Location | None:
             raise CheckpointError(
                 f"no complete checkpoint {shown(tag)} in {load_dir}: {error}"
             ) from None
-        if is_complete(folder):
-            return folder
-        if not isinstance(folder, Path) or os.path.lexists(folder):
-            return None
-        for item, found in _drafts(items_of(load_dir)):
-            if (found["name"], found["state"]) == (tag, "old"):
-                old = load_dir / item.name
-                return old if is_file(old / INDEX) else None
-    return None
+        return folder if is_complete(folder) else None
 
 
 def is_complete(folder: Location) -> bool:
-    """Return whether a folder is a checkpoint of Hadal or of DeepSpeed."""
-    return is_file(folder / INDEX) or is_deepspeed(folder)
+    """Return whether a folder is a checkpoint."""
+    return format_of(folder) is not None
 
 
 def all_of(folder: Location, *, with_links: bool = True) -> list[Location]:
@@ -297,28 +288,8 @@ def retire(folder: Location, named: str | None, kept: str) -> None:
     try:
         if named is not None and named != kept:
             storage.remove(folder / named)
-        if named is None:  # a checkpoint of an earlier version, or none
-            for item in storage.items(folder):
-                if _OWN.fullmatch(item.name) and not item.is_folder:
-                    storage.remove(folder / item.name)
-        if isinstance(folder, Path):
-            _retire_drafts(folder)
     except OSError as error:
         _log.warning("%s: the files of the previous checkpoint are not removed: %s", folder, error)
-
-
-def _retire_drafts(folder: Path) -> None:
-    """Remove what earlier versions left of this tag when killed; move the user's files to it."""
-    storage = storage_of(folder)
-    for item, found in _drafts(storage.items(folder.parent)):
-        if not item.is_folder or found["name"] != folder.name:
-            continue
-        left = folder.parent / item.name
-        for path in left.iterdir() if found["state"] == "old" else ():
-            is_own = path.name == INDEX or _OWN.fullmatch(path.name) or MARK.fullmatch(path.name)
-            if not is_own and not os.path.lexists(folder / path.name):
-                os.rename(path, folder / path.name)
-        storage.remove(left)
 
 
 def discard(folder: Location, mark: str) -> None:
@@ -407,8 +378,6 @@ def sweep(save_dir: Location, now: float | None = None) -> None:
     swept = {folder for folder, listed in tags.items() if _sweep_tag(folder, listed, leases, now)}
     for item, found in _drafts(items):
         path = save_dir / item.name
-        if found["state"] == "old" and not exists(save_dir / found["name"] / INDEX):
-            continue  # the only whole checkpoint of its tag
         if found["mark"] in leases.dead or _is_quiet(path, item, now):
             storage.remove(path)
     # Last, as they cover files of other tags as well.

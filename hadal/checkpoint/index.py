@@ -7,17 +7,12 @@ import re
 import zlib
 from typing import Any, NoReturn
 
-from hadal.checkpoint.files import CHECKSUM, CHECKSUMS, Seal, read_small, replace_file
+from hadal.checkpoint.files import CHECKSUM, Seal, read_small, replace_file
 from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError
 
 INDEX = "index.json"
-# Since 7 a bucket's slots record the order of their elements if that is not row-major; since 8 the
-# files are in a folder of their own, which is named after the save's mark; since 9 the parts of a
-# model say which boxes of its tensors they hold.
-FORMAT = 9
-_WITH_FOLDER = 8
-_READ = (4, 5, 6, 7, 8, FORMAT)
+FORMAT = 1
 MARK = re.compile(r"[0-9a-f]{16}")
 """The mark of a save."""
 _HEAD = {"format": FORMAT, "checksum": CHECKSUM}
@@ -52,19 +47,17 @@ def read_index(folder: Location) -> dict[str, Any]:
     if found is None or zlib.crc32(body) != int(found[1], 16):
         _refuse(path, raw)
     content = strict_json(body, path)
-    if content.get("format") not in _READ:
+    if (content.get("format"), content.get("checksum")) != (FORMAT, CHECKSUM):
         _refuse(path, raw)
     return content
 
 
-def mark_in(content: dict[str, Any]) -> str | None:
-    """Return the mark that names the folder of the files; None if they are next to the index.
+def mark_in(content: dict[str, Any]) -> str:
+    """Return the mark that names the folder of the files.
 
     Raises:
         ValueError: the index has no such mark.
     """
-    if content["format"] < _WITH_FOLDER:
-        return None
     mark = content.get("save")
     if not isinstance(mark, str) or not MARK.fullmatch(mark):
         raise ValueError(f"the save's mark is {mark!r}, expected 16 hexadecimal digits")
@@ -97,10 +90,10 @@ def _refuse(path: Location, raw: bytes) -> NoReturn:
         version = content["format"] if isinstance(content, dict) else FORMAT
     except (ValueError, RecursionError, KeyError):
         version = FORMAT
-    if version not in _READ:
+    if version != FORMAT:
         raise CheckpointError(
-            f"{path} has format {version!r}, but this version of Hadal reads formats"
-            f" {', '.join(map(str, _READ))}; load it with the version that wrote it"
+            f"{path} has format {version!r}, but this version of Hadal reads format {FORMAT}; load"
+            " it with the version that wrote it"
         )
     raise CheckpointError(
         f"{path} is damaged: its checksum does not match its contents; use another checkpoint"
@@ -121,12 +114,6 @@ def seals_of(content: dict[str, Any], names: list[str], path: Location) -> dict[
         raise CheckpointError(
             f"{path} lists the files {sorted(files)[:8]}, expected {sorted(names)[:8]}"
         )
-    # Before format 6 there was one kind of checksum.
-    kind = content.get("checksum", "crc32")
-    if kind not in CHECKSUMS:
-        raise CheckpointError(
-            f"{path} uses checksum {kind!r}, expected one of {', '.join(sorted(CHECKSUMS))}"
-        )
     if any(type(number) is not int or number < 0 for name in names for number in files[name]):
         raise CheckpointError(f"{path} is damaged: sizes and checksums must be whole numbers")
-    return {name: Seal(*files[name])._replace(kind=kind) for name in names}
+    return {name: Seal(*files[name]) for name in names}

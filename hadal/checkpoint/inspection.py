@@ -13,8 +13,9 @@ from hadal.checkpoint import folders
 from hadal.checkpoint.contents import WEIGHT
 from hadal.checkpoint.export import Progress, untold
 from hadal.checkpoint.files import Given, is_folder, items_of, location_of, storage_of
+from hadal.checkpoint.formats.registry import format_of, open_source
 from hadal.checkpoint.index import INDEX
-from hadal.checkpoint.opening import folder_of, is_checkpoint, open_source
+from hadal.checkpoint.opening import folder_of
 from hadal.checkpoint.source import Entry, Source
 from hadal.checkpoint.storage import Location, StorageItem
 from hadal.errors import CheckpointError, HadalError
@@ -71,7 +72,7 @@ def inspected(
         CheckpointError: there is no checkpoint.
     """
     path = location_of(path)
-    if tag is not None or is_checkpoint(path):
+    if tag is not None or format_of(path):
         folder = folder_of(path, tag)
         return [_report(folder, _latest(folder.parent), verify, progress)]
     if not is_folder(path):
@@ -79,7 +80,7 @@ def inspected(
             f"{path} is not a directory; pass the directory given to save_checkpoint"
         )
     names = [item.name for item in items_of(path) if not item.name.startswith(".")]
-    found = [path / name for name in names if is_checkpoint(path / name)]
+    found = [path / name for name in names if format_of(path / name)]
     reports = [report for folder in found if (report := _stable_report(folder, verify, progress))]
     if not reports:
         folder_of(path)  # raises with the reason
@@ -89,7 +90,7 @@ def inspected(
     for report in reports:
         report.is_latest = report.tag == latest
     is_here = latest is None or latest in {report.tag for report in reports}
-    if not is_here and not is_checkpoint(path / str(latest)):
+    if not is_here and not format_of(path / str(latest)):
         lost = f"{path / folders.LATEST} names {latest!r}, but there is no such checkpoint"
         reports.append(CheckpointReport(str(latest), str(path / str(latest)), True, faults=[lost]))
     return sorted(reports, key=lambda report: (report.global_steps or 0, report.tag))

@@ -62,12 +62,9 @@ def _ages(save_dir: Location, jobs: Collection[str]) -> list[tuple[float, str]]:
     for folder in folders.all_of(save_dir, with_links=False):
         try:
             content = read_index(folder)
-            mark, own = mark_in(content), content.get(JOBS)
-            home = folder if mark is None else folder / mark
-            sizes = {item.name: item.nbytes for item in items_of(home)}
+            sizes = {item.name: item.nbytes for item in items_of(folder / mark_in(content))}
             is_whole = all(sizes.get(name) == seal[0] for name, seal in content["files"].items())
-            # Earlier versions did not record the job.
-            is_own = own is None or own[-1] in jobs
+            is_own = content[JOBS][-1] in jobs
             if is_whole and is_own and content["was_latest"] is True:
                 ages.append((now - float(content["saved_at"]), folder.name))
         except (CheckpointError, OSError, LookupError, TypeError, ValueError, AttributeError):

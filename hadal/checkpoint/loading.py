@@ -24,12 +24,12 @@ from hadal.checkpoint import folders, randomness
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
 from hadal.checkpoint.files import parsing_errors
 from hadal.checkpoint.fitting import Fit, GroupFit, exact_kind, fit_groups, fit_names
-from hadal.checkpoint.formats.dcp import is_dcp
+from hadal.checkpoint.formats.registry import open_source
 from hadal.checkpoint.index import INDEX
 from hadal.checkpoint.joined import Asked
 from hadal.checkpoint.live import COUNTERS, LISTENERS, Live, plain_name
 from hadal.checkpoint.moments import StatePlan, plan_state
-from hadal.checkpoint.opening import joined, open_source
+from hadal.checkpoint.opening import joined
 from hadal.checkpoint.source import RankState, Source
 from hadal.checkpoint.storage import Location
 from hadal.checkpoint.together import together
@@ -97,8 +97,7 @@ def find(
 ) -> Location | None:
     """Return the folder of the checkpoint `tag`, or of the latest; None if there is none.
 
-    With `prefers_universal` the latest is the one that `latest_universal` names, if it is there. A
-    folder of `torch.distributed.checkpoint` is one by itself, without a tag.
+    With `prefers_universal` the latest is the one that `latest_universal` names, if it is there.
 
     Raises:
         CheckpointError: the checkpoint that `tag` or `latest` names does not exist, or the ranks
@@ -108,8 +107,7 @@ def find(
     with together(ranks, f"no checkpoint was loaded from {load_dir}"):
         if tag is None and prefers_universal:
             tag = folders.universal_tag(load_dir)
-        foreign = load_dir if tag is None else load_dir / tag
-        folder = foreign if is_dcp(foreign) else folders.find(load_dir, tag)
+        folder = folders.find(load_dir, tag)
     found = gather_objects(None if folder is None else folder.name, ranks)
     if len(set(found)) > 1:
         raise CheckpointError(

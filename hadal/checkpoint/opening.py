@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-
 from hadal.checkpoint import folders
-from hadal.checkpoint.deepspeed.folder import is_deepspeed
-from hadal.checkpoint.deepspeed.source import DeepSpeedSource
-from hadal.checkpoint.files import Given, is_file, is_folder, location_of
-from hadal.checkpoint.formats.dcp import is_dcp
-from hadal.checkpoint.formats.dcp_source import DcpSource
-from hadal.checkpoint.index import INDEX
+from hadal.checkpoint.files import Given, is_folder, location_of
+from hadal.checkpoint.formats.registry import format_of, open_source
 from hadal.checkpoint.joined import Asked, JoinedSource
 from hadal.checkpoint.source import Source
 from hadal.checkpoint.storage import Location
-from hadal.checkpoint.stored import StoredSource
 from hadal.errors import CheckpointError
 
 
@@ -26,7 +18,7 @@ def folder_of(path: Given, tag: str | None = None) -> Location:
         CheckpointError: there is no such checkpoint.
     """
     path = location_of(path)
-    if tag is None and is_checkpoint(path):
+    if tag is None and format_of(path) is not None:
         return path
     if not is_folder(path):
         raise CheckpointError(
@@ -39,29 +31,6 @@ def folder_of(path: Given, tag: str | None = None) -> Location:
             " folder of one checkpoint"
         )
     return found
-
-
-def is_checkpoint(folder: Location) -> bool:
-    """Return whether a folder is a checkpoint, rather than a folder of them."""
-    return is_dcp(folder) or folders.is_complete(folder)
-
-
-def open_source(
-    folder: Location, part: int = 0, names: Sequence[Sequence[str]] | None = None
-) -> Source:
-    """Open a checkpoint; `part` selects one part of a model saved in model-parallel parts.
-
-    `names` lists the parameters of each param group, for a checkpoint that does not store them.
-
-    Raises:
-        CheckpointError: it is damaged, or not a checkpoint.
-    """
-    if not is_file(folder / INDEX):
-        if is_dcp(folder):
-            return DcpSource(folder, names)
-        if isinstance(folder, Path) or is_deepspeed(folder):
-            return DeepSpeedSource(folder, names)
-    return StoredSource(folder, part)
 
 
 def joined(source: Source, asked: Asked | None = None) -> JoinedSource:

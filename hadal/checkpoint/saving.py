@@ -230,7 +230,7 @@ class SaveJob:
         """Write the index, and remove the files of the checkpoint that it replaces."""
         seals, here = self._sealed([one.seals for one in of_ranks], mine)
         parts = [part_as_json(part) for part in self._parts()]
-        files = {name: seal.numbers for name, seal in seals.items()}
+        files = {name: list(seal) for name, seal in seals.items()}
         content = {**self.index, "files": files, "here": here, "parts": parts}
         replaced = folders.replaced_by(self.path)
         with folders.replacing(self.path, replaced):

@@ -192,7 +192,9 @@ class StoredSource(Source):
 
     writer = "Hadal"
 
-    def __init__(self, folder: Location, part: int = 0) -> None:
+    def __init__(
+        self, folder: Location, part: int = 0, names: Sequence[Sequence[str]] | None = None
+    ) -> None:
         self.path = folder
         content = read_index(folder)
         with self._reading_index():
@@ -221,10 +223,9 @@ class StoredSource(Source):
         has_client = CLIENT in content["files"]
         seals = seals_of(content, names + [CLIENT] * has_client, self.path / INDEX)
         self.mark = str(content["save"])
-        mark = mark_in(content)
-        home = self.path if mark is None else self.path / mark
+        home = self.path / mark_in(content)
         self._files = _SavedFiles(home, seals, frozenset(map(str, content["here"])))
-        self.jobs = tuple(map(str, content.get(JOBS, ())))
+        self.jobs = tuple(map(str, content[JOBS]))
         self.stage = int(content["stage"])
         self.saved_at = float(content["saved_at"])
         self.optimizer = content["optimizer"]
@@ -258,8 +259,7 @@ class StoredSource(Source):
         self.entries = self._entries
         self._enter_singles()
         self._enter_slices()
-        of_all = frozenset(name for name, _ in self.entries) if self.parts > 1 else frozenset[str]()
-        self.unknown = of_all if self.part.unknown is None else self.part.unknown
+        self.unknown = self.part.unknown
 
     # ---- what there is ---------------------------------------------------------------------------
 
@@ -431,9 +431,7 @@ class StoredSource(Source):
             header = self._files.header(path)
             saved = strict_json(header.texts[OWN], self._files.home / path)
             tensors = _LazyTensors(partial(self._files.whole, path))
-            values = [saved[key] for key in ("loader", "random")]
-            # Earlier versions did not save these.
-            values += [saved.get("extra", {"dict": []}), saved.get("exchange")]
+            values = [saved[key] for key in ("loader", "random", "extra", "exchange")]
             return RankState(*(decoded(value, tensors) for value in values))
 
     def client_state(self) -> dict[str, Any]:

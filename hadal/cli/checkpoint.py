@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from hadal.checkpoint.storage import Location
 
 _DTYPES = ("fp32", "bf16", "fp16")
-_FORMATS = ("hf", "dcp", "deepspeed-universal")
 _DIR = "The directory or URL given to save_checkpoint, or one checkpoint; also DeepSpeed's"
 
 
@@ -62,7 +61,7 @@ def add_to(group: Any) -> None:
     )
     _add_output(exporting)
     exporting.add_argument(
-        "--format", choices=_FORMATS, default="hf", help="The format (default: %(default)s)"
+        "--format", choices=tuple(_EXPORTS), default="hf", help="The format (default: %(default)s)"
     )
     exporting.add_argument(
         "--dtype",

@@ -119,9 +119,8 @@ class Lane:
     def lies(self) -> str:
         """An identifier of the bucket's layout."""
         layout = self.bucket.layout
-        # The order is included only if there is one, as earlier versions saved none.
         places = [
-            (slot.offset, slot.shape, *(slot.order if slot.is_reordered else ()))
+            (slot.offset, slot.shape, slot.order if slot.is_reordered else ())
             for slot in layout.slots
         ]
         return f"{zlib.crc32(repr((places, layout.numel)).encode()):08x}"

@@ -19,9 +19,9 @@ from torch import Tensor
 from checkpoint.deepspeed_cases import CASES, group_names, unpack
 from checkpoint.listing import link_files
 from hadal.checkpoint.deepspeed import layouts
-from hadal.checkpoint.deepspeed.folder import is_deepspeed
 from hadal.checkpoint.deepspeed.pickles import check_pickle, read_pickle
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
+from hadal.checkpoint.formats.registry import format_of
 from hadal.errors import CheckpointError, NotBuiltYetError
 
 
@@ -68,7 +68,8 @@ def test_values_that_are_no_tensors_are_read_too(case: str, tmp_path: Path) -> N
     saved = unpack(case, tmp_path)
     source = DeepSpeedSource(saved.checkpoint, group_names())
     stage, dtype, world = case.split("_")
-    assert is_deepspeed(saved.checkpoint)
+    found = format_of(saved.checkpoint)
+    assert found is not None and found.name == "deepspeed"
     assert (source.stage, source.world_size) == (int(stage[-1]), int(world[-1]))
     assert source.writer.endswith(" universal") == case.startswith("universal")
     assert source.client_state() == {

@@ -1,78 +1,102 @@
-"""Checkpoints of other versions: older formats, and counters that one version does not know."""
+"""Checkpoints of other versions: other formats, and counters that one version does not know."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import tarfile
+import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from engine.logs import logged
-from engine.toys import engine_of, train
+from engine.toys import assert_equal, engine_of, model_of, train
 from ranks import RankPools
-from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from hadal import comm
-from hadal.checkpoint.index import FORMAT, read_index, write_index
+from hadal.checkpoint import index
+from hadal.checkpoint.contents import WEIGHT
+from hadal.checkpoint.files import is_file
+from hadal.checkpoint.formats import registry
+from hadal.checkpoint.formats.registry import Format
+from hadal.checkpoint.index import FORMAT, INDEX, read_index, write_index
 from hadal.checkpoint.inspection import inspected
+from hadal.checkpoint.source import Entry, Source
 from hadal.errors import CheckpointError
 
-DATA = Path(__file__).parents[1] / "data" / "checkpoints"
-SAVED = sorted(path.name.removesuffix(".tar.xz") for path in DATA.glob("*.tar.xz"))
 
-
-def maker() -> Any:
-    """The script that wrote the old checkpoints."""
-    spec = importlib.util.spec_from_file_location("make_old_checkpoints", DATA / "make.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def load_old(folder: str) -> None:
-    make = maker()
-    engine, loader = make.engine_of()
-    facts = json.loads(Path(folder, f"facts_{comm.get_rank()}.json").read_text())
-    _, client_state = engine.load_checkpoint(folder)
-    found_facts = make.facts_of(engine, iter(loader))
-    assert found_facts == facts, (found_facts, facts)
-    found, expected = make.values_of(engine), load_file(Path(folder, f"expected_{comm.get_rank()}"))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert torch.equal(found[name], value), name
-    assert torch.equal(client_state.pop("ema"), make.CLIENT["ema"])
-    assert client_state == {key: value for key, value in make.CLIENT.items() if key != "ema"}
+def write_as(folder: str, head: dict[str, Any]) -> None:
+    engine = engine_of(1)
+    engine.save_checkpoint(folder, "other")
+    home = Path(folder, "other")
+    content = {**read_index(home), **head}
+    (home / INDEX).unlink()
+    with patch.object(index, "_HEAD", {}), patch.object(index, "read_index"):
+        write_index(home, content)
+    told = f"has format {head.get('format', FORMAT)!r}.*reads format {FORMAT}; load it with the ver"
+    if "format" not in head:
+        told = "is damaged"
+    with pytest.raises(CheckpointError, match=told):
+        engine.load_checkpoint(folder)
+    (report,) = inspected(folder)
+    assert re.search(told, report.faults[0])
     engine.destroy()
-    alone = engine_of(1, make.model_of())  # other buckets, dtype, stage
-    alone.load_checkpoint(folder, load_module_only=True)
-    for name, parameter in alone.module.named_parameters():
-        assert torch.equal(parameter.detach(), expected[f"master.{name}"])
-    alone.destroy()
 
 
-@pytest.mark.fast_cells("format4")
-@pytest.mark.parametrize("name", SAVED)
-def test_an_older_format_loads_bit_for_bit(name: str, ranks: RankPools, tmp_path: Path) -> None:
-    with tarfile.open(DATA / f"{name}.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    assert [report.faults for report in inspected(tmp_path)] == [[]]
-    ranks(2).run(load_old, str(tmp_path))
+@pytest.mark.parametrize("head", [{"format": 9}, {"format": "1"}, {"checksum": "crc32"}], ids=str)
+def test_another_version_is_an_error_with_its_remedy(
+    head: dict[str, Any], ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(1).run(write_as, str(tmp_path), head)
 
 
-def test_there_is_a_checkpoint_of_each_older_format(tmp_path: Path) -> None:
-    formats = set()
-    for name in SAVED:
-        with tarfile.open(DATA / f"{name}.tar.xz") as archive:
-            (index,) = (one for one in archive.getnames() if one.endswith("index.json"))
-            content = archive.extractfile(index)
-            assert content is not None
-            formats.add(json.load(content)["format"])
-    assert formats == set(range(4, max(FORMAT, 8)))
+def test_the_first_release_writes_format_1() -> None:
+    assert FORMAT == 1
+
+
+# ---- formats of others ---------------------------------------------------------------------------
+
+
+class TextSource(Source):
+    """A format that Hadal does not have: a file of numbers for each weight."""
+
+    writer = "a text editor"
+
+    def __init__(self, folder: Path, part: int = 0, names: Any = None) -> None:
+        self.path, self.mark = folder, ""
+        self.entries = {
+            (path.stem, WEIGHT): Entry(shape_of(model_of())[path.stem], torch.float32)
+            for path in folder.glob("*.txt")
+        }
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        numbers = (self.path / f"{name}.txt").read_text().split()
+        return torch.tensor([float(number) for number in numbers[start:stop]])
+
+
+def shape_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
+
+
+def load_text(folder: str) -> None:
+    row = Format("text", lambda place: is_file(place / "names"), f"{__name__}:TextSource", False)
+    with patch.object(registry, "FORMATS", (*registry.FORMATS, row)):
+        engine = engine_of(3)
+        engine.load_checkpoint(folder, load_module_only=True)
+        expected = model_of(7).state_dict()
+        assert_equal(engine.state_dict(), expected)
+        (report,) = inspected(folder)
+        assert report.writer == "a text editor" and not report.faults
+        engine.destroy()
+
+
+def test_a_format_is_added_by_one_row(ranks: RankPools, tmp_path: Path) -> None:
+    (tmp_path / "names").touch()
+    for name, value in model_of(7).state_dict().items():
+        text = " ".join(map(repr, value.flatten().tolist()))
+        (tmp_path / f"{name}.txt").write_text(text)
+    ranks(2).run(load_text, str(tmp_path))
 
 
 # ---- counters ------------------------------------------------------------------------------------

@@ -97,18 +97,6 @@ def test_what_has_no_lease_is_kept_for_an_hour(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_leftovers_of_earlier_versions_are_removed(tmp_path: Path) -> None:
-    old = complete(tmp_path, "a").rename(tmp_path / f".a.{MARKS[0]}.old")
-    partial = tmp_path / f".b.{MARKS[1]}.partial"
-    half_saved(tmp_path, partial.name, "x")
-    aged(tmp_path, 10_000)
-    folders.sweep(tmp_path)
-    assert list(tmp_path.iterdir()) == [old]  # the only one of its tag
-    complete(tmp_path, "a")
-    folders.retire(tmp_path / "a", None, MARKS[1])
-    assert names_in(tmp_path) == ["a"]
-
-
 def test_removal_by_another_process_is_no_error(tmp_path: Path) -> None:
     home = half_saved(tmp_path, "a", MARKS[0])
     aged(tmp_path, 10_000)
@@ -141,18 +129,6 @@ def test_weights_may_be_written_beside_a_save(ranks: RankPools, tmp_path: Path) 
 
 
 # ---- readers -------------------------------------------------------------------------------------
-
-
-def test_a_tag_that_is_being_replaced_is_found(tmp_path: Path) -> None:
-    old = complete(tmp_path, "a").rename(tmp_path / f".a.{MARKS[0]}.old")
-
-    def go_on() -> None:
-        complete(tmp_path, "a")
-        shutil.rmtree(old)
-
-    drafts = first_then(go_on, folders._drafts, after=False)
-    with patch.object(folders, "_drafts", drafts):
-        assert folders.find(tmp_path, "a") == tmp_path / "a"
 
 
 def test_latest_may_move_on(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-from zlib import crc32
 
 import pytest
 import torch
@@ -16,14 +15,11 @@ from ranks import RankPools
 from safetensors import safe_open
 from torch import Tensor
 
-from checkpoint.listing import home_of
 from checkpoint.test_damage import reparted
 from hadal import comm
 from hadal.checkpoint import collecting
-from hadal.checkpoint import index as index_of
 from hadal.checkpoint.collecting import is_rounding
 from hadal.checkpoint.export import state_dict_of
-from hadal.checkpoint.index import read_index, write_index
 from hadal.checkpoint.inspection import inspected
 from hadal.checkpoint.opening import opened
 from hadal.errors import CheckpointError
@@ -147,50 +143,6 @@ def test_weights_are_compared_once(stage: int, ranks: RankPools, tmp_path: Path)
     if stage < 3:
         assert weight_tensors(tmp_path / "plain") == 0 < weight_tensors(tmp_path / "signs")
         assert weight_tensors(tmp_path / "nan") > 0
-
-
-def save_as_before(folder: str) -> None:
-    engine = engine_of(2, **SETTINGS["bf16"])
-    train(engine, range(2))
-    with patch.object(collecting, "is_rounding", lambda weights, master, **_: False):
-        engine.save_checkpoint(folder, "old")
-    if comm.get_rank() == 0:
-        index = Path(folder, "old")
-        home = home_of(index)
-        for path in home.iterdir():
-            path.rename(index / path.name)
-        home.rmdir()
-        content = read_index(index)
-        del content["format"], content["checksum"]
-        for name, (nbytes, _, head, _) in content["files"].items():
-            whole = (index / name).read_bytes()
-            content["files"][name] = [nbytes, crc32(whole), head, crc32(whole[:head])]
-        assert all(len(row) == 4 for row in content["parts"][0]["stretches"])
-        (index / "index.json").unlink()
-        with patch.object(index_of, "_HEAD", {"format": 4}):
-            write_index(index, content)
-    comm.barrier()
-    again = engine_of(3, model_of(9), **SETTINGS["bf16"])
-    again.load_checkpoint(folder)
-    assert_equal(weights_of(again), weights_of(engine))
-    comm.barrier()
-    if comm.get_rank() == 0:
-        path = Path(folder, "old", "rank_00001.safetensors")
-        whole = bytearray(path.read_bytes())
-        whole[-100] ^= 1
-        path.write_bytes(whole)
-    comm.barrier()
-    with pytest.raises(CheckpointError, match=r"rank_00001.* is damaged"):
-        again.load_checkpoint(folder)
-    again.destroy()
-    engine.destroy()
-
-
-def test_folders_of_the_format_before_load(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(save_as_before, str(tmp_path))
-    text = (tmp_path / "old" / "index.json").read_text()
-    assert '"format": 4' in text
-    assert "xxh3" not in text
 
 
 def refuse_what_is_told_wrong(folder: str) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from data.hadal.make import UPDATES, old_engine
-from data.hadal.make import train as train_old
 from ranks import RankPools
 from torch import Tensor, nn
 
@@ -345,35 +342,6 @@ def go_on(folder: str) -> None:
 
 def test_state_is_saved_by_name(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(go_on, str(tmp_path))
-
-
-def load_old(folder: str) -> None:
-    engine, loader = old_engine()
-    counting = Counting()
-    engine.add_listener(counting)
-    with logged() as lines:
-        _, client_state = engine.load_checkpoint(folder)
-    assert client_state == {"updates": UPDATES}
-    (line,) = lines
-    assert "lacks the state of listeners counting" in line
-    counters = (engine.global_steps, engine.micro_steps, engine.global_samples)
-    assert counters == (UPDATES, 2 * UPDATES, 2 * UPDATES * 3)
-    train_old(engine, iter(loader), 2)
-
-    whole, its_loader = old_engine()
-    its_loader.seed = 0  # as it was, whatever the program's
-    train_old(whole, iter(its_loader), UPDATES + 2)
-    assert engine.get_lr() == whole.get_lr() and loader.state_dict() == its_loader.state_dict()
-    for name, value in whole.state_dict().items():
-        assert torch.allclose(engine.state_dict()[name], value, rtol=1e-2, atol=1e-3), name
-    engine.destroy()
-    whole.destroy()
-
-
-def test_a_checkpoint_from_before_there_were_listeners(ranks: RankPools, tmp_path: Path) -> None:
-    with tarfile.open(ROOT / "tests/data/hadal/before_listeners.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    ranks(1).run(load_old, str(tmp_path))
 
 
 # ---- as it is told -------------------------------------------------------------------------------

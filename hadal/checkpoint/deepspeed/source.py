@@ -61,7 +61,9 @@ class DeepSpeedSource(Source):
         NotBuiltYetError: the format is not supported.
     """
 
-    def __init__(self, folder: Location, names: Sequence[Sequence[str]] | None = None) -> None:
+    def __init__(
+        self, folder: Location, names: Sequence[Sequence[str]] | None = None, part: int = 0
+    ) -> None:
         self.path = folder
         self._values: dict[tuple[str, str], _FileValue] = {}
         with ExitStack() as stack:

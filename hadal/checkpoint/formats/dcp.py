@@ -11,7 +11,6 @@ import json
 import os
 import pickle
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,16 +19,15 @@ from torch import Tensor
 
 from hadal.checkpoint.contents import BUFFER, state_key
 from hadal.checkpoint.export import Progress, fill, tied_names, untold, values_to_export
-from hadal.checkpoint.files import is_file, system_errors, torch_save_errors
+from hadal.checkpoint.files import system_errors, torch_save_errors
 from hadal.checkpoint.formats.drafts import drafted_folder
+from hadal.checkpoint.formats.registry import METADATA
 from hadal.checkpoint.huggingface import Value
 from hadal.checkpoint.plain import decoded, encoded
 from hadal.checkpoint.source import Source
 from hadal.checkpoint.storage import Location
-from hadal.errors import CheckpointError
 from hadal.zero.boxes import rows_of
 
-METADATA = ".metadata"
 MODEL, OPTIMIZER = "model", "optimizer"
 TRAINING = ("hadal", "training")
 """The path of Hadal's own entry."""
@@ -41,13 +39,6 @@ Path_ = tuple[str | int, ...]
 
 _Stored = tuple[list[Path_], Value]
 """A tensor to store, with all of its paths."""
-
-
-def is_dcp(folder: Location) -> bool:
-    """Return whether a folder is a checkpoint that `torch.distributed.checkpoint` wrote."""
-    with suppress(CheckpointError):  # not a valid path: the caller that opens it reports so
-        return is_file(folder / METADATA)
-    return False
 
 
 def export_dcp(

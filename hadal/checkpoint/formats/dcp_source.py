@@ -27,7 +27,8 @@ from torch import Tensor
 from hadal.checkpoint.contents import BUFFER, WEIGHT, SavedGroup, state_kind
 from hadal.checkpoint.deepspeed.pickles import Attributes, check_archive, path_text, short
 from hadal.checkpoint.files import inside, nbytes_at, open_file, parsing_errors, read_small
-from hadal.checkpoint.formats.dcp import METADATA, MODEL, OPTIMIZER, TRAINING, Path_
+from hadal.checkpoint.formats.dcp import MODEL, OPTIMIZER, TRAINING, Path_
+from hadal.checkpoint.formats.registry import METADATA
 from hadal.checkpoint.plain import decoded, encoded
 from hadal.checkpoint.source import Entry, Source
 from hadal.checkpoint.storage import Location, StoredFile
@@ -100,7 +101,9 @@ class DcpSource(Source):
 
     writer = "torch.distributed.checkpoint"
 
-    def __init__(self, folder: Location, names: Sequence[Sequence[str]] | None = None) -> None:
+    def __init__(
+        self, folder: Location, names: Sequence[Sequence[str]] | None = None, part: int = 0
+    ) -> None:
         self.path = folder
         self._tensors, self._items = _read_contents(folder)
         self._chunk: tuple[_StoredChunk, Tensor] | None = None

@@ -50,7 +50,7 @@ def drafted_folder(target: Location, last: str) -> Iterator[Path]:
         return
     target = Path(os.path.abspath(target))
     _refuse_others(target, last)
-    draft = target.with_name(f".{target.name}.{new_mark()}.partial")
+    draft = _draft_of(target)
     with system_errors(target, "written"):
         target.parent.mkdir(parents=True, exist_ok=True)
         draft.mkdir()
@@ -62,6 +62,10 @@ def drafted_folder(target: Location, last: str) -> Iterator[Path]:
             _put(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _draft_of(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{new_mark()}.partial")
 
 
 def _remove_others(target: RemotePath, draft: Path) -> None:
@@ -87,7 +91,7 @@ def _refuse_others(target: Location, last: str) -> None:
 
 def _put(draft: Path, target: Path) -> None:
     """Rename the draft to the target, after renaming an earlier export out of the way."""
-    old = draft.with_suffix(".old")
+    old = _draft_of(target)
     if target.is_dir():
         os.replace(target, old)
     try:
