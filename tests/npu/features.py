@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from hadal.plugins.data_efficiency.token_drop import convert_to_random_ltd
 from . import runs
 
 Update = Callable[[], None]
+_folder: list[Path] = []  # of the test
 
 
 def updates(engine: Any, *batch: Tensor, loss_of: Callable[..., Tensor] | None = None) -> Update:
@@ -261,6 +262,15 @@ def sparse_attention(length: int) -> tuple[Any, Update]:
     return engine, updates(engine, torch.randn(1, length, 8))
 
 
+def monitored(name: str) -> tuple[Any, Update]:
+    return keys(**{name: {"enabled": True, "output_path": str(_folder[0])}})
+
+
+def on_disk() -> tuple[Any, Update]:
+    disk = {"device": "nvme", "nvme_path": str(_folder[0])}
+    return keys(3, zero={"offload_optimizer": disk, "offload_param": disk})
+
+
 # ---- the table -----------------------------------------------------------------------------------
 
 
@@ -278,8 +288,7 @@ def rare(build: Callable[[], tuple[Any, Update]], *waits: int, where: str = "") 
     return Feature(build, waits or (0,), where, is_rare=True)
 
 
-_FOLDER = tempfile.TemporaryDirectory()
-HOST, DISK = {"device": "cpu"}, {"device": "nvme", "nvme_path": _FOLDER.name}
+HOST = {"device": "cpu"}
 ALL_ON_HOST = {"offload_optimizer": HOST, "offload_param": HOST}
 CODED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 FEATURES: dict[str, Feature] = {
@@ -314,7 +323,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "offload_param": rare(partial(keys, 3, zero=ALL_ON_HOST), *range(7), where="zero/gradients.py"),
     "offload to a disk": rare(
-        partial(keys, 3, zero={"offload_optimizer": DISK, "offload_param": DISK}),
+        on_disk,
         *range(200),
         where="zero/gradients.py zero/stored.py offload/crossing.py",
     ),
@@ -436,6 +445,10 @@ FEATURES: dict[str, Feature] = {
     "steps_per_print": rare(
         partial(keys, steps_per_print=1), *(0, 2), where="engine/clocks.py engine/report.py"
     ),
+    **{
+        name: rare(partial(monitored, name))
+        for name in ("jsonl_monitor", "csv_monitor", "tensorboard")
+    },
     "comms_logger": rare(partial(keys, comms_logger={"enabled": True})),
     "flops_profiler in another update": rare(
         partial(keys, flops_profiler={"enabled": True, "profile_step": 100})
@@ -444,8 +457,9 @@ FEATURES: dict[str, Feature] = {
 }
 
 
-def waits_of(name: str) -> list[npu.Wait]:
-    """Return the waits of the host in the fourth update."""
+def waits_of(name: str, folder: Path) -> list[npu.Wait]:
+    """Return the waits of the host in the fourth update; files go into a folder."""
+    _folder[:] = [folder]
     with npu.asynchronous(), npu.with_float64():
         engine, update = FEATURES[name].build()
         for _ in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,9 +41,9 @@ UNNAMED = {"engine/casting.py", "moe/experts.py"}
 @pytest.mark.parametrize(
     "name", [rarely(name) if feature.is_rare else name for name, feature in FEATURES.items()]
 )
-def test_an_update_with_a_feature(name: str, npus: RankPools) -> None:
+def test_an_update_with_a_feature(name: str, npus: RankPools, tmp_path: Path) -> None:
     feature = FEATURES[name]
-    for found in npus(2).run(waits_of, name):
+    for found in npus(2).run(waits_of, name, tmp_path):
         assert len(found) in feature.waits, found
         assert {wait.where.partition(":")[0] for wait in found} <= {*feature.where.split()}, found
         unnamed = {wait.where.partition(":")[0] for wait in found if not wait.name}
