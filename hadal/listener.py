@@ -7,14 +7,20 @@ still computing are read only on request.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hadal.comm import Ranks
+from hadal.config import Config
 from hadal.device import HostCopy
+
+Write = Callable[[Iterable[tuple[str, Any, int]]], None]
+"""Writes scalars (name, value, samples so far) to the monitors."""
 
 
 class Forward(NamedTuple):
@@ -245,3 +251,42 @@ class Listener:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the result of `state_dict`. Not called if the checkpoint has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """An engine that is being made, as far as its features know it.
+
+    The listener of a feature builds itself: `from_setting(section, setting)` of its class.
+    """
+
+    config: Config
+    model: nn.Module
+    device: torch.device
+    world: Ranks
+    sharding: Ranks
+    """Ranks that average gradients."""
+    data_parallel: Ranks
+    """Ranks that see different samples."""
+    sequence_parallel: Ranks | None
+    """Ranks that share each sequence; None if none do."""
+    model_parallel: Ranks | None
+    """Ranks that hold parts of one model; None if every rank holds it all."""
+    write_events: Write | None
+    """The monitors' writer of scalars; None if no monitor is on."""
+    forward: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+    """Runs a module as the engine runs the model: inputs are cast, operations under autocast."""
+    gathered: Callable[[Iterable[nn.Parameter]], AbstractContextManager[None]]
+    """Returns a context in which parameters are whole. All ranks must enter it."""
+    values: Any
+    """Access to whole values of parameters, and to this rank's parts of them."""
+
+    @property
+    def write(self) -> Write | None:
+        """The writer of scalars that DeepSpeed does not write; None without `monitor.extra`."""
+        return self.write_events if self.config.monitor.extra else None
+
+    @property
+    def is_split(self) -> bool:
+        """True if the model, or sequences, are split over several ranks."""
+        return self.sequence_parallel is not None or self.model_parallel is not None

@@ -40,7 +40,7 @@ from hadal.engine.checks import (
 from hadal.engine.compressing import check_scores, prepare_model
 from hadal.engine.engine import Engine
 from hadal.engine.experts import distribute_experts, make_groups_of_experts
-from hadal.engine.features import LISTENERS, opened_monitor, setting_of
+from hadal.engine.features import listeners_of, opened_monitor, setting_of
 from hadal.engine.log import hush, open_log
 from hadal.engine.policies import batch_sizes_of, saving_of
 from hadal.engine.precision import (
@@ -284,8 +284,8 @@ def _assemble(
     device = current_device()
     _cut(admitted, topology, world)
     batches = batch_sizes_of(config, topology)
-    setting = setting_of(config, model, world, device, batches, topology)
-    listeners = tuple(filter(None, (make(setting) for make in LISTENERS.values())))
+    setting = setting_of(config, model, world, device, topology)
+    listeners = listeners_of(setting)
     with raised_on_all(world, "initialize"):
         # Parts of a model may differ; each is compared among its own ranks.
         check_same(model, groups, _described(admitted, wishes), ranks)

@@ -20,6 +20,7 @@ from hadal.device import give_back_freed_memory
 from hadal.engine.backward import Backwards
 from hadal.engine.checkpoints import Checkpoints
 from hadal.engine.collector import hold_collector
+from hadal.engine.features import ATTRIBUTES
 from hadal.engine.listeners import options_of
 from hadal.engine.loss_backward import LossBackward
 from hadal.engine.mistakes import FirstUpdate, missing_attribute, mixed_dtypes
@@ -39,13 +40,7 @@ from hadal.zero import access, place
 from hadal.zero.hooks import shield_hooks
 
 if TYPE_CHECKING:
-    from hadal.engine.curvature import BlockEigenvalues
-    from hadal.plugins.data_efficiency.batching import BatchingByTokens
-    from hadal.plugins.data_efficiency.layer_drop import LayerDrop
     from hadal.plugins.data_efficiency.pacing import CustomPace
-    from hadal.plugins.data_efficiency.seqlen import LengthCurriculum
-    from hadal.plugins.data_efficiency.token_drop import TokenDrop
-    from hadal.plugins.profiling import FlopsProfiler
 
 # A part of torch's message if a transform of torch.func meets hooks on saved tensors.
 _NO_SAVED_HOOKS = "don't yet support saved tensor hooks"
@@ -86,12 +81,15 @@ class Engine(Checkpoints, StateOffload, nn.Module):
             listener.on_attach(self)
 
     def __getattr__(self, name: str) -> Any:
-        """Look the attribute up in the module."""
+        """Look the attribute up among the features, and in the module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             if name == "module":
                 raise
+            if name in ATTRIBUTES:
+                found = self.find_listener(ATTRIBUTES[name])
+                return getattr(found, "profiler", found)
             module = self.module
             try:
                 return getattr(module, name)
@@ -452,43 +450,8 @@ class Engine(Checkpoints, StateOffload, nn.Module):
         """
         self._state.listeners.remove(listener)
 
-    @property
-    def flops_profiler(self) -> FlopsProfiler | None:
-        """The profiler on rank 0 if `flops_profiler.enabled`; None otherwise."""
-        found: FlopsProfiler | None = getattr(self._named("flops_profiler"), "profiler", None)
-        return found
-
-    @property
-    def length_curriculum(self) -> LengthCurriculum | None:
-        """The curriculum by sequence length, if `curriculum_learning` is on."""
-        found: LengthCurriculum | None = self._named("curriculum_learning")
-        return found
-
-    @property
-    def layer_drop(self) -> LayerDrop | None:
-        """The keep probability of layers, if `progressive_layer_drop` is on."""
-        found: LayerDrop | None = self._named("progressive_layer_drop")
-        return found
-
-    @property
-    def token_drop(self) -> TokenDrop | None:
-        """The schedule of kept tokens, if `data_efficiency.data_routing.random_ltd` is on."""
-        found: TokenDrop | None = self._named("random_ltd")
-        return found
-
-    @property
-    def dynamic_batching(self) -> BatchingByTokens | None:
-        """Batches by tokens, if `data_efficiency.data_sampling.dynamic_batching` is on."""
-        found: BatchingByTokens | None = self._named("dynamic_batching")
-        return found
-
-    @property
-    def eigenvalues(self) -> BlockEigenvalues | None:
-        """The curvature of the model's blocks, if `eigenvalue` is on."""
-        found: BlockEigenvalues | None = self._named("eigenvalue")
-        return found
-
-    def _named(self, name: str) -> Any:
+    def find_listener(self, name: str) -> Any:
+        """Return the listener of this name; None if there is none."""
         return next((one for one in self._state.listeners if one.name == name), None)
 
     # ---- state -----------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
-"""Features that the configuration enables, as listeners: one factory per section or key."""
+"""Features that the configuration enables, as listeners: one row per section or key."""
 
 from __future__ import annotations
 
-import logging
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,16 +15,19 @@ from hadal.comm import Ranks
 from hadal.comm.faults import raised_on_all
 from hadal.comm.summary import end_of_log
 from hadal.config import Config
-from hadal.engine.batches import BatchSizes
+from hadal.config.autotuning import Autotuning
+from hadal.config.parallelism import HybridEngine
+from hadal.config.monitors import JsonlMonitor
 from hadal.engine.clocks import Clocks, Throughput
+from hadal.engine.compressing import ParameterValues
 from hadal.engine.policies import leaves_of
-from hadal.engine.precision import scale_rule_of
+from hadal.engine.precision import casting_of, scale_rule_of
 from hadal.engine.progress import updates_of
 from hadal.engine.recomputed import budget_of, recomputed_modules
 from hadal.engine.report import Reporter
 from hadal.engine.topology import Topology
 from hadal.errors import MonitorError, UsageError
-from hadal.listener import Listener
+from hadal.listener import Listener, Setting
 from hadal.optim.loss_scale import ScaleRule
 from hadal.plugins.autotuning.measuring import Experiment
 from hadal.plugins.monitor.jsonl_monitor import path_of
@@ -32,47 +35,86 @@ from hadal.plugins.monitor.monitor import Monitor
 from hadal.plugins.monitor.opening import open_writers, sections_on
 from hadal.plugins.monitor.run import describe_run
 from hadal.plugins.monitor.training import ScalarScope, TrainingEvents
+from hadal.zero.access import GatheredParameters
 from hadal.zero.policy import STAGES
-
-if TYPE_CHECKING:
-    from hadal.plugins.data_efficiency.seqlen import Write
-
-_log = logging.getLogger("hadal.plugins.compression")
-_data_log = logging.getLogger("hadal.plugins.data_efficiency")
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """Arguments of the listeners' factories."""
+class EngineSetting(Setting):
+    """Setting of the engine's own features."""
 
-    config: Config
-    model: nn.Module
-    world: Ranks
     topology: Topology
-    device: torch.device
     clocks: Clocks
-    batches: BatchSizes
     monitor: Monitor
 
 
+Build = Callable[[Any, EngineSetting], Listener | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A section or key that adds a listener to the engine."""
+
+    path: str
+    """JSON path of the section or key."""
+    build: str | Build
+    """The listener's class, as "module:Class", which builds itself from its section and a setting
+    and is imported only if the feature is on; or a function of the two."""
+    is_on: Callable[[EngineSetting], Any] | None = None
+    """Whether it is on; None: if the section's `enabled` is true."""
+
+
 def setting_of(
-    config: Config,
-    model: nn.Module,
-    world: Ranks,
-    device: torch.device,
-    batches: BatchSizes,
-    topology: Topology,
-) -> Setting:
+    config: Config, model: nn.Module, world: Ranks, device: torch.device, topology: Topology
+) -> EngineSetting:
     """Return the setting of an engine; its clocks measure the times that listeners need."""
     others = config.autotuning.enabled or config.flops_profiler.enabled
     clocks = Clocks(
         device, times=config.wall_clock_breakdown or others, memory=config.memory_breakdown
     )
-    monitor = Monitor(enabled=bool(sections_on(config)))
-    return Setting(config, model, world, topology, device, clocks, batches, monitor)
+    monitor, casting = Monitor(enabled=bool(sections_on(config))), casting_of(config, device)
+    return EngineSetting(
+        config=config,
+        model=model,
+        device=device,
+        world=world,
+        sharding=topology.sharding,
+        data_parallel=topology.data_parallel,
+        sequence_parallel=topology.sequence_parallel,
+        model_parallel=topology.model_parallel,
+        write_events=monitor.write_events if monitor.enabled else None,
+        forward=lambda module, args, kwargs: casting.run(module, device, args, kwargs),
+        gathered=GatheredParameters,
+        values=ParameterValues(),
+        topology=topology,
+        clocks=clocks,
+        monitor=monitor,
+    )
 
 
-def opened_monitor(setting: Setting) -> Monitor:
+def listeners_of(setting: EngineSetting) -> tuple[Listener, ...]:
+    """Build the listeners that the configuration enables, in call order."""
+    if any(hasattr(type(layer), "made_of") for layer in setting.model.modules()):
+        from hadal.plugins.data_efficiency.layers import warn_of_idle_layers  # for this alone
+
+        warn_of_idle_layers(setting)
+    return tuple(filter(None, (_built(feature, setting) for feature in FEATURES)))
+
+
+def _built(feature: Feature, setting: EngineSetting) -> Listener | None:
+    section = attrgetter(feature.path)(setting.config)
+    is_on = getattr(section, "enabled", False) if feature.is_on is None else feature.is_on(setting)
+    if not is_on:
+        return None
+    build: Any = feature.build
+    if isinstance(build, str):
+        module, _, name = build.partition(":")
+        build = getattr(importlib.import_module(module), name).from_setting
+    listener: Listener | None = build(section, setting)
+    return listener
+
+
+def opened_monitor(setting: EngineSetting) -> Monitor:
     """Open the files and connections of the engine's monitor on rank 0. All ranks must call it.
 
     Raises:
@@ -94,165 +136,15 @@ def opened_monitor(setting: Setting) -> Monitor:
     return monitor
 
 
-def _write(setting: Setting) -> Write | None:
-    """Return the monitors' writer of scalars that DeepSpeed does not write."""
-    writes = setting.monitor.enabled and setting.config.monitor.extra
-    return setting.monitor.write_events if writes else None
+# ---- features that need the engine's own parts ---------------------------------------------------
 
 
-def _lengths(setting: Setting) -> Listener | None:
-    section, readers = setting.config.curriculum_learning, setting.batches.data_parallel_size
-    if section is None or not section.enabled:
-        return None
-    from hadal.plugins.data_efficiency.seqlen import LengthCurriculum  # for this alone
-
-    return LengthCurriculum(section, setting.model, readers, _write(setting))
+def _clocks(_: Any, setting: EngineSetting) -> Listener:
+    return setting.clocks
 
 
-def _batching(setting: Setting) -> Listener | None:
-    section = setting.config.data_efficiency.data_sampling.dynamic_batching
-    if not section.enabled:
-        return None
-    from hadal.plugins.data_efficiency.batching import BatchingByTokens  # for this alone
-
-    return BatchingByTokens(section, setting.batches.accumulation, _write(setting))
-
-
-def _ordered(setting: Setting) -> Listener | None:
-    sampling = setting.config.data_efficiency.data_sampling
-    is_curriculum = sampling.curriculum_learning.enabled
-    if not (is_curriculum or sampling.dynamic_batching.enabled):
-        return None
-    from hadal.plugins.data_efficiency.ordered import ExpectsLoader  # for this alone
-
-    part = "curriculum_learning" if is_curriculum else "dynamic_batching"
-    tells = setting.world.rank == 0
-    return ExpectsLoader(f"data_efficiency.data_sampling.{part}", tells=tells)
-
-
-def _layer_drop(setting: Setting) -> Listener | None:
-    section = setting.config.progressive_layer_drop
-    if section is None or not section.enabled:
-        _warn_idle(setting, "drop_layers", "progressive_layer_drop")
-        return None
-    from hadal.plugins.data_efficiency.layer_drop import LayerDrop  # for this alone
-
-    return LayerDrop(section, setting.model, _write(setting))
-
-
-def _warn_idle(setting: Setting, caller: str, path: str) -> None:
-    """Log that layers were changed by `drop_layers` or `convert_to_random_ltd`, which is off."""
-    if not any(hasattr(type(layer), "made_of") for layer in setting.model.modules()):
-        return
-    from hadal.plugins.data_efficiency.layer_drop import DroppableLayer  # for this alone
-    from hadal.plugins.data_efficiency.layers import changed_layers
-    from hadal.plugins.data_efficiency.token_drop import TokenDroppingLayer
-
-    change = DroppableLayer if caller == "drop_layers" else TokenDroppingLayer
-    kinds = {type(layer).__name__ for _, layer in changed_layers(setting.model, change)}
-    if kinds and setting.world.rank == 0:
-        _data_log.warning(
-            "%s changed the layers %s, but %s.enabled is not true: all layers run on all tokens;"
-            " set it, or leave the call out",
-            caller,
-            ", ".join(sorted(kinds)),
-            path,
-        )
-
-
-def _token_drop(setting: Setting) -> Listener | None:
-    section = setting.config.data_efficiency.data_routing.random_ltd
-    if not section.enabled:
-        path = "data_efficiency.data_routing.random_ltd"
-        _warn_idle(setting, "convert_to_random_ltd", path)
-        return None
-    if setting.topology.sequence_parallel_size > 1:
-        raise UsageError(
-            "data_efficiency.data_routing.random_ltd drops tokens of whole sequences, and"
-            f" {setting.topology.sequence_parallel_size} ranks share each one; switch one of the"
-            " two off"
-        )
-    from hadal.plugins.data_efficiency.token_drop import TokenDrop  # for this alone
-
-    rank, samples = setting.topology.data_parallel.rank, setting.batches.train
-    return TokenDrop(section, setting.model, samples, rank, _write(setting))
-
-
-def _compression(setting: Setting) -> Listener | None:
-    section, old = setting.config.compression_training, setting.config.quantize_training
-    is_old = old is not None and old.enabled
-    if not (section.changes_modules or section.layer_reduction.is_on or is_old):
-        return None
-    from hadal.engine.compressing import ParameterValues
-    from hadal.plugins.compression.compress import (  # for this alone
-        is_teacher,
-        tell_missing_teacher,
-        with_old_form,
-    )
-    from hadal.plugins.compression.training import CompressionTechniques
-
-    if is_teacher(setting.model):
-        return None
-    section = with_old_form(section, old)
-    if is_old and setting.world.rank == 0:
-        _log.warning(
-            "quantize_training is read as compression_training.weight_quantization of all suitable"
-            " modules; write that section, which also selects the modules"
-        )
-    tell_missing_teacher(setting.model, section)
-    if not section.changes_modules:
-        return None
-    return CompressionTechniques(
-        section, setting.model, setting.topology.sharding, ParameterValues()
-    )
-
-
-def _eigenvalues(setting: Setting) -> Listener | None:
-    section, topology, path = setting.config.eigenvalue, setting.topology, "eigenvalue"
-    old = setting.config.quantize_training
-    if old is not None and old.enabled and old.eigenvalue.enabled:
-        section, path = old.eigenvalue, "quantize_training.eigenvalue"
-    if section is None or not section.enabled:
-        return None
-    if topology.model_parallel_size > 1 or topology.sequence_parallel_size > 1:
-        raise UsageError(
-            f"{path}: a block's second derivatives are not built yet for a model, or sequences,"
-            f" that are split over several ranks; switch {path} off"
-        )
-    from hadal.engine.curvature import BlockEigenvalues  # for this alone
-
-    writes = setting.monitor.enabled
-    write = setting.monitor.write_events if writes else None
-    return BlockEigenvalues(section, setting.model, topology.data_parallel, write, path)
-
-
-def _generate(setting: Setting) -> Listener | None:
-    section = setting.config.hybrid_engine
-    if not section.enabled:
-        return None
-    from hadal.engine.generating import GatheredGenerate  # for this alone
-
-    listener = GatheredGenerate(setting.model)  # checks the model at every stage
-    is_cut = STAGES[setting.config.zero_optimization.stage].weights
-    return listener if section.pin_parameters and is_cut else None
-
-
-def _clocks(setting: Setting) -> Listener | None:
-    return setting.clocks if setting.clocks.measures else None
-
-
-def _experiment(setting: Setting) -> Listener | None:
-    section = setting.config.autotuning
-    if not section.enabled:
-        return None
-    leaves = leaves_of(setting.config)
-    return Experiment(section, setting.model, leaves, setting.world, setting.device)
-
-
-def _reporter(setting: Setting) -> Listener | None:
-    every, timer = setting.config.steps_per_print, setting.config.timers.throughput
-    if every is None and not setting.clocks.measures:
-        return None
+def _reporter(every: int | None, setting: EngineSetting) -> Listener:
+    timer = setting.config.timers.throughput
     measured = timer.enabled and every is not None
     throughput = Throughput(setting.device, synchronized=timer.synchronized) if measured else None
     return Reporter(
@@ -261,97 +153,45 @@ def _reporter(setting: Setting) -> Listener | None:
         throughput,
         setting.device,
         total=updates_of(setting.config),
-        readers=setting.batches.data_parallel_size,
+        readers=setting.data_parallel.size,
         speaks=setting.world.rank == 0,
     )
 
 
-def _profiler(setting: Setting) -> Listener | None:
-    section, batches = setting.config.flops_profiler, setting.batches
-    if not section.enabled or setting.world.rank != 0:
+def _recomputed(section: Any, setting: EngineSetting) -> Listener | None:
+    modules = recomputed_modules(setting.config, setting.model)
+    if not modules:
         return None
-    from hadal.plugins.profiling import ProfilerListener, Trained  # for this alone
+    from hadal.plugins import activation_checkpointing as plugin  # for this alone
 
-    ranks = Trained(
-        setting.world.size,
-        batches.data_parallel_size,
-        setting.topology.model_parallel_size,
-        batches.micro,
-    )
-    return ProfilerListener(section, setting.model, setting.device, ranks)
+    ranks = setting.model_parallel
+    if setting.world.rank == 0:
+        plugin.tell_unshared(section, ranks)
+    budget = budget_of(setting.config, setting.device)
+    if budget is not None:
+        around = plugin.Surroundings(setting.device, setting.world, budget)
+        return plugin.BudgetedModules(setting.model, modules, section, ranks, around)
+    return plugin.RecomputedModules(setting.model, modules, plugin.Recomputation(section, ranks))
 
 
-def _monitors(setting: Setting) -> Listener | None:
-    config, topology = setting.config, setting.topology
-    # Rank 0 writes: the others are needed for its sums, if they hold the same part of the model.
-    if not setting.monitor.enabled or 0 not in topology.sharding.numbers:
-        return None
+def _experiment(section: Autotuning, setting: EngineSetting) -> Listener:
+    leaves = leaves_of(setting.config)
+    return Experiment(section, setting.model, leaves, setting.world, setting.device)
+
+
+def _scalars(_: Any, setting: EngineSetting) -> Listener:
     scope = ScalarScope(
-        topology.sharding,
-        topology.data_parallel.size,
-        extra=config.monitor.extra,
-        has_scale=scale_rule_of(config, setting.device) != ScaleRule(),
+        setting.sharding,
+        setting.data_parallel.size,
+        extra=setting.config.monitor.extra,
+        has_scale=scale_rule_of(setting.config, setting.device) != ScaleRule(),
     )
     return TrainingEvents(setting.monitor, scope, setting.device)
 
 
-def _recomputed(setting: Setting) -> Listener | None:
-    section, ranks = setting.config.activation_checkpointing, setting.topology.model_parallel
-    modules = recomputed_modules(setting.config, setting.model)
-    if not modules:
-        return None
-    from hadal.plugins import activation_checkpointing as wing  # for this alone
-
-    if setting.world.rank == 0:
-        wing.tell_unshared(section, ranks)
-    budget = budget_of(setting.config, setting.device)
-    if budget is not None:
-        around = wing.Surroundings(setting.device, setting.world, budget)
-        return wing.BudgetedModules(setting.model, modules, section, ranks, around)
-    return wing.RecomputedModules(setting.model, modules, wing.Recomputation(section, ranks))
-
-
-def _experts(setting: Setting) -> Listener | None:
-    write = _write(setting)
-    if write is None or all(getattr(p, "allreduce", True) for p in setting.model.parameters()):
-        return None
-    from hadal.plugins.moe.load import ExpertLoad, loads_of  # for this alone
-
-    loads, ranks = loads_of(setting.model), setting.topology.sharding
-    return ExpertLoad(loads, ranks, write, setting.device) if loads else None
-
-
-def _slices(setting: Setting) -> Listener | None:
-    topology, model = setting.topology, setting.model
-    if topology.sequence_parallel is None or topology.is_from_program:
-        return None
-    if not hasattr(getattr(model, "config", None), "_attn_implementation"):
-        _warn_unsplit(setting)
-        return None
-    from hadal.plugins.sequence.training import SequenceSlices  # for this alone
-
-    return SequenceSlices.of(model, topology.sequence_parallel.group)
-
-
-def _warn_unsplit(setting: Setting) -> None:
-    """Log that the program must split sequences, unless its model exchanges heads already."""
-    from hadal.plugins.sequence import DistributedAttention  # for this alone
-
-    model = setting.model
-    if setting.world.rank or any(isinstance(m, DistributedAttention) for m in model.modules()):
-        return
-    logging.getLogger(__name__).warning(
-        "sequence_parallel_size: %s has no config._attn_implementation, by which models of"
-        " transformers choose their attention, so its sequences are not split: split them in the"
-        " program, and wrap the attention in hadal.sequence.DistributedAttention",
-        type(model).__name__,
-    )
-
-
-def _journal(setting: Setting) -> Listener | None:
-    path = _reported(setting)
-    if path is None:
-        return _OwnLog(setting.world) if _is_reported(setting) else None
+def _journal(section: JsonlMonitor, setting: EngineSetting) -> Listener:
+    if setting.world.rank != 0:
+        return _OwnLog(setting.world)
     from hadal.plugins.monitor.report import Journal, communication_lines  # for this alone
 
     written: Any = None
@@ -375,27 +215,7 @@ def _journal(setting: Setting) -> Listener | None:
         "compression": compression,
         "communication": lambda _: communication_lines(end_of_log(setting.world)),
     }
-    return Journal(path, first, {"profile": profile}, at_end)
-
-
-def _page(setting: Setting) -> Listener | None:
-    path = _reported(setting)
-    if path is None:
-        return None
-    from hadal.plugins.monitor.report import PageAtEnd  # for this alone
-
-    return PageAtEnd(path)
-
-
-def _reported(setting: Setting) -> Path | None:
-    """Return the file of the run that is reported, on rank 0."""
-    if not _is_reported(setting) or setting.world.rank != 0:
-        return None
-    return path_of(setting.config.jsonl_monitor)
-
-
-def _is_reported(setting: Setting) -> bool:
-    return setting.config.jsonl_monitor.enabled and setting.config.jsonl_monitor.report
+    return Journal(path_of(section), first, {"profile": profile}, at_end)
 
 
 class _OwnLog(Listener):
@@ -413,27 +233,140 @@ class _OwnLog(Listener):
         self.close()
 
 
-LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
+class GatheredGenerate(Listener):
+    """Replaces a model's `generate` by one that keeps all weights gathered until it returns.
+
+    The model's own gathers the weights of stage 3 as it uses them: for every token, if the model
+    has more elements than `stage3_max_live_parameters`, and together with all other ranks.
+
+    Raises:
+        UsageError: the model has no `generate`.
+    """
+
+    name = "hadal.generate"
+
+    @classmethod
+    def from_setting(cls, section: HybridEngine, setting: Setting) -> GatheredGenerate | None:
+        """Build it for an engine; None if its weights are whole, or should not be kept whole."""
+        made = cls(setting.model)  # checks the model at every stage
+        is_cut = STAGES[setting.config.zero_optimization.stage].weights
+        return made if section.pin_parameters and is_cut else None
+
+    def __init__(self, model: nn.Module) -> None:
+        if not callable(getattr(model, "generate", None)):
+            raise UsageError(
+                f"hybrid_engine.enabled: {type(model).__name__} has no method `generate`; pass a"
+                " model that has one, or set hybrid_engine.enabled to false"
+            )
+        self._model = model
+
+    def on_attach(self, engine: Any) -> None:
+        """Replace the method in this instance of the model."""
+        model: Any = self._model
+        vars(model)["generate"] = _Generate(model, model.generate)
+
+    def close(self) -> None:
+        """Give the model its own method back."""
+        vars(self._model).pop("generate", None)
+
+
+class _Generate:
+    """A model's `generate`, with its weights gathered around it."""
+
+    def __init__(self, model: nn.Module, plain: Callable[..., Any]) -> None:
+        self._model = model
+        self._plain = plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with GatheredParameters(self._model.parameters()):
+            return self._plain(*args, **kwargs)
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def _is_reported(setting: EngineSetting) -> bool:
+    return setting.config.jsonl_monitor.enabled and setting.config.jsonl_monitor.report
+
+
+def _has_curvature(setting: EngineSetting) -> bool:
+    own, old = setting.config.eigenvalue, setting.config.quantize_training
+    is_old = old is not None and old.enabled and old.eigenvalue.enabled
+    return is_old or (own is not None and own.enabled)
+
+
+def _is_compressed(setting: EngineSetting) -> bool:
+    section, old = setting.config.compression_training, setting.config.quantize_training
+    is_old = old is not None and old.enabled
+    return section.changes_modules or section.layer_reduction.is_on or is_old
+
+
+def _has_experts(setting: EngineSetting) -> bool:
+    return any(not getattr(p, "allreduce", True) for p in setting.model.parameters())
+
+
+_DATA, _BITS = "hadal.plugins.data_efficiency", "hadal.plugins.compression"
+_SAMPLING = "data_efficiency.data_sampling"
+
+FEATURES: tuple[Feature, ...] = (
     # Listeners that change inputs come before those that count tokens.
-    "curriculum_learning": _lengths,
-    "data_efficiency.data_sampling": _ordered,
-    "data_efficiency.data_sampling.dynamic_batching": _batching,
-    "progressive_layer_drop": _layer_drop,
-    "activation_checkpointing": _recomputed,
-    "data_efficiency.data_routing.random_ltd": _token_drop,
-    "compression_training": _compression,
-    "eigenvalue": _eigenvalues,
-    "hybrid_engine": _generate,
-    "wall_clock_breakdown": _clocks,
-    "steps_per_print": _reporter,
-    "expert_parallel": _experts,
+    Feature("curriculum_learning", f"{_DATA}.seqlen:LengthCurriculum"),
+    Feature(
+        _SAMPLING,
+        f"{_DATA}.ordered:ExpectsLoader",
+        lambda setting: any(
+            getattr(setting.config.data_efficiency.data_sampling, name).enabled
+            for name in ("curriculum_learning", "dynamic_batching")
+        ),
+    ),
+    Feature(f"{_SAMPLING}.dynamic_batching", f"{_DATA}.batching:BatchingByTokens"),
+    Feature("progressive_layer_drop", f"{_DATA}.layer_drop:LayerDrop"),
+    Feature("activation_checkpointing", _recomputed, lambda _: True),
+    Feature("data_efficiency.data_routing.random_ltd", f"{_DATA}.token_drop:TokenDrop"),
+    Feature("compression_training", f"{_BITS}.training:CompressionTechniques", _is_compressed),
+    Feature("eigenvalue", f"{_BITS}.eigenvalues:BlockEigenvalues", _has_curvature),
+    Feature("hybrid_engine", GatheredGenerate.from_setting),
+    Feature("wall_clock_breakdown", _clocks, lambda setting: setting.clocks.measures),
+    Feature(
+        "steps_per_print",
+        _reporter,
+        lambda setting: setting.config.steps_per_print is not None or setting.clocks.measures,
+    ),
+    Feature(
+        "expert_parallel",
+        "hadal.plugins.moe.load:ExpertLoad",
+        lambda setting: setting.write is not None and _has_experts(setting),
+    ),
     # The report's other records are written before the monitors close their files.
-    "jsonl_monitor": _journal,
-    "monitor": _monitors,
-    "jsonl_monitor.report": _page,
-    "flops_profiler": _profiler,
-    "autotuning": _experiment,
+    Feature("jsonl_monitor", _journal, _is_reported),
+    # Rank 0 writes: others are needed for its sums, if they hold the same part of the model.
+    Feature(
+        "monitor",
+        _scalars,
+        lambda setting: setting.monitor.enabled and 0 in setting.sharding.numbers,
+    ),
+    Feature("jsonl_monitor", "hadal.plugins.monitor.report.journal:PageAtEnd", _is_reported),
+    Feature(
+        "flops_profiler",
+        "hadal.plugins.profiling.listener:ProfilerListener",
+        lambda setting: setting.config.flops_profiler.enabled and setting.world.rank == 0,
+    ),
+    Feature("autotuning", _experiment),
     # Last: the other listeners change or count whole sequences.
-    "sequence_parallel_size": _slices,
+    Feature(
+        "sequence_parallel_size",
+        "hadal.plugins.sequence.training:SequenceSlices",
+        lambda setting: setting.sequence_parallel and not setting.topology.is_from_program,
+    ),
+)
+"""Features in call order of their listeners."""
+
+ATTRIBUTES: Mapping[str, str] = {
+    "dynamic_batching": "dynamic_batching",
+    "eigenvalues": "eigenvalue",
+    "flops_profiler": "flops_profiler",
+    "layer_drop": "progressive_layer_drop",
+    "length_curriculum": "curriculum_learning",
+    "token_drop": "random_ltd",
 }
-"""Factories by the section or key that enables them, in call order."""
+"""Names under which an engine shows listeners, by their own names."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_curvature import engine_of
 from ranks import RankPools
 from torch import Tensor, nn
 
 from compression.test_curvature import Net, configured, inputs
+from compression.test_eigenvalues import engine_of
 from hadal.config import load_config
 from hadal.errors import ConfigError, UsageError
 from hadal.plugins.compression.curvature import slowdown_of
@@ -114,7 +114,7 @@ def test_its_options_are_those_of_eigenvalue(caplog: pytest.LogCaptureFixture) -
     assert values(tol=0.5) != pytest.approx(exact, rel=1e-3)
     assert values(stability=1.0, max_iter=1) != values(max_iter=1)
     assert values(gas_boundary_resolution=5) == []
-    with caplog.at_level("INFO", "hadal.engine.curvature"):
+    with caplog.at_level("INFO", "hadal.plugins.compression.eigenvalues"):
         values(verbose=True)
     assert "update 2: block 0: " in caplog.text
 

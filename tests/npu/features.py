@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from compression import test_curvature as blocks
-from compression import test_momentum, test_quantize_training, test_training, toys
+from compression import test_eigenvalues, test_momentum, test_quantize_training, test_training, toys
 from data_efficiency import test_batching, test_layer_drop, test_seqlen, test_token_drop
-from engine import test_curvature, test_pipeline
+from engine import test_pipeline
 from engine.toys import engine_of
 from sequence.models import llama, tokens
 from torch import Tensor, nn
@@ -133,7 +133,7 @@ def technique(name: str, shared: dict[str, Any], **params: Any) -> tuple[Any, Up
 
 
 def eigenvalues(**changes: Any) -> tuple[Any, Update]:
-    engine = test_curvature.engine_of(blocks.configured(**changes), stage=3)
+    engine = test_eigenvalues.engine_of(blocks.configured(**changes), stage=3)
     return engine, updates(engine, blocks.inputs())
 
 

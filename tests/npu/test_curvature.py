@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from compression.test_curvature import configured, inputs
-from engine.test_curvature import engine_of
+from compression.test_eigenvalues import engine_of
 from ranks import RankPools
 
 import npu

@@ -13,8 +13,13 @@ from torch import Tensor, nn
 from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
 from hadal.config.compression import CompressionTraining
-from hadal.listener import Forward, Listener, Update
-from hadal.plugins.compression.compress import advance
+from hadal.listener import Forward, Listener, Setting, Update
+from hadal.plugins.compression.compress import (
+    advance,
+    is_teacher,
+    tell_missing_teacher,
+    with_old_form,
+)
 from hadal.plugins.compression.curvature import slowdown_of
 from hadal.plugins.compression.layers import RunningRange, compressed_modules
 from hadal.plugins.compression.momentum import BlockPruning, Values
@@ -31,6 +36,25 @@ class CompressionTechniques(Listener):
     """
 
     name = "compression_training"
+
+    @classmethod
+    def from_setting(
+        cls, section: CompressionTraining, setting: Setting
+    ) -> CompressionTechniques | None:
+        """Build it for an engine; None if nothing changes modules, or it trains a teacher."""
+        model, old = setting.model, setting.config.quantize_training
+        if is_teacher(model):
+            return None
+        if old is not None and old.enabled and setting.world.rank == 0:
+            _log.warning(
+                "quantize_training is read as compression_training.weight_quantization of all"
+                " suitable modules; write that section, which also selects the modules"
+            )
+        section = with_old_form(section, old)
+        tell_missing_teacher(model, section)
+        if not section.changes_modules:
+            return None
+        return cls(section, model, setting.sharding, setting.values)
 
     def __init__(
         self, section: CompressionTraining, model: nn.Module, ranks: Ranks, values: Values

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from hadal.config.data_efficiency import DataEfficiency, DynamicBatching
 from hadal.errors import UsageError
-from hadal.listener import Listener, Update
+from hadal.listener import Listener, Setting, Update, Write
 from hadal.order import Picked
 from hadal.plugins.data_efficiency.packing import (
     Ids,
@@ -26,7 +26,6 @@ from hadal.plugins.data_efficiency.packing import (
 )
 from hadal.plugins.data_efficiency.rates import ScaledRates
 from hadal.plugins.data_efficiency.sampler import Taking
-from hadal.plugins.data_efficiency.seqlen import Write
 
 _log = logging.getLogger(__name__)
 PATH = "data_efficiency.data_sampling.dynamic_batching"
@@ -199,6 +198,11 @@ class BatchingByTokens(Listener):
     """
 
     name = "dynamic_batching"
+
+    @classmethod
+    def from_setting(cls, section: DynamicBatching, setting: Setting) -> BatchingByTokens:
+        """Build it for an engine."""
+        return cls(section, setting.config.gradient_accumulation_steps, setting.write)
 
     def __init__(self, section: DynamicBatching, accumulation: int, write: Write | None) -> None:
         self._section = section

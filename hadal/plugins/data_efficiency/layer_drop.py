@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from hadal.config.data_efficiency import ProgressiveLayerDrop
 from hadal.errors import UsageError
-from hadal.listener import Forward, Listener, Update
+from hadal.listener import Forward, Listener, Setting, Update, Write
 from hadal.plugins.data_efficiency.hearing import listens
 from hadal.plugins.data_efficiency.layers import ChangedLayer, change_layers, changed_layers
-from hadal.plugins.data_efficiency.seqlen import Write
 
 
 def theta_at(theta: float, gamma: float, updates: int) -> float:
@@ -33,6 +32,7 @@ def keeps_of(count: int, theta: float) -> list[float]:
 class DroppableLayer(ChangedLayer):
     """Layer with a residual connection that may be skipped in training."""
 
+    caller, section = "drop_layers", "progressive_layer_drop"
     gives_tuple: ClassVar[bool] = False
     drop_turn: tuple[bool, float] | None = None
     """True if it runs in this forward, and its keep probability; None runs it unchanged."""
@@ -73,6 +73,11 @@ class LayerDrop(Listener):
     """Passes the keep probability of its layers to the model, or skips layers itself."""
 
     name = "progressive_layer_drop"
+
+    @classmethod
+    def from_setting(cls, section: ProgressiveLayerDrop, setting: Setting) -> LayerDrop:
+        """Build it for an engine."""
+        return cls(section, setting.model, setting.write)
 
     def __init__(
         self, section: ProgressiveLayerDrop, model: nn.Module, write: Write | None

@@ -5,12 +5,17 @@ Names in state dicts, attributes and `isinstance` are unaffected.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias
 
 from torch import nn
 
 from hadal.errors import UsageError
+from hadal.listener import Setting
+
+_log = logging.getLogger("hadal.plugins.data_efficiency")
 
 _Made: TypeAlias = "tuple[type[ChangedLayer], type[nn.Module]]"
 
@@ -20,6 +25,10 @@ class ChangedLayer:
 
     made_of: ClassVar[_Made]
     """The change, and the layer's own class."""
+    caller: ClassVar[str]
+    """The program's call that makes the change."""
+    section: ClassVar[str]
+    """The JSON path of the section that it is for."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle by the two classes, as no module defines the combined one."""
@@ -76,3 +85,20 @@ def changed_layers(model: nn.Module, change: type[ChangedLayer]) -> Iterator[tup
     for name, module in model.named_modules():
         if isinstance(module, change):
             yield name, module
+
+
+def warn_of_idle_layers(setting: Setting) -> None:
+    """Log that a program has changed layers for a section that is off."""
+    idle: dict[tuple[str, str], set[str]] = {}
+    for _, layer in changed_layers(setting.model, ChangedLayer):
+        section = attrgetter(layer.section)(setting.config)
+        if section is None or not section.enabled:
+            idle.setdefault((layer.caller, layer.section), set()).add(type(layer).__name__)
+    for (caller, path), kinds in idle.items() if setting.world.rank == 0 else ():
+        _log.warning(
+            "%s changed the layers %s, but %s.enabled is not true: all layers run on all tokens;"
+            " set it, or leave the call out",
+            caller,
+            ", ".join(sorted(kinds)),
+            path,
+        )

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hadal.config import Config
+from hadal.config.data_efficiency import DataSampling
 from hadal.data.loader import ChosenOrder, ShardedLoader
 from hadal.data.reading import Sharding
 from hadal.errors import UsageError
-from hadal.listener import Listener
+from hadal.listener import Listener, Setting
 from hadal.order import Order
 from hadal.plugins.data_efficiency import batching as by_tokens
 from hadal.plugins.data_efficiency.lengths import lengths_of
@@ -32,6 +33,13 @@ class ExpectsLoader(Listener):
     """
 
     name = "data_efficiency.data_sampling"
+
+    @classmethod
+    def from_setting(cls, section: DataSampling, setting: Setting) -> ExpectsLoader:
+        """Build it for an engine."""
+        is_curriculum = section.curriculum_learning.enabled
+        part = "curriculum_learning" if is_curriculum else "dynamic_batching"
+        return cls(f"{cls.name}.{part}", tells=setting.world.rank == 0)
 
     def __init__(self, path: str, *, tells: bool = True) -> None:
         self._path = path

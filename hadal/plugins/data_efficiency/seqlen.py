@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from hadal.config.data_efficiency import CurriculumLearning
 from hadal.errors import UsageError
-from hadal.listener import Forward, Listener, Update
+from hadal.listener import Forward, Listener, Setting, Update, Write
 from hadal.plugins.data_efficiency.hearing import accepts, listens, positional_names
 from hadal.plugins.data_efficiency.pacing import CustomPace, Pacer, pace_rule_of
 from hadal.plugins.data_efficiency.truncation import truncate
@@ -18,8 +18,6 @@ from hadal.plugins.data_efficiency.truncation import truncate
 _log = logging.getLogger(__name__)
 
 KEYWORD = "curriculum_seqlen"
-Write = Callable[[Iterable[tuple[str, Any, int]]], None]
-"""Writes scalars (name, value, samples so far) to the monitors."""
 
 
 def gets_length(model: nn.Module, truncates: bool | None) -> bool:
@@ -45,6 +43,11 @@ class LengthCurriculum(Listener):
     """
 
     name = "curriculum_learning"
+
+    @classmethod
+    def from_setting(cls, section: CurriculumLearning, setting: Setting) -> LengthCurriculum:
+        """Build it for an engine."""
+        return cls(section, setting.model, setting.data_parallel.size, setting.write)
 
     def __init__(
         self, section: CurriculumLearning, model: nn.Module, readers: int, write: Write | None

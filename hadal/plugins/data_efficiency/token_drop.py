@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from hadal.config.data_efficiency import RandomLtd
 from hadal.errors import UsageError
-from hadal.listener import Forward, Listener, Update
+from hadal.listener import Forward, Listener, Setting, Update, Write
 from hadal.plugins.data_efficiency.hearing import positional_names
 from hadal.plugins.data_efficiency.kept_tokens import Order, Subset, draw, put_back, take
 from hadal.plugins.data_efficiency.layers import ChangedLayer, change_layers, changed_layers
-from hadal.plugins.data_efficiency.seqlen import Write
 
 _log = logging.getLogger(__name__)
 _PATH = "data_efficiency.data_routing.random_ltd"
@@ -119,6 +118,7 @@ class LayerPlace:
 class TokenDroppingLayer(ChangedLayer):
     """Layer that sees a subset of the tokens in training; the others bypass it."""
 
+    caller, section = "convert_to_random_ltd", _PATH
     dropping_place: LayerPlace | None = None
     """None if the layer sees all tokens."""
 
@@ -176,6 +176,22 @@ class TokenDrop(Listener):
     """Listener that updates the number of kept tokens, and counts the tokens of all layers."""
 
     name = "random_ltd"
+
+    @classmethod
+    def from_setting(cls, section: RandomLtd, setting: Setting) -> TokenDrop:
+        """Build it for an engine.
+
+        Raises:
+            UsageError: several ranks share each sequence.
+        """
+        if setting.sequence_parallel is not None:
+            raise UsageError(
+                f"{_PATH} drops tokens of whole sequences, and {setting.sequence_parallel.size}"
+                " ranks share each one; switch one of the two off"
+            )
+        config, readers = setting.config, setting.data_parallel
+        samples = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
+        return cls(section, setting.model, samples * readers.size, readers.rank, setting.write)
 
     def __init__(
         self, section: RandomLtd, model: nn.Module, samples: int, rank: int, write: Write | None

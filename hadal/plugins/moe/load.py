@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
 from hadal.device import is_in_backward
-from hadal.listener import Listener, Update
+from hadal.listener import Listener, Setting, Update, Write
 
-Write = Callable[[Iterable[tuple[str, Any, int]]], None]
 _PREFIX = "Train/MoE/"
 
 
@@ -65,6 +64,13 @@ class ExpertLoad(Listener):
     """
 
     name = "hadal.experts"
+
+    @classmethod
+    def from_setting(cls, section: Any, setting: Setting) -> ExpertLoad | None:
+        """Build it for an engine; None if its model has no layers of experts."""
+        del section
+        loads, write = loads_of(setting.model), setting.write
+        return cls(loads, setting.sharding, write, setting.device) if loads and write else None
 
     def __init__(
         self, loads: Sequence[Load], ranks: Ranks, write: Write, device: torch.device

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hadal.config.profiling import FlopsProfile as Section
 from hadal.device import synchronize
 from hadal.device.peaks import peak_flops
-from hadal.listener import Forward, Listener, Update
+from hadal.listener import Forward, Listener, Setting, Update
 from hadal.plugins.profiling.counting import Counter, prepare_counting
 from hadal.plugins.profiling.profile import Profile, Trained, tree_of
 from hadal.plugins.profiling.profiler import FlopsProfiler
@@ -60,6 +60,18 @@ class ProfilerListener(Listener):
     """
 
     name = "flops_profiler"
+
+    @classmethod
+    def from_setting(cls, section: Section, setting: Setting) -> ProfilerListener:
+        """Build it for an engine."""
+        parts = setting.model_parallel
+        ranks = Trained(
+            setting.world.size,
+            setting.data_parallel.size,
+            parts.size if parts else 1,
+            setting.config.train_micro_batch_size_per_gpu,
+        )
+        return cls(section, setting.model, setting.device, ranks)
 
     def __init__(
         self, section: Section, model: nn.Module, device: torch.device, ranks: Trained

@@ -7,6 +7,7 @@ loss has the value of whole sequences and the gradient of this rank's part.
 from __future__ import annotations
 
 import inspect
+import logging
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +21,8 @@ from hadal.comm import Ranks
 from hadal.comm.functions import all_gather_object, labelled
 from hadal.device import read_on_host
 from hadal.errors import SequenceError
-from hadal.listener import Forward, Listener
+from hadal.listener import Forward, Listener, Setting
+from hadal.plugins.sequence.attention import DistributedAttention
 from hadal.plugins.sequence.batches import (
     check_padding,
     is_cut,
@@ -32,6 +34,8 @@ from hadal.plugins.sequence.batches import (
 from hadal.plugins.sequence.huggingface import attach, detach, is_attached
 from hadal.plugins.sequence.loss import whole_value
 from hadal.plugins.sequence.tiles import IGNORED
+
+_log = logging.getLogger(__name__)
 
 _LOSS = "ForCausalLM"
 
@@ -68,9 +72,14 @@ class SequenceSlices(Listener):
         self._handle: RemovableHandle = model.register_forward_hook(self._join_loss)
 
     @classmethod
-    def of(cls, model: nn.Module, group: dist.ProcessGroup) -> SequenceSlices | None:
-        """Return the listener; None if the program registered the model and splits batches."""
-        return None if is_attached(model) else cls(model, group)
+    def from_setting(cls, section: Any, setting: Setting) -> SequenceSlices | None:
+        """Build it for an engine; None if the program splits batches itself."""
+        del section
+        model, ranks = setting.model, setting.sequence_parallel
+        if not hasattr(getattr(model, "config", None), "_attn_implementation"):
+            _warn_unsplit(model, setting.world)
+            return None
+        return None if ranks is None or is_attached(model) else cls(model, ranks.group)
 
     def before_forward(self, forward: Forward) -> Forward | None:
         """Split the batch of a training forward."""
@@ -194,3 +203,15 @@ def _by_name(model: nn.Module, forward: Forward) -> dict[str, Any]:
         return dict(forward.kwargs)
     names = list(inspect.signature(model.forward).parameters)
     return {**dict(zip(names, forward.args, strict=False)), **forward.kwargs}
+
+
+def _warn_unsplit(model: nn.Module, world: Ranks) -> None:
+    """Log that the program must split sequences, unless its model exchanges heads already."""
+    if world.rank or any(isinstance(module, DistributedAttention) for module in model.modules()):
+        return
+    _log.warning(
+        "sequence_parallel_size: %s has no config._attn_implementation, by which models of"
+        " transformers choose their attention, so its sequences are not split: split them in the"
+        " program, and wrap the attention in hadal.sequence.DistributedAttention",
+        type(model).__name__,
+    )

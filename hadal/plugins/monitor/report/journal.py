@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hadal.config.monitors import JsonlMonitor
 from hadal.errors import HadalError
-from hadal.listener import Listener, Update
+from hadal.listener import Listener, Setting, Update
+from hadal.plugins.monitor.jsonl_monitor import path_of
 from hadal.plugins.monitor.lines import LineFile
 
 _log = logging.getLogger(__name__)
@@ -91,6 +93,11 @@ class PageAtEnd(Listener):
     """Writes the page of a run at its end, on rank 0, after its writers."""
 
     name = "hadal.report.page"
+
+    @classmethod
+    def from_setting(cls, section: JsonlMonitor, setting: Setting) -> PageAtEnd | None:
+        """Build it for an engine, on rank 0."""
+        return cls(path_of(section)) if setting.world.rank == 0 else None
 
     def __init__(self, path: Path) -> None:
         self._path = path

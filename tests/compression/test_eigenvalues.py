@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from compression.test_curvature import GOLDEN, Net, configured, inputs, values_of
 from ranks import RankPools
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hadal
+from compression.test_curvature import GOLDEN, Net, configured, inputs, values_of
 from hadal import comm
 from hadal.config import load_config
-from hadal.engine.curvature import BlockEigenvalues
 from hadal.errors import ConfigError, UsageError
 from hadal.plugins.compression.curvature import PowerIteration, relative
+from hadal.plugins.compression.eigenvalues import BlockEigenvalues
 
 KEYS = "eigenvalue"
 
@@ -129,7 +129,7 @@ def test_the_options_of_the_iteration(caplog: pytest.LogCaptureFixture) -> None:
     assert values(max_iter=1) != pytest.approx(exact, rel=1e-3)
     assert values(tol=0.5) != pytest.approx(exact, rel=1e-3)
     assert values(stability=1.0, max_iter=1) != values(max_iter=1)
-    with caplog.at_level(logging.INFO, "hadal.engine.curvature"):
+    with caplog.at_level(logging.INFO, "hadal.plugins.compression.eigenvalues"):
         values(verbose=True)
     assert "update 1: block 0: " in caplog.text
 

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
 from hadal.comm.faults import raised_on_all
 from hadal.config.compression import Eigenvalue
-from hadal.engine.state import Parts
 from hadal.errors import UsageError
-from hadal.listener import Forward, Listener, Update
+from hadal.listener import Forward, Listener, Setting, Update
 from hadal.plugins.compression.curvature import (
     PowerIteration,
     blocks_of,
@@ -27,7 +25,6 @@ from hadal.plugins.compression.curvature import (
     relative,
 )
 from hadal.plugins.compression.training import CompressionTechniques
-from hadal.plugins.data_efficiency.seqlen import Write
 
 _log = logging.getLogger(__name__)
 _LABEL = "the sum of the eigenvalues of blocks"
@@ -45,33 +42,28 @@ class BlockEigenvalues(Listener):
 
     name = "eigenvalue"
 
-    def __init__(
-        self,
-        section: Eigenvalue,
-        model: nn.Module,
-        ranks: Ranks,
-        write: Write | None,
-        path: str = name,
-    ) -> None:
+    def __init__(self, section: Eigenvalue, setting: Setting, path: str = name) -> None:
         """Find the blocks.
 
         Args:
             section: the options.
-            model: has the blocks.
-            ranks: whose values are averaged.
-            write: writes scalars; None writes none.
+            setting: of the engine.
             path: the section's JSON path. That of `quantize_training` computes only before updates
                 after which a weight has fewer bits.
 
         Raises:
-            UsageError: the model has no such blocks.
+            UsageError: the model has no such blocks, or is split over several ranks.
         """
+        if setting.is_split:
+            raise UsageError(
+                f"{path}: a block's second derivatives are not built yet for a model, or sequences,"
+                f" that are split over several ranks; switch {path} off"
+            )
         self._section = section
         self._path = path
+        self._setting = setting
         self._rule = PowerIteration(section.max_iter, section.tol, section.stability)
-        blocks_of(model, section.layer_name, section.layer_num, f"{path}.")
-        self._ranks = ranks
-        self._write = write
+        blocks_of(setting.model, section.layer_name, section.layer_num, f"{path}.")
         self._engine: weakref.ref[Any] | None = None
         self._batch: Forward | None = None
         self._is_fresh = False
@@ -79,6 +71,15 @@ class BlockEigenvalues(Listener):
         """Returns the loss of a forward's output; None: the output is the loss, or has it."""
         self.values: list[float] = []
         """Each block's last eigenvalue, the mean over the ranks."""
+
+    @classmethod
+    def from_setting(cls, section: Eigenvalue | None, setting: Setting) -> BlockEigenvalues:
+        """Build it for an engine, from this section or that of `quantize_training`."""
+        old = setting.config.quantize_training
+        if old is not None and old.enabled and old.eigenvalue.enabled:
+            return cls(old.eigenvalue, setting, "quantize_training.eigenvalue")
+        assert section is not None  # one of the two is on
+        return cls(section, setting)
 
     @property
     def relative(self) -> list[float]:
@@ -117,31 +118,32 @@ class BlockEigenvalues(Listener):
         engine = None if self._engine is None else self._engine()
         if engine is None or not self._is_due(engine):
             return
-        parts = engine._parts
+        setting, ranks = self._setting, self._setting.data_parallel
         with (
             torch.enable_grad(),
-            parts.runtime.whole(parts.runtime.buckets),
-            raised_on_all(self._ranks, "eigenvalue", UsageError),
+            setting.gathered(setting.model.parameters()),
+            raised_on_all(ranks, "eigenvalue", UsageError),
         ):
-            values = self._computed(parts, batch)
+            values = self._computed(batch)
         total = torch.tensor(values, dtype=torch.float64)
-        sum_(total, self._ranks, _LABEL)
-        self.values = (total / self._ranks.size).tolist()
+        sum_(total, ranks, _LABEL)
+        self.values = (total / ranks.size).tolist()
         self._is_fresh = True
-        if self._section.verbose and self._ranks.rank == 0:
+        if self._section.verbose and ranks.rank == 0:
             for number, value in enumerate(self.values):
                 _log.info("update %d: block %d: %.6g", engine.global_steps + 1, number, value)
 
-    def _computed(self, parts: Parts, batch: Forward | None) -> list[float]:
+    def _computed(self, batch: Forward | None) -> list[float]:
         if batch is None:
             raise UsageError(
                 "eigenvalue: the update had no forward in training mode; call engine.train() before"
                 " it"
             )
-        section, model = self._section, _without_hooks(parts.model)
+        section, setting = self._section, self._setting
+        model = _without_hooks(setting.model)
         # Attention's fused kernels have no second derivative.
-        with _kept_random_state(parts.device), sdpa_kernel(SDPBackend.MATH):
-            output = parts.casting.run(model, parts.device, batch.args, batch.kwargs)
+        with _kept_random_state(setting.device), sdpa_kernel(SDPBackend.MATH):
+            output = setting.forward(model, batch.args, batch.kwargs)
             loss = _loss_of(output) if self.loss_of is None else self.loss_of(output)
             blocks = blocks_of(model, section.layer_name, section.layer_num)
             parameters = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
@@ -154,7 +156,7 @@ class BlockEigenvalues(Listener):
                 return [self._value({p: grads[p] for p in own if p in grads}) for own in parameters]
             except RuntimeError as error:
                 raise UsageError(
-                    f"eigenvalue: a part of {type(parts.model).__name__} has no second"
+                    f"eigenvalue: a part of {type(setting.model).__name__} has no second"
                     f" derivative ({error}); use plain torch operations there, no reentrant"
                     " recomputation, or switch eigenvalue off"
                 ) from error
@@ -168,8 +170,8 @@ class BlockEigenvalues(Listener):
         if not self._is_fresh:
             return
         self._is_fresh = False
-        if self._write is not None:
-            self._write(
+        if self._setting.write_events is not None:
+            self._setting.write_events(
                 [
                     (f"Train/Eigenvalues/ModelBlockParam_{number}", value, update.total_samples)
                     for number, value in enumerate(self.relative)
