@@ -41,7 +41,6 @@ from hadal.engine.compressing import check_scores, prepare_model
 from hadal.engine.engine import Engine
 from hadal.engine.experts import distribute_experts, make_groups_of_experts
 from hadal.engine.features import listeners_of, opened_monitor, setting_of
-from hadal.engine.log import hush, open_log
 from hadal.engine.policies import batch_sizes_of, saving_of
 from hadal.engine.precision import (
     casting_of,
@@ -51,7 +50,7 @@ from hadal.engine.precision import (
     warn_of_emulation,
 )
 from hadal.engine.recomputed import log_recomputed, recomputed_modules
-from hadal.engine.report import log_state
+from hadal.engine.report import hush, log_state, open_log
 from hadal.engine.state import Parts, Training
 from hadal.engine.tiers import disk_steps_of, warn_of_one_thread
 from hadal.engine.topology import (

@@ -22,10 +22,9 @@ from hadal.engine.checkpoints import Checkpoints
 from hadal.engine.collector import hold_collector
 from hadal.engine.features import ATTRIBUTES
 from hadal.engine.listeners import options_of
-from hadal.engine.loss_backward import LossBackward
 from hadal.engine.mistakes import FirstUpdate, missing_attribute, mixed_dtypes
 from hadal.engine.preemption import Preemption
-from hadal.engine.state import Parts, State
+from hadal.engine.state import LossBackward, Parts, State
 from hadal.engine.state_offload import StateOffload
 from hadal.engine.topology import Topology
 from hadal.engine.training import begin_training
@@ -421,7 +420,7 @@ class Engine(Checkpoints, StateOffload, nn.Module):
             UsageError: `checkpoint.on_signal` is not set.
         """
         if self._preemption is None:
-            raise UsageError("engine.leave_preempted() is for checkpoint.on_signal, which is null")
+            raise UsageError("engine.leave_preempted() needs checkpoint.on_signal; set it")
         self._preemption.leave()
 
     # ---- listeners -------------------------------------------------------------------------------

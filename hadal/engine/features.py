@@ -16,15 +16,14 @@ from hadal.comm.faults import raised_on_all
 from hadal.comm.summary import end_of_log
 from hadal.config import Config
 from hadal.config.autotuning import Autotuning
-from hadal.config.parallelism import HybridEngine
 from hadal.config.monitors import JsonlMonitor
+from hadal.config.parallelism import HybridEngine
 from hadal.engine.clocks import Clocks, Throughput
 from hadal.engine.compressing import ParameterValues
 from hadal.engine.policies import leaves_of
 from hadal.engine.precision import casting_of, scale_rule_of
-from hadal.engine.progress import updates_of
 from hadal.engine.recomputed import budget_of, recomputed_modules
-from hadal.engine.report import Reporter
+from hadal.engine.report import Reporter, updates_of
 from hadal.engine.topology import Topology
 from hadal.errors import MonitorError, UsageError
 from hadal.listener import Listener, Setting

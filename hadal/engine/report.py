@@ -1,10 +1,15 @@
-"""Reports of an engine: a line of progress, times and memory, and its state at the start."""
+"""The log of an engine: who writes it, lines of progress, times and memory, the initial state."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +18,6 @@ from hadal.config import Config
 from hadal.device import is_host_memory, memory_use, read_on_host
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, MemoryGauge, Throughput
-from hadal.engine.progress import Progress
 from hadal.engine.topology import Topology
 from hadal.listener import Forward, Listener, Update
 from hadal.zero.bucket import Bucket
@@ -22,6 +26,169 @@ from hadal.zero.runtime import ZeroRuntime
 _log = logging.getLogger(__name__)
 
 _MEBIBYTE = 1 << 20
+_SECONDS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+# ---- the log -------------------------------------------------------------------------------------
+
+
+class _ErrorsOnly(logging.Filter):
+    """Filter that passes errors."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record passes."""
+        return record.levelno >= logging.ERROR
+
+
+class _IfAlone(logging.StreamHandler[TextIO]):
+    """Handler to standard error, silent if the program has its own handlers, now or later."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record above the progress bars that the program shows, if any."""
+        if logging.getLogger().handlers:
+            return
+        self.stream = sys.stderr  # a bar of rich replaces it while it is shown
+        tqdm = sys.modules.get("tqdm.std")
+        bars = tqdm.tqdm.external_write_mode(sys.stderr) if tqdm is not None else nullcontext()
+        with bars:
+            super().emit(record)
+
+
+_errors_only = _ErrorsOnly()
+
+
+def hush(rank: int) -> None:
+    """Let ranks other than 0 log errors only, so that each message appears once.
+
+    The filter is on every logger of the package, so that it holds for the program's own handlers
+    too: a logger's filter does not see the records of its children.
+    """
+    if rank == 0:
+        return
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("hadal.")]
+    for name in ("hadal", *names):
+        logging.getLogger(name).addFilter(_errors_only)
+
+
+def open_log(config: Config, rank: int) -> None:
+    """Set the configured level; add a handler on rank 0 if the program has none."""
+    log = logging.getLogger("hadal")
+    if config.log_level:
+        log.setLevel(config.log_level.upper())
+    asks = (
+        config.log_level
+        or config.steps_per_print
+        or config.dump_state
+        or config.activation_checkpointing.profile
+        or config.activation_checkpointing.memory_budget
+        or config.wall_clock_breakdown
+        or config.memory_breakdown
+        or (config.comms_logger is not None and config.comms_logger.verbose)
+        or (config.checkpoint.writer is not None and config.checkpoint.writer.show_statistics)
+    )
+    if not asks or rank != 0:
+        return
+    if log.level == logging.NOTSET and log.getEffectiveLevel() > logging.INFO:
+        log.setLevel(logging.INFO)  # even if `logging.basicConfig()` has set a higher level
+    if not log.handlers:
+        log.addHandler(_IfAlone())
+
+
+# ---- progress ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Values of one line. Values that are None are left out."""
+
+    number: int
+    """Updates so far."""
+    total: int | None
+    """Updates until the schedule ends."""
+    loss: float | None
+    """The mean of this rank's losses since the line before."""
+    rates: Sequence[float]
+    momenta: Sequence[Any]
+    """Momentum or betas of each param group; 0.0 if it has neither."""
+    norm: float | None
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    update_s: float | None
+    """Seconds of an update, since the line before."""
+    nbytes: int
+    """Memory of this rank: the accelerator's peak, or on a CPU the process's resident memory."""
+    skipped: int
+    """Updates skipped so far."""
+
+    @property
+    def left_s(self) -> float | None:
+        """The seconds until the schedule ends, at the present speed."""
+        if self.total is None or self.update_s is None or self.total <= self.number:
+            return None
+        return (self.total - self.number) * self.update_s
+
+    def __str__(self) -> str:
+        step = f"step {self.number}" if self.total is None else f"step {self.number}/{self.total}"
+        parts = [step]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4g}")
+        if self.rates:
+            parts.append(f"lr {_each(self.rates)}")
+        momenta = [one[0] if isinstance(one, (tuple, list)) else one for one in self.momenta]
+        if any(momenta):
+            parts.append(f"mom {_each(momenta)}")
+        if self.norm is not None:
+            parts.append(f"norm {self.norm:.4g}")
+        if self.tokens_per_s is not None:
+            parts.append(f"{number_of(self.tokens_per_s)} tokens/s")
+        elif self.samples_per_s is not None:
+            parts.append(f"{number_of(self.samples_per_s)} samples/s")
+        if self.update_s is not None:
+            parts.append(f"{duration(self.update_s)}/step")
+        parts.append(f"{self.nbytes / (1 << 30):.2f} GiB")
+        if self.skipped:
+            parts.append(f"{self.skipped} skipped")
+        if self.left_s is not None:
+            parts.append(f"{duration(self.left_s)} left")
+        return ", ".join(parts)
+
+
+def _each(values: Sequence[float]) -> str:
+    """Format the different values of param groups."""
+    return ", ".join(dict.fromkeys(f"{float(value):.4g}" for value in values))
+
+
+def number_of(value: float) -> str:
+    """Format `12345.6` as `12.3k`: three digits."""
+    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * scale:
+            return f"{value / scale:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Format `3720` seconds as `1 h 2 min`: the two largest units; below a minute three digits."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    left = round(seconds)
+    shown: list[tuple[int, str]] = []
+    for length, unit in _SECONDS:
+        count, left = divmod(left, length)
+        if count or shown:
+            shown.append((count, unit))
+    return " ".join(f"{count} {unit}" for count, unit in shown[:2] if count)
+
+
+def updates_of(config: Config) -> int | None:
+    """Return the updates after which the configured schedule ends; None if it has no end."""
+    scheduler = config.scheduler
+    params: Mapping[str, Any] = scheduler.params if scheduler is not None else {}
+    total = params.get("total_num_steps")
+    return total if isinstance(total, int) else None
 
 
 class Reporter(Listener):
@@ -127,6 +294,9 @@ def memory_text(gauge: MemoryGauge) -> str:
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes / _MEBIBYTE:.1f} MiB"
+
+
+# ---- the state at the start ----------------------------------------------------------------------
 
 
 def log_state(

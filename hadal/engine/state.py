@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,13 +19,12 @@ from hadal.checkpoint.live import COUNTERS, Live, Rules
 from hadal.comm import Ranks
 from hadal.config import Config
 from hadal.data.loader import Loading, ShardedLoader
-from hadal.device import Event, HostCopy
+from hadal.device import Event, HostCopy, at_end_of_backward, is_in_backward, is_in_node
 from hadal.engine.apply import ShardedModel
 from hadal.engine.batches import BatchSizes
 from hadal.engine.casting import Casting
 from hadal.engine.clocks import Clocks
 from hadal.engine.listeners import Listeners
-from hadal.engine.loss_backward import LossBackward
 from hadal.engine.topology import Topology
 from hadal.errors import UsageError
 from hadal.listener import Listener
@@ -142,6 +141,58 @@ class PendingUpdate:
     def was_skipped(self) -> bool:
         """Read the flag; all ranks find the same."""
         return bool(self.overflowed.values() > 0)
+
+
+class LossBackward:
+    """A backward that the caller starts, `loss.backward()`, instead of `engine.backward(loss)`.
+
+    It begins with the first gradient that reaches a trained parameter, and ends with torch's
+    backward. Each runs inside the context `around`.
+    """
+
+    def __init__(
+        self, around: Callable[[], AbstractContextManager[None]], runtime: ZeroRuntime
+    ) -> None:
+        self._around = around
+        self._runtime = runtime
+        self._stack: ExitStack | None = None
+        self._is_through = False
+        runtime.begins = self._begin
+
+    def _begin(self) -> None:
+        self.end_left()
+        stack = ExitStack()
+        self._runtime.is_direct = True
+        try:
+            stack.enter_context(self._around())
+        except BaseException:
+            self._runtime.is_direct = False
+            raise
+        self._stack, self._is_through = stack, False
+        at_end_of_backward(self._end)
+
+    def _end(self) -> None:
+        # The inner backward of a reentrant recomputation ends before the outer one does.
+        self._is_through = True
+        if not is_in_node():
+            self._close(None)
+
+    def end_left(self) -> None:
+        """End a backward that is over or has raised: torch does not report it."""
+        if self._stack is not None and not is_in_backward():
+            self._close(None if self._is_through else RuntimeError("the backward has raised"))
+
+    def _close(self, error: BaseException | None) -> None:
+        stack, self._stack = self._stack, None
+        if stack is None:
+            return
+        try:
+            if error is None:
+                stack.close()
+            else:
+                stack.__exit__(type(error), error, None)
+        finally:
+            self._runtime.is_direct = False
 
 
 class MovedStorage(NamedTuple):

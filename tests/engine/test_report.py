@@ -20,8 +20,7 @@ import hadal
 from engine.logs import is_of_this_machine
 from engine.toys import backward, engine_of, model_of, train
 from hadal import comm
-from hadal.engine.log import hush
-from hadal.engine.progress import duration, number_of
+from hadal.engine.report import duration, hush, number_of
 
 
 class Ears(logging.Handler):

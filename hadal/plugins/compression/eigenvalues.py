@@ -223,9 +223,9 @@ def _expect_gradients(
     for number, own in enumerate(parameters):
         if own and not any(parameter in gradients for parameter in own):
             raise UsageError(
-                f"eigenvalue: the loss does not lead to {name}.{number} in a way that autograd can"
-                " differentiate twice; recompute with use_reentrant=False, let no layer be"
-                " skipped, or switch eigenvalue off"
+                f"eigenvalue: no second derivative for {name}.{number}: the loss does not depend on"
+                " it, or an operation in between cannot be differentiated twice; recompute with"
+                " use_reentrant=False, let no layer be skipped, or switch eigenvalue off"
             )
 
 
