@@ -608,6 +608,16 @@ def test_flex_attention_is_compiled_once_for_layouts_of_a_shape(compilations, ca
     assert len(said) == 1 and "kind number 16 of inputs, (1, 2, 640, 8); pad seq" in said[0]
 
 
+@torch.no_grad()
+def test_flex_attention_is_compiled_in_a_module_that_is_not(compilations, monkeypatch):
+    monkeypatch.setattr(attention, "has_flex_attention", lambda device: True)
+    module = SparseSelfAttention(FixedSparsityConfig(2), max_seq_length=256)
+    operands = operands_of(256, heads=2)
+    layout = module._layout_for(256, 2)
+    torch.testing.assert_close(module(*operands), written_out(*operands, layout, Masks()))
+    assert compilations.frame_count == 1
+
+
 def test_layouts_that_are_nearly_full_are_computed_whole(monkeypatch):
     count = 64
     scattered = torch.rand(1, count, count, generator=torch.Generator().manual_seed(0))
