@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # Folders where tests start programs, and those of the whole repository.
 _WITH_PROGRAMS = {"cli", "compat", "launcher", "npu", "tests"}
-_OF_RANKS = {"ranks", "fresh_ranks", "npus"}
+_OF_RANKS = {"ranks", "fresh_ranks", "npus", "gpus"}
 _STARTING = {"subprocess", "forks", "ranks"}
 # Packages whose import alone takes seconds.
 _LARGE = ("transformers", "torch.distributed.checkpoint", "comet_ml")
@@ -194,6 +194,18 @@ def _by_itself() -> Iterator[None]:
 def ranks() -> Iterator[RankPools]:
     """`ranks(world_size).run(function, *args)`: processes shared by all tests."""
     pools = RankPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(scope="session")
+def gpus() -> Iterator[RankPools]:
+    """`gpus(world_size).run(function, *args)`: as `ranks`, all on the first GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    pools = RankPools("cuda")
     yield pools
     pools.close()
 

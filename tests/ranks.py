@@ -73,6 +73,8 @@ class _Process:
             LOCAL_WORLD_SIZE=str(world_size),
             PYTHONUNBUFFERED="1",
         )
+        if device != "cuda":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
         arguments = [rank, world_size, meeting_point, device, far_pipe.fileno(), far_lifeline]
         self.process = forks.server(rank).start(
             [__file__, *map(str, arguments)],
@@ -120,7 +122,8 @@ class _Process:
 class RankPool:
     """`world_size` processes in one gloo group, started at the first task.
 
-    On the device `npu` (the test device), with a group for it beside gloo.
+    On the device `npu` (the test device), or all of them on the first GPU (`cuda`, see
+    `staged.py`), with a group for it beside gloo.
     """
 
     def __init__(self, world_size: int, device: str = "cpu") -> None:
@@ -332,6 +335,11 @@ def _serve(rank: int, world_size: int, meeting_point: str, device: str, pipe: Co
         npu.join()
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
         backend = "cpu:gloo,npu:hccl"
+    if device == "cuda":
+        import staged
+
+        staged.register("cuda")
+        backend = "cpu:gloo,cuda:staged"
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
     )

@@ -79,9 +79,8 @@ def accelerator_draws(folder: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_the_accelerators_generator_is_restored(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(1).run(accelerator_draws, str(tmp_path))
+def test_the_accelerators_generator_is_restored(gpus: RankPools, tmp_path: Path) -> None:
+    gpus(1).run(accelerator_draws, str(tmp_path))
 
 
 CLIENT = {

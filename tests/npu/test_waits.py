@@ -10,6 +10,7 @@ import torch
 from cases import diagonal, often, rarely
 from ranks import RankPools
 
+import hadal
 import npu
 from hadal.plugins.sparse_attention import FixedSparsityConfig, MatMul, Softmax
 
@@ -182,3 +183,27 @@ def _products_of_blocks() -> list[str]:
 
 def test_products_of_blocks_keep_their_indices_on_the_device(npus: RankPools) -> None:
     assert npus(1).run(_products_of_blocks) == [[]]
+
+
+def weights_of(engine: Any) -> list[torch.Tensor]:
+    parameters = list(engine.module.parameters())
+    with hadal.zero.GatheredParameters(parameters):
+        return [parameter.detach().clone() for parameter in parameters]
+
+
+def trains(name: str) -> None:
+    engine, update = FEATURES[name].build()
+    before = weights_of(engine)
+    for _ in range(3):
+        update()
+    after = weights_of(engine)
+    assert engine.device.type == "cuda"
+    assert all(bool(one.isfinite().all()) for one in after)
+    assert not all(map(torch.equal, before, after))
+    engine.destroy()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, one in FEATURES.items() if not one.is_rare])
+def test_a_feature_trains_on_a_gpu(name: str, gpus: RankPools) -> None:
+    gpus(2).run(trains, name)
