@@ -80,8 +80,11 @@ def _print(name: str, lines: Sequence[table.Line], spent: float) -> None:
 
 
 def _draw(rows: Sequence[tuple[str, table.Line]], title: str, path: Path) -> None:
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is not installed: there is no picture")
+        return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -570,7 +570,7 @@ def quickstart() -> Lines:
     yield expect("standard error", last or "empty", "empty", not last)
 
 
-@check("right", 100, ranks=0, skips_dry=True)
+@check("right", 130, ranks=0, skips_dry=True)
 def marked() -> Lines:
     """The tests that are marked `gpu` pass."""
     if find_spec("pytest") is None or find_spec("hypothesis") is None:
@@ -582,7 +582,7 @@ def marked() -> Lines:
         if "pytest.mark.gpu" in path.read_text()
     ]
     words = ["-m", "pytest", "-W", "default", "-m", "gpu", "-q", "-p", "no:cacheprovider", *files]
-    done = run_script(*words, limit_s=95)
+    done = run_script(*words, limit_s=125, PYTHONWARNINGS="default")
     lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
     for line in lines:
         if line.startswith(("FAILED", "ERROR")):

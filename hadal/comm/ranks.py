@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,9 +18,10 @@ from torch.distributed import distributed_c10d
 
 from hadal.comm.functions import all_gather_object, labelled
 from hadal.comm.local.neighbours import LocalPeers, identity, meet
-from hadal.comm.start import may_read_memory
+from hadal.comm.start import kernels_share_one_queue, may_read_memory
 from hadal.device import current_device
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Values made for a process group, as long as it lives: a program may end its process group and
@@ -95,7 +97,17 @@ class Ranks:
         """
         if self.size == 1 or current_device().type == "cpu":
             return self
-        return Ranks.of(once(self.group, "twin", lambda: _new_group(self.numbers)))
+        return Ranks.of(once(self.group, "twin", self._make_twin))
+
+    def _make_twin(self) -> dist.ProcessGroup:
+        if self.rank == 0 and kernels_share_one_queue():
+            _log.warning(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 sends all kernels through one queue, but stage 3"
+                " gathers weights and reduces gradients in two communicators: behind each other in"
+                " one queue they overlap less, and ranks that start them in different orders wait"
+                " for each other forever. Unset it, or set it to 8, which is CUDA's default."
+            )
+        return _new_group(self.numbers)
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:

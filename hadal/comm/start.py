@@ -410,6 +410,11 @@ def memory_is_tuned() -> bool:
     )
 
 
+def kernels_share_one_queue() -> bool:
+    """Return True if CUDA starts all kernels through one queue (CUDA_DEVICE_MAX_CONNECTIONS=1)."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
 def may_read_memory() -> bool:
     """Return True if ranks of one host may read each other's memory (HADAL_CROSS_MEMORY; yes).
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -10,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from cases import diagonal
+from engine.logs import logged
 from ranks import RankPools
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -324,3 +326,16 @@ def _spread() -> list[bool]:
 
 def test_buffers_of_every_dtype_have_rank_0s_values(npus: RankPools) -> None:
     assert npus(2).run(_spread) == [[True] * len(_DTYPES)] * 2
+
+
+def told_of_one_queue(connections: str) -> list[str]:
+    with patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": connections}), logged() as lines:
+        comm.Ranks.world().some([0, 1]).twin()
+    return lines
+
+
+def test_two_communicators_in_one_queue_are_reported(npus: RankPools) -> None:
+    (line,), others = npus(2).run(told_of_one_queue, "1")
+    assert line.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 sends all kernels through one queue")
+    assert "Unset it" in line and not others
+    assert npus(2).run(told_of_one_queue, "8") == [[], []]
