@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -13,21 +14,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_, gather_objects
 from hadal.comm.expert_groups import expert_groups
 from hadal.comm.faults import raised_on_all
 from hadal.comm.pending import Leaving
 from hadal.config import Config
 from hadal.device import look_at
-from hadal.engine.checks import check_birth, check_parameters, described_parameter
+from hadal.engine.checks import (
+    check_birth,
+    check_parameters,
+    check_same_keys,
+    described_parameter,
+)
 from hadal.engine.plan import ModelPlan, ParameterPlan, RankCounts, plan_model
 from hadal.engine.policies import divergence_of, reduction_of, transport_of
 from hadal.engine.precision import buffer_rule_of
 from hadal.engine.tiers import Offloading
-from hadal.engine.topology import Sharings, Topology
+from hadal.engine.topology import RequestedRanks, Sharings, Topology
 from hadal.errors import MismatchError, ModelError, OffloadError, OptimizerError, UsageError, few
 from hadal.optim.step import OptimizerStepper
 from hadal.zero import access, init
+from hadal.zero.access import GatheredParameters
 from hadal.zero.agreement import Marker
 from hadal.zero.bucket import Bucket
 from hadal.zero.grouping import BucketPlan
@@ -39,6 +47,57 @@ from hadal.zero.sanity import Sanity
 from hadal.zero.sharing import holders_of
 
 _log = logging.getLogger(__name__)
+
+
+def change_modules(
+    model: nn.Module, config: Config, requested: RequestedRanks, ranks: Ranks
+) -> None:
+    """Change modules as configured, before an optimizer is made. Each rank calls it alone.
+
+    Compression is skipped if the program has called `init_compression` itself. Its masks are chosen
+    by whole weights, one at a time: these may have been created sharded.
+
+    Raises:
+        ConfigError, ModelError, NotBuiltYetError: the model and the configuration do not fit.
+    """
+    section, old = config.compression_training, config.quantize_training
+    if section.changes_modules or (old and old.enabled):
+        from hadal.plugins.compression import compress  # for this alone
+        from hadal.plugins.compression.layers import is_prepared
+
+        if not (is_prepared(model) or compress.is_teacher(model)):
+            compress.prepare(model, compress.with_old_form(section, old), GatheredParameters)
+    if config.expert_parallel.enabled:
+        from hadal.engine.experts import distribute_experts  # for this alone
+
+        distribute_experts(model, config, requested, ranks)
+    if config.sparse_attention is not None:
+        from hadal.plugins.sparse_attention import give_pattern  # for this alone
+
+        give_pattern(model, config.sparse_attention)
+
+
+def cut_model(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    config: Config,
+    topology: Topology,
+    world: Ranks,
+) -> None:
+    """Make the groups of experts, and split layers over ranks. All ranks must call it together.
+
+    Raises:
+        ConfigError, ModelError, UsageError: the ranks, the model and the keys do not fit.
+    """
+    if any(holders_of(parameter).experts is not None for parameter in model.parameters()):
+        from hadal.engine.experts import make_groups_of_experts  # for this alone
+
+        make_groups_of_experts(model, config, topology)
+    check_same_keys(config, world)
+    if config.tensor_parallel.is_on:
+        from hadal.engine.tensor import cut_over_ranks  # for this alone
+
+        cut_over_ranks(model, optimizer, config, topology, world)
 
 
 class ShardedModel:
@@ -66,20 +125,29 @@ class ShardedModel:
         self._reported: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Parameters that `check_late` has warned of; True: they required gradients."""
 
-    def make_plan(self, group_of: Mapping[nn.Parameter, int]) -> None:
-        """Plan the model; nothing of it is changed. Each rank calls it alone.
+    def make_plan(self, groups: Sequence[Sequence[nn.Parameter]], world: Ranks) -> None:
+        """Plan the model; nothing of it is changed. All ranks must call it together.
+
+        `groups`: the parameters that are trained, per param group.
 
         Raises:
             ConfigError: a key names what does not exist, or does not fit the model.
             UsageError: parameters were created sharded for a different setup.
             OffloadError: a disk cannot be written.
         """
-        self.plan = plan_model(self.model, self._config, self._device, self._counts, group_of)
-        self.check_birth(dict(self.model.named_parameters()))
-        self.offloading.open_disks()
+        group_of = {p: number for number, members in enumerate(groups) for p in members}
+        with raised_on_all(world, "initialize", OffloadError):
+            self.plan = plan_model(self.model, self._config, self._device, self._counts, group_of)
+            self.check_birth(dict(self.model.named_parameters()))
+            self.offloading.open_disks()
+        if world.rank == 0:
+            self.plan.log_recomputed(self._config)
 
-    def apply_plan(self) -> None:
-        """Make the buckets, and all that uses them. All ranks must call it together."""
+    def apply_plan(self, reducing: AbstractContextManager[Any] | None = None) -> None:
+        """Make the buckets, and all that uses them. All ranks must call it together.
+
+        `reducing`: surrounds reductions, to measure them.
+        """
         config, plan, ranks = self._config, self.plan, self._sharings.dense.ranks
         buckets = self._buckets()
         self.runtime = ZeroRuntime(
@@ -91,6 +159,8 @@ class ShardedModel:
             divergence_of(config),
             Sanity(ranks) if config.zero_optimization.enable_sanity_checks else None,
         )
+        if reducing is not None:
+            self.runtime.reducing = reducing
         self._share_the_rest({})
         self._register(buckets)
         access.watch_apply()

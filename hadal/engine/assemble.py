@@ -1,14 +1,15 @@
-"""Assembly of an engine from a configuration and a user's objects; reads the whole config."""
+"""Assembly of an engine, stage by stage, from a configuration and a user's objects."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,7 +22,7 @@ from hadal.comm.start import env_elasticity, memory_is_tuned
 from hadal.config import Config, load_config, log_notes
 from hadal.data.loader import ShardedLoader
 from hadal.device import current_device, give_back_freed_memory, keep_freed_memory
-from hadal.engine.apply import LaterGroups, ShardedModel
+from hadal.engine.apply import LaterGroups, ShardedModel, change_modules, cut_model
 from hadal.engine.arguments import asks_for_stages, choose_config, with_schedule
 from hadal.engine.checks import (
     check_accelerate,
@@ -29,17 +30,15 @@ from hadal.engine.checks import (
     check_parameters,
     check_places,
     check_same,
-    check_same_keys,
     check_same_versions,
     check_scheduler,
+    check_scores,
     check_without_stages,
     is_in_stages,
     members_of_groups,
     warn_untrained,
 )
-from hadal.engine.compressing import check_scores, prepare_model
 from hadal.engine.engine import Engine
-from hadal.engine.experts import distribute_experts, make_groups_of_experts
 from hadal.engine.features import listeners_of, opened_monitor, setting_of
 from hadal.engine.policies import batch_sizes_of, saving_of
 from hadal.engine.precision import (
@@ -49,23 +48,12 @@ from hadal.engine.precision import (
     warn_16bit_weights,
     warn_of_emulation,
 )
-from hadal.engine.recomputed import log_recomputed, recomputed_modules
 from hadal.engine.report import hush, log_state, open_log
-from hadal.engine.state import Parts, Training
-from hadal.engine.tiers import disk_steps_of, warn_of_one_thread
-from hadal.engine.topology import (
-    Topology,
-    TopologyWish,
-    make_topology,
-    topology_wish_of,
-    with_slices,
-)
-from hadal.engine.wishes import (
+from hadal.engine.requested import (
     Groups,
+    InitializeArguments,
     OptimizerMaker,
     ScheduleMaker,
-    Wishes,
-    count_samples,
     make_loader,
     make_loading,
     make_optimizer,
@@ -73,7 +61,17 @@ from hadal.engine.wishes import (
     scaled_by_batch,
     seed_of_program,
 )
+from hadal.engine.state import Parts, Training
+from hadal.engine.tiers import disk_steps_of, warn_of_one_thread
+from hadal.engine.topology import (
+    RequestedRanks,
+    Topology,
+    make_topology,
+    requested_ranks,
+    with_slices,
+)
 from hadal.errors import OffloadError, UsageError
+from hadal.listener import Listener
 from hadal.optim.build import build_stepper
 from hadal.optim.exchanging import ExchangingStepper
 from hadal.plugins.monitor.opening import expect_packages
@@ -141,44 +139,133 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         CommunicationError: the ranks cannot reach each other.
         MonitorError: a monitor's package is missing, or it cannot write.
     """
+    world, device = _start(dist_init_required, distributed_port), current_device()
+
+    # Read: where the configuration is, and the model, or this rank's stage of it.
+    arguments = InitializeArguments(
+        optimizer, model_parameters, lr_scheduler, training_data, collate_fn
+    )
+    source, is_cut = _read_source(args, config, config_params, arguments, world)
+    if is_cut:
+        from hadal.engine.auto_stages import cut_by_configuration  # for this alone
+
+        model, arguments = cut_by_configuration(model, source, arguments)
+    engine_type = _type_for(model, engine_type, pipeline_engine_type)
+    _end_engine_of(model)
+
+    # Check what this rank can know alone, and change modules as configured.
+    with raised_on_all(world, "initialize"):
+        requested = requested_ranks(_groups_of(model, mpu), mesh_param, world)
+        model = check_model(model)
+        config = _read_config(model, source, arguments, requested, engine_type)
+        _check(model, config, world, device)
+        change_modules(model, config, requested, world)
+        optimizer = make_optimizer(arguments, config, model)
+        groups = members_of_groups(model, optimizer, world)
+        _warn(model, config, groups, arguments, device)
+
+    # Find the ranks that share the model, plan it for them, and apply the plan.
+    topology = make_topology(with_slices(requested, config), config, world)
+    with _kept_memory(device):
+        cut_model(model, optimizer, config, topology, world)
+        check_same(model, groups, arguments.described(optimizer), topology.sharding, world)
+        sharded = ShardedModel(model, config, topology, device)
+        sharded.make_plan(groups, world)
+        setting = setting_of(config, model, world, device, topology, sharded.plan)
+        listeners = listeners_of(setting)
+        with _among_parts(topology, world):
+            sharded.apply_plan(setting.clocks.reducing)
+
+        # Training: the data, and the optimizer's state, unless that is made by the first backward.
+        loading = make_loading(
+            arguments,
+            config,
+            topology.data_parallel,
+            seed_of_program(world) if engine_type.seeds_data else 0,
+            listeners,
+        )
+        loader = make_loader(arguments, loading, world, shuffle=not is_in_stages(model))
+        make_training = partial(
+            _make_training,
+            arguments,
+            config,
+            optimizer,
+            groups,
+            sharded,
+            topology,
+            loader,
+            listeners,
+        )
+        with raised_on_all(world, "initialize"):
+            is_now = arguments.name_an_optimizer(config) and sharded.runtime.gradients
+            training = make_training() if is_now else None
+        batches = batch_sizes_of(config, topology)
+        if config.dump_state:
+            log_state(config, model, sharded.runtime, batches, topology)
+        engine = engine_type(
+            Parts(
+                model=model,
+                topology=topology,
+                sharded=sharded,
+                runtime=sharded.runtime,
+                hooks=sharded.hooks,
+                training=training,
+                make_training=make_training,
+                casting=casting_of(config, device),
+                scale_rule=scale_rule_of(config, device),
+                skip_overflow=skips_overflow(config, device),
+                gradient_clipping=config.gradient_clipping,
+                computes_norm=config.zero_optimization.compute_grad_norm,
+                batches=batches,
+                clocks=setting.clocks,
+                monitor=opened_monitor(setting),
+                listeners=listeners,
+                loader=loader,
+                loading=loading,
+                device=device,
+                world=world,
+                saving=saving_of(config),
+                holds_collector=config.disable_python_gc,
+                config=config,
+            )
+        )
+    if config.checkpoint.resume is not None:
+        engine.resume(config.checkpoint.resume)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _start(dist_init_required: bool | None, distributed_port: int) -> Ranks:
+    """Connect the ranks, if the caller has not done so, and return them."""
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     world = Ranks.world()
     expect_in_step()
     check_same_versions(world)
     hush(world.rank)
-    wishes = Wishes(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
+    return world
+
+
+def _read_source(
+    args: Any, config: Any, config_params: Any, arguments: InitializeArguments, world: Ranks
+) -> tuple[Any, bool]:
+    """Return where the configuration is, and whether it asks to cut the model into stages.
+
+    Raises:
+        UsageError: the configuration, or a schedule, is missing or named twice.
+    """
     with raised_on_all(world, "initialize"):
         source = choose_config(args, config, config_params)
-        source = with_schedule(args, source, lr_scheduler is not None)
-        is_cut = asks_for_stages(source)
-    if is_cut:
-        from hadal.engine.auto_stages import cut_by_configuration  # for this alone
+        source = with_schedule(args, source, arguments.schedule is not None)
+        return source, asks_for_stages(source)
 
-        model, wishes = cut_by_configuration(model, source, wishes)
-    if is_in_stages(model):
-        from hadal.engine import pipeline  # for this alone
 
-        engine_type = pipeline_engine_type or pipeline.PipelineEngine
-    _end_engine_of(model)
-    with raised_on_all(world, "initialize"):
-        if is_in_stages(model):
-            from hadal.engine.stages import groups_of_stages  # for this alone
+def _type_for(model: Any, whole: type[Engine], staged: type[PipelineEngine] | None) -> type[Engine]:
+    """Return the class of a model's engine; another one trains stages."""
+    if not is_in_stages(model):
+        return whole
+    from hadal.engine import pipeline  # for this alone
 
-            mpu = groups_of_stages(model, mpu)
-        wish = topology_wish_of(mpu, mesh_param, world)
-        admitted = _admit(model, wishes, source, wish, world, engine_type)
-    _log_collectives(admitted.config)
-    topology = make_topology(with_slices(wish, admitted.config), admitted.config, world)
-    make_groups_of_experts(admitted.model, admitted.config, topology)
-    is_kept = not memory_is_tuned() and keep_freed_memory(current_device())
-    engine = _assemble(admitted, wishes, topology, world, engine_type)
-    if is_kept:
-        # Whole weights passed through this memory once; updates allocate other sizes.
-        give_back_freed_memory()
-    if admitted.config.checkpoint.resume is not None:
-        engine.resume(admitted.config.checkpoint.resume)
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    return staged or pipeline.PipelineEngine
 
 
 def _end_engine_of(model: Any) -> None:
@@ -195,48 +282,40 @@ def _end_engine_of(model: Any) -> None:
         return
 
 
-def _log_collectives(config: Config) -> None:
-    """Start recording collectives if the configuration enables it."""
-    log = config.comms_logger
-    if log is not None and log.enabled:
-        start_log(log.verbose, log.prof_all, log.prof_ops, log.debug)
+def _groups_of(model: Any, mpu: Any) -> Any:
+    """Return the groups of ranks that the caller passed, or those of a model in stages."""
+    if not is_in_stages(model):
+        return mpu
+    from hadal.engine.stages import groups_of_stages  # for this alone
+
+    return groups_of_stages(model, mpu)
 
 
-@dataclass(frozen=True, slots=True)
-class _Admitted:
-    """Arguments that were checked on this rank alone, before ranks talk to each other."""
-
-    model: nn.Module
-    config: Config
-    optimizer: Optimizer | None
-    """None if nothing can be trained."""
-    is_chosen: bool
-    """True if the caller or the configuration named the optimizer; else it is the default one."""
-    groups: list[list[nn.Parameter]]
-
-
-def _admit(
-    model: nn.Module | None,
-    wishes: Wishes,
+def _read_config(
+    model: nn.Module,
     source: Any,
-    wish: TopologyWish,
-    ranks: Ranks,
+    arguments: InitializeArguments,
+    requested: RequestedRanks,
     engine_type: type[Engine],
-) -> _Admitted:
-    check_model(model)
+) -> Config:
+    """Read and check the configuration.
+
+    Raises:
+        ConfigError: it has faults, or does not fit a model in stages.
+    """
     if isinstance(model, Engine):
         raise UsageError("initialize got an engine; pass the module, engine.module")
-    assert model is not None
-    check_accelerate(ranks, current_device())
-    init.show_as_given(model.named_parameters())
+    world = Ranks.world()
+    check_accelerate(world, current_device())
+    tensor = sys.modules.get("hadal.engine.tensor")
     config = load_config(
         source,
-        world_size=ranks.size,
-        sequence_parallel_size=wish.sequence_parallel_size,
-        data_parallel_size=wish.data_parallel_size,
-        tensor_parallel_size=_slices_asked_for(model),
-        client_optimizer=wishes.optimizer is not None,
-        client_scheduler=wishes.schedule is not None,
+        world_size=world.size,
+        sequence_parallel_size=requested.sequence_parallel_size,
+        data_parallel_size=requested.data_parallel_size,
+        tensor_parallel_size=None if tensor is None else tensor.size_asked_for(model),
+        client_optimizer=arguments.optimizer is not None,
+        client_scheduler=arguments.schedule is not None,
         rounds_early=engine_type.rounds_early,
     )
     if is_in_stages(model):
@@ -244,124 +323,58 @@ def _admit(
 
         prepare_stage(model, config)
     else:
-        check_without_stages(config, ranks.rank)
+        check_without_stages(config, world.rank)
+    return config
+
+
+def _check(model: nn.Module, config: Config, world: Ranks, device: torch.device) -> None:
+    """Check the configuration's surroundings and the model's parameters, and start the logs.
+
+    Raises:
+        ConfigError, ModelError, UsageError: one of them cannot be used for training.
+    """
     check_scheduler(config, env_elasticity())
     check_places(config)
-    open_log(config, ranks.rank)
+    open_log(config, world.rank)
     log_notes(config)
-    check_parameters(model.named_parameters(), current_device(), ranks)
-    prepare_model(config, model)
-    distribute_experts(model, config, wish, ranks)
-    optimizer = make_optimizer(wishes, config, model)
-    is_chosen = wishes.optimizer is not None or config.optimizer is not None
-    groups = members_of_groups(model, optimizer, ranks)
+    init.show_as_given(model.named_parameters())
+    check_parameters(model.named_parameters(), device, world)
+    log = config.comms_logger
+    if log is not None and log.enabled:
+        start_log(log.verbose, log.prof_all, log.prof_ops, log.debug)
+
+
+def _warn(
+    model: nn.Module,
+    config: Config,
+    groups: list[list[nn.Parameter]],
+    arguments: InitializeArguments,
+    device: torch.device,
+) -> None:
+    """Warn, on rank 0, of what trains differently than it seems, or slowly.
+
+    Raises:
+        MissingPackageError: a monitor's package is missing.
+        UsageError: the optimizer lacks parameters that pruning learns.
+    """
     check_scores(model, groups)
-    if config.sparse_attention is not None:
-        from hadal.plugins.sparse_attention import give_pattern  # for this alone
-
-        give_pattern(model, config.sparse_attention)
-    recomputed = recomputed_modules(config, model)
-    if ranks.rank == 0:
-        warn_16bit_weights(config, model)
-        warn_of_emulation(config, current_device())
-        warn_untrained(model, groups, is_chosen=is_chosen)
-        warn_of_one_thread(config, current_device())
-        expect_packages(config)
-        log_recomputed(config, recomputed)
-    return _Admitted(model, config, optimizer, is_chosen, groups)
+    if Ranks.world().rank != 0:
+        return
+    warn_16bit_weights(config, model)
+    warn_of_emulation(config, device)
+    warn_untrained(model, groups, is_chosen=arguments.name_an_optimizer(config))
+    warn_of_one_thread(config, device)
+    expect_packages(config)
 
 
-def _assemble(
-    admitted: _Admitted,
-    wishes: Wishes,
-    topology: Topology,
-    world: Ranks,
-    engine_type: type[Engine],
-) -> Engine:
-    model, config, groups = admitted.model, admitted.config, admitted.groups
-    optimizer, ranks = admitted.optimizer, topology.sharding
-    device = current_device()
-    _cut(admitted, topology, world)
-    batches = batch_sizes_of(config, topology)
-    setting = setting_of(config, model, world, device, topology)
-    listeners = listeners_of(setting)
-    with raised_on_all(world, "initialize"):
-        # Parts of a model may differ; each is compared among its own ranks.
-        check_same(model, groups, _described(admitted, wishes), ranks)
-    sharded = ShardedModel(model, config, topology, device)
-    with raised_on_all(world, "initialize", OffloadError):
-        group_of = {p: number for number, members in enumerate(groups) for p in members}
-        sharded.make_plan(group_of)
-    with _among_parts(topology, world):
-        sharded.apply_plan()
-    runtime = sharded.runtime
-    if setting.clocks.reducing is not None:
-        runtime.reducing = setting.clocks.reducing
-    readers = topology.data_parallel
-    seed = seed_of_program(world) if engine_type.seeds_data else 0
-    loading = make_loading(wishes, config, readers, seed, listeners)
-    loader = make_loader(wishes, loading, world, shuffle=not is_in_stages(model))
-
-    def make_training() -> Training:
-        assert optimizer is not None  # there are gradients, so there is something to train
-        parts, steps = topology.parts, disk_steps_of(config)
-        with raised_on_all(ranks, "making the optimizer's state", OffloadError):
-            # Also if that is in the first backward: state may be offloaded to a disk.
-            stepper = build_stepper(optimizer, runtime.gradients, groups, steps, parts)
-        if isinstance(stepper, ExchangingStepper):
-            runtime.exchange = stepper
-        schedule = make_schedule(wishes, config, optimizer, admitted.is_chosen, loader)
-        LaterGroups(sharded, optimizer, stepper)
-        return Training(optimizer, scaled_by_batch(schedule, optimizer, listeners), stepper)
-
-    training = None
-    with raised_on_all(world, "initialize"):
-        if admitted.is_chosen and runtime.gradients:
-            training = make_training()
-    if config.dump_state:
-        log_state(config, model, runtime, batches, topology)
-    return engine_type(
-        Parts(
-            model=model,
-            topology=topology,
-            runtime=runtime,
-            hooks=sharded.hooks,
-            training=training,
-            make_training=make_training,
-            casting=casting_of(config, device),
-            scale_rule=scale_rule_of(config, device),
-            skip_overflow=skips_overflow(config, device),
-            gradient_clipping=config.gradient_clipping,
-            computes_norm=config.zero_optimization.compute_grad_norm,
-            batches=batches,
-            clocks=setting.clocks,
-            monitor=opened_monitor(setting),
-            listeners=listeners,
-            loader=loader,
-            loading=loading,
-            device=device,
-            world=world,
-            saving=saving_of(config),
-            holds_collector=config.disable_python_gc,
-            sharded=sharded,
-            config=config,
-        )
-    )
-
-
-def _cut(admitted: _Admitted, topology: Topology, world: Ranks) -> None:
-    """Split the model over its tensor-parallel ranks, if all ranks request the same split."""
-    check_same_keys(_common(admitted.config), world)
-    if admitted.config.tensor_parallel.is_on:
-        from hadal.engine.tensor import cut_over_ranks  # for this alone
-
-        cut_over_ranks(admitted.model, admitted.optimizer, admitted.config, topology, world)
-
-
-def _slices_asked_for(model: nn.Module) -> int | None:
-    """Return the ranks that `tp_model_init` requested; None if it was not called."""
-    tensor = sys.modules.get("hadal.engine.tensor")
-    return None if tensor is None else tensor.size_asked_for(model)
+@contextmanager
+def _kept_memory(device: torch.device) -> Iterator[None]:
+    """Keep freed memory inside the block, unless the program has tuned it."""
+    is_kept = not memory_is_tuned() and keep_freed_memory(device)
+    yield
+    if is_kept:
+        # Whole weights passed through this memory once; updates allocate other sizes.
+        give_back_freed_memory()
 
 
 def _among_parts(topology: Topology, world: Ranks) -> AbstractContextManager[None]:
@@ -371,29 +384,26 @@ def _among_parts(topology: Topology, world: Ranks) -> AbstractContextManager[Non
     return raised_on_all(world, "initialize", OffloadError)
 
 
-def _common(config: Config) -> dict[str, Any]:
-    """Return the keys that must be the same on all ranks.
-
-    Ranks may have different disks, and different objects for groups of ranks.
-    """
-    values = config.as_dict()
-    degree = {**values["tensor_parallel"]["tp"], "mpu": None, "tp_group": None}
-    values["tensor_parallel"] = {**values["tensor_parallel"], "tp": degree}
-    zero = values["zero_optimization"]
-    for name in ("offload_param", "offload_optimizer"):
-        if zero.get(name):
-            zero[name] = {**zero[name], "nvme_path": None}
-    return values
-
-
-def _described(admitted: _Admitted, wishes: Wishes) -> dict[str, Any]:
-    """Describe everything outside the configuration that must match on all ranks."""
-    groups = admitted.optimizer.param_groups if admitted.optimizer else []
-    options = [{k: repr(v) for k, v in group.items() if k != "params"} for group in groups]
-    return {
-        "the optimizer": type(admitted.optimizer).__name__,
-        **{f"param group {number}": group for number, group in enumerate(options)},
-        "the schedule given": type(wishes.schedule).__name__,
-        "training_data": type(wishes.training_data).__name__,
-        "the samples of training_data": count_samples(wishes.training_data),
-    }
+def _make_training(
+    arguments: InitializeArguments,
+    config: Config,
+    optimizer: Optimizer | None,
+    groups: list[list[nn.Parameter]],
+    sharded: ShardedModel,
+    topology: Topology,
+    loader: ShardedLoader | None,
+    listeners: tuple[Listener, ...],
+) -> Training:
+    """Make the optimizer's state and the schedule, once there are gradients; all ranks call it."""
+    assert optimizer is not None  # there are gradients, so there is something to train
+    runtime = sharded.runtime
+    with raised_on_all(topology.sharding, "making the optimizer's state", OffloadError):
+        # Also if that is in the first backward: state may be offloaded to a disk.
+        stepper = build_stepper(
+            optimizer, runtime.gradients, groups, disk_steps_of(config), topology.parts
+        )
+    if isinstance(stepper, ExchangingStepper):
+        runtime.exchange = stepper
+    schedule = make_schedule(arguments, config, optimizer, loader)
+    LaterGroups(sharded, optimizer, stepper)
+    return Training(optimizer, scaled_by_batch(schedule, optimizer, listeners), stepper)

@@ -13,8 +13,8 @@ from hadal.comm import Ranks
 from hadal.config import Config
 from hadal.config.reading import read
 from hadal.config.report import written
+from hadal.engine.requested import InitializeArguments
 from hadal.engine.tensor import plan_before_stages, size_asked_for
-from hadal.engine.wishes import Wishes
 from hadal.errors import ConfigError, Fault, UsageError
 from hadal.plugins.moe.blocks import find_blocks
 from hadal.plugins.pipeline import PipelineModule
@@ -38,9 +38,9 @@ class _Degrees(NamedTuple):
 
 
 def cut_by_configuration(
-    model: nn.Module | None, source: Any, wishes: Wishes
-) -> tuple[nn.Module | None, Wishes]:
-    """Return the model in stages, if `pipeline.auto` is set, and the wishes for this stage.
+    model: nn.Module | None, source: Any, arguments: InitializeArguments
+) -> tuple[nn.Module | None, InitializeArguments]:
+    """Return the model in stages, if `pipeline.auto` is set, and the arguments for this stage.
 
     All ranks must call it.
 
@@ -53,12 +53,12 @@ def cut_by_configuration(
     try:
         config = Config.model_validate({name: raw[name] for name in _SECTIONS if name in raw})
     except ValueError:
-        return model, wishes  # reported with all other faults
+        return model, arguments  # reported with all other faults
     section = config.pipeline
     if not section.auto or model is None or isinstance(model, PipelineModule):
-        return model, wishes
+        return model, arguments
     topology = _topology(_degrees(config), Ranks.world().size)
-    _check(model, wishes)
+    _check(model, arguments)
     tensor, experts = config.tensor_parallel, config.expert_parallel
     plan = plan_before_stages(model, tensor) if tensor.is_on else None
     if experts.enabled:
@@ -70,8 +70,8 @@ def cut_by_configuration(
     if config.sequence_parallel_size > 1:
         found.sequences = StageSequences(found.whole_model, found.mpu().sequence)
     own = set(found.parameters())
-    given = wishes.model_parameters
-    return found, replace(wishes, model_parameters=_own_among(given, own))
+    given = arguments.model_parameters
+    return found, replace(arguments, model_parameters=_own_among(given, own))
 
 
 def _degrees(config: Config) -> _Degrees:
@@ -104,8 +104,8 @@ def _refused(path: str, why: str) -> ConfigError:
     return ConfigError(written("the configuration", faults), faults)
 
 
-def _check(model: nn.Module, wishes: Wishes) -> None:
-    if isinstance(wishes.optimizer, Optimizer):
+def _check(model: nn.Module, arguments: InitializeArguments) -> None:
+    if isinstance(arguments.optimizer, Optimizer):
         raise UsageError(
             "initialize(optimizer=...) has parameters that other stages will hold; configure it in"
             " the optimizer section, or pass a function that builds it"

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hadal.checkpoint.files import location_of
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects
-from hadal.comm.faults import is_same_everywhere
+from hadal.comm.faults import is_same_everywhere, raised_on_all
 from hadal.config import Config
 from hadal.config.plain import leaves
 from hadal.config.report import written
@@ -33,6 +33,7 @@ from hadal.errors import (
     few,
 )
 from hadal.offload.folder import OwnFolder
+from hadal.plugins.compression.names import is_score
 from hadal.zero import access, init
 from hadal.zero.kinds import is_foreign, refusal_of
 from hadal.zero.layout import order_of
@@ -46,8 +47,8 @@ _log = logging.getLogger(__name__)
 _SCHEDULED = ("max_train_batch_size", "micro_batch_sizes", "version")
 
 
-def check_model(model: object) -> None:
-    """Raise `UsageError` unless `model` is a module that an engine can train."""
+def check_model(model: object) -> nn.Module:
+    """Return `model`; raise `UsageError` unless it is a module."""
     if isinstance(model, type):
         hint = f" (did you mean {model.__name__}()?)" if issubclass(model, nn.Module) else ""
         raise UsageError(
@@ -55,6 +56,7 @@ def check_model(model: object) -> None:
         )
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be a torch.nn.Module instance, got {type(model).__name__}")
+    return model
 
 
 def check_accelerate(ranks: Ranks, device: torch.device) -> None:
@@ -176,9 +178,24 @@ def check_same_versions(ranks: Ranks) -> None:
         raise MismatchError(_first_difference("version", theirs, ranks.numbers))
 
 
-def check_same_keys(configuration: dict[str, Any], ranks: Ranks) -> None:
+def check_same_keys(config: Config, ranks: Ranks) -> None:
     """Raise MismatchError if ranks have different configurations."""
-    _compare("configuration", _texts(configuration), ranks)
+    _compare("configuration", _texts(_common(config)), ranks)
+
+
+def _common(config: Config) -> dict[str, Any]:
+    """Return the keys that must be the same on all ranks.
+
+    Ranks may have different disks, and different objects for groups of ranks.
+    """
+    values = config.as_dict()
+    degree = {**values["tensor_parallel"]["tp"], "mpu": None, "tp_group": None}
+    values["tensor_parallel"] = {**values["tensor_parallel"], "tp": degree}
+    zero = values["zero_optimization"]
+    for name in ("offload_param", "offload_optimizer"):
+        if zero.get(name):
+            zero[name] = {**zero[name], "nvme_path": None}
+    return values
 
 
 def check_same(
@@ -186,15 +203,20 @@ def check_same(
     groups: Sequence[Sequence[nn.Parameter]],
     described: dict[str, Any],
     ranks: Ranks,
+    world: Ranks,
 ) -> None:
-    """Raise MismatchError if ranks of the same part have different models, groups or arguments."""
+    """Raise MismatchError if ranks of the same part have different models, groups or arguments.
+
+    Parts of a model may differ; each is compared among its own `ranks`.
+    """
     group_of = {id(p): number for number, members in enumerate(groups) for p in members}
     parameters = {
         name: f"{described_parameter(p)} in param group {group_of.get(id(p))}"
         for name, p in model.named_parameters()
     }
-    _compare("configuration", _texts(described), ranks)
-    _compare("model", parameters, ranks)
+    with raised_on_all(world, "initialize"):
+        _compare("configuration", _texts(described), ranks)
+        _compare("model", parameters, ranks)
 
 
 def described_parameter(parameter: nn.Parameter) -> str:
@@ -264,6 +286,26 @@ def members_of_groups(
     for group in optimizer.param_groups:
         groups.append([p for p in group["params"] if p.requires_grad])
     return groups
+
+
+def check_scores(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Refuse an optimizer without the scores that pruning learns.
+
+    Raises:
+        UsageError: it was made before `init_compression`.
+    """
+    trained = {parameter for group in groups for parameter in group}
+    found = [
+        name
+        for name, parameter in model.named_parameters()
+        if is_score(name) and parameter.requires_grad and parameter not in trained
+    ]
+    if found and trained:
+        raise UsageError(
+            f"pruning learns scores that the optimizer does not train: {', '.join(found[:3])}"
+            f" ({len(found)} in all); call init_compression before the parameters for the"
+            " optimizer are collected"
+        )
 
 
 def warn_untrained(

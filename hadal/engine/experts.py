@@ -14,7 +14,7 @@ from hadal.comm.expert_groups import expert_groups, expert_tables, make_expert_g
 from hadal.config import Config
 from hadal.config.report import written
 from hadal.engine.checks import is_in_stages
-from hadal.engine.topology import Topology, TopologyWish, with_slices
+from hadal.engine.topology import RequestedRanks, Topology, with_slices
 from hadal.errors import ConfigError, Fault, NotBuiltYetError
 from hadal.zero.boxes import ATTRIBUTE, Box
 from hadal.zero.init import born_among
@@ -68,7 +68,9 @@ def _boxes(model: nn.Module) -> Iterator[tuple[nn.Parameter, Box]]:
                 yield parameter, Box(whole, shape, offsets, tuple(parameter.shape))
 
 
-def distribute_experts(model: nn.Module, config: Config, wish: TopologyWish, ranks: Ranks) -> None:
+def distribute_experts(
+    model: nn.Module, config: Config, requested: RequestedRanks, ranks: Ranks
+) -> None:
     """Keep only this rank's slice of the model's experts, if `expert_parallel` is enabled.
 
     Raises:
@@ -82,7 +84,7 @@ def distribute_experts(model: nn.Module, config: Config, wish: TopologyWish, ran
     grid = None
     if is_in_stages(model):
         grid, model = model.mpu(), _whole_model(model)
-    elif wish.cuts_the_model:
+    elif requested.cuts_the_model:
         raise NotBuiltYetError(
             "expert_parallel.enabled: with an mpu whose ranks hold parts of the model it is not"
             " built yet; leave the section out, or replace the mpu by tensor_parallel.autotp_size"
@@ -92,7 +94,7 @@ def distribute_experts(model: nn.Module, config: Config, wish: TopologyWish, ran
             "expert_parallel.enabled: for models whose parameters were created sharded (zero.Init)"
             " it is not built yet; create the model outside of it"
         )
-    size, slices = section.autoep_size, with_slices(wish, config).tensor_parallel_size
+    size, slices = section.autoep_size, with_slices(requested, config).tensor_parallel_size
     # Consecutive ranks hold slices of the same layers; they all have the same experts.
     copies, number = ranks.size // slices, ranks.rank // slices
     if grid is not None:

@@ -19,10 +19,9 @@ from hadal.config.autotuning import Autotuning
 from hadal.config.monitors import JsonlMonitor
 from hadal.config.parallelism import HybridEngine
 from hadal.engine.clocks import Clocks, Throughput
-from hadal.engine.compressing import ParameterValues
-from hadal.engine.policies import leaves_of
+from hadal.engine.plan import ModelPlan
+from hadal.engine.policies import budget_of, leaves_of
 from hadal.engine.precision import casting_of, scale_rule_of
-from hadal.engine.recomputed import budget_of, recomputed_modules
 from hadal.engine.report import Reporter, updates_of
 from hadal.engine.topology import Topology
 from hadal.errors import MonitorError, UsageError
@@ -36,6 +35,7 @@ from hadal.plugins.monitor.run import describe_run
 from hadal.plugins.monitor.training import ScalarScope, TrainingEvents
 from hadal.zero.access import GatheredParameters
 from hadal.zero.policy import STAGES
+from hadal.zero.state import ParameterValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class EngineSetting(Setting):
     topology: Topology
     clocks: Clocks
     monitor: Monitor
+    plan: ModelPlan
 
 
 Build = Callable[[Any, EngineSetting], Listener | None]
@@ -64,7 +65,12 @@ class Feature:
 
 
 def setting_of(
-    config: Config, model: nn.Module, world: Ranks, device: torch.device, topology: Topology
+    config: Config,
+    model: nn.Module,
+    world: Ranks,
+    device: torch.device,
+    topology: Topology,
+    plan: ModelPlan,
 ) -> EngineSetting:
     """Return the setting of an engine; its clocks measure the times that listeners need."""
     others = config.autotuning.enabled or config.flops_profiler.enabled
@@ -88,6 +94,7 @@ def setting_of(
         topology=topology,
         clocks=clocks,
         monitor=monitor,
+        plan=plan,
     )
 
 
@@ -158,7 +165,7 @@ def _reporter(every: int | None, setting: EngineSetting) -> Listener:
 
 
 def _recomputed(section: Any, setting: EngineSetting) -> Listener | None:
-    modules = recomputed_modules(setting.config, setting.model)
+    modules = setting.plan.recomputed
     if not modules:
         return None
     from hadal.plugins import activation_checkpointing as plugin  # for this alone

@@ -6,6 +6,7 @@ be on the meta device, for ranks that do not exist.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -29,12 +30,15 @@ from hadal.zero.grouping import (
     find_tables,
     find_units,
     plan_buckets,
+    repeated_blocks,
 )
 from hadal.zero.kinds import is_foreign
 from hadal.zero.policy import Limits, Partition
 from hadal.zero.sharing import HolderGroups, holders_of
 
+_log = logging.getLogger(__name__)
 _GROUPS = "zero_optimization.groups"
+_RECOMPUTED = "activation_checkpointing.modules"
 
 
 class RankCounts(NamedTuple):
@@ -78,6 +82,20 @@ class ModelPlan:
     parameters: Mapping[nn.Parameter, ParameterPlan]
     limits: Limits
     """As configured, less the elements that stay whole in `buckets`."""
+    recomputed: Mapping[str, nn.Module]
+    """The modules that `activation_checkpointing` recomputes in backward, by full name."""
+
+    def log_recomputed(self, config: Config) -> None:
+        """Log which modules are recomputed, or that the section waits for calls of the program."""
+        if self.recomputed:
+            names = list(self.recomputed)
+            some = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            _log.info("%s: %d modules are recomputed (%s)", _RECOMPUTED, len(names), some)
+        elif config.activation_checkpointing.asks:
+            _log.warning(
+                "activation_checkpointing: without `modules` the section applies only to calls of"
+                ' deepspeed.checkpointing.checkpoint; "modules": "units" recomputes every block'
+            )
 
 
 def plan_model(
@@ -126,7 +144,11 @@ def plan_model(
         find_tables(model) if config.sparse_gradients else frozenset(),
     )
     return ModelPlan(
-        [*units, *announced_uses(model, units)], buckets, parameters, _less(limits, buckets)
+        [*units, *announced_uses(model, units)],
+        buckets,
+        parameters,
+        _less(limits, buckets),
+        _recomputed_modules(config, model) if known is None else known.recomputed,
     )
 
 
@@ -173,6 +195,29 @@ def _policies(
         return ParameterPolicy(partition(ranks, stage), precision_of(parameter), holders)
 
     return policy
+
+
+def _recomputed_modules(config: Config, model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules to recompute by full name; none if the configuration names none.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or a module would be recomputed twice.
+    """
+    section = config.activation_checkpointing
+    wish = "units" if section.modules is None and section.memory_budget else section.modules
+    if wish is None:
+        return {}
+    from hadal.plugins.activation_checkpointing import (  # for this alone
+        chosen,
+        recomputed_elsewhere,
+    )
+
+    found, faults = chosen(model, wish, repeated_blocks(model))
+    twice = recomputed_elsewhere(model, list(found))
+    faults += [Fault(_RECOMPUTED, twice)] if twice is not None else []
+    if faults:
+        raise ConfigError(written("the configuration", tuple(faults)), tuple(faults))
+    return found
 
 
 # ---- zero_optimization.groups --------------------------------------------------------------------

@@ -13,8 +13,8 @@ from hadal.checkpoint.shards import Writing
 from hadal.comm.codecs.blockwise import Blockwise
 from hadal.config import Config
 from hadal.config.advice import saves_behind
+from hadal.device import total_memory
 from hadal.engine.batches import BatchSizes
-from hadal.engine.dtypes import dtype_named
 from hadal.engine.topology import Topology
 from hadal.zero.grouping import LeafModules
 from hadal.zero.policy import (
@@ -27,9 +27,16 @@ from hadal.zero.policy import (
     Transport,
 )
 
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
 # On the wire a weight takes 0.508 of its bf16 bytes, and a gradient 0.266.
 _CODED_WEIGHTS = Blockwise(8, 256)
 _CODED_GRADIENTS = Blockwise(4, 128)
+
+
+def dtype_named(name: str | None) -> torch.dtype | None:
+    """Return the dtype of this name; None for None."""
+    return None if name is None else _DTYPES[name]
 
 
 def wire_dtype(config: Config, sequence_parallel_size: int = 1) -> torch.dtype | None:
@@ -170,3 +177,11 @@ def divergence_of(config: Config) -> Divergence:
         is_tolerated=zero.divergent_ranks is not False,
         reports_each=zero.log_trace_cache_warnings,
     )
+
+
+def budget_of(config: Config, device: torch.device) -> int | None:
+    """Return the bytes that may be in use on a device; None if nothing limits them."""
+    budget = config.activation_checkpointing.memory_budget
+    if budget is None:
+        return None
+    return int(budget * total_memory(device).total) if budget <= 1 else int(budget)

@@ -15,8 +15,7 @@ from hadal.config import Config
 from hadal.config.report import written
 from hadal.device import emulates
 from hadal.engine.casting import Casting
-from hadal.engine.dtypes import dtype_named
-from hadal.engine.policies import wire_dtype
+from hadal.engine.policies import dtype_named, wire_dtype
 from hadal.errors import ConfigError, Fault
 from hadal.optim.loss_scale import ScaleRule
 from hadal.zero.policy import Precision

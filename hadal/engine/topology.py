@@ -80,7 +80,7 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True)
-class TopologyWish:
+class RequestedRanks:
     """Arguments of a program about its ranks; None leaves the choice to the keys."""
 
     mpu: Any = None
@@ -94,7 +94,7 @@ class TopologyWish:
         return cuts_the_model(self.mpu)
 
 
-def topology_wish_of(mpu: Any, mesh_param: Any, world: Ranks) -> TopologyWish:
+def requested_ranks(mpu: Any, mesh_param: Any, world: Ranks) -> RequestedRanks:
     """Read the sizes in `initialize(mpu=...)` or `initialize(mesh_param=...)`.
 
     Raises:
@@ -104,28 +104,28 @@ def topology_wish_of(mpu: Any, mesh_param: Any, world: Ranks) -> TopologyWish:
     if mpu is not None and mesh_param is not None:
         raise UsageError("initialize got both mpu= and mesh_param=; pass one")
     if mesh_param is not None:
-        return _wish_of_mesh(mesh_param, world)
+        return _ranks_of_mesh(mesh_param, world)
     if mpu is None:
-        return TopologyWish()
+        return RequestedRanks()
     shared = shared_size_of(mpu)
-    wish = TopologyWish(mpu, None, shared)
-    if not wish.cuts_the_model:
+    requested = RequestedRanks(mpu, None, shared)
+    if not requested.cuts_the_model:
         if shared == 1 and not hasattr(mpu, "get_sequence_parallel_world_size"):
             expect_data_methods(mpu)
-        return wish
+        return requested
     data, _ = sizes_of(mpu, world.size)
-    return TopologyWish(mpu, data, shared)
+    return RequestedRanks(mpu, data, shared)
 
 
-def with_slices(wish: TopologyWish, config: Config) -> TopologyWish:
-    """Return the wish with the configured tensor-parallel ranks."""
+def with_slices(requested: RequestedRanks, config: Config) -> RequestedRanks:
+    """Return the request with the configured tensor-parallel ranks."""
     section = config.tensor_parallel
-    if not section.is_on or wish.cuts_the_model:
-        return wish
-    return replace(wish, tensor_parallel_size=section.autotp_size)
+    if not section.is_on or requested.cuts_the_model:
+        return requested
+    return replace(requested, tensor_parallel_size=section.autotp_size)
 
 
-def _wish_of_mesh(mesh_param: Any, world: Ranks) -> TopologyWish:
+def _ranks_of_mesh(mesh_param: Any, world: Ranks) -> RequestedRanks:
     sizes = tuple(mesh_param) if isinstance(mesh_param, Sequence) else ()
     whole = all(isinstance(size, int) and size > 0 for size in sizes)
     if len(sizes) != 2 or not whole or sizes[0] * sizes[1] != world.size:
@@ -133,17 +133,17 @@ def _wish_of_mesh(mesh_param: Any, world: Ranks) -> TopologyWish:
             f"initialize(mesh_param={mesh_param!r}): expected (data_parallel, sequence_parallel),"
             f" two integers whose product is the {world.size} ranks"
         )
-    return TopologyWish(None, *sizes)
+    return RequestedRanks(None, *sizes)
 
 
-def make_topology(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
+def make_topology(requested: RequestedRanks, config: Config, world: Ranks) -> Topology:
     """Find or make the groups. All ranks must call it.
 
     Raises:
         MismatchError: the ranks disagree about the groups.
         ConfigError: the nodes do not fit a gather in two hops.
     """
-    found = _make_groups(wish, config, world)
+    found = _make_groups(requested, config, world)
     return replace(found, sharing=sharing_of(config, found.sharding))
 
 
@@ -252,13 +252,13 @@ def _no_hops(why: str) -> ConfigError:
     return ConfigError(written("the configuration", faults), faults)
 
 
-def _make_groups(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
-    shared = wish.sequence_parallel_size or config.sequence_parallel_size
+def _make_groups(requested: RequestedRanks, config: Config, world: Ranks) -> Topology:
+    shared = requested.sequence_parallel_size or config.sequence_parallel_size
     sight = (
         shared,
-        wish.data_parallel_size,
-        wish.tensor_parallel_size,
-        type(wish.mpu).__name__,
+        requested.data_parallel_size,
+        requested.tensor_parallel_size,
+        type(requested.mpu).__name__,
     )
     if not is_same_everywhere(repr(sight), world):
         sights = gather_objects(sight, world)
@@ -267,23 +267,23 @@ def _make_groups(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
             "the ranks have different groupings (ranks of one sequence, ranks with different"
             f" samples, ranks of one layer, mpu): {listed}; pass the same on every rank"
         )
-    if wish.cuts_the_model:
-        return _topology_of_mpu(wish.mpu, shared)
+    if requested.cuts_the_model:
+        return _topology_of_mpu(requested.mpu, shared)
     parts, ranks = None, world
-    if wish.tensor_parallel_size > 1:
-        slices, ranks = world.in_blocks(wish.tensor_parallel_size)
+    if requested.tensor_parallel_size > 1:
+        slices, ranks = world.in_blocks(requested.tensor_parallel_size)
         parts = ModelParts(slices, slices)
     if shared == 1:
         return Topology(Sharing.over(ranks), ranks, parts=parts)
     sequence, data = ranks.in_blocks(shared)
-    if wish.mpu is not None:
-        mine = Ranks.of(wish.mpu.get_sequence_parallel_group()).numbers
+    if requested.mpu is not None:
+        mine = Ranks.of(requested.mpu.get_sequence_parallel_group()).numbers
         if mine != sequence.numbers:
             raise UsageError(
                 f"initialize(mpu=...): rank {world.rank} shares its sequence with ranks {mine};"
                 f" expected consecutive ranks, {sequence.numbers}"
             )
-    from_program = wish.mpu is not None
+    from_program = requested.mpu is not None
     return Topology(Sharing.over(ranks), data, sequence, parts, is_from_program=from_program)
 
 

@@ -18,6 +18,7 @@ from hadal.comm.collectives import broadcast_, gather_objects, sum_
 from hadal.errors import UsageError
 from hadal.zero.bucket import Weights
 from hadal.zero.place import Place, StateSlice, exact, held_place, place_of
+from hadal.zero.views import flattened
 
 # ---- the fp32 value ------------------------------------------------------------------------------
 
@@ -356,3 +357,24 @@ def _expect_key(place: Place, held: Iterable[object], key: str) -> None:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+# ---- for features that do not know the sharding --------------------------------------------------
+
+
+class ParameterValues:
+    """Access to whole parameters of a model in an engine, at every stage."""
+
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        """Return a whole parameter, in fp32. All ranks must call it, in the same order."""
+        found = safe_get_full_fp32_param(parameter)
+        return parameter.detach().float() if found is None else found
+
+    def cut(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """Return this rank's part of new values, 1-D."""
+        place = held_place(parameter, "pruning")
+        return place.fragment_of(flattened(whole, place.slot)).clone()
+
+    def put(self, parameter: nn.Parameter, part: Tensor) -> None:
+        """Replace this rank's part of a parameter. All ranks must call it, in the same order."""
+        safe_set_local_fp32_param(parameter, part)

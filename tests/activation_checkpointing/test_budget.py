@@ -17,7 +17,7 @@ from torch import nn
 import hadal
 from activation_checkpointing.test_modules import Model, engine_of, losses_of
 from hadal.config import load_config
-from hadal.engine.recomputed import budget_of
+from hadal.engine.policies import budget_of
 from hadal.plugins.activation_checkpointing import BudgetedModules, measuring
 from hadal.plugins.activation_checkpointing.budget import (
     MeasuredBackward,

@@ -39,8 +39,8 @@ _DEFAULT_SCHEDULE_STEPS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """Arguments of the caller besides the model and the configuration."""
+class InitializeArguments:
+    """The remaining arguments of `initialize`, from which training is made."""
 
     optimizer: Optimizer | OptimizerMaker | None
     model_parameters: Any
@@ -48,22 +48,40 @@ class Wishes:
     training_data: Dataset[Any] | None
     collate_fn: Callable[[list[Any]], Any] | None
 
+    def name_an_optimizer(self, config: Config) -> bool:
+        """Return whether the caller or the configuration names one; else it is the default."""
+        return self.optimizer is not None or config.optimizer is not None
 
-def make_optimizer(wishes: Wishes, config: Config, model: nn.Module) -> Optimizer | None:
+    def described(self, optimizer: Optimizer | None) -> dict[str, Any]:
+        """Describe everything outside the configuration that must match on all ranks."""
+        groups = optimizer.param_groups if optimizer else []
+        options = [{k: repr(v) for k, v in group.items() if k != "params"} for group in groups]
+        return {
+            "the optimizer": type(optimizer).__name__,
+            **{f"param group {number}": group for number, group in enumerate(options)},
+            "the schedule given": type(self.schedule).__name__,
+            "training_data": type(self.training_data).__name__,
+            "the samples of training_data": count_samples(self.training_data),
+        }
+
+
+def make_optimizer(
+    arguments: InitializeArguments, config: Config, model: nn.Module
+) -> Optimizer | None:
     """Make the caller's optimizer, the section's, or the default; None if nothing is trainable."""
-    brought = wishes.optimizer
-    if isinstance(brought, Optimizer):
-        return brought
-    if brought is not None and not callable(brought):
+    given = arguments.optimizer
+    if isinstance(given, Optimizer):
+        return given
+    if given is not None and not callable(given):
         raise OptimizerError(
             "initialize(optimizer=...) takes a torch.optim.Optimizer or a callable that makes one,"
-            f" got {type(brought).__name__}"
+            f" got {type(given).__name__}"
         )
-    chosen = _chosen_parameters(wishes, model)
+    chosen = _chosen_parameters(arguments, model)
     if not chosen:
         return None
-    if brought is not None:
-        return brought(chosen)
+    if given is not None:
+        return given(chosen)
     section = config.optimizer
     if section is None:
         return build_optimizer(_DEFAULT_OPTIMIZER, {}, chosen)
@@ -71,8 +89,8 @@ def make_optimizer(wishes: Wishes, config: Config, model: nn.Module) -> Optimize
     return build_optimizer(section.type, section.params, chosen, names)
 
 
-def _chosen_parameters(wishes: Wishes, model: nn.Module) -> list[Any]:
-    given = wishes.model_parameters
+def _chosen_parameters(arguments: InitializeArguments, model: nn.Module) -> list[Any]:
+    given = arguments.model_parameters
     if given is None:
         return [p for p in model.parameters() if p.requires_grad]
     try:
@@ -85,22 +103,21 @@ def _chosen_parameters(wishes: Wishes, model: nn.Module) -> list[Any]:
 
 
 def make_schedule(
-    wishes: Wishes,
+    arguments: InitializeArguments,
     config: Config,
     optimizer: Optimizer,
-    is_chosen: bool,
     loader: ShardedLoader | None,
 ) -> Any:
     """Make the caller's schedule, the section's, or the default optimizer's; None for none."""
-    brought = wishes.schedule
-    if brought is not None:
-        return _brought_schedule(brought, wishes, optimizer)
+    given = arguments.schedule
+    if given is not None:
+        return _given_schedule(given, arguments, optimizer)
     if config.scheduler is not None:
-        note = config.scheduler.replaced(_given_rates(wishes, config, optimizer))
+        note = config.scheduler.replaced(_given_rates(arguments, config, optimizer))
         if note is not None:
             _log.warning("%s", note)
         return build_schedule(config.scheduler.type, config.scheduler.params, optimizer)
-    if is_chosen:
+    if arguments.name_an_optimizer(config):
         return None
     steps = _DEFAULT_SCHEDULE_STEPS
     with suppress(TypeError):  # a stream without a length
@@ -116,28 +133,30 @@ def make_schedule(
     return build_schedule(_DEFAULT_SCHEDULE, {"total_num_steps": steps}, optimizer)
 
 
-def _given_rates(wishes: Wishes, config: Config, optimizer: Optimizer) -> list[float]:
+def _given_rates(
+    arguments: InitializeArguments, config: Config, optimizer: Optimizer
+) -> list[float]:
     """Return the param groups' learning rates, unless all have a default that nobody gave."""
     rates = [float(group["lr"]) for group in optimizer.param_groups]
-    section = None if wishes.optimizer is not None else config.optimizer
-    is_given = wishes.optimizer is not None or (section is not None and bool(section.rates))
+    section = None if arguments.optimizer is not None else config.optimizer
+    is_given = arguments.optimizer is not None or (section is not None and bool(section.rates))
     return rates if is_given or len({*rates}) > 1 else []
 
 
-def _brought_schedule(brought: Any, wishes: Wishes, optimizer: Optimizer) -> Any:
-    if not isinstance(brought, LRScheduler) and callable(brought):
-        brought = brought(optimizer)
-    elif not isinstance(wishes.optimizer, Optimizer):
+def _given_schedule(given: Any, arguments: InitializeArguments, optimizer: Optimizer) -> Any:
+    if not isinstance(given, LRScheduler) and callable(given):
+        given = given(optimizer)
+    elif not isinstance(arguments.optimizer, Optimizer):
         raise OptimizerError(
             "initialize(lr_scheduler=...) got a schedule object without the optimizer object that"
             " it belongs to; pass both, or a callable that builds the schedule from the optimizer"
         )
-    if not callable(getattr(brought, "step", None)):
+    if not callable(getattr(given, "step", None)):
         raise OptimizerError(
-            f"initialize(lr_scheduler=...) got a {type(brought).__name__}, which has no step();"
+            f"initialize(lr_scheduler=...) got a {type(given).__name__}, which has no step();"
             " pass a schedule, or a callable that returns one for the optimizer"
         )
-    return brought
+    return given
 
 
 def count_samples(dataset: Any) -> int | None:
@@ -168,14 +187,18 @@ def scaled_by_batch(schedule: Any, optimizer: Optimizer, listeners: Iterable[Lis
 
 
 def make_loading(
-    wishes: Wishes, config: Config, readers: Ranks, seed: int, listeners: Iterable[Listener]
+    arguments: InitializeArguments,
+    config: Config,
+    readers: Ranks,
+    seed: int,
+    listeners: Iterable[Listener],
 ) -> Loading:
     """Make the loaders' shared options; each of `readers` reads its own samples."""
     micro, drops = config.train_micro_batch_size_per_gpu, config.dataloader_drop_last
     sharding = Sharding(micro, readers.size, readers.rank, drops)
     return Loading(
         sharding,
-        wishes.collate_fn,
+        arguments.collate_fn,
         can_pin=current_device().type != "cpu",
         seed=seed,
         shards_stream=config.dataloader_shard_iterable,
@@ -195,11 +218,11 @@ def _chosen_order(
 
 
 def make_loader(
-    wishes: Wishes, loading: Loading, world: Ranks, *, shuffle: bool
+    arguments: InitializeArguments, loading: Loading, world: Ranks, *, shuffle: bool
 ) -> ShardedLoader | None:
     """Make the loader over the caller's data set, if there is one. All ranks must call it."""
-    if wishes.training_data is None:
+    if arguments.training_data is None:
         return None
     with raised_on_all(world, "initialize"):
         reading = Reading(pin_memory=True, shuffle=shuffle)
-        return loading.training_loader(wishes.training_data, reading)
+        return loading.training_loader(arguments.training_data, reading)
