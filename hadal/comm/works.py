@@ -23,7 +23,7 @@ from torch.futures import Future
 from hadal.comm.comms_log import numbers_of
 from hadal.comm.interrupts import is_from_a_signal
 from hadal.comm.start import get_rank
-from hadal.device import Event
+from hadal.device import Event, is_capturing
 from hadal.errors import CommunicationError
 
 # Collectives under way that are remembered: far more than an accelerator has queued.
@@ -213,7 +213,7 @@ class Queued:
     def wait(self) -> Any:
         """Wait for its end: on an accelerator its stream does."""
         found = self.work.wait()
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" and not is_capturing(self.device):
             while _queued and _queued[0][1].is_over:
                 _queued.popleft()
             stream = torch.accelerator.current_stream(self.device)

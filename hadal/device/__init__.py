@@ -25,12 +25,20 @@ from hadal.device.autograd import (
     graph_task,
     is_in_backward,
     is_in_node,
+    modules_running,
     saved_tensors_hooks_here,
     transform_running,
     unwatched,
     will_collect,
 )
-from hadal.device.compiler import before_compiling, compiled_apart, has_compiled, spared_import
+from hadal.device.compiler import (
+    before_compiling,
+    call_outside_graphs,
+    compiled_apart,
+    has_compiled,
+    keep_eager,
+    spared_import,
+)
 from hadal.device.generator import random_state, set_random_state
 from hadal.device.kernels import (
     AdagradRule,
@@ -81,6 +89,7 @@ __all__ = [
     "at_end_of_backward",
     "backward_watched",
     "before_compiling",
+    "call_outside_graphs",
     "choose_kind",
     "collective_backend",
     "compiled_apart",
@@ -106,10 +115,12 @@ __all__ = [
     "is_host_memory",
     "is_in_backward",
     "is_in_node",
+    "keep_eager",
     "keep_freed_memory",
     "look_at",
     "memory_in_use",
     "memory_use",
+    "modules_running",
     "number_of_users",
     "on_device",
     "page_locked",

@@ -1,12 +1,14 @@
-"""Backward passes under the caller's function modes, and queries about a running backward."""
+"""Backward passes under the caller's function modes, and queries about what is running."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 SavedHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """The pair of functions that packs a tensor saved by autograd, and unpacks it."""
@@ -75,4 +77,15 @@ def saved_tensors_hooks_here() -> SavedHooks | None:
     torch calls only that pair. A pair entered inside it must call this one itself.
     """
     found: SavedHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
+
+
+def modules_running() -> list[nn.Module]:
+    """Return the modules whose calls are running in this thread, innermost first."""
+    found: list[nn.Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
     return found

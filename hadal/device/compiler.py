@@ -8,14 +8,19 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
+from types import CodeType
 from typing import Any
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch.optim import Optimizer
 
 from hadal.errors import UsageError
 
 _numbers = itertools.count()
+_SKIPPED = eval_frame._FrameExecStrategy(
+    eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+)
 
 
 @contextmanager
@@ -72,6 +77,28 @@ def compiled_apart(function: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return call
+
+
+def keep_eager(code: CodeType) -> None:
+    """Let code run as it is between compiled functions; inside of one it is traced all the same."""
+    eval_frame.set_code_exec_strategy(code, _SKIPPED)
+
+
+def call_outside_graphs(act: Callable[[bool], None]) -> None:
+    """Call `act` without the compiler; do nothing inside a compiled graph.
+
+    `act` is told whether functions that are called next, behind it, are compiled.
+    """
+    if torch.compiler.is_compiling():
+        return
+    compiles = eval_frame.set_eval_frame(None)
+    try:
+        act(compiles is not None)
+    finally:
+        eval_frame.set_eval_frame(compiles)
+
+
+keep_eager(call_outside_graphs.__code__)
 
 
 def before_compiling(act: Callable[[], None]) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hadal.device.streams import has_passed
+
 
 class Stamp:
     """A point in time on a CPU; on an accelerator, a point in the work of the current stream.
@@ -28,7 +30,7 @@ class Stamp:
     @property
     def is_reached(self) -> bool:
         """True if the device has reached it."""
-        return self._event is None or bool(self._event.query())
+        return has_passed(self._event)
 
     def seconds_since(self, earlier: Stamp) -> float:
         """Return the seconds between two points of one device that have been reached."""

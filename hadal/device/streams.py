@@ -22,12 +22,20 @@ def has_streams(device: torch.device) -> bool:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return True if a graph of the device's work is being captured, which cannot use other events.
+    """Return True if this thread captures a graph of the device's work.
 
-    torch finishes all earlier work before a capture.
+    A capture cannot use events of other work, nor may an event be asked for; torch finishes all
+    earlier work before.
     """
+    if not has_streams(device):
+        return False
     asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return asked is not None and bool(asked())
+
+
+def has_passed(event: torch.Event | None) -> bool:
+    """Return True if the device has passed an event, or this thread is in a capture behind it."""
+    return event is None or is_capturing(event.device) or bool(event.query())
 
 
 class Event:
@@ -52,11 +60,11 @@ class Event:
     @property
     def is_over(self) -> bool:
         """True if everything before it is finished."""
-        return self._event is None or bool(self._event.query())
+        return has_passed(self._event)
 
     def wait_on_host(self, what: str = "copies between the device and the host") -> None:
         """Wait for it on the host: host memory may then be read, written and reused."""
-        if self._event is not None and not self._event.query():
+        if self._event is not None and not has_passed(self._event):
             with waiting_for(what):
                 self._event.synchronize()
 

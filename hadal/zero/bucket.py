@@ -657,7 +657,7 @@ class Bucket:
 
     def wait_refresh(self) -> None:
         """Make the device's later work wait for refreshed weights; the host does not wait."""
-        self._refresh.wait()
+        self._refresh.enter()
 
     def absorb_edits(self, *, update_looks: bool = False) -> bool:
         """Put weights that the user changed since the last check into shard and master.

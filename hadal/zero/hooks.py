@@ -17,7 +17,13 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from hadal.device import backward_watched, transform_running, unwatched
+from hadal.device import (
+    backward_watched,
+    call_outside_graphs,
+    keep_eager,
+    transform_running,
+    unwatched,
+)
 from hadal.errors import UsageError
 from hadal.zero.bucket import Bucket
 from hadal.zero.gathering import Gathering
@@ -72,12 +78,14 @@ class _Own:
         return _left_behind, ()
 
 
-class _OutsideOnly(_Own):
-    """A hook that does nothing in compiled graphs."""
+class _Entry(_Own):
+    """A hook before code that may be compiled; it does nothing inside a compiled graph."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            self._act(*args, **kwargs)
+        call_outside_graphs(self._act)
+
+
+keep_eager(_Entry.__call__.__code__)
 
 
 @functools.cache
@@ -143,30 +151,43 @@ class Hooks:
     def watch_refreshes(self, units: Iterable[Unit]) -> None:
         """Make these units wait for weights that the last update is still refreshing.
 
-        Reads of parameters wait anyway, except those by kernels that torch does not know.
+        Reads of parameters wait anyway, except those by kernels that torch does not know, and by
+        compiled code. If that is a module with several units, it waits for all of them.
         """
         for unit in units:
             place = unit.module, unit.is_external
             self._refreshed[place] = [member.parameter for member in unit.members]
-            late = [bucket for bucket in self._buckets_at(place) if bucket.refreshes_late]
+            late = [
+                bucket
+                for bucket in self._buckets_of(self._refreshed[place])
+                if bucket.refreshes_late
+            ]
             if isinstance(unit.module, torch.jit.ScriptModule):  # takes no hooks
                 for bucket in late:
                     bucket.refresh_in_step()
-            elif late and place not in self._waiting:
-                self._waiting.add(place)
-                self._handles.append(self._watch_refresh(place))
+            elif late:
+                self._watch_refresh(place)
+        if self._waiting:
+            for module in self._model.modules():
+                if any(True for _ in module.children()):
+                    self._watch_refresh((module, False))
 
-    def _watch_refresh(self, place: tuple[nn.Module, bool]) -> RemovableHandle:
-        def before(*_: Any) -> None:
+    def _watch_refresh(self, place: tuple[nn.Module, bool]) -> None:
+        def before(is_compiled: bool) -> None:
             if is_any_under_way():
-                for bucket in self._buckets_at(place):
+                read = place[0].parameters() if is_compiled else self._refreshed.get(place, ())
+                for bucket in self._buckets_of(read):
                     bucket.wait_refresh()
 
-        return place[0].register_forward_pre_hook(_OutsideOnly(before), prepend=True)
+        is_script = isinstance(place[0], torch.jit.ScriptModule)
+        if place not in self._waiting and not is_script:
+            self._waiting.add(place)
+            handle = place[0].register_forward_pre_hook(_Entry(before), prepend=True)
+            self._handles.append(handle)
 
-    def _buckets_at(self, place: tuple[nn.Module, bool]) -> Iterable[Bucket]:
+    def _buckets_of(self, parameters: Iterable[nn.Parameter]) -> Iterable[Bucket]:
         bucket_of = self._runtime.bucket_of
-        return dict.fromkeys(bucket_of[p] for p in self._refreshed[place] if p in bucket_of)
+        return dict.fromkeys(bucket_of[p] for p in parameters if p in bucket_of)
 
     def remove(self) -> None:
         """Remove every hook."""
@@ -312,17 +333,6 @@ def _is_running(wanted: FrameType | None) -> bool:
     while frame is not None and frame is not wanted:
         frame = frame.f_back
     return frame is not None or wanted is None
-
-
-def modules_running() -> list[nn.Module]:
-    """Return the modules whose calls are running in this thread, innermost first."""
-    found: list[nn.Module] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__:
-            found.append(frame.f_locals["self"])
-        frame = frame.f_back
-    return found
 
 
 def saving(gathering: Gathering) -> AbstractContextManager[None]:

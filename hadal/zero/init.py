@@ -34,7 +34,7 @@ from hadal.comm.collectives import gather_codes, start_all_gather, start_exchang
 from hadal.comm.mpu import sharing_group_of
 from hadal.comm.pending import Leaving, Pending, finished
 from hadal.comm.start import memory_is_tuned
-from hadal.device import current_device, keep_freed_memory, unwatched
+from hadal.device import current_device, keep_freed_memory, modules_running, unwatched
 from hadal.errors import MismatchError, ModelError, NotBuiltYetError, UsageError
 from hadal.offload import DiskStore
 from hadal.zero import access
@@ -42,7 +42,7 @@ from hadal.zero.attached import Attached
 from hadal.zero.birth import Birth, birth_of, tier_of
 from hadal.zero.bucket import Bucket
 from hadal.zero.grouping import BucketPlan, Fetch, Member
-from hadal.zero.hooks import ReadWatcher, modules_running
+from hadal.zero.hooks import ReadWatcher
 from hadal.zero.kinds import is_foreign
 from hadal.zero.layout import Layout, Slot, order_of, shared, strides_of
 from hadal.zero.offload import Offload

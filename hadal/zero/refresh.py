@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from hadal.comm.pending import Pending
-from hadal.device import Event, SideStream, before_compiling, has_compiled, is_capturing
+from hadal.device import (
+    Event,
+    SideStream,
+    before_compiling,
+    has_compiled,
+    is_capturing,
+    modules_running,
+)
 from hadal.zero.views import Views
 
 _HOST = torch.device("cpu")
@@ -39,7 +46,7 @@ class Refresh:
         `may_last`: it may overlap with the device's later work.
         """
         self.end()
-        self._is_watched = may_last and not has_compiled()
+        self._is_watched = may_last and not _is_read_unseen
         self._beside = _beside(self._full.device if self._is_watched else _HOST)
         self._beside.follow_device()
         with self._beside.current():
@@ -58,8 +65,14 @@ class Refresh:
         # Even if the bucket is freed, its memory is not reused before the gather is over.
         self._beside.keep(self._full)
         _left.add(self)
-        before_compiling(end_all)
+        before_compiling(_end_before_compiling)
         self._views.expect_values(self.wait)
+
+    def enter(self) -> None:
+        """Wait like `wait`, before a unit's forward, which may be compiled or call such code."""
+        self.wait()
+        if has_compiled() and self._event is not None:
+            self._forget()
 
     def wait(self) -> None:
         """Make work that this thread queues from now on wait for the new weights."""
@@ -83,9 +96,9 @@ class Refresh:
         self._views.have_values()
 
 
-# Compiled code distinguishes a watched class from the one it was compiled for, so no refresh is
-# under way when code is compiled, or may last after that.
 _left: weakref.WeakSet[Refresh] = weakref.WeakSet()
+# True if code that is compiled, and that no unit's hook precedes, may read weights.
+_is_read_unseen = False
 
 
 def is_any_under_way() -> bool:
@@ -97,6 +110,15 @@ def end_all() -> None:
     """End all refreshes that are under way."""
     for refresh in [*_left]:
         refresh.end()
+
+
+def _end_before_compiling() -> None:
+    # Compiled code distinguishes a watched class from the one it was compiled for, so a refresh is
+    # over before. In a module, hooks have seen to that; a function around the model, as a whole
+    # compiled step, has none, and would be compiled anew after each update.
+    global _is_read_unseen
+    _is_read_unseen |= bool(_left) and not modules_running()
+    end_all()
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import unittest.mock
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from ranks import RankPools
 from torch import Tensor
 
 import npu
+from hadal.device import Event, Stamp
 
 
 def _refusals() -> list[str]:
@@ -113,3 +115,23 @@ def _memory() -> None:
 
 def test_memory_is_counted(npus: RankPools) -> None:
     npus(1).run(_memory)
+
+
+def _captured() -> list[int]:
+    """How often events are asked for while a graph is captured, and at other times."""
+    device, counts = torch.device("npu", 0), []
+    module, name = torch.get_device_module(device), "is_current_stream_capturing"
+    for is_capturing in (True, False):
+        asked = unittest.mock.Mock(device=device)
+        stamp, event = Stamp(device), Event(asked, device)
+        stamp._event = asked
+        with unittest.mock.patch.object(module, name, lambda here=is_capturing: here, create=True):
+            assert event.is_over and stamp.is_reached
+            event.wait_on_host()
+        assert not asked.synchronize.called
+        counts.append(asked.query.call_count)
+    return counts
+
+
+def test_no_event_is_asked_for_during_a_capture(npus: RankPools) -> None:
+    assert npus(1).run(_captured) == [[0, 3]]

@@ -7,6 +7,7 @@ import importlib
 import pickle
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 
 import hadal
 import npu
+from hadal.zero import refresh
 from hadal.zero.refresh import Refresh
 
 from . import runs
@@ -275,30 +277,59 @@ def test_nothing_is_lost_between_step_and_forward(npus: RankPools) -> None:
         assert all(there[name].equal(here[name]) for name in there)
 
 
-def _compiled() -> tuple[list[int], bool]:
-    """The number of weights in flight before and after the first compiled graph."""
+def _made_by(graph: str, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The model with something of it compiled."""
+    how: dict[str, Any] = {"backend": "eager", "fullgraph": True}
+    if graph == "model":
+        return torch.compile(model, **how)
+    if graph == "step":
+        return torch.compile(lambda tokens: model(tokens) + 0, **how)
+    if graph == "in place":
+        model.compile(**how)
+    for block in model.blocks if graph == "blocks" else ():
+        block.compile(**how)
+    for block in model.blocks if graph == "kernel" else ():
+        doubled = torch.compile(lambda weight: weight * 2, **how)
+        block.norm.register_forward_hook(lambda norm, _, x, f=doubled: x * f(norm.weight))
+    return model
+
+
+def _compiled(graph: str) -> tuple[list[int], list[int], list[int], bool]:
+    """After each update: the weights on their way, those left behind a block, the frames compiled
+    so far; whether all results are those of a model that was never compiled.
+    """
     importlib.import_module("torch._dynamo")
-    with late():
+    with late(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor")  # asked by torch
         engine = runs.built(runs.config(1))
-        runs.advanced(engine, 1)
-        counts = [len(under_way(engine))]
-        tokens = torch.arange(6, device=engine.device).view(1, 6)
-        compiled = torch.compile(engine.module, backend="eager", fullgraph=True)
-        with torch.no_grad():
-            found = compiled(tokens).cpu()
-        counts.append(len(under_way(engine)))
-        runs.advanced(engine, 1, first=1)
-        counts.append(len(under_way(engine)))
-        with torch.no_grad():
-            compiled(tokens)
-        runs.advanced(engine, 1, first=2)
-        with torch.no_grad():
-            is_same = compiled(tokens).cpu().equal(engine.module(tokens).cpu())
+        called, plain = _made_by(graph, engine.module), runs.Model()
+        _made_by(graph if graph == "kernel" else "", plain)
+        tokens, counts, left, frames, is_same = torch.arange(6).view(1, 6), [], [], [], True
+        values = torch.ones(1, 6, runs.WIDTH)
+        for update in range(4):
+            runs.advanced(engine, 1, first=update)
+            counts.append(len(under_way(engine)))
+            with torch.no_grad():
+                found = [engine.module.blocks[0](values.to(engine.device))]
+                left.append(len(under_way(engine)))
+                found.append(called(tokens.to(engine.device)))
+                plain.load_state_dict(runs.weights(engine))
+                wanted = plain.blocks[0](values), plain(tokens)
+            frames.append(torch._dynamo.convert_frame.FRAME_COUNTER)
+            is_same &= all(a.cpu().equal(b) for a, b in zip(found, wanted, strict=True))
         engine.destroy()
         torch._dynamo.reset()
-    return counts, is_same and bool(found.isfinite().all())
+        refresh._is_read_unseen = False
+    return counts, left, frames, is_same
 
 
 @pytest.mark.slow
-def test_compiled_graphs_find_all_weights_there(npus: RankPools) -> None:
-    assert npus(2).run(_compiled) == [([20, 0, 0], True)] * 2
+@pytest.mark.parametrize("graph", ["model", "in place", "blocks", "step", "kernel"])
+def test_compiled_code_is_entered_with_its_own_weights_there(graph: str, npus: RankPools) -> None:
+    for counts, left, frames, is_same in npus(2).run(_compiled, graph):
+        assert is_same
+        assert frames[1:] == frames[:1] * 3, "code was compiled anew for weights on their way"
+        if graph == "step":  # nothing is known to be outside of it
+            assert (counts, left[1:]) == ([20, 0, 0, 0], [0, 0, 0])
+        else:
+            assert (counts, left[1:]) == ([20] * 4, [14] * 3)
