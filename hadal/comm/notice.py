@@ -11,11 +11,11 @@ import threading
 import weakref
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from hadal.comm.bell import own_store
-from hadal.comm.polling import start_polling
 from hadal.comm.ranks import Ranks
+from hadal.comm.watchdog import start_polling
 from hadal.errors import CommunicationError
 
 # Seconds between two looks, and while ranks agree. The store answers a thousand looks a second at
@@ -23,6 +23,23 @@ from hadal.errors import CommunicationError
 _PAUSE_S, _SHORT_PAUSE_S, _LOOKS_PER_S = 0.2, 0.005, 1000
 _PATIENCE_S = 120.0
 _WORD, _COUNT, _DUE = "word", "count", "due"
+
+
+def _own_store(name: str) -> Store | None:
+    """Return a connection of one's own to the world's store, for keys below `name`.
+
+    None if there is no store to clone.
+    """
+    world = dist.group.WORLD
+    if world is None or not hasattr(world, "get_group_store"):
+        return None
+    # A wait on a store locks it, and the program may be waiting on the world's.
+    store: Any = PrefixStore(f"hadal/{name}", world.get_group_store())
+    try:
+        cloned: Store = store.clone()
+    except RuntimeError:
+        return None  # torch's fake store, whose ranks are one process
+    return cloned
 
 
 class Notice:
@@ -35,7 +52,7 @@ class Notice:
 
     def __init__(self, name: str, world: Ranks) -> None:
         self._world = world
-        self._store: Store | None = own_store(name) if world.size > 1 else None
+        self._store: Store | None = _own_store(name) if world.size > 1 else None
         pause = max(_PAUSE_S, world.size / _LOOKS_PER_S)
         self._given: str | None = None
         self._has_announced = False

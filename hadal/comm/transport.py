@@ -26,7 +26,7 @@ Pieces = Mapping[int, Sequence[Tensor]]
 
 # Messages in pairs are matched by their order within a tag: collectives with an order of their own
 # have a tag of their own.
-REDUCE, GATHER, SPREAD, CODE, EXCHANGE, SMALL, HOP, ANSWER = range(11, 19)
+REDUCE, GATHER, SPREAD, CODE, EXCHANGE, SMALL, HOP = range(11, 18)
 
 
 class Summands(NamedTuple):

@@ -8,6 +8,7 @@ answer, through the store of the rendezvous.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -19,12 +20,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from hadal.comm.polling import start_polling
 from hadal.comm.start import get_rank, watchdog_limit
 from hadal.comm.works import (
     Begun,
@@ -34,11 +34,33 @@ from hadal.comm.works import (
     missing_rank,
     unfinished,
 )
-from hadal.device import watch_waits
+from hadal.device import device_thread, watch_waits
 
 _log = logging.getLogger(__name__)
 
 _LONGEST_SLEEP_S = 15.0
+_LAST_LOOK_S = 2.0
+
+
+def start_polling(
+    name: str, is_over: threading.Event, poll: Callable[..., None], *given: Any
+) -> Callable[[], None]:
+    """Start a daemon thread that calls `poll(*given)`, which returns once `is_over` is set.
+
+    Returns:
+        A function that ends the thread. It also runs at exit: a thread that queries a store while
+        the interpreter shuts down would abort the process.
+    """
+    thread = device_thread(poll, *given, name=name, daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        is_over.set()
+        thread.join(_LAST_LOOK_S)
+        atexit.unregister(stop)
+
+    atexit.register(stop)
+    return stop
 
 
 @dataclass(slots=True, eq=False)

@@ -244,11 +244,10 @@ class ZeroOptimization(Section):
     divergent_ranks: DivergentRanks = key(
         "auto",
         "Whether ranks may take different paths through the model at stage 3 (experts, early "
-        'exits). "auto": ranks compare their paths; while these are equal, gathers are planned '
-        "ahead and need no agreement between ranks; when they differ, each gather is announced "
-        "to all ranks, about 0.1 ms each, and nothing is gathered ahead. true: announce from "
-        "the beginning. false: a rank that leaves the common path raises an error on every "
-        "rank.",
+        'exits). "auto": once their paths are equal, gathers are planned ahead. A rank that skips '
+        "some takes part in them all the same; gathers that the plan lacks are announced to all "
+        "ranks, about 0.1 ms each. true: announce all of them, and plan none. false: a rank that "
+        "leaves the common path raises an error on every rank.",
         mark=Mark(stages=(3,), auto_is_a_word=True),
     )
     ignore_unused_parameters: Boolean = key(

@@ -87,8 +87,9 @@ class Backwards:
         try:
             with state.parts.runtime.backward(boundary=boundary):
                 yield
-        except RuntimeError as error:
-            used_up = used_up_graph(str(error))
+        except BaseException as error:
+            state.forget_backwards()  # their gradients are dropped
+            used_up = used_up_graph(str(error)) if isinstance(error, RuntimeError) else None
             if used_up is None:
                 raise
             raise UsageError(f"rank {state.parts.ranks.rank}: {used_up}") from error
@@ -110,23 +111,10 @@ class Backwards:
             check()
         except HadalError as error:
             fault = error
-        if self._is_refused(fault, boundary):
+        gathering = self._state.parts.runtime.gathering
+        if gathering.any_fault(fault is not None, boundary=boundary):
             raise fault or LossError(elsewhere)
         return boundary
-
-    def _is_refused(self, fault: HadalError | None, boundary: bool) -> bool:
-        """Return whether any rank is known to be at fault when this one begins a backward."""
-        state = self._state
-        gathering = state.parts.runtime.gathering
-        state.counts_refused = False
-        is_refused = gathering.any_fault(fault is not None, boundary=boundary)
-        if is_refused and gathering.counts_refused:
-            # The other ranks have not waited, and are in this micro-step.
-            state.micro_steps += state.batches.managed
-            state.counts_refused = True
-            if boundary:
-                state.forget_backwards()
-        return is_refused
 
     def _count_factor(self, factor: float) -> None:
         """Note the factor that this backward's gradients carry."""

@@ -268,10 +268,6 @@ class Engine(Checkpoints, StateOffload, nn.Module):
         check_step_arguments(self.lr_scheduler, schedule_arguments or {})
         if state.unsynchronized:
             raise UsageError("engine.step() was called inside engine.no_sync(); leave it first")
-        if state.counts_refused:
-            # The micro-step whose backward was refused has ended, and an update with it.
-            state.counts_refused = False
-            return
         if not state.backwards:
             # Ranks that do call backward check there whether any rank has a fault: answer them.
             self._parts.runtime.gathering.any_fault(True)

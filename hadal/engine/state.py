@@ -248,8 +248,6 @@ class State:
     """The loss that the caller has multiplied by the loss scale, for its own backward."""
     losses: list[Tensor] = field(default_factory=list)
     """Losses of the current update, detached, if they are known."""
-    counts_refused: bool = False
-    """True if the last backward was refused here alone, and its micro-step has ended."""
     stepping: bool = False
     """True while `engine.step` makes an update."""
     boundary: bool | None = None

@@ -31,13 +31,11 @@ from hadal.optim.loss_scale import ScaleRule, ScaleState, next_scale
 from hadal.optim.norm import (
     RowNorms,
     clip_on_device,
-    device_of_sum,
     first_nonfinite_weight,
     first_overflow,
     first_row_overflow,
     global_norm,
     has_overflow,
-    sum_of_squares,
 )
 from hadal.optim.schedules import SAMPLES, needs_metric, required_arguments, restorer
 from hadal.optim.step import FlatStepper
@@ -47,38 +45,18 @@ _log = logging.getLogger(__name__)
 _NORM = "the norm of the gradients"
 
 
-def part_of_norm(parts: Parts) -> Callable[[], Tensor] | None:
-    """Return a maker of this rank's part of the squared norm, if the host sums it."""
-    gradients, sharing = parts.runtime.gradients, parts.topology.sharing
-    model = parts.topology.parts
-    if not parts.computes_norm or not is_host_memory(device_of_sum(gradients)):
-        return None
-    if any(one.bucket.sharing.tied is not None for one in gradients):
-        return None  # their sums over the stages come first
-
-    def make() -> Tensor:
-        part = sum_of_squares(gradients, model)
-        # Copies are equal: the first one's parts make the sum, as in `Sharing.sum_`.
-        return part if sharing.replicas is None or sharing.replicas.rank == 0 else part.zero_()
-
-    return make
-
-
-def measure(
-    parts: Parts, scale: float, *, later: bool = False, total: Tensor | None = None
-) -> GradientCheck:
+def measure(parts: Parts, scale: float, *, later: bool = False) -> GradientCheck:
     """Compute norm and overflow of the mean gradients of a loss that was multiplied by `scale`.
 
     All ranks must call it together, and get the same. On an accelerator the host waits only to
     learn whether gradients overflowed, if an update may be skipped for that; with `later` not even
-    then, because the device decides. `total`: the sum of all ranks' parts of the squared norm, if
-    it is known.
+    then, because the device decides.
     """
     gradients, model = parts.runtime.gradients, parts.topology.parts
     limit, norm, rows = parts.gradient_clipping, None, RowNorms()
     if parts.computes_norm:
         sharing = parts.topology.sharing
-        norm = global_norm(gradients, sharing, model, rows, total) / scale
+        norm = global_norm(gradients, sharing, model, rows) / scale
     overflowed = None
     # The norm counts parameters that several parts of the model hold only once.
     if parts.skip_overflow and (norm is None or model is not None):
@@ -278,7 +256,7 @@ class Updates:
         training = expect_training(state)
         self._tell_skipped()
         self._look_back()
-        total = parts.runtime.reduce_all(part_of_norm(parts))
+        parts.runtime.reduce_all()
         _sum_tied(parts)
         for listener in state.listeners:
             listener.before_update(MeanGradients(parts.model, parts.runtime))
@@ -288,7 +266,7 @@ class Updates:
         looks = isinstance(stepper, FlatStepper) and stepper.steps_in_blocks
         parts.runtime.reshard_all(update_looks=looks)
         factor, state.factor = state.gradient_factor, None
-        state.last = found = self._measured(training, factor, total)
+        state.last = found = self._measured(training, factor)
         if self._is_unwanted(found.measured):
             self._warn(state.global_steps, _culprit(parts))
         if found.overflow:
@@ -308,11 +286,11 @@ class Updates:
         self._move_scale(found)
         return options
 
-    def _measured(self, training: Training, factor: float, total: Tensor | None) -> GradientCheck:
+    def _measured(self, training: Training, factor: float) -> GradientCheck:
         state, parts = self._state, self._state.parts
         is_unwanted, state.skips_next = state.skips_next, False
         later = not is_unwanted and _decides_on_device(parts, training)
-        found = measure(parts, factor, later=later, total=total)
+        found = measure(parts, factor, later=later)
         if found.overflow:
             return replace(found, sources=_sources_of(state.losses, parts))
         return replace(found, overflow=True, is_asked=True) if is_unwanted else found

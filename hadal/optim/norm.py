@@ -32,7 +32,6 @@ def global_norm(
     sharing: Sharing,
     parts: ModelParts | None = None,
     rows: RowNorms | None = None,
-    total: Tensor | None = None,
 ) -> Tensor:
     """Return the L2 norm of all mean gradients, each counted once, by one small sum over ranks.
 
@@ -43,12 +42,10 @@ def global_norm(
     of all ranks' norms, which the norm of the mean does not exceed.
 
     The `parts` of the model on other ranks are counted too, each value once. `rows` is filled with
-    the norms of rows of the buckets that this rank counts whole. `total` is the sum over a copy's
-    ranks of `sum_of_squares`, if already known.
+    the norms of rows of the buckets that this rank counts whole.
     """
-    if total is None:
-        total = sum_of_squares(gradients, parts, rows)
-        sharing.sum_(total, "the sum of the gradient norm")
+    total = sum_of_squares(gradients, parts, rows)
+    sharing.sum_(total, "the sum of the gradient norm")
     if parts is not None:
         sum_(total, parts.ranks, "the sum of the gradient norm over the model's parts")
     return total.sqrt_()

@@ -7,6 +7,9 @@ waits for one on another path.
 
 With its marker a rank sends a word, a number that shows whether all ranks have done, or are about
 to do, the same. If they are, they need not announce their gathers (see `gathering.py`).
+
+Ranks meet at both ends of each pass (forward or backward). So between two passes no rank needs
+anything from another, whatever collectives the program issues there.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ class Marker(Enum):
     BEGINNING = "the beginning of a forward"
     FINE = "the beginning of a backward that does not end an update"
     FINE_AND_LAST = "the beginning of an update's last backward"
-    AT_FAULT = "the beginning of a backward, with a fault"
+    AT_FAULT = "a backward that was refused, left out or raised"
     END_OF_FORWARD = "the end of a forward"
     END_OF_BACKWARD = "the end of a backward"
     END_OF_ACCESS = "the end of GatheredParameters or of a step"
@@ -40,6 +43,7 @@ class Marker(Enum):
 
 _MARKERS = dict(enumerate(Marker, start=1))
 _NUMBERS = {marker: number for number, marker in _MARKERS.items()}
+_OF_BACKWARD = {Marker.FINE, Marker.FINE_AND_LAST, Marker.END_OF_BACKWARD}
 _PROGRESS = -_NUMBERS[Marker.PROGRESS]
 _MARKER_BITS = 4
 WORD_LIMIT = 1 << 59
@@ -100,10 +104,9 @@ class Agreement:
                 continue
             reached = [_MARKERS[-code & ((1 << _MARKER_BITS) - 1)] for code in codes]
             markers = frozenset(reached)
-            # A rank with a fault fits the beginning of either kind of backward.
-            begins = markers <= {Marker.AT_FAULT, Marker.FINE, Marker.FINE_AND_LAST}
-            excused = {Marker.AT_FAULT} if begins else set()
-            if len(markers - excused) > 1:
+            # A rank with a fault fits the beginning of either kind of backward, and the end.
+            others = markers - {Marker.AT_FAULT}
+            if len(others) > 1 or not (others <= _OF_BACKWARD or others == markers):
                 points = ", ".join(f"rank {r}: {each.value}" for r, each in enumerate(reached))
                 raise MismatchError(
                     f"the ranks' programs differ: they reached different points ({points}). Call"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hadal.comm.collectives import start_broadcast, start_gather_in_pieces
 from hadal.comm.pending import Leaving, Pending, finished
-from hadal.device import Event, has_streams, look_at
+from hadal.device import has_streams, look_at
 from hadal.errors import few
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import DiskTensor, StoredSlice
@@ -438,24 +438,6 @@ class Bucket:
                 self.name,
                 few(slot.name for slot in self.layout.slots),
             )
-
-    @property
-    def lends_shard(self) -> bool:
-        """Return True if other ranks can use my shard as it is, and it is in memory."""
-        return not (self.rounds or self._shard.loads_on_use)
-
-    def shard_on_host(self, there: Event) -> Tensor:
-        """Return my shard on the host, once `there` is over; any thread may call it."""
-        return self._shard.on_host(there)
-
-    def fetch(self, gather: Callable[[Tensor], Pending]) -> None:
-        """Fill the full buffer by a `gather` of this rank alone: SHARDED to FULL."""
-        self._open_full()
-        self._places, self._is_exact = range(0), False
-        place = self.full[self.span[0] : self.span[1]]
-        self._pending = self._shard.fill(place, partial(gather, self.full))
-        self.state = Weights.ARRIVING
-        self.wait_unshard()
 
     def wait_unshard(self) -> None:
         """Wait for the gather and point the parameters at the full buffer: ARRIVING to FULL."""

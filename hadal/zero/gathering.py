@@ -1,12 +1,13 @@
 """Weights on use: when each bucket is gathered, and when it is freed.
 
-In the first forward and backward every gather is announced (see `agreement.py`) and the uses are
-recorded. If all ranks recorded the same uses, the next passes follow a plan: the gathers start in
-the plan's order on every rank, ahead of their use, and no rank announces anything until the end.
+Ranks meet at both ends of each pass (forward or backward). In the first ones every gather is
+announced (see `agreement.py`) and the uses are recorded. If all ranks recorded the same uses, the
+next passes follow a plan: the gathers start in the plan's order on every rank, ahead of their use,
+and no rank announces anything until the end.
 
-A rank that needs a bucket outside the plan leaves it. The others rely on its part in all gathers of
-the plan, so it first takes part in the rest of them; then it announces what it needs, and the
-others lend their shards when they reach the end.
+The others rely on a rank's part in all gathers of the plan, so it takes part also in those that it
+does not need. If it needs a bucket that the rest of the plan lacks, it takes part in that rest
+first; then it announces what it needs, and the others lend their shards when they reach the end.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import Enum, auto
 
 import torch
@@ -22,15 +23,19 @@ from torch import Tensor, nn
 
 from hadal.comm import Ranks
 from hadal.comm.interrupts import expect_in_step, in_step, is_cut_short
-from hadal.errors import CommunicationError, MismatchError, OffloadError, ShardedAccessError
+from hadal.errors import (
+    CommunicationError,
+    HadalError,
+    LossError,
+    MismatchError,
+    ShardedAccessError,
+)
 from hadal.zero.agreement import Agreement, Marker, Met
-from hadal.zero.asking import Asking
 from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.grouping import Unit
 from hadal.zero.paths import Paths, Walk
 from hadal.zero.planner import Plan, kept_until_backward
 from hadal.zero.policy import Divergence, Limits
-from hadal.zero.rounds import RoundPass, Rounds
 from hadal.zero.trace import Kind
 from hadal.zero.uses import Escapes, Uses
 from hadal.zero.watched import ReadListener
@@ -63,10 +68,6 @@ class Gathering:
         self.uses = Uses()
         self.agreement = Agreement(ranks, self.uses.gather, self.uses.lend_to, self.uses.name)
         self._paths = Paths(ranks, limits, divergence)
-        self.rounds = Rounds(
-            ranks, self._talk, self._paths.report_strays, self.expect_another_backward
-        )
-        self._asking = Asking(self.rounds, lambda: self.uses.buckets)
         self.take_up(buckets)
         self.uses.extend(units)
         self._announces_all = divergence.is_expected
@@ -78,19 +79,18 @@ class Gathering:
         # The number of `whole` contexts that hold each bucket; it is not freed inside them.
         self._pins: Counter[Bucket] = Counter()
         self._keeps = False
-        # True if the current forward or backward began behind the other ranks.
-        self._is_late = False
-        self.counts_refused = False
-        """True: the backward refused last counts as one without gradients."""
+        # True: the others wait at the end of a forward that raised here, until another one ends.
+        self._is_behind = False
         self._moves = False
         self._listener = ReadListener(self.on_read)
         self.escapes = Escapes()
-        self.playing: Callable[[bool], AbstractContextManager[None]] = lambda _: nullcontext()
-        """Returns a context for taking part in a backward that does not run on this rank; its
-        argument is True if the backward ends an update."""
         self.start_due: Callable[[int | None], bool] = lambda _: False
         """Starts the first reductions of this backward, up to this count (None: all); returns True
         if some of their gradients were still expected."""
+        self.start_rest: Callable[[], None] = lambda: None
+        """Starts the rest of this backward's reductions, or lets all ranks start them together."""
+        self.drop: Callable[[], None] = lambda: None
+        """Drops all gradients since the last update, on all ranks alike."""
         self.awaits: Callable[[Bucket], bool] = lambda _: True
         """Returns True if gradients of a bucket are still expected in this backward."""
         self.gives_empty_state = False
@@ -114,7 +114,6 @@ class Gathering:
         self._reads_ahead = max((bucket.offload.reads_ahead for bucket in self._buckets), default=0)
         self._kept = {bucket for bucket, keep in zip(self._buckets, kept, strict=True) if keep}
         self._paths.restart([bucket.name for bucket in self._buckets], numels)
-        self.rounds.forget()
 
     @property
     def _buckets(self) -> Sequence[Bucket]:
@@ -135,8 +134,8 @@ class Gathering:
         Raises:
             MismatchError: a rank is at another point.
         """
-        self._come_together()
-        self.agreement.finish(marker)
+        expect_in_step()
+        self._meet(marker)
 
     # ---- one bucket ------------------------------------------------------------------------------
 
@@ -147,61 +146,58 @@ class Gathering:
             return
         with self._own_moves():
             if self.phase is not Phase.IDLE:
-                self._walk.need(number)
                 if self._walk.follows:
                     self._follow(number)
+                self._walk.need(number)
             if bucket.state is Weights.ARRIVING:
                 self.uses.gather(number)
             elif bucket.state is Weights.SHARDED:
                 # Outside of forward and backward, weights are read and saved exactly.
                 exact = self.phase is Phase.IDLE
-                if exact or self._asking.all_leave() or not self._asking.fetch(number):
-                    self._leave_round()
-                    self.agreement.request(self.uses.code_of(number, exact=exact))
+                self.agreement.request(self.uses.code_of(number, exact=exact))
             if self.phase is not Phase.IDLE:
                 self._open.add(bucket)
 
     @in_step
     def _follow(self, number: int) -> None:
-        """Begin a use: start the gathers that the plan schedules for it, or leave the plan."""
-        walk, plan = self._walk, self._walk.plan
-        assert plan is not None  # it is followed
-        if walk.position < len(plan.uses) and plan.uses[walk.position].bucket == number:
-            self._start_due_reductions()
-            for other in plan.gathers[walk.issued : plan.started[walk.position]]:
-                self._start(other)
-                walk.issued += 1
-            for other in plan.gathers[walk.issued : walk.issued + self._reads_ahead]:
-                self._buckets[other].read_ahead()
-            walk.position += 1
+        """Begin a use: take part in the plan up to it, or leave a plan that does not have it."""
+        position = self._walk.next_use(number)
+        if position is not None:
+            self._pass_by(position)
+            self._start_due()
             if self._buckets[number].state is not Weights.SHARDED:
                 return
         self._leave(number)
 
-    def _leave_round(self) -> None:
-        """Leave a steady round to gather a bucket that the other ranks do not expect."""
-        if not self.rounds.is_steady:
-            return
-        self._wait_for_all()
-        stray = None
-        if self.phase is not Phase.IDLE:
-            self._walk.is_played = True
-            stray = self._walk.stray()
-        self.rounds.leave(stray)
+    def _pass_by(self, stop: int) -> None:
+        """Take part in the plan before position `stop`, whose uses this rank skips."""
+        walk, plan = self._walk, self._walk.plan
+        assert plan is not None  # it is followed
+        while walk.position < stop:
+            number, keeps = plan.path[walk.position], plan.keeps[walk.position]
+            bucket = self._buckets[number]
+            if bucket.state is Weights.FULL and bucket not in self._open:
+                # Reads of weights that are whole already are not seen: it may have been used.
+                walk.need(number)
+                walk.done(number)
+            self._start_due()
+            if bucket.state is Weights.ARRIVING:
+                self.uses.gather(number)
+            is_read = bucket in self._open or self._is_busy(bucket) or bucket.has_other_views
+            if not keeps and not is_read:
+                self._free(bucket, is_noted=True)
 
-    def play(self, pass_: RoundPass) -> None:
-        """Take part in a pass that this rank does not run."""
-        before = self._walk, self.phase
-        is_backward = pass_.kind is Kind.BACKWARD
-        self._walk = Walk(pass_.kind, pass_.plan)
-        self.phase = Phase.BACKWARD if is_backward else Phase.FORWARD
-        around = self.playing(pass_.is_last) if is_backward else nullcontext()
-        try:
-            with self._own_moves(), around:
-                if pass_.plan is not None:
-                    self._leave()
-        finally:
-            self._walk, self.phase = before
+    def _start_due(self) -> None:
+        """Start the collectives that the plan schedules for its next use, and go past it."""
+        walk, plan = self._walk, self._walk.plan
+        assert plan is not None  # it is followed
+        self._start_due_reductions()
+        for number in plan.gathers[walk.issued : plan.started[walk.position]]:
+            self._start(number)
+            walk.issued += 1
+        for number in plan.gathers[walk.issued : walk.issued + self._reads_ahead]:
+            self._buckets[number].read_ahead()
+        walk.position += 1
 
     def _start(self, number: int) -> None:
         bucket = self._buckets[number]
@@ -244,16 +240,6 @@ class Gathering:
         """Return True if this rank left this backward's plan and started all its reductions."""
         return self._walk.has_left
 
-    @property
-    def is_played(self) -> bool:
-        """Return True if this rank has taken part in all of this backward's reductions before."""
-        return self._walk.is_played
-
-    def reduce_now(self, number: int) -> None:
-        """Reduce the gradients of this number once more, on all ranks."""
-        with self._own_moves():
-            self.agreement.request(self.uses.code_of_reduction(number))
-
     def compare_progress(self) -> None:
         """Exchange only the progress of this backward's reductions."""
         with self._own_moves():
@@ -268,8 +254,7 @@ class Gathering:
         kernels, may block the host until all ranks have started them.
         """
         walk = self._walk
-        is_announced = walk.plan is None and not walk.is_played
-        return self.phase is Phase.BACKWARD and is_announced and bool(self.uses.units)
+        return self.phase is Phase.BACKWARD and walk.plan is None and bool(self.uses.units)
 
     @property
     def started_everywhere(self) -> int | None:
@@ -311,7 +296,7 @@ class Gathering:
         return running or bool(self._pins[bucket])
 
     def _stays(self, bucket: Bucket, use: int | None) -> bool:
-        """Return True if a bucket stays gathered after its use number `use`."""
+        """Return True if a bucket stays gathered after a use, of position `use` in the plan."""
         walk = self._walk
         if self.phase is Phase.IDLE:
             return False
@@ -405,11 +390,13 @@ class Gathering:
         """
         if self.phase is not Phase.IDLE or (self._all_pinned and not torch.is_grad_enabled()):
             return
-        kind = Kind.FORWARD if torch.is_grad_enabled() else Kind.EVALUATION
-        plan = None
-        if not self._announces_all:
-            plan, _ = self._meet_before(kind, Marker.BEGINNING, last=False)
-        self._begin(Phase.FORWARD, kind, plan)
+        expect_in_step()
+        walk = Walk(Kind.FORWARD if torch.is_grad_enabled() else Kind.EVALUATION)
+        if self._is_behind:
+            walk.plan, walk.has_left = self._walk.plan, True
+        elif not self._announces_all:
+            walk.plan, _ = self._meet_before(walk.kind, Marker.BEGINNING, last=False)
+        self._begin(Phase.FORWARD, walk)
 
     def end_forward(self, error: BaseException | None) -> None:
         """End the model's forward, which may have raised an error on this rank only."""
@@ -418,24 +405,20 @@ class Gathering:
         with self._ending():
             if error is None:
                 self._end(Marker.END_OF_FORWARD)
+                self._is_behind = False
             else:
+                self._is_behind = True
                 self._abandon(error)
-                if not self._announces_all:
-                    self.rounds.abandon()
 
     def any_fault(self, mine: bool, *, boundary: bool = False) -> bool:
         """Return True if any rank reports a fault before a backward; else find the plan for it.
 
-        If ranks do not meet here, only this rank's fault is known; the others learn of it before
-        their update. `boundary`: weights will change after this backward.
+        `boundary`: weights will change after this backward.
 
         Raises:
             MismatchError: the ranks disagree on `boundary`, or a rank is at another point.
         """
-        self._next, self.counts_refused = None, False
-        if mine and (self.rounds.is_steady or self.rounds.is_behind):
-            self.counts_refused = self.rounds.refuse()
-            return True
+        expect_in_step()
         fine = Marker.FINE_AND_LAST if boundary else Marker.FINE
         marker = Marker.AT_FAULT if mine else fine
         self._next, met = self._meet_before(Kind.BACKWARD, marker, last=boundary)
@@ -443,118 +426,96 @@ class Gathering:
 
     @contextmanager
     def backward(self, *, boundary: bool) -> Iterator[None]:
-        """Run one backward inside the block."""
+        """Run one backward inside the block.
+
+        Raises:
+            LossError: the block has raised on another rank.
+        """
         self._keeps = not boundary
         plan, self._next = self._next, None
-        self._begin(Phase.BACKWARD, Kind.BACKWARD, plan)
+        self._begin(Phase.BACKWARD, Walk(Kind.BACKWARD, plan))
         with self._ending():
             try:
                 yield
+                self.start_rest()
             except BaseException as error:
                 self._abandon(error)
-                self.rounds.break_off()
                 raise
-            self._end(Marker.END_OF_BACKWARD, is_last=boundary)
+            self._end(Marker.END_OF_BACKWARD)
+
+    def any_news(self, mine: bool) -> bool:
+        """Return True if any rank has news that the others need before their update.
+
+        Raises:
+            MismatchError: a rank is at another point.
+        """
+        return any(self._meet(Marker.END_OF_UPDATE, int(mine)).words)
 
     def expect_another_backward(self) -> None:
         """Forget the backward's traces, because gradients will be complete at other moments."""
         self._paths.forget(Kind.BACKWARD)
-        self.rounds.forget()
 
     def _meet_before(self, kind: Kind, marker: Marker, *, last: bool) -> tuple[Plan | None, Met]:
-        """Meet the other ranks; return the plan that all of them will follow, if any.
-
-        In a steady round ranks do not meet.
-        """
-        expect_in_step()
-        held = frozenset(n for n, b in enumerate(self._buckets) if b.state is Weights.FULL)
-        pass_ = self.rounds.next(kind, is_last=last)
-        is_again = pass_ is not None and self.rounds.is_again
-        is_left = is_again and self._asking.all_leave()
-        if pass_ is not None and not is_left and self._has_for(pass_.plan, held):
-            self._is_late = is_again
-            self.rounds.begin()
-            self._asking.begin()
-            return (None if self._is_late else pass_.plan), Met(frozenset({marker}), (0,))
-        if self.rounds.is_steady:
-            self.rounds.leave()
-        self._is_late = self.rounds.passes()
-        if self._is_late:
-            return None, Met(frozenset({marker}), (0,))
+        """Meet the other ranks; return the plan that all of them will follow, if any."""
         plan = None
         if self.uses.units and not self._announces_all:
+            held = frozenset(n for n, b in enumerate(self._buckets) if b.state is Weights.FULL)
             plan = self._paths.plan_for(kind, held, last=last)
-        met = self._talk(marker, 0 if plan is None else 1 + plan.digest)
+        met = self._meet(marker, 0 if plan is None else 1 + plan.digest)
         return (plan if met.is_alike else None), met
 
-    def _has_for(self, plan: Plan | None, held: frozenset[int]) -> bool:
-        """Return True if the buckets that a plan starts with are gathered, or could be fetched."""
-        missing = () if plan is None else sorted(set(plan.held) - held)
-        return all(map(self._asking.fetch, missing))
-
-    def _talk(self, marker: Marker, word: int = 0) -> Met:
+    def _meet(self, marker: Marker, word: int = 0) -> Met:
         with self._own_moves():
             return self.agreement.finish(marker, word)
 
-    def _come_together(self) -> None:
-        """Leave a steady round, because ranks meet for something outside of it."""
-        expect_in_step()
-        if self.rounds.is_steady:
-            self.rounds.leave()
-        self.rounds.spoil()
-
-    def _begin(self, phase: Phase, kind: Kind, plan: Plan | None) -> None:
-        self._walk = Walk(kind, plan, is_played=self._is_late)
-        self.rounds.enter()
+    def _begin(self, phase: Phase, walk: Walk) -> None:
+        self._walk = walk
         self._open.clear()
-        if plan is not None:
+        if walk.plan is not None and walk.follows:
             for number, bucket in enumerate(self._buckets):
-                if number not in plan.held and not self._pins[bucket]:
+                if number not in walk.plan.held and not self._pins[bucket]:
                     self._free(bucket)
         self.escapes.begin()
         self._listener.start()
         self.phase = phase
 
-    def _end(self, marker: Marker, *, is_last: bool = False) -> None:
-        """Meet the other ranks at the end, except in a steady round; lend until all are there."""
-        walk, rounds = self._walk, self.rounds
-        if walk.follows and walk.plan and walk.position < len(walk.plan.uses):
-            with self._own_moves():
-                self._leave()
-        pass_ = RoundPass(walk.kind, is_last, walk.plan)
-        if rounds.is_steady:
-            self._wait_for_all()
-            rounds.end(walk.stray(), is_early=walk.was_early)
-        elif rounds.passes():
-            self._wait_for_all()
-        elif not self.uses.units:
-            rounds.note(pass_, is_even=True)
-        elif self._announces_all:
-            self._talk(marker)
-            rounds.note(pass_, is_even=False)
-        else:
-            trace = walk.trace()
-            met = self._talk(marker, walk.word(trace))
-            self._wait_for_all()
-            rounds.note(pass_, is_even=self._paths.settle(walk, trace, met))
+    def _end(self, marker: Marker) -> None:
+        """Meet the other ranks at the end; lend until all are there."""
+        walk = self._walk
+        if walk.plan is not None and walk.follows:
+            with self._own_moves(), in_step:
+                self._pass_by(len(walk.plan.uses))
+        trace = walk.trace()
+        met = self._meet(marker, walk.word(trace))
+        self._wait_for_all()
+        if Marker.AT_FAULT in met.markers:
+            self.drop()
+            raise LossError(
+                f"rank {self._ranks.rank}: this backward raised on another rank, whose error says"
+                " why; the gradients since the last update are dropped on all ranks"
+            )
+        if self.uses.units and not self._announces_all:
+            self._paths.settle(walk, trace, met)
 
     def _abandon(self, error: BaseException) -> None:
-        """Take part in the rest of the plan after an error, because the others rely on it."""
+        """Take part in the rest of a pass after an error, because the others rely on it."""
         for bucket in self._buckets:
             bucket.forget_ahead()
         if isinstance(error, (CommunicationError, MismatchError)) or is_cut_short():
             return
-        if self._walk.plan:
-            try:
+        try:
+            if self._walk.plan:
                 with self._own_moves():
                     self._leave()
-            except OffloadError as second:
-                # `error` is being raised already. Gathers are matched by their order, so this rank
-                # cannot take part in later ones either.
-                _log.warning("other ranks wait for weights that this one cannot read: %s", second)
             self._wait_for_all()
-        elif self.rounds.is_steady:
-            self.start_due(None)
+            if self.phase is Phase.BACKWARD:
+                self.start_rest()
+                self._meet(Marker.AT_FAULT)
+                self.drop()
+        except HadalError as second:
+            # `error` is being raised already. Messages are matched by their order, so this rank
+            # cannot take part in later ones either.
+            _log.warning("other ranks wait for this one, which cannot go on: %s", second)
 
     def _wait_for_all(self) -> None:
         """Wait for the buckets that were gathered ahead and not used."""
@@ -592,14 +553,14 @@ class Gathering:
         """Keep buckets readable for a while, outside of forward and backward."""
         held = list(dict.fromkeys(buckets))
         if self.phase is Phase.IDLE and self.uses.units:
-            self._come_together()
+            expect_in_step()
         self._free_rounded(held)
         gathered = [bucket for bucket in held if bucket.state is not Weights.FULL]
         for bucket in held:
             self.need(bucket)
             self._pins[bucket] += 1
         if self.phase is Phase.IDLE and self.uses.units:
-            self._talk(Marker.END_OF_ACCESS)
+            self._meet(Marker.END_OF_ACCESS)
         try:
             yield
         finally:
@@ -617,8 +578,8 @@ class Gathering:
         """Gather every bucket for good."""
         if not self.uses.units:
             return
-        self._come_together()
+        expect_in_step()
         self._free_rounded(self._buckets)
         for bucket in self._buckets:
             self.need(bucket)
-        self._talk(Marker.END_OF_ACCESS)
+        self._meet(Marker.END_OF_ACCESS)

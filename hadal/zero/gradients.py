@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import Enum, auto
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,16 +39,6 @@ class Arrival(Enum):
     MEAN = auto()
     """`mean` holds the mean over all ranks (or their sum, if configured); if gradients stay on
     their ranks, this rank's contribution to it."""
-
-
-class Aside(NamedTuple):
-    """Collected gradients of a bucket that are set aside for a while."""
-
-    state: Arrival
-    full: Tensor | None = None
-    views: Sequence[Tensor] = ()
-    filled: bytes = b""
-    kept: Tensor | None = None
 
 
 class Copies:
@@ -509,42 +498,6 @@ class Gradients:
             self._mean = self.full[start:stop]
         self.land()
         self.state = Arrival.MEAN
-
-    def set_aside(self) -> Aside:
-        """Keep collected gradients out of the next reductions, to which this rank sends zeros.
-
-        Call it between two backwards. If every backward is reduced, there are none then.
-        """
-        state = self.state
-        if state is not Arrival.LOCAL or self.partitioned:
-            return Aside(state)
-        self._make_copies()
-        aside = Aside(state, self.full, self._views, bytes(self._filled), self._kept)
-        self.full, self._views, self._kept = None, [], None
-        self._filled[:] = bytes(len(self._filled))
-        self.state = Arrival.EMPTY
-        return aside
-
-    def take_back(self, aside: Aside, *, is_unchanged: bool) -> None:
-        """Restore them; `is_unchanged`: no rank has contributed to the reductions since.
-
-        Otherwise the mean of those is kept, and the restored gradients are late.
-        """
-        self.finish_reduce()
-        if aside.full is None:
-            if is_unchanged and aside.state is Arrival.EMPTY:
-                self.clear()
-        elif is_unchanged or self.state is Arrival.EMPTY:
-            self.clear()
-            self.full, self._views, self._kept = aside.full, list(aside.views), aside.kept
-            self._filled[:] = aside.filled
-            self.state = Arrival.LOCAL
-        else:
-            if aside.kept is not None:
-                self.mean.add_(aside.kept)
-            for index, view in enumerate(aside.views):
-                if aside.filled[index]:
-                    self._late[index] = view
 
     def remove_views(self) -> None:
         """Remove the gradients that `place_views` put on parameters; no copy is pending then."""

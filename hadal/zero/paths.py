@@ -20,7 +20,6 @@ from hadal.zero.agreement import Met
 from hadal.zero.foresight import Foresight
 from hadal.zero.planner import Plan, plan
 from hadal.zero.policy import Divergence, Limits
-from hadal.zero.rounds import Stray
 from hadal.zero.trace import Kind, Trace, Use, describe_parting, digest_of
 
 _log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ _NOTHING = Trace(())
 class Walk:
     """A pass (forward or backward) on this rank: its progress along its plan and its uses."""
 
-    def __init__(self, kind: Kind, plan: Plan | None = None, *, is_played: bool = False) -> None:
+    def __init__(self, kind: Kind, plan: Plan | None = None) -> None:
         self.kind = kind
         self.plan = plan
         self.position = 0
@@ -43,14 +42,13 @@ class Walk:
         self.issued = 0
         """The number of the plan's gathers that have started."""
         self.has_left = False
-        """True: this rank needed a bucket that the plan does not have."""
+        """True: this rank has taken part in the whole plan; what it needs now is announced."""
         self.has_learned = False
         """True: a read was found that will be announced in advance from now on."""
         self.was_early = False
         """True: a reduction was due before its gradients had arrived."""
-        self.is_played = is_played
-        """True: this rank has taken part in it before; what it needs now is announced."""
         self._used: list[int] = []
+        self._planned: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         self._open: dict[int, int] = {}
         self._reductions: list[tuple[int, int]] = []
@@ -60,17 +58,27 @@ class Walk:
         """Return True if gathers follow the plan and are not announced."""
         return self.plan is not None and not self.has_left
 
+    def next_use(self, bucket: int) -> int | None:
+        """Return the position of the plan's next use of a bucket, if it has one."""
+        assert self.plan is not None  # it is followed
+        try:
+            self._planned[bucket] = self.plan.path.index(bucket, self.position)
+        except ValueError:
+            return None
+        return self._planned[bucket]
+
     def need(self, bucket: int) -> None:
         """Record the beginning of a use of a bucket."""
         self._open[bucket] = len(self._used)
         self._used.append(bucket)
 
     def done(self, bucket: int) -> int | None:
-        """Record the end of a bucket's use; return its number, or None if there is no such use."""
+        """Record the end of a bucket's use; return its position in the plan, if it has one."""
         number = self._open.pop(bucket, None)
-        if number is not None:
-            self._ends[number] = len(self._used)
-        return number
+        if number is None:
+            return None
+        self._ends[number] = len(self._used)
+        return self._planned.get(bucket)
 
     def reduce(self, bucket: int) -> None:
         """Record a started reduction; `bucket` is -1 for one whose uses are not recorded."""
@@ -88,15 +96,10 @@ class Walk:
             tuple(use._replace(reduced=bisect_right(latest, i)) for i, use in enumerate(uses))
         )
 
-    def stray(self) -> Stray | None:
-        """Return the report of a plan that this rank left in a steady round, if it did."""
-        if self.plan is None or not self.has_left:
-            return None
-        return Stray(self.kind, self.plan.path, tuple(self._used))
-
     def word(self, trace: Trace) -> int:
         """Return this rank's word for the end: its path, its outcome and its moments."""
-        path = digest_of(trace.path, bits=_PATH_BITS) << 2 | self.has_left << 1 | self.has_learned
+        path = digest_of(self.kind.value, trace.path, bits=_PATH_BITS)
+        path = path << 2 | self.has_left << 1 | self.has_learned
         moments = digest_of(trace.moments, bits=_MOMENT_BITS - 1) << 1 | self.was_early
         return path << _MOMENT_BITS | moments
 
@@ -151,23 +154,23 @@ class Paths:
         """Forget a kind's traces, on all ranks alike; they will be recorded again."""
         self._foresight.forget(kind)
 
-    def settle(self, walk: Walk, trace: Trace, met: Met) -> bool:
+    def settle(self, walk: Walk, trace: Trace, met: Met) -> None:
         """Learn from the end of a pass, at which all ranks have met.
-
-        Returns:
-            True if all have followed their plan and no gradient was late.
 
         Raises:
             MismatchError: ranks took different paths, and that is not tolerated.
         """
-        is_alike = len({word >> _MOMENT_BITS for word in met.words}) == 1
+        outcomes = {word >> _MOMENT_BITS for word in met.words}
+        is_alike = len(outcomes) == 1
         planned = self._foresight.expected(walk.kind) if walk.plan else None
-        if is_alike and walk.follows:
+        has_left = any(outcome & 2 for outcome in outcomes)
+        if planned and not has_left and not (is_alike and trace.path != planned.path):
             self._foresight.came(walk.kind, planned, has_held=True)
-            is_late = any(word & 1 for word in met.words)
-            if is_late:
+            if any(word & 1 for word in met.words):
                 self.forget(walk.kind)  # the next plan waits for the late gradients
-            return not is_late
+            if not is_alike:
+                self._settle_parting(walk, trace)
+            return
         seen = None
         if is_alike:
             seen = trace if met.is_alike or walk.has_learned else self._joined(trace)
@@ -179,25 +182,6 @@ class Paths:
         elif planned is not None:
             paths, owners = [planned.path, trace.path], ["as planned, it", "now it"]
             self._report(walk.kind, paths, owners, gives_up=gives_up)
-        return False
-
-    def report_strays(self, mine: Sequence[Stray]) -> None:
-        """Report where ranks left their plans in a steady round; all ranks must call it.
-
-        Raises:
-            MismatchError: that is not tolerated.
-        """
-        self._foresight.came(Kind.FORWARD, None, has_held=None)  # not known on all ranks
-        if self._is_reported:
-            return
-        strays = gather_objects(list(mine), self._ranks)
-        rank = next(rank for rank, some in enumerate(strays) if some)
-        kind, planned, went = strays[rank][0]
-        is_apart = strays.count(strays[0]) < len(strays)
-        owners = (
-            ["as planned, all", f"now rank {rank}"] if is_apart else ["as planned, it", "now it"]
-        )
-        self._report(kind, [planned, went], owners, is_apart=is_apart)
 
     @property
     def _is_reported(self) -> bool:
@@ -210,7 +194,7 @@ class Paths:
         max_(moments, self._ranks, "the agreement on the moments of a path")
         return trace.at(moments.tolist())
 
-    def _settle_parting(self, walk: Walk, trace: Trace, *, gives_up: bool) -> None:
+    def _settle_parting(self, walk: Walk, trace: Trace, *, gives_up: bool = False) -> None:
         if self._is_reported:
             return
         paths = gather_objects(trace.path, self._ranks)
@@ -244,7 +228,7 @@ class Paths:
                 " ranks %s%s",
                 kind.value,
                 parting,
-                "here from now on" if gives_up else "where the path is not predicted",
+                "here from now on" if gives_up else "where the plan does not have it",
                 ""
                 if self._divergence.reports_each
                 else " (reported once; zero_optimization.log_trace_cache_warnings reports each)",

@@ -50,7 +50,7 @@ class Plan:
         """A number that is equal for equal plans."""
         return digest_of(self.uses, self.held, self.gathers, self.started, self.keeps)
 
-    @property
+    @cached_property
     def path(self) -> tuple[int, ...]:
         """The numbers of the buckets used."""
         return tuple(use.bucket for use in self.uses)

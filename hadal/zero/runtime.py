@@ -22,10 +22,9 @@ from hadal.zero.agreement import Marker
 from hadal.zero.bucket import Bucket, refresh_all
 from hadal.zero.expectation import Expectation
 from hadal.zero.gathering import Gathering, Phase
-from hadal.zero.gradients import Arrival, Aside, Gradients
+from hadal.zero.gradients import Arrival, Gradients
 from hadal.zero.grouping import Unit
 from hadal.zero.policy import Divergence, Limits, Reduction
-from hadal.zero.rounds import Part
 from hadal.zero.sanity import Sanity, UnusedCheck
 from hadal.zero.uncounted import UncountedEdits
 
@@ -103,7 +102,6 @@ class ZeroRuntime:
         # Updates since the ranks last exchanged these, and the frozen parameters exchanged then.
         self._unreported = 0
         self._reported_frozen: list[bool] | None = None
-        self._aside: list[tuple[Gradients, Aside]] = []
         self._expectation = Expectation([g.bucket for g in self.gradients])
         self._in_flight: list[Gradients] = []
         self._edits = UncountedEdits()
@@ -139,12 +137,9 @@ class ZeroRuntime:
         gathering.agreement.progress = self._progress
         gathering.agreement.start = self._start_together
         gathering.start_due = self._start_due
+        gathering.start_rest = self._start_rest
+        gathering.drop = self._drop
         gathering.awaits = self._expectation.awaits
-        gathering.playing = self._playing
-        gathering.uses.reduce = self._reduce_once_more
-        gathering.rounds.part = Part(
-            self._prepare, gathering.play, self._take_back, self.clear_gradients
-        )
 
     def _plan_reductions(self) -> None:
         # Sharded gradients must not be held whole until the end of backward.
@@ -235,10 +230,8 @@ class ZeroRuntime:
         try:
             _in_backward.append(self)
             with self.gathering.backward(boundary=boundary):
-                self._reduces &= not self.gathering.is_played
                 yield
-                self._start_rest()
-                self._expectation.end()
+            self._expectation.end()
         finally:
             if self in _in_backward:  # or an interrupt came before
                 _in_backward.remove(self)
@@ -258,34 +251,10 @@ class ZeroRuntime:
         # How many reductions of this backward are due on this rank, and how many have started.
         self._ready = self._started = 0
 
-    @contextmanager
-    def _playing(self, boundary: bool) -> Iterator[None]:
-        """Take part, with zeros, in a backward that this rank does not run."""
-        before = self._reduces, self._is_last, self._turns
+    def _drop(self) -> None:
+        """Drop all gradients after a backward that raised on a rank, and so lacks some of them."""
         self._finish_reductions()
-        self._begin_reductions(boundary=boundary)
-        try:
-            yield
-            self._start_due(None)
-            self._finish_reductions()
-        finally:
-            self._reduces, self._is_last, self._turns = before
-
-    def _prepare(self) -> None:
-        """Set collected gradients aside before the rest of a round is done without them."""
-        self._finish_reductions()
-        is_inside = self.gathering.phase is Phase.BACKWARD
-        self._aside = [] if is_inside else [(g, g.set_aside()) for g in self.gradients]
-
-    def _take_back(self, is_unchanged: bool) -> None:
-        for gradients, aside in self._aside:
-            gradients.take_back(aside, is_unchanged=is_unchanged)
-        self._aside = []
-
-    def _reduce_once_more(self, number: int) -> None:
-        gradients = self.gradients[number]
-        gradients.start_reduce()
-        gradients.finish_reduce()
+        self.clear_gradients()
 
     def survey(self) -> None:
         """Query the graph, at the root of a backward, for the gradients to expect."""
@@ -309,6 +278,10 @@ class ZeroRuntime:
         gradients = self._gradients_of[bucket]
         if self._sanity is not None:
             self._sanity.came(gradients, index)
+        if self.gathering.has_left:
+            # All ranks start all of these by themselves now. They free memory for late gradients.
+            for earlier in self._in_flight:
+                earlier.advance_first_hop()
         gradients.take(index)
         if self._unused is not None:
             self._unused.came(gradients, index)
@@ -316,10 +289,7 @@ class ZeroRuntime:
         if not self._expectation.came(bucket, index):
             return
         self.gathering.done(bucket)
-        if self.gathering.is_played and gradients.partitioned:
-            with self.reducing:
-                self.gathering.reduce_now(self.gradients.index(gradients))
-        elif self._reduces and self._reduces_inside:
+        if self._reduces and self._reduces_inside:
             self._start_ready()
             if self.gathering.has_left:
                 gradients.send_late_to_host()
@@ -466,41 +436,27 @@ class ZeroRuntime:
     def _device(self) -> torch.device:
         return self.buckets[0].device
 
-    def reduce_all(self, part: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def reduce_all(self) -> None:
         """Average, before a step, the gradients that no backward has averaged.
 
-        Args:
-            part: computes this rank's part of a small sum over the mean gradients, a float64 scalar
-                on the host.
-
-        Returns:
-            The sum over all ranks if nothing was left to be averaged, so that it was part of the
-            exchange before the update; otherwise None.
-
         Raises:
-            LossError: a backward of this update was refused, was skipped or raised on a rank.
+            MismatchError: a rank is at another point.
             ModelError: as in `backward`, if no backward was known to be the update's last.
             UsageError: a write to weights before the last update was lost.
         """
         self._refuse_unused()
         with self.reducing:
-            return self._reduce_rest(part)
+            self._reduce_rest()
 
-    def _reduce_rest(self, part: Callable[[], Tensor] | None) -> Tensor | None:
+    def _reduce_rest(self) -> None:
         frozen = [_has_frozen(g.bucket) for g in self.gradients]
         self._unreported += 1
-        is_news = self._has_news(frozen)
-        mine, has_part = torch.zeros((), dtype=torch.float64), False
-        if part is not None and not is_news and self.gathering.rounds.is_at_end:
-            self._count_empty_as_zero()
-            mine, has_part = part(), True
-        total = self.gathering.rounds.finish(is_news, mine)
-        if total is None:
+        if self.gathering.any_news(self._has_news(frozen)):
             self._reduce_late(frozen)
-        self._count_empty_as_zero()
         for gradients in self.gradients:
+            if gradients.state is Arrival.EMPTY:
+                gradients.count_as_zero()
             gradients.land()
-        return total if has_part else None
 
     def _has_news(self, frozen: Sequence[bool]) -> bool:
         """Return True if this rank has something to report that the others do not expect."""
@@ -533,11 +489,6 @@ class ZeroRuntime:
                 self._frozen.append(gradients.bucket)
         self._finish_reductions()
         self._choose_order(brought)
-
-    def _count_empty_as_zero(self) -> None:
-        for gradients in self.gradients:
-            if gradients.state is Arrival.EMPTY:
-                gradients.count_as_zero()
 
     def _choose_order(self, brought: Sequence[bool]) -> None:
         """Leave buckets that had no gradient on any rank for long out of the next reductions."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hadal.comm.codecs.codec import Codec
 from hadal.comm.pending import Pending
-from hadal.device import Event, SideStream, read_on_host, waiting_for
+from hadal.device import Event, waiting_for
 from hadal.errors import OffloadError, ShardedAccessError
 from hadal.offload.buffers import BufferPool
 from hadal.offload.crossing import Crossing
@@ -180,20 +180,6 @@ class Stored:
             self._busy.wait_on_host()
             self._busy = None
         return self._values
-
-    def on_host(self, there: Event) -> Tensor:
-        """Return the values, which must be in memory, on the host; any thread may call it.
-
-        `there`: the event after which the device has them. Nothing may write to them meanwhile.
-        """
-        values, busy = self._values, self._busy
-        assert values is not None  # they are in memory at any time
-        if busy is not None:
-            busy.wait_on_host()
-        way = SideStream(values.device)
-        way.follow(there)
-        with way.current():
-            return read_on_host(values, self.name)
 
     @property
     def memory(self) -> list[Tensor]:

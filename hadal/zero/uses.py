@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,14 +17,11 @@ _PHASES = 8
 class Uses:
     """The buckets whose weights are gathered on use, by number and by unit.
 
-    A gather is announced by its bucket's number, plus the number of buckets if it is exact. Higher
-    codes announce gradients to be reduced once more.
+    A gather is announced by its bucket's number, plus the number of buckets if it is exact.
     """
 
     def __init__(self) -> None:
         self._of: dict[Unit, list[Bucket]] = {}
-        self.reduce: Callable[[int], None] = lambda _: None
-        """Takes part in such a reduction, given the number of the gradients."""
         self.take([])
 
     def take(self, buckets: list[Bucket]) -> None:
@@ -88,43 +85,28 @@ class Uses:
 
     # ---- announcements ---------------------------------------------------------------------------
 
-    def code_of_reduction(self, number: int) -> int:
-        """Return the code that announces another reduction of gradients number `number`."""
-        return 2 * len(self.buckets) + number
-
     def code_of(self, number: int, *, exact: bool) -> int:
         """Return the code that announces a gather; without rounding, every gather is exact."""
         return number + len(self.buckets) if exact and self.buckets[number].rounds else number
-
-    def _is_reduction(self, code: int) -> bool:
-        return code >= self.code_of_reduction(0)
 
     def _called(self, code: int) -> tuple[Bucket, bool]:
         """Return the bucket of a code, and True if the gather is exact."""
         return self.buckets[code % len(self.buckets)], code >= len(self.buckets)
 
     def name(self, code: int) -> str:
-        """Return a name, for messages, of the bucket or gradients that a code announces."""
-        is_reduction = self._is_reduction(code)
-        return "late gradients" if is_reduction else self._called(code)[0].name
+        """Return the name, for messages, of the bucket that a code announces."""
+        return self._called(code)[0].name
 
     def gather(self, code: int) -> None:
-        """Make a bucket's weights readable here, or reduce gradients."""
-        if self._is_reduction(code):
-            self.reduce(code - self.code_of_reduction(0))
-        else:
-            bucket, exact = self._called(code)
-            bucket.unshard(exact=exact)
+        """Make a bucket's weights readable here."""
+        bucket, exact = self._called(code)
+        bucket.unshard(exact=exact)
 
     def lend_to(self, code: int, askers: Collection[int]) -> None:
         """Lend this rank's shard if a rank that it gathers the bucket with asked for it.
 
-        These ranks all know which ranks asked, so all of them take part or none does. In a
-        reduction all ranks take part.
+        These ranks all know which ranks asked, so all of them take part or none does.
         """
-        if self._is_reduction(code):
-            self.gather(code)
-            return
         bucket, exact = self._called(code)
         if any(asker in bucket.gatherers_of(exact=exact) for asker in askers):
             bucket.serve(exact=exact)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 import torch
+from cases import diagonal
 from ranks import RankPools
 
 from hadal import comm
@@ -80,3 +84,47 @@ def wait_for_nobody() -> None:
 
 def test_a_rank_that_does_not_answer_is_an_error(ranks: RankPools) -> None:
     ranks(2).run(wait_for_nobody)
+
+
+PROGRAM = """
+import sys, time, torch
+from datetime import timedelta
+rank, port, late, destroys = map(int, sys.argv[1:])
+torch.distributed.init_process_group(
+    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
+    timeout=timedelta(seconds=20),
+)
+sys.path[:0] = PATHS
+from hadal.comm import Ranks, notice
+notice._PAUSE_S = 0.001
+one = notice.Notice("ends", Ranks.world())
+assert not one.is_due()
+torch.distributed.barrier()
+if rank == late:
+    time.sleep(0.6)
+if destroys:
+    torch.distributed.destroy_process_group()
+print("end", flush=True)
+"""
+
+
+@pytest.mark.slow
+@diagonal(late=[0, 1], destroys=[False, True])
+def test_a_process_ends_in_order(late: int, destroys: bool) -> None:
+    """A thread that looks into a store which is gone, or while Python ends, aborts nothing."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = PROGRAM.replace("PATHS", repr([path for path in sys.path if path]))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, *map(str, (rank, port, late, int(destroys)))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], told
+    assert told == ["end\n"] * 2

@@ -84,10 +84,10 @@ def save_and_go_on(stage: int, place: str, calls: int, folder: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "place", "calls"),
     [
-        (2, "a wait", 1),
+        (2, "a wait", 2),
         (2, "collecting gradients", 2),
         (2, "the end of a reduction", 2),
-        (3, "a wait", 6),
+        (3, "a wait", 4),
         (3, "the end of a gather", 2),
         (3, "the end of a use", 2),
         (3, "the end of a reduction", 1),

@@ -83,8 +83,8 @@ def gathers_of_a_step(settings: dict[str, Any], mark: bool) -> tuple[list[str], 
         words.append([name for name, _ in behind].count("word"))
     if settings or mark:
         # One path, so no gather of backward is announced, whichever gradients came: ranks meet at
-        # both ends of it, and nowhere in the fourth step, which is like the two before.
-        assert words[1:] == [2, 2, 0]
+        # both ends of it.
+        assert words[1:] == [2, 2, 2]
     engine.destroy()
     gathered = [names[number] for name, number in events if name == "start_unshard"]
     return gathered, sum(name == "serve" for name, _ in events)

@@ -1,76 +1,24 @@
-"""Rounds: once updates are alike nobody says a word, whoever leaves them hangs nobody."""
+"""Programs in which a rank does something else for once: the numbers are right, nobody hangs."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import pytest
 import torch
 from cases import often, rarely
 from engine.toys import assert_close, engine_of
-from hypothesis import given
-from hypothesis import strategies as st
 from ranks import RankPool, RankPools
 
 from hadal import comm
-from hadal.comm.bell import Bell
 from hadal.errors import LossError, MismatchError, UsageError
-from hadal.zero import GatheredParameters, agreement, asking, rounds
+from hadal.zero import GatheredParameters
 from hadal.zero.bucket import Weights
 from hadal.zero.gathering import Phase
 from hadal.zero.gradients import Arrival
-from hadal.zero.rounds import Course, RoundPass
-from hadal.zero.trace import Kind
 from zero.test_gathering import ALL, BLOCKS, CUT, DROPS, Refuses, blocks, inputs_of
-
-# ---- which rounds are known ---------------------------------------------------------------------
-
-USUAL = (RoundPass(Kind.BACKWARD, True, None),)
-OTHER = (RoundPass(Kind.BACKWARD, False, None), *USUAL)
-
-
-def known_along(course: Course, came: Sequence[bool]) -> list[bool]:
-    """Rounds by whether each was known; `came`: whether it was the usual one."""
-    found = []
-    for is_usual in came:
-        found.append(course.is_known)
-        if not found[-1]:
-            course.came(USUAL if is_usual else OTHER)
-        elif is_usual:
-            course.held()
-        else:
-            course.left()
-            course.came(None)
-    return found
-
-
-def test_two_rounds_alike_make_the_third_known() -> None:
-    assert known_along(Course(), [True] * 5) == [False, False, True, True, True]
-    course = Course()
-    course.came(None)
-    assert known_along(course, [True] * 3) == [False, False, True]
-
-
-@pytest.mark.parametrize("interval", [4, 7, 30])
-def test_what_comes_at_regular_intervals_is_expected(interval: int) -> None:
-    came = [number % interval != interval - 1 for number in range(8 * interval)]
-    known = known_along(Course(), came)
-    left = [number for number, is_usual in enumerate(came) if known[number] and not is_usual]
-    assert len(left) <= 4
-    assert any(known[-interval:]) or interval == 4
-
-
-@pytest.mark.slow
-@given(st.lists(st.booleans(), min_size=300, max_size=300))
-def test_irregular_rounds_are_left_ever_less_often(came: list[bool]) -> None:
-    known = known_along(Course(), came)
-    left = sum(k and not usual for k, usual in zip(known, came, strict=True))
-    assert left <= 300 / 8 + 8
-
 
 # ---- any programs -------------------------------------------------------------------------------
 
@@ -146,32 +94,10 @@ def train_as_plain_torch(
     stage: int,
     settings: dict[str, Any],
     meets: bool = False,
-    asks: bool = True,
-) -> list[bool]:
-    """Record whether each round was steady when it began.
-
-    Without `asks`, ranks cannot ask each other for weights beside their plans.
-    """
-    here = Bell.here if asks else lambda: None
-    with patch.object(Bell, "here", here), patch.object(asking, "PATIENCE_S", 0.05):
-        return _steady_of(updates, stage, settings, meets)
-
-
-def _steady_of(
-    updates: Sequence[Sequence[Sequence[Micro]]], stage: int, settings: dict[str, Any], meets: bool
-) -> list[bool]:
+) -> None:
     model = blocks()
     changes = {"zero_optimization": {**CUT, **settings, "stage": stage}}
-    accumulation = len(updates[0])
-    engine = engine_of(stage, model, gradient_accumulation_steps=accumulation, **changes)
-    rounds_, steady = engine._parts.runtime.gathering.rounds, []
-    begin = rounds_._begin_round
-
-    def note() -> None:
-        begin()
-        steady.append(rounds_.is_steady)
-
-    rounds_._begin_round = note
+    engine = engine_of(stage, model, gradient_accumulation_steps=len(updates[0]), **changes)
     train(engine, model, updates, meets=meets)
     assert not [
         bucket
@@ -181,19 +107,17 @@ def _steady_of(
     state = {name: value.cpu() for name, value in engine.state_dict().items()}
     assert_close(state, plain_after(updates))
     engine.destroy()
-    return steady
 
 
 WORLD = 2
-CALM = [[[Micro()] * WORLD]]
 
 
 def with_one(micros: Sequence[Micro], accumulation: int = 1, at: int = 0) -> Any:
-    """Steady updates, one in which a micro-step is another one, and more of the usual ones."""
+    """Usual updates, one in which a micro-step is another one, and more of the usual ones."""
     usual = [[[Micro()] * WORLD for _ in range(accumulation)]]
     odd = [list(row) for row in usual[0]]
     odd[at] = list(micros)
-    return [*usual * 4, odd, *usual * 4]
+    return [*usual * 2, odd, *usual * 2]
 
 
 def all_do(**what: Any) -> list[Micro]:
@@ -229,15 +153,12 @@ USUAL = ("another branch", "all less", "one raises, one strays", "evaluation bet
 
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", often(ODD, *USUAL))
-def test_a_steady_round_may_be_left(odd: str, ranks: RankPools) -> None:
+def test_one_micro_step_may_be_another(odd: str, ranks: RankPools) -> None:
     at = list(ODD).index(odd)
     for stage, accumulation, where in ((3, 1, 0), (3, 3, at % 3), (at % 3, 3, 2)):
         settings = DROPS if at % 2 else {}
         updates = with_one(ODD[odd], accumulation, where)
-        for asks in (True, False)[: 2 if stage == 3 else 1]:
-            given = updates, stage, settings, False, asks
-            for steady in ranks(WORLD).run(train_as_plain_torch, *given):
-                assert any(steady)
+        ranks(WORLD).run(train_as_plain_torch, updates, stage, settings)
 
 
 @pytest.mark.slow_cells(
@@ -262,8 +183,7 @@ def test_a_steady_round_may_be_left(odd: str, ranks: RankPools) -> None:
 def test_others_may_wait_in_a_collective_of_their_own(
     odd: str, settings: dict[str, Any], ranks: RankPools
 ) -> None:
-    for steady in ranks(WORLD).run(train_as_plain_torch, with_one(ODD[odd]), 3, settings, True):
-        assert any(steady)
+    ranks(WORLD).run(train_as_plain_torch, with_one(ODD[odd]), 3, settings, True)
 
 
 def random_updates(seed: int, world: int) -> Any:
@@ -282,8 +202,8 @@ def random_updates(seed: int, world: int) -> Any:
         return row
 
     updates: list[Any] = []
-    while len(updates) < 14:
-        for _ in range(chance.randrange(3, 6)):
+    while len(updates) < 12:
+        for _ in range(chance.randrange(1, 4)):
             updates.append([[Micro()] * world for _ in range(accumulation)])
         wild = [[Micro()] * world for _ in range(accumulation)]
         for _ in range(chance.randrange(1, 3)):
@@ -298,64 +218,8 @@ def test_any_programs_train_as_plain_torch_does(seed: int, ranks: RankPools) -> 
     world = 2 + seed % 2
     settings = [{}, DROPS, {"stage3_prefetch_bucket_size": 1}][seed % 3]
     updates = random_updates(seed, world)
-    ranks(world).run(train_as_plain_torch, updates, 3, settings, False, False)
-    ranks(world).run(train_as_plain_torch, updates, 3, settings, True)
-
-
-# ---- words --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def counted() -> Iterator[list[str]]:
-    """Every exchange between ranks that is no tensor of the model's."""
-    told: list[str] = []
-    codes, sums = agreement.gather_codes_and_least, rounds.sum_
-
-    def note_codes(*given: Any) -> Any:
-        told.append(given[-1])
-        return codes(*given)
-
-    def note_sum(*given: Any) -> None:
-        told.append(given[-1])
-        sums(*given)
-
-    agreement.gather_codes_and_least, rounds.sum_ = note_codes, note_sum
-    try:
-        yield told
-    finally:
-        agreement.gather_codes_and_least, rounds.sum_ = codes, sums
-
-
-def words_of_each_update(stage: int, accumulation: int, interval: int) -> list[int]:
-    """With an evaluation before every so many updates."""
-    model = blocks()
-    changes = {"zero_optimization": {**CUT, "stage": stage}, "gradient_clipping": 1.0}
-    engine = engine_of(stage, model, gradient_accumulation_steps=accumulation, **changes)
-    found = []
-    for update in range(20):
-        with counted() as told:
-            if update and update % interval == 0:
-                act(engine, "evaluation")
-            train(engine, model, [[[Micro()] * comm.get_world_size()] * accumulation])
-        found.append(len(told))
-    engine.destroy()
-    return found
-
-
-@pytest.mark.fast_cells("0")
-@pytest.mark.parametrize("stage", range(4))
-def test_a_steady_round_needs_one_word(stage: int, ranks: RankPools) -> None:
-    for accumulation in (1, 3):
-        for words in ranks(2).run(words_of_each_update, stage, accumulation, 100):
-            assert words[-12:] == [1] * 12
-            assert words[0] > 1
-
-
-def test_regular_evaluations_are_foreseen(ranks: RankPools) -> None:
-    for words in ranks(2).run(words_of_each_update, 3, 1, 6):
-        assert words[9:12] == words[15:18] == [1, 1, 1]
-        # Before its second interval is over the rule is not known: gathers are announced anew.
-        assert words[18] < words[12] < words[6], words
+    for meets in (False, True):
+        ranks(world).run(train_as_plain_torch, updates, 3, settings, meets)
 
 
 # ---- faults -------------------------------------------------------------------------------------
@@ -366,9 +230,6 @@ def fault_of(engine: Any, model: Any, kind: str) -> None:
     if kind == "loss":
         with pytest.raises(LossError, match="expects a scalar"):
             engine.backward(engine(inputs_of(50)))
-    elif kind == "loss and step":
-        fault_of(engine, model, "loss")
-        engine.step()
     elif kind == "left out":
         engine(inputs_of(50))
         with pytest.raises(UsageError, match="has no gradients"):
@@ -378,27 +239,23 @@ def fault_of(engine: Any, model: Any, kind: str) -> None:
         with pytest.raises(FloatingPointError):
             engine.backward(engine(inputs_of(50)).square().mean())
         handle.remove()
-        engine.zero_grad()
 
 
 def go_on_after_a_fault(stage: int, kind: str) -> None:
-    """One rank is at fault in a steady round: the others hear of it before their update."""
+    """One rank is at fault: the others hear of it in the same backward."""
     model = blocks()
     engine = engine_of(stage, model, zero_optimization={**CUT, "stage": stage})
     usual = [[[Micro()] * comm.get_world_size()]]
-    train(engine, model, usual * 4)
-    assert engine._parts.runtime.gathering.rounds.is_steady
+    train(engine, model, usual * 3)
     if comm.get_rank() == 1:
         fault_of(engine, model, kind)
     else:
-        engine.backward(engine(inputs_of(50)).square().mean())
-        with pytest.raises(LossError, match="skipped on all ranks"):
-            engine.step()
-    assert all(g.state is Arrival.EMPTY for g in engine._parts.runtime.gradients) or (
-        kind == "backward" and comm.get_rank() == 1
-    )
-    train(engine, model, usual * 4)
-    assert_close(engine.state_dict(), plain_after_rows(usual * 4, 2))
+        told = "raised on another rank" if kind == "backward" else "was refused or not called"
+        with pytest.raises(LossError, match=told):
+            engine.backward(engine(inputs_of(50)).square().mean())
+    assert all(g.state is Arrival.EMPTY for g in engine._parts.runtime.gradients)
+    train(engine, model, usual * 3)
+    assert_close(engine.state_dict(), plain_after_rows(usual * 3, 2))
     engine.destroy()
 
 
@@ -416,23 +273,23 @@ def plain_after_rows(updates: Any, times: int) -> dict[str, Any]:
 
 
 @pytest.mark.fast_cells("0-left out", "2-loss")
-@pytest.mark.parametrize("kind", ["loss", "loss and step", "left out", "backward"])
+@pytest.mark.parametrize("kind", ["loss", "left out", "backward"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_fault_on_one_rank_is_told_before_the_update(
+def test_a_fault_on_one_rank_is_told_in_that_backward(
     stage: int, kind: str, ranks: RankPools
 ) -> None:
     ranks(2).run(go_on_after_a_fault, stage, kind)
 
 
 def accumulate_around_a_fault(stage: int) -> None:
-    """The micro-step of a refused loss is over: the ranks stay in step."""
+    """A loss that one rank refuses is none on all: the ranks stay in step."""
     model = blocks()
     changes = {"zero_optimization": {**CUT, "stage": stage}}
     engine = engine_of(stage, model, gradient_accumulation_steps=3, **changes)
     usual = [[[Micro()] * comm.get_world_size()] * 3]
-    train(engine, model, usual * 4)
+    train(engine, model, usual * 2)
     told = 0
-    for micro in range(3):
+    for micro in range(4):
         try:
             outputs = engine(inputs_of(micro))
             is_bad = micro == 1 and comm.get_rank() == 1
@@ -440,29 +297,28 @@ def accumulate_around_a_fault(stage: int) -> None:
             engine.step()
         except LossError:
             told += 1
-    assert told == 1 + comm.get_rank()
-    assert engine.micro_steps == 15
-    assert engine.global_steps == 4
-    train(engine, model, usual * 3)
-    assert engine.global_steps == 7
+    assert told == 1
+    assert engine.micro_steps == 9
+    assert engine.global_steps == 3
+    train(engine, model, usual * 2)
+    assert engine.global_steps == 5
     engine.destroy()
 
 
 @pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_refused_micro_step_counts(stage: int, ranks: RankPools) -> None:
+def test_a_refused_micro_step_is_none_on_all_ranks(stage: int, ranks: RankPools) -> None:
     ranks(2).run(accumulate_around_a_fault, stage)
 
 
-def differ_when_steady(stage: int, kind: str) -> str:
+def differ_for_once(stage: int, kind: str) -> str:
     """Programs that differ are told, on every rank."""
     model = blocks()
     settings = {"divergent_ranks": False} if kind == "path" else {}
     changes = {"zero_optimization": {**CUT, **settings, "stage": stage}}
     engine = engine_of(stage, model, gradient_accumulation_steps=2, **changes)
     usual = [[[Micro()] * comm.get_world_size()] * 2]
-    train(engine, model, usual * 5)
-    assert engine._parts.runtime.gathering.rounds.is_steady
+    train(engine, model, usual * 3)
     with pytest.raises(MismatchError) as caught:
         if comm.get_rank() == 1:
             if kind == "boundary":
@@ -486,7 +342,7 @@ def differ_when_steady(stage: int, kind: str) -> str:
 def test_programs_that_differ_are_told_on_all_ranks(kind: str, stage: int) -> None:
     pool = RankPool(2)  # of its own: what one has sent may never be fetched
     try:
-        told = pool.run(differ_when_steady, stage, kind)
+        told = pool.run(differ_for_once, stage, kind)
     finally:
         pool.close()
     told_of = "took different paths" if kind == "path" else "the ranks' programs differ"
@@ -496,13 +352,13 @@ def test_programs_that_differ_are_told_on_all_ranks(kind: str, stage: int) -> No
 # ---- engines that share a process ---------------------------------------------------------------
 
 
-def train_two_engines(stage: int, joint: bool) -> list[bool]:
-    """Each for itself, or with one loss; whether each was steady at the end."""
+def train_two_engines(stage: int, joint: bool) -> None:
+    """Each for itself, or with one loss."""
     models = [blocks(), blocks()]
     changes = {"zero_optimization": {**CUT, "stage": stage}}
     engines = [engine_of(stage, model, **changes) for model in models]
     usual = [[[Micro()] * comm.get_world_size()]]
-    for step in range(7):
+    for step in range(4):
         if not joint:
             for engine, model in zip(engines, models, strict=True):
                 train(engine, model, usual)
@@ -511,18 +367,14 @@ def train_two_engines(stage: int, joint: bool) -> list[bool]:
         sum(one.square().mean() for one in outputs).backward()  # type: ignore[union-attr]
         for engine in engines:
             engine.step()
-    steady = [engine._parts.runtime.gathering.rounds.is_steady for engine in engines]
     first, second = (engine.state_dict() for engine in engines)
     assert_close(first, second)
     for engine in engines:
         engine.destroy()
-    return steady
 
 
 @pytest.mark.fast_cells("True-3")
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("joint", [False, True])
-def test_engines_that_mix_meet_and_others_need_not(
-    joint: bool, stage: int, ranks: RankPools
-) -> None:
-    assert ranks(2).run(train_two_engines, stage, joint) == [[not joint] * 2] * 2
+def test_engines_may_take_turns_or_share_a_loss(joint: bool, stage: int, ranks: RankPools) -> None:
+    ranks(2).run(train_two_engines, stage, joint)
