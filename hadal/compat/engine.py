@@ -301,7 +301,7 @@ class DeepSpeedEngine(Accessors):
 
     def gradient_clipping(self) -> float:
         """Return the maximum gradient norm; 0.0 means no limit."""
-        return self._parts.gradient_clipping
+        return self._parts.config.gradient_clipping
 
     def steps_per_print(self) -> Any:
         """Return the number of updates between progress lines; infinity if there are none."""

@@ -206,6 +206,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             Parts(
                 model=model,
                 topology=topology,
+                ranks=topology.sharding,
                 sharded=sharded,
                 runtime=sharded.runtime,
                 hooks=sharded.hooks,
@@ -214,8 +215,6 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
                 casting=casting_of(config, device),
                 scale_rule=scale_rule_of(config, device),
                 skip_overflow=skips_overflow(config, device),
-                gradient_clipping=config.gradient_clipping,
-                computes_norm=config.zero_optimization.compute_grad_norm,
                 batches=batches,
                 clocks=setting.clocks,
                 monitor=opened_monitor(setting),
@@ -225,7 +224,6 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
                 device=device,
                 world=world,
                 saving=saving_of(config),
-                holds_collector=config.disable_python_gc,
                 config=config,
             )
         )

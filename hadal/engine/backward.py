@@ -81,7 +81,8 @@ class Backwards:
     def _around(self, boundary: bool, loss: Tensor | None) -> Iterator[None]:
         """Wrap a backward of `loss` (detached; None if unknown), and count it at the end."""
         state = self._state
-        expect_training(state)
+        if state.training is None:
+            expect_training(state)
         for listener in state.listeners:
             listener.before_backward()
         try:

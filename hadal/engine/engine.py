@@ -68,7 +68,7 @@ class Engine(Checkpoints, StateOffload, nn.Module):
             begin_training(state, parts.training)
         self._updates = Updates(state)
         self._backwards = Backwards(state)
-        self._collector = hold_collector(self) if parts.holds_collector else None
+        self._collector = hold_collector(self) if parts.config.disable_python_gc else None
         self._is_compiled = False
         section = parts.config.checkpoint.on_signal
         self._preemption = (

@@ -55,6 +55,8 @@ class Parts:
 
     model: nn.Module
     topology: Topology
+    ranks: Ranks
+    """The ranks that share the model states."""
     runtime: ZeroRuntime
     hooks: Hooks
     training: Training | None
@@ -62,8 +64,6 @@ class Parts:
     casting: Casting
     scale_rule: ScaleRule
     skip_overflow: bool
-    gradient_clipping: float
-    computes_norm: bool
     batches: BatchSizes
     clocks: Clocks
     monitor: Monitor
@@ -74,14 +74,8 @@ class Parts:
     device: torch.device
     world: Ranks
     saving: Rules
-    holds_collector: bool
     sharded: ShardedModel
     config: Config
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks that share the model states."""
-        return self.topology.sharding
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,8 @@ def measure(parts: Parts, scale: float, *, later: bool = False) -> GradientCheck
     then, because the device decides.
     """
     gradients, model = parts.runtime.gradients, parts.topology.parts
-    limit, norm, rows = parts.gradient_clipping, None, RowNorms()
-    if parts.computes_norm:
+    limit, norm, rows = parts.config.gradient_clipping, None, RowNorms()
+    if parts.config.zero_optimization.compute_grad_norm:
         sharing = parts.topology.sharing
         norm = global_norm(gradients, sharing, model, rows) / scale
     overflowed = None
@@ -253,7 +253,7 @@ class Updates:
     ) -> Options | None:
         """Make the update. Return the options before the schedule's step, for listeners."""
         state, parts = self._state, self._state.parts
-        training = expect_training(state)
+        training = state.training or expect_training(state)
         self._tell_skipped()
         self._look_back()
         parts.runtime.reduce_all()
