@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
@@ -97,62 +96,6 @@ def open_log(config: Config, rank: int) -> None:
 # ---- progress ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Values of one line. Values that are None are left out."""
-
-    number: int
-    """Updates so far."""
-    total: int | None
-    """Updates until the schedule ends."""
-    loss: float | None
-    """The mean of this rank's losses since the line before."""
-    rates: Sequence[float]
-    momenta: Sequence[Any]
-    """Momentum or betas of each param group; 0.0 if it has neither."""
-    norm: float | None
-    samples_per_s: float | None
-    tokens_per_s: float | None
-    update_s: float | None
-    """Seconds of an update, since the line before."""
-    nbytes: int
-    """Memory of this rank: the accelerator's peak, or on a CPU the process's resident memory."""
-    skipped: int
-    """Updates skipped so far."""
-
-    @property
-    def left_s(self) -> float | None:
-        """The seconds until the schedule ends, at the present speed."""
-        if self.total is None or self.update_s is None or self.total <= self.number:
-            return None
-        return (self.total - self.number) * self.update_s
-
-    def __str__(self) -> str:
-        step = f"step {self.number}" if self.total is None else f"step {self.number}/{self.total}"
-        parts = [step]
-        if self.loss is not None:
-            parts.append(f"loss {self.loss:.4g}")
-        if self.rates:
-            parts.append(f"lr {_each(self.rates)}")
-        momenta = [one[0] if isinstance(one, (tuple, list)) else one for one in self.momenta]
-        if any(momenta):
-            parts.append(f"mom {_each(momenta)}")
-        if self.norm is not None:
-            parts.append(f"norm {self.norm:.4g}")
-        if self.tokens_per_s is not None:
-            parts.append(f"{number_of(self.tokens_per_s)} tokens/s")
-        elif self.samples_per_s is not None:
-            parts.append(f"{number_of(self.samples_per_s)} samples/s")
-        if self.update_s is not None:
-            parts.append(f"{duration(self.update_s)}/step")
-        parts.append(f"{self.nbytes / (1 << 30):.2f} GiB")
-        if self.skipped:
-            parts.append(f"{self.skipped} skipped")
-        if self.left_s is not None:
-            parts.append(f"{duration(self.left_s)} left")
-        return ", ".join(parts)
-
-
 def _each(values: Sequence[float]) -> str:
     """Format the different values of param groups."""
     return ", ".join(dict.fromkeys(f"{float(value):.4g}" for value in values))
@@ -233,7 +176,7 @@ class Reporter(Listener):
         if self._every is not None:
             self._add(update)
             if update.number % self._every == 0:
-                _log.info("%s", self._take(update))
+                _log.info("%s", self._line(update))
         if update.number % (self._every or 1) == 0:
             self._log_breakdowns(update.number)
 
@@ -244,36 +187,40 @@ class Reporter(Listener):
         if loss is not None:
             self._losses.append(loss)
 
-    def _take(self, update: Update) -> Progress:
+    def _line(self, update: Update) -> str:
         """Return the next line, and reset the counts. Waits for the device."""
-        rate = self._throughput.take_rate() if self._throughput else None
-        losses = self._losses
-        mean = read_on_host(torch.stack(losses).mean(), "the loss to log") if losses else None
+        momenta = [one[0] if isinstance(one, (tuple, list)) else one for one in update.momenta]
         use = memory_use(self._device)
-        each = self._samples / self._updates
-        said = Progress(
-            number=update.number,
-            total=self._total,
-            loss=None if mean is None else float(mean),
-            rates=update.rates,
-            momenta=update.momenta,
-            norm=update.norm,
-            samples_per_s=rate,
-            tokens_per_s=self._token_rate(rate, update),
-            update_s=each / rate if rate else None,
-            nbytes=use.host if is_host_memory(self._device) else use.device_peak,
-            skipped=update.skipped_updates,
-        )
+        nbytes = use.host if is_host_memory(self._device) else use.device_peak
+        rate = self._throughput.take_rate() if self._throughput else None
+        seconds = self._samples / self._updates / rate if rate else None
+        total, number = self._total, update.number
+        parts = [f"step {number}" if total is None else f"step {number}/{total}"]
+        if self._losses:
+            loss = read_on_host(torch.stack(self._losses).mean(), "the loss to log")
+            parts.append(f"loss {float(loss):.4g}")
+        if update.rates:
+            parts.append(f"lr {_each(update.rates)}")
+        if any(momenta):
+            parts.append(f"mom {_each(momenta)}")
+        if update.norm is not None:
+            parts.append(f"norm {update.norm:.4g}")
+        if rate and self._tokens:
+            # Of all ranks, if their batches are like this one's.
+            tokens = rate * self._tokens * self._readers / self._samples
+            parts.append(f"{number_of(tokens)} tokens/s")
+        elif rate:
+            parts.append(f"{number_of(rate)} samples/s")
+        if seconds:
+            parts.append(f"{duration(seconds)}/step")
+        parts.append(f"{nbytes / (1 << 30):.2f} GiB")
+        if update.skipped_updates:
+            parts.append(f"{update.skipped_updates} skipped")
+        if seconds and total and total > number:
+            parts.append(f"{duration((total - number) * seconds)} left")
         self._losses.clear()
         self._updates = self._samples = self._tokens = 0
-        return said
-
-    def _token_rate(self, rate: float | None, update: Update) -> float | None:
-        """Return tokens per second of all ranks, assuming batches like this rank's."""
-        if rate is None or not self._tokens:
-            return None
-        mine = self._samples / self._readers
-        return rate * self._tokens / mine
+        return ", ".join(parts)
 
     def _log_breakdowns(self, number: int) -> None:
         means = self._clocks.take_means()

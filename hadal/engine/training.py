@@ -218,10 +218,8 @@ def _refuse_clipping(function: str, limit: Any, parameter: nn.Parameter, state: 
     """Raise `UsageError`, or warn once if the engine clips anyway."""
     found = f"torch.nn.utils.{function} got the gradient of {_name_of(parameter, state)}"
     found += ", which the engine holds: .grad is None, so this call clips nothing"
-    where, clipping = (
-        f"rank {state.parts.ranks.rank}: {found}",
-        state.parts.config.gradient_clipping,
-    )
+    where = f"rank {state.parts.ranks.rank}: {found}"
+    clipping = state.parts.config.gradient_clipping
     if function == "clip_grad_value_":
         raise UsageError(
             f"{where}. Clip the norm instead (the key gradient_clipping), or change gradients with"
