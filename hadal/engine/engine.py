@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 _NO_SAVED_HOOKS = "don't yet support saved tensor hooks"
 
 _Engine = TypeVar("_Engine", bound="Engine")
+# Modes of torch.compile that capture CUDA graphs.
+_CAPTURING = ("reduce-overhead", "max-autotune")
 
 
 class Engine(Checkpoints, StateOffload, nn.Module):
@@ -127,7 +129,8 @@ class Engine(Checkpoints, StateOffload, nn.Module):
 
         Raises:
             NotBuiltYetError: `schedule` or `compiled_autograd_enabled` is given.
-            UsageError: `compile_kwargs` has a name that `torch.compile` does not take.
+            UsageError: `compile_kwargs` has a name that `torch.compile` does not take, or asks for
+                CUDA graphs although weights are sharded.
         """
         self._state.expect_alive()
         if schedule is not None:
@@ -147,6 +150,15 @@ class Engine(Checkpoints, StateOffload, nn.Module):
             raise UsageError(
                 f"engine.compile(compile_kwargs=...) got {unknown[0]!r}, expected some of"
                 f" {', '.join(sorted(taken))}; the backend is a separate argument"
+            )
+        settings = options.get("options") or {}
+        captures = options.get("mode") in _CAPTURING or settings.get("triton.cudagraphs")
+        if (captures or backend == "cudagraphs") and self._parts.runtime.gathering.uses.units:
+            raise UsageError(
+                "engine.compile() was asked for CUDA graphs (by mode, options or backend), which"
+                " read weights at fixed addresses, but sharded and offloaded weights are in new"
+                " memory at each use; use the default mode or"
+                ' mode="max-autotune-no-cudagraphs", or ZeRO stage 0, 1 or 2'
             )
         self.module.compile(backend=backend, **options)
         shield_hooks()  # now that the compiler is there

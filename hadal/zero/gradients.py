@@ -44,22 +44,41 @@ class Arrival(Enum):
 class Copies:
     """Copies into the buffers of one accelerator's buckets: one kernel copies many tensors.
 
-    They must be made before a buffer is read or sent.
+    They must be made before a buffer is read or sent. Gradients may arrive in several streams, if
+    parts of the model ran in them: each of these follows the one before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.Stream | None = None
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._nbytes = 0
 
     def add(self, place: Tensor, values: Tensor) -> None:
         """Queue a copy of `values`, which do not change any more, to a place of equal strides."""
+        self.follow()
         self._waiting.append((place, values))
         self._nbytes += values.nbytes
         if self._nbytes >= _WAITING_NBYTES:
             self.make()
 
+    def follow(self) -> None:
+        """Let the current stream follow that of the last gradients, and copy those there."""
+        here, before = torch.accelerator.current_stream(self._device), self._stream
+        if here == before:
+            return
+        self._stream = here
+        if before is not None:
+            with before:
+                self._start()
+            here.wait_stream(before)
+
     def make(self) -> None:
         """Start all queued copies."""
+        self.follow()
+        self._start()
+
+    def _start(self) -> None:
         waiting, self._waiting, self._nbytes = self._waiting, [], 0
         alike: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
         for place, values in waiting:
@@ -72,7 +91,7 @@ class Copies:
 @cache
 def _copies_of(device: torch.device) -> Copies | None:
     """Return a device's copies; None on a CPU, where new gradients are still in the cache."""
-    return None if is_host_memory(device) else Copies()
+    return None if is_host_memory(device) else Copies(device)
 
 
 class HostMean:
@@ -302,6 +321,8 @@ class Gradients:
 
     def _collect(self, index: int, gradient: Tensor) -> None:
         view = self._views[index]
+        if self._copies is not None:
+            self._copies.follow()
         if gradient.data_ptr() != view.data_ptr():
             if self._filled[index]:
                 self._make_copies()

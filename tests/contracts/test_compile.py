@@ -173,7 +173,7 @@ def test_blocks_compiled_after_initialize_are_whole_graphs(stage: int, ranks: Ra
 
 
 def compile_wrongly(kwargs: dict[str, Any]) -> tuple[str, str, bool]:
-    engine = _make(0)
+    engine = _make(3)
     try:
         engine.compile(**kwargs)
     except hadal.HadalError as error:
@@ -190,6 +190,12 @@ def compile_wrongly(kwargs: dict[str, Any]) -> tuple[str, str, bool]:
         ({"compiled_autograd_enabled": True}, "NotBuiltYetError", "not built yet; leave it out"),
         ({"compile_kwargs": {"mood": 1}}, "UsageError", "got 'mood', expected some of disable,"),
         ({"compile_kwargs": {"backend": "eager"}}, "UsageError", "got 'backend'"),
+        ({"compile_kwargs": {"mode": "reduce-overhead"}}, "UsageError", "use the default mode"),
+        (
+            {"compile_kwargs": {"options": {"triton.cudagraphs": True}}},
+            "UsageError",
+            "in new memory at each use",
+        ),
     ],
 )
 def test_unsupported_compile_options_are_refused(

@@ -16,8 +16,10 @@ from ranks import RankPools
 from torch import Tensor, nn
 
 import hadal
+import npu
 from hadal.comm import get_rank
 from hadal.optim.muon import orthogonalized
+from hadal.zero.gradients import Copies
 
 from . import runs
 
@@ -259,3 +261,21 @@ def test_weights_may_lie_column_by_column(stage: int, npus: RankPools, ranks: Ra
     config = runs.config(stage, "bf16")
     wanted = ranks(2).run(runs.trained_turned, config)
     same(npus(2).run(runs.trained_turned, config), wanted)
+
+
+def _in_several_streams() -> list[float]:
+    """Gradients that were computed in two streams, collected in the second."""
+    device = torch.device("npu", 0)
+    copies, side = Copies(device), torch.Stream(device)
+    with npu.asynchronous():
+        place = torch.zeros(4, device=device)
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            copies.add(place[:2], torch.full((2,), 3.0, device=device).mul_(2))
+        copies.add(place[2:], torch.full((2,), 5.0, device=device))
+        copies.make()
+        return list(place.tolist())
+
+
+def test_gradients_of_several_streams_are_collected_in_turn(npus: RankPools) -> None:
+    assert npus(1).run(_in_several_streams) == [[6.0, 6.0, 5.0, 5.0]]
