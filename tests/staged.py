@@ -74,6 +74,7 @@ class StagedGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
+        self._store = store
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("staged", store), rank, size, timeout)
         self._stream: torch.Stream | None = None
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -91,6 +92,10 @@ class StagedGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         """Name of the group."""
         return self.pg_name
+
+    def get_group_store(self) -> dist.Store:
+        """Return the store by which its ranks have met."""
+        return self._store
 
     def barrier(self, options: Any = None) -> Any:
         """Let the hosts wait for each other."""

@@ -18,6 +18,7 @@ from peers.overlap import Interval, Overlap, common, measured, union
 _COMMUNICATION = ("nccl", "rccl", "oneccl", "gloo")
 # Computation on a CPU: matrix products are most of it, and contain no other range.
 _CPU_COMPUTE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product")
+_TRACED = ("cuda", "xpu")
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "hipLaunchKernel", "hipModuleLaunchKernel")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 ALLOCATIONS = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaHostRegister")
@@ -44,9 +45,8 @@ def traced(act: Callable[[], object], *, with_host: bool = False) -> list[Event]
     Without an accelerator they are the host's operations.
     """
     device = current_device()
-    chosen = [ProfilerActivity.CPU] if with_host or device.type == "cpu" else []
-    if device.type in ("cuda", "xpu"):
-        chosen.append(getattr(ProfilerActivity, device.type.upper()))
+    there = [getattr(ProfilerActivity, device.type.upper())] if device.type in _TRACED else []
+    chosen = [ProfilerActivity.CPU, *there] if with_host or not there else there
     synchronize(device)
     with profile(activities=chosen) as profiler:
         act()
