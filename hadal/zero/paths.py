@@ -1,7 +1,7 @@
-"""Known paths of forward and backward through the model: traces and plans.
+"""Known paths of forward and backward through the model: traces, predictions and plans.
 
-All ranks learn the same at the same moments, so nothing here communicates, except to report where
-their paths differ. `foresight.py` predicts the next trace.
+All ranks learn the same at the same moments, and predict the same, so nothing here communicates,
+except to report where their paths differ.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -17,10 +18,8 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects, max_
 from hadal.errors import MismatchError
 from hadal.zero.agreement import Met
-from hadal.zero.foresight import Foresight
-from hadal.zero.planner import Plan, plan
+from hadal.zero.planner import Kind, Plan, Trace, Use, digest_of, plan
 from hadal.zero.policy import Divergence, Limits
-from hadal.zero.trace import Kind, Trace, Use, describe_parting, digest_of
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +28,17 @@ _PATH_BITS, _MOMENT_BITS = 36, 20
 # Plans differ by the buckets gathered when they begin and by the trace that follows: there are few.
 _PLANS = 128
 _NOTHING = Trace(())
+
+# A prediction earns credit when it comes true and loses credit when it does not; it starts with the
+# most. Without credit (after three failures in a row, or more than one in four) it is not used.
+_EARNED, _COST, _CREDIT = 1, 3, 9
+# The number of contexts of one kind that are remembered.
+_CONTEXTS = 48
+
+# The paths of the two preceding passes; `_ANY` matches every path.
+_Context = tuple[int | None, int | None]
+_ANY = -1
+_LAST_RESORT: _Context = (_ANY, _ANY)
 
 
 class Walk:
@@ -104,6 +114,102 @@ class Walk:
         return path << _MOMENT_BITS | moments
 
 
+@dataclass(slots=True)
+class _Memory:
+    """The trace that followed some context."""
+
+    trace: Trace
+    credit: int = _CREDIT
+    is_doubted: bool = False
+    """True: another trace followed the last time; if one does again, it replaces this one."""
+
+
+class Predictor:
+    """A memory of which trace followed which.
+
+    A forward is predicted from the two before it, so that two alternating models, or two steps of
+    each, are distinguished; if this order is new, from the one before it; otherwise the latest
+    trace is predicted. A backward is predicted from its forward, or from the backward just before.
+    """
+
+    def __init__(self) -> None:
+        self._memories: dict[Kind, dict[_Context, _Memory]] = {kind: {} for kind in Kind}
+        self._history: dict[Kind, _Context] = dict.fromkeys(Kind, (None, None))
+
+    def forget(self, kind: Kind) -> None:
+        """Forget the traces of a kind, because the next ones will differ."""
+        self._memories[kind].clear()
+
+    def expected(self, kind: Kind) -> Trace | None:
+        """Return the trace to plan for; None if none is known or predictions failed too often."""
+        memory = self._memory(kind)
+        return None if memory is None or memory.credit <= 0 else memory.trace
+
+    def likely(self, kind: Kind, before: Trace | None = None) -> Trace | None:
+        """Return the trace that may come next, or the backward that may follow `before`, if any."""
+        if before is None:
+            memory = self._memory(kind)
+        else:
+            memory = self._memories[kind].get((before.path_digest, None))
+        return None if memory is None else memory.trace
+
+    def came(
+        self, kind: Kind, trace: Trace | None, *, has_held: bool | None, is_learned: bool = True
+    ) -> bool:
+        """Record the end of a pass.
+
+        Args:
+            kind: its kind.
+            trace: the trace of all ranks; None if the ranks took different paths.
+            has_held: True if the prediction came true; None if nothing was planned.
+            is_learned: True if the trace may occur again.
+
+        Returns:
+            True if the prediction will not be used any more.
+        """
+        memory = self._memory(kind)
+        if memory is not None and has_held is not None:
+            earned = _EARNED if has_held else -_COST
+            memory.credit = min(_CREDIT, memory.credit + earned)
+        if trace is not None and is_learned:
+            self._learn(kind, trace, surprises=has_held is False)
+        self._note(kind, None if trace is None else trace.path_digest)
+        return memory is not None and memory.credit <= 0
+
+    def _contexts(self, kind: Kind) -> list[_Context]:
+        """Return the contexts to search, the nearest first."""
+        nearest = self._history[kind]
+        if kind is Kind.BACKWARD:
+            return [nearest]
+        return [nearest, (_ANY, nearest[1]), _LAST_RESORT]
+
+    def _memory(self, kind: Kind) -> _Memory | None:
+        memories = self._memories[kind]
+        found = (memories[context] for context in self._contexts(kind) if context in memories)
+        return next(found, None)
+
+    def _learn(self, kind: Kind, trace: Trace, *, surprises: bool) -> None:
+        memories = self._memories[kind]
+        if len(memories) >= _CONTEXTS:
+            memories.clear()
+        for context in self._contexts(kind):
+            known = memories.setdefault(context, _Memory(trace))
+            is_other = known.trace != trace
+            known.is_doubted = (
+                is_other and surprises and not known.is_doubted and context != _LAST_RESORT
+            )
+            if not known.is_doubted:
+                known.trace = trace
+
+    def _note(self, kind: Kind, path: int | None) -> None:
+        if kind is Kind.BACKWARD:
+            self._history[kind] = (self._history[kind][0], path)
+            return
+        self._history[kind] = (self._history[kind][1], path)
+        if kind is Kind.FORWARD:
+            self._history[Kind.BACKWARD] = (path, None)
+
+
 class Paths:
     """The traces that all ranks agree on, and the plans made of them."""
 
@@ -113,14 +219,14 @@ class Paths:
         self._divergence = divergence
         self._names: Sequence[str] = ()
         self._numels: Sequence[int] = ()
-        self._foresight = Foresight()
+        self._predictor = Predictor()
         self._plans: dict[tuple[int, int, frozenset[int]], Plan] = {}
         self._has_reported = False
 
     def restart(self, names: Sequence[str], numels: Sequence[int]) -> None:
         """Forget everything but the buckets' names and elements."""
         self._names, self._numels = names, numels
-        self._foresight = Foresight()
+        self._predictor = Predictor()
         self._plans.clear()
 
     def plan_for(self, kind: Kind, held: frozenset[int], *, last: bool) -> Plan | None:
@@ -128,7 +234,7 @@ class Paths:
 
         `last`: no gathered bucket is needed after the end.
         """
-        trace = self._foresight.expected(kind)
+        trace = self._predictor.expected(kind)
         if trace is None:
             return None
         following = _NOTHING if last else self._following(kind, trace)
@@ -144,15 +250,15 @@ class Paths:
         if kind is Kind.EVALUATION:
             return trace
         if kind is Kind.FORWARD:
-            known = self._foresight.likely(Kind.BACKWARD, trace)
+            known = self._predictor.likely(Kind.BACKWARD, trace)
         else:
-            known = self._foresight.likely(Kind.FORWARD)
+            known = self._predictor.likely(Kind.FORWARD)
         reverse = enumerate(reversed(trace.path))
         return known or Trace(tuple(Use(bucket, at + 1) for at, bucket in reverse))
 
     def forget(self, kind: Kind) -> None:
         """Forget a kind's traces, on all ranks alike; they will be recorded again."""
-        self._foresight.forget(kind)
+        self._predictor.forget(kind)
 
     def settle(self, walk: Walk, trace: Trace, met: Met) -> None:
         """Learn from the end of a pass, at which all ranks have met.
@@ -162,10 +268,10 @@ class Paths:
         """
         outcomes = {word >> _MOMENT_BITS for word in met.words}
         is_alike = len(outcomes) == 1
-        planned = self._foresight.expected(walk.kind) if walk.plan else None
+        planned = self._predictor.expected(walk.kind) if walk.plan else None
         has_left = any(outcome & 2 for outcome in outcomes)
         if planned and not has_left and not (is_alike and trace.path != planned.path):
-            self._foresight.came(walk.kind, planned, has_held=True)
+            self._predictor.came(walk.kind, planned, has_held=True)
             if any(word & 1 for word in met.words):
                 self.forget(walk.kind)  # the next plan waits for the late gradients
             if not is_alike:
@@ -174,7 +280,7 @@ class Paths:
         seen = None
         if is_alike:
             seen = trace if met.is_alike or walk.has_learned else self._joined(trace)
-        gives_up = self._foresight.came(
+        gives_up = self._predictor.came(
             walk.kind, seen, has_held=False if walk.plan else None, is_learned=not walk.has_learned
         )
         if not is_alike:
@@ -234,3 +340,19 @@ class Paths:
                 else " (reported once; zero_optimization.log_trace_cache_warnings reports each)",
             )
         self._has_reported = True
+
+
+def describe_parting(
+    paths: Sequence[Sequence[int]], owners: Sequence[str], names: Sequence[str]
+) -> str:
+    """Describe where paths first differ: the name of the bucket that each owner used there."""
+    common, longest = 0, max(map(len, paths))
+    # Equal paths end together.
+    while common < longest and len({tuple(path[common : common + 1]) for path in paths}) == 1:
+        common += 1
+    after = f"after {names[paths[0][common - 1]]}" if common else "at the beginning"
+    went = [
+        f"{owner} {'used ' + names[path[common]] if common < len(path) else 'reached the end'}"
+        for owner, path in zip(owners, paths, strict=True)
+    ]
+    return f"{after}, {'; '.join(went)}"

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hadal.zero.planner import kept_until_backward, plan
+from hadal.zero.planner import Use, kept_until_backward, plan
 from hadal.zero.policy import Limits
-from hadal.zero.trace import Use
 
 patient = settings(deadline=None)  # the machine may be busy
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.zero.foresight import Foresight
-from hadal.zero.trace import Kind, Trace, Use, describe_parting
+from hadal.zero.paths import Predictor, describe_parting
+from hadal.zero.planner import Kind, Trace, Use
 
 # A path for each letter, forward and back.
 FORWARDS = {x: Trace(tuple(Use(b, b + 1) for b in range(n))) for n, x in enumerate("ABCD", 1)}
@@ -16,21 +16,21 @@ def back(trace: Trace) -> Trace:
     return Trace(tuple(Use(b, at + 1) for at, b in enumerate(reversed(trace.path))))
 
 
-def step(foresight: Foresight, kind: Kind, trace: Trace) -> bool | None:
+def step(predictor: Predictor, kind: Kind, trace: Trace) -> bool | None:
     """Report whether each prediction came true; None without a prediction."""
-    expected = foresight.expected(kind)
+    expected = predictor.expected(kind)
     has_held = None if expected is None else expected.path == trace.path
-    foresight.came(kind, expected if has_held else trace, has_held=has_held)
+    predictor.came(kind, expected if has_held else trace, has_held=has_held)
     return has_held
 
 
-def play(letters: str, foresight: Foresight | None = None) -> list[tuple[bool | None, bool | None]]:
+def play(letters: str, predictor: Predictor | None = None) -> list[tuple[bool | None, bool | None]]:
     """For each letter, how its forward and its backward were expected."""
-    foresight = foresight or Foresight()
+    predictor = predictor or Predictor()
     return [
         (
-            step(foresight, Kind.FORWARD, FORWARDS[letter]),
-            step(foresight, Kind.BACKWARD, back(FORWARDS[letter])),
+            step(predictor, Kind.FORWARD, FORWARDS[letter]),
+            step(predictor, Kind.BACKWARD, back(FORWARDS[letter])),
         )
         for letter in letters
     ]
@@ -56,10 +56,10 @@ def test_a_turn_that_two_steps_tell_is_foreseen(turn: str) -> None:
 @given(st.text("ABCD", max_size=40))
 def test_after_anything_one_path_is_foreseen_again(letters: str) -> None:
     """Whatever came before, unless it has used up all credit; then nothing is planned."""
-    foresight = Foresight()
-    play(letters, foresight)
-    assert play("A" * 6, foresight)[-1][0] in (True, None)
-    assert play("A", foresight)[0][1] is True
+    predictor = Predictor()
+    play(letters, predictor)
+    assert play("A" * 6, predictor)[-1][0] in (True, None)
+    assert play("A", predictor)[0][1] is True
 
 
 @given(st.text("AB", min_size=100, max_size=200), st.integers(0, 2**32))
@@ -86,30 +86,30 @@ def test_examples() -> None:
 
 
 def test_what_parted_is_not_learned() -> None:
-    foresight = Foresight()
-    play("AA", foresight)
-    foresight.came(Kind.FORWARD, None, has_held=False)
-    assert foresight.expected(Kind.FORWARD) == FORWARDS["A"]
-    assert foresight.expected(Kind.BACKWARD) is None
-    foresight.forget(Kind.FORWARD)
-    assert foresight.expected(Kind.FORWARD) is None
+    predictor = Predictor()
+    play("AA", predictor)
+    predictor.came(Kind.FORWARD, None, has_held=False)
+    assert predictor.expected(Kind.FORWARD) == FORWARDS["A"]
+    assert predictor.expected(Kind.BACKWARD) is None
+    predictor.forget(Kind.FORWARD)
+    assert predictor.expected(Kind.FORWARD) is None
 
 
 def test_kinds_do_not_mix() -> None:
-    foresight = Foresight()
-    play("AA", foresight)
-    assert foresight.expected(Kind.EVALUATION) is None
-    step(foresight, Kind.EVALUATION, FORWARDS["B"])
-    assert play("A", foresight) == [(True, True)]
-    assert foresight.expected(Kind.EVALUATION) == FORWARDS["B"]
+    predictor = Predictor()
+    play("AA", predictor)
+    assert predictor.expected(Kind.EVALUATION) is None
+    step(predictor, Kind.EVALUATION, FORWARDS["B"])
+    assert play("A", predictor) == [(True, True)]
+    assert predictor.expected(Kind.EVALUATION) == FORWARDS["B"]
 
 
 def test_memory_is_bounded() -> None:
-    foresight = Foresight()
+    predictor = Predictor()
     for number in range(200):
         trace = Trace(tuple(Use(b, b + 1) for b in range(number % 97)))
-        foresight.came(Kind.FORWARD, trace, has_held=None)
-    assert len(foresight._memories[Kind.FORWARD]) <= 50
+        predictor.came(Kind.FORWARD, trace, has_held=None)
+    assert len(predictor._memories[Kind.FORWARD]) <= 50
 
 
 def test_paths_that_do_not_part_are_told_to_end_together() -> None:
