@@ -24,7 +24,7 @@ from typing import Any
 from peers.install import DEFAULT_ENVIRONMENT, is_installed
 from peers.launch import deepspeed_interpreter
 
-from hadal.config.aio import Aio
+from hadal.config.offload import Aio
 from hadal.offload import DiskStore
 from hadal.plugins.autotuning.disk import SpeedTest
 

@@ -79,9 +79,9 @@ def bounds_of(source: str) -> Bounds:
 def _section(source: str) -> Elasticity:
     """Return the section by itself, whether it is on or not."""
     from hadal.config import load_config
+    from hadal.config.elasticity import elastic_faults
     from hadal.config.reading import read
     from hadal.config.report import written
-    from hadal.config.rules.sections import elastic_faults
 
     name, raw = read(source)
     if not isinstance(raw.get("elasticity"), dict):
@@ -92,7 +92,7 @@ def _section(source: str) -> Elasticity:
     alone = {"elasticity": {**raw["elasticity"], "enabled": False}, "train_batch_size": 1}
     section = load_config(alone).elasticity
     assert section is not None  # it was given
-    faults = tuple(elastic_faults(section))
+    faults = elastic_faults(section)
     if faults:
         raise ConfigError(written(name, faults), faults)
     return section

@@ -93,14 +93,14 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         ConfigError: there is no configuration to show.
     """
-    from hadal.config.load import Circumstances, examine
+    from hadal.config.load import examine
     from hadal.config.reading import read
     from hadal.config.report import written
     from hadal.errors import ConfigError
 
     _, raw = read(parsed.config)
     _know_types(raw)
-    found = examine(parsed.config, Circumstances(parsed.world_size))
+    found = examine(parsed.config, world_size=parsed.world_size)
     faults = faults_of(found)
     hidden = () if parsed.all else unused(found.config)
     table = [
@@ -147,12 +147,12 @@ def _hint(found: Examined, raw: Mapping[str, Any]) -> str:
 
 def _know_types(raw: Mapping[str, Any]) -> None:
     """Import torch if the optimizer or the schedule may be a class that only a newer one has."""
-    from hadal.config import torch_names
     from hadal.config.optimizer import canonical_type
     from hadal.config.optimizer_kinds import KINDS
     from hadal.config.scheduler import PARAMS as SCHEDULES
+    from hadal.config.scheduler import TORCH_SCHEDULES
 
-    known = {*KINDS, *SCHEDULES, *torch_names.SCHEDULES, "auto"}
+    known = {*KINDS, *SCHEDULES, *TORCH_SCHEDULES, "auto"}
     for name in ("optimizer", "scheduler"):
         section = raw.get(name)
         kind = canonical_type(section.get("type")) if isinstance(section, Mapping) else None

@@ -8,8 +8,7 @@ from packaging.version import Version
 
 from hadal.comm.start import env_world_size
 from hadal.config import load_config
-from hadal.config.elasticity import Elasticity, choice_of, micro_for
-from hadal.config.rules.sections import elastic_faults
+from hadal.config.elasticity import Elasticity, choice_of, elastic_faults, micro_for
 from hadal.errors import ConfigError
 
 _FIRST = Version("0.3.8")

@@ -1,11 +1,13 @@
 """`activation_checkpointing`: recomputing activations instead of storing them."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from annotated_types import Gt
 
-from hadal.config.section import Section, key
+from hadal.config.section import Section, key, rule
 from hadal.config.values import Boolean, Integer, Number, Texts
+from hadal.errors import Fault
 
 
 class ActivationCheckpointing(Section):
@@ -58,3 +60,28 @@ class ActivationCheckpointing(Section):
             or self.synchronize_checkpoint_boundary
             or self.profile
         )
+
+    @rule("number_checkpoints")
+    def _contiguous_inputs(self) -> Iterator[Fault]:
+        if self.contiguous_memory_optimization:
+            if self.number_checkpoints is None:
+                yield Fault(
+                    "number_checkpoints",
+                    "required by contiguous_memory_optimization: set the number of recomputed"
+                    " blocks",
+                )
+            if not self.partition_activations:
+                yield Fault(
+                    "contiguous_memory_optimization",
+                    "needs partition_activations; enable that too",
+                )
+
+    @rule("memory_budget")
+    def _size_of_budget(self) -> Iterator[Fault]:
+        budget = self.memory_budget
+        if budget is not None and 1 < budget < 1 << 20:
+            yield Fault(
+                "memory_budget",
+                f"{budget:g} is neither a fraction of the device (up to 1, such as 0.9) nor a"
+                " number of bytes that a model can need (a MiB or more); set one of the two",
+            )

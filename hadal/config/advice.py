@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hadal.config.aio import Aio
 from hadal.config.compression import ActivationQuantizationSection
 from hadal.config.data_efficiency import DataEfficiency
+from hadal.config.offload import Aio
 from hadal.config.precision import Amp
 from hadal.config.report import Report
-from hadal.config.rules.precision import scales_by_fp16
+from hadal.config.rules import scales_by_fp16
 from hadal.config.section import Section, default_of
 from hadal.config.sparse_attention import KEYS, SparseAttention
 from hadal.config.top_level import Config

@@ -1,13 +1,14 @@
 """`autotuning`: the search for the fastest configuration, and the measurement of one experiment."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import MinLen
 from pydantic import BeforeValidator
 
-from hadal.config.section import NULL_IS_DEFAULT, Section, key
+from hadal.config.section import NULL_IS_DEFAULT, Section, Switched, key, rule
 from hadal.config.values import Boolean, Integer, Spelled, Text
+from hadal.errors import Fault
 
 METRIC_PATH, MODEL_INFO_PATH = "autotuning_metric.json", "autotuning_model_info.json"
 """Default files for a run's measurements."""
@@ -35,14 +36,13 @@ class ModelInfo(Section):
     num_layers: Integer | None = key(None, "Number of layers; recorded in model_info.json.", ge=0)
 
 
-class Autotuning(Section):
+class Autotuning(Switched):
     """Measures a few updates under each of several configurations; see docs/autotuning.md.
 
     `hadal run --autotuning tune` searches; `--autotuning run` searches and then trains with the
     best configuration.
     """
 
-    switch: ClassVar[str | None] = "enabled"
     renamed: ClassVar[Mapping[str, str]] = {
         "start_step": "start_profile_step",
         "end_step": "end_profile_step",
@@ -134,3 +134,11 @@ class Autotuning(Section):
         f"File for the measurements of model_info.profile; null: {MODEL_INFO_PATH}. The search "
         "sets it.",
     )
+
+    @rule("start_profile_step", "end_profile_step")
+    def _steps_in_order(self) -> Iterator[Fault]:
+        first, last = self.start_profile_step, self.end_profile_step
+        if last < first:
+            yield Fault(
+                "end_profile_step", f"{last} is before start_profile_step {first}; raise it"
+            )

@@ -1,18 +1,19 @@
 """`compression_training`, and the sections of its first form: quantizing and pruning a model."""
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, TypeAlias
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator
 
-from hadal.config.section import NO_EFFECT, Section, key, section
+from hadal.config.plain import shown
+from hadal.config.section import NO_EFFECT, Section, Switched, key, rule, section, under
 from hadal.config.values import Boolean, Integer, Integers, Number, Text, TextOrTexts, Texts, whole
+from hadal.errors import Fault
 
 
-class Eigenvalue(Section):
+class Eigenvalue(Switched):
     """The dominant eigenvalue of each block's Hessian, by power iteration."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Compute eigenvalues. Requires layer_num.")
     verbose: Boolean = key(False, "Log each one.")
@@ -80,6 +81,20 @@ class QuantizeTraining(Section):
         Eigenvalue, "Curvature of blocks, which makes their bits fall more slowly."
     )
 
+    @rule()
+    def _bits(self) -> Iterator[Fault]:
+        if not self.enabled:
+            return
+        bits, given = self.quantize_bits, self.quantize_algo.model_fields_set
+        kind = self.quantize_algo.q_type if "q_type" in given else self.quantize_type
+        here = "quantize_bits.target_bits"
+        if bits.target_bits > bits.start_bits:
+            yield Fault(here, f"{bits.target_bits} is more than start_bits {bits.start_bits}")
+        elif bits.target_bits <= 2 and kind != "symmetric":
+            yield Fault(here, f'{bits.target_bits} needs quantize_algo.q_type "symmetric"')
+        elif bits.target_bits <= 2 and self.quantize_algo.rounding != "nearest":
+            yield Fault(here, f'{bits.target_bits} needs quantize_algo.rounding "nearest"')
+
 
 _Symmetry: TypeAlias = Literal["symmetric", "asymmetric"]
 _Related: TypeAlias = tuple[Texts, ...]
@@ -95,10 +110,8 @@ _KEPT = "Fraction to keep."
 _GROUPS = "Maps a free name to a group: its modules and settings."
 
 
-class LayerReduction(Section):
+class LayerReduction(Switched):
     """A shallower student initialized from some of the teacher's layers."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(
         False, "Let `init_compression` copy the teacher's layers into the student."
@@ -110,11 +123,20 @@ class LayerReduction(Section):
     teacher_layer: Integers | None = key(None, "Teacher layers to copy, from 0. Required.")
     other_module_name: Texts | None = key(None, "Other modules to copy.")
 
+    @rule()
+    def _layers(self) -> Iterator[Fault]:
+        if not self.enabled:
+            return
+        yield from self.needs("module_name_prefix", "teacher_layer")
+        kept, chosen = self.keep_number_layer, self.teacher_layer
+        if kept is not None and chosen is not None and kept != len(chosen):
+            yield Fault(
+                "keep_number_layer", f"{kept}, but teacher_layer names {len(chosen)} layers"
+            )
 
-class MixedQuantize(Section):
+
+class MixedQuantize(Switched):
     """A blend of unquantized and quantized weights."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Blend; without quantize_weight_in_forward.")
     quantize_change_ratio: Number = key(
@@ -122,10 +144,8 @@ class MixedQuantize(Section):
     )
 
 
-class WeightQuantizationShared(Section):
+class WeightQuantizationShared(Switched):
     """Settings shared by all groups of weights."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Quantize weights. Requires different_groups.")
     schedule_offset: Integer = key(0, _OFFSET, ge=0)
@@ -167,6 +187,28 @@ class _Scope(Section):
     modules: TextOrTexts = key(("*",), _MODULES)
 
 
+class _Technique(Section):
+    """A technique: `shared_parameters`, and `different_groups` of modules."""
+
+    switch = "shared_parameters.enabled"
+
+    @rule()
+    def _groups(self) -> Iterator[Fault]:
+        technique: Any = self
+        shared = technique.shared_parameters
+        # snip_momentum prunes all modules.
+        if not shared.enabled or getattr(shared, "method", "") == "snip_momentum":
+            return
+        yield from self.needs("different_groups")
+        for group, content in (technique.different_groups or {}).items():
+            here, params = f"different_groups.{group}.params", content.params
+            if params is None:
+                yield Fault(here, "required while the technique is on; add it")
+                continue
+            needed = ("start_bits", "target_bits", "bits", "dense_ratio")
+            yield from under(here, params.needs(*(n for n in needed if hasattr(params, n))))
+
+
 class WeightQuantizationGroup(_Scope):
     """One group of weights."""
 
@@ -174,21 +216,40 @@ class WeightQuantizationGroup(_Scope):
     related_modules: _Related | None = key(None, _UNREAD, mark=NO_EFFECT)
 
 
-class WeightQuantizationSection(Section):
+class WeightQuantizationSection(_Technique):
     """Weights in fewer bits."""
-
-    switch: ClassVar[str | None] = "shared_parameters.enabled"
 
     shared_parameters: WeightQuantizationShared = section(
         WeightQuantizationShared, "Settings of all groups."
     )
     different_groups: dict[str, WeightQuantizationGroup] | None = key(None, _GROUPS)
 
+    @rule()
+    def _bits(self) -> Iterator[Fault]:
+        shared = self.shared_parameters
+        if not shared.enabled:
+            return
+        for group, content in (self.different_groups or {}).items():
+            here, params = f"different_groups.{group}.params.target_bits", content.params
+            if params is None or params.start_bits is None or params.target_bits is None:
+                continue
+            if params.target_bits > params.start_bits:
+                message = f"{params.target_bits} is more than start_bits {params.start_bits}"
+                yield Fault(here, message)
+            elif params.target_bits <= 2 and shared.quantization_type != "symmetric":
+                yield Fault(here, f'{params.target_bits} needs quantization_type "symmetric"')
+            elif params.target_bits <= 2 and shared.rounding != "nearest":
+                yield Fault(here, f'{params.target_bits} needs rounding "nearest"')
+        if shared.fp16_mixed_quantize.enabled and shared.quantize_weight_in_forward:
+            yield Fault(
+                "shared_parameters.fp16_mixed_quantize.enabled",
+                "only works with quantization in the optimizer step; set"
+                " quantize_weight_in_forward to false",
+            )
 
-class ActivationQuantizationShared(Section):
+
+class ActivationQuantizationShared(Switched):
     """Settings shared by all groups of activations."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Quantize activations. Requires different_groups.")
     schedule_offset: Integer = key(1000, _OFFSET, ge=0)
@@ -218,10 +279,8 @@ class ActivationQuantizationGroup(_Scope):
     related_modules: _Related | None = key(None, _UNREAD, mark=NO_EFFECT)
 
 
-class ActivationQuantizationSection(Section):
+class ActivationQuantizationSection(_Technique):
     """Activations in fewer bits."""
-
-    switch: ClassVar[str | None] = "shared_parameters.enabled"
 
     shared_parameters: ActivationQuantizationShared = section(
         ActivationQuantizationShared, "Settings of all groups."
@@ -229,10 +288,8 @@ class ActivationQuantizationSection(Section):
     different_groups: dict[str, ActivationQuantizationGroup] | None = key(None, _GROUPS)
 
 
-class _PruningShared(Section):
+class _PruningShared(Switched):
     """Settings shared by all kinds of pruning."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Prune. Requires different_groups.")
     schedule_offset: Integer = key(1000, _OFFSET, ge=0)
@@ -260,6 +317,24 @@ class SparsePruningShared(_PruningShared):
         (), "snip_momentum: regular expressions of modules to leave unpruned."
     )
 
+    @rule()
+    def _end_and_pattern(self) -> Iterator[Fault]:
+        if not self.enabled:
+            return
+        end = self.schedule_offset_end
+        if end is not None and end < self.schedule_offset:
+            message = f"{end} is before schedule_offset {self.schedule_offset}; raise it"
+            yield Fault("schedule_offset_end", message)
+        if self.method != "snip_momentum":
+            return
+        found = re.fullmatch(r"([1-9]\d*)([x:])([1-9]\d*)", self.block_pattern)
+        if found is None or (found[2] == ":" and int(found[1]) >= int(found[3])):
+            expected = 'expected rows x columns, such as "4x1", or N of M with N < M, such as "2:4"'
+            yield Fault("block_pattern", f"{shown(self.block_pattern)}; {expected}")
+        elif found[2] == ":" and 1 - self.dense_ratio > int(found[1]) / int(found[3]) + 1e-9:
+            most = f"{found[1]} of {found[3]} pruned leave {1 - int(found[1]) / int(found[3]):g}"
+            yield Fault("dense_ratio", f"{self.dense_ratio:g} is too few: {most}; raise it")
+
 
 class RowPruningShared(_PruningShared):
     """Settings shared by all groups of row pruning."""
@@ -274,6 +349,10 @@ class HeadPruningShared(_PruningShared):
 
     method: Literal["topk"] = key("topk", "Keep the largest trained scores.")
     num_heads: Integer | None = key(None, "Number of attention heads. Required.", ge=1)
+
+    @rule()
+    def _heads(self) -> Iterator[Fault]:
+        yield from self.needs("num_heads") if self.enabled else ()
 
 
 class ChannelPruningShared(_PruningShared):
@@ -305,37 +384,29 @@ class SparsePruningGroup(_Scope):
     related_modules: _Related | None = key(None, _UNREAD, mark=NO_EFFECT)
 
 
-class SparsePruningSection(Section):
+class SparsePruningSection(_Technique):
     """Pruning of single weights, which become zero."""
-
-    switch: ClassVar[str | None] = "shared_parameters.enabled"
 
     shared_parameters: SparsePruningShared = section(SparsePruningShared, "Settings of all groups.")
     different_groups: dict[str, SparsePruningGroup] | None = key(None, _GROUPS)
 
 
-class RowPruningSection(Section):
+class RowPruningSection(_Technique):
     """Pruning of output rows."""
-
-    switch: ClassVar[str | None] = "shared_parameters.enabled"
 
     shared_parameters: RowPruningShared = section(RowPruningShared, "Settings of all groups.")
     different_groups: dict[str, PruningGroup] | None = key(None, _GROUPS)
 
 
-class HeadPruningSection(Section):
+class HeadPruningSection(_Technique):
     """Pruning of attention heads."""
-
-    switch: ClassVar[str | None] = "shared_parameters.enabled"
 
     shared_parameters: HeadPruningShared = section(HeadPruningShared, "Settings of all groups.")
     different_groups: dict[str, PruningGroup] | None = key(None, _GROUPS)
 
 
-class ChannelPruningSection(Section):
+class ChannelPruningSection(_Technique):
     """Pruning of convolution channels."""
-
-    switch: ClassVar[str | None] = "shared_parameters.enabled"
 
     shared_parameters: ChannelPruningShared = section(
         ChannelPruningShared, "Settings of all groups."

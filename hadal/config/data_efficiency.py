@@ -1,12 +1,23 @@
 """`data_efficiency`, `curriculum_learning` and `progressive_layer_drop`: less data."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import ClassVar, Literal, TypeAlias
 
-from hadal.config.section import NO_EFFECT, Section, key, section
+from hadal.config.plain import shown
+from hadal.config.section import NO_EFFECT, Moved, Section, Switched, key, rule, section, under
 from hadal.config.values import Boolean, Integer, Integers, Number, Text
+from hadal.errors import Fault
 
 Pace: TypeAlias = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+
+
+_PACE_NEEDS = {
+    "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+    "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+    "fixed_discrete": ("difficulty", "max_step"),
+    "custom": (),
+}
 
 
 class PaceConfig(Section):
@@ -24,11 +35,39 @@ class PaceConfig(Section):
         None, "fixed_discrete: last update of each level except the last."
     )
 
+    def contradictions(self) -> Iterator[Fault]:
+        """Yield the faults of the levels and their steps."""
+        levels, steps = self.difficulty, self.max_step
+        if levels is not None and steps is not None and len(levels) != len(steps) + 1:
+            yield Fault(
+                "difficulty",
+                f"expected one level more than the {len(steps)} steps of max_step, got"
+                f" {len(levels)}",
+            )
+        if any(before >= after for before, after in pairwise(steps or ())):
+            yield Fault("max_step", f"expected ascending steps, got {shown(list(steps or ()))}")
 
-class CurriculumLearning(Section):
+
+def _pace(section: "CurriculumLearning | CurriculumMetric") -> Iterator[Fault]:
+    """Check a difficulty schedule, whose required keys depend on its type."""
+    yield from section.needs("min_difficulty", "max_difficulty", "schedule_type")
+    pace, kind = section.schedule_config or PaceConfig(), section.schedule_type
+    yield from under("schedule_config", pace.needs(*_PACE_NEEDS[kind or "custom"]))
+    yield from under("schedule_config", pace.contradictions())
+    first, last = section.min_difficulty, section.max_difficulty
+    if first is not None and last is not None and first > last:
+        yield Fault("max_difficulty", f"{last} is less than min_difficulty {first}; raise it")
+    step = pace.difficulty_step
+    if kind in ("fixed_linear", "fixed_root") and step and last is not None and step > last > 0:
+        yield Fault(
+            "schedule_config.difficulty_step",
+            f"{step} is more than max_difficulty {last}, so that nothing would grow; lower it",
+        )
+
+
+class CurriculumLearning(Switched):
     """Short sequences first (the older form; see also `data_efficiency`)."""
 
-    switch: ClassVar[str | None] = "enabled"
     required: ClassVar[tuple[str, ...]] = ("enabled",)
 
     enabled: Boolean = key(False, "Increase the difficulty during training. Required.")
@@ -49,6 +88,12 @@ class CurriculumLearning(Section):
         " curriculum_seqlen; null: the latter if the model takes it, else the former. Hadal's own"
         " key.",
     )
+
+    @rule()
+    def _schedule(self) -> Iterator[Fault]:
+        if self.enabled:
+            yield from self.needs("curriculum_type")
+            yield from _pace(self)
 
 
 _MASTER = (
@@ -87,11 +132,38 @@ class CurriculumMetric(Section):
     )
     schedule_config: PaceConfig | None = key(None, "Settings of the schedule.")
 
+    def contradictions(self) -> Iterator[Fault]:
+        """Yield the faults of a measure that is used."""
+        yield from _pace(self)
+        yield from self.needs("difficulty_type", "clustering_type")
+        yield from self._levels()
+        if self.clustering_type == "schedule_based":
+            yield from self.needs("index_to_sample_path")
+            if self.difficulty_type == "value":
+                yield from self.needs("index_to_metric_path")
 
-class MetricCurriculum(Section):
+    def _levels(self) -> Iterator[Fault]:
+        """Check difficulties that admit samples: once admitted, a sample stays so."""
+        last = self.max_difficulty
+        if self.difficulty_type == "percentile" and last is not None and last < 1:
+            yield Fault(
+                "max_difficulty",
+                f"expected 1 or more for percentiles, of which it is the number, got {last}",
+            )
+        levels = (self.schedule_config or PaceConfig()).difficulty or ()
+        # A level that reaches the maximum is the last one.
+        ends = (n for n, level in enumerate(levels, 1) if last is not None and level >= last)
+        used = levels[: next(ends, None)]
+        admits = self.clustering_type == "schedule_based"
+        if admits and any(before > after for before, after in pairwise(used)):
+            yield Fault(
+                "schedule_config.difficulty",
+                f"expected levels that do not fall, got {shown(list(levels))}",
+            )
+
+
+class MetricCurriculum(Switched):
     """A sampler that admits harder samples over time."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Sample by difficulty.")
     data_cluster_path: Text | None = key(
@@ -101,11 +173,21 @@ class MetricCurriculum(Section):
         None, "Metrics, keyed by name; with several, each must admit a sample."
     )
 
+    @rule()
+    def _metrics(self) -> Iterator[Fault]:
+        if not self.enabled:
+            return
+        yield from self.needs("curriculum_metrics")
+        if self.curriculum_metrics is not None and not self.curriculum_metrics:
+            yield Fault(
+                "curriculum_metrics", "has none; set at least one metric, or disable the section"
+            )
+        for name, metric in (self.curriculum_metrics or {}).items():
+            yield from under(f"curriculum_metrics.{name}", metric.contradictions())
 
-class DynamicBatching(Section):
+
+class DynamicBatching(Switched):
     """Batches with about the same number of tokens, with the learning rate scaled to match."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(
         False, "Batch by tokens: the batch sizes count packs of samples. Requires max_tokens."
@@ -139,6 +221,15 @@ class DynamicBatching(Section):
     max_tokens: Integer | None = key(None, "Maximum number of tokens in a pack.", gt=0)
     verbose: Boolean = key(False, "Log each update's samples and tokens.")
 
+    @rule()
+    def _limits(self) -> Iterator[Fault]:
+        if not self.enabled:
+            return
+        yield from self.needs("max_tokens")
+        least, most = self.min_batch_size, self.max_batch_size
+        if most is not None and most < least:
+            yield Fault("max_batch_size", f"{most} is less than min_batch_size {least}")
+
 
 class DataSampling(Section):
     """Options of the sampler."""
@@ -149,6 +240,15 @@ class DataSampling(Section):
     pin_memory: Boolean = key(False, "Load into pinned memory.")
     curriculum_learning: MetricCurriculum = section(MetricCurriculum, "Sampling by difficulty.")
     dynamic_batching: DynamicBatching = section(DynamicBatching, "Batching by tokens.")
+
+    @rule()
+    def _two_samplers(self) -> Iterator[Fault]:
+        if self.dynamic_batching.enabled and self.curriculum_learning.enabled:
+            yield Fault(
+                "dynamic_batching.enabled",
+                "data_efficiency.data_sampling.curriculum_learning chooses the samples of each"
+                " batch, too; switch one of the two off",
+            )
 
 
 class LtdScheduleConfig(Section):
@@ -170,6 +270,15 @@ class LtdSchedule(Section):
     schedule_type: Literal["fixed_linear"] | None = key(None, "Kind of schedule. Required.")
     schedule_config: LtdScheduleConfig | None = key(None, "Settings of the schedule.")
 
+    def contradictions(self) -> Iterator[Fault]:
+        """Yield the faults of a schedule that is used."""
+        yield from self.needs("min_value", "max_value", "schedule_type")
+        pace = self.schedule_config or LtdScheduleConfig()
+        yield from under("schedule_config", pace.needs("require_steps", "seq_per_step"))
+        first, last = self.min_value, self.max_value
+        if first is not None and last is not None and first > last:
+            yield Fault("max_value", f"{last} is less than min_value {first}; raise it")
+
 
 class LayerTokenLrSchedule(Section):
     """A learning rate by tokens, which DeepSpeed never implemented."""
@@ -180,10 +289,8 @@ class LayerTokenLrSchedule(Section):
     warmup_layer_tokens: Integer | None = key(None, _RESERVED, mark=NO_EFFECT)
 
 
-class RandomLtd(Section):
+class RandomLtd(Switched):
     """Layers that process a random subset of the tokens, which grows over time."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Drop tokens.")
     total_layer_num: Integer | None = key(None, "Number of layers in the model.", ge=1)
@@ -213,6 +320,38 @@ class RandomLtd(Section):
         None, "Set from train_micro_batch_size_per_gpu.", mark=NO_EFFECT
     )
 
+    @rule()
+    def _layers(self) -> Iterator[Fault]:
+        if not self.enabled:
+            return
+        yield from self.needs("random_ltd_layer_id", "model_type", "hidden_state_order")
+        yield from self.needs("random_ltd_schedule")
+        ids, count = self.random_ltd_layer_id, self.random_ltd_layer_num
+        if ids is None:
+            return
+        if count is not None and len(ids) != count:
+            yield Fault(
+                "random_ltd_layer_num",
+                f"{count} differs from the {len(ids)} layers of random_ltd_layer_id;"
+                f" set {len(ids)}",
+            )
+        if not ids or min(ids) < 0 or any(a >= b for a, b in pairwise(ids)):
+            yield Fault(
+                "random_ltd_layer_id",
+                f"expected ascending numbers of layers, got {shown(list(ids))}",
+            )
+        if self.total_layer_num is not None and self.total_layer_num < len(ids):
+            yield Fault(
+                "total_layer_num",
+                f"{self.total_layer_num} is less than the {len(ids)} layers of"
+                " random_ltd_layer_id; raise it",
+            )
+
+    @rule()
+    def _kept_tokens(self) -> Iterator[Fault]:
+        if self.enabled and self.random_ltd_schedule is not None:
+            yield from under("random_ltd_schedule", self.random_ltd_schedule.contradictions())
+
 
 class DataRouting(Section):
     """Routing of tokens inside the model."""
@@ -224,9 +363,9 @@ class DataRouting(Section):
 class DataEfficiency(Section):
     """Techniques that reach the same quality with less data."""
 
-    moved: ClassVar[Mapping[str, str]] = {
-        "curriculum_learning": "curriculum_learning",
-        "random_ltd": "data_efficiency.data_routing.random_ltd",
+    moved: ClassVar[Mapping[str, Moved]] = {
+        "curriculum_learning": Moved("curriculum_learning"),
+        "random_ltd": Moved("data_efficiency.data_routing.random_ltd"),
     }
 
     enabled: Boolean = key(False, _MASTER)
@@ -234,13 +373,33 @@ class DataEfficiency(Section):
     data_sampling: DataSampling = section(DataSampling, "The sampler.")
     data_routing: DataRouting = section(DataRouting, "Tokens inside the model.")
 
+    @rule()
+    def _outer_switches(self) -> Iterator[Fault]:
+        """Refuse a switch that is off around a technique that is on."""
+        techniques = (
+            ("data_sampling", "curriculum_learning"),
+            ("data_sampling", "dynamic_batching"),
+            ("data_routing", "random_ltd"),
+        )
+        for name, technique in techniques:
+            middle = getattr(self, name)
+            for where, outer in (("enabled", self), (f"{name}.enabled", middle)):
+                is_off = "enabled" in outer.model_fields_set and not outer.enabled
+                if is_off and getattr(middle, technique).enabled:
+                    path = f"data_efficiency.{name}.{technique}.enabled"
+                    message = f"false contradicts {path}, which is true; change one of the two"
+                    yield Fault(where, message)
 
-class ProgressiveLayerDrop(Section):
+
+class ProgressiveLayerDrop(Switched):
     """Passes the model a keep probability that falls from 1 to theta."""
 
-    switch: ClassVar[str | None] = "enabled"
     required: ClassVar[tuple[str, ...]] = ("enabled",)
 
     enabled: Boolean = key(False, "Skip layers. Required.")
     theta: Number | None = key(None, "Final keep probability. Required.", gt=0, le=1)
     gamma: Number | None = key(None, "Rate of the decrease, per update. Required.", gt=0)
+
+    @rule()
+    def _numbers(self) -> Iterator[Fault]:
+        yield from self.needs("theta", "gamma") if self.enabled else ()

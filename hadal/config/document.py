@@ -9,20 +9,42 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from hadal.config.examples import EXAMPLES, MOST_USED
-from hadal.config.optimizer_kinds import built_in
 from hadal.config.plain import expected, plain, shown
-from hadal.config.scheduler import PARAMS as SCHEDULES
-from hadal.config.section import Section, Status, default_of
-from hadal.config.status import has_typed_params, status_inside, status_of
+from hadal.config.schema import has_typed_params, status_inside, status_of
+from hadal.config.section import Section, Status, Typed, default_of
 from hadal.config.top_level import Config
 
 FOLDER = Path("docs")
+_EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "configuration.json"
 _MAIN, _UNBUILT = "configuration.md", "configuration_unbuilt.md"
+_MOST_USED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer.type",
+    "optimizer.params",
+    "scheduler.type",
+    "scheduler.params",
+    "bf16.enabled",
+    "fp16.enabled",
+    "fp16.loss_scale",
+    "zero_optimization.stage",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_param.device",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "checkpoint.async_save",
+)
 _GENERATED = (
     "Generated from the declarations in `hadal/config/` by `python -m hadal.config.document`;"
     " edit those."
@@ -82,6 +104,13 @@ class _Pages:
         return self.unbuilt if status == "not built yet" else self.main
 
 
+@cache
+def examples() -> dict[str, dict[str, Any]]:
+    """Return an example for each section that acts; the empty path is the top level."""
+    found: dict[str, dict[str, Any]] = json.loads(_EXAMPLES.read_text(encoding="utf-8"))
+    return found
+
+
 def pages() -> dict[str, str]:
     """Return the text of each page by its file name."""
     body = _Pages()
@@ -90,10 +119,10 @@ def pages() -> dict[str, str]:
         child = Config.child(name, {})
         if child is None:
             continue
-        to = body if name in EXAMPLES else _Pages(body.unbuilt, body.unbuilt)
+        to = body if name in examples() else _Pages(body.unbuilt, body.unbuilt)
         _section(to, child.model, name, status_of(key, "acts"), 2)
-        body.main += _types("optimizer.params", built_in()) if name == "optimizer" else ()
-        body.main += _types("scheduler.params", SCHEDULES) if name == "scheduler" else ()
+        if issubclass(child.model, Typed):
+            body.main += _types(f"{name}.params", child.model.types)
     main = [_INTRODUCTION, *_most_used(), "## Contents", "", *_contents(body.main), "", *body.main]
     rest = [_UNBUILT_INTRODUCTION, "## Contents", "", *_contents(body.unbuilt), "", *body.unbuilt]
     texts = {_MAIN: main, _UNBUILT: rest}
@@ -115,7 +144,7 @@ def _contents(lines: list[str]) -> Iterator[str]:
 
 def _most_used() -> Iterator[str]:
     yield from ("## The keys used most", "", "| key | default | meaning |", "|---|---|---|")
-    for path in MOST_USED:
+    for path in _MOST_USED:
         key, section = _key(Config, path), path.rpartition(".")[0]
         target = anchor(section or "Top level")
         meaning = (key.description or "").split(". ")[0].rstrip(".") + "."
@@ -131,8 +160,8 @@ def _key(model: type[Section], path: str) -> FieldInfo:
 
 
 def _example(path: str) -> Iterator[str]:
-    if path in EXAMPLES:
-        yield from ("```json", json.dumps(EXAMPLES[path], indent=2), "```", "")
+    if path in examples():
+        yield from ("```json", json.dumps(examples()[path], indent=2), "```", "")
 
 
 def _types(path: str, params: Mapping[str, type[Section]]) -> Iterator[str]:
@@ -190,7 +219,7 @@ def _row(name: str, key: FieldInfo, above: Status) -> str:
 def _old_names(model: type[Section]) -> Iterator[str]:
     others = [f"`{name}`, another name of `{new}`" for name, new in model.aliases.items()]
     others += [f"`{name}`, an old name of `{new}`" for name, new in model.renamed.items()]
-    others += [f"`{name}`, an old form of `{new}`" for name, new in model.moved.items()]
+    others += [f"`{name}`, an old form of `{new.to}`" for name, new in model.moved.items()]
     others += [f"`{name}`, {what}" for name, what in model.leftovers.items()]
     if others:
         yield from ("Also accepted:", "")

@@ -5,22 +5,21 @@ A micro-batch *fits* a number of ranks if the two together divide the batch.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, NamedTuple
 
 from annotated_types import Ge
 
-from hadal.config.section import Section, key
+from hadal.config.section import Switched, key, rule
 from hadal.config.triangle import Sizes
 from hadal.config.values import Boolean, Integer, Number
 from hadal.errors import Fault
 
 
-class Elasticity(Section):
+class Elasticity(Switched):
     """Chooses the batch size and the numbers of ranks that can train it."""
 
-    switch: ClassVar[str | None] = "enabled"
     renamed: ClassVar[Mapping[str, str]] = {"prefer_large_batch": "prefer_larger_batch"}
 
     enabled: Boolean = key(False, "Choose the batch sizes.")
@@ -43,6 +42,35 @@ class Elasticity(Section):
     version: Number = key(0.2, "Version of the algorithm: 0.1 or 0.2.")
     num_gpus_per_node: Integer = key(1, "Ranks per node (0.2).", ge=1)
     model_parallel_size: Integer = key(1, "Ranks that share one copy of the model (0.2).", ge=1)
+
+    @rule()
+    def _while_on(self) -> Iterator[Fault]:
+        if self.enabled:
+            yield from self.contradictions()
+
+    def contradictions(self) -> Iterator[Fault]:
+        """Yield the reasons why no batch can be chosen, whether the section is on or not."""
+        for name in ("max_train_batch_size", "micro_batch_sizes"):
+            if name not in self.model_fields_set:
+                yield Fault(name, "required while the section is on; add it")
+        largest = max(self.micro_batch_sizes, default=0)
+        if largest > self.max_train_batch_size:
+            yield Fault(
+                "micro_batch_sizes",
+                f"{largest} is more than max_train_batch_size {self.max_train_batch_size}; remove"
+                " it or raise that",
+            )
+        if self.max_gpus < self.min_gpus:
+            yield Fault("max_gpus", f"{self.max_gpus} is less than min_gpus {self.min_gpus}")
+        if self.version not in (0.1, 0.2):
+            yield Fault("version", f"expected 0.1 or 0.2, got {self.version}")
+        shared, each = self.model_parallel_size, self.num_gpus_per_node
+        if shared > 1 and self.version == 0.1:
+            yield Fault("model_parallel_size", f"{shared} needs version 0.2")
+        elif each % shared:
+            yield Fault(
+                "num_gpus_per_node", f"{each} is not a multiple of model_parallel_size {shared}"
+            )
 
 
 # Highly composite numbers: each has more divisors than all below it, and so fits more ranks.
@@ -170,6 +198,11 @@ def micro_for(train: int, ranks: int, micros: Sequence[int], *, larger: bool = T
 
 
 # ---- for the section -----------------------------------------------------------------------------
+
+
+def elastic_faults(section: Elasticity) -> tuple[Fault, ...]:
+    """Return the reasons why elasticity cannot choose a batch."""
+    return tuple(Fault(f"elasticity.{one.path}", one.message) for one in section.contradictions())
 
 
 def choice_of(section: Elasticity, world_size: int) -> Choice:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from hadal.config.advice import report_advice
-from hadal.config.elasticity import list_of, sizes_of
+from hadal.config.elasticity import elastic_faults, list_of, sizes_of
 from hadal.config.general import BATCH_KEYS
-from hadal.config.legacy import modernise
 from hadal.config.plain import leaves
-from hadal.config.prepare import prepare
+from hadal.config.prepare import modernise, prepare
 from hadal.config.reading import Source, read
 from hadal.config.report import Report
-from hadal.config.rules import report_contradictions
-from hadal.config.rules.optimizers import bad_types
-from hadal.config.rules.sections import elastic_faults
-from hadal.config.rules.zero import blocks_that_do_not_fit
+from hadal.config.rules import bad_types, report_contradictions
 from hadal.config.section import default_of
 from hadal.config.top_level import Config, Origin
 from hadal.config.triangle import Given, Sizes, complete
@@ -26,51 +22,37 @@ from hadal.config.unbuilt import report_unbuilt
 from hadal.config.validate import validate
 from hadal.errors import Fault
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _log = logging.getLogger("hadal.config")
 
 
-@dataclass(frozen=True, slots=True)
-class Circumstances:
-    """Facts that the program passes along with the configuration."""
+class Circumstances(TypedDict, total=False):
+    """Facts that the program passes along with the configuration, for example from an mpu.
 
-    world_size: int = 1
-    sequence_parallel_size: int | None = None
-    data_parallel_size: int | None = None
-    client_optimizer: bool = False
-    client_scheduler: bool = False
-    rounds_early: bool = False
-    tensor_parallel_size: int | None = None
+    Without `sequence_parallel_size` and `data_parallel_size`, the keys of the same names say them,
+    and `tensor_parallel.autotp_size` says `tensor_parallel_size`.
+    """
+
+    world_size: int
+    sequence_parallel_size: int | None
+    data_parallel_size: int | None
+    tensor_parallel_size: int | None
+    client_optimizer: bool
+    client_scheduler: bool
+    rounds_early: bool
+    """The meaning of null for `data_types.early_rounding`."""
 
 
-def load_config(  # noqa: PLR0913 - facts that a program may know before
-    source: Source,
-    *,
-    world_size: int = 1,
-    sequence_parallel_size: int | None = None,
-    data_parallel_size: int | None = None,
-    client_optimizer: bool = False,
-    client_scheduler: bool = False,
-    rounds_early: bool = False,
-    tensor_parallel_size: int | None = None,
-    allow_unbuilt: bool = False,
+def load_config(
+    source: Source, *, allow_unbuilt: bool = False, **brought: Unpack[Circumstances]
 ) -> Config:
     """Load a dict, a file, JSON text or its base64; raise one `ConfigError` that lists every fault.
 
-    The program may pass `sequence_parallel_size` and `data_parallel_size`, for example from an mpu;
-    None leaves them to the keys of the same names, and `tensor_parallel_size` to
-    `tensor_parallel.autotp_size`. `rounds_early` is the meaning of null for
-    `data_types.early_rounding`. Logs nothing; see `log_notes`.
+    Logs nothing; see `log_notes`.
     """
-    brought = Circumstances(
-        world_size,
-        sequence_parallel_size,
-        data_parallel_size,
-        client_optimizer,
-        client_scheduler,
-        rounds_early,
-        tensor_parallel_size,
-    )
-    found = examine(source, brought)
+    found = examine(source, **brought)
     found.report.settle(found.name, allow_unbuilt=allow_unbuilt)
     # With `allow_unbuilt`, keys that are not built have become notes.
     found.config._notes, found.config._lines = found.report.notes, found.report.lines
@@ -87,7 +69,7 @@ class Examined(NamedTuple):
     report: Report
 
 
-def examine(source: Source, brought: Circumstances | None = None) -> Examined:
+def examine(source: Source, **brought: Unpack[Circumstances]) -> Examined:
     """Read a configuration and collect its faults, without raising them.
 
     Raises:
@@ -95,7 +77,7 @@ def examine(source: Source, brought: Circumstances | None = None) -> Examined:
     """
     name, raw = read(source)
     report = Report()
-    config, origins = _checked(raw, brought or Circumstances(), report)
+    config, origins = _checked(raw, brought, report)
     config._origins, config._notes, config._lines = origins, report.notes, report.lines
     return Examined(name, config, report)
 
@@ -109,7 +91,8 @@ def log_notes(config: Config) -> None:
 def _checked(
     raw: dict[str, Any], brought: Circumstances, report: Report
 ) -> tuple[Config, dict[str, Origin]]:
-    prepared = prepare(Config, modernise(raw, report, brought.client_optimizer), report)
+    modernise(raw, report, brought.get("client_optimizer", False))
+    prepared = prepare(Config, raw, report)
     values = validate(prepared, report)
     inferred = _infer(values, brought, report)
     defaults = {
@@ -135,7 +118,7 @@ def _infer(values: dict[str, Any], brought: Circumstances, report: Report) -> tu
     replace a default."""
     slices = list(_infer_slices(values, brought, report))
     inferred = slices + list(_infer_batch(values, brought, report))
-    shared = brought.sequence_parallel_size
+    shared = brought.get("sequence_parallel_size")
     if shared is not None and shared != 1 and "sequence_parallel_size" not in values:
         values["sequence_parallel_size"] = shared
         inferred.append("sequence_parallel_size")
@@ -148,7 +131,7 @@ def _infer(values: dict[str, Any], brought: Circumstances, report: Report) -> tu
         values["zero_optimization"] = zero.model_copy(update=update)
     types = values.get("data_types") or default_of(Config.model_fields["data_types"])
     if types.early_rounding is None:
-        update = {"early_rounding": brought.rounds_early}
+        update = {"early_rounding": brought.get("rounds_early", False)}
         values["data_types"] = types.model_copy(update=update)
     return tuple(inferred)
 
@@ -157,7 +140,7 @@ def _infer_slices(
     values: dict[str, Any], brought: Circumstances, report: Report
 ) -> tuple[str, ...]:
     """Fill in the tensor-parallel ranks that the program has requested before."""
-    path, asked = "tensor_parallel.autotp_size", brought.tensor_parallel_size
+    path, asked = "tensor_parallel.autotp_size", brought.get("tensor_parallel_size")
     if asked is None or report.is_faulty(("tensor_parallel",)):
         return ()
     field = Config.model_fields["tensor_parallel"]
@@ -185,7 +168,7 @@ def _infer_batch(values: dict[str, Any], brought: Circumstances, report: Report)
         return ()
     elastic = values.get("elasticity")
     if elastic is not None and elastic.enabled:
-        return _elastic_batch(values, brought.world_size, ranks, report)
+        return _elastic_batch(values, brought.get("world_size", 1), ranks, report)
     if not values.keys() & set(BATCH_KEYS[:2]):
         if set(BATCH_KEYS) & set(report.autos):
             values[BATCH_KEYS[1]] = 1
@@ -234,7 +217,7 @@ def _elastic_batch(
             "elasticity.ignore_non_elastic_batch_info true",
         )
         return ()
-    if report.is_faulty(("elasticity",)) or any(elastic_faults(section)):
+    if report.is_faulty(("elasticity",)) or elastic_faults(section):
         return ()
     sizes = sizes_of(section, world_size, ranks)
     if isinstance(sizes, Fault):
@@ -260,8 +243,8 @@ def _is_tuned(values: Mapping[str, Any]) -> bool:
 def _data_parallel_ranks(values: Mapping[str, Any], brought: Circumstances, report: Report) -> int:
     """Return the number of ranks that see different samples."""
     shared_key, data_key = "sequence_parallel_size", "data_parallel_size"
-    world, asked = brought.world_size, values.get(shared_key)
-    shared = brought.sequence_parallel_size or asked or 1
+    world, asked = brought.get("world_size", 1), values.get(shared_key)
+    shared = brought.get("sequence_parallel_size") or asked or 1
     if asked not in (None, shared):
         report.fault(
             shared_key,
@@ -277,9 +260,9 @@ def _data_parallel_ranks(values: Mapping[str, Any], brought: Circumstances, repo
         report.fault(
             shared_key, f"{shared} does not divide the {world} ranks{among}; use a divisor"
         )
-    ranks = brought.data_parallel_size or max(1, world // slices // shared)
+    ranks = brought.get("data_parallel_size") or max(1, world // slices // shared)
     wanted = values.get(data_key)
-    if wanted is not None and asked is None and brought.sequence_parallel_size is None:
+    if wanted is not None and asked is None and brought.get("sequence_parallel_size") is None:
         report.note_idle(data_key, f"{wanted} has no effect without {shared_key}")
     elif wanted not in (None, ranks):
         report.fault(
@@ -289,20 +272,24 @@ def _data_parallel_ranks(values: Mapping[str, Any], brought: Circumstances, repo
 
 
 def _check_blocks(config: Config, brought: Circumstances, report: Report) -> None:
+    world, replicas = brought.get("world_size", 1), brought.get("data_parallel_size")
     # One rank shares nothing, so the sizes of blocks do not matter.
-    if brought.world_size == 1 or report.is_faulty(("zero_optimization", "sequence_parallel_size")):
+    if world == 1 or report.is_faulty(("zero_optimization", "sequence_parallel_size")):
         return
-    ranks = brought.world_size // max(1, _slices({"tensor_parallel": config.tensor_parallel}))
-    if brought.data_parallel_size is not None:
-        ranks = brought.data_parallel_size * config.sequence_parallel_size
-    for fault in blocks_that_do_not_fit(config, ranks):
+    ranks = world // max(1, _slices({"tensor_parallel": config.tensor_parallel}))
+    if replicas is not None:
+        ranks = replicas * config.sequence_parallel_size
+    for fault in config.zero_optimization.undivided(ranks):
         report.fault(fault.path, fault.message)
 
 
 def _ignored(config: Config, brought: Circumstances, report: Report) -> tuple[str, ...]:
     """Return the sections that are ignored because the program passes its own object."""
-    brings = {"optimizer": brought.client_optimizer, "scheduler": brought.client_scheduler}
-    ignored = tuple(name for name, is_brought in brings.items() if is_brought)
+    is_passed = {
+        "optimizer": brought.get("client_optimizer"),
+        "scheduler": brought.get("client_scheduler"),
+    }
+    ignored = tuple(name for name in is_passed if is_passed[name])
     for name in ignored:
         if getattr(config, name) is not None:
             report.note(name, f"ignored: the program passes its own {name}")

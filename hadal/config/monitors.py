@@ -1,11 +1,15 @@
 """`monitor` and the sections of the monitors: scalars of training, written by rank 0."""
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Annotated, Literal
 
 from pydantic import StringConstraints
 
-from hadal.config.section import NULL_IS_DEFAULT, Section, key
+from hadal.config.plain import shown
+from hadal.config.section import NULL_IS_DEFAULT, Section, Switched, key, rule
 from hadal.config.values import Boolean, Integer, Text
+from hadal.errors import Fault
 
 
 class MonitorScope(Section):
@@ -18,13 +22,8 @@ class MonitorScope(Section):
     )
 
 
-class TensorBoard(Section):
-    """Scalars of training in an event file for TensorBoard, written by rank 0.
-
-    The step is the number of samples so far. Needs `pip install tensorboard`.
-    """
-
-    switch: ClassVar[str | None] = "enabled"
+class _Files(Switched):
+    """Files of a monitor."""
 
     enabled: Boolean = key(False, "Write scalars.")
     output_path: Text = key(
@@ -32,24 +31,33 @@ class TensorBoard(Section):
     )
     job_name: Text = key("DeepSpeedJobName", "Directory inside output_path.")
 
+    @rule()
+    def _folder(self) -> Iterator[Fault]:
+        job = PurePosixPath(self.job_name)
+        if self.enabled and (job.is_absolute() or ".." in job.parts):
+            yield Fault(
+                "job_name",
+                f"{shown(self.job_name)} leads out of output_path; set a name without"
+                ' ".." or a leading "/", and the directory in output_path',
+            )
 
-class CsvMonitor(Section):
+
+class TensorBoard(_Files):
+    """Scalars of training in an event file for TensorBoard, written by rank 0.
+
+    The step is the number of samples so far. Needs `pip install tensorboard`.
+    """
+
+
+class CsvMonitor(_Files):
     """Scalars of training in CSV files, one per name, written by rank 0.
 
     Each has a header, then lines with the number of samples so far and the value; later runs
     append.
     """
 
-    switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Write scalars.")
-    output_path: Text = key(
-        "", "Parent directory; empty or null is the working directory.", mark=NULL_IS_DEFAULT
-    )
-    job_name: Text = key("DeepSpeedJobName", "Directory inside output_path.")
-
-
-class Wandb(Section):
+class Wandb(Switched):
     """Scalars of training in a Weights & Biases run, sent by rank 0.
 
     The step is the number of samples so far. Needs `pip install wandb`. wandb's own variables set
@@ -57,21 +65,17 @@ class Wandb(Section):
     used.
     """
 
-    switch: ClassVar[str | None] = "enabled"
-
     enabled: Boolean = key(False, "Send scalars.")
     group: Text | None = key(None, "Group of the run.")
     team: Text | None = key(None, "Owner of the run.")
     project: Text = key("deepspeed", "Project of the run.")
 
 
-class Comet(Section):
+class Comet(Switched):
     """Scalars of training in a Comet experiment, sent by rank 0.
 
     The step is the number of samples so far. Needs `pip install comet_ml`.
     """
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Send scalars.")
     workspace: Text | None = key(None, "Workspace of the experiment.")
@@ -96,20 +100,14 @@ class Comet(Section):
     )
 
 
-class JsonlMonitor(Section):
+class JsonlMonitor(_Files):
     """Everything about a run in `events.jsonl`, one JSON object per line, written by rank 0.
 
     The first line describes the run (configuration, model, machine); each update adds a line with
     its scalars. A section of Hadal's own.
     """
 
-    switch: ClassVar[str | None] = "enabled"
-
     enabled: Boolean = key(False, "Write the file.")
-    output_path: Text = key(
-        "", "Parent directory; empty or null is the working directory.", mark=NULL_IS_DEFAULT
-    )
-    job_name: Text = key("DeepSpeedJobName", "Directory inside output_path.")
     report: Boolean = key(
         False,
         "Also record warnings, checkpoints, memory, profile and communication, and write "

@@ -1,13 +1,23 @@
 """The sections of features that Hadal does not have: their keys are checked."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from annotated_types import Ge
 from pydantic import BeforeValidator
 
-from hadal.config.section import AUTO_IS_A_WORD, UNBUILT, Mark, Section, key, section
+from hadal.config.section import (
+    AUTO_IS_A_WORD,
+    UNBUILT,
+    Mark,
+    Section,
+    Switched,
+    key,
+    rule,
+    section,
+)
 from hadal.config.values import Boolean, Integer, Number, Text, whole
+from hadal.errors import Fault
 
 
 class Compile(Section):
@@ -52,11 +62,15 @@ class Compile(Section):
     keep_int_input_tensors: Boolean = key(True, "Keep integer inputs for profiling.")
     keep_all_input_tensors: Boolean = key(False, "Keep all inputs for profiling.")
 
+    @rule("deepcompile", "passes")
+    def _combined_passes(self) -> Iterator[Fault]:
+        passes = self.passes or ()
+        if self.deepcompile and "autotp" in passes and len(set(passes)) > 1:
+            yield Fault("passes", '"autotp" cannot be combined with others; remove them')
 
-class Nebula(Section):
+
+class Nebula(Switched):
     """Checkpoints kept in memory and persisted by a service."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Use the service.", mark=UNBUILT)
     nebula_load_path: Text | None = key(
@@ -80,10 +94,8 @@ class GroupQuantization(Section):
     symmetric: Literal[False] | None = key(None, "Scales without an offset; not available.")
 
 
-class WeightQuantization(Section):
+class WeightQuantization(Switched):
     """Weights stored in fewer bits than they compute in."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(
         True, "Enable the keys below.", mark=Mark(status="not built yet", only=(True,))

@@ -1,12 +1,11 @@
 """`optimizer`: the optimizer that the engine builds."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict
+from pydantic import BeforeValidator
 
 from hadal.config.optimizer_kinds import KINDS, built_in
-from hadal.config.section import NO_EFFECT, Child, Mark, Section, key
+from hadal.config.section import NO_EFFECT, Mark, Typed, key
 from hadal.config.values import Boolean, Text
 
 
@@ -17,10 +16,10 @@ def canonical_type(name: Any) -> Any:
     return next((known for known in built_in() if known.lower() == name.lower()), name)
 
 
-class Optimizer(Section):
+class Optimizer(Typed):
     """The optimizer and its arguments. Not used if the program passes its own optimizer."""
 
-    required: ClassVar[tuple[str, ...]] = ("type",)
+    types = built_in()
 
     type: Annotated[Text, BeforeValidator(canonical_type)] = key(
         None,
@@ -33,14 +32,9 @@ class Optimizer(Section):
     )
 
     @classmethod
-    def child(cls, name: str, raw: Mapping[str, Any]) -> Child | None:
-        """Return the params section for the type; a torch class accepts any."""
-        if name != "params":
-            return super().child(name, raw)
-        kind = canonical_type(raw.get("type"))
-        return Child(
-            built_in().get(kind, OpenParams) if isinstance(kind, str) else OpenParams, "one"
-        )
+    def canonical(cls, name: Any) -> Any:
+        """Return a built-in type's canonical spelling; other names are unchanged."""
+        return canonical_type(name)
 
     @property
     def rates(self) -> list[float]:
@@ -50,9 +44,3 @@ class Optimizer(Section):
         if kind is not None and kind.rates:
             return [params.get(key, params.get("lr", rate)) for key, rate in kind.rates.items()]
         return [rate for rate in (params.get("lr"),) if isinstance(rate, (int, float))]
-
-
-class OpenParams(Section):
-    """Arguments passed to a torch class unchanged."""
-
-    model_config = ConfigDict(extra="allow")

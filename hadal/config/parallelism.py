@@ -1,6 +1,7 @@
 """`tensor_parallel`, `expert_parallel`, `pipeline` and `hybrid_engine`: models split over ranks."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from annotated_types import Ge
@@ -13,10 +14,13 @@ from hadal.config.section import (
     UNBUILT,
     Mark,
     Section,
+    Switched,
     key,
+    rule,
     section,
 )
 from hadal.config.values import Boolean, Integer, Number, Text, Texts, lowered
+from hadal.errors import Fault
 
 Shape: TypeAlias = tuple[int | tuple[int, ...], ...]
 """A fused weight: each dimension's number of equal parts, their sizes, or -1 for its own size."""
@@ -96,6 +100,23 @@ class SplitLayer(Section):
         "own slice of values, such as norms of single heads.",
     )
 
+    @rule()
+    def _cut(self) -> Iterator[Fault]:
+        natural = 1 if self.partition_type == "row" else 0
+        dim = natural if self.partition_dim is None else self.partition_dim
+        fault = shape_fault(self.shape, dim)
+        if fault is not None:
+            yield Fault("shape", fault)
+        for pattern in self.patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield Fault("patterns", f"{pattern!r} is no regular expression: {error}")
+        if self.gather_output and self.partition_type != "column":
+            yield Fault("gather_output", 'only "column" has outputs to gather; remove it')
+        if self.grad_allreduce and self.partition_type != "skip":
+            yield Fault("grad_allreduce", 'only "skip" leaves a parameter whole; remove it')
+
 
 class PartitionConfig(Section):
     """Custom rules, which replace the plan of the model."""
@@ -171,11 +192,17 @@ class TensorParallel(Section):
     )
     partition_config: PartitionConfig | None = key(None, "Custom rules.")
 
+    @rule()
+    def _degrees(self) -> Iterator[Fault]:
+        degree, again = self.autotp_size, self.tp.tp_size
+        if again not in (1, degree):
+            yield Fault(
+                "tp.tp_size", f"{again} is neither 1 nor autotp_size {degree}; leave it out"
+            )
 
-class HybridEngine(Section):
+
+class HybridEngine(Switched):
     """Texts generated between updates at stage 3, as reinforcement learning needs them."""
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(
         False, "Generate as the other keys say. The model must have a `generate`.", mark=STAGE_3
@@ -209,15 +236,13 @@ _SHARED = "Without effect: the model's own code computes experts that process ev
 _WORD_WITHOUT_EFFECT = Mark(status="no effect", auto_is_a_word=True)
 
 
-class ExpertParallel(Section):
+class ExpertParallel(Switched):
     """Distributes the experts of transformers models over ranks, without changes to their code.
 
     Hadal finds the blocks by their structure: a router, and experts whose weights are stacked in
     three-dimensional parameters. No token is dropped. If a key of the router is set, Hadal's router
     replaces the model's; keys that are left out keep the model's own settings.
     """
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Distribute experts.")
     autoep_size: Integer = key(
@@ -320,6 +345,18 @@ class ExpertParallel(Section):
     expert_activation: Literal["swiglu", "geglu_tanh", "swiglu_clamped", "swiglu_oai"] | None = key(
         None, "Activation of an expert; null is the model's."
     )
+
+    @rule()
+    def _groups(self) -> Iterator[Fault]:
+        groups, limited = self.num_expert_groups, self.num_limited_groups
+        if self.enabled and (groups is None) != (limited is None):
+            other = "num_expert_groups" if groups is None else "num_limited_groups"
+            yield Fault(other, "required together with the other key; add it")
+        elif self.enabled and groups is not None and limited is not None and limited > groups:
+            yield Fault(
+                "num_limited_groups",
+                f"{limited} is more than num_expert_groups {groups}; lower it",
+            )
 
 
 def _of_module(argument: str, **more: Any) -> Mark:

@@ -1,11 +1,14 @@
 """`fp16`, `bf16`, `amp`, `torch_autocast` and `data_types`: the dtypes of training."""
 
+import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from annotated_types import Ge, Gt
 from pydantic import BeforeValidator
 
-from hadal.config.section import AUTO_IS_A_WORD, NO_EFFECT, Section, key
+from hadal.config.optimizer_kinds import in_blocks
+from hadal.config.section import AUTO_IS_A_WORD, NO_EFFECT, Section, Switched, key, rule
 from hadal.config.values import (
     Boolean,
     Dtype,
@@ -16,11 +19,106 @@ from hadal.config.values import (
     Texts,
     boolean_word,
 )
+from hadal.errors import Fault
+
+
+class Fp16(Switched):
+    """Weights and gradients in fp16; loss scaling preserves small gradients."""
+
+    leftovers: ClassVar[Mapping[str, str]] = {
+        "fp16": "ignored: another program reads it",
+        "fp16_scale_tolerance": "ignored: another program reads it",
+        "opt_level": "ignored: a level of Apex, which only `amp` has",
+    }
+
+    enabled: Boolean = key(False, "Train in fp16. Excludes `bf16.enabled` and `amp.enabled`.")
+    auto_cast: Boolean = key(
+        False, "Cast floating-point tensors in the model's inputs to fp16, including nested ones."
+    )
+    loss_scale: Number = key(
+        0,
+        "Loss scale; 0 adjusts it during training (dynamic). An update whose gradients overflow "
+        "is skipped either way.",
+        ge=0,
+    )
+    initial_scale_power: Integer = key(
+        16, "A dynamic scale starts at 2 to this power.", ge=0, le=127
+    )
+    loss_scale_window: Integer = key(
+        1000,
+        "Updates without overflow after which a dynamic scale doubles (one more after the start "
+        "and after an overflow).",
+    )
+    hysteresis: Integer = key(
+        2,
+        "The overflow, counted from the start or the last doubling, from which on each overflow "
+        "halves a dynamic scale: 1 halves at the first, 2 tolerates one. Applies at stages 1-3; "
+        "at stage 0 every overflow halves the scale.",
+        ge=1,
+    )
+    consecutive_hysteresis: Boolean = key(
+        False,
+        "Reset the count of overflows after each update without one, not only when the scale "
+        "doubles. Applies at stages 1-3.",
+    )
+    min_loss_scale: Integer = key(
+        1,
+        "Lower bound of a dynamic scale. An overflow at this scale ends training at stages 1-3; "
+        "at stage 0 the scale stays there.",
+    )
+    fp16_master_weights_and_grads: Boolean = key(
+        False,
+        "Keep no fp32 masters: the optimizer updates the fp16 weights directly (computing in "
+        "fp32), and its moments stay fp32. Requires stage 1-3. DeepSpeed also requires Adam "
+        f"offloaded to the CPU, for lack of another kernel; here {in_blocks('and')} support it in "
+        "every tier.",
+    )
+
+
+_NEVER_SCALED = "ignored: bf16 has the range of fp32, its loss is never scaled"
+
+
+class Bf16(Switched):
+    """Weights and gradients in bfloat16, without loss scaling; masters in fp32."""
+
+    leftovers: ClassVar[Mapping[str, str]] = {
+        "loss_scale": _NEVER_SCALED,
+        "loss_scale_window": _NEVER_SCALED,
+        "initial_scale_power": _NEVER_SCALED,
+        "hysteresis": _NEVER_SCALED,
+        "min_loss_scale": _NEVER_SCALED,
+        "check_overflow": "ignored: this name was never read; `check_grad_overflow` is the key",
+    }
+
+    enabled: Boolean = key(False, "Train in bfloat16. Excludes `fp16.enabled`.")
+    immediate_grad_update: Boolean = key(
+        False,
+        "Accumulate gradients in fp32. Each gradient is added to its sum as soon as backward "
+        "produces it in any case; true makes the dtype of the sums fp32, as "
+        '`data_types.grad_accum_dtype` "fp32" does.',
+    )
+    check_grad_overflow: Boolean = key(
+        True,
+        "Skip an update whose gradients contain an infinity or a NaN; false applies it.",
+    )
+    bf16_master_weights_and_grads: Boolean = key(
+        False,
+        "Keep no fp32 masters: the optimizer updates the bfloat16 weights directly (computing "
+        "in fp32), and its moments stay fp32. Requires stage 1-3. DeepSpeed also requires Adam "
+        f"offloaded to the CPU, for lack of another kernel; here {in_blocks('and')} support it in "
+        "every tier.",
+    )
+    bf16_optimizer_states: Boolean = key(
+        False,
+        "Keep optimizer state (Adam's moments) in bfloat16 too. Requires stage 1-3 and "
+        "`bf16_master_weights_and_grads`.",
+    )
+
 
 Flag = Annotated[Boolean, BeforeValidator(boolean_word)]
 
 
-class Amp(Section):
+class Amp(Switched):
     """Mixed precision with Apex's levels and keywords, implemented with torch.amp. Stage 0 only.
 
     O0 trains in fp32. O1 runs the forward pass under fp16 autocast. O2 casts weights, buffers and
@@ -30,7 +128,6 @@ class Amp(Section):
     choices; null keeps the level's own.
     """
 
-    switch: ClassVar[str | None] = "enabled"
     required: ClassVar[tuple[str, ...]] = ("enabled",)
 
     enabled: Boolean = key(
@@ -80,6 +177,25 @@ class Amp(Section):
     )
     verbosity: Integer = key(1, "Verbosity of Apex's messages. There are none.", mark=NO_EFFECT)
 
+    @rule("enabled", "opt_level", "cast_model_type", "patch_torch_functions")
+    def _patched_and_cast(self) -> Iterator[Fault]:
+        is_o1, is_patched = self.opt_level == "O1", self.patch_torch_functions
+        if is_patched is None:
+            is_patched = is_o1
+        if self.enabled and is_patched and (self.cast_model_type is not None or not is_o1):
+            yield Fault(
+                "cast_model_type" if is_o1 else "patch_torch_functions",
+                "autocast casts where operations need it, so the model is not cast beforehand; use "
+                "O1 without cast_model_type, or O2 without patch_torch_functions",
+            )
+
+    @rule("enabled", "min_loss_scale", "max_loss_scale")
+    def _scales(self) -> Iterator[Fault]:
+        least, most = self.min_loss_scale, self.max_loss_scale
+        if least and least > most:
+            message = f"{least:g} is above amp.max_loss_scale {most:g}; lower it"
+            yield Fault("min_loss_scale", message)
+
 
 _SPELLINGS = {
     "bfloat16": "bf16",
@@ -91,15 +207,13 @@ _SPELLINGS = {
 _Name: TypeAlias = Annotated[Literal["bf16", "fp16"], BeforeValidator(Spelled(_SPELLINGS))]
 
 
-class TorchAutocast(Section):
+class TorchAutocast(Switched):
     """Weights keep their dtype; operations that are safe at lower precision use it.
 
     Autocast covers the engine's forward only; a loss computed outside it is not covered. Autocast
     keeps its casts of weights from forward to backward, at stage 3 too: if memory is short, weights
     in bf16 or fp16 (sections `bf16`, `fp16`) take less.
     """
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(
         False,
@@ -158,3 +272,15 @@ class DataTypes(Section):
         "once, which is closer to training in fp32. null is true under the name of DeepSpeed, "
         "whose numbers programs expect there, and false elsewhere. Hadal's own key.",
     )
+
+    @rule("keep_in_fp32_modules")
+    def _patterns(self) -> Iterator[Fault]:
+        patterns = self.keep_in_fp32_modules
+        for index, pattern in enumerate(() if isinstance(patterns, str) else patterns):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield Fault(
+                    f"keep_in_fp32_modules[{index}]",
+                    f'"{pattern}" is not a valid regular expression ({error}); correct it',
+                )

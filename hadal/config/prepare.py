@@ -1,4 +1,4 @@
-"""Conversion of raw JSON to current names: resolves old names, leftovers, "auto" and typos."""
+"""Conversion of raw JSON to current names: resolves old keys, leftovers, "auto" and typos."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hadal.config.plain import found
-from hadal.config.report import Report
-from hadal.config.section import Child, Section, mark_of
+from hadal.config.report import Report, join
+from hadal.config.section import Child, Moved, Section, mark_of
 from hadal.config.top_level import Config
 from hadal.errors import nearest
 
@@ -34,11 +34,6 @@ def prepare(model: type[Section], raw: Any, report: Report, path: str = "") -> d
     return kept
 
 
-def join(path: str, name: str) -> str:
-    """Return the JSON path of a key in a section."""
-    return f"{path}.{name}" if path else name
-
-
 def _todays_name(
     model: type[Section], name: str, raw: Mapping[str, Any], report: Report, path: str
 ) -> str | None:
@@ -58,7 +53,7 @@ def _todays_name(
         report.note(here, model.leftovers[name])
         return None
     if name in model.moved:
-        report.fault(here, f'has moved; put it into "{model.moved[name]}"')
+        report.fault(here, f'has moved; put it into "{model.moved[name].to}"')
         return None
     if model.is_open():
         return name
@@ -141,3 +136,94 @@ def _miss(model: type[Section], raw: Mapping[str, Any], report: Report, path: st
     for name in model.required:
         if raw.get(name) is None:
             report.fault(join(path, name), "required in this section; add it")
+
+
+# ---- forms of older releases ---------------------------------------------------------------------
+
+
+def modernise(raw: dict[str, Any], report: Report, client_optimizer: bool = False) -> None:
+    """Put every key into its current place.
+
+    `client_optimizer`: the program passes its own, so that the optimizer's section is ignored.
+    """
+    _stage_of_boolean(raw, report)
+    sections = {"": Config} | {
+        name: child.model
+        for name in Config.model_fields
+        if isinstance(raw.get(name), dict) and (child := Config.child(name, raw)) is not None
+    }
+    for path, model in sections.items():
+        section = raw[path] if path else raw
+        for old in [name for name in model.moved if name in section]:
+            _move(raw, section, (path, old), model.moved[old], report)
+    if isinstance(raw.get("datastates_ckpt"), bool):
+        raw["datastates_ckpt"] = {} if raw["datastates_ckpt"] else None
+    _strip_mappings(raw, report)
+    _complete_params(raw, report, client_optimizer)
+
+
+def _stage_of_boolean(raw: dict[str, Any], report: Report) -> None:
+    zero, bucket = raw.get("zero_optimization"), "allgather_size"
+    if isinstance(zero, bool):
+        report.note("zero_optimization", f"{str(zero).lower()} is an old form of stage {int(zero)}")
+        raw["zero_optimization"] = {"stage": int(zero)}
+    elif raw.pop(bucket, None) is not None:
+        place = Config.moved[bucket].to
+        report.note(bucket, f"an old name, ignored; the key of today is {place}")
+
+
+def _move(
+    raw: dict[str, Any],
+    section: dict[str, Any],
+    place: tuple[str, str],
+    moved: Moved,
+    report: Report,
+) -> None:
+    """Move a key to its place today, unless that is no object; `prepare` then says so."""
+    here, old, new = join(*place), place[1], moved.to
+    *outer, last = new.split(".")
+    target: Any = raw
+    for name in outer:
+        if target.get(name) is None:
+            target[name] = {}
+        target = target[name]
+        if not isinstance(target, dict):
+            return
+    value, given = section.pop(old), target.get(last)
+    if value is None:
+        return
+    if moved.true is not None and not isinstance(value, bool):
+        report.fault(here, f'expected true or false; prefer "{new}"')
+    elif given is not None and (value is not False or isinstance(given, dict)):
+        report.fault(here, f'replaced by "{new}", which is given too; remove "{old}"')
+    else:
+        report.note(here, f'an old name, read as "{new}"')
+        if moved.true is None:
+            target[last] = value
+        elif value:
+            target[last] = moved.true
+
+
+def _strip_mappings(raw: dict[str, Any], report: Report) -> None:
+    """Remove whitespace around the keys of `autotuning.arg_mappings`."""
+    tuning = raw.get("autotuning")
+    flags = tuning.get("arg_mappings") if isinstance(tuning, dict) else None
+    if isinstance(flags, dict):
+        for name in [str(name) for name in flags if str(name) != str(name).strip()]:
+            report.note(f"autotuning.arg_mappings.{name}", "surrounding whitespace is ignored")
+        raw["autotuning"]["arg_mappings"] = {str(k).strip(): flag for k, flag in flags.items()}
+
+
+def _complete_params(raw: dict[str, Any], report: Report, client_optimizer: bool) -> None:
+    """Give every optimizer and scheduler its params, and refuse clipping inside them."""
+    for name in ("optimizer", "scheduler"):
+        section = raw.get(name)
+        if isinstance(section, dict) and section.get("params") is None:
+            section["params"] = {}
+    optimizer = raw.get("optimizer")
+    params = optimizer["params"] if isinstance(optimizer, dict) else None
+    if isinstance(params, dict) and "max_grad_norm" in params:
+        del params["max_grad_norm"]
+        if not client_optimizer:
+            here = "optimizer.params.max_grad_norm"
+            report.fault(here, "refused here; use the top-level key gradient_clipping")

@@ -1,21 +1,19 @@
 """`timers`, `flops_profiler` and `comms_logger`: measurements of a run."""
 
-from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator
 
-from hadal.config.section import Section, key, section
+from hadal.config.section import Section, Switched, key, section
 from hadal.config.values import Boolean, Integer, Number, Spelled, Text
 
 
-class ThroughputTiming(Section):
+class ThroughputTiming(Switched):
     """Samples per second, logged with every progress line (`steps_per_print`).
 
     Measured from boundary to boundary, including everything in between. The first two updates,
     which allocate memory and compile code, are left out.
     """
-
-    switch = "enabled"
 
     enabled: Boolean = key(True, "Measure the throughput.")
     synchronized: Boolean = key(
@@ -29,14 +27,12 @@ class Timers(Section):
     throughput: ThroughputTiming = section(ThroughputTiming, "Samples per second.")
 
 
-class FlopsProfile(Section):
+class FlopsProfile(Switched):
     """Counts the operations of one update per module, times the next, and reports both.
 
     Rank 0 reports; `engine.flops_profiler.profile` holds the figures. Other updates are not slowed
     down.
     """
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Profile one update; implies `wall_clock_breakdown`.")
     recompute_fwd_factor: Number = key(
@@ -105,14 +101,12 @@ KIND_OF: dict[str, str] = {
 Operations: TypeAlias = tuple[Annotated[Operation, BeforeValidator(Spelled(KIND_OF))], ...]
 
 
-class CommsLogging(Section):
+class CommsLogging(Switched):
     """Records the count, size and speed of messages between ranks.
 
     Recording never waits for a collective. `hadal.comm.log_summary()` prints the log. A process has
     one log; the newest engine that enables it sets the kinds that it records.
     """
-
-    switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Record collectives.")
     verbose: Boolean = key(False, "Log each collective once its end is known.")

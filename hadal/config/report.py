@@ -80,6 +80,11 @@ def _touch(one: str, other: str) -> bool:
     return longer == shorter or longer.startswith((f"{shorter}.", f"{shorter}["))
 
 
+def join(path: str, name: str) -> str:
+    """Return the JSON path of a key in a section."""
+    return f"{path}.{name}" if path else name
+
+
 def written(name: str, faults: tuple[Fault, ...]) -> str:
     """Format faults one per line, with paths and messages in columns."""
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"

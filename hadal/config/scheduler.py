@@ -5,10 +5,15 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import BeforeValidator
 
-from hadal.config.optimizer import OpenParams
-from hadal.config.section import AUTO_IS_A_WORD, Child, Section, default_of, key
+from hadal.config.section import AUTO_IS_A_WORD, Section, Typed, default_of, key
 from hadal.config.values import Boolean, Integer, Number, NumberOrNumbers, Text, counted
 
+TORCH_SCHEDULES = (
+    *("ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts"),
+    *("CyclicLR", "ExponentialLR", "LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR"),
+    *("OneCycleLR", "PolynomialLR", "ReduceLROnPlateau", "SequentialLR", "StepLR"),
+)
+"""The classes of torch that a `type` may name, known without importing torch."""
 Count: TypeAlias = Annotated[int, BeforeValidator(counted)]
 _CURVE = 'Curve of the warm-up: "log" or "linear"; any other word logs a warning and means "log".'
 _TOTAL = "Updates in the whole training. Required. 0 is accepted if no optimizer is named."
@@ -105,7 +110,7 @@ class WarmupCosineLRParams(_Params):
     warmup_type: Text = key("log", _CURVE)
 
 
-PARAMS: Mapping[str, type[_Params]] = {
+PARAMS: Mapping[str, type[Section]] = {
     "LRRangeTest": LRRangeTestParams,
     "OneCycle": OneCycleParams,
     "WarmupLR": WarmupLRParams,
@@ -125,13 +130,13 @@ _REPLACING: Mapping[str, str] = {
 """The key, by type, that replaces the optimizer's learning rates; other types scale these."""
 
 
-class Scheduler(Section):
+class Scheduler(Typed):
     """The learning-rate schedule and its arguments. Not used if the program passes its own.
 
     It steps once per applied update, but not if fp16 overflows and the update is skipped.
     """
 
-    required: ClassVar[tuple[str, ...]] = ("type",)
+    types = PARAMS
 
     type: Text = key(
         None,
@@ -140,14 +145,6 @@ class Scheduler(Section):
         mark=AUTO_IS_A_WORD,
     )
     params: dict[str, Any] = key({}, "Arguments of the schedule; see the table for its type.")
-
-    @classmethod
-    def child(cls, name: str, raw: Mapping[str, Any]) -> Child | None:
-        """Return the params section for the type; a torch class accepts any."""
-        if name != "params":
-            return super().child(name, raw)
-        kind = raw.get("type")
-        return Child(PARAMS.get(kind, OpenParams) if isinstance(kind, str) else OpenParams, "one")
 
     def replaced(self, rates: Sequence[float]) -> str | None:
         """Return a note if one value replaces these rates of the optimizer's param groups."""

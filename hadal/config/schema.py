@@ -1,19 +1,16 @@
-"""The JSON schema of a ds_config.json (draft 2020-12), for editors."""
+"""The JSON schema of a ds_config.json (draft 2020-12), for editors, and the status of keys."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from pydantic.fields import FieldInfo
 from pydantic.json_schema import models_json_schema
 
 from hadal.config.optimizer import Optimizer
-from hadal.config.optimizer_kinds import built_in
 from hadal.config.plain import spellings
-from hadal.config.scheduler import PARAMS as SCHEDULES
 from hadal.config.scheduler import Scheduler
-from hadal.config.section import Section, Status, mark_of
-from hadal.config.status import status_of, statuses
+from hadal.config.section import Section, Status, Typed, mark_of
 from hadal.config.top_level import Config
 
 Schema = dict[str, Any]
@@ -23,8 +20,7 @@ _COMMENTS: Schema = {"^(_|//|\\$)": {}}
 
 def config_schema() -> Schema:
     """Return the schema of the whole configuration."""
-    typed: dict[str, type[Section]] = {**built_in(), **SCHEDULES}
-    models: set[type[Section]] = {Config, *typed.values()}
+    models: set[type[Section]] = {Config, *Optimizer.types.values(), *Scheduler.types.values()}
     ordered = sorted(models, key=lambda model: model.__name__)
     _, found = models_json_schema([(model, "validation") for model in ordered])
     defs: dict[str, Schema] = found["$defs"]
@@ -33,8 +29,8 @@ def config_schema() -> Schema:
         _complete(defs[model.__name__], model)
         if len(places) == 1:
             _write_status(defs[model.__name__], model, *places)
-    _typed_params(defs, Optimizer, built_in())
-    _typed_params(defs, Scheduler, SCHEDULES)
+    for model in (Optimizer, Scheduler):
+        _typed_params(defs, model)
     root = defs.pop("Config")
     root["patternProperties"] = _COMMENTS
     title = {"$schema": _DRAFT, "title": "ds_config.json"}
@@ -52,8 +48,8 @@ def _complete(schema: Schema, model: type[Section]) -> None:
         properties[name] = {"description": f"The same as {new}."}
     for name, new in model.renamed.items():
         properties[name] = {"description": f"An old name of {new}.", "deprecated": True}
-    for name, new in model.moved.items():
-        properties[name] = {"description": f"An old form of {new}.", "deprecated": True}
+    for name, moved in model.moved.items():
+        properties[name] = {"description": f"An old form of {moved.to}.", "deprecated": True}
     for name, what in model.leftovers.items():
         properties[name] = {"description": f"A leftover, {what}.", "deprecated": True}
     if model.required and model.may_be_empty:
@@ -100,9 +96,7 @@ def _takes_null(schema: Schema) -> bool:
     return {"type": "null"} in schema.get("anyOf", [schema])
 
 
-def _typed_params(
-    defs: dict[str, Schema], model: type[Section], params: Mapping[str, type[Section]]
-) -> None:
+def _typed_params(defs: dict[str, Schema], model: type[Typed]) -> None:
     """Let the type decide which params an editor offers."""
     schema = defs[model.__name__]
     schema["allOf"] = [
@@ -110,6 +104,44 @@ def _typed_params(
             "if": {"properties": {"type": {"const": name}}, "required": ["type"]},
             "then": {"properties": {"params": {"$ref": f"#/$defs/{kind.__name__}"}}},
         }
-        for name, kind in params.items()
+        for name, kind in model.types.items()
     ]
-    schema["properties"]["type"]["examples"] = list(params)
+    schema["properties"]["type"]["examples"] = list(model.types)
+
+
+# ---- status --------------------------------------------------------------------------------------
+
+
+def status_of(field: FieldInfo, above: Status) -> Status:
+    """Return the status of a key in a section with status `above`."""
+    own = mark_of(field).status
+    return own if own != "acts" or above == "acts" else above
+
+
+def status_inside(model: type[Section], above: Status) -> Status:
+    """Return the status of keys in a section, whose switch may not be built."""
+    if model.switch is None or above != "acts":
+        return above
+    *owners, name = model.switch.split(".")
+    for owner in owners:
+        child = model.child(owner, {})
+        assert child is not None, f"{model.switch} leads through {owner}, which is no section"
+        model = child.model
+    return status_of(model.model_fields[name], above)
+
+
+def has_typed_params(model: type[Section], name: str) -> bool:
+    """Return whether the section's `type` determines the arguments that a key accepts."""
+    return issubclass(model, Typed) and name == "params"
+
+
+def statuses(model: type[Section], above: Status = "acts") -> dict[type[Section], set[Status]]:
+    """Return the statuses of every section at and below `model`, one for each place it has."""
+    above = status_inside(model, above)
+    found: dict[type[Section], set[Status]] = {model: {above}}
+    for name, field in model.model_fields.items():
+        child = model.child(name, {})
+        if child is not None and not has_typed_params(model, name):
+            for below, several in statuses(child.model, status_of(field, above)).items():
+                found.setdefault(below, set()).update(several)
+    return found

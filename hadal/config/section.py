@@ -2,7 +2,7 @@
 
 Words of this folder.
 
-section   a JSON object with known keys: a frozen model, one file each
+section   a JSON object with known keys: a frozen model; sections of one topic share a file
 key       one name in a section, declared by `key(default, meaning, ...)`
 mark      a key's properties beyond type and range (see `Mark`)
 leftover  a key of older releases that is accepted with a note and does nothing
@@ -10,16 +10,29 @@ renamed   an old name for a key of today, accepted with a note
 moved     a key of older releases that is in another place today; read there, with a note
 alias     a second name, accepted without a note
 fault     a reason to refuse the configuration        note  a line worth logging
+rule      a check for values that contradict each other
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+)
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
+
+from hadal.errors import Fault
 
 Status = Literal["acts", "not built yet", "no effect"]
 
@@ -85,6 +98,32 @@ def key(
     return Field(default, description=meaning, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=mark)
 
 
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A check of a section. `reads` are the keys that must be valid for it; (): all of them."""
+
+    reads: tuple[str, ...]
+    check: Callable[[Any], Iterable[Fault]]
+
+
+def rule(*reads: str) -> Callable[[Callable[[Any], Iterable[Fault]]], Rule]:
+    """Turn a method that yields faults, whose paths begin at its section, into a rule."""
+    return lambda check: Rule(reads, check)
+
+
+def under(path: str, faults: Iterable[Fault]) -> Iterator[Fault]:
+    """Yield the faults of a section below a path."""
+    before = f"{path}." if path else ""
+    return (Fault(before + fault.path, fault.message) for fault in faults)
+
+
+class Moved(NamedTuple):
+    """The place of a key of older releases. If it was a switch, `true` is what true stands for."""
+
+    to: str
+    true: Any = None
+
+
 class Section(BaseModel):
     """A JSON object with known keys."""
 
@@ -94,6 +133,7 @@ class Section(BaseModel):
         defer_build=True,
         protected_namespaces=(),
         arbitrary_types_allowed=True,
+        ignored_types=(Rule,),
     )
 
     switch: ClassVar[str | None] = None
@@ -102,8 +142,8 @@ class Section(BaseModel):
     """Values of the switch that turn the section off."""
     renamed: ClassVar[Mapping[str, str]] = {}
     aliases: ClassVar[Mapping[str, str]] = {}
-    moved: ClassVar[Mapping[str, str]] = {}
-    """Maps a key that has another place today to that place; `legacy.py` moves it."""
+    moved: ClassVar[Mapping[str, Moved]] = {}
+    """Maps a key to its place today, from the top level."""
     leftovers: ClassVar[Mapping[str, str]] = {}
     """Maps a leftover to the behaviour that replaces it, as the end of a sentence."""
     required: ClassVar[tuple[str, ...]] = ()
@@ -136,6 +176,61 @@ class Section(BaseModel):
         del raw
         return child_of(cls.model_fields[name])
 
+    def children(self) -> "Iterator[tuple[str, Section]]":
+        """Yield the sections below the keys that the JSON sets, with their paths from here."""
+        raw = {"type": getattr(self, "type", None)}
+        for name in type(self).model_fields:
+            child, value = type(self).child(name, raw), getattr(self, name)
+            if name in self.model_fields_set and child is not None and value is not None:
+                yield from child.sections(name, value)
+
+    def faults(self) -> Iterator[tuple[tuple[str, ...], Iterable[Fault]]]:
+        """Yield the faults of each rule after the keys that it reads."""
+        for owner in type(self).__mro__:
+            for one in vars(owner).values():
+                if isinstance(one, Rule):
+                    yield one.reads, one.check(self)
+
+    def needs(self, *names: str) -> Iterator[Fault]:
+        """Yield a fault for each of these keys of a section that is on which is null."""
+        for name in names:
+            if getattr(self, name) is None:
+                yield Fault(name, "required while the section is on; add it")
+
+
+class Switched(Section):
+    """A section that `enabled` turns on."""
+
+    switch = "enabled"
+
+
+class OpenParams(Section):
+    """Arguments passed to a torch class unchanged."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class Typed(Section):
+    """A section whose `type` names a class, and whose `params` are the arguments of that class."""
+
+    required = ("type",)
+    types: ClassVar[Mapping[str, type[Section]]] = {}
+    """Maps the built-in types to their params; a torch class accepts any."""
+
+    @classmethod
+    def canonical(cls, name: Any) -> Any:
+        """Return a built-in type's canonical spelling; other names are unchanged."""
+        return name
+
+    @classmethod
+    def child(cls, name: str, raw: Mapping[str, Any]) -> "Child | None":
+        """Return the params section for the type."""
+        if name != "params":
+            return super().child(name, raw)
+        kind = cls.canonical(raw.get("type"))
+        known = isinstance(kind, str) and kind in cls.types
+        return Child(cls.types[kind] if known else OpenParams, "one")
+
 
 SectionType = TypeVar("SectionType", bound=Section)
 
@@ -166,6 +261,17 @@ class Child:
 
     model: type[Section]
     shape: Literal["one", "map", "list"]
+
+    def sections(self, here: str, value: Any) -> Iterator[tuple[str, Section]]:
+        """Yield the sections in a checked value with their paths. Params are a plain dict."""
+        if isinstance(value, Section):
+            yield here, value
+        elif self.shape == "one":
+            yield here, self.model.model_construct(**value)
+        elif self.shape == "map":
+            yield from ((f"{here}.{name}", one) for name, one in value.items())
+        else:
+            yield from ((f"{here}[{index}]", one) for index, one in enumerate(value))
 
 
 def child_of(field: FieldInfo) -> Child | None:

@@ -1,11 +1,12 @@
 """`sparse_attention`: layouts of block-sparse attention."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from hadal.config.plain import plain
-from hadal.config.section import Section, key
+from hadal.config.section import Section, key, rule
 from hadal.config.values import Boolean, Integer, Integers
+from hadal.errors import Fault
 
 _SHARED = ("block", "different_layout_per_head")
 _GLOBALS = ("global_block_indices", "global_block_end_indices")
@@ -89,3 +90,62 @@ class SparseAttention(Section):
         dropped = self.mode in _IF_GIVEN and "attention" not in self.model_fields_set
         names = [name for name in KEYS[self.mode] if not (dropped and name == "attention")]
         return {"mode": self.mode, **{name: plain(getattr(self, name)) for name in names}}
+
+    @rule()
+    def _window_and_direction(self) -> Iterator[Fault]:
+        if self.num_sliding_window_blocks % 2 == 0:
+            got = self.num_sliding_window_blocks
+            yield Fault("num_sliding_window_blocks", f"expected an odd number, got {got}")
+        if self.horizontal_global_attention and self.attention == "unidirectional":
+            yield Fault(
+                "horizontal_global_attention", 'needs attention "bidirectional"; change one'
+            )
+
+    @rule()
+    def _blocks(self) -> Iterator[Fault]:
+        sizes = self.local_window_blocks
+        if not sizes or min(sizes) < 1:
+            yield Fault(
+                "local_window_blocks",
+                f"expected at least one size, each 1 or more, got {list(sizes)}",
+            )
+        ends, starts = self.global_block_end_indices, self.global_block_indices
+        if min(starts, default=0) < 0:
+            yield Fault("global_block_indices", f"expected numbers >= 0, got {min(starts)}")
+        if ends is None:
+            return
+        if len(ends) != len(starts):
+            yield Fault(
+                "global_block_end_indices",
+                f"expected {len(starts)} ends, as many as global_block_indices, got {len(ends)}",
+            )
+        for start, end in zip(starts, ends, strict=False):
+            if end <= start:
+                yield Fault(
+                    "global_block_end_indices",
+                    f"the end {end} is not after its start {start}; raise it",
+                )
+
+    @rule()
+    def _fixed_windows(self) -> Iterator[Fault]:
+        """Check how many blocks may represent a window, and in how many ways."""
+        if self.mode != "fixed":
+            return
+        local, chosen = self.num_local_blocks, self.num_global_blocks
+        patterns, choices = self.num_different_global_patterns, local // chosen
+        if local % chosen:
+            yield Fault(
+                "num_local_blocks",
+                f"{local} is not a multiple of num_global_blocks {chosen}; change one",
+            )
+        elif patterns > choices:
+            yield Fault(
+                "num_different_global_patterns",
+                f"{patterns} is more than num_local_blocks {local} / num_global_blocks {chosen} ="
+                f" {choices}; lower it",
+            )
+        if patterns > 1 and not self.different_layout_per_head:
+            yield Fault(
+                "num_different_global_patterns",
+                f"{patterns} needs different_layout_per_head true; enable that too",
+            )

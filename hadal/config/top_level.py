@@ -7,24 +7,22 @@ from annotated_types import Gt
 from pydantic import BeforeValidator, PrivateAttr
 
 from hadal.config.activation_checkpointing import ActivationCheckpointing
-from hadal.config.aio import Aio
 from hadal.config.autotuning import Autotuning
-from hadal.config.bf16 import Bf16
 from hadal.config.checkpoint import Checkpoint, DatastatesCkpt
 from hadal.config.compression import CompressionTraining, Eigenvalue, QuantizeTraining
 from hadal.config.data_efficiency import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
 from hadal.config.elasticity import Elasticity
-from hadal.config.fp16 import Fp16
 from hadal.config.general import Batch, Communication
 from hadal.config.monitors import Comet, CsvMonitor, JsonlMonitor, MonitorScope, TensorBoard, Wandb
 from hadal.config.not_built import Compile, Nebula, WeightQuantization
+from hadal.config.offload import Aio
 from hadal.config.optimizer import Optimizer
 from hadal.config.parallelism import ExpertParallel, HybridEngine, Pipeline, TensorParallel
 from hadal.config.plain import plain
-from hadal.config.precision import Amp, DataTypes, TorchAutocast
+from hadal.config.precision import Amp, Bf16, DataTypes, Fp16, TorchAutocast
 from hadal.config.profiling import CommsLogging, FlopsProfile, Timers
 from hadal.config.scheduler import Scheduler
-from hadal.config.section import NO_EFFECT, key, section
+from hadal.config.section import NO_EFFECT, Moved, key, section
 from hadal.config.sparse_attention import SparseAttention
 from hadal.config.values import Boolean, Integer, Number, lowered, whole_or_never
 from hadal.config.zero_optimization import ZeroOptimization
@@ -128,11 +126,11 @@ class General(Batch, Communication):
 class Config(General):
     """One ds_config.json, validated and complete."""
 
-    moved: ClassVar[Mapping[str, str]] = {
-        "bfloat16": "bf16",
-        "fp32_allreduce": "communication_data_type",
-        "allgather_size": "zero_optimization.allgather_bucket_size",
-        "arg_mappings": "autotuning.arg_mappings",
+    moved: ClassVar[Mapping[str, Moved]] = {
+        "bfloat16": Moved("bf16"),
+        "fp32_allreduce": Moved("communication_data_type", "fp32"),
+        "allgather_size": Moved("zero_optimization.allgather_bucket_size"),
+        "arg_mappings": Moved("autotuning.arg_mappings"),
     }
     leftovers: ClassVar[Mapping[str, str]] = {
         "msamp": _FOREIGN,

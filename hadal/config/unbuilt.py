@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 from hadal.config.plain import shown
 from hadal.config.report import Report
-from hadal.config.section import Child, Mark, Section, default_of, mark_of
+from hadal.config.section import Mark, Section, default_of, mark_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,9 @@ def _look(walk: _Walk, section: Section, name: str, path: str) -> None:
         if mark.asks(value, default) and not is_off:
             walk.note_idle(here, f"has no effect at stage {walk.stage}, only at {_stages(mark)}")
     elif mark.status == "acts":
-        for where, child in _children(section, name, value, here):
-            _descend(walk, child, where)
+        child = type(section).child(name, {"type": getattr(section, "type", None)})
+        for where, inner in child.sections(here, value) if child is not None else ():
+            _descend(walk, inner, where)
     elif not mark.asks(value, default):
         return
     elif mark.status == "no effect":
@@ -107,23 +107,3 @@ def _note_without(walk: _Walk, section: Section, path: str, switch: str) -> None
             _note_without(walk, value, here, switch)
         elif mark_of(field).asks(value, default_of(field)):
             walk.note_idle(here, f"has no effect without {switch}")
-
-
-def _children(section: Section, name: str, value: Any, here: str) -> Iterator[tuple[str, Section]]:
-    raw: Mapping[str, Any] = {"type": getattr(section, "type", None)}
-    child = type(section).child(name, raw)
-    if child is None:
-        return
-    if isinstance(value, Section):
-        yield here, value
-    elif child.shape == "one":
-        yield here, _typed(child, value)
-    elif child.shape == "map":
-        yield from ((f"{here}.{inner}", one) for inner, one in value.items())
-    else:
-        yield from ((f"{here}[{index}]", one) for index, one in enumerate(value))
-
-
-def _typed(child: Child, value: Mapping[str, Any]) -> Section:
-    """Return checked params, which are stored as a plain dict, as their declared section."""
-    return child.model.model_construct(**value)

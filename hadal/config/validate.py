@@ -7,11 +7,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from hadal.config.optimizer import Optimizer
 from hadal.config.plain import expected, found
 from hadal.config.report import Report
-from hadal.config.scheduler import Scheduler
-from hadal.config.section import Section
+from hadal.config.section import Section, Typed
 from hadal.config.top_level import Config, General
 from hadal.config.values import spelled_numbers
 
@@ -36,7 +34,7 @@ def validate_section(
 ) -> SectionType:
     """Return a section; a faulty value is reported and replaced by its default."""
     values = dict(raw)
-    if issubclass(model, Optimizer | Scheduler) and isinstance(values.get("params"), Mapping):
+    if issubclass(model, Typed) and isinstance(values.get("params"), Mapping):
         values["params"] = _typed_params(model, values, report, path)
     while True:
         try:
@@ -50,7 +48,7 @@ def validate_section(
 
 
 def _typed_params(
-    model: type[Optimizer] | type[Scheduler], raw: Mapping[str, Any], report: Report, path: str
+    model: type[Typed], raw: Mapping[str, Any], report: Report, path: str
 ) -> dict[str, Any]:
     """Validate params against the section's type; keep only the ones that were set."""
     child = model.child("params", raw)

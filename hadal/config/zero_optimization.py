@@ -1,6 +1,6 @@
 """`zero_optimization`: the states that are sharded over ranks, and their communication."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator
@@ -15,11 +15,14 @@ from hadal.config.section import (
     UNBUILT,
     UNBUILT_AT_STAGE_3,
     Mark,
+    Moved,
     Section,
     key,
+    rule,
     section,
 )
 from hadal.config.values import Boolean, Integer, Number, TextOrTexts, whole
+from hadal.errors import Fault
 
 _SPARSE_BLOCKS = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
@@ -36,6 +39,7 @@ class LeafModule(Section):
     name_suffixes: TextOrTexts = key((), "Suffixes of such names.")
 
 
+_STAGE = "zero_optimization.stage"
 Stage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole)]
 DivergentRanks: TypeAlias = Boolean | Literal["auto"]
 _UNPREFIXED = (
@@ -82,10 +86,10 @@ class ZeroOptimization(Section):
     renamed: ClassVar[Mapping[str, str]] = {
         "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"
     }
-    moved: ClassVar[Mapping[str, str]] = {
-        "cpu_offload": "zero_optimization.offload_optimizer",
-        "cpu_offload_param": "zero_optimization.offload_param",
-        "cpu_offload_params": "zero_optimization.offload_param",
+    moved: ClassVar[Mapping[str, Moved]] = {
+        "cpu_offload": Moved("zero_optimization.offload_optimizer", {"device": "cpu"}),
+        "cpu_offload_param": Moved("zero_optimization.offload_param", {"device": "cpu"}),
+        "cpu_offload_params": Moved("zero_optimization.offload_param", {"device": "cpu"}),
     }
     leftovers: ClassVar[Mapping[str, str]] = {
         "cpu_offload_use_pin_memory": "ignored: use offload_param.pin_memory or "
@@ -381,3 +385,113 @@ class ZeroOptimization(Section):
     leaf_module: LeafModule = section(
         LeafModule, "Modules that are gathered as a whole.", mark=STAGE_3
     )
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """True if the optimizer's state is offloaded."""
+        return self.offload_optimizer is not None and self.offload_optimizer.device != "none"
+
+    @rule("stage", "offload_optimizer.ratio")
+    def _partial_offload(self) -> Iterator[Fault]:
+        offload = self.offload_optimizer
+        if offload is not None and offload.ratio < 1 and self.stage != 3:
+            yield Fault(
+                "offload_optimizer.ratio",
+                f"{offload.ratio} needs {_STAGE} 3, got {self.stage}; set 1 or raise the stage",
+            )
+
+    @rule("stage", "offload_optimizer.device")
+    def _disk_at_stage_0(self) -> Iterator[Fault]:
+        offload = self.offload_optimizer
+        if offload is not None and offload.device == "nvme" and self.stage == 0:
+            yield Fault(
+                "offload_optimizer.device",
+                f'"nvme" needs {_STAGE} 1, 2 or 3: at 0 every rank would write all of the state;'
+                ' raise the stage, or set "cpu"',
+            )
+
+    @rule("stage", "offload_param", "offload_optimizer")
+    def _disk_without_path(self) -> Iterator[Fault]:
+        sections = (
+            ("offload_param", self.offload_param, self.stage == 3),
+            ("offload_optimizer", self.offload_optimizer, self.stage > 0),
+        )
+        for name, offload, acts in sections:
+            if acts and offload and offload.device == "nvme" and not offload.nvme_path:
+                yield Fault(f"{name}.nvme_path", 'required for device "nvme"; add it')
+
+    @rule("stage", "reduce_scatter", "zero_quantized_gradients")
+    def _quantized_gradients(self) -> Iterator[Fault]:
+        if self.stage >= 2 and self.zero_quantized_gradients and not self.reduce_scatter:
+            yield Fault(
+                "zero_quantized_gradients", "needs zero_optimization.reduce_scatter; enable that"
+            )
+
+    @rule("stage", "zero_quantized_gradients", "zeropp_loco_param")
+    def _feedback(self) -> Iterator[Fault]:
+        is_asked = self.stage >= 2 and self.zeropp_loco_param is not None
+        if is_asked and not self.zero_quantized_gradients:
+            yield Fault(
+                "zeropp_loco_param",
+                "needs zero_optimization.zero_quantized_gradients: otherwise there is no error to"
+                " feed back; enable it or remove this",
+            )
+
+    @rule("offload_optimizer.device", "zenflow")
+    def _zenflow_without_offload(self) -> Iterator[Fault]:
+        if self.zenflow is not None and not self.offloads_optimizer:
+            yield Fault(
+                "zenflow",
+                'needs zero_optimization.offload_optimizer.device "cpu"; add it or leave zenflow'
+                " out",
+            )
+
+    @rule("stage", "zero_hpz_partition_size", "mics_shard_size")
+    def _secondary_copy(self) -> Iterator[Fault]:
+        second, block = self.zero_hpz_partition_size, self.mics_shard_size
+        if self.stage != 3 or second <= 1 or block <= 0:
+            return
+        if second >= block:
+            yield Fault(
+                "zero_hpz_partition_size",
+                f"{second} saves nothing when weights are gathered over the {block} ranks of"
+                f" zero_optimization.mics_shard_size; remove it, or use a smaller divisor of"
+                f" {block}",
+            )
+        elif block % second:
+            yield Fault(
+                "zero_hpz_partition_size",
+                f"{second} does not divide zero_optimization.mics_shard_size, {block}; use a"
+                " divisor or remove one of them",
+            )
+
+    @rule("stage", "groups", "mics_shard_size")
+    def _stages_of_groups(self) -> Iterator[Fault]:
+        for number, group in enumerate(self.groups):
+            path = f"groups[{number}]"
+            if group.stage > self.stage:
+                yield Fault(
+                    f"{path}.stage",
+                    f"{group.stage} is above {_STAGE}, {self.stage}: groups lower the stage of some"
+                    f" modules; raise {_STAGE}, and lower it for the other modules",
+                )
+            if not group.modules:
+                message = "names no modules; set patterns, or remove the group"
+                yield Fault(f"{path}.modules", message)
+            if self.stage == 3 and group.stage < 2 and self.mics_shard_size > 0:
+                yield Fault(
+                    f"{path}.stage",
+                    f"{group.stage} is not built yet with zero_optimization.mics_shard_size; use 2,"
+                    " or remove zero_optimization.mics_shard_size",
+                )
+
+    def undivided(self, ranks: int) -> Iterator[Fault]:
+        """Yield a fault for each block size that does not divide the ranks that share states."""
+        for name in ("zero_hpz_partition_size", "mics_shard_size"):
+            size = getattr(self, name)
+            if self.stage == 3 and size > 1 and ranks % size:
+                yield Fault(
+                    f"zero_optimization.{name}",
+                    f"{size} does not divide the {ranks} ranks that share the weights; use a"
+                    " divisor or remove it",
+                )

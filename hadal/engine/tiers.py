@@ -12,7 +12,7 @@ import torch
 
 from hadal.comm.start import get_local_world_size
 from hadal.config import Config
-from hadal.config.aio import Aio
+from hadal.config.offload import Aio
 from hadal.device import is_host_memory, total_memory
 from hadal.errors import ModelError
 from hadal.offload import BufferPool, DiskStore

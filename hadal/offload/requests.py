@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from hadal.config.aio import Aio
+from hadal.config.offload import Aio
 from hadal.device import device_thread
 from hadal.errors import HadalError, OffloadError, UsageError
 from hadal.offload.buffers import memory_of

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hadal.config.aio import Aio
+from hadal.config.offload import Aio
 from hadal.errors import OffloadError, UsageError
 from hadal.offload.buffers import check_buffer
 from hadal.offload.extents import ALIGNMENT, Extent, Room, cut, dealt, grouped

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hadal.config import load_config
-from hadal.config.aio import Aio
+from hadal.config.offload import Aio
 from hadal.config.reading import read
 from hadal.errors import UsageError
 from hadal.zero.policy import STAGES, Tier

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from hadal.config import load_config
-from hadal.config.aio import Aio
+from hadal.config.offload import Aio
 from hadal.errors import OffloadError
 from hadal.offload import DiskStore
 from hadal.plugins.autotuning.disk import (

@@ -12,7 +12,7 @@ import pytest
 import hadal.plugins.autotuning.disk
 from hadal.cli.main import main
 from hadal.config import load_config
-from hadal.config.aio import Aio
+from hadal.config.offload import Aio
 from hadal.plugins.autotuning.disk import MeasuredSettings, Search, Speed
 from hadal.units import shown_binary
 

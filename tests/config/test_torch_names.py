@@ -6,9 +6,10 @@ from types import ModuleType
 
 import torch
 
-from hadal.config import load_config, torch_names
+from hadal.config import load_config
 from hadal.config.optimizer_kinds import KINDS
-from hadal.config.torch_names import is_class_of
+from hadal.config.rules import is_class_of
+from hadal.config.scheduler import TORCH_SCHEDULES
 
 from .faults import BASE, faults_of
 
@@ -24,7 +25,7 @@ def test_no_class_of_torch_is_missing() -> None:
     assert optimizers <= KINDS.keys()
     schedules = torch.optim.lr_scheduler
     found = {name for name in classes(schedules, schedules.LRScheduler) if name[0] != "_"}
-    assert found == set(torch_names.SCHEDULES)
+    assert found == set(TORCH_SCHEDULES)
 
 
 def test_a_newer_torch_may_have_more() -> None:

@@ -5,8 +5,8 @@ import pytest
 from hadal.config import load_config
 from hadal.config.plain import expected, plain
 from hadal.config.report import Report
+from hadal.config.schema import has_typed_params
 from hadal.config.section import default_of
-from hadal.config.status import has_typed_params
 from hadal.config.top_level import Config
 from hadal.config.validate import validate_section
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hadal.config import load_config
-from hadal.config.aio import Aio
+from hadal.config.offload import Aio
 from hadal.errors import OffloadError
 from hadal.offload import DiskStore, Region, aligned
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PRELUDE = """
 import os, resource, sys
 from hadal.errors import OffloadError, UsageError
-from hadal.config.aio import Aio
+from hadal.config.offload import Aio
 from hadal.offload import DiskStore, aligned
 PAGE = 4096
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hadal.config import load_config
-from hadal.config.aio import Aio
+from hadal.config.offload import Aio
 from hadal.errors import ConfigError
 from hadal.offload import DiskStore, aligned
 from hadal.offload.requests import Queue

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from hadal.config.aio import Aio
+from hadal.config.offload import Aio
 from hadal.errors import OffloadError, UsageError
 from hadal.offload import DiskStore, aligned
 

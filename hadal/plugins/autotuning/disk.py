@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hadal.config.aio import Aio
+from hadal.config.offload import Aio
 from hadal.offload.buffers import aligned
 from hadal.offload.extents import ALIGNMENT
 from hadal.offload.requests import IoRequest, Region
