@@ -98,7 +98,7 @@ def run(parsed: argparse.Namespace) -> int:
     """
     model = _model(parsed.model)
     if parsed.config is None:
-        _show_stages(_counted(model, parsed, 0), parsed)
+        _show_stages(_counted(model, parsed), parsed)
     else:
         _show_config(model, parsed)
     return 0
@@ -139,12 +139,12 @@ def _is_numel(text: str) -> bool:
         return False
 
 
-def _counted(model: nn.Module | None, parsed: argparse.Namespace, persistence: int) -> Model:
+def _counted(model: nn.Module | None, parsed: argparse.Namespace) -> Model:
     from hadal.zero.estimate import Model, counted
 
     if model is None:
         return Model(parsed.params, largest=parsed.largest_layer)
-    return counted(model, persistence)
+    return counted(model)
 
 
 def _tiers() -> dict[str, Tier]:
@@ -159,12 +159,13 @@ def _tiers() -> dict[str, Tier]:
 
 def _show_stages(model: Model, parsed: argparse.Namespace) -> None:
     from hadal.zero.estimate import (
-        HALF,
         PLANS,
         JobSize,
         ShardTiers,
         best_plan,
         held_by,
+        layer_nbytes,
+        layers_take_turns,
         peak_nbytes,
     )
 
@@ -183,7 +184,8 @@ def _show_stages(model: Model, parsed: argparse.Namespace) -> None:
         for plan in PLANS
     ]
     _show(_TITLES, rows, f"{_said(model, job)}, bf16 or fp16 with Adam, GB per rank", limits)
-    _print_rest(model, job, HALF, ShardTiers(), stage=3)
+    layer = layer_nbytes(model) * layers_take_turns(3, job, ShardTiers())
+    _print_rest(model, job, layer, stage=3)
 
 
 # ---- one configuration ---------------------------------------------------------------------------
@@ -202,21 +204,37 @@ class _Plan(NamedTuple):
 def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
     from hadal.config import load_config
     from hadal.zero.estimate import layer_nbytes, layers_take_turns, states_of
-    from hadal.zero.policy import STAGES
 
     world_size = parsed.devices_per_node * parsed.nodes
     config = load_config(parsed.config, world_size=world_size, allow_unbuilt=True)
-    plan = _plan(config, parsed.devices_per_node, parsed.nodes)
-    threshold = config.zero_optimization.stage3_param_persistence_threshold
-    elements = _counted(model, parsed, threshold if STAGES[plan.stage].weights else 0)
-    found: States = states_of(plan.stage, elements, plan.job, plan.cost, plan.rest)
+    plan, elements = _plan(config, parsed.devices_per_node, parsed.nodes), _counted(model, parsed)
+    if model is None:
+        found: States = states_of(plan.stage, elements, plan.job, plan.cost, plan.rest)
+        layer = layer_nbytes(elements, plan.cost)
+    else:
+        found, layer = _planned(model, config, plan)
+    layer *= layers_take_turns(plan.stage, plan.job, plan.rest)
     rows = [_Line((name,), held) for name, held in found._asdict().items()]
-    layer = layers_take_turns(plan.stage, plan.job, plan.rest) * layer_nbytes(elements, plan.cost)
     rows.append(_Line(("total",), found.total, found.total.device + layer))
     said = _said(elements, plan.job)
     caption = f"{said}, stage {plan.stage} with {plan.optimizer}, GB per rank"
     _show(("",), rows, caption, _Limits.of(parsed))
-    _print_rest(elements, plan.job, plan.cost, plan.rest, stage=plan.stage, held=found.total)
+    _print_rest(elements, plan.job, layer, stage=plan.stage, held=found.total)
+
+
+def _planned(model: nn.Module, config: Config, plan: _Plan) -> tuple[States, int]:
+    """Return a rank's states in the buckets of an engine, and the bytes that it gathers at once."""
+    import torch
+
+    from hadal.engine.plan import RankCounts, plan_model
+    from hadal.zero.estimate import gathered_nbytes, portions_of, states_of_portions
+
+    counts, device = RankCounts.of(config, plan.job.devices), torch.device("cuda")
+    trained = {parameter: 0 for parameter in model.parameters() if parameter.requires_grad}
+    buckets = plan_model(model, config, device, counts, trained).buckets
+    portions = portions_of(buckets, counts.shards_of, plan.cost.state // plan.cost.moment)
+    found = states_of_portions(portions, plan.rest, plan.job.second_copy_devices)
+    return found, gathered_nbytes(buckets)
 
 
 def held_of(config: Config, model: Model, devices_per_node: int, nodes: int) -> TierBytes:
@@ -394,19 +412,18 @@ def _gb(nbytes: int) -> str:
 def _print_rest(
     model: Model,
     job: JobSize,
-    cost: Cost,
-    rest: ShardTiers,
+    layer: int,
     *,
     stage: int,
     held: TierBytes | None = None,
 ) -> None:
     """Describe the memory beyond model states, and that of a whole node."""
-    from hadal.zero.estimate import host_nbytes, layer_nbytes, layers_take_turns
+    from hadal.zero.estimate import host_nbytes
     from hadal.zero.policy import STAGES
 
     rows = []
-    if model.largest and layers_take_turns(stage, job, rest):
-        rows.append((f"stage {stage}, the largest layer as a whole", layer_nbytes(model, cost)))
+    if layer:
+        rows.append((f"stage {stage}, the largest layer as a whole", layer))
     if held is not None:
         rows.append(("disk of a node", job.devices_per_node * held.disk))
     building = "host memory of a node while every process builds the model in fp32"

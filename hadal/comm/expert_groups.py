@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ import torch.distributed as dist
 
 from hadal.comm.ranks import Ranks, once
 from hadal.errors import UsageError
+
+_NAME = re.compile(r"ep_size_(\d+)")
 
 Table = tuple[tuple[int, ...], ...]
 """One tuple of rank numbers for each group."""
@@ -50,6 +53,12 @@ def expert_tables(
 def group_name(size: int) -> str:
     """Return the name of the groups of experts that are distributed over `size` ranks."""
     return f"ep_size_{size}"
+
+
+def size_in_name(name: str) -> int | None:
+    """Return the ranks that share experts, by `group_name`; None for a program's own name."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def make_expert_groups(size: int, among: Ranks, *, data_first: bool = False) -> ExpertGroups:

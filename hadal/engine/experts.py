@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,12 @@ from torch import nn
 
 from hadal.checkpoint.live import plain_name
 from hadal.comm import Ranks
-from hadal.comm.expert_groups import expert_groups, expert_tables, make_expert_groups
+from hadal.comm.expert_groups import (
+    expert_groups,
+    expert_tables,
+    make_expert_groups,
+    size_in_name,
+)
 from hadal.config import Config
 from hadal.config.report import written
 from hadal.engine.checks import is_in_stages
@@ -23,8 +27,6 @@ from hadal.zero.sharing import holders_of
 if TYPE_CHECKING:
     from hadal.plugins.pipeline import PipelineModule
 
-_NAME = re.compile(r"ep_size_(\d+)")
-
 
 def make_groups_of_experts(model: nn.Module, config: Config, topology: Topology) -> None:
     """Make the groups that the model's parameters name. All ranks must call it together.
@@ -36,8 +38,8 @@ def make_groups_of_experts(model: nn.Module, config: Config, topology: Topology)
         UsageError: a number of ranks does not divide those with the same dense parameters.
     """
     names = {holders_of(parameter).experts for parameter in model.parameters()}
-    found = (_NAME.fullmatch(name) for name in names if name is not None)
-    sizes = sorted(int(match[1]) for match in found if match)
+    found = (size_in_name(name) for name in names if name is not None)
+    sizes = sorted(size for size in found if size is not None)
     for size in sizes:
         make_expert_groups(
             size, topology.sharding, data_first=config.use_data_before_expert_parallelism

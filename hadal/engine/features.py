@@ -20,7 +20,7 @@ from hadal.config.monitors import JsonlMonitor
 from hadal.config.parallelism import HybridEngine
 from hadal.engine.clocks import Clocks, Throughput
 from hadal.engine.plan import ModelPlan
-from hadal.engine.policies import budget_of, leaves_of
+from hadal.engine.policies import budget_of
 from hadal.engine.precision import casting_of, scale_rule_of
 from hadal.engine.report import Reporter, updates_of
 from hadal.engine.topology import Topology
@@ -181,8 +181,8 @@ def _recomputed(section: Any, setting: EngineSetting) -> Listener | None:
 
 
 def _experiment(section: Autotuning, setting: EngineSetting) -> Listener:
-    leaves = leaves_of(setting.config)
-    return Experiment(section, setting.model, leaves, setting.world, setting.device)
+    largest = setting.plan.unit_numel
+    return Experiment(section, setting.model, largest, setting.world, setting.device)
 
 
 def _scalars(_: Any, setting: EngineSetting) -> Listener:

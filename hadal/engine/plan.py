@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from hadal.comm.expert_groups import size_in_name
 from hadal.config import Config
 from hadal.config.report import written
 from hadal.engine.policies import leaves_of, limits_of, partition_of
@@ -33,7 +34,7 @@ from hadal.zero.grouping import (
     repeated_blocks,
 )
 from hadal.zero.kinds import is_foreign
-from hadal.zero.policy import Limits, Partition
+from hadal.zero.policy import STAGES, Limits, Partition
 from hadal.zero.sharing import HolderGroups, holders_of
 
 _log = logging.getLogger(__name__)
@@ -50,6 +51,21 @@ class RankCounts(NamedTuple):
     """Ranks over which one copy of their states is sharded."""
     holding: Callable[[str], int]
     """Returns the ranks that hold the same experts, by the name of their groups."""
+
+    @classmethod
+    def of(cls, config: Config, ranks: int) -> RankCounts:
+        """Return the numbers for `ranks` that need not exist, each with a copy of every layer."""
+        zero = config.zero_optimization
+        blocks = STAGES[zero.stage].weights and zero.mics_shard_size > 0
+        return cls(
+            ranks,
+            zero.mics_shard_size if blocks else ranks,
+            lambda name: max(1, ranks // (size_in_name(name) or 1)),
+        )
+
+    def shards_of(self, holders: HolderGroups) -> int:
+        """Return the number of shards of a copy of some parameters' states."""
+        return self.shards if holders.experts is None else self.holding(holders.experts)
 
 
 class ParameterPlan(NamedTuple):
@@ -84,6 +100,12 @@ class ModelPlan:
     """As configured, less the elements that stay whole in `buckets`."""
     recomputed: Mapping[str, nn.Module]
     """The modules that `activation_checkpointing` recomputes in backward, by full name."""
+
+    @property
+    def unit_numel(self) -> int:
+        """The elements of the largest unit, which is gathered at once."""
+        sizes = (sum(m.parameter.numel() for m in unit.members) for unit in self.units)
+        return max(sizes, default=0)
 
     def log_recomputed(self, config: Config) -> None:
         """Log which modules are recomputed, or that the section waits for calls of the program."""

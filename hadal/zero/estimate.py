@@ -17,14 +17,16 @@ of the disk go through buffers on the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
 from torch import nn
 
+from hadal.zero.grouping import BucketPlan
 from hadal.zero.policy import STAGES, Partition, Tier
+from hadal.zero.sharing import HolderGroups
 
 _GB = 1e9
 _FP32_NBYTES = 4
@@ -169,20 +171,14 @@ class States(NamedTuple):
         return self.weights.plus(self.gradients).plus(self.optimizer).plus(self.buffers)
 
 
-def counted(model: nn.Module, persistence_numel: int = 0) -> Model:
-    """Count a model's parameters, without reading their values.
-
-    Args:
-        model: the model to train.
-        persistence_numel: stage 3 keeps parameters with fewer elements whole.
-    """
+def counted(model: nn.Module) -> Model:
+    """Count a model's parameters, without reading their values."""
     numels = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     own = (sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
     return Model(
         trained=sum(numel for numel, is_trained in numels if is_trained),
         frozen=sum(numel for numel, is_trained in numels if not is_trained),
         largest=max(own, default=0),
-        persistent=sum(numel for numel, _ in numels if numel < persistence_numel),
     )
 
 
@@ -196,6 +192,77 @@ def states_of(
         _gradients(cut, model, job, cost, rest),
         _optimizer(cut, model, job, cost, rest),
         _buffers(cut, model, job, cost, rest),
+    )
+
+
+class Portion(NamedTuple):
+    """Elements of a planned model that are sharded and computed with alike."""
+
+    cut: Partition
+    cost: Cost
+    shards: int
+    trained: int = 0
+    frozen: int = 0
+
+
+def portions_of(
+    buckets: Iterable[BucketPlan], shards_of: Callable[[HolderGroups], int], moments: int
+) -> list[Portion]:
+    """Return the portions of a planned model.
+
+    Args:
+        buckets: all of its buckets.
+        shards_of: returns the number of shards of a copy, by the ranks that hold it.
+        moments: how many values the optimizer keeps for each element.
+    """
+    found: dict[Portion, Portion] = {}
+    for bucket in buckets:
+        kind = Portion(bucket.partition, _cost(bucket, moments), shards_of(bucket.holders))
+        old, trained = found.get(kind, kind), bucket.trainable * bucket.numel
+        found[kind] = old._replace(
+            trained=old.trained + trained, frozen=old.frozen + bucket.numel - trained
+        )
+    return list(found.values())
+
+
+def _cost(bucket: BucketPlan, moments: int) -> Cost:
+    precision = bucket.precision
+    moment = precision.state_dtype.itemsize
+    return Cost(
+        weight=precision.compute.itemsize,
+        gradient=precision.accumulate.itemsize,
+        master=precision.master.itemsize if precision.keeps_master else 0,
+        state=moment * moments,
+        moment=moment,
+    )
+
+
+def states_of_portions(
+    portions: Iterable[Portion], rest: ShardTiers, second_copy_devices: int = 0
+) -> States:
+    """Return a rank's state between steps, as `states_of` does, of a planned model."""
+    found = [TierBytes()] * 3
+    off = itemsize = on_disk = 0
+    for cut, cost, shards, trained, frozen in portions:
+        model, job = Model(trained, frozen), JobSize(shards, 1, 0, second_copy_devices)
+        parts = [kind(cut, model, job, cost, rest) for kind in (_weights, _gradients, _optimizer)]
+        found = [one.plus(other) for one, other in zip(found, parts, strict=True)]
+        rest = replace(rest, in_host_numel=rest.in_host_numel - parts[0].host // cost.weight)
+        off += _part_off(rest, math.ceil(trained / (shards if cut.optimizer else 1)))
+        itemsize = max(itemsize, cost.master or cost.weight, cost.moment)
+        on_disk += parts[0].disk
+    host = rest.buffers.state_nbytes(off, itemsize) if rest.optimizer is Tier.DISK and off else 0
+    host += rest.buffers.weights_nbytes if on_disk else 0
+    weights, gradients, optimizer = found
+    return States(weights, gradients, optimizer, TierBytes(host=host))
+
+
+def gathered_nbytes(buckets: Iterable[BucketPlan]) -> int:
+    """Return the bytes of the largest bucket that is gathered on use, with its gradients."""
+    costs = ((_cost(bucket, 0), bucket) for bucket in buckets if bucket.partition.weights)
+    return max(
+        ((c.weight + bucket.trainable * c.gradient) * bucket.numel for c, bucket in costs),
+        default=0,
     )
 
 

@@ -221,12 +221,6 @@ def test_copies_of_the_states_are_counted() -> None:
     assert blocks == states_of(3, model, JobSize(8))
 
 
-def test_small_parameters_are_counted() -> None:
-    model = nn.Linear(10, 20)
-    assert counted(model, persistence_numel=21).persistent == 20
-    assert counted(model, persistence_numel=20).persistent == 0
-
-
 def rows(text: str) -> list[list[str]]:
     """Return the cells of a printed table, without its header."""
     return [[cell.strip() for cell in line.split("|")] for line in text.splitlines()[3:]]

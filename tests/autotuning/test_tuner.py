@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from hadal.errors import TuningError
 from hadal.launcher.choices import Choices
-from hadal.plugins.autotuning.measuring import largest_unit_numel
 from hadal.plugins.autotuning.runs import METRICS, Outcome, Runner
 from hadal.plugins.autotuning.space import read_request
 from hadal.plugins.autotuning.tuner import Tuner
-from hadal.zero.grouping import LeafModules
 
 STATES, SAMPLE, MEMORY = 1_000, 100, 2_000
 OUT_OF_MEMORY = "rank 0: torch.OutOfMemoryError: CUDA out of memory."
@@ -241,16 +238,3 @@ def test_an_experiment_is_checked_with_the_ranks_that_read(tmp_path: Path) -> No
 
     assert reason_with(1) == ""
     assert "2 (micro-batch) x 1 (accumulation) x 2 ranks = 4" in reason_with(2)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 3), nn.Linear(3, width)
-
-
-def test_the_largest_unit_is_measured() -> None:
-    model = nn.Sequential(nn.Embedding(5, 2), Block(2), Block(4))
-    assert largest_unit_numel(model, LeafModules()) == 15 + 16
-    assert largest_unit_numel(model, LeafModules(names=("",))) == 10 + 9 + 8 + 15 + 16
-    assert largest_unit_numel(nn.ReLU(), LeafModules()) == 0

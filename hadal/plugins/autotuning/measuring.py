@@ -27,7 +27,6 @@ from hadal.device import (
 from hadal.device.memory import free_host_nbytes
 from hadal.listener import Forward, Listener, Update
 from hadal.plugins.autotuning.files import write_json
-from hadal.zero.grouping import LeafModules, find_units
 
 if TYPE_CHECKING:
     from hadal.plugins.profiling import Counter
@@ -46,7 +45,7 @@ class Experiment(Listener):
         self,
         section: Autotuning,
         model: nn.Module,
-        leaves: LeafModules,
+        unit_numel: int,
         world: Ranks,
         device: torch.device,
     ) -> None:
@@ -58,7 +57,7 @@ class Experiment(Listener):
             self._operations = Counter()
         self._section = section
         self._model = model
-        self._leaves = leaves
+        self._unit_numel = unit_numel
         self._world = world
         self._device = device
         self._spent: dict[str, float] = {}
@@ -123,7 +122,7 @@ class Experiment(Listener):
             {
                 "num_params": sum(p.numel() for p in parameters),
                 "trainable_num_params": sum(p.numel() for p in parameters if p.requires_grad),
-                "largest_unit_num_params": largest_unit_numel(self._model, self._leaves),
+                "largest_unit_num_params": self._unit_numel,
                 "activation_mem_per_gpu": max(0, held - self._in_use),
                 "rank": self._world.rank,
                 "memory_per_gpu": memory_of_a_rank(self._device),
@@ -184,12 +183,6 @@ class Experiment(Listener):
         code = max(gather_codes(fault, self._world))
         _log.info("autotuning: measured; the results are in %s", path)
         sys.exit(code)
-
-
-def largest_unit_numel(model: nn.Module, leaves: LeafModules) -> int:
-    """Return the elements of the largest module of a model that is gathered at once."""
-    units = find_units(model, dict.fromkeys(model.parameters(), 0), leaves)
-    return max(sum(m.parameter.numel() for m in unit.members) for unit in units) if units else 0
 
 
 def numbers_of(means: Mapping[str, float], samples: float) -> tuple[float, float]:
