@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Cost,
         JobSize,
         Model,
+        Portion,
         ShardTiers,
         States,
         TierBytes,
@@ -203,7 +204,12 @@ class _Plan(NamedTuple):
 
 def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
     from hadal.config import load_config
-    from hadal.zero.estimate import layer_nbytes, layers_take_turns, states_of
+    from hadal.zero.estimate import (
+        layer_nbytes,
+        layers_take_turns,
+        states_of,
+        states_of_portions,
+    )
 
     world_size = parsed.devices_per_node * parsed.nodes
     config = load_config(parsed.config, world_size=world_size, allow_unbuilt=True)
@@ -212,7 +218,9 @@ def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
         found: States = states_of(plan.stage, elements, plan.job, plan.cost, plan.rest)
         layer = layer_nbytes(elements, plan.cost)
     else:
-        found, layer = _planned(model, config, plan)
+        moments = plan.cost.state // plan.cost.moment
+        portions, layer = _portions(model, config, plan.job.devices, moments)
+        found = states_of_portions(portions, plan.rest, plan.job.second_copy_devices)
     layer *= layers_take_turns(plan.stage, plan.job, plan.rest)
     rows = [_Line((name,), held) for name, held in found._asdict().items()]
     rows.append(_Line(("total",), found.total, found.total.device + layer))
@@ -222,19 +230,22 @@ def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
     _print_rest(elements, plan.job, layer, stage=plan.stage, held=found.total)
 
 
-def _planned(model: nn.Module, config: Config, plan: _Plan) -> tuple[States, int]:
-    """Return a rank's states in the buckets of an engine, and the bytes that it gathers at once."""
+def _portions(
+    model: nn.Module, config: Config, ranks: int, moments: int
+) -> tuple[list[Portion], int]:
+    """Return the portions of a model that an engine trains, and the bytes that it gathers at once.
+
+    `moments`: how many values the optimizer keeps for each element.
+    """
     import torch
 
     from hadal.engine.plan import RankCounts, plan_model
-    from hadal.zero.estimate import gathered_nbytes, portions_of, states_of_portions
+    from hadal.zero.estimate import gathered_nbytes, portions_of
 
-    counts, device = RankCounts.of(config, plan.job.devices), torch.device("cuda")
+    counts, device = RankCounts.of(config, ranks), torch.device("cuda")
     trained = {parameter: 0 for parameter in model.parameters() if parameter.requires_grad}
     buckets = plan_model(model, config, device, counts, trained).buckets
-    portions = portions_of(buckets, counts.shards_of, plan.cost.state // plan.cost.moment)
-    found = states_of_portions(portions, plan.rest, plan.job.second_copy_devices)
-    return found, gathered_nbytes(buckets)
+    return portions_of(buckets, counts.shards_of, moments), gathered_nbytes(buckets)
 
 
 def held_of(config: Config, model: Model, devices_per_node: int, nodes: int) -> TierBytes:
@@ -293,19 +304,10 @@ def _cost(config: Config) -> Cost:
     import torch
     from torch import nn
 
-    from hadal.engine.precision import precisions_of
-    from hadal.zero.estimate import Cost
-
     module, weight = nn.Linear(8, 8, bias=False), nn.Parameter(torch.zeros(8, 8))
     module.weight = weight
-    precision = precisions_of(config, module, torch.device("cpu"))(weight)
-    return Cost(
-        weight=precision.compute.itemsize,
-        gradient=precision.accumulate.itemsize,
-        master=precision.master.itemsize if precision.keeps_master else 0,
-        state=precision.state_dtype.itemsize * _moments(config, weight),
-        moment=precision.state_dtype.itemsize,
-    )
+    portions, _ = _portions(module, config, 1, _moments(config, weight))
+    return portions[0].cost
 
 
 def _moments(config: Config, weight: nn.Parameter) -> int:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.comm import Ranks
-from hadal.comm.collectives import broadcast_, gather_objects
+from hadal.comm.collectives import broadcast_
 from hadal.comm.expert_groups import expert_groups
 from hadal.comm.faults import raised_on_all
 from hadal.comm.pending import Leaving
@@ -25,6 +25,7 @@ from hadal.engine.checks import (
     check_birth,
     check_parameters,
     check_same_keys,
+    compare,
     described_parameter,
 )
 from hadal.engine.plan import ModelPlan, ParameterPlan, RankCounts, plan_model
@@ -32,7 +33,7 @@ from hadal.engine.policies import divergence_of, reduction_of, transport_of
 from hadal.engine.precision import buffer_rule_of
 from hadal.engine.tiers import Offloading
 from hadal.engine.topology import RequestedRanks, Sharings, Topology
-from hadal.errors import MismatchError, ModelError, OffloadError, OptimizerError, UsageError, few
+from hadal.errors import ModelError, OffloadError, OptimizerError, UsageError, few
 from hadal.optim.step import OptimizerStepper
 from hadal.zero import access, init
 from hadal.zero.access import GatheredParameters
@@ -406,15 +407,7 @@ class LaterGroups:
 
     def _check_same(self, group: dict[str, Any], late: Mapping[str, nn.Parameter]) -> None:
         names = {id(p): name for name, p in self._sharded.model.named_parameters()}
-        mine: dict[str, Any] = {"its parameters": [names[id(p)] for p in group["params"]]}
+        mine = {"its parameters": str([names[id(p)] for p in group["params"]])}
         mine |= {f"the new {name}": described_parameter(p) for name, p in late.items()}
         mine |= {key: repr(value) for key, value in group.items() if key != "params"}
-        everybody = gather_objects(mine, self._runtime.ranks)
-        for rank, other in enumerate(everybody):
-            for key in dict.fromkeys([*everybody[0], *other]):
-                if other.get(key) != everybody[0].get(key):
-                    raise MismatchError(
-                        f"ranks added different param groups: {key} is {everybody[0].get(key)} on"
-                        f" rank 0 and {other.get(key)} on rank {rank}. Add the same group on every"
-                        " rank."
-                    )
+        compare("param group", mine, self._runtime.ranks)

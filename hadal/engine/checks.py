@@ -180,7 +180,7 @@ def check_same_versions(ranks: Ranks) -> None:
 
 def check_same_keys(config: Config, ranks: Ranks) -> None:
     """Raise MismatchError if ranks have different configurations."""
-    _compare("configuration", _texts(_common(config)), ranks)
+    compare("configuration", _texts(_common(config)), ranks)
 
 
 def _common(config: Config) -> dict[str, Any]:
@@ -215,8 +215,8 @@ def check_same(
         for name, p in model.named_parameters()
     }
     with raised_on_all(world, "initialize"):
-        _compare("configuration", _texts(described), ranks)
-        _compare("model", parameters, ranks)
+        compare("configuration", _texts(described), ranks)
+        compare("model", parameters, ranks)
 
 
 def described_parameter(parameter: nn.Parameter) -> str:
@@ -232,7 +232,8 @@ def _texts(values: dict[str, Any]) -> dict[str, str]:
     return {path: json.dumps(value, default=str) for path, value in leaves(values)}
 
 
-def _compare(what: str, mine: dict[str, str], ranks: Ranks) -> None:
+def compare(what: str, mine: dict[str, str], ranks: Ranks) -> None:
+    """Raise MismatchError if ranks describe `what` differently."""
     if not is_same_everywhere(json.dumps(mine), ranks):
         theirs = gather_objects(mine, ranks)
         raise MismatchError(_first_difference(what, theirs, ranks.numbers))

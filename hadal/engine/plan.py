@@ -21,7 +21,6 @@ from hadal.config import Config
 from hadal.config.report import written
 from hadal.engine.policies import leaves_of, limits_of, partition_of
 from hadal.engine.precision import precisions_of
-from hadal.engine.tiers import keeps_weights_off, lands_gradients
 from hadal.errors import ConfigError, Fault
 from hadal.zero.external import announced_uses
 from hadal.zero.grouping import (
@@ -34,7 +33,7 @@ from hadal.zero.grouping import (
     repeated_blocks,
 )
 from hadal.zero.kinds import is_foreign
-from hadal.zero.policy import STAGES, Limits, Partition
+from hadal.zero.policy import STAGES, Limits
 from hadal.zero.sharing import HolderGroups, holders_of
 
 _log = logging.getLogger(__name__)
@@ -195,16 +194,7 @@ def _policies(
     precision_of = precisions_of(config, model, device)
     groups = config.zero_optimization.groups
     grouped = _grouped_modules(model, config) if groups else {}
-
-    @cache
-    def partition(ranks: int, stage: int | None) -> Partition:
-        return partition_of(
-            config,
-            ranks,
-            stage,
-            keeps_weights_off=keeps_weights_off(config, device),
-            lands_gradients=lands_gradients(config, device),
-        )
+    partition = cache(lambda ranks, stage: partition_of(config, ranks, stage, device))
 
     def policy(name: str, parameter: nn.Parameter) -> ParameterPolicy:
         holders, ranks = holders_of(parameter), counts.dense

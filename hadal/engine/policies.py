@@ -15,6 +15,7 @@ from hadal.config import Config
 from hadal.config.advice import saves_behind
 from hadal.device import total_memory
 from hadal.engine.batches import BatchSizes
+from hadal.engine.tiers import keeps_weights_off, lands_gradients
 from hadal.engine.topology import Topology
 from hadal.zero.grouping import LeafModules
 from hadal.zero.policy import (
@@ -47,14 +48,7 @@ def wire_dtype(config: Config, sequence_parallel_size: int = 1) -> torch.dtype |
     return dtype_named(chosen)
 
 
-def partition_of(
-    config: Config,
-    world_size: int,
-    stage: int | None = None,
-    *,
-    keeps_weights_off: bool,
-    lands_gradients: bool,
-) -> Partition:
+def partition_of(config: Config, ranks: int, stage: int | None, device: torch.device) -> Partition:
     """Return which states are sharded over the ranks, at the configured stage or at another one.
 
     A shard over one rank is whole: on one rank, every stage is stage 0, without its copies. But
@@ -63,10 +57,12 @@ def partition_of(
     """
     zero = config.zero_optimization
     row = STAGES[zero.stage if stage is None else stage]
-    is_alone = world_size == 1 or (row.weights and zero.mics_shard_size == 1)
-    if not is_alone or (keeps_weights_off and row.weights):
+    is_alone = ranks == 1 or (row.weights and zero.mics_shard_size == 1)
+    if not is_alone or (row.weights and keeps_weights_off(config, device)):
         return row
-    return replace(row, weights=False) if lands_gradients and row.gradients else Partition()
+    if row.gradients and lands_gradients(config, device):
+        return replace(row, weights=False)
+    return Partition()
 
 
 def reduction_of(config: Config, sequence_parallel_size: int = 1) -> Reduction:

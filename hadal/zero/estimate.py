@@ -182,27 +182,21 @@ def counted(model: nn.Module) -> Model:
     )
 
 
-def states_of(
-    stage: int, model: Model, job: JobSize, cost: Cost = HALF, rest: ShardTiers | None = None
-) -> States:
-    """Return a rank's state between steps, with the gradients before one; within 1 % (padding)."""
-    rest, cut = rest or ShardTiers(), STAGES[stage]
-    return States(
-        _weights(cut, model, job, cost, rest),
-        _gradients(cut, model, job, cost, rest),
-        _optimizer(cut, model, job, cost, rest),
-        _buffers(cut, model, job, cost, rest),
-    )
-
-
 class Portion(NamedTuple):
-    """Elements of a planned model that are sharded and computed with alike."""
+    """Elements of a model that are sharded and computed with alike."""
 
     cut: Partition
     cost: Cost
     shards: int
     trained: int = 0
     frozen: int = 0
+    persistent: int = 0
+    """The elements whose weights are whole, although `cut` shards weights."""
+
+    @property
+    def stepped(self) -> int:
+        """The elements that a rank updates."""
+        return math.ceil(self.trained / (self.shards if self.cut.optimizer else 1))
 
 
 def portions_of(
@@ -237,23 +231,32 @@ def _cost(bucket: BucketPlan, moments: int) -> Cost:
     )
 
 
+def states_of(
+    stage: int, model: Model, job: JobSize, cost: Cost = HALF, rest: ShardTiers | None = None
+) -> States:
+    """Return a rank's state between steps, with the gradients before one; within 1 % (padding)."""
+    counts = model.trained, model.frozen, model.persistent
+    portions = [Portion(STAGES[stage], cost, job.cuts, *counts)]
+    return states_of_portions(portions, rest or ShardTiers(), job.second_copy_devices)
+
+
 def states_of_portions(
     portions: Iterable[Portion], rest: ShardTiers, second_copy_devices: int = 0
 ) -> States:
-    """Return a rank's state between steps, as `states_of` does, of a planned model."""
-    found = [TierBytes()] * 3
-    off = itemsize = on_disk = 0
-    for cut, cost, shards, trained, frozen in portions:
-        model, job = Model(trained, frozen), JobSize(shards, 1, 0, second_copy_devices)
-        parts = [kind(cut, model, job, cost, rest) for kind in (_weights, _gradients, _optimizer)]
-        found = [one.plus(other) for one, other in zip(found, parts, strict=True)]
-        rest = replace(rest, in_host_numel=rest.in_host_numel - parts[0].host // cost.weight)
-        off += _part_off(rest, math.ceil(trained / (shards if cut.optimizer else 1)))
-        itemsize = max(itemsize, cost.master or cost.weight, cost.moment)
-        on_disk += parts[0].disk
-    host = rest.buffers.state_nbytes(off, itemsize) if rest.optimizer is Tier.DISK and off else 0
-    host += rest.buffers.weights_nbytes if on_disk else 0
-    weights, gradients, optimizer = found
+    """Return a rank's state between steps, as `states_of` does, of several portions."""
+    weights, gradients, optimizer = TierBytes(), TierBytes(), TierBytes()
+    off = itemsize = host = 0
+    for one in portions:
+        held = _weights(one, rest, second_copy_devices)
+        rest = replace(rest, in_host_numel=rest.in_host_numel - held.host // one.cost.weight)
+        weights = weights.plus(held)
+        gradients = gradients.plus(_gradients(one, rest))
+        optimizer = optimizer.plus(_optimizer(one, rest))
+        off += _part_off(rest, one.stepped)
+        itemsize = max(itemsize, one.cost.master or one.cost.weight, one.cost.moment)
+    if rest.optimizer is Tier.DISK and off:
+        host += rest.buffers.state_nbytes(off, itemsize)
+    host += rest.buffers.weights_nbytes * bool(weights.disk)
     return States(weights, gradients, optimizer, TierBytes(host=host))
 
 
@@ -266,51 +269,33 @@ def gathered_nbytes(buckets: Iterable[BucketPlan]) -> int:
     )
 
 
-def _weights(cut: Partition, model: Model, job: JobSize, cost: Cost, rest: ShardTiers) -> TierBytes:
-    if not cut.weights:
-        return TierBytes(cost.weight * model.numel)
-    sharded = model.numel - model.persistent
-    second = math.ceil(sharded / job.second_copy_devices) if job.second_copy_devices > 1 else 0
-    shard = math.ceil(sharded / job.cuts)
+def _weights(one: Portion, rest: ShardTiers, second_copy_devices: int) -> TierBytes:
+    sharded, nbytes = one.trained + one.frozen - one.persistent, one.cost.weight
+    if not one.cut.weights:
+        return TierBytes(nbytes * (sharded + one.persistent))
+    second = math.ceil(sharded / second_copy_devices) if second_copy_devices > 1 else 0
+    shard = math.ceil(sharded / one.shards)
     on_host = min(shard, rest.in_host_numel) if rest.weights is Tier.DISK else 0
-    found = TierBytes(cost.weight * (model.persistent + second), cost.weight * on_host)
-    return found.plus(TierBytes.at(rest.weights, cost.weight * (shard - on_host)))
+    found = TierBytes(nbytes * (one.persistent + second), nbytes * on_host)
+    return found.plus(TierBytes.at(rest.weights, nbytes * (shard - on_host)))
 
 
-def _gradients(
-    cut: Partition, model: Model, job: JobSize, cost: Cost, rest: ShardTiers
-) -> TierBytes:
+def _gradients(one: Portion, rest: ShardTiers) -> TierBytes:
     """Return the gradients of an update, once all are accumulated."""
-    whole, shard = (cost.gradient * math.ceil(model.trained / n) for n in (1, job.cuts))
-    landed = _part_off(rest, shard if cut.optimizer else whole)
-    if not cut.gradients:
-        return TierBytes(whole, landed)
-    return TierBytes(shard - landed, landed)
+    landed = _part_off(rest, one.cost.gradient * one.stepped)
+    if not one.cut.gradients:
+        return TierBytes(one.cost.gradient * one.trained, landed)
+    return TierBytes(one.cost.gradient * one.stepped - landed, landed)
 
 
-def _optimizer(
-    cut: Partition, model: Model, job: JobSize, cost: Cost, rest: ShardTiers
-) -> TierBytes:
-    numel = math.ceil(model.trained / (job.cuts if cut.optimizer else 1))
-    off = _part_off(rest, numel)
-    weights = rest.weights if cut.weights else Tier.DEVICE
+def _optimizer(one: Portion, rest: ShardTiers) -> TierBytes:
+    off = _part_off(rest, one.stepped)
+    weights = rest.weights if one.cut.weights else Tier.DEVICE
     found = TierBytes()
-    for part, tier in ((off, rest.optimizer), (numel - off, Tier.DEVICE)):
-        master = cost.master or (cost.weight if _parts_master(weights, tier) else 0)
-        found = found.plus(TierBytes.at(tier, (master + cost.state) * part))
+    for part, tier in ((off, rest.optimizer), (one.stepped - off, Tier.DEVICE)):
+        master = one.cost.master or (one.cost.weight if _parts_master(weights, tier) else 0)
+        found = found.plus(TierBytes.at(tier, (master + one.cost.state) * part))
     return found
-
-
-def _buffers(cut: Partition, model: Model, job: JobSize, cost: Cost, rest: ShardTiers) -> TierBytes:
-    found = 0
-    off = _part_off(rest, math.ceil(model.trained / (job.cuts if cut.optimizer else 1)))
-    if off and rest.optimizer is Tier.DISK:
-        itemsize = max(cost.master or cost.weight, cost.moment)
-        found += rest.buffers.state_nbytes(off, itemsize)
-    shard = math.ceil((model.numel - model.persistent) / job.cuts)
-    if cut.weights and rest.weights is Tier.DISK and shard > rest.in_host_numel:
-        found += rest.buffers.weights_nbytes
-    return TierBytes(host=found)
 
 
 def _part_off(rest: ShardTiers, count: int) -> int:

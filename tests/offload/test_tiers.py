@@ -370,7 +370,7 @@ def look_while_training(path: str, section: dict[str, Any]) -> dict[str, Any]:
             buffers.BufferPool.__init__ = plain_pool
             DiskTensor.start_read, DiskTensor.start_write = plain_read, plain_write
         files = [file for file in Path(path).rglob("*") if file.is_file() and file.stat().st_size]
-        assert isinstance(engine._parts.offloading._stores[Path(path)], store.DiskStore)
+        assert isinstance(engine._parts.sharded.offloading._stores[Path(path)], store.DiskStore)
         engine.destroy()
     [(count, nbytes)], largest = pools, max(reads)  # kept from one update to the next
     return {
