@@ -40,9 +40,7 @@ class ActivationCheckpointing(Section):
         "number_checkpoints.",
     )
     number_checkpoints: Integer | None = key(
-        None,
-        "Number of recomputed blocks whose inputs the contiguous buffers have room for.",
-        gt=0,
+        None, "Number of recomputed blocks whose inputs the contiguous buffers have room for.", gt=0
     )
     synchronize_checkpoint_boundary: Boolean = key(
         False,
@@ -72,8 +70,7 @@ class ActivationCheckpointing(Section):
                 )
             if not self.partition_activations:
                 yield Fault(
-                    "contiguous_memory_optimization",
-                    "needs partition_activations; enable that too",
+                    "contiguous_memory_optimization", "needs partition_activations; enable that too"
                 )
 
     @rule("memory_budget")

@@ -82,8 +82,7 @@ class Autotuning(Switched):
         "better). `FLOPS` means FLOPS_per_gpu.",
     )
     metric_path: Text | None = key(
-        None,
-        f"File for an experiment's measurements; null: {METRIC_PATH}. The search sets it.",
+        None, f"File for an experiment's measurements; null: {METRIC_PATH}. The search sets it."
     )
     start_profile_step: Integer = key(3, "First measured update.", ge=1)
     end_profile_step: Integer = key(5, "Last measured update; the experiment ends after it.", ge=1)

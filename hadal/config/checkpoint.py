@@ -27,9 +27,7 @@ class CheckpointWriter(Section):
         mark=Mark(status="not built yet", only=("mock",)),
     )
     io_buffer_size: Integer = key(
-        67_108_864,
-        "Bytes copied from a device, checksummed and written at a time.",
-        gt=0,
+        67_108_864, "Bytes copied from a device, checksummed and written at a time.", gt=0
     )
     io_buffer_double: Boolean = key(
         True,
@@ -57,8 +55,7 @@ class OnSignal(Section):
     """Saving at a signal, before a node is taken away."""
 
     signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"], ...] = key(
-        ("SIGTERM", "SIGUSR1"),
-        "Signals to obey. It is enough if one rank receives one.",
+        ("SIGTERM", "SIGUSR1"), "Signals to obey. It is enough if one rank receives one."
     )
     save_dir: str | None = key(
         None,
@@ -102,9 +99,7 @@ class Checkpoint(Section):
     )
     parallel_write: ParallelWrite = section(ParallelWrite, "Options for ranks that write together.")
     checkpoint_serialization: Boolean = key(
-        True,
-        "Format that torch.save writes. Checkpoints are safetensors and JSON.",
-        mark=NO_EFFECT,
+        True, "Format that torch.save writes. Checkpoints are safetensors and JSON.", mark=NO_EFFECT
     )
     writer: CheckpointWriter | None = key(
         None, "Options for writing files; null is the writer's defaults."

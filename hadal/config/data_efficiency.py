@@ -68,7 +68,7 @@ def _pace(section: "CurriculumLearning | CurriculumMetric") -> Iterator[Fault]:
 class CurriculumLearning(Switched):
     """Short sequences first (the older form; see also `data_efficiency`)."""
 
-    required: ClassVar[tuple[str, ...]] = ("enabled",)
+    required = ("enabled",)
 
     enabled: Boolean = key(False, "Increase the difficulty during training. Required.")
     curriculum_type: Literal["seqlen"] | None = key(
@@ -394,7 +394,7 @@ class DataEfficiency(Section):
 class ProgressiveLayerDrop(Switched):
     """Passes the model a keep probability that falls from 1 to theta."""
 
-    required: ClassVar[tuple[str, ...]] = ("enabled",)
+    required = ("enabled",)
 
     enabled: Boolean = key(False, "Skip layers. Required.")
     theta: Number | None = key(None, "Final keep probability. Required.", gt=0, le=1)

@@ -173,10 +173,7 @@ def by_nodes(wish: Wish, nodes: Nodes) -> Choice:
     """Return the batch that the most numbers of whole nodes can train."""
     each = nodes.replicas
     per_node = replace(
-        wish,
-        cap=wish.cap // each,
-        least=wish.least // nodes.ranks,
-        most=wish.most // nodes.ranks,
+        wish, cap=wish.cap // each, least=wish.least // nodes.ranks, most=wish.most // nodes.ranks
     )
     train, counts = chosen(per_node)
     return Choice(train * each, tuple(count * each for count in counts))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-from hadal.config.advice import report_advice
 from hadal.config.elasticity import elastic_faults, list_of, sizes_of
 from hadal.config.general import BATCH_KEYS
+from hadal.config.idle import report_advice, report_unbuilt
 from hadal.config.plain import leaves
 from hadal.config.prepare import modernise, prepare
 from hadal.config.reading import Source, read
@@ -18,7 +17,6 @@ from hadal.config.rules import bad_types, report_contradictions
 from hadal.config.section import default_of
 from hadal.config.top_level import Config, Origin
 from hadal.config.triangle import Given, Sizes, complete
-from hadal.config.unbuilt import report_unbuilt
 from hadal.config.validate import validate
 from hadal.errors import Fault
 
@@ -108,7 +106,6 @@ def _checked(
         report.fault(fault.path, fault.message)
     report_unbuilt(config, report, stage=config.zero_optimization.stage, skip=ignored)
     _report_autos(config, report)
-    _check_vocabulary(config.vocabulary_size, report)
     report_advice(config, prepared, report)
     return config, _origins(config, prepared, inferred, report)
 
@@ -169,18 +166,17 @@ def _infer_batch(values: dict[str, Any], brought: Circumstances, report: Report)
     elastic = values.get("elasticity")
     if elastic is not None and elastic.enabled:
         return _elastic_batch(values, brought.get("world_size", 1), ranks, report)
-    if not values.keys() & set(BATCH_KEYS[:2]):
-        if set(BATCH_KEYS) & set(report.autos):
-            values[BATCH_KEYS[1]] = 1
-            report.note(BATCH_KEYS[1], 'no batch size is given and some are "auto"; using 1')
-        elif _is_tuned(values):
-            values[BATCH_KEYS[1]] = 1
-            report.note(BATCH_KEYS[1], "no batch size is given and autotuning is on; using 1")
+    why = 'some are "auto"' if set(BATCH_KEYS) & set(report.autos) else ""
+    if not why and "autotuning" in values and values["autotuning"].enabled:
+        why = "autotuning is on"
+    if why and not values.keys() & set(BATCH_KEYS[:2]):
+        values[BATCH_KEYS[1]] = 1
+        report.note(BATCH_KEYS[1], f"no batch size is given and {why}; using 1")
     given = Given(*(values.get(key) for key in BATCH_KEYS))
     given = _without_copies(given, values, ranks, report)
     sizes = complete(given, ranks)
     if isinstance(sizes, Sizes):
-        values |= dict(zip(BATCH_KEYS, (sizes.train, sizes.micro, sizes.accumulation), strict=True))
+        values |= dict(zip(BATCH_KEYS, sizes, strict=True))
         return open_keys
     report.fault(sizes.path, sizes.message)
     return ()
@@ -201,7 +197,7 @@ def _without_copies(given: Given, values: Mapping[str, Any], ranks: int, report:
         f"{given.train} counts the samples of all {slices} ranks of tensor_parallel.autotp_size,"
         f" which read the same ones; an update reads {given.train // slices}",
     )
-    return replace(given, train=None)
+    return given._replace(train=None)
 
 
 def _elastic_batch(
@@ -230,14 +226,8 @@ def _elastic_batch(
             "elasticity",
             f"{world_size} ranks are not in the list; the batch of {sizes.train} is for them only",
         )
-    values |= dict(zip(BATCH_KEYS, (sizes.train, sizes.micro, sizes.accumulation), strict=True))
+    values |= dict(zip(BATCH_KEYS, sizes, strict=True))
     return BATCH_KEYS
-
-
-def _is_tuned(values: Mapping[str, Any]) -> bool:
-    """Return whether the autotuner chooses the batch."""
-    tuning = values.get("autotuning")
-    return tuning is not None and bool(tuning.enabled)
 
 
 def _data_parallel_ranks(values: Mapping[str, Any], brought: Circumstances, report: Report) -> int:
@@ -303,13 +293,6 @@ def _report_autos(config: Config, report: Report) -> None:
             report.note(path, '"auto" was not replaced by any program, and there is no default')
         elif path not in BATCH_KEYS:
             report.note(path, '"auto" was not replaced by any program; using the default')
-
-
-def _check_vocabulary(size: int | None, report: Report) -> None:
-    if size is not None and size % 8:
-        report.note(
-            "vocabulary_size", f"{size} is not a multiple of 8; a multiple of 8 would be faster"
-        )
 
 
 def _origins(

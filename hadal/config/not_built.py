@@ -6,24 +6,31 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from annotated_types import Ge
 from pydantic import BeforeValidator
 
-from hadal.config.section import (
-    AUTO_IS_A_WORD,
-    UNBUILT,
-    Mark,
-    Section,
-    Switched,
-    key,
-    rule,
-    section,
-)
+from hadal.config.section import UNBUILT, Mark, Section, Switched, key, rule, section
 from hadal.config.values import Boolean, Integer, Number, Text, whole
 from hadal.errors import Fault
+
+NOT_BUILT: Mapping[str, tuple[str, str]] = {
+    "aio.use_gds": ("it needs a GPU, a driver and a disk for GPUDirect Storage", ""),
+    "checkpoint.writer.type": ("", "choose another"),
+    "compile.deepcompile": ("", ""),
+    "hybrid_engine.inference_tp_size": ("use tensor_parallel, which splits training too", ""),
+    "nebula.enabled": ("checkpoint.async_save saves in the background", ""),
+    "pipeline.seed_layers": ("pass PipelineModule seed_layers= instead", ""),
+    "tensor_parallel.vocab_parallel_ce_backend": ("", "choose another"),
+    "weight_quantization.enabled": ("", "leave the section out"),
+    "zero_optimization.offload_optimizer.super_offload": ("updates use the process's threads", ""),
+    "zero_optimization.pipeline_loading_checkpoint": ("", ""),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": ("one tier stores all state", ""),
+    "zero_optimization.zenflow": ("", "leave it out: offload_optimizer updates everything at once"),
+}
+"""The reason, and the remedy if it is not to set the default, for each key that is refused."""
 
 
 class Compile(Section):
     """Graph passes that run once the engine is compiled."""
 
-    switch: ClassVar[str | None] = "deepcompile"
+    switch = "deepcompile"
     leftovers: ClassVar[Mapping[str, str]] = {
         "enabled": "ignored, an old key: the program calls engine.compile()",
         "disable": "ignored, an old key: the program calls engine.compile()",
@@ -125,11 +132,11 @@ class ZenFlow(Section):
 
     topk_ratio: Number = key(0.1, "Fraction of columns updated at each step.", gt=0, lt=1)
     select_strategy: Literal["auto", "step", "epoch"] = key(
-        "auto", "Unit of the selection interval.", mark=AUTO_IS_A_WORD
+        "auto", "Unit of the selection interval."
     )
-    select_interval: _Period = key("auto", "Interval between selections.", mark=AUTO_IS_A_WORD)
+    select_interval: _Period = key("auto", "Interval between selections.")
     update_interval: _Period = key(
-        "auto", "Steps between updates of the columns that were not selected.", mark=AUTO_IS_A_WORD
+        "auto", "Steps between updates of the columns that were not selected."
     )
     overlap_step: Boolean = key(False, "Run the CPU's update in parallel with the next steps.")
     offload: Boolean = key(False, "Keep the selected columns' state on the CPU too.")

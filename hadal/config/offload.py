@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal, TypeAlias
 
 from hadal.config.optimizer_kinds import in_blocks
-from hadal.config.section import UNBUILT, Mark, Section, key, unbuilt_beside
+from hadal.config.section import UNBUILT, Mark, Section, key
 from hadal.config.values import Boolean, Integer, Number, Text
 
 Tier: TypeAlias = Literal["none", "cpu", "nvme"]
@@ -19,16 +19,20 @@ _PIN = (
 )
 
 
-class OffloadParam(Section):
+class _Offload(Section):
+    """A section that its device turns on."""
+
+    switch = "device"
+    required = ("device",)
+    may_be_empty = True
+
+
+class OffloadParam(_Offload):
     """Storage of stage 3's weights between uses.
 
     Below stage 3 every rank uses whole weights, and the section has no effect. If the model trains
     on a CPU, "cpu" has no effect either.
     """
-
-    switch: ClassVar[str | None] = "device"
-    required: ClassVar[tuple[str, ...]] = ("device",)
-    may_be_empty: ClassVar[bool] = True
 
     device: Tier = key(
         "none",
@@ -58,17 +62,13 @@ class OffloadParam(Section):
     )
 
 
-class OffloadOptimizer(Section):
+class OffloadOptimizer(_Offload):
     """Storage of the masters and the optimizer's state, and therefore the place of the update.
 
     If they are offloaded, the host updates them, and gradients are copied to its memory. On the
     disk state takes twice its size, so that an update that fails because the disk does changes
     nothing.
     """
-
-    switch: ClassVar[str | None] = "device"
-    required: ClassVar[tuple[str, ...]] = ("device",)
-    may_be_empty: ClassVar[bool] = True
 
     device: Tier = key(
         "none",
@@ -128,15 +128,8 @@ class OffloadOptimizer(Section):
         "threads (OMP_NUM_THREADS).",
         ge=0,
         le=1,
-        mark=unbuilt_beside("super_offload"),
+        mark=Mark(status="not built yet", serves="super_offload"),
     )
-
-
-_NO_GDS = Mark(
-    status="not built yet",
-    why="GPUDirect Storage needs a GPU, a driver and a disk that support it, and Hadal reads files"
-    " into host memory",
-)
 
 
 class Aio(Section):
@@ -175,5 +168,5 @@ class Aio(Section):
         "damaged on the disk raises an error and is never trained with. Hadal's own key.",
     )
     use_gds: Boolean = key(
-        False, "Let the GPU read the disk directly (GPUDirect Storage).", mark=_NO_GDS
+        False, "Let the GPU read the disk directly (GPUDirect Storage).", mark=UNBUILT
     )

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from hadal.config.optimizer_kinds import KINDS, built_in
-from hadal.config.section import NO_EFFECT, Mark, Typed, key
+from hadal.config.section import NO_EFFECT, Typed, key
 from hadal.config.values import Boolean, Text
 
 
@@ -20,11 +20,12 @@ class Optimizer(Typed):
     """The optimizer and its arguments. Not used if the program passes its own optimizer."""
 
     types = built_in()
+    torch_types = tuple(KINDS)
+    home = "torch.optim"
 
     type: Annotated[Text, BeforeValidator(canonical_type)] = key(
         None,
         f"One of {', '.join(built_in())} in any case, or the exact name of a class in torch.optim.",
-        mark=Mark(auto_is_a_word=True),
     )
     params: dict[str, Any] = key({}, "Arguments of the optimizer; see the table for its type.")
     legacy_fusion: Boolean = key(

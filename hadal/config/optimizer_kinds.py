@@ -33,12 +33,17 @@ _SET_GRAD_NONE = (
 )
 
 
-class AdamParams(Section):
-    """Adam and AdamW."""
+class _Moments(Section):
+    """Arguments common to the optimizers with two moments."""
 
     lr: Number = key(1e-3, LR, ge=0)
     betas: Betas = key((0.9, 0.999), BETAS)
     eps: Number = key(1e-8, EPS + " Outside the square root.", gt=0)
+
+
+class AdamParams(_Moments):
+    """Adam and AdamW."""
+
     weight_decay: Number = key(
         0.0, "Weight decay: decoupled, or an L2 term if `adam_w_mode` is false.", ge=0
     )
@@ -102,12 +107,9 @@ class AdagradParams(Section):
     fp32_optimizer_states: Boolean = key(True, _FP32_STATES)
 
 
-class LambParams(Section):
+class LambParams(_Moments):
     """Lamb: Adam whose step for each parameter is scaled by ||weight|| / ||update||."""
 
-    lr: Number = key(1e-3, LR, ge=0)
-    betas: Betas = key((0.9, 0.999), BETAS)
-    eps: Number = key(1e-8, EPS + " Outside the square root.", gt=0)
     eps_inside_sqrt: Boolean = key(False, "Add eps under the square root instead.")
     weight_decay: Number = key(
         0.0, "Weight decay, added to the update before its norm is taken.", ge=0
@@ -170,12 +172,9 @@ class MuonParams(Section):
     )
 
 
-class _OneBitParams(Section):
+class _OneBitParams(_Moments):
     """Arguments common to the optimizers that send signs."""
 
-    lr: Number = key(1e-3, LR, ge=0)
-    betas: Betas = key((0.9, 0.999), BETAS)
-    eps: Number = key(1e-8, EPS + " Outside the square root.", gt=0)
     eps_inside_sqrt: Boolean = key(False, "Add eps under the square root instead.")
     weight_decay: Number = key(0.0, _SIGNS_DECAY, ge=0)
     bias_correction: Boolean = key(

@@ -8,7 +8,6 @@ from annotated_types import Ge
 from pydantic import BeforeValidator
 
 from hadal.config.section import (
-    AUTO_IS_A_WORD,
     NO_EFFECT,
     STAGE_3,
     UNBUILT,
@@ -134,8 +133,8 @@ class PartitionConfig(Section):
 class TensorParallel(Section):
     """Cuts linear layers over ranks by the model's plan, a preset or custom rules."""
 
-    switch: ClassVar[str | None] = "autotp_size"
-    off: ClassVar[tuple[Any, ...]] = (0, 1)
+    switch = "autotp_size"
+    off = (0, 1)
     aliases: ClassVar[Mapping[str, str]] = {
         "replace_with_kernel_inject": "kernel_inject",
         "tensor_parallel": "tp",
@@ -180,9 +179,7 @@ class TensorParallel(Section):
         "plan, with whole logits. false: a tied output layer stays whole.",
     )
     vocab_parallel_ce_backend: Literal["torch", "liger"] = key(
-        "torch",
-        "Implementation of that loss.",
-        mark=Mark(status="not built yet", only=("liger",)),
+        "torch", "Implementation of that loss.", mark=Mark(status="not built yet", only=("liger",))
     )
     sequence_parallel: Boolean = key(
         False,
@@ -233,7 +230,6 @@ class HybridEngine(Switched):
 _Auto: TypeAlias = Literal["auto"]
 _ATTRIBUTE = "Attribute of the block: "
 _SHARED = "Without effect: the model's own code computes experts that process every token. "
-_WORD_WITHOUT_EFFECT = Mark(status="no effect", auto_is_a_word=True)
 
 
 class ExpertParallel(Switched):
@@ -262,13 +258,9 @@ class ExpertParallel(Switched):
     )
     router_pattern: Text | None = key(None, _ATTRIBUTE + "the router; null is gate.")
     expert_pattern: Text | None = key(None, _ATTRIBUTE + "the experts; null is experts.")
-    score_func: Literal["auto", "softmax", "sigmoid"] = key(
-        "auto", "Score function of the router.", mark=AUTO_IS_A_WORD
-    )
+    score_func: Literal["auto", "softmax", "sigmoid"] = key("auto", "Score function of the router.")
     score_apply: Literal["auto", "pre", "post"] = key(
-        "auto",
-        "Apply scores to the experts' inputs (pre) or outputs (post, auto).",
-        mark=AUTO_IS_A_WORD,
+        "auto", "Apply scores to the experts' inputs (pre) or outputs (post, auto)."
     )
     route_norm: Boolean | None = key(
         None, "Normalize the chosen scores to sum to 1; null follows the model."
@@ -276,11 +268,9 @@ class ExpertParallel(Switched):
     route_scale: Number = key(
         1.0, "Factor of the weights, if neither routed_scaling_factor nor the model has one."
     )
-    top_k: _Auto | Annotated[Integer, Ge(1)] = key(
-        "auto", "Experts per token.", mark=AUTO_IS_A_WORD
-    )
+    top_k: _Auto | Annotated[Integer, Ge(1)] = key("auto", "Experts per token.")
     routed_scaling_factor: _Auto | Number = key(
-        "auto", "Factor of the weights; auto follows the model.", mark=AUTO_IS_A_WORD
+        "auto", "Factor of the weights; auto follows the model."
     )
     num_expert_groups: Integer | None = key(
         None, "Number of expert groups; it must divide the number of experts.", ge=1
@@ -317,13 +307,13 @@ class ExpertParallel(Switched):
     combine_impl: Literal["auto", "weighted_sum", "legacy_bmm", "fused_weighted_sum"] = key(
         "auto",
         "Without effect: outputs are summed in fp32, in the order of a token's choices.",
-        mark=_WORD_WITHOUT_EFFECT,
+        mark=NO_EFFECT,
     )
     async_split_plan: Boolean = key(
         False, "Without effect: the host waits for the split sizes.", mark=NO_EFFECT
     )
     row_weighting_impl: Literal["auto", "eager", "fused"] = key(
-        "auto", "Without effect: rows are weighted by torch.", mark=_WORD_WITHOUT_EFFECT
+        "auto", "Without effect: rows are weighted by torch.", mark=NO_EFFECT
     )
     gate_up_impl: Literal["separate", "fused"] = key(
         "separate",
@@ -354,13 +344,8 @@ class ExpertParallel(Switched):
             yield Fault(other, "required together with the other key; add it")
         elif self.enabled and groups is not None and limited is not None and limited > groups:
             yield Fault(
-                "num_limited_groups",
-                f"{limited} is more than num_expert_groups {groups}; lower it",
+                "num_limited_groups", f"{limited} is more than num_expert_groups {groups}; lower it"
             )
-
-
-def _of_module(argument: str, **more: Any) -> Mark:
-    return Mark(status="not built yet", why=f"pass PipelineModule {argument} instead", **more)
 
 
 class Pipeline(Section):
@@ -374,7 +359,6 @@ class Pipeline(Section):
         "auto",
         "The number of stages, with `auto`. A PipelineModule has its own number: `auto` or the same"
         " here.",
-        mark=Mark(auto_is_a_word=True),
     )
     chunks: Integer = key(
         1,
@@ -389,9 +373,7 @@ class Pipeline(Section):
         " classes. A PipelineModule has its `partition_method`.",
     )
     seed_layers: Boolean = key(
-        False,
-        "Seed each layer; it is an argument of the pipeline module.",
-        mark=_of_module("seed_layers="),
+        False, "Seed each layer; it is an argument of the pipeline module.", mark=UNBUILT
     )
     activation_checkpoint_interval: Integer = key(
         0,

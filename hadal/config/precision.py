@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt
 from pydantic import BeforeValidator
 
 from hadal.config.optimizer_kinds import in_blocks
-from hadal.config.section import AUTO_IS_A_WORD, NO_EFFECT, Section, Switched, key, rule
+from hadal.config.section import NO_EFFECT, Section, Switched, key, rule
 from hadal.config.values import (
     Boolean,
     Dtype,
@@ -82,11 +82,8 @@ class Bf16(Switched):
     """Weights and gradients in bfloat16, without loss scaling; masters in fp32."""
 
     leftovers: ClassVar[Mapping[str, str]] = {
-        "loss_scale": _NEVER_SCALED,
-        "loss_scale_window": _NEVER_SCALED,
-        "initial_scale_power": _NEVER_SCALED,
-        "hysteresis": _NEVER_SCALED,
-        "min_loss_scale": _NEVER_SCALED,
+        **dict.fromkeys(("loss_scale", "loss_scale_window", "initial_scale_power"), _NEVER_SCALED),
+        **dict.fromkeys(("hysteresis", "min_loss_scale"), _NEVER_SCALED),
         "check_overflow": "ignored: this name was never read; `check_grad_overflow` is the key",
     }
 
@@ -98,8 +95,7 @@ class Bf16(Switched):
         '`data_types.grad_accum_dtype` "fp32" does.',
     )
     check_grad_overflow: Boolean = key(
-        True,
-        "Skip an update whose gradients contain an infinity or a NaN; false applies it.",
+        True, "Skip an update whose gradients contain an infinity or a NaN; false applies it."
     )
     bf16_master_weights_and_grads: Boolean = key(
         False,
@@ -128,7 +124,7 @@ class Amp(Switched):
     choices; null keeps the level's own.
     """
 
-    required: ClassVar[tuple[str, ...]] = ("enabled",)
+    required = ("enabled",)
 
     enabled: Boolean = key(
         False, "Train in mixed precision. Required; excludes fp16, bf16 and ZeRO."
@@ -262,7 +258,6 @@ class DataTypes(Section):
         "`layernorm.mean`). auto uses the model's own lists, `_keep_in_fp32_modules` and "
         "`_keep_in_fp32_modules_strict`; [] is none. Parameters of these modules are cast like "
         "any other; their masters are fp32.",
-        mark=AUTO_IS_A_WORD,
     )
     early_rounding: Boolean | None = key(
         None,

@@ -102,7 +102,7 @@ def _take(
     name, value, raw = item
     here, field = join(path, name), model.model_fields[name]
     mark = mark_of(field)
-    if isinstance(value, str) and value == AUTO and not mark.auto_is_a_word:
+    if isinstance(value, str) and value == AUTO and not model.takes_auto(name):
         report.autos.append(here)
         return
     child = model.child(name, raw)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from hadal.config.optimizer import Optimizer
-from hadal.config.optimizer_kinds import KINDS, OptimizerKind, built_in
+from hadal.config.optimizer_kinds import KINDS, OptimizerKind
 from hadal.config.report import Report, join
-from hadal.config.scheduler import PARAMS as SCHEDULES
-from hadal.config.scheduler import TORCH_SCHEDULES, Scheduler
+from hadal.config.scheduler import Scheduler
 from hadal.config.section import Rule, Section, rule, under
 from hadal.config.top_level import Config
 from hadal.errors import Fault, nearest
@@ -130,16 +129,18 @@ def _dynamic_scale(config: Config) -> Iterator[Fault]:
             )
 
 
-@rule("fp16.fp16_master_weights_and_grads", _STAGE)
-def _fp16_masters(config: Config) -> Iterator[Fault]:
-    if config.fp16.fp16_master_weights_and_grads and config.zero_optimization.stage == 0:
-        yield Fault("fp16.fp16_master_weights_and_grads", _NEEDS_ZERO)
+def _half_masters(half: str) -> Rule:
+    name = f"{half}_master_weights_and_grads"
+
+    @rule(f"{half}.{name}", _STAGE)
+    def check(config: Config) -> Iterator[Fault]:
+        if getattr(getattr(config, half), name) and config.zero_optimization.stage == 0:
+            yield Fault(f"{half}.{name}", _NEEDS_ZERO)
+
+    return check
 
 
-@rule("bf16.bf16_master_weights_and_grads", _STAGE)
-def _bf16_masters(config: Config) -> Iterator[Fault]:
-    if config.bf16.bf16_master_weights_and_grads and config.zero_optimization.stage == 0:
-        yield Fault("bf16.bf16_master_weights_and_grads", _NEEDS_ZERO)
+_FP16_MASTERS, _BF16_MASTERS = _half_masters("fp16"), _half_masters("bf16")
 
 
 @rule("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states", _STAGE)
@@ -349,49 +350,34 @@ def is_class_of(module: str, name: str) -> bool:
     return isinstance(getattr(sys.modules.get(module), name, None), type)
 
 
-_Section = Optimizer | Scheduler
-_Params = Mapping[str, type[Section]]
-
-
 def bad_types(config: Config, skip: tuple[str, ...]) -> Iterator[Fault]:
     """Yield a fault for each type that does not exist, and check the params of the likely one.
 
     `skip` are sections that have another fault, or that an object of the program replaces.
     """
-    kinds: tuple[tuple[str, _Section | None, _Params, tuple[str, ...], str], ...] = (
-        ("optimizer", config.optimizer, built_in(), tuple(KINDS), "torch.optim"),
-        (
-            "scheduler",
-            config.scheduler,
-            SCHEDULES,
-            TORCH_SCHEDULES,
-            "torch.optim.lr_scheduler",
-        ),
-    )
-    for name, section, own, of_torch, home in kinds:
+    for name, section in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
         if section is None or name in skip:
             continue
-        kind = section.type
-        refused = KINDS[kind].refused if section is config.optimizer and kind in KINDS else ""
+        kind, names = section.type, (*section.types, *section.torch_types, "auto")
+        refused = KINDS[kind].refused if name == "optimizer" and kind in KINDS else ""
         if refused:
             yield Fault(f"{name}.type", f"{kind} cannot be used: {refused}")
-        elif kind not in (*own, *of_torch, "auto") and not is_class_of(home, kind):
-            yield from _unknown(name, section, own, of_torch, home)
+        elif kind not in names and not is_class_of(section.home, kind):
+            yield from under(name, _unknown(section))
 
 
-def _unknown(
-    name: str, section: _Section, own: _Params, of_torch: tuple[str, ...], home: str
-) -> Iterator[Fault]:
-    meant = nearest(section.type, (*own, *of_torch))
-    hint = f'did you mean "{meant}"?' if meant else f"name one of {', '.join(own)}"
+def _unknown(section: Optimizer | Scheduler) -> Iterator[Fault]:
+    meant = nearest(section.type, (*section.types, *section.torch_types))
+    hint = f'did you mean "{meant}"?' if meant else f"name one of {', '.join(section.types)}"
     yield Fault(
-        f"{name}.type", f'"{section.type}" is neither built in nor a class of {home}; {hint}'
+        "type", f'"{section.type}" is neither built in nor a class of {section.home}; {hint}'
     )
-    fields = own[meant].model_fields if meant is not None and meant in own else {}
+    own = section.types.get(meant or "")
+    fields = own.model_fields if own is not None else {}
     for key in section.params if fields else ():
         near = nearest(key, fields)
         if key not in fields and near is not None:
-            yield Fault(f"{name}.params.{key}", f'unknown key of {meant}; did you mean "{near}"?')
+            yield Fault(f"params.{key}", f'unknown key of {meant}; did you mean "{near}"?')
 
 
 RULES = tuple(one for one in tuple(globals().values()) if isinstance(one, Rule))

@@ -1,11 +1,11 @@
 """`scheduler`: the learning-rate schedule, stepped once per applied update."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator
 
-from hadal.config.section import AUTO_IS_A_WORD, Section, Typed, default_of, key
+from hadal.config.section import Section, Typed, default_of, key
 from hadal.config.values import Boolean, Integer, Number, NumberOrNumbers, Text, counted
 
 TORCH_SCHEDULES = (
@@ -46,7 +46,7 @@ class OneCycleParams(_Params):
     opposite direction.
     """
 
-    required: ClassVar[tuple[str, ...]] = ("cycle_min_lr", "cycle_max_lr")
+    required = ("cycle_min_lr", "cycle_max_lr")
 
     cycle_min_lr: NumberOrNumbers | None = key(
         None, "Learning rate at both ends of the cycle. Required."
@@ -88,7 +88,7 @@ class WarmupLRParams(_Params):
 class WarmupDecayLRParams(WarmupLRParams):
     """WarmupDecayLR: warms up, then decays linearly to the initial rate."""
 
-    required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
+    required = ("total_num_steps",)
 
     warmup_max_lr: NumberOrNumbers = key(
         1e-3,
@@ -101,7 +101,7 @@ class WarmupDecayLRParams(WarmupLRParams):
 class WarmupCosineLRParams(_Params):
     """WarmupCosineLR: warms up, then follows a cosine down; scales the optimizer's rates."""
 
-    required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
+    required = ("total_num_steps",)
 
     total_num_steps: Integer | None = key(None, _TOTAL, ge=0)
     warmup_min_ratio: Number = key(0.0, "Fraction of the rate at the start.", ge=0, le=1)
@@ -137,12 +137,13 @@ class Scheduler(Typed):
     """
 
     types = PARAMS
+    torch_types = TORCH_SCHEDULES
+    home = "torch.optim.lr_scheduler"
 
     type: Text = key(
         None,
         "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class in "
         "torch.optim.lr_scheduler; case matters.",
-        mark=AUTO_IS_A_WORD,
     )
     params: dict[str, Any] = key({}, "Arguments of the schedule; see the table for its type.")
 

@@ -75,7 +75,7 @@ def _also_taken(model: type[Section], name: str) -> list[Schema]:
         more.append({"enum": words})
     if mark.null_is_default:
         more.append({"type": "null"})
-    if not mark.auto_is_a_word and model.child(name, {}) is None:
+    if not model.takes_auto(name) and model.child(name, {}) is None:
         more.append({"const": "auto"})
     return more
 

@@ -43,7 +43,7 @@ class Mark:
 
     `off` are values besides the default that request nothing. `only` restricts the status to these
     values. `serves` names the key without which this one requests nothing. `stages` are the ZeRO
-    stages at which the key has an effect. `why` is the reason for a key that is not built.
+    stages at which the key has an effect.
     """
 
     status: Status = "acts"
@@ -51,9 +51,7 @@ class Mark:
     only: tuple[Any, ...] = ()
     serves: str = ""
     stages: tuple[int, ...] = (0, 1, 2, 3)
-    why: str = ""
     tunable: bool = False
-    auto_is_a_word: bool = False
     null_is_default: bool = False
 
     def __call__(self, schema: dict[str, Any]) -> None:
@@ -71,17 +69,11 @@ class Mark:
 ACTS = Mark()
 UNBUILT = Mark(status="not built yet")
 NO_EFFECT = Mark(status="no effect")
-AUTO_IS_A_WORD = Mark(auto_is_a_word=True)
 NULL_IS_DEFAULT = Mark(null_is_default=True)
 TUNABLE = Mark(tunable=True)
 UNBUILT_AT_STAGE_3 = Mark(status="not built yet", stages=(3,))
 STAGE_3 = Mark(stages=(3,))
 TUNABLE_AT_STAGE_3 = Mark(stages=(3,), tunable=True)
-
-
-def unbuilt_beside(name: str) -> Mark:
-    """Mark a key that requests nothing without another one, which is not built yet."""
-    return Mark(status="not built yet", serves=name)
 
 
 def key(
@@ -176,6 +168,11 @@ class Section(BaseModel):
         del raw
         return child_of(cls.model_fields[name])
 
+    @classmethod
+    def takes_auto(cls, name: str) -> bool:
+        """Return whether "auto" is a word of a key, not one that other programs replace."""
+        return _has_auto(cls.model_fields[name].annotation)
+
     def children(self) -> "Iterator[tuple[str, Section]]":
         """Yield the sections below the keys that the JSON sets, with their paths from here."""
         raw = {"type": getattr(self, "type", None)}
@@ -216,6 +213,10 @@ class Typed(Section):
     required = ("type",)
     types: ClassVar[Mapping[str, type[Section]]] = {}
     """Maps the built-in types to their params; a torch class accepts any."""
+    torch_types: ClassVar[tuple[str, ...]] = ()
+    """Classes of torch that are known without it."""
+    home: ClassVar[str] = ""
+    """Module of torch with classes that a type may name."""
 
     @classmethod
     def canonical(cls, name: Any) -> Any:
@@ -225,11 +226,18 @@ class Typed(Section):
     @classmethod
     def child(cls, name: str, raw: Mapping[str, Any]) -> "Child | None":
         """Return the params section for the type."""
-        if name != "params":
-            return super().child(name, raw)
+        return Child(cls.params_of(raw), "one") if name == "params" else super().child(name, raw)
+
+    @classmethod
+    def params_of(cls, raw: Mapping[str, Any]) -> type[Section]:
+        """Return the section of params for the type."""
         kind = cls.canonical(raw.get("type"))
-        known = isinstance(kind, str) and kind in cls.types
-        return Child(cls.types[kind] if known else OpenParams, "one")
+        return cls.types.get(kind, OpenParams) if isinstance(kind, str) else OpenParams
+
+    @classmethod
+    def takes_auto(cls, name: str) -> bool:
+        """Return True for the type as well, whose rule says that nothing replaced it."""
+        return name == "type" or super().takes_auto(name)
 
 
 SectionType = TypeVar("SectionType", bound=Section)
@@ -295,6 +303,11 @@ def mark_of(field: FieldInfo) -> Mark:
     """Return the mark that `key` left on a field."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, Mark) else ACTS
+
+
+def _has_auto(annotation: Any) -> bool:
+    inner = get_args(annotation)
+    return "auto" in inner if get_origin(annotation) is Literal else any(map(_has_auto, inner))
 
 
 def default_of(field: FieldInfo) -> Any:

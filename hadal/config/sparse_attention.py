@@ -9,27 +9,17 @@ from hadal.config.values import Boolean, Integer, Integers
 from hadal.errors import Fault
 
 _SHARED = ("block", "different_layout_per_head")
+_WINDOW, _GLOBAL = "num_sliding_window_blocks", "num_global_blocks"
 _GLOBALS = ("global_block_indices", "global_block_end_indices")
 _DIRECTION = ("attention", "horizontal_global_attention")
+_PATTERNS = "num_different_global_patterns"
 KEYS: Mapping[str, tuple[str, ...]] = {
     "dense": ("block",),
-    "fixed": (
-        *_SHARED,
-        "num_local_blocks",
-        "num_global_blocks",
-        *_DIRECTION,
-        "num_different_global_patterns",
-    ),
+    "fixed": (*_SHARED, "num_local_blocks", _GLOBAL, *_DIRECTION, _PATTERNS),
     "variable": (*_SHARED, "num_random_blocks", "local_window_blocks", *_GLOBALS, *_DIRECTION),
-    "bigbird": (
-        *_SHARED,
-        "num_random_blocks",
-        "num_sliding_window_blocks",
-        "num_global_blocks",
-        "attention",
-    ),
-    "bslongformer": (*_SHARED, "num_sliding_window_blocks", *_GLOBALS, "attention"),
-    "local_sliding_window": ("block", "num_sliding_window_blocks", "attention"),
+    "bigbird": (*_SHARED, "num_random_blocks", _WINDOW, _GLOBAL, "attention"),
+    "bslongformer": (*_SHARED, _WINDOW, *_GLOBALS, "attention"),
+    "local_sliding_window": ("block", _WINDOW, "attention"),
 }
 """The keys that act in each mode, in the order of DeepSpeed's."""
 # DeepSpeed does not read `attention` there, and its programs count on exactly these keys.

@@ -133,20 +133,14 @@ class Config(General):
         "arg_mappings": Moved("autotuning.arg_mappings"),
     }
     leftovers: ClassVar[Mapping[str, str]] = {
-        "msamp": _FOREIGN,
-        "inference": _FOREIGN,
-        "comment": _COMMENT,
-        "comments": _COMMENT,
-        "pipe-parallel-size": _DEGREE,
-        "pipe_parallel_size": _DEGREE,
-        "model-parallel-size": _DEGREE,
-        "model_parallel_size": _DEGREE,
-        "offload_optimizer": _BELOW_ZERO,
-        "offload_param": _BELOW_ZERO,
+        **dict.fromkeys(("msamp", "inference"), _FOREIGN),
+        **dict.fromkeys(("comment", "comments"), _COMMENT),
+        **dict.fromkeys(("pipe-parallel-size", "pipe_parallel_size"), _DEGREE),
+        **dict.fromkeys(("model-parallel-size", "model_parallel_size"), _DEGREE),
+        **dict.fromkeys(("offload_optimizer", "offload_param"), _BELOW_ZERO),
     }
-
     elsewhere: ClassVar[Mapping[str, str]] = {
-        "moe": 'experts are layers of the model (hadal.moe.MoE), or cut by "expert_parallel"',
+        "moe": 'experts are layers of the model (hadal.moe.MoE), or cut by "expert_parallel"'
     }
 
     optimizer: Optimizer | None = key(None, "The optimizer that the engine builds.")

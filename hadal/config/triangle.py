@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hadal.errors import Fault
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
+class Given(NamedTuple):
     """The three sizes in the JSON; None for a size that it does not set."""
 
     train: int | None = None
@@ -16,8 +15,7 @@ class Given:
     accumulation: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(NamedTuple):
     """The three sizes, consistent with each other."""
 
     train: int

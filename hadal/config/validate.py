@@ -51,10 +51,7 @@ def _typed_params(
     model: type[Typed], raw: Mapping[str, Any], report: Report, path: str
 ) -> dict[str, Any]:
     """Validate params against the section's type; keep only the ones that were set."""
-    child = model.child("params", raw)
-    if child is None:
-        return dict(raw["params"])
-    params = validate_section(child.model, raw["params"], report, f"{path}.params")
+    params = validate_section(model.params_of(raw), raw["params"], report, f"{path}.params")
     given = params.model_fields_set - set(params.model_extra or {})
     return {name: getattr(params, name) for name in raw["params"] if name in given} | (
         {name: spelled_numbers(value) for name, value in (params.model_extra or {}).items()}

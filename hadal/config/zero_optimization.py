@@ -42,17 +42,6 @@ class LeafModule(Section):
 _STAGE = "zero_optimization.stage"
 Stage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole)]
 DivergentRanks: TypeAlias = Boolean | Literal["auto"]
-_UNPREFIXED = (
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "model_persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "gather_16bit_weights_on_model_save",
-    "module_granularity_threshold",
-    "use_all_reduce_for_fetch_params",
-    "allgather_sequential",
-)
 
 
 class LocoParam(Section):
@@ -82,7 +71,6 @@ class StageGroup(Section):
 class ZeroOptimization(Section):
     """The ZeRO stage, its bucket sizes and limits, and related options."""
 
-    aliases: ClassVar[Mapping[str, str]] = {name: f"stage3_{name}" for name in _UNPREFIXED}
     renamed: ClassVar[Mapping[str, str]] = {
         "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"
     }
@@ -93,7 +81,7 @@ class ZeroOptimization(Section):
     }
     leftovers: ClassVar[Mapping[str, str]] = {
         "cpu_offload_use_pin_memory": "ignored: use offload_param.pin_memory or "
-        "offload_optimizer.pin_memory",
+        "offload_optimizer.pin_memory"
     }
 
     stage: Stage = key(
@@ -252,7 +240,7 @@ class ZeroOptimization(Section):
         "some takes part in them all the same; gathers that the plan lacks are announced to all "
         "ranks, about 0.1 ms each. true: announce all of them, and plan none. false: a rank that "
         "leaves the common path raises an error on every rank.",
-        mark=Mark(stages=(3,), auto_is_a_word=True),
+        mark=STAGE_3,
     )
     ignore_unused_parameters: Boolean = key(
         True,
@@ -269,10 +257,7 @@ class ZeroOptimization(Section):
         "Every bucket is sharded evenly over all ranks, so they always do.",
         mark=NO_EFFECT,
     )
-    parameter_alignment: Boolean = key(
-        False,
-        "Align each parameter to 16 bytes. They always are.",
-    )
+    parameter_alignment: Boolean = key(False, "Align each parameter to 16 bytes. They always are.")
     zero_hpz_partition_size: Integer = key(
         1,
         "Stage 3: number of consecutive ranks (those of a node) that keep a secondary copy of "
@@ -495,3 +480,10 @@ class ZeroOptimization(Section):
                     f"{size} does not divide the {ranks} ranks that share the weights; use a"
                     " divisor or remove it",
                 )
+
+
+ZeroOptimization.aliases = {
+    name.removeprefix("stage3_"): name
+    for name in ZeroOptimization.model_fields
+    if name.startswith("stage3_")
+}

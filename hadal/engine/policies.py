@@ -12,7 +12,7 @@ from hadal.checkpoint.live import Rules, StagingRules
 from hadal.checkpoint.shards import Writing
 from hadal.comm.codecs.blockwise import Blockwise
 from hadal.config import Config
-from hadal.config.advice import saves_behind
+from hadal.config.idle import saves_behind
 from hadal.device import total_memory
 from hadal.engine.batches import BatchSizes
 from hadal.engine.tiers import keeps_weights_off, lands_gradients

@@ -41,7 +41,7 @@ def test_each_section_is_on_one_page(written):
 
 def test_a_section_that_acts_has_an_example(written):
     _, unbuilt = written.values()
-    assert "| **acts** |" not in unbuilt, "give the section one in docs/examples/configuration.json"
+    assert "| **acts** |" not in unbuilt, "give the section one in docs/sources/configuration.json"
 
 
 def test_links_inside_a_page_lead_to_its_headings(written):
