@@ -91,3 +91,10 @@ def written(name: str, faults: tuple[Fault, ...]) -> str:
     width = max(len(fault.path) for fault in faults)
     lines = [f"  {fault.path:<{width}}  {fault.message}" for fault in faults]
     return "\n".join([f"{count} in {name}", *lines])
+
+
+def raise_faults(faults: Iterable[Fault], name: str = "the configuration") -> None:
+    """Raise a ConfigError that lists the faults of `name`, if there are any."""
+    found = tuple(faults)
+    if found:
+        raise ConfigError(written(name, found), found)

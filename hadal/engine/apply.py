@@ -21,13 +21,7 @@ from hadal.comm.faults import raised_on_all
 from hadal.comm.pending import Leaving
 from hadal.config import Config
 from hadal.device import look_at
-from hadal.engine.checks import (
-    check_birth,
-    check_parameters,
-    check_same_keys,
-    compare,
-    described_parameter,
-)
+from hadal.engine import checks
 from hadal.engine.plan import ModelPlan, ParameterPlan, RankCounts, plan_model
 from hadal.engine.policies import divergence_of, reduction_of, transport_of
 from hadal.engine.precision import buffer_rule_of
@@ -94,7 +88,7 @@ def cut_model(
         from hadal.engine.experts import make_groups_of_experts  # for this alone
 
         make_groups_of_experts(model, config, topology)
-    check_same_keys(config, world)
+    checks.check_same_keys(config, world)
     if config.tensor_parallel.is_on:
         from hadal.engine.tensor import cut_over_ranks  # for this alone
 
@@ -232,7 +226,7 @@ class ShardedModel:
     def check_birth(self, named: Mapping[str, nn.Parameter]) -> None:
         """Raise `UsageError` for a parameter that was created sharded for a different setup."""
         zero = self._config.zero_optimization
-        check_birth(named.items(), lambda p: self._sharings.of(holders_of(p)), zero)
+        checks.check_birth(named.items(), lambda p: self._sharings.of(holders_of(p)), zero)
 
     def take_in(self, group_of: Mapping[nn.Parameter, int]) -> None:
         """Make buckets for late parameters, and rename others. All ranks must call it together."""
@@ -348,7 +342,7 @@ class LaterGroups:
                 self._check_moment()
                 self._add(param_group)
                 late = self._sharded.late_parameters()
-                check_parameters(late.items(), runtime.buckets[0].device, runtime.ranks)
+                checks.check_parameters(late.items(), runtime.buckets[0].device, runtime.ranks)
                 self._sharded.check_birth(late)
                 self._check_members(groups[number]["params"], late)
             self._check_same(groups[number], late)
@@ -408,6 +402,6 @@ class LaterGroups:
     def _check_same(self, group: dict[str, Any], late: Mapping[str, nn.Parameter]) -> None:
         names = {id(p): name for name, p in self._sharded.model.named_parameters()}
         mine = {"its parameters": str([names[id(p)] for p in group["params"]])}
-        mine |= {f"the new {name}": described_parameter(p) for name, p in late.items()}
+        mine |= {f"the new {name}": checks.described_parameter(p) for name, p in late.items()}
         mine |= {key: repr(value) for key, value in group.items() if key != "params"}
-        compare("param group", mine, self._runtime.ranks)
+        checks.compare("param group", mine, self._runtime.ranks)

@@ -22,42 +22,18 @@ from hadal.comm.start import env_elasticity, memory_is_tuned
 from hadal.config import Config, load_config, log_notes
 from hadal.data.loader import ShardedLoader
 from hadal.device import current_device, give_back_freed_memory, keep_freed_memory
+from hadal.engine import checks, precision
 from hadal.engine.apply import LaterGroups, ShardedModel, change_modules, cut_model
 from hadal.engine.arguments import asks_for_stages, choose_config, with_schedule
-from hadal.engine.checks import (
-    check_accelerate,
-    check_model,
-    check_parameters,
-    check_places,
-    check_same,
-    check_same_versions,
-    check_scheduler,
-    check_scores,
-    check_without_stages,
-    is_in_stages,
-    members_of_groups,
-    warn_untrained,
-)
 from hadal.engine.engine import Engine
 from hadal.engine.features import listeners_of, opened_monitor, setting_of
 from hadal.engine.policies import batch_sizes_of, saving_of
-from hadal.engine.precision import (
-    casting_of,
-    scale_rule_of,
-    skips_overflow,
-    warn_16bit_weights,
-    warn_of_emulation,
-)
 from hadal.engine.report import hush, log_state, open_log
 from hadal.engine.requested import (
     Groups,
     InitializeArguments,
     OptimizerMaker,
     ScheduleMaker,
-    make_loader,
-    make_loading,
-    make_optimizer,
-    make_schedule,
     scaled_by_batch,
     seed_of_program,
 )
@@ -156,19 +132,19 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     # Check what this rank can know alone, and change modules as configured.
     with raised_on_all(world, "initialize"):
         requested = requested_ranks(_groups_of(model, mpu), mesh_param, world)
-        model = check_model(model)
+        model = checks.check_model(model)
         config = _read_config(model, source, arguments, requested, engine_type)
         _check(model, config, world, device)
         change_modules(model, config, requested, world)
-        optimizer = make_optimizer(arguments, config, model)
-        groups = members_of_groups(model, optimizer, world)
+        optimizer = arguments.make_optimizer(config, model)
+        groups = checks.members_of_groups(model, optimizer, world)
         _warn(model, config, groups, arguments, device)
 
     # Find the ranks that share the model, plan it for them, and apply the plan.
     topology = make_topology(with_slices(requested, config), config, world)
     with _kept_memory(device):
         cut_model(model, optimizer, config, topology, world)
-        check_same(model, groups, arguments.described(optimizer), topology.sharding, world)
+        checks.check_same(model, groups, arguments.described(optimizer), topology.sharding, world)
         sharded = ShardedModel(model, config, topology, device)
         sharded.make_plan(groups, world)
         setting = setting_of(config, model, world, device, topology, sharded.plan)
@@ -177,14 +153,13 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             sharded.apply_plan(setting.clocks.reducing)
 
         # Training: the data, and the optimizer's state, unless that is made by the first backward.
-        loading = make_loading(
-            arguments,
+        loading = arguments.make_loading(
             config,
             topology.data_parallel,
             seed_of_program(world) if engine_type.seeds_data else 0,
             listeners,
         )
-        loader = make_loader(arguments, loading, world, shuffle=not is_in_stages(model))
+        loader = arguments.make_loader(loading, world, shuffle=not checks.is_in_stages(model))
         make_training = partial(
             _make_training,
             arguments,
@@ -212,9 +187,9 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
                 hooks=sharded.hooks,
                 training=training,
                 make_training=make_training,
-                casting=casting_of(config, device),
-                scale_rule=scale_rule_of(config, device),
-                skip_overflow=skips_overflow(config, device),
+                casting=precision.casting_of(config, device),
+                scale_rule=precision.scale_rule_of(config, device),
+                skip_overflow=precision.skips_overflow(config, device),
                 batches=batches,
                 clocks=setting.clocks,
                 monitor=opened_monitor(setting),
@@ -238,7 +213,7 @@ def _start(dist_init_required: bool | None, distributed_port: int) -> Ranks:
         init_distributed(distributed_port=distributed_port)
     world = Ranks.world()
     expect_in_step()
-    check_same_versions(world)
+    checks.check_same_versions(world)
     hush(world.rank)
     return world
 
@@ -259,7 +234,7 @@ def _read_source(
 
 def _type_for(model: Any, whole: type[Engine], staged: type[PipelineEngine] | None) -> type[Engine]:
     """Return the class of a model's engine; another one trains stages."""
-    if not is_in_stages(model):
+    if not checks.is_in_stages(model):
         return whole
     from hadal.engine import pipeline  # for this alone
 
@@ -282,7 +257,7 @@ def _end_engine_of(model: Any) -> None:
 
 def _groups_of(model: Any, mpu: Any) -> Any:
     """Return the groups of ranks that the caller passed, or those of a model in stages."""
-    if not is_in_stages(model):
+    if not checks.is_in_stages(model):
         return mpu
     from hadal.engine.stages import groups_of_stages  # for this alone
 
@@ -304,7 +279,7 @@ def _read_config(
     if isinstance(model, Engine):
         raise UsageError("initialize got an engine; pass the module, engine.module")
     world = Ranks.world()
-    check_accelerate(world, current_device())
+    checks.check_accelerate(world, current_device())
     tensor = sys.modules.get("hadal.engine.tensor")
     config = load_config(
         source,
@@ -316,12 +291,12 @@ def _read_config(
         client_scheduler=arguments.schedule is not None,
         rounds_early=engine_type.rounds_early,
     )
-    if is_in_stages(model):
+    if checks.is_in_stages(model):
         from hadal.engine.stages import prepare_stage  # for this alone
 
         prepare_stage(model, config)
     else:
-        check_without_stages(config, world.rank)
+        checks.check_without_stages(config, world.rank)
     return config
 
 
@@ -331,12 +306,12 @@ def _check(model: nn.Module, config: Config, world: Ranks, device: torch.device)
     Raises:
         ConfigError, ModelError, UsageError: one of them cannot be used for training.
     """
-    check_scheduler(config, env_elasticity())
-    check_places(config)
+    checks.check_scheduler(config, env_elasticity())
+    checks.check_places(config)
     open_log(config, world.rank)
     log_notes(config)
     init.show_as_given(model.named_parameters())
-    check_parameters(model.named_parameters(), device, world)
+    checks.check_parameters(model.named_parameters(), device, world)
     log = config.comms_logger
     if log is not None and log.enabled:
         start_log(log.verbose, log.prof_all, log.prof_ops, log.debug)
@@ -355,12 +330,12 @@ def _warn(
         MissingPackageError: a monitor's package is missing.
         UsageError: the optimizer lacks parameters that pruning learns.
     """
-    check_scores(model, groups)
+    checks.check_scores(model, groups)
     if Ranks.world().rank != 0:
         return
-    warn_16bit_weights(config, model)
-    warn_of_emulation(config, device)
-    warn_untrained(model, groups, is_chosen=arguments.name_an_optimizer(config))
+    precision.warn_16bit_weights(config, model)
+    precision.warn_of_emulation(config, device)
+    checks.warn_untrained(model, groups, is_chosen=arguments.name_an_optimizer(config))
     warn_of_one_thread(config, device)
     expect_packages(config)
 
@@ -402,6 +377,6 @@ def _make_training(
         )
     if isinstance(stepper, ExchangingStepper):
         runtime.exchange = stepper
-    schedule = make_schedule(arguments, config, optimizer, loader)
+    schedule = arguments.make_schedule(config, optimizer, loader)
     LaterGroups(sharded, optimizer, stepper)
     return Training(optimizer, scaled_by_batch(schedule, optimizer, listeners), stepper)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from hadal.comm import Ranks
 from hadal.config import Config
 from hadal.config.reading import read
-from hadal.config.report import written
+from hadal.config.report import raise_faults
 from hadal.engine.requested import InitializeArguments
 from hadal.engine.tensor import plan_before_stages, size_asked_for
-from hadal.errors import ConfigError, Fault, UsageError
+from hadal.errors import Fault, UsageError
 from hadal.plugins.moe.blocks import find_blocks
 from hadal.plugins.pipeline import PipelineModule
 from hadal.plugins.pipeline.decoder import DecoderModule
@@ -27,14 +27,6 @@ from hadal.plugins.sequence.tiles import IGNORED
 from hadal.zero import init
 
 _SECTIONS = ("pipeline", "tensor_parallel", "expert_parallel", "sequence_parallel_size")
-
-
-class _Degrees(NamedTuple):
-    """Numbers of ranks that share one copy of a model, by kind."""
-
-    stages: int
-    sequence: int
-    slices: int
 
 
 def cut_by_configuration(
@@ -57,7 +49,7 @@ def cut_by_configuration(
     section = config.pipeline
     if not section.auto or model is None or isinstance(model, PipelineModule):
         return model, arguments
-    topology = _topology(_degrees(config), Ranks.world().size)
+    topology = _topology(config, Ranks.world().size)
     _check(model, arguments)
     tensor, experts = config.tensor_parallel, config.expert_parallel
     plan = plan_before_stages(model, tensor) if tensor.is_on else None
@@ -74,34 +66,22 @@ def cut_by_configuration(
     return found, replace(arguments, model_parameters=_own_among(given, own))
 
 
-def _degrees(config: Config) -> _Degrees:
-    stages = config.pipeline.stages
-    if stages == "auto":
-        raise _refused("pipeline.stages", '"auto", but pipeline.auto needs the number of stages')
-    tensor = config.tensor_parallel
-    slices = tensor.autotp_size if tensor.is_on else 1
-    return _Degrees(stages, config.sequence_parallel_size, slices)
-
-
-def _topology(degrees: _Degrees, size: int) -> ProcessTopology:
+def _topology(config: Config, size: int) -> ProcessTopology:
     """Return the grid of ranks: slices of layers are nearest to each other, then sequences."""
-    stages, sequence, slices = degrees
+    if config.pipeline.stages == "auto":
+        why = '"auto", but pipeline.auto needs the number of stages'
+        raise_faults([Fault("pipeline.stages", why)])
+    stages, sequence = int(config.pipeline.stages), config.sequence_parallel_size
+    slices = config.tensor_parallel.autotp_size if config.tensor_parallel.is_on else 1
     together = stages * sequence * slices
     if size % together:
         others = {"sequence_parallel_size": sequence, "tensor_parallel.autotp_size": slices}
         factors = "".join(f" x {count} of {key}" for key, count in others.items() if count > 1)
-        raise _refused(
-            "pipeline.stages",
-            f"{stages} stages{factors} need a multiple of {together} ranks, and there are {size}",
-        )
+        why = f"{stages} stages{factors} need a multiple of {together} ranks, and there are {size}"
+        raise_faults([Fault("pipeline.stages", why)])
     axes = {"pipe": stages, "data": size // together, "sequence": sequence, "model": slices}
     kept = {axis: count for axis, count in axes.items() if count > 1 or axis in ("pipe", "data")}
     return ProcessTopology(list(kept), list(kept.values()))
-
-
-def _refused(path: str, why: str) -> ConfigError:
-    faults = (Fault(path, why),)
-    return ConfigError(written("the configuration", faults), faults)
 
 
 def _check(model: nn.Module, arguments: InitializeArguments) -> None:

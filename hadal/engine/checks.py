@@ -19,7 +19,7 @@ from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import is_same_everywhere, raised_on_all
 from hadal.config import Config
 from hadal.config.plain import leaves
-from hadal.config.report import written
+from hadal.config.report import raise_faults
 from hadal.config.zero_optimization import ZeroOptimization
 from hadal.errors import (
     CheckpointError,
@@ -372,8 +372,7 @@ def check_places(config: Config) -> None:
             OwnFolder(Path(section.staging.folder), "checkpoint.staging.folder").remove()
         except (CheckpointError, OffloadError) as error:
             found.append(Fault("checkpoint.staging.folder", str(error)))
-    if found:
-        raise ConfigError(written("the configuration", tuple(found)), tuple(found))
+    raise_faults(found)
 
 
 def check_scheduler(config: Config, variable: str | None) -> None:

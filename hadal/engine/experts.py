@@ -16,10 +16,10 @@ from hadal.comm.expert_groups import (
     size_in_name,
 )
 from hadal.config import Config
-from hadal.config.report import written
+from hadal.config.report import raise_faults
 from hadal.engine.checks import is_in_stages
 from hadal.engine.topology import RequestedRanks, Topology, with_slices
-from hadal.errors import ConfigError, Fault, NotBuiltYetError
+from hadal.errors import Fault, NotBuiltYetError
 from hadal.zero.boxes import ATTRIBUTE, Box
 from hadal.zero.init import born_among
 from hadal.zero.sharing import holders_of
@@ -105,8 +105,7 @@ def distribute_experts(
         path = "expert_parallel.autoep_size"
         is_part = copies < ranks.size
         alike = f" (of {ranks.size}) that hold the same dense parameters" if is_part else ""
-        faults = (Fault(path, f"{size} does not divide the {copies} ranks{alike}; lower it"),)
-        raise ConfigError(written("the configuration", faults), faults)
+        raise_faults([Fault(path, f"{size} does not divide the {copies} ranks{alike}; lower it")])
     from hadal.plugins.moe.blocks import ExpertPlace, distribute  # for this alone
 
     data_first = config.use_data_before_expert_parallelism

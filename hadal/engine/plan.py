@@ -18,10 +18,10 @@ from torch import nn
 
 from hadal.comm.expert_groups import size_in_name
 from hadal.config import Config
-from hadal.config.report import written
+from hadal.config.report import raise_faults
 from hadal.engine.policies import leaves_of, limits_of, partition_of
 from hadal.engine.precision import precisions_of
-from hadal.errors import ConfigError, Fault
+from hadal.errors import Fault
 from hadal.zero.external import announced_uses
 from hadal.zero.grouping import (
     BucketPlan,
@@ -227,8 +227,7 @@ def _recomputed_modules(config: Config, model: nn.Module) -> dict[str, nn.Module
     found, faults = chosen(model, wish, repeated_blocks(model))
     twice = recomputed_elsewhere(model, list(found))
     faults += [Fault(_RECOMPUTED, twice)] if twice is not None else []
-    if faults:
-        raise ConfigError(written("the configuration", tuple(faults)), tuple(faults))
+    raise_faults(faults)
     return found
 
 
@@ -249,8 +248,7 @@ def _grouped_modules(model: nn.Module, config: Config) -> dict[str, int]:
             found |= {name: number for name in mine if name not in found}
             if not mine:
                 faults.append(Fault(f"{_GROUPS}[{number}].modules", _unmatched(pattern)))
-    if faults:
-        raise ConfigError(written("the configuration", tuple(faults)), tuple(faults))
+    raise_faults(faults)
     return found
 
 

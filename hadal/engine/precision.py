@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from hadal.config import Config
-from hadal.config.report import written
+from hadal.config.report import raise_faults
 from hadal.device import emulates
 from hadal.engine.casting import Casting
 from hadal.engine.policies import dtype_named, wire_dtype
-from hadal.errors import ConfigError, Fault
+from hadal.errors import Fault
 from hadal.optim.loss_scale import ScaleRule
 from hadal.zero.policy import Precision
 
@@ -238,8 +238,7 @@ def _safe_classes(config: Config) -> tuple[type[nn.Module], ...]:
         except Exception as error:  # the imported module may raise any error
             message = f'"{path}" cannot be imported: {error}; set "package.module.Class"'
             faults.append(Fault(f"{_SAFE_PATH}[{index}]", message))
-    if faults:
-        raise ConfigError(written("the configuration", tuple(faults)), tuple(faults))
+    raise_faults(faults)
     return tuple(classes)
 
 

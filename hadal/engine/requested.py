@@ -64,99 +64,118 @@ class InitializeArguments:
             "the samples of training_data": count_samples(self.training_data),
         }
 
+    def make_optimizer(self, config: Config, model: nn.Module) -> Optimizer | None:
+        """Make the caller's optimizer, the section's, or the default; None if none is needed."""
+        given = self.optimizer
+        if isinstance(given, Optimizer):
+            return given
+        if given is not None and not callable(given):
+            raise OptimizerError(
+                "initialize(optimizer=...) takes a torch.optim.Optimizer or a callable that makes"
+                f" one, got {type(given).__name__}"
+            )
+        chosen = self._chosen_parameters(model)
+        if not chosen:
+            return None
+        if given is not None:
+            return given(chosen)
+        section = config.optimizer
+        if section is None:
+            return build_optimizer(_DEFAULT_OPTIMIZER, {}, chosen)
+        names = {p: name for name, p in model.named_parameters()}
+        return build_optimizer(section.type, section.params, chosen, names)
 
-def make_optimizer(
-    arguments: InitializeArguments, config: Config, model: nn.Module
-) -> Optimizer | None:
-    """Make the caller's optimizer, the section's, or the default; None if nothing is trainable."""
-    given = arguments.optimizer
-    if isinstance(given, Optimizer):
+    def _chosen_parameters(self, model: nn.Module) -> list[Any]:
+        given = self.model_parameters
+        if given is None:
+            return [p for p in model.parameters() if p.requires_grad]
+        try:
+            return list(given)
+        except TypeError:
+            raise OptimizerError(
+                "initialize(model_parameters=...) takes parameters or param groups, got"
+                f" {type(given).__name__}; pass model.parameters(), or leave it out"
+            ) from None
+
+    def make_schedule(
+        self,
+        config: Config,
+        optimizer: Optimizer,
+        loader: ShardedLoader | None,
+    ) -> Any:
+        """Make the caller's schedule, the section's, or the default optimizer's; None for none."""
+        given = self.schedule
+        if given is not None:
+            return self._given_schedule(given, optimizer)
+        if config.scheduler is not None:
+            note = config.scheduler.replaced(self._given_rates(config, optimizer))
+            if note is not None:
+                _log.warning("%s", note)
+            return build_schedule(config.scheduler.type, config.scheduler.params, optimizer)
+        if self.name_an_optimizer(config):
+            return None
+        steps = _DEFAULT_SCHEDULE_STEPS
+        with suppress(TypeError):  # a stream without a length
+            steps = len(loader) if loader is not None else steps
+        _log.warning(
+            "no optimizer is named: training uses %s with its defaults and %s, which warms up and"
+            " then lowers the learning rate to 0 at update %d. Name `optimizer` and `scheduler` in"
+            " the configuration to choose",
+            _DEFAULT_OPTIMIZER,
+            _DEFAULT_SCHEDULE,
+            steps,
+        )
+        return build_schedule(_DEFAULT_SCHEDULE, {"total_num_steps": steps}, optimizer)
+
+    def _given_rates(self, config: Config, optimizer: Optimizer) -> list[float]:
+        """Return the param groups' learning rates, unless all have a default that nobody gave."""
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        section = None if self.optimizer is not None else config.optimizer
+        is_given = self.optimizer is not None or (section is not None and bool(section.rates))
+        return rates if is_given or len({*rates}) > 1 else []
+
+    def _given_schedule(self, given: Any, optimizer: Optimizer) -> Any:
+        if not isinstance(given, LRScheduler) and callable(given):
+            given = given(optimizer)
+        elif not isinstance(self.optimizer, Optimizer):
+            raise OptimizerError(
+                "initialize(lr_scheduler=...) got a schedule object without the optimizer object"
+                " that it belongs to; pass both, or a callable that builds the schedule from the"
+                " optimizer"
+            )
+        if not callable(getattr(given, "step", None)):
+            raise OptimizerError(
+                f"initialize(lr_scheduler=...) got a {type(given).__name__}, which has no step();"
+                " pass a schedule, or a callable that returns one for the optimizer"
+            )
         return given
-    if given is not None and not callable(given):
-        raise OptimizerError(
-            "initialize(optimizer=...) takes a torch.optim.Optimizer or a callable that makes one,"
-            f" got {type(given).__name__}"
+
+    def make_loading(
+        self,
+        config: Config,
+        readers: Ranks,
+        seed: int,
+        listeners: Iterable[Listener],
+    ) -> Loading:
+        """Make the loaders' shared options; each of `readers` reads its own samples."""
+        micro, drops = config.train_micro_batch_size_per_gpu, config.dataloader_drop_last
+        sharding = Sharding(micro, readers.size, readers.rank, drops)
+        return Loading(
+            sharding,
+            self.collate_fn,
+            can_pin=current_device().type != "cpu",
+            seed=seed,
+            shards_stream=config.dataloader_shard_iterable,
+            chosen=_chosen_order(config, sharding, listeners),
         )
-    chosen = _chosen_parameters(arguments, model)
-    if not chosen:
-        return None
-    if given is not None:
-        return given(chosen)
-    section = config.optimizer
-    if section is None:
-        return build_optimizer(_DEFAULT_OPTIMIZER, {}, chosen)
-    names = {p: name for name, p in model.named_parameters()}
-    return build_optimizer(section.type, section.params, chosen, names)
 
-
-def _chosen_parameters(arguments: InitializeArguments, model: nn.Module) -> list[Any]:
-    given = arguments.model_parameters
-    if given is None:
-        return [p for p in model.parameters() if p.requires_grad]
-    try:
-        return list(given)
-    except TypeError:
-        raise OptimizerError(
-            "initialize(model_parameters=...) takes parameters or param groups, got"
-            f" {type(given).__name__}; pass model.parameters(), or leave it out"
-        ) from None
-
-
-def make_schedule(
-    arguments: InitializeArguments,
-    config: Config,
-    optimizer: Optimizer,
-    loader: ShardedLoader | None,
-) -> Any:
-    """Make the caller's schedule, the section's, or the default optimizer's; None for none."""
-    given = arguments.schedule
-    if given is not None:
-        return _given_schedule(given, arguments, optimizer)
-    if config.scheduler is not None:
-        note = config.scheduler.replaced(_given_rates(arguments, config, optimizer))
-        if note is not None:
-            _log.warning("%s", note)
-        return build_schedule(config.scheduler.type, config.scheduler.params, optimizer)
-    if arguments.name_an_optimizer(config):
-        return None
-    steps = _DEFAULT_SCHEDULE_STEPS
-    with suppress(TypeError):  # a stream without a length
-        steps = len(loader) if loader is not None else steps
-    _log.warning(
-        "no optimizer is named: training uses %s with its defaults and %s, which warms up and then"
-        " lowers the learning rate to 0 at update %d. Name `optimizer` and `scheduler` in the"
-        " configuration to choose",
-        _DEFAULT_OPTIMIZER,
-        _DEFAULT_SCHEDULE,
-        steps,
-    )
-    return build_schedule(_DEFAULT_SCHEDULE, {"total_num_steps": steps}, optimizer)
-
-
-def _given_rates(
-    arguments: InitializeArguments, config: Config, optimizer: Optimizer
-) -> list[float]:
-    """Return the param groups' learning rates, unless all have a default that nobody gave."""
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    section = None if arguments.optimizer is not None else config.optimizer
-    is_given = arguments.optimizer is not None or (section is not None and bool(section.rates))
-    return rates if is_given or len({*rates}) > 1 else []
-
-
-def _given_schedule(given: Any, arguments: InitializeArguments, optimizer: Optimizer) -> Any:
-    if not isinstance(given, LRScheduler) and callable(given):
-        given = given(optimizer)
-    elif not isinstance(arguments.optimizer, Optimizer):
-        raise OptimizerError(
-            "initialize(lr_scheduler=...) got a schedule object without the optimizer object that"
-            " it belongs to; pass both, or a callable that builds the schedule from the optimizer"
-        )
-    if not callable(getattr(given, "step", None)):
-        raise OptimizerError(
-            f"initialize(lr_scheduler=...) got a {type(given).__name__}, which has no step();"
-            " pass a schedule, or a callable that returns one for the optimizer"
-        )
-    return given
+    def make_loader(self, loading: Loading, world: Ranks, *, shuffle: bool) -> ShardedLoader | None:
+        """Make the loader over the caller's data set, if there is one. All ranks must call it."""
+        if self.training_data is None:
+            return None
+        with raised_on_all(world, "initialize"):
+            reading = Reading(pin_memory=True, shuffle=shuffle)
+            return loading.training_loader(self.training_data, reading)
 
 
 def count_samples(dataset: Any) -> int | None:
@@ -186,26 +205,6 @@ def scaled_by_batch(schedule: Any, optimizer: Optimizer, listeners: Iterable[Lis
     return schedule
 
 
-def make_loading(
-    arguments: InitializeArguments,
-    config: Config,
-    readers: Ranks,
-    seed: int,
-    listeners: Iterable[Listener],
-) -> Loading:
-    """Make the loaders' shared options; each of `readers` reads its own samples."""
-    micro, drops = config.train_micro_batch_size_per_gpu, config.dataloader_drop_last
-    sharding = Sharding(micro, readers.size, readers.rank, drops)
-    return Loading(
-        sharding,
-        arguments.collate_fn,
-        can_pin=current_device().type != "cpu",
-        seed=seed,
-        shards_stream=config.dataloader_shard_iterable,
-        chosen=_chosen_order(config, sharding, listeners),
-    )
-
-
 def _chosen_order(
     config: Config, sharding: Sharding, listeners: Iterable[Listener]
 ) -> ChosenOrder | None:
@@ -215,14 +214,3 @@ def _chosen_order(
     from hadal.plugins.data_efficiency.ordered import chosen_order  # for this alone
 
     return chosen_order(config, sharding, tuple(listeners))
-
-
-def make_loader(
-    arguments: InitializeArguments, loading: Loading, world: Ranks, *, shuffle: bool
-) -> ShardedLoader | None:
-    """Make the loader over the caller's data set, if there is one. All ranks must call it."""
-    if arguments.training_data is None:
-        return None
-    with raised_on_all(world, "initialize"):
-        reading = Reading(pin_memory=True, shuffle=shuffle)
-        return loading.training_loader(arguments.training_data, reading)

@@ -7,8 +7,8 @@ from functools import reduce
 from typing import Any
 
 from hadal.config import Config
-from hadal.config.report import written
-from hadal.errors import ConfigError, Fault, UsageError
+from hadal.config.report import raise_faults
+from hadal.errors import Fault, UsageError
 from hadal.plugins.activation_checkpointing import Recomputation
 from hadal.plugins.pipeline import PipelineModule, PipelineParallelGrid
 from hadal.plugins.pipeline.orders import check_schedule
@@ -52,9 +52,7 @@ def prepare_stage(module: PipelineModule, config: Config) -> None:
         ConfigError: keys that do not fit a pipeline.
         UsageError: this stage has nothing to train.
     """
-    faults = tuple(_faults(module, config))
-    if faults:
-        raise ConfigError(written("the configuration", faults), faults)
+    raise_faults(_faults(module, config))
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UsageError(
             f"{module.chunk_name(module.stage_id)} has no trainable parameters: use another"

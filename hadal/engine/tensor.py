@@ -19,10 +19,9 @@ from hadal.comm.faults import is_same_everywhere, raised_on_all
 from hadal.comm.mpu import tensor_group_of
 from hadal.config import Config
 from hadal.config.parallelism import TensorParallel
-from hadal.config.report import written
+from hadal.config.report import raise_faults
 from hadal.engine.topology import Topology
 from hadal.errors import (
-    ConfigError,
     Fault,
     MismatchError,
     ModelError,
@@ -223,8 +222,7 @@ def _check(model: nn.Module, section: TensorParallel, config: Config, topology: 
         if None not in (computes, dtype) and dtype != computes:
             message = f"{where} is {dtype}, but the model computes in {computes}; make them equal"
             faults.append(Fault(f"{_PATH}.dtype", message))
-    if faults:
-        raise ConfigError(written("the configuration", tuple(faults)), tuple(faults))
+    raise_faults(faults)
     if ranks is None or ranks.size != size:
         raise UsageError(
             f"{_PATH}.autotp_size: {size}, and the mpu that initialize got has"
@@ -274,6 +272,5 @@ def _dtype_of(section: TensorParallel) -> torch.dtype | None:
     if "dtype" not in section.model_fields_set or isinstance(given, torch.dtype):
         return given if isinstance(given, torch.dtype) else None
     if str(given) not in _DTYPES:
-        fault = Fault(f"{_PATH}.dtype", f'{given!r} is not "bf16", "fp16" or "fp32"')
-        raise ConfigError(written("the configuration", (fault,)), (fault,))
+        raise_faults([Fault(f"{_PATH}.dtype", f'{given!r} is not "bf16", "fp16" or "fp32"')])
     return _DTYPES[str(given)]

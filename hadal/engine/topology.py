@@ -27,9 +27,9 @@ from hadal.comm.mpu import (
     tensor_group_of,
 )
 from hadal.config import Config
-from hadal.config.report import written
+from hadal.config.report import raise_faults
 from hadal.config.zero_optimization import ZeroOptimization
-from hadal.errors import ConfigError, Fault, MismatchError, UsageError
+from hadal.errors import Fault, MismatchError, UsageError
 from hadal.zero.policy import STAGES
 from hadal.zero.sharing import HolderGroups, ModelParts, Sharing
 
@@ -178,8 +178,7 @@ class Sharings:
             if dense.replicas is None:
                 path = "zero_optimization.zero_hpz_partition_size"
             why = f"not built yet for experts over {groups.parallel.size} ranks; leave the key out"
-            faults = (Fault(path, why),)
-            raise ConfigError(written("the configuration", faults), faults)
+            raise_faults([Fault(path, why)])
         return replace(sharing_of(self._config, groups.data), averaged_over=dense.ranks)
 
 
@@ -209,7 +208,7 @@ def _sizes_of_hops(
         return None, None
     size, why = _node_size(ranks, shard_size)
     if gathers and size is None:
-        raise _no_hops(why)
+        _refuse_hops(why)
     if size is None and ranks.rank == 0:
         _log.warning(
             "zero_optimization.zero_quantized_gradients: gradients are reduced in one hop over all"
@@ -242,14 +241,13 @@ def common_node_size(numbers: Sequence[int], shard_size: int, local_size: int) -
     return counts.pop() if len(counts) == 1 else None
 
 
-def _no_hops(why: str) -> ConfigError:
+def _refuse_hops(why: str) -> None:
     path = "zero_optimization.mics_hierarchical_params_gather"
     remedy = (
         "set LOCAL_WORLD_SIZE to the ranks of a node, choose zero_optimization.mics_shard_size so"
         " that nodes divide it (or it divides a node), or leave the key out"
     )
-    faults = (Fault(path, f"true, but {why}; {remedy}"),)
-    return ConfigError(written("the configuration", faults), faults)
+    raise_faults([Fault(path, f"true, but {why}; {remedy}")])
 
 
 def _make_groups(requested: RequestedRanks, config: Config, world: Ranks) -> Topology:

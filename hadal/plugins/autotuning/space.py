@@ -13,10 +13,10 @@ from hadal.config import load_config
 from hadal.config.autotuning import Autotuning
 from hadal.config.plain import shown
 from hadal.config.reading import read
-from hadal.config.report import written
+from hadal.config.report import raise_faults
 from hadal.config.section import default_of, mark_of
 from hadal.config.zero_optimization import ZeroOptimization
-from hadal.errors import ConfigError, Fault
+from hadal.errors import Fault
 from hadal.plugins.autotuning.words import config_flag, value_of
 from hadal.zero.policy import Limits
 
@@ -157,7 +157,7 @@ def read_request(words: Sequence[str], world_size: int) -> SearchRequest:
         raw[MICRO] = listed[0]
     elif isinstance(micro_batch, list):
         fault = Fault(MICRO, f"expected a list of integers > 0, got {shown(micro_batch)}")
-        raise ConfigError(written(name, (fault,)), (fault,))
+        raise_faults([fault], name)
     raw["zero_optimization"]["stage"] = stages[0]
     raw.pop(TRAIN, None)
     checked = load_config(raw, world_size=world_size)
@@ -234,8 +234,7 @@ def _check(name: str, raw: Mapping[str, Any], section: Autotuning, world_size: i
     if world_size % section.mp_size:
         message = f"{section.mp_size} does not divide the {world_size} ranks; use a divisor"
         faults.append(Fault("autotuning.mp_size", message))
-    if faults:
-        raise ConfigError(written(name, tuple(faults)), tuple(faults))
+    raise_faults(faults, name)
 
 
 def _check_batch(name: str, wish: SearchRequest) -> None:
@@ -243,7 +242,7 @@ def _check_batch(name: str, wish: SearchRequest) -> None:
     if most is not None and least > most:
         message = f"{least} is more than max_train_batch_size {most}; lower it"
         fault = Fault("autotuning.min_train_batch_size", message)
-        raise ConfigError(written(name, (fault,)), (fault,))
+        raise_faults([fault], name)
     if wish.smallest > wish.largest:
         message = (
             f"the limits require micro-batches of at least {wish.smallest} and at most"
@@ -251,7 +250,7 @@ def _check_batch(name: str, wish: SearchRequest) -> None:
             " the minimum or raise the maximum"
         )
         fault = Fault("autotuning", message)
-        raise ConfigError(written(name, (fault,)), (fault,))
+        raise_faults([fault], name)
 
 
 def _number_at(flag: str | None, words: Sequence[str]) -> int | None:
