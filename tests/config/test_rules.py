@@ -654,3 +654,14 @@ def test_offloading_needs_a_device(name):
     path, message = only_fault(with_zero(stage=3, **{name: {"pin_memory": True}}))
     assert path == f"zero_optimization.{name}.device"
     assert message == "required in this section; add it"
+
+
+def test_a_fault_in_one_part_of_a_section_does_not_hide_those_of_other_parts():
+    parts = {
+        "weight_quantization": {"shared_parameters": {"enabled": "yes"}},
+        "head_pruning": {"shared_parameters": {"enabled": True}, "different_groups": {}},
+    }
+    assert faults_of({**BASE, "compression_training": parts}).keys() == {
+        "compression_training.weight_quantization.shared_parameters.enabled",
+        "compression_training.head_pruning.shared_parameters.num_heads",
+    }

@@ -3,6 +3,7 @@
 import pytest
 
 from hadal.config import load_config, log_notes
+from hadal.config.not_built import NOT_BUILT
 from hadal.config.plain import plain
 from hadal.config.section import default_of, mark_of
 from hadal.config.top_level import Config
@@ -258,3 +259,17 @@ def test_origins_cover_the_effective_configuration():
     assert config.origins["fp16.hysteresis"] == "default"
     assert config.origins["train_micro_batch_size_per_gpu"] == "inferred"
     assert set(config.origins.values()) == {"you", "default", "inferred"}
+
+
+def not_built(model, path=""):
+    """Yield the paths of the keys that are refused as not built yet."""
+    for name, field in model.model_fields.items():
+        mark, child = mark_of(field), model.child(name, {})
+        if mark.status == "not built yet" and not mark.serves:
+            yield path + name
+        elif child is not None:
+            yield from not_built(child.model, f"{path}{name}.")
+
+
+def test_every_refusal_has_its_reason_and_remedy():
+    assert sorted(not_built(Config)) == sorted(NOT_BUILT)
