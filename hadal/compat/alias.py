@@ -7,9 +7,8 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from hadal.compat.homes import HOMES
 from hadal.compat.placeholders import placeholder
-from hadal.compat.surface import Module, modules
+from hadal.compat.surface import Module, homes, modules
 
 
 class AliasModule(ModuleType):
@@ -48,7 +47,7 @@ class AliasModule(ModuleType):
 def _housed() -> dict[str, list[str]]:
     """Return the names of each module that have a home."""
     found: dict[str, list[str]] = {}
-    for full in HOMES:
+    for full in homes():
         module, _, name = full.rpartition(".")
         found.setdefault(module, []).append(name)
     return found
@@ -61,7 +60,7 @@ def alias(name: str) -> AliasModule:
 
 
 def _resolved(full: str, module: Module, name: str) -> Any:
-    home = HOMES.get(full)
+    home = homes().get(full)
     if home is not None:
         room, _, thing = home.partition(":")
         if room in modules():

@@ -1,4 +1,4 @@
-"""The surface as data: the modules of DeepSpeed, and the names that programs use from them."""
+"""The surface as data: the modules of DeepSpeed, their names that programs use, and their homes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,26 @@ class NameKind(Enum):
     VALUE = auto()
 
 
+def _read(file: str) -> dict[str, Any]:
+    entries: dict[str, Any] = json.loads(Path(__file__).with_name(file).read_text("utf-8"))
+    return entries
+
+
+@cache
+def homes() -> dict[str, str]:
+    """Return the home of each full name: `module:name` in Hadal or torch, or a module.
+
+    In the file, `name=other` has the name `other` there, and `name=` is the module itself.
+    """
+    found: dict[str, str] = {}
+    for module, rooms in _read("homes.json").items():
+        for room, names in rooms.items():
+            for name, equals, other in (entry.partition("=") for entry in names):
+                thing = other if equals else name
+                found[f"{module}.{name}"] = f"{room}:{thing}" if thing else room
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Module:
     """The names that programs use from one module of the surface."""
@@ -39,7 +59,7 @@ class Module:
 @cache
 def modules() -> dict[str, Module]:
     """Return every module of the surface by its full name."""
-    entries = json.loads(Path(__file__).with_name("surface.json").read_text("utf-8"))
+    entries = _read("surface.json")
     children: dict[str, list[str]] = {name: [] for name in entries}
     for name in entries:
         parent, _, leaf = name.rpartition(".")
