@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -37,120 +38,6 @@ _BLOCK_KEYS = (
 _HELPER = "deepspeed.compression.helper"
 
 # ---- quantizers ----------------------------------------------------------------------------------
-
-
-class _Quantizer(torch.autograd.Function):
-    """Rounds in forward; the gradient passes unchanged."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        num_bits: int,
-        min_value: Any = None,
-        max_value: Any = None,
-        num_groups: int = 1,
-    ) -> Tensor:
-        """Return `input` with few values."""
-        raise NotImplementedError
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradient as that of the input."""
-        del ctx
-        return gradients[0], None, None, None, None
-
-
-class SymQuantizer(_Quantizer):
-    """Steps around zero."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        num_bits: int,
-        min_value: Any = None,
-        max_value: Any = None,
-        num_groups: int = 1,
-    ) -> Tensor:
-        """Return `input` with `2 ** num_bits` values in each group, or in one given range."""
-        del ctx
-        return _stepped(input, num_bits, min_value, max_value, num_groups, symmetric=True)
-
-
-class AsymQuantizer(_Quantizer):
-    """Steps from the smallest to the largest value."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        num_bits: int,
-        min_value: Any = None,
-        max_value: Any = None,
-        num_groups: int = 1,
-    ) -> Tensor:
-        """Return `input` with `2 ** num_bits` values in each group, or in one given range."""
-        del ctx
-        return _stepped(input, num_bits, min_value, max_value, num_groups, symmetric=False)
-
-
-class TernaryQuantizer(_Quantizer):
-    """Quantizes to three levels: -a, 0 and a."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        num_bits: int,
-        min_value: Any = None,
-        max_value: Any = None,
-        num_groups: int = 1,
-    ) -> Tensor:
-        """Return `input` with three values in each group."""
-        del ctx
-        return _few(input, num_bits, min_value, max_value, num_groups, expected=2)
-
-
-class BinaryQuantizer(_Quantizer):
-    """The values -a and a, and 0 for zeros."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        num_bits: int,
-        min_value: Any = None,
-        max_value: Any = None,
-        num_groups: int = 1,
-    ) -> Tensor:
-        """Return `input` with two values in each group."""
-        del ctx
-        return _few(input, num_bits, min_value, max_value, num_groups, expected=1)
-
-
-class TopKBinarizer(torch.autograd.Function):
-    """The mask of the largest scores; its gradient goes to the scores unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, threshold: Any, sigmoid: bool) -> Tensor:
-        """Return 1 for the fraction `threshold` of the largest scores, and 0 for the others.
-
-        Args:
-            ctx: autograd's context.
-            inputs: scores.
-            threshold: the fraction to keep.
-            sigmoid: whether the fraction is the sigmoid of `threshold`.
-        """
-        del ctx
-        ratio = torch.as_tensor(threshold, dtype=torch.float64)
-        return largest(inputs, float(ratio.sigmoid() if sigmoid else ratio))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradient as that of the scores."""
-        del ctx
-        return gradients[0], None, None
 
 
 def _stepped(x: Tensor, bits: int, low: Any, high: Any, groups: int, *, symmetric: bool) -> Tensor:
@@ -188,6 +75,82 @@ def _expect_groups(x: Tensor, groups: int) -> None:
             f"num_groups is {groups}, which does not divide the {x.numel():,} elements of the"
             f" input {tuple(x.shape)}; expected a divisor"
         )
+
+
+def _rounding(rounded: Callable[..., Tensor]) -> Any:
+    """Return the forward of a quantizer, with the arguments that DeepSpeed's quantizers have."""
+
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        num_bits: int,
+        min_value: Any = None,
+        max_value: Any = None,
+        num_groups: int = 1,
+    ) -> Tensor:
+        """Return `input` with few values in each group, or in one given range."""
+        del ctx
+        return rounded(input, num_bits, min_value, max_value, num_groups)
+
+    return staticmethod(forward)
+
+
+class _Quantizer(torch.autograd.Function):
+    """Rounds in forward; the gradient passes unchanged."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradient as that of the input."""
+        del ctx
+        return gradients[0], None, None, None, None
+
+
+class SymQuantizer(_Quantizer):
+    """Rounds to `2 ** num_bits` values around zero."""
+
+    forward = _rounding(partial(_stepped, symmetric=True))
+
+
+class AsymQuantizer(_Quantizer):
+    """Rounds to `2 ** num_bits` values from the smallest to the largest."""
+
+    forward = _rounding(partial(_stepped, symmetric=False))
+
+
+class TernaryQuantizer(_Quantizer):
+    """Quantizes to three levels: -a, 0 and a."""
+
+    forward = _rounding(partial(_few, expected=2))
+
+
+class BinaryQuantizer(_Quantizer):
+    """Quantizes to two levels, -a and a; zeros stay zeros."""
+
+    forward = _rounding(partial(_few, expected=1))
+
+
+class TopKBinarizer(torch.autograd.Function):
+    """The mask of the largest scores; its gradient goes to the scores unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, threshold: Any, sigmoid: bool) -> Tensor:
+        """Return 1 for the fraction `threshold` of the largest scores, and 0 for the others.
+
+        Args:
+            ctx: autograd's context.
+            inputs: scores.
+            threshold: the fraction to keep.
+            sigmoid: whether the fraction is the sigmoid of `threshold`.
+        """
+        del ctx
+        ratio = torch.as_tensor(threshold, dtype=torch.float64)
+        return largest(inputs, float(ratio.sigmoid() if sigmoid else ratio))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradient as that of the scores."""
+        del ctx
+        return gradients[0], None, None
 
 
 # ---- configurations ------------------------------------------------------------------------------
