@@ -14,7 +14,7 @@ NOT_BUILT: Mapping[str, tuple[str, str]] = {
     "aio.use_gds": ("it needs a GPU, a driver and a disk for GPUDirect Storage", ""),
     "checkpoint.writer.type": ("", "choose another"),
     "compile.deepcompile": ("", ""),
-    "hybrid_engine.inference_tp_size": ("use tensor_parallel, which splits training too", ""),
+    "hybrid_engine.inference_tp_size": ("tensor_parallel splits layers in training too", ""),
     "nebula.enabled": ("checkpoint.async_save saves in the background", ""),
     "pipeline.seed_layers": ("pass PipelineModule seed_layers= instead", ""),
     "tensor_parallel.vocab_parallel_ce_backend": ("", "choose another"),

@@ -195,7 +195,7 @@ def _move(
     if moved.true is not None and not isinstance(value, bool):
         report.fault(here, f'expected true or false; prefer "{new}"')
     elif given is not None and (value is not False or isinstance(given, dict)):
-        report.fault(here, f'replaced by "{new}", which is given too; remove "{old}"')
+        report.fault(here, f'replaced by "{new}", which is given too; remove "{old}" here')
     else:
         report.note(here, f'an old name, read as "{new}"')
         if moved.true is None:

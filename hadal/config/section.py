@@ -176,9 +176,9 @@ class Section(BaseModel):
     def children(self) -> "Iterator[tuple[str, Section]]":
         """Yield the sections below the keys that the JSON sets, with their paths from here."""
         raw = {"type": getattr(self, "type", None)}
-        for name in type(self).model_fields:
+        for name in [name for name in type(self).model_fields if name in self.model_fields_set]:
             child, value = type(self).child(name, raw), getattr(self, name)
-            if name in self.model_fields_set and child is not None and value is not None:
+            if child is not None and value is not None:
                 yield from child.sections(name, value)
 
     def faults(self) -> Iterator[tuple[tuple[str, ...], Iterable[Fault]]]:
