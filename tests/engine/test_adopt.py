@@ -442,7 +442,7 @@ def add_wrongly(fault: str) -> HadalError:
     [
         ("other shape", MismatchError, r"the new 1\.weight is \(4, 4\).*\(5, 4\).*on rank 1"),
         ("other dtype", MismatchError, r"the new 1\.weight is .*float32.*float64.*on rank 1"),
-        ("more", MismatchError, r"the new more is None on rank 0"),
+        ("more", MismatchError, r"the new more is nothing on rank 0"),
         ("meta", ModelError, r"rank 1: parameter 1\.weight is on meta"),
     ],
 )

@@ -66,7 +66,7 @@ def handle_signals() -> None:
     other.destroy()
     plain = engine_of(1)
     assert not plain.is_preempted
-    with pytest.raises(UsageError, match=r"checkpoint\.on_signal, which is null"):
+    with pytest.raises(UsageError, match=r"needs checkpoint\.on_signal; set it"):
         plain.leave_preempted()
     plain.destroy()
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
