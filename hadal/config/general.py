@@ -2,17 +2,51 @@
 
 from typing import Annotated, Literal
 
+from annotated_types import Gt
 from pydantic import BeforeValidator
 
 from hadal.config.section import NO_EFFECT, TUNABLE, Section, key
-from hadal.config.values import Boolean, Dtype, Integer, Number, lowered
+from hadal.config.values import Boolean, Dtype, Integer, Number, lowered, whole_or_never
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-class Batch(Section):
-    """The number of samples in one update and how they are divided."""
+class General(Section):
+    """The top-level keys that are not sections."""
 
+    communication_data_type: Dtype | None = key(
+        None,
+        "Dtype of gradients on the wire: fp16, bf16 or fp32. null uses the dtype they are "
+        "accumulated in, which follows the model; on an accelerator 16-bit gradients are then "
+        "sent in fp32, because its backend sums in the dtype on the wire and rounds after each "
+        "rank, while CPUs sum in fp32. That doubles the bytes of a reduction and takes one "
+        "bucket in fp32 while it is in flight; bf16 or fp16 halves them, and sums are rounded.",
+    )
+    seq_parallel_communication_data_type: Dtype | None = key(
+        "fp32", "Replaces communication_data_type when sequence_parallel_size is greater than 1."
+    )
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lowered)] = key(
+        "mean", "Average the ranks' gradients, or sum them (stages 0 to 2)."
+    )
+    prescale_gradients: Boolean = key(
+        False,
+        "Divide gradients by the number of ranks before they are rounded for the wire and "
+        "summed, not after. Stages 2 and 3 require reduce_scatter false.",
+    )
+    gradient_predivide_factor: Number = key(
+        1.0,
+        "Divide gradients by this factor before they are rounded for the wire, and divide the sum "
+        "by (number of ranks / factor). Stages 2 and 3 require reduce_scatter false.",
+        gt=0,
+    )
+    sparse_gradients: Boolean = key(
+        False,
+        "Send only the nonzero rows of the gradients of nn.Embedding and nn.EmbeddingBag when "
+        "that takes fewer bytes. Applies to embeddings that are trainable from the start.",
+    )
+    disable_allgather: Boolean = key(
+        False, "An old switch, which DeepSpeed does not read either.", mark=NO_EFFECT
+    )
     train_batch_size: Integer = key(
         None,
         "Samples in one update over all ranks: micro-batch x accumulation steps x data-parallel "
@@ -55,41 +89,87 @@ class Batch(Section):
         "effect.",
         ge=1,
     )
-
-
-class Communication(Section):
-    """Keys for averaging gradients over ranks."""
-
-    communication_data_type: Dtype | None = key(
+    gradient_clipping: Number = key(
+        1.0, "Maximum norm of the whole gradient; 0 does not clip.", ge=0
+    )
+    zero_allow_untested_optimizer: Boolean = key(
+        False,
+        "Allow ZeRO with an optimizer that was not tested with it. No permission is needed: "
+        "elementwise optimizers update shards, and every other optimizer receives whole "
+        "parameters, so each is exact at every stage.",
+        mark=NO_EFFECT,
+    )
+    zero_force_ds_cpu_optimizer: Boolean = key(
+        True,
+        "Require DeepSpeed's own optimizer when state is offloaded. Hadal never requires it: "
+        "any optimizer works with offloading.",
+        mark=NO_EFFECT,
+    )
+    max_skipped_updates: Integer = key(
+        20,
+        "Consecutive skipped updates that end training with an error listing their reasons; 0 "
+        "allows any number. Overflows that lower the loss scale do not count. Hadal's own key.",
+        ge=0,
+    )
+    steps_per_print: Annotated[
+        Annotated[Integer, Gt(0)] | None, BeforeValidator(whole_or_never)
+    ] = key(
         None,
-        "Dtype of gradients on the wire: fp16, bf16 or fp32. null uses the dtype they are "
-        "accumulated in, which follows the model; on an accelerator 16-bit gradients are then "
-        "sent in fp32, because its backend sums in the dtype on the wire and rounds after each "
-        "rank, while CPUs sum in fp32. That doubles the bytes of a reduction and takes one "
-        "bucket in fp32 while it is in flight; bf16 or fp16 halves them, and sums are rounded.",
+        "Updates between two progress lines on rank 0: mean loss, learning rate, gradient norm, "
+        "samples or tokens per second, time of an update, memory, skipped updates, time left if "
+        "the schedule has an end. null or infinity prints none.",
     )
-    seq_parallel_communication_data_type: Dtype | None = key(
-        "fp32", "Replaces communication_data_type when sequence_parallel_size is greater than 1."
-    )
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lowered)] = key(
-        "mean", "Average the ranks' gradients, or sum them (stages 0 to 2)."
-    )
-    prescale_gradients: Boolean = key(
+    wall_clock_breakdown: Boolean = key(
         False,
-        "Divide gradients by the number of ranks before they are rounded for the wire and "
-        "summed, not after. Stages 2 and 3 require reduce_scatter false.",
+        "Time forward, backward, the wait for reductions in backward, and the update: "
+        "milliseconds per update, averaged between two progress lines (logged for each update "
+        "if there are none). On an accelerator the times come from events in its own queue, for "
+        "the updates it has finished, so nothing waits for it.",
     )
-    gradient_predivide_factor: Number = key(
-        1.0,
-        "Divide gradients by this factor before they are rounded for the wire, and divide the sum "
-        "by (number of ranks / factor). Stages 2 and 3 require reduce_scatter false.",
-        gt=0,
-    )
-    sparse_gradients: Boolean = key(
+    memory_breakdown: Boolean = key(
         False,
-        "Send only the nonzero rows of the gradients of nn.Embedding and nn.EmbeddingBag when "
-        "that takes fewer bytes. Applies to embeddings that are trainable from the start.",
+        "Log host and device memory before and after forward, backward and update, and the "
+        "device's peak, for the last micro-step before each progress line.",
     )
-    disable_allgather: Boolean = key(
-        False, "An old switch, which DeepSpeed does not read either.", mark=NO_EFFECT
+    dump_state: Boolean = key(
+        False, "Log the configuration, the batch and a table of all buckets at the start."
+    )
+    log_level: (
+        Annotated[
+            Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lowered)
+        ]
+        | None
+    ) = key(
+        None,
+        "Level of the logger `hadal`; null leaves it unchanged, or sets it to info if a key "
+        "enables lines of that level. Ranks other than 0 log errors only.",
+    )
+    dataloader_drop_last: Boolean = key(
+        False,
+        "Drop an incomplete last batch on all ranks. Otherwise it is kept and filled up with "
+        "the first samples of that epoch's order, so that every rank receives the same number.",
+    )
+    dataloader_shard_iterable: Boolean | None = key(
+        None,
+        "Who shards an `IterableDataset` over ranks. true: all ranks read the same stream, and "
+        "each takes every n-th sample. false: the data set gives each rank its own "
+        "samples, as after `datasets.distributed.split_dataset_by_node`. null: it is refused if "
+        "several ranks train.",
+    )
+    vocabulary_size: Integer | None = key(
+        None, "Vocabulary size of the model; logs a note if it is not a multiple of 8.", gt=0
+    )
+    graph_harvesting: Boolean = key(
+        False,
+        "A leftover: older releases recorded device graphs of one optimizer. The results are "
+        "the same.",
+        mark=NO_EFFECT,
+    )
+    disable_python_gc: Boolean = key(
+        False, "Disable Python's cycle collector until the engine's `destroy`."
+    )
+    use_data_before_expert_parallelism: Boolean = key(
+        False,
+        "Consecutive ranks hold copies of the same experts; false: they share one copy of all "
+        "experts.",
     )

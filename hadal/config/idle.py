@@ -22,12 +22,8 @@ from hadal.config.top_level import Config
 class _Walk:
     report: Report
     stage: int
-    reports_idle: bool = True
-    """True to note keys that do nothing; not below a switch turned off on purpose."""
-
-    def note_idle(self, path: str, message: str) -> None:
-        if self.reports_idle:
-            self.report.note_idle(path, message)
+    idle: Report
+    """Gets the keys that do nothing; below a switch turned off on purpose it is not read."""
 
 
 def report_unbuilt(config: Section, report: Report, *, stage: int, skip: tuple[str, ...]) -> None:
@@ -37,7 +33,7 @@ def report_unbuilt(config: Section, report: Report, *, stage: int, skip: tuple[s
     other stages only, and one below a switch that is not given. A switch that is given and off
     means that silence is wanted.
     """
-    walk = _Walk(report, stage)
+    walk = _Walk(report, stage, report)
     for name in type(config).model_fields:
         if name not in skip:
             _look(walk, config, name, "")
@@ -53,7 +49,8 @@ def _look(walk: _Walk, section: Section, name: str, path: str) -> None:
     if walk.stage not in mark.stages:
         is_off = isinstance(value, Section) and not value.is_on
         if mark.asks(value, default) and not is_off:
-            walk.note_idle(here, f"has no effect at stage {walk.stage}, only at {_stages(mark)}")
+            only = _stages(mark)
+            walk.idle.note_idle(here, f"has no effect at stage {walk.stage}, only at {only}")
     elif mark.status == "acts":
         child = type(section).child(name, {"type": getattr(section, "type", None)})
         for where, inner in child.sections(here, value) if child is not None else ():
@@ -61,9 +58,9 @@ def _look(walk: _Walk, section: Section, name: str, path: str) -> None:
     elif not mark.asks(value, default):
         return
     elif mark.status == "no effect":
-        walk.note_idle(here, f"{shown(value)} has no effect")
+        walk.idle.note_idle(here, f"{shown(value)} has no effect")
     elif mark.serves:
-        walk.note_idle(here, f"has no effect without {mark.serves}, which is not built yet")
+        walk.idle.note_idle(here, f"has no effect without {mark.serves}, which is not built yet")
     else:
         walk.report.not_built(here, _refusal(here, value, default))
 
@@ -95,7 +92,7 @@ def _descend(walk: _Walk, section: Section, path: str) -> None:
                 _note_without(walk, section, path, here)
             return
     elif "enabled" in section.model_fields_set and not section.enabled:  # type: ignore[attr-defined]
-        walk = replace(walk, reports_idle=False)
+        walk = replace(walk, idle=Report())
     for name in type(section).model_fields:
         if name != section.switch:
             _look(walk, section, name, path)
@@ -109,7 +106,7 @@ def _note_without(walk: _Walk, section: Section, path: str, switch: str) -> None
         if isinstance(value, Section):
             _note_without(walk, value, here, switch)
         elif mark_of(field).asks(value, default_of(field)):
-            walk.note_idle(here, f"has no effect without {switch}")
+            walk.idle.note_idle(here, f"has no effect without {switch}")
 
 
 # ---- keys without effect because of other keys ---------------------------------------------------

@@ -1,11 +1,12 @@
 """`optimizer`: the optimizer that the engine builds."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
 from hadal.config.optimizer_kinds import KINDS, built_in
-from hadal.config.section import NO_EFFECT, Typed, key
+from hadal.config.section import NO_EFFECT, Section, Typed, key
 from hadal.config.values import Boolean, Text
 
 
@@ -33,9 +34,9 @@ class Optimizer(Typed):
     )
 
     @classmethod
-    def canonical(cls, name: Any) -> Any:
-        """Return a built-in type's canonical spelling; other names are unchanged."""
-        return canonical_type(name)
+    def params_of(cls, raw: Mapping[str, Any]) -> type[Section]:
+        """Return the section of params for the type, spelled in any case."""
+        return super().params_of({"type": canonical_type(raw.get("type"))})
 
     @property
     def rates(self) -> list[float]:

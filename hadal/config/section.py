@@ -219,11 +219,6 @@ class Typed(Section):
     """Module of torch with classes that a type may name."""
 
     @classmethod
-    def canonical(cls, name: Any) -> Any:
-        """Return a built-in type's canonical spelling; other names are unchanged."""
-        return name
-
-    @classmethod
     def child(cls, name: str, raw: Mapping[str, Any]) -> "Child | None":
         """Return the params section for the type."""
         return Child(cls.params_of(raw), "one") if name == "params" else super().child(name, raw)
@@ -231,7 +226,7 @@ class Typed(Section):
     @classmethod
     def params_of(cls, raw: Mapping[str, Any]) -> type[Section]:
         """Return the section of params for the type."""
-        kind = cls.canonical(raw.get("type"))
+        kind = raw.get("type")
         return cls.types.get(kind, OpenParams) if isinstance(kind, str) else OpenParams
 
     @classmethod

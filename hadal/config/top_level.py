@@ -1,10 +1,9 @@
 """The configuration as a whole: the top-level keys and the sections."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from annotated_types import Gt
-from pydantic import BeforeValidator, PrivateAttr
+from pydantic import PrivateAttr
 
 from hadal.config.activation_checkpointing import ActivationCheckpointing
 from hadal.config.autotuning import Autotuning
@@ -12,7 +11,7 @@ from hadal.config.checkpoint import Checkpoint, DatastatesCkpt
 from hadal.config.compression import CompressionTraining, Eigenvalue, QuantizeTraining
 from hadal.config.data_efficiency import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
 from hadal.config.elasticity import Elasticity
-from hadal.config.general import Batch, Communication
+from hadal.config.general import General
 from hadal.config.monitors import Comet, CsvMonitor, JsonlMonitor, MonitorScope, TensorBoard, Wandb
 from hadal.config.not_built import Compile, Nebula, WeightQuantization
 from hadal.config.offload import Aio
@@ -22,9 +21,8 @@ from hadal.config.plain import plain
 from hadal.config.precision import Amp, Bf16, DataTypes, Fp16, TorchAutocast
 from hadal.config.profiling import CommsLogging, FlopsProfile, Timers
 from hadal.config.scheduler import Scheduler
-from hadal.config.section import NO_EFFECT, Moved, key, section
+from hadal.config.section import Moved, key, section
 from hadal.config.sparse_attention import SparseAttention
-from hadal.config.values import Boolean, Integer, Number, lowered, whole_or_never
 from hadal.config.zero_optimization import ZeroOptimization
 
 Origin = Literal["you", "auto", "default", "inferred"]
@@ -32,95 +30,6 @@ _FOREIGN = "ignored: another program reads it"
 _COMMENT = "ignored: a comment"
 _DEGREE = "ignored: another program reads it; here tensor_parallel and pipeline divide a model"
 _BELOW_ZERO = 'ignored at the top level, also by DeepSpeed: it acts in "zero_optimization"'
-
-
-class General(Batch, Communication):
-    """The top-level keys that are not sections."""
-
-    gradient_clipping: Number = key(
-        1.0, "Maximum norm of the whole gradient; 0 does not clip.", ge=0
-    )
-    zero_allow_untested_optimizer: Boolean = key(
-        False,
-        "Allow ZeRO with an optimizer that was not tested with it. No permission is needed: "
-        "elementwise optimizers update shards, and every other optimizer receives whole "
-        "parameters, so each is exact at every stage.",
-        mark=NO_EFFECT,
-    )
-    zero_force_ds_cpu_optimizer: Boolean = key(
-        True,
-        "Require DeepSpeed's own optimizer when state is offloaded. Hadal never requires it: "
-        "any optimizer works with offloading.",
-        mark=NO_EFFECT,
-    )
-    max_skipped_updates: Integer = key(
-        20,
-        "Consecutive skipped updates that end training with an error listing their reasons; 0 "
-        "allows any number. Overflows that lower the loss scale do not count. Hadal's own key.",
-        ge=0,
-    )
-    steps_per_print: Annotated[
-        Annotated[Integer, Gt(0)] | None, BeforeValidator(whole_or_never)
-    ] = key(
-        None,
-        "Updates between two progress lines on rank 0: mean loss, learning rate, gradient norm, "
-        "samples or tokens per second, time of an update, memory, skipped updates, time left if "
-        "the schedule has an end. null or infinity prints none.",
-    )
-    wall_clock_breakdown: Boolean = key(
-        False,
-        "Time forward, backward, the wait for reductions in backward, and the update: "
-        "milliseconds per update, averaged between two progress lines (logged for each update "
-        "if there are none). On an accelerator the times come from events in its own queue, for "
-        "the updates it has finished, so nothing waits for it.",
-    )
-    memory_breakdown: Boolean = key(
-        False,
-        "Log host and device memory before and after forward, backward and update, and the "
-        "device's peak, for the last micro-step before each progress line.",
-    )
-    dump_state: Boolean = key(
-        False, "Log the configuration, the batch and a table of all buckets at the start."
-    )
-    log_level: (
-        Annotated[
-            Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lowered)
-        ]
-        | None
-    ) = key(
-        None,
-        "Level of the logger `hadal`; null leaves it unchanged, or sets it to info if a key "
-        "enables lines of that level. Ranks other than 0 log errors only.",
-    )
-    dataloader_drop_last: Boolean = key(
-        False,
-        "Drop an incomplete last batch on all ranks. Otherwise it is kept and filled up with "
-        "the first samples of that epoch's order, so that every rank receives the same number.",
-    )
-    dataloader_shard_iterable: Boolean | None = key(
-        None,
-        "Who shards an `IterableDataset` over ranks. true: all ranks read the same stream, and "
-        "each takes every n-th sample. false: the data set gives each rank its own "
-        "samples, as after `datasets.distributed.split_dataset_by_node`. null: it is refused if "
-        "several ranks train.",
-    )
-    vocabulary_size: Integer | None = key(
-        None, "Vocabulary size of the model; logs a note if it is not a multiple of 8.", gt=0
-    )
-    graph_harvesting: Boolean = key(
-        False,
-        "A leftover: older releases recorded device graphs of one optimizer. The results are "
-        "the same.",
-        mark=NO_EFFECT,
-    )
-    disable_python_gc: Boolean = key(
-        False, "Disable Python's cycle collector until the engine's `destroy`."
-    )
-    use_data_before_expert_parallelism: Boolean = key(
-        False,
-        "Consecutive ranks hold copies of the same experts; false: they share one copy of all "
-        "experts.",
-    )
 
 
 class Config(General):

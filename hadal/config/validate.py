@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from hadal.config.general import General
 from hadal.config.plain import expected, found
 from hadal.config.report import Report
 from hadal.config.section import Section, Typed
-from hadal.config.top_level import Config, General
+from hadal.config.top_level import Config
 from hadal.config.values import spelled_numbers
 
 SectionType = TypeVar("SectionType", bound=Section)
