@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from hadal.config.optimizer_kinds import KINDS, built_in
-from hadal.config.section import NO_EFFECT, Section, Typed, key
+from hadal.config.section import NO_EFFECT, Params, Typed, key
 from hadal.config.values import Boolean, Text
 
 
@@ -34,7 +34,7 @@ class Optimizer(Typed):
     )
 
     @classmethod
-    def params_of(cls, raw: Mapping[str, Any]) -> type[Section]:
+    def params_of(cls, raw: Mapping[str, Any]) -> Params:
         """Return the section of params for the type, spelled in any case."""
         return super().params_of({"type": canonical_type(raw.get("type"))})
 

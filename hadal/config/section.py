@@ -23,6 +23,7 @@ from typing import (
     ClassVar,
     Literal,
     NamedTuple,
+    TypeAlias,
     TypeVar,
     Union,
     get_args,
@@ -207,11 +208,14 @@ class OpenParams(Section):
     model_config = ConfigDict(extra="allow")
 
 
+Params: TypeAlias = type[Section]
+
+
 class Typed(Section):
     """A section whose `type` names a class, and whose `params` are the arguments of that class."""
 
     required = ("type",)
-    types: ClassVar[Mapping[str, type[Section]]] = {}
+    types: ClassVar[Mapping[str, Params]] = {}
     """Maps the built-in types to their params; a torch class accepts any."""
     torch_types: ClassVar[tuple[str, ...]] = ()
     """Classes of torch that are known without it."""
@@ -224,7 +228,7 @@ class Typed(Section):
         return Child(cls.params_of(raw), "one") if name == "params" else super().child(name, raw)
 
     @classmethod
-    def params_of(cls, raw: Mapping[str, Any]) -> type[Section]:
+    def params_of(cls, raw: Mapping[str, Any]) -> Params:
         """Return the section of params for the type."""
         kind = raw.get("type")
         return cls.types.get(kind, OpenParams) if isinstance(kind, str) else OpenParams
