@@ -90,7 +90,7 @@ class Engine(Checkpoints, StateOffload, nn.Module):
                 raise
             if name in ATTRIBUTES:
                 found = self.find_listener(ATTRIBUTES[name])
-                return getattr(found, "profiler", found)
+                return getattr(found, "profiler", found)  # what programs know of its listener
             module = self.module
             try:
                 return getattr(module, name)

@@ -18,11 +18,12 @@ from hadal.config import Config
 from hadal.config.autotuning import Autotuning
 from hadal.config.monitors import JsonlMonitor
 from hadal.config.parallelism import HybridEngine
-from hadal.engine.clocks import Clocks, Throughput
+from hadal.engine.clocks import Clocks
+from hadal.engine.listeners import EngineSetting
 from hadal.engine.plan import ModelPlan
 from hadal.engine.policies import budget_of
 from hadal.engine.precision import casting_of, scale_rule_of
-from hadal.engine.report import Reporter, updates_of
+from hadal.engine.report import Reporter
 from hadal.engine.topology import Topology
 from hadal.errors import MonitorError, UsageError
 from hadal.listener import Listener, Setting
@@ -37,17 +38,6 @@ from hadal.zero.access import GatheredParameters
 from hadal.zero.policy import STAGES
 from hadal.zero.state import ParameterValues
 
-
-@dataclass(frozen=True, slots=True)
-class EngineSetting(Setting):
-    """Setting of the engine's own features."""
-
-    topology: Topology
-    clocks: Clocks
-    monitor: Monitor
-    plan: ModelPlan
-
-
 Build = Callable[[Any, EngineSetting], Listener | None]
 
 
@@ -58,8 +48,8 @@ class Feature:
     path: str
     """JSON path of the section or key."""
     build: str | Build
-    """The listener's class, as "module:Class", which builds itself from its section and a setting
-    and is imported only if the feature is on; or a function of the two."""
+    """The listener's class, or a function that returns one or None; it takes the section and the
+    setting. As "module:name" it is imported only if the feature is on."""
     is_on: Callable[[EngineSetting], Any] | None = None
     """Whether it is on; None: if the section's `enabled` is true."""
 
@@ -115,7 +105,7 @@ def _built(feature: Feature, setting: EngineSetting) -> Listener | None:
     build: Any = feature.build
     if isinstance(build, str):
         module, _, name = build.partition(":")
-        build = getattr(importlib.import_module(module), name).from_setting
+        build = getattr(importlib.import_module(module), name)
     listener: Listener | None = build(section, setting)
     return listener
 
@@ -147,21 +137,6 @@ def opened_monitor(setting: EngineSetting) -> Monitor:
 
 def _clocks(_: Any, setting: EngineSetting) -> Listener:
     return setting.clocks
-
-
-def _reporter(every: int | None, setting: EngineSetting) -> Listener:
-    timer = setting.config.timers.throughput
-    measured = timer.enabled and every is not None
-    throughput = Throughput(setting.device, synchronized=timer.synchronized) if measured else None
-    return Reporter(
-        every,
-        setting.clocks,
-        throughput,
-        setting.device,
-        total=updates_of(setting.config),
-        readers=setting.data_parallel.size,
-        speaks=setting.world.rank == 0,
-    )
 
 
 def _recomputed(section: Any, setting: EngineSetting) -> Listener | None:
@@ -251,25 +226,20 @@ class GatheredGenerate(Listener):
 
     name = "hadal.generate"
 
-    @classmethod
-    def from_setting(cls, section: HybridEngine, setting: Setting) -> GatheredGenerate | None:
-        """Build it for an engine; None if its weights are whole, or should not be kept whole."""
-        made = cls(setting.model)  # checks the model at every stage
-        is_cut = STAGES[setting.config.zero_optimization.stage].weights
-        return made if section.pin_parameters and is_cut else None
-
-    def __init__(self, model: nn.Module) -> None:
-        if not callable(getattr(model, "generate", None)):
+    def __init__(self, section: HybridEngine, setting: Setting) -> None:
+        self._model: Any = setting.model
+        if not callable(getattr(self._model, "generate", None)):
             raise UsageError(
-                f"hybrid_engine.enabled: {type(model).__name__} has no method `generate`; pass a"
-                " model that has one, or set hybrid_engine.enabled to false"
+                f"hybrid_engine.enabled: {type(self._model).__name__} has no method `generate`;"
+                " pass a model that has one, or set hybrid_engine.enabled to false"
             )
-        self._model = model
+        is_cut = STAGES[setting.config.zero_optimization.stage].weights
+        self._keeps_whole = section.pin_parameters and is_cut
 
     def on_attach(self, engine: Any) -> None:
         """Replace the method in this instance of the model."""
-        model: Any = self._model
-        vars(model)["generate"] = _Generate(model, model.generate)
+        if self._keeps_whole:
+            vars(self._model)["generate"] = _Generate(self._model, self._model.generate)
 
     def close(self) -> None:
         """Give the model its own method back."""
@@ -329,13 +299,13 @@ FEATURES: tuple[Feature, ...] = (
     Feature("progressive_layer_drop", f"{_DATA}.layer_drop:LayerDrop"),
     Feature("activation_checkpointing", _recomputed, lambda _: True),
     Feature("data_efficiency.data_routing.random_ltd", f"{_DATA}.token_drop:TokenDrop"),
-    Feature("compression_training", f"{_BITS}.training:CompressionTechniques", _is_compressed),
+    Feature("compression_training", f"{_BITS}.training:techniques_of", _is_compressed),
     Feature("eigenvalue", f"{_BITS}.eigenvalues:BlockEigenvalues", _has_curvature),
-    Feature("hybrid_engine", GatheredGenerate.from_setting),
+    Feature("hybrid_engine", GatheredGenerate),
     Feature("wall_clock_breakdown", _clocks, lambda setting: setting.clocks.measures),
     Feature(
         "steps_per_print",
-        _reporter,
+        Reporter,
         lambda setting: setting.config.steps_per_print is not None or setting.clocks.measures,
     ),
     Feature(
@@ -351,7 +321,11 @@ FEATURES: tuple[Feature, ...] = (
         _scalars,
         lambda setting: setting.monitor.enabled and 0 in setting.sharding.numbers,
     ),
-    Feature("jsonl_monitor", "hadal.plugins.monitor.report.journal:PageAtEnd", _is_reported),
+    Feature(
+        "jsonl_monitor",
+        "hadal.plugins.monitor.report.journal:PageAtEnd",
+        lambda setting: _is_reported(setting) and setting.world.rank == 0,
+    ),
     Feature(
         "flops_profiler",
         "hadal.plugins.profiling.listener:ProfilerListener",
@@ -361,7 +335,7 @@ FEATURES: tuple[Feature, ...] = (
     # Last: the other listeners change or count whole sequences.
     Feature(
         "sequence_parallel_size",
-        "hadal.plugins.sequence.training:SequenceSlices",
+        "hadal.plugins.sequence.training:slices_of",
         lambda setting: setting.sequence_parallel and not setting.topology.is_from_program,
     ),
 )

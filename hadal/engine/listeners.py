@@ -1,4 +1,4 @@
-"""Listeners of one engine, and the mean gradients as they see them."""
+"""Listeners of one engine, what they are built from, and the mean gradients as they see them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import atexit
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hadal.engine.clocks import Clocks
+from hadal.engine.plan import ModelPlan
+from hadal.engine.topology import Topology
 from hadal.errors import UsageError
-from hadal.listener import Forward, Listener, Options
+from hadal.listener import Forward, Listener, Options, Setting
+from hadal.plugins.monitor.monitor import Monitor
 from hadal.zero.runtime import ZeroRuntime
 from hadal.zero.state import safe_get_full_grad
 
@@ -168,3 +173,13 @@ def _momentum_of(group: dict[str, Any]) -> Any:
     if group.get("use_muon"):
         return group["momentum"]
     return group.get("betas", group.get("momentum", 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetting(Setting):
+    """Setting of the engine's own features."""
+
+    topology: Topology
+    clocks: Clocks
+    monitor: Monitor
+    plan: ModelPlan

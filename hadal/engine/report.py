@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from hadal.config import Config
 from hadal.device import is_host_memory, memory_use, read_on_host
 from hadal.engine.batches import BatchSizes
-from hadal.engine.clocks import Clocks, MemoryGauge, Throughput
+from hadal.engine.clocks import MemoryGauge, Throughput
+from hadal.engine.listeners import EngineSetting
 from hadal.engine.topology import Topology
 from hadal.listener import Forward, Listener, Update
 from hadal.zero.bucket import Bucket
@@ -126,7 +127,7 @@ def duration(seconds: float) -> str:
     return " ".join(f"{count} {unit}" for count, unit in shown[:2] if count)
 
 
-def updates_of(config: Config) -> int | None:
+def _updates_of(config: Config) -> int | None:
     """Return the updates after which the configured schedule ends; None if it has no end."""
     scheduler = config.scheduler
     params: Mapping[str, Any] = scheduler.params if scheduler is not None else {}
@@ -137,27 +138,18 @@ def updates_of(config: Config) -> int | None:
 class Reporter(Listener):
     """Logger of progress, times and memory after an update, on one rank only."""
 
-    def __init__(
-        self,
-        every: int | None,
-        clocks: Clocks,
-        throughput: Throughput | None,
-        device: torch.device,
-        *,
-        total: int | None = None,
-        readers: int,
-        speaks: bool,
-    ) -> None:
+    def __init__(self, every: int | None, setting: EngineSetting) -> None:
+        """Log a line of progress after each `every` updates; None: no lines."""
+        timer = setting.config.timers.throughput
+        measures = timer.enabled and every is not None
         self._every = every
-        """Updates between two lines of progress; None: no lines."""
-        self._clocks = clocks
-        self._throughput = throughput
-        self._device = device
-        self._total = total
-        """Updates until the schedule ends; None if it does not."""
-        self._readers = readers
-        """Ranks that see different samples."""
-        self._speaks = speaks
+        self._clocks, self._device = setting.clocks, setting.device
+        self._throughput = (
+            Throughput(setting.device, synchronized=timer.synchronized) if measures else None
+        )
+        self._total = _updates_of(setting.config)
+        self._readers = setting.data_parallel.size
+        self._speaks = setting.world.rank == 0
         self._losses: list[Tensor] = []
         self._updates = self._tokens = self._samples = 0
         """Counts since the previous line, on this rank."""

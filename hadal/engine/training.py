@@ -84,9 +84,12 @@ def _follow_methods(optimizer: Optimizer, state: State) -> None:
     another `train` after `train`: the Trainer calls it before each forward. Assignments to
     properties cannot be followed, which is logged.
     """
-    for name, method in _own_methods(type(optimizer)):
-        setattr(optimizer, name, _followed(name, method, optimizer, state))
-    setters = _own_setters(type(optimizer))
+    setters = []
+    for name, own in _added(type(optimizer)):
+        if isinstance(own, property):
+            setters.append(name)
+        elif not name.startswith("get"):
+            setattr(optimizer, name, _followed(name, own, optimizer, state))
     if setters and state.parts.ranks.rank == 0:
         _log.warning(
             "%s has properties that can be assigned (%s): if that changes its parameters, the"
@@ -104,27 +107,15 @@ def _follow_methods(optimizer: Optimizer, state: State) -> None:
     optimizer.register_load_state_dict_post_hook(forget)
 
 
-def _own_methods(kind: type[Optimizer]) -> Iterator[tuple[str, _Method]]:
+def _added(kind: type[Optimizer]) -> Iterator[tuple[str, Any]]:
+    """Yield the public methods, and properties that can be assigned, of an optimizer's class."""
     for name in dir(kind):
-        method = inspect.getattr_static(kind, name)
-        if not inspect.isfunction(method) or hasattr(Optimizer, name):
+        own = inspect.getattr_static(kind, name)
+        function = own.fset if isinstance(own, property) else own
+        if name.startswith("_") or hasattr(Optimizer, name) or not inspect.isfunction(function):
             continue
-        is_known = method.__module__.partition(".")[0] in ("torch", "hadal")
-        if not is_known and not name.startswith(("_", "get")):
-            yield name, method
-
-
-def _own_setters(kind: type[Optimizer]) -> list[str]:
-    found = {name: inspect.getattr_static(kind, name) for name in dir(kind)}
-    return [
-        name
-        for name, each in found.items()
-        if isinstance(each, property)
-        and each.fset is not None
-        and not hasattr(Optimizer, name)
-        and not name.startswith("_")
-        and each.fset.__module__.partition(".")[0] not in ("torch", "hadal")
-    ]
+        if function.__module__.partition(".")[0] not in ("torch", "hadal"):
+            yield name, own
 
 
 def _followed(name: str, method: _Method, optimizer: Optimizer, state: State) -> _Method:

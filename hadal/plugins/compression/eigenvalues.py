@@ -42,18 +42,18 @@ class BlockEigenvalues(Listener):
 
     name = "eigenvalue"
 
-    def __init__(self, section: Eigenvalue, setting: Setting, path: str = name) -> None:
-        """Find the blocks.
+    def __init__(self, section: Eigenvalue | None, setting: Setting) -> None:
+        """Find the blocks that the section names, or that of `quantize_training`.
 
-        Args:
-            section: the options.
-            setting: of the engine.
-            path: the section's JSON path. That of `quantize_training` computes only before updates
-                after which a weight has fewer bits.
+        The latter computes only before updates after which a weight has fewer bits.
 
         Raises:
             UsageError: the model has no such blocks, or is split over several ranks.
         """
+        path, old = self.name, setting.config.quantize_training
+        if old is not None and old.enabled and old.eigenvalue.enabled:
+            section, path = old.eigenvalue, "quantize_training.eigenvalue"
+        assert section is not None  # one of the two is on
         if setting.is_split:
             raise UsageError(
                 f"{path}: a block's second derivatives are not built yet for a model, or sequences,"
@@ -71,15 +71,6 @@ class BlockEigenvalues(Listener):
         """Returns the loss of a forward's output; None: the output is the loss, or has it."""
         self.values: list[float] = []
         """Each block's last eigenvalue, the mean over the ranks."""
-
-    @classmethod
-    def from_setting(cls, section: Eigenvalue | None, setting: Setting) -> BlockEigenvalues:
-        """Build it for an engine, from this section or that of `quantize_training`."""
-        old = setting.config.quantize_training
-        if old is not None and old.enabled and old.eigenvalue.enabled:
-            return cls(old.eigenvalue, setting, "quantize_training.eigenvalue")
-        assert section is not None  # one of the two is on
-        return cls(section, setting)
 
     @property
     def relative(self) -> list[float]:

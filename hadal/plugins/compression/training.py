@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
 from hadal.config.compression import CompressionTraining
 from hadal.listener import Forward, Listener, Setting, Update
@@ -22,10 +21,25 @@ from hadal.plugins.compression.compress import (
 )
 from hadal.plugins.compression.curvature import slowdown_of
 from hadal.plugins.compression.layers import RunningRange, compressed_modules
-from hadal.plugins.compression.momentum import BlockPruning, Values
+from hadal.plugins.compression.momentum import BlockPruning
 
 _log = logging.getLogger("hadal.plugins.compression")
 _LABEL = "the comparison of the ranges of activations"
+
+
+def techniques_of(section: CompressionTraining, setting: Setting) -> CompressionTechniques | None:
+    """Return the techniques for an engine; None if it trains a teacher, or no modules change."""
+    model, old = setting.model, setting.config.quantize_training
+    if is_teacher(model):
+        return None
+    if old is not None and old.enabled and setting.world.rank == 0:
+        _log.warning(
+            "quantize_training is read as compression_training.weight_quantization of all"
+            " suitable modules; write that section, which also selects the modules"
+        )
+    section = with_old_form(section, old)
+    tell_missing_teacher(model, section)
+    return CompressionTechniques(section, setting) if section.changes_modules else None
 
 
 class CompressionTechniques(Listener):
@@ -37,35 +51,14 @@ class CompressionTechniques(Listener):
 
     name = "compression_training"
 
-    @classmethod
-    def from_setting(
-        cls, section: CompressionTraining, setting: Setting
-    ) -> CompressionTechniques | None:
-        """Build it for an engine; None if nothing changes modules, or it trains a teacher."""
-        model, old = setting.model, setting.config.quantize_training
-        if is_teacher(model):
-            return None
-        if old is not None and old.enabled and setting.world.rank == 0:
-            _log.warning(
-                "quantize_training is read as compression_training.weight_quantization of all"
-                " suitable modules; write that section, which also selects the modules"
-            )
-        section = with_old_form(section, old)
-        tell_missing_teacher(model, section)
-        if not section.changes_modules:
-            return None
-        return cls(section, model, setting.sharding, setting.values)
-
-    def __init__(
-        self, section: CompressionTraining, model: nn.Module, ranks: Ranks, values: Values
-    ) -> None:
-        self._model = model
-        self._ranks = ranks
+    def __init__(self, section: CompressionTraining, setting: Setting) -> None:
+        self._model = model = setting.model
+        self._ranks = setting.sharding
         self._speaks = section.weight_quantization.shared_parameters.quantize_verbose
         self._modules = dict(compressed_modules(model))
         self._settled = self._end()
         self._ranges = [part for part in model.modules() if isinstance(part, RunningRange)]
-        self._blocks = BlockPruning(model, ranks, values)
+        self._blocks = BlockPruning(model, setting.sharding, setting.values)
         self._attempts = -1
         self._applied = -1
         self._engine: weakref.ref[Any] | None = None

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from hadal.config.data_efficiency import DataEfficiency, DynamicBatching
 from hadal.errors import UsageError
-from hadal.listener import Listener, Setting, Update, Write
+from hadal.listener import Listener, Setting, Update
 from hadal.order import Picked
 from hadal.plugins.data_efficiency.packing import (
     Ids,
@@ -199,16 +199,11 @@ class BatchingByTokens(Listener):
 
     name = "dynamic_batching"
 
-    @classmethod
-    def from_setting(cls, section: DynamicBatching, setting: Setting) -> BatchingByTokens:
-        """Build it for an engine."""
-        return cls(section, setting.config.gradient_accumulation_steps, setting.write)
-
-    def __init__(self, section: DynamicBatching, accumulation: int, write: Write | None) -> None:
+    def __init__(self, section: DynamicBatching, setting: Setting) -> None:
         self._section = section
         # A program may read ahead: all batches of an update, and one more.
-        self._ahead = 2 * accumulation + 2
-        self._write = write
+        self._ahead = 2 * setting.config.gradient_accumulation_steps + 2
+        self._write = setting.write
         self._handed: deque[BatchShare] = deque()
         self._rates: ScaledRates | None = None
         self.order: PackedOrder | None = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hadal.config.data_efficiency import ProgressiveLayerDrop
 from hadal.errors import UsageError
-from hadal.listener import Forward, Listener, Setting, Update, Write
+from hadal.listener import Forward, Listener, Setting, Update
 from hadal.plugins.data_efficiency.hearing import listens
 from hadal.plugins.data_efficiency.layers import ChangedLayer, change_layers, changed_layers
 
@@ -74,20 +74,13 @@ class LayerDrop(Listener):
 
     name = "progressive_layer_drop"
 
-    @classmethod
-    def from_setting(cls, section: ProgressiveLayerDrop, setting: Setting) -> LayerDrop:
-        """Build it for an engine."""
-        return cls(section, setting.model, setting.write)
-
-    def __init__(
-        self, section: ProgressiveLayerDrop, model: nn.Module, write: Write | None
-    ) -> None:
+    def __init__(self, section: ProgressiveLayerDrop, setting: Setting) -> None:
         assert section.theta is not None  # the rules of the configuration check it
         assert section.gamma is not None
         self._limit = section.theta
         self._gamma = section.gamma
-        self._model = model
-        self._write = write
+        self._model = model = setting.model
+        self._write = setting.write
         self.theta = 1.0
         """The keep probability after the last update."""
         self._layers = [layer for _, layer in changed_layers(model, DroppableLayer)]

@@ -34,16 +34,11 @@ class ExpectsLoader(Listener):
 
     name = "data_efficiency.data_sampling"
 
-    @classmethod
-    def from_setting(cls, section: DataSampling, setting: Setting) -> ExpectsLoader:
-        """Build it for an engine."""
+    def __init__(self, section: DataSampling, setting: Setting) -> None:
         is_curriculum = section.curriculum_learning.enabled
         part = "curriculum_learning" if is_curriculum else "dynamic_batching"
-        return cls(f"{cls.name}.{part}", tells=setting.world.rank == 0)
-
-    def __init__(self, path: str, *, tells: bool = True) -> None:
-        self._path = path
-        self._tells = tells
+        self._path = f"{self.name}.{part}"
+        self._tells = setting.world.rank == 0
         self.is_made = False
         """True once a loader in this order was created."""
 

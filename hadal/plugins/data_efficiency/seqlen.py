@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hadal.config.data_efficiency import CurriculumLearning
 from hadal.errors import UsageError
-from hadal.listener import Forward, Listener, Setting, Update, Write
+from hadal.listener import Forward, Listener, Setting, Update
 from hadal.plugins.data_efficiency.hearing import accepts, listens, positional_names
 from hadal.plugins.data_efficiency.pacing import CustomPace, Pacer, pace_rule_of
 from hadal.plugins.data_efficiency.truncation import truncate
@@ -44,19 +44,13 @@ class LengthCurriculum(Listener):
 
     name = "curriculum_learning"
 
-    @classmethod
-    def from_setting(cls, section: CurriculumLearning, setting: Setting) -> LengthCurriculum:
-        """Build it for an engine."""
-        return cls(section, setting.model, setting.data_parallel.size, setting.write)
-
-    def __init__(
-        self, section: CurriculumLearning, model: nn.Module, readers: int, write: Write | None
-    ) -> None:
+    def __init__(self, section: CurriculumLearning, setting: Setting) -> None:
+        model = setting.model
         self.pacer = Pacer(pace_rule_of(section), "curriculum_learning", least=1)
         self.tokens = 0
         """Tokens in training forwards so far, over all ranks; 0 if inputs are not token ids."""
-        self._readers = readers
-        self._write = write
+        self._readers = setting.data_parallel.size
+        self._write = setting.write
         self._tells = gets_length(model, section.truncate)
         self._names = positional_names(model)
         _log.info(

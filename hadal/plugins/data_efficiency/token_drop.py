@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hadal.config.data_efficiency import RandomLtd
 from hadal.errors import UsageError
-from hadal.listener import Forward, Listener, Setting, Update, Write
+from hadal.listener import Forward, Listener, Setting, Update
 from hadal.plugins.data_efficiency.hearing import positional_names
 from hadal.plugins.data_efficiency.kept_tokens import Order, Subset, draw, put_back, take
 from hadal.plugins.data_efficiency.layers import ChangedLayer, change_layers, changed_layers
@@ -177,25 +177,13 @@ class TokenDrop(Listener):
 
     name = "random_ltd"
 
-    @classmethod
-    def from_setting(cls, section: RandomLtd, setting: Setting) -> TokenDrop:
-        """Build it for an engine.
-
-        Raises:
-            UsageError: several ranks share each sequence.
-        """
+    def __init__(self, section: RandomLtd, setting: Setting) -> None:
         if setting.sequence_parallel is not None:
             raise UsageError(
                 f"{_PATH} drops tokens of whole sequences, and {setting.sequence_parallel.size}"
                 " ranks share each one; switch one of the two off"
             )
-        config, readers = setting.config, setting.data_parallel
-        samples = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
-        return cls(section, setting.model, samples * readers.size, readers.rank, setting.write)
-
-    def __init__(
-        self, section: RandomLtd, model: nn.Module, samples: int, rank: int, write: Write | None
-    ) -> None:
+        config, model, readers = setting.config, setting.model, setting.data_parallel
         schedule = section.random_ltd_schedule
         # The rules of the configuration check these.
         assert schedule is not None
@@ -216,14 +204,18 @@ class TokenDrop(Listener):
         self.layer_tokens = 0
         """Tokens of all samples that all layers have seen, summed over layers and ranks."""
         self._counted = -1
-        self.samples = samples
+        self.samples = (
+            config.train_micro_batch_size_per_gpu
+            * config.gradient_accumulation_steps
+            * readers.size
+        )
         """Samples of one update, of all ranks."""
-        self._write = write
+        self._write = setting.write
         self._keeping = TokenKeeping(
             section.hidden_state_order,
             section.model_mask_name,
             section.model_type == "decoder",
-            rank,
+            readers.rank,
             self.rule.last,
         )
         self._knows_layers = section.total_layer_num is not None

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
 from hadal.device import is_in_backward
-from hadal.listener import Listener, Setting, Update, Write
+from hadal.listener import Listener, Setting, Update
 
 _PREFIX = "Train/MoE/"
 
@@ -54,36 +52,23 @@ def loads_of(model: nn.Module) -> list[Load]:
 
 
 class ExpertLoad(Listener):
-    """Writes `load_imbalance`, the mean over layers, and `dropped_tokens`, the sum over them.
-
-    Args:
-        loads: of the model's layers.
-        ranks: all ranks that see different tokens; each of them must add this listener.
-        write: the monitors' writer of scalars.
-        device: of the model.
-    """
+    """Writes `load_imbalance`, the mean over layers, and `dropped_tokens`, the sum over them."""
 
     name = "hadal.experts"
 
-    @classmethod
-    def from_setting(cls, section: Any, setting: Setting) -> ExpertLoad | None:
-        """Build it for an engine; None if its model has no layers of experts."""
+    def __init__(self, section: Any, setting: Setting) -> None:
         del section
-        loads, write = loads_of(setting.model), setting.write
-        return cls(loads, setting.sharding, write, setting.device) if loads and write else None
-
-    def __init__(
-        self, loads: Sequence[Load], ranks: Ranks, write: Write, device: torch.device
-    ) -> None:
-        self._loads = loads
-        self._ranks = ranks
-        self._write = write
-        self._device = device
-        for load in loads:
+        self._loads = loads_of(setting.model)
+        self._ranks = setting.sharding
+        self._write = setting.write
+        self._device = setting.device
+        for load in self._loads:
             load.is_counted = True
 
     def after_update(self, update: Update) -> None:
         """Sum the counts of the update over ranks, and write the results."""
+        if not self._loads or self._write is None:
+            return
         counts = [load.take(self._device) for load in self._loads]
         total = torch.cat(counts)
         sum_(total, self._ranks, "the sum of the experts' loads")

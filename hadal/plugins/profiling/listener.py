@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hadal.config.profiling import FlopsProfile as Section
 from hadal.device import synchronize
@@ -61,27 +61,19 @@ class ProfilerListener(Listener):
 
     name = "flops_profiler"
 
-    @classmethod
-    def from_setting(cls, section: Section, setting: Setting) -> ProfilerListener:
-        """Build it for an engine."""
-        parts = setting.model_parallel
-        ranks = Trained(
+    def __init__(self, section: Section, setting: Setting) -> None:
+        model, parts = setting.model, setting.model_parallel
+        self.profiler = FlopsProfiler(model, None, section.recompute_fwd_factor)
+        """The profiler, with the profile once there is one."""
+        self._section = section
+        self._model = model
+        self._device = setting.device
+        self._ranks = Trained(
             setting.world.size,
             setting.data_parallel.size,
             parts.size if parts else 1,
             setting.config.train_micro_batch_size_per_gpu,
         )
-        return cls(section, setting.model, setting.device, ranks)
-
-    def __init__(
-        self, section: Section, model: nn.Module, device: torch.device, ranks: Trained
-    ) -> None:
-        self.profiler = FlopsProfiler(model, None, section.recompute_fwd_factor)
-        """The profiler, with the profile once there is one."""
-        self._section = section
-        self._model = model
-        self._device = device
-        self._ranks = ranks
         self._pass = Pass.WAIT
         self._counted: _Counted | None = None
         self._times: ModuleTimes | None = None

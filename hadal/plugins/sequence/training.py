@@ -71,16 +71,6 @@ class SequenceSlices(Listener):
         self._loss: _LossOfSlices | None = None
         self._handle: RemovableHandle = model.register_forward_hook(self._join_loss)
 
-    @classmethod
-    def from_setting(cls, section: Any, setting: Setting) -> SequenceSlices | None:
-        """Build it for an engine; None if the program splits batches itself."""
-        del section
-        model, ranks = setting.model, setting.sequence_parallel
-        if not hasattr(getattr(model, "config", None), "_attn_implementation"):
-            _warn_unsplit(model, setting.world)
-            return None
-        return None if ranks is None or is_attached(model) else cls(model, ranks.group)
-
     def before_forward(self, forward: Forward) -> Forward | None:
         """Split the batch of a training forward."""
         if not forward.is_training:
@@ -205,13 +195,19 @@ def _by_name(model: nn.Module, forward: Forward) -> dict[str, Any]:
     return {**dict(zip(names, forward.args, strict=False)), **forward.kwargs}
 
 
-def _warn_unsplit(model: nn.Module, world: Ranks) -> None:
-    """Log that the program must split sequences, unless its model exchanges heads already."""
-    if world.rank or any(isinstance(module, DistributedAttention) for module in model.modules()):
-        return
-    _log.warning(
-        "sequence_parallel_size: %s has no config._attn_implementation, by which models of"
-        " transformers choose their attention, so its sequences are not split: split them in the"
-        " program, and wrap the attention in hadal.sequence.DistributedAttention",
-        type(model).__name__,
-    )
+def slices_of(section: Any, setting: Setting) -> SequenceSlices | None:
+    """Return the listener of an engine; None if the program splits batches itself."""
+    del section
+    model, ranks = setting.model, setting.sequence_parallel
+    if hasattr(getattr(model, "config", None), "_attn_implementation"):
+        return None if ranks is None or is_attached(model) else SequenceSlices(model, ranks.group)
+    # Models that exchange heads already get sequences from a program that splits them.
+    is_exchanging = any(isinstance(module, DistributedAttention) for module in model.modules())
+    if setting.world.rank == 0 and not is_exchanging:
+        _log.warning(
+            "sequence_parallel_size: %s has no config._attn_implementation, by which models of"
+            " transformers choose their attention, so its sequences are not split: split them in"
+            " the program, and wrap the attention in hadal.sequence.DistributedAttention",
+            type(model).__name__,
+        )
+    return None

@@ -94,13 +94,8 @@ class PageAtEnd(Listener):
 
     name = "hadal.report.page"
 
-    @classmethod
-    def from_setting(cls, section: JsonlMonitor, setting: Setting) -> PageAtEnd | None:
-        """Build it for an engine, on rank 0."""
-        return cls(path_of(section)) if setting.world.rank == 0 else None
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, section: JsonlMonitor, setting: Setting) -> None:
+        self._path = path_of(section)
 
     def close(self) -> None:
         """Write the page. A fault is logged: it does not end training."""
