@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,6 +101,17 @@ class _Analysis:
     def _own_span(self) -> Span:
         whole = Span(0, len(self._work.dataset))
         return split_span(whole, self.num_workers)[self.worker_id]
+
+    def _write(
+        self, measure: Measure, parts: Sequence[Values], ids: Sequence[Values] = (), **layout: Any
+    ) -> None:
+        """Write the files of a metric from its parts, in the order of the samples."""
+        if measure.accumulates:
+            write_accumulated(self._folder, measure.name, added_up(measure.name, parts))
+            return
+        joined_ids = np.concatenate(ids) if ids else None
+        write_single(self._folder, measure.name, np.concatenate(parts), joined_ids, **layout)
+        write_origin(self._folder, measure.name, Origin.of(self.dataset))
 
     def _mapped(self, thread: int, span: Span) -> _Mapped:
         identity = {"span": list(span), **self._work.identity()}
@@ -266,27 +278,23 @@ class DataAnalyzer(_Analysis):
             if measure.accumulates:
                 wide = np.uint64 if measure.dtype == np.uint64 else np.int64
                 sums = [rows.numbers.astype(wide) for rows in self._all(measure, _ADDED)]
-                write_accumulated(self._folder, measure.name, added_up(measure.name, sums))
+                self._write(measure, sums)
             else:
                 self._reduce(measure)
 
     def _reduce(self, measure: Measure) -> None:
         rows = self._all(measure, _MAPPED)
-        values = np.concatenate([each.numbers for each in rows])
-        count = len(self.dataset)
-        if len(values) != count:
+        values = [each.numbers for each in rows]
+        mapped, count = sum(map(len, values)), len(self.dataset)
+        if mapped != count:
             raise UsageError(
                 f"metric {measure.name}: the maps in {self._folder / measure.name} are of"
-                f" {len(values)} samples, and the data set has {count}; reduce with num_workers"
+                f" {mapped} samples, and the data set has {count}; reduce with num_workers"
                 " and num_threads as they were mapped, and with the same data set"
             )
-        ids = None
-        if bin_path(rows[0].prefix.with_name(f"{measure.name}_{_IDS}")).exists():
-            ids = np.concatenate([each.numbers for each in self._all(measure, _IDS)])
-        write_single(
-            self._folder, measure.name, values, ids, reducers=max(1, self.num_threads_reduce)
-        )
-        write_origin(self._folder, measure.name, Origin.of(self.dataset))
+        has_ids = bin_path(rows[0].prefix.with_name(f"{measure.name}_{_IDS}")).exists()
+        ids = [each.numbers for each in self._all(measure, _IDS)] if has_ids else []
+        self._write(measure, values, ids, reducers=max(1, self.num_threads_reduce))
 
     def _all(self, measure: Measure, kind: str) -> list[IndexedRows]:
         """Return the files of all workers and threads that have samples."""
@@ -321,19 +329,11 @@ class DataAnalyzer(_Analysis):
                 f"{self.num_workers} workers wait for each other in run_map_reduce, and there is no"
                 " process group; call init_distributed, or run_map and run_reduce yourself"
             )
-        failed: Exception | None = None
-        mapped: list[_Mapped] = []
-        try:
+        with _raised_together(comm_group):
             mapped = self._map()
-        except Exception as error:
-            failed = error
-        _raise_together(failed, comm_group)
-        try:
+        with _raised_together(comm_group):
             if self.worker_id == 0:
                 self.run_reduce()
-        except Exception as error:
-            failed = error
-        _raise_together(failed, comm_group)
         _remove(mapped)
 
 
@@ -343,14 +343,19 @@ def _remove(mapped: Sequence[_Mapped]) -> None:
         each.kept.remove()
 
 
-def _raise_together(failed: Exception | None, group: Any) -> None:
-    """Raise on all ranks if one has failed, so that none waits for it."""
-    if failed is not None and not comm.is_initialized():
-        raise failed
-    if not comm.is_initialized():
-        return
-    failures: list[str | None] = [None] * comm.get_world_size(group)
-    comm.all_gather_object(failures, None if failed is None else str(failed), group=group)
+@contextmanager
+def _raised_together(group: Any) -> Iterator[None]:
+    """Raise on all ranks if one fails, so that none waits for it."""
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    if comm.is_initialized():
+        failures: list[str | None] = [None] * comm.get_world_size(group)
+        comm.all_gather_object(failures, None if failed is None else str(failed), group=group)
+    else:
+        failures = []
     if failed is not None:
         raise failed
     for rank, message in enumerate(failures):
@@ -419,19 +424,12 @@ class DistributedDataAnalyzer(_Analysis):
         Raises:
             UsageError: on some rank, a function returned a value that its metric does not accept.
         """
-        failed: Exception | None = None
-        try:
+        with _raised_together(self.comm_group):
             mapped = self._mapped(0, self._own_span())
             compute_kept(self._work, mapped.spans, mapped.kept, self.num_threads)
-        except Exception as error:
-            failed = error
-        _raise_together(failed, self.comm_group)
         for measure in self._work.measures:
-            try:
+            with _raised_together(self.comm_group):
                 self._reduce(measure, mapped)
-            except Exception as error:
-                failed = error
-            _raise_together(failed, self.comm_group)
         _remove([mapped])
 
     def _reduce(self, measure: Measure, mapped: _Mapped) -> None:
@@ -441,13 +439,5 @@ class DistributedDataAnalyzer(_Analysis):
         comm.gather_object(own, found, dst=first, group=self.comm_group)
         if found is None:
             return
-        parts = [part for part in found if part is not None]
-        if measure.accumulates:
-            total = added_up(measure.name, [part[0] for part in parts])
-            write_accumulated(self._folder, measure.name, total)
-            return
-        values = np.concatenate([part[0] for part in parts])
-        has_ids = parts[0][1] is not None
-        ids = np.concatenate([part[1] for part in parts]) if has_ids else None
-        write_single(self._folder, measure.name, values, ids, by_id=True)
-        write_origin(self._folder, measure.name, Origin.of(self.dataset))
+        values, ids = zip(*(part for part in found if part is not None), strict=True)
+        self._write(measure, values, ids if ids[0] is not None else (), by_id=True)
