@@ -22,7 +22,8 @@ class NameKind(Enum):
     VALUE = auto()
 
 
-def _read(file: str) -> dict[str, Any]:
+def data(file: str) -> dict[str, Any]:
+    """Return a table of this folder."""
     entries: dict[str, Any] = json.loads(Path(__file__).with_name(file).read_text("utf-8"))
     return entries
 
@@ -34,7 +35,7 @@ def homes() -> dict[str, str]:
     In the file, `name=other` has the name `other` there, and `name=` is the module itself.
     """
     found: dict[str, str] = {}
-    for module, rooms in _read("homes.json").items():
+    for module, rooms in data("homes.json").items():
         for room, names in rooms.items():
             for name, equals, other in (entry.partition("=") for entry in names):
                 thing = other if equals else name
@@ -59,7 +60,7 @@ class Module:
 @cache
 def modules() -> dict[str, Module]:
     """Return every module of the surface by its full name."""
-    entries = _read("surface.json")
+    entries = data("surface.json")
     children: dict[str, list[str]] = {name: [] for name in entries}
     for name in entries:
         parent, _, leaf = name.rpartition(".")

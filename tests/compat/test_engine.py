@@ -348,7 +348,7 @@ def test_torch_s_schedules_hang_on_the_optimizer_where_nothing_is_cut() -> None:
 
 def test_accessors_shadow_no_attribute_and_resolve() -> None:
     engine: Any = engine_of(2, fp16={"enabled": True}, torch_autocast={"enabled": False})
-    named = {*accessors._PATHS, *accessors._UNBUILT.split()}
+    named = {*accessors._PATHS, *accessors._UNBUILT}
     own = set(vars(accessors.Accessors)) - {"__module__", "__doc__"}
     assert named < own
     assert not own & {name for name in dir(Engine) if not name.startswith("__")}
@@ -365,7 +365,7 @@ def test_accessors_shadow_no_attribute_and_resolve() -> None:
 
 def test_unbuilt_names_say_so_and_unknown_names_are_missing() -> None:
     engine = engine_of(3)
-    for name in accessors._UNBUILT.split():
+    for name in accessors._UNBUILT:
         with pytest.raises(NotImplementedError, match=rf"DeepSpeedEngine\.{name} is not built yet"):
             getattr(DeepSpeedEngine, name)(engine)
     with pytest.raises(AttributeError):

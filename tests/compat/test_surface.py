@@ -168,7 +168,7 @@ def _leads_somewhere(name: str, kind: str) -> bool:
     if name in homes() or (kind != "x" and leaf in surface.modules()[owner].constants):
         return True
     if owner == "deepspeed.DeepSpeedEngine":
-        return leaf not in _UNBUILT.split()
+        return leaf not in _UNBUILT
     return kind == "x" and owner in homes()  # a member is where its class is
 
 
