@@ -155,7 +155,7 @@ class ShardedModel:
             Sanity(ranks) if config.zero_optimization.enable_sanity_checks else None,
         )
         if reducing is not None:
-            self.runtime.reducing = reducing
+            self.runtime.reducing = self.runtime.gathering.meeting = reducing
         self._share_the_rest({})
         self._register(buckets)
         access.watch_apply()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 
 import torch
@@ -92,6 +92,8 @@ class Gathering:
         """Drops all gradients since the last update, on all ranks alike."""
         self.awaits: Callable[[Bucket], bool] = lambda _: True
         """Returns True if gradients of a bucket are still expected in this backward."""
+        self.meeting: AbstractContextManager[object] = nullcontext()
+        """Context around the meetings at both ends of a backward, which measures their time."""
         self.gives_empty_state = False
         """True: `state_dict` returns empty tensors for sharded values; otherwise it raises."""
 
@@ -420,7 +422,8 @@ class Gathering:
         expect_in_step()
         fine = Marker.FINE_AND_LAST if boundary else Marker.FINE
         marker = Marker.AT_FAULT if mine else fine
-        self._next, met = self._meet_before(Kind.BACKWARD, marker, last=boundary)
+        with self.meeting:
+            self._next, met = self._meet_before(Kind.BACKWARD, marker, last=boundary)
         return Marker.AT_FAULT in met.markers
 
     @contextmanager
@@ -440,7 +443,8 @@ class Gathering:
             except BaseException as error:
                 self._abandon(error)
                 raise
-            self._end(Marker.END_OF_BACKWARD)
+            with self.meeting:
+                self._end(Marker.END_OF_BACKWARD)
 
     def any_news(self, mine: bool) -> bool:
         """Return True if any rank has news that the others need before their update.
