@@ -166,9 +166,9 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 @contextmanager
 def device() -> Iterator[None]:
     """Treat the host's memory as another one than the device's, and copy late between them."""
-    before = offload.is_host_memory, crossing.SideStream
+    before = offload.is_host_memory, crossing.side_stream
     offload.is_host_memory = tiers.is_host_memory = lambda device: False
-    crossing.SideStream = Stream  # type: ignore[assignment,misc]
+    crossing.side_stream = lambda lane, device: Stream(device)  # type: ignore[assignment]
     streams.clear()
     crossing._crossings.clear()
     waits.clear()
@@ -179,6 +179,6 @@ def device() -> Iterator[None]:
             for source, as_read in stream.reading.values():
                 _expect_alike(source, as_read)
     finally:
-        offload.is_host_memory, crossing.SideStream = before  # type: ignore[misc]
+        offload.is_host_memory, crossing.side_stream = before
         tiers.is_host_memory = offload.is_host_memory
         crossing._crossings.clear()

@@ -275,3 +275,14 @@ def test_the_pages_that_are_promised_are_there() -> None:
     promised += [f"docs/{name}.md" for name in ("design", "words", "life_of_a_weight")]
     missing = [name for name in promised if not (ROOT / name).exists()]
     assert not missing
+
+
+def test_one_file_creates_all_streams() -> None:
+    """It says of each who follows whom, and who keeps the memory."""
+    root = ROOT / "hadal"
+    makers = [
+        str(path.relative_to(root))
+        for path in sorted(root.rglob("*.py"))
+        if re.search(r"\b(SideStream|torch\.(\w+\.)?Stream)\(", path.read_text())
+    ]
+    assert makers == ["device/streams.py"]

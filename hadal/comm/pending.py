@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from hadal.comm.interrupts import in_step, is_from_a_signal
 from hadal.comm.watchdog import watched
 from hadal.comm.works import Work, failure, missing_rank
-from hadal.device import SideStream
+from hadal.device import Lane, side_stream
 from hadal.errors import CommunicationError
 
 
@@ -144,7 +143,7 @@ def relayed(first: Pending, start: Callable[[], Pending], device: torch.device) 
     """
     global _begun
     if device.type != "cpu":
-        with _beside(device).current():
+        with side_stream(Lane.RELAY, device).current():
             first.wait()
             return start()
     before, begun = _begun, threading.Event()
@@ -160,9 +159,3 @@ def relayed(first: Pending, start: Callable[[], Pending], device: torch.device) 
         second.wait()
 
     return Pending(first.label, [_Ahead(go)])
-
-
-@cache
-def _beside(device: torch.device) -> SideStream:
-    """Return the side stream in which a second collective waits for the first."""
-    return SideStream(device)

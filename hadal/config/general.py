@@ -19,8 +19,9 @@ class General(Section):
         "Dtype of gradients on the wire: fp16, bf16 or fp32. null uses the dtype they are "
         "accumulated in, which follows the model; on an accelerator 16-bit gradients are then "
         "sent in fp32, because its backend sums in the dtype on the wire and rounds after each "
-        "rank, while CPUs sum in fp32. That doubles the bytes of a reduction and takes one "
-        "bucket in fp32 while it is in flight; bf16 or fp16 halves them, and sums are rounded.",
+        "rank, while CPUs sum in fp32. Each parameter then takes 4 bytes of a message in place of "
+        "2, and up to two buckets (`reduce_bucket_size`) are in flight as temporary copies in "
+        "fp32; bf16 or fp16 halves the messages, and sums are rounded.",
     )
     seq_parallel_communication_data_type: Dtype | None = key(
         "fp32", "Replaces communication_data_type when sequence_parallel_size is greater than 1."

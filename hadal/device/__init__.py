@@ -69,7 +69,15 @@ from hadal.device.memory import (
 from hadal.device.places import look_at, number_of_users
 from hadal.device.reading import HostCopy, on_device, read_on_host, start_reading
 from hadal.device.stamps import Stamp
-from hadal.device.streams import Event, SideStream, Upload, has_streams, is_capturing
+from hadal.device.streams import (
+    Event,
+    Lane,
+    SideStream,
+    Upload,
+    has_streams,
+    is_capturing,
+    side_stream,
+)
 from hadal.device.waits import synchronize, waiting_for, watch_waits
 
 __all__ = [
@@ -77,6 +85,7 @@ __all__ = [
     "AdamRule",
     "Event",
     "HostCopy",
+    "Lane",
     "MemoryThere",
     "MemoryUse",
     "SavedHooks",
@@ -132,6 +141,7 @@ __all__ = [
     "same_bytes",
     "saved_tensors_hooks_here",
     "set_random_state",
+    "side_stream",
     "spared_import",
     "start_reading",
     "synchronize",

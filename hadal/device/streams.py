@@ -1,9 +1,17 @@
-"""Streams for copies between device and host that overlap with the device's own work."""
+"""Every stream of the library beside a device's current one, and what follows what in them.
+
+Memory is allocated in the current stream, in which all other work runs. A collective runs in a
+stream of its communicator, which follows the stream that starts it; the one that waits follows it.
+Communicators are made in `hadal/comm/ranks.py`: one of each group of ranks, and a twin at stage 3,
+so that gathers of weights, started ahead, do not stand behind reductions of gradients.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -77,6 +85,37 @@ class Event:
         """Make a stream's later work wait for it."""
         if self._event is not None:
             stream.wait_event(self._event)
+
+
+class Lane(Enum):
+    """What a side stream is for: who follows whom, and who keeps the memory."""
+
+    REFRESH = auto()
+    """Waits for gathers of new weights at stages 1 and 2, so that the step does not. Readers follow
+    each bucket's event (`Refresh`); a bucket that is freed before is kept for it."""
+    RELAY = auto()
+    """Waits for a first collective to start a second one, so that the device does not. Whoever
+    waits for the second follows both; until then its `Pending` holds their memory."""
+    LEAVING = auto()
+    """Copies to the host (`Crossing`) after the device's work so far. The host waits for each one's
+    event; `Crossing` holds the device's memory until then, or frees it behind the copy."""
+    COMING = auto()
+    """Copies from the host, beside those to it, as a link has both directions. The device follows
+    each one's event; `Upload` and the stages of `Crossing` hold both memories until then."""
+    INPUTS_LEAVING = auto()
+    """The same for inputs of recomputed blocks, which wait for no gradients: in a stream of their
+    own, since copies of a stream run in order. A loan of host memory ends behind the last copy."""
+    INPUTS_COMING = auto()
+    """The same, one recomputed block ahead of its backward, which follows (`Upload`)."""
+    REPORT = auto()
+    """Sums of reported values over the ranks, so that the device waits for no other rank; they are
+    copied to pinned memory here, and the host reads them later (`HostCopy`)."""
+
+
+@cache
+def side_stream(lane: Lane, device: torch.device) -> SideStream:
+    """Return a device's only stream for a purpose."""
+    return SideStream(device)
 
 
 class SideStream:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,11 +11,12 @@ from torch import Tensor
 from hadal.comm.pending import Pending
 from hadal.device import (
     Event,
-    SideStream,
+    Lane,
     before_compiling,
     has_compiled,
     is_capturing,
     modules_running,
+    side_stream,
 )
 from hadal.zero.views import Views
 
@@ -35,7 +35,7 @@ class Refresh:
     def __init__(self, full: Tensor, views: Views) -> None:
         self._full = full
         self._views = views
-        self._beside = _beside(_HOST)
+        self._beside = side_stream(Lane.REFRESH, _HOST)
         self._pending: Pending | None = None
         self._event: Event | None = None
         self._is_watched = False
@@ -47,7 +47,8 @@ class Refresh:
         """
         self.end()
         self._is_watched = may_last and not _is_read_unseen
-        self._beside = _beside(self._full.device if self._is_watched else _HOST)
+        device = self._full.device if self._is_watched else _HOST
+        self._beside = side_stream(Lane.REFRESH, device)
         self._beside.follow_device()
         with self._beside.current():
             self._pending = gather()
@@ -119,9 +120,3 @@ def _end_before_compiling() -> None:
     global _is_read_unseen
     _is_read_unseen |= bool(_left) and not modules_running()
     end_all()
-
-
-@cache
-def _beside(device: torch.device) -> SideStream:
-    """Return the side stream that waits for refreshes; on the host all work is in one stream."""
-    return SideStream(device)

@@ -21,7 +21,14 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import start_all_gather
 from hadal.comm.pending import Pending
 from hadal.config.activation_checkpointing import ActivationCheckpointing
-from hadal.device import Event, SideStream, Upload, is_host_memory, saved_tensors_hooks_here
+from hadal.device import (
+    Event,
+    Lane,
+    Upload,
+    is_host_memory,
+    saved_tensors_hooks_here,
+    side_stream,
+)
 from hadal.errors import UsageError
 from hadal.plugins.activation_checkpointing.buffers import HostMemory, LentMemory, SlotKind, Slots
 
@@ -75,7 +82,6 @@ class InputKeeper:
         self.host = HostMemory(limits.buffers)
         self._staying: deque[weakref.ref[KeptInput]] = deque()
         self._leaving: deque[Event] = deque()
-        self.streams: dict[torch.device, tuple[SideStream, SideStream]] = {}
         self.newest: weakref.ref[RecomputedCall] | None = None
 
     def around(self, tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
@@ -137,12 +143,6 @@ class InputKeeper:
         self.host.clear()
         if self.slots is not None:
             self.slots.clear()
-
-    def ways(self, device: torch.device) -> tuple[SideStream, SideStream]:
-        """Return the streams of copies to the host and from it."""
-        if device not in self.streams:
-            self.streams[device] = SideStream(device), SideStream(device)
-        return self.streams[device]
 
 
 class RecomputedCall:
@@ -232,7 +232,7 @@ class KeptInput:
         loan.until_death_of(self)
         if not leaves:
             return loan.memory.copy_(part)
-        out, _ = keeper.ways(self._device)
+        out = side_stream(Lane.INPUTS_LEAVING, self._device)
         out.follow_device()
         out.follow(loan.free_after)
         out.copy(loan.memory, part)
@@ -247,7 +247,7 @@ class KeptInput:
             return
         assert self._loan is not None  # memory on the host is a loan
         there = torch.empty_like(self._part, device=self._device)
-        _, back = self._call.keeper.ways(self._device)
+        back = side_stream(Lane.INPUTS_COMING, self._device)
         back.follow_device()
         back.follow(self._loan.free_after)
         back.copy(there, self._part)

@@ -14,10 +14,11 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
 from hadal.device import (
     HostCopy,
-    SideStream,
+    Lane,
     Stamp,
     is_host_memory,
     peak_memory,
+    side_stream,
     start_reading,
 )
 from hadal.listener import Forward, Listener, Update
@@ -107,7 +108,7 @@ class TrainingEvents(Listener):
         self._scope = scope
         self._device = device
         self._dtype = torch.float64 if is_host_memory(device) else torch.float32
-        self._beside = SideStream(device)
+        self._beside = side_stream(Lane.REPORT, device)
         self._forwarded = self._tokens = 0
         self._ended: Stamp | None = None
 
