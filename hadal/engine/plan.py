@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.comm.expert_groups import size_in_name
 from hadal.config import Config
@@ -94,7 +95,8 @@ class ModelPlan:
     """All units, and the announced reads of other modules' parameters."""
     buckets: list[BucketPlan]
     """The buckets to be made."""
-    parameters: Mapping[nn.Parameter, ParameterPlan]
+    parameters: WeakIdKeyDictionary
+    """The `ParameterPlan` of each parameter."""
     limits: Limits
     """As configured, less the elements that stay whole in `buckets`."""
     recomputed: Mapping[str, nn.Module]
@@ -142,7 +144,8 @@ def plan_model(
         UsageError: a parameter belongs to groups of experts that do not exist.
     """
     policy_of = _policies(model, config, device, counts)
-    parameters = {} if known is None else dict(known.parameters)
+    # Weak: a parameter outside of all buckets may be removed from the model, and is freed then.
+    parameters = WeakIdKeyDictionary() if known is None else known.parameters.copy()
     added = set()
     for name, parameter in model.named_parameters():
         old = parameters.get(parameter)
@@ -160,7 +163,7 @@ def plan_model(
     limits = limits_of(config, counts.shards) if known is None else known.limits
     buckets = plan_buckets(
         units if known is None else list(_only(units, added)),
-        lambda parameter: parameters[parameter].policy,  # type: ignore[arg-type,return-value]
+        lambda parameter: parameters[parameter].policy,
         limits,
         find_tables(model) if config.sparse_gradients else frozenset(),
     )

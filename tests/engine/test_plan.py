@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -147,3 +149,22 @@ def test_the_largest_unit() -> None:
     plan, _ = on_meta(config_of(3, zero={"leaf_module": {"names": ["blocks"]}}), 2)
     assert plan.unit_numel == 2 * 2 * WIDTH * WIDTH + 5 * WIDTH
     assert planned(nn.ReLU(), config_of(0), 1)[0].unit_numel == 0
+
+
+class WithCodes(nn.Module):
+    """A layer beside frozen integers, which no bucket holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.codes = nn.Parameter(torch.zeros(1000, dtype=torch.int8), requires_grad=False)
+
+
+def test_a_removed_parameter_outside_of_buckets_is_freed() -> None:
+    model = WithCodes()
+    engine, *_ = hadal.initialize(model=model, config=config_of(0))
+    gone = weakref.ref(model.codes)
+    del model.codes
+    gc.collect()
+    assert gone() is None
+    engine.destroy()
