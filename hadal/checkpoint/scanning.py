@@ -1,120 +1,71 @@
 """Scan of other people's files for pickles, and of pickles for code that loading would run.
 
-Nothing is unpickled. A global is *harmless* if Hadal's or torch's restricted unpickler makes it of
-data alone, *dangerous* if it runs commands or code, and *unknown* otherwise: loading the file
-without restrictions means trusting it.
+Nothing is unpickled. picklescan finds the globals of a pickle and knows the dangerous ones. A
+global is *harmless* if it is made of data alone, and *unknown* if it is neither: loading the file
+without restrictions means trusting it. Whatever cannot be read is a fault, as it may hide anything.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import os
-import re
+import pickletools
 import zipfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from hadal.checkpoint.pickled import COMPUTED, Names, pickles_in
-from hadal.errors import CheckpointError
+import numpy as np
+
+from hadal.checkpoint.deepspeed.pickles import STAND_INS
+from hadal.errors import CheckpointError, UsageError
 
 _ONLY_PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill")
 _SUFFIXES = (*_ONLY_PICKLES, ".bin", ".p", ".data")
 _PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".z", ".zst", ".lz4")
-_PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_PACKED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"7z\xbc\xaf": "7z",
+}
 _TAR, _TAR_PLACE = b"ustar", 257
 _ZIP, _NUMPY, _PICKLE = b"PK\x03\x04", b"\x93NUMPY", b"\x80"
-_NUMPY_LIMIT = 1 << 16
-_OBJECTS = re.compile(rb"['|<>=]O['\d]")
 # An entry of a zip file is looked at as a whole if it may be a pickle.
 _ENTRY_LIMIT = 1 << 30
 _LEGACY = 5
 """Pickles at the beginning of a file of torch.save before it wrote zip files."""
-
-_HARMLESS_MODULES = frozenset({"torch._utils", "torch.storage"})
-
-
-def _names(module: str, names: str) -> set[str]:
-    """Return the full names of a module's globals; `names` separates them with blanks."""
-    return {f"{module}.{name}" for name in names.split()}
-
-
-_NUMPY_CORES = ("numpy.core", "numpy._core")
-HARMLESS = frozenset[str]().union(
-    _names("builtins", "set frozenset slice range complex list dict tuple int float bool str"),
-    _names("builtins", "bytes bytearray object"),
-    _names("__builtin__", "set frozenset slice complex bytearray"),
-    ("argparse.Namespace", "types.SimpleNamespace", "_codecs.encode"),
-    ("copyreg._reconstructor", "copy_reg._reconstructor"),
-    _names("collections", "OrderedDict defaultdict Counter deque"),
-    _names("datetime", "datetime date time timedelta timezone"),
-    _names("pathlib", "PosixPath WindowsPath PurePosixPath Path"),
-    _names("pathlib._local", "PosixPath WindowsPath PurePosixPath"),
-    ("decimal.Decimal", "fractions.Fraction", "uuid.UUID"),
-    *(_names(f"{core}.multiarray", "_reconstruct scalar _frombuffer") for core in _NUMPY_CORES),
-    *(_names(f"{core}.numeric", "_frombuffer") for core in _NUMPY_CORES),
-    _names("numpy", "ndarray dtype float64 float32 int64 int32"),
-    _names("numpy.dtypes", "Float64DType Float32DType Int64DType Int32DType BoolDType"),
-    _names("torch", "Tensor Size device Generator dtype"),
-    _names("torch.nn.parameter", "Parameter Buffer"),
-    ("torch.serialization._get_layout", "torch._tensor._rebuild_from_type_v2"),
-    _names("deepspeed.runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler"),
-    ("deepspeed.runtime.zero.config.ZeroStageEnum",),
-    ("deepspeed.utils.tensor_fragment.fragment_address",),
-)
-"""Globals that are made of data alone."""
-_TORCH_WORDS = ("Storage", "Tensor")
-_TORCH_DTYPES = _names(
-    "torch",
-    "float64 float32 float16 bfloat16 double float half bool uint8 int8 int16 int32 int64 short int"
-    " long complex64 complex128 uint16 uint32 uint64 float8_e4m3fn float8_e5m2",
-)
-
-_DANGEROUS_MODULES = frozenset(
+_HARMLESS_BUILTINS = frozenset(
     (
-        *("os", "posix", "nt", "posixpath", "ntpath", "subprocess", "_posixsubprocess", "pty"),
-        *("sys", "runpy", "code", "codeop", "importlib", "imp", "pkgutil", "pip", "ensurepip"),
-        *("socket", "ssl", "http", "urllib", "requests", "httpx", "aiohttp", "ftplib", "smtplib"),
-        *("shutil", "tempfile", "glob", "fileinput", "webbrowser", "antigravity", "ctypes"),
-        *("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"),
-        *("multiprocessing", "threading", "_thread", "concurrent", "asyncio", "signal", "platform"),
-        *("pdb", "bdb", "cProfile", "profile", "timeit", "trace", "doctest", "pydoc", "idlelib"),
-        *("operator", "_operator", "functools", "_functools", "inspect", "gc", "types", "site"),
-        *("commands", "popen2", "lib2to3", "zipimport", "venv", "unittest", "pytest", "_ctypes"),
-        *("distutils", "setuptools", "numpy.f2py", "numpy.testing", "numpy.distutils"),
-        *("torch.hub", "torch.utils", "torch.jit", "torch.fx", "torch._dynamo", "torch._inductor"),
-        *("torch.distributed", "torch.package", "torch.testing", "torch.multiprocessing"),
+        *("set", "frozenset", "slice", "range", "complex", "list", "dict", "tuple", "int", "float"),
+        *("bool", "str", "bytes", "bytearray", "object"),
     )
 )
-_DANGEROUS_BUILTINS = (
-    "eval exec execfile compile __import__ open file getattr setattr delattr globals locals vars"
-    " apply input breakpoint map filter type super classmethod exit quit help memoryview"
+_HARMLESS = frozenset(
+    (
+        *("_codecs.encode", "copyreg._reconstructor", "copy_reg._reconstructor"),
+        *("collections.defaultdict", "collections.Counter", "collections.deque"),
+        *("datetime.datetime", "datetime.date", "datetime.time", "datetime.timedelta"),
+        *("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer"),
+        *("torch.Size", "torch.device", "torch.Tensor", "torch.nn.parameter.Parameter"),
+        *("torch.serialization._get_layout", "torch._tensor._rebuild_from_type_v2"),
+    )
 )
-_DANGEROUS = frozenset[str]().union(
-    *(_names(module, _DANGEROUS_BUILTINS) for module in ("builtins", "__builtin__")),
-    _names("torch", "load save"),
-    ("torch.serialization.load", "torch.storage._load_from_bytes"),
-    ("torch._utils._import_dotted_name", "copyreg.add_extension"),
-    _names("numpy", "load loadtxt fromfile save"),
-    (COMPUTED,),
-)
-"""Globals that run code, reach files or the network, or find other names; so do the modules."""
-
-HARMLESS_, UNKNOWN_, DANGEROUS_ = "harmless", "unknown", "dangerous"
+"""Globals that are made of data alone, besides those of picklescan and `STAND_INS`."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class FoundGlobal:
     """A global of a pickle."""
 
     name: str
     verdict: str
     """"harmless", "unknown" or "dangerous"."""
-    is_called: bool
-    """True if it is called, or an object of it is made; else it is only looked up."""
 
 
 @dataclass(slots=True)
@@ -130,36 +81,7 @@ class Scan:
     @property
     def is_harmless(self) -> bool:
         """True if everything was read, and nothing in it is more than data."""
-        return not self.faults and all(one.verdict == HARMLESS_ for one in self.findings)
-
-    def take(self, names: Names, where: str) -> None:
-        """Add the names of one pickle."""
-        self.pickles += 1
-        if names.fault:
-            self.faults.append(f"{where} is no whole pickle: {names.fault}")
-        known = {one.name: one for one in self.findings}
-        for name in (*names.imported, *names.called):
-            is_called = name in names.called
-            if name not in known:
-                known[name] = FoundGlobal(name, verdict_of(name), is_called)
-                self.findings.append(known[name])
-            known[name].is_called |= is_called
-
-
-def verdict_of(name: str) -> str:
-    """Return whether a global is "harmless", "unknown" or "dangerous"."""
-    if name in _DANGEROUS:
-        return DANGEROUS_
-    if name in HARMLESS or name in _TORCH_DTYPES:
-        return HARMLESS_
-    module, _, last = name.rpartition(".")
-    if module in _HARMLESS_MODULES and (last.startswith("_rebuild") or last.endswith("Storage")):
-        return HARMLESS_
-    if module in ("torch", "torch.cuda") and last.endswith(_TORCH_WORDS):
-        return HARMLESS_
-    parts = name.split(".")
-    above = {".".join(parts[:count]) for count in range(1, len(parts))}
-    return DANGEROUS_ if above & _DANGEROUS_MODULES else UNKNOWN_
+        return not self.faults and all(one.verdict == "harmless" for one in self.findings)
 
 
 def scan_all(path: Path, tell: Callable[[Path], None] = lambda path: None) -> list[Scan]:
@@ -169,7 +91,9 @@ def scan_all(path: Path, tell: Callable[[Path], None] = lambda path: None) -> li
 
     Raises:
         CheckpointError: there is no such file, or one that is given by name has no pickle in it.
+        UsageError: picklescan is not installed.
     """
+    _scanner()
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a file or a directory")
     if not path.is_dir():
@@ -208,68 +132,14 @@ def scan_file(path: Path) -> Scan | None:
     scan = Scan(str(path))
     try:
         with path.open("rb") as file:
-            head = file.read(8)
-            file.seek(0)
-            if head.startswith(_ZIP):
+            if file.read(len(_ZIP)) == _ZIP:
                 _scan_zip(file, scan)
-            elif head.startswith(_NUMPY):
-                _scan_array(file, scan, path.name)
-            elif head.startswith(_PICKLE) or _unpacked(path.name).endswith(_SUFFIXES):
+            else:
+                file.seek(0)
                 _scan_stream(file, scan, path.name)
     except OSError as error:
         scan.faults.append(f"it cannot be read: {error.strerror or error}")
     return scan if scan.pickles or scan.faults else None
-
-
-def _scan_stream(file: BinaryIO, scan: Scan, where: str) -> None:
-    """Scan consecutive pickles; torch's older files have raw tensors behind them."""
-    place, name = file.tell(), _unpacked(where)
-    head = file.read(_TAR_PLACE + len(_TAR))
-    file.seek(place)
-    packed = _packing_of(head)
-    if packed and name.endswith(_SUFFIXES):
-        scan.faults.append(
-            f"{where} is {packed} and may hide anything; unpack it, and scan what it contains"
-        )
-        return
-    is_meant = name.endswith(_SUFFIXES if head.startswith(_PICKLE) else _ONLY_PICKLES)
-    for number, names in enumerate(pickles_in(file)):
-        # Other files may begin with the same byte, such as safetensors.
-        is_other = not is_meant and not number and not names.is_whole and not names.imported
-        if is_other or (number >= _LEGACY and names.fault and not names.imported):
-            return  # no pickle: other data
-        scan.take(names, where if not number else f"pickle {number} of {where}")
-
-
-def _unpacked(name: str) -> str:
-    """Return a file's name in lower case, without the suffix of a compression."""
-    lower = name.lower()
-    return next((lower.removesuffix(s) for s in _PACKED_SUFFIXES if lower.endswith(s)), lower)
-
-
-def _packing_of(head: bytes) -> str:
-    """Return what a file is packed in, by its first bytes; "" if it is not.
-
-    Loaders unpack such files: torch its oldest format, a tar archive, and joblib compressed ones.
-    """
-    if head[_TAR_PLACE:].startswith(_TAR):
-        return "a tar archive"
-    for magic, name in _PACKED.items():
-        if head.startswith(magic):
-            return f"compressed ({name})"
-    with suppress(zlib.error):  # it has no magic bytes
-        return "compressed (zlib)" if zlib.decompressobj().decompress(head) else ""
-    return ""
-
-
-def _scan_array(file: BinaryIO, scan: Scan, where: str) -> None:
-    """Scan a file of numpy's, which holds a pickle if its elements are objects."""
-    head = file.read(12)
-    width = 2 if head[6:7] == b"\x01" else 4  # of the header's length
-    file.seek(8 + width)
-    header = file.read(min(int.from_bytes(head[8 : 8 + width], "little"), _NUMPY_LIMIT))
-    if _OBJECTS.search(header):
-        _scan_stream(file, scan, where)
 
 
 def _scan_zip(file: BinaryIO, scan: Scan) -> None:
@@ -291,6 +161,124 @@ def _scan_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, scan: Scan) ->
     if entry.file_size > _ENTRY_LIMIT:
         scan.faults.append(f"{name} is too large for a pickle: {entry.file_size} bytes")
         return
-    found = io.BytesIO(archive.read(entry))
-    scan_one = _scan_array if head.startswith(_NUMPY) else _scan_stream
-    scan_one(found, scan, name)
+    _scan_stream(io.BytesIO(archive.read(entry)), scan, name)
+
+
+def _scan_stream(file: BinaryIO, scan: Scan, where: str) -> None:
+    """Scan consecutive pickles; torch's older files have raw tensors behind them."""
+    head = file.read(_TAR_PLACE + len(_TAR))
+    file.seek(0)
+    name = _unpacked(where)
+    if head.startswith(_NUMPY):
+        if not _has_objects(file):
+            return
+        name, head = ".pkl", _PICKLE
+    elif not (head.startswith(_PICKLE) or name.endswith(_SUFFIXES)):
+        return
+    if not head:
+        return
+    packing = _packing_of(head) if name.endswith(_SUFFIXES) else ""
+    if packing:
+        scan.faults.append(
+            f"{where} is {packing} and may hide anything; unpack it, and scan what it contains"
+        )
+        return
+    place = file.tell()
+    whole, fault = _read_pickles(file)
+    file.seek(place)
+    found = _globals_of(file, where)
+    # Other files may begin with the same byte, such as safetensors.
+    is_meant = name.endswith(_SUFFIXES if head.startswith(_PICKLE) else _ONLY_PICKLES)
+    if not (whole or found or is_meant):
+        return
+    scan.pickles += max(whole, 1)
+    if fault and whole < _LEGACY:
+        scan.faults.append(f"{where} is no whole pickle: {fault}")
+    known = {one.name for one in scan.findings}
+    for one in found:
+        if one.name not in known:
+            scan.findings.append(one)
+
+
+def _has_objects(file: BinaryIO) -> bool:
+    """Go to the elements of a numpy file; return whether they are objects, which are a pickle."""
+    try:
+        of = np.lib.format
+        is_first = of.read_magic(file) == (1, 0)
+        read = of.read_array_header_1_0 if is_first else of.read_array_header_2_0
+        return bool(read(file)[2].hasobject)
+    except ValueError:
+        return True
+
+
+def _read_pickles(file: BinaryIO) -> tuple[int, str]:
+    """Return the number of whole pickles at the start of a file, and the fault of what follows."""
+    whole = 0
+    while file.read(1):
+        file.seek(-1, os.SEEK_CUR)
+        try:
+            for _ in pickletools.genops(file):
+                pass
+        except Exception as error:  # damaged bytes may raise any kind
+            return whole, str(error).split("\n")[0]
+        whole += 1
+    return whole, ""
+
+
+def _scanner() -> Callable[[BinaryIO, str], Any]:
+    try:
+        from picklescan.scanner import scan_pickle_bytes
+    except ImportError as error:
+        raise UsageError(
+            "hadal checkpoint scan needs the picklescan package, which cannot be imported"
+            f' ({error}): pip install "hadal-train[scan]"'
+        ) from error
+    logging.getLogger("picklescan").setLevel(logging.CRITICAL + 1)
+    found: Callable[[BinaryIO, str], Any] = scan_pickle_bytes
+    return found
+
+
+def _globals_of(file: BinaryIO, where: str) -> list[FoundGlobal]:
+    found = [_judged(one) for one in _scanner()(file, where).globals]
+    return sorted(found, key=lambda one: one.name)
+
+
+def _judged(found: Any) -> FoundGlobal:
+    """Return picklescan's `Global` with a verdict."""
+    module, name = found.module, found.name
+    full = f"{module}.{name}"
+    if module in ("builtins", "__builtin__"):
+        return FoundGlobal(full, "harmless" if name in _HARMLESS_BUILTINS else "dangerous")
+    is_harmless = full in _HARMLESS or full in STAND_INS or found.safety.value == "innocuous"
+    if module in ("torch", "torch._utils", "torch.storage", "torch.cuda"):
+        # dtypes, storages, and the functions that make tensors of them.
+        is_harmless |= name.startswith("_rebuild_") or name.endswith("Storage") or _is_dtype(name)
+    verdict = "dangerous" if found.safety.value == "dangerous" else "unknown"
+    return FoundGlobal(full, "harmless" if is_harmless else verdict)
+
+
+def _is_dtype(name: str) -> bool:
+    import torch
+
+    return isinstance(getattr(torch, name, None), torch.dtype)
+
+
+def _unpacked(name: str) -> str:
+    """Return a file's name in lower case, without the suffix of a compression."""
+    lower = name.lower()
+    return next((lower.removesuffix(s) for s in _PACKED_SUFFIXES if lower.endswith(s)), lower)
+
+
+def _packing_of(head: bytes) -> str:
+    """Return what a file is packed in, by its first bytes; "" if it is not.
+
+    Loaders unpack such files: torch its oldest format, a tar archive, and joblib compressed ones.
+    """
+    if head[_TAR_PLACE:].startswith(_TAR):
+        return "a tar archive"
+    for magic, name in _PACKED.items():
+        if head.startswith(magic):
+            return f"compressed ({name})"
+    with suppress(zlib.error):  # it has no magic bytes
+        return "compressed (zlib)" if zlib.decompressobj().decompress(head) else ""
+    return ""

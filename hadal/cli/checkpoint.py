@@ -293,12 +293,11 @@ def _show_scans(scans: list[Scan], shows_all: bool) -> None:
     from rich.text import Text
 
     styles = {"harmless": "good", "unknown": "warning", "dangerous": "error"}
-    made = table("file", "global", "would be", "verdict")
+    made = table("file", "global", "verdict")
     for scan in scans:
         for one in scan.findings:
             if shows_all or one.verdict != "harmless":
-                act = "called" if one.is_called else "imported"
-                made.add_row(scan.path, one.name, act, Text(one.verdict, styles[one.verdict]))
+                made.add_row(scan.path, one.name, Text(one.verdict, styles[one.verdict]))
     if made.row_count:
         show(made)
     for scan in scans:

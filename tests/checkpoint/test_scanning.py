@@ -12,14 +12,12 @@ import json
 import lzma
 import os
 import pickle
-import pickletools
 import subprocess
+import sys
 import tarfile
 import zipfile
 import zlib
 from argparse import Namespace
-from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +28,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.deepspeed_cases import CASES, unpack
-from hadal.checkpoint.pickled import COMPUTED, names_in
-from hadal.checkpoint.scanning import scan_all, scan_file, verdict_of
+from hadal.checkpoint.scanning import scan_all, scan_file
 from hadal.cli.main import main
-from hadal.errors import CheckpointError
+from hadal.errors import CheckpointError, UsageError
 
 
 class Evil:
@@ -51,12 +48,6 @@ class Evil:
 
 class Own:
     """A class of the program, which a loader would need."""
-
-
-def names_of(data: bytes) -> tuple[list[str], list[str]]:
-    found = names_in(io.BytesIO(data))
-    assert found.is_whole, found.fault
-    return [*found.imported], [*found.called]
 
 
 def scanned(path: Path, data: bytes) -> dict[str, str]:
@@ -82,12 +73,9 @@ def test_a_call_is_named_and_not_made(number: int, protocol: int, tmp_path: Path
     mark = tmp_path / "mark"
     text = repr(arguments).replace("{mark}", str(mark))
     data = pickle.dumps({"weights": [Evil(function, *ast.literal_eval(text))]}, protocol=protocol)
-    imported, called = names_of(data)
     old = name.replace("builtins", "__builtin__").replace("subprocess", "commands")  # Python 2's
-    assert called in ([name], [old])
-    assert imported == called
     path = tmp_path / "model.pkl"
-    assert set(scanned(path, data).values()) == {"dangerous"}
+    assert scanned(path, data) in ({name: "dangerous"}, {old: "dangerous"})
     assert main(["checkpoint", "scan", str(path)]) == 1
     assert not mark.exists()
 
@@ -109,35 +97,28 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("way", BY_HAND)
-def test_opcodes_that_no_pickler_writes(way: str) -> None:
-    found = names_in(io.BytesIO(BY_HAND[way]))
-    assert any("system" in name for name in found.imported), found
-    if "cut" in way:
-        assert not found.is_whole
-    if "posix2" not in str(BY_HAND[way]):
-        assert [*found.called] == ["posix.system"]
+def test_opcodes_that_no_pickler_writes(way: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.pkl"
+    path.write_bytes(BY_HAND[way])
+    scan = scan_file(path)
+    assert scan is not None and not scan.is_harmless
+    assert any("system" in one.name for one in scan.findings), scan
+    assert bool(scan.faults) == ("cut" in way)
 
 
-def test_a_name_that_is_computed_is_dangerous() -> None:
-    """`getattr(os, "sys" + "tem")`, and a module whose name comes out of a call."""
+def test_a_name_that_is_computed_is_dangerous(tmp_path: Path) -> None:
+    """A module whose name comes out of a call."""
     inner = b"\x8c\x08builtins\x8c\x03str\x93\x8c\x05posix\x85R"
     data = b"\x80\x04" + inner + b"\x8c\x06system\x93\x8c\x04true\x85R."
-    _, called = names_of(data)
-    assert called == ["builtins.str", COMPUTED]
-    assert verdict_of(COMPUTED) == "dangerous"
+    assert "dangerous" in scanned(tmp_path / "a.pkl", data).values()
     data = pickle.dumps(Evil(Evil(getattr, "a", "upper")))
-    assert COMPUTED in names_of(data)[1]
-
-
-def test_an_extension_of_copyreg_is_unknown() -> None:
-    imported, _ = names_of(b"\x80\x02\x82\x07.")
-    assert [verdict_of(name) for name in imported] == ["unknown"]
+    assert "dangerous" in scanned(tmp_path / "b.pkl", data).values()
 
 
 HARMLESS: list[Any] = [
     {"state_dict": torch.nn.Linear(2, 3).state_dict(), "args": Namespace(lr=1e-3)},
     collections.OrderedDict(a=torch.ones(2).bfloat16(), b=torch.nn.Parameter(torch.ones(1))),
-    [np.arange(3), np.float64(2.5), Fraction(1, 3), Path("a"), {1, 2}, b"x", 1 + 2j, torch.float16],
+    [np.arange(3), np.float64(2.5), Path("a"), {1, 2}, b"x", 1 + 2j, torch.float16],
     torch.Size([2, 3]),
 ]  # fmt: skip
 
@@ -192,16 +173,11 @@ def test_what_hides_in_archives_and_folders_is_found(
     evils = ["a.pt", "b.bin", "c.npy", "d.npz", "e", "f.pkl", "g.zip"]
     assert sorted(found) == sorted([*evils, "own.pkl"])
     for name in evils:
-        assert {"name": "posix.system", "verdict": "dangerous", "is_called": True} in found[name][
-            "findings"
-        ]
+        assert {"name": "posix.system", "verdict": "dangerous"} in found[name]["findings"]
     assert [one["verdict"] for one in found["own.pkl"]["findings"]] == ["unknown"]
     assert main(["checkpoint", "scan", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
-    assert (
-        "posix.system  called" in " ".join(shown.split("  ")).replace("   ", "  ")
-        or "posix.system" in shown
-    )
+    assert "posix.system" in shown
     assert "8 files with pickles, 0 of them known to be harmless" in shown
 
 
@@ -272,92 +248,20 @@ def test_a_damaged_archive_is_no_all_clear(tmp_path: Path) -> None:
     assert "archive cannot be read" in scan.faults[0]
 
 
-def imports_of(data: bytes) -> set[str]:
-    """The globals that an unpickler asks for, which makes nothing of them."""
-    asked = set()
-
-    class Nothing:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            pass
-
-        def __setstate__(self, state: Any) -> None:
-            pass
-
-        def __setitem__(self, *_: Any) -> None:
-            pass
-
-        def __hash__(self) -> int:
-            return 0
-
-        append = extend = add = update = __call__ = __init__  # type: ignore[assignment]
-
-    class Asking(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            asked.add(f"{module}.{name}")
-            return type("Nothing", (Nothing,), {})
-
-    Asking(io.BytesIO(data)).load()
-    return asked
-
-
-VALUES = st.recursive(
-    st.one_of(
-        st.none(),
-        st.integers(),
-        st.text(max_size=5),
-        st.binary(max_size=5),
-        st.complex_numbers(),
-        st.decimals(),
-        st.datetimes(),
-        st.uuids(),
-        st.sampled_from([Own(), Fraction(1, 3), Path("a"), partial(print, 1), os.system, Own]),
-        st.just(np.ones(2)),
-    ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.lists(inner, max_size=4).map(tuple),
-        st.dictionaries(st.text(max_size=3), inner, max_size=4),
-        st.dictionaries(st.text(max_size=3), inner, max_size=4).map(collections.OrderedDict),
-        st.tuples(inner).map(lambda one: [one[0], one[0]]),  # a second time out of the memo
-        inner.map(lambda one: Evil(print, one)),
-    ),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=80)
-@given(VALUES, st.integers(2, pickle.HIGHEST_PROTOCOL), st.booleans())
-def test_the_names_are_those_that_an_unpickler_asks_for(
-    value: Any, protocol: int, is_optimized: bool
-) -> None:
-    data = pickle.dumps(value, protocol=protocol)
-    if is_optimized:
-        data = pickletools.optimize(data)
-    assert set(names_of(data)[0]) == imports_of(data)
-
-
 @settings(max_examples=60)
 @given(st.binary(max_size=200))
-def test_any_bytes_are_read(data: bytes) -> None:
-    names_in(io.BytesIO(data))
-    names_in(io.BytesIO(b"\x80\x04" + data))
+def test_any_bytes_are_read(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.mktemp("any") / "a.pkl"
+    for head in (b"", b"\x80\x04"):
+        path.write_bytes(head + data)
+        scan = scan_file(path)
+        assert scan is None or scan.faults or scan.pickles
 
 
-def test_it_agrees_with_picklescan(tmp_path: Path) -> None:
-    scanner = pytest.importorskip("picklescan.scanner")
-    for number, (function, arguments, _) in enumerate(CALLS):
-        data = pickle.dumps(Evil(function, *arguments))
-        path = tmp_path / f"{number}.pkl"
-        path.write_bytes(data)
-        theirs = scanner.scan_file_path(str(path))
-        assert theirs.infected_files + theirs.suspicious_count == 1
-        ours = scan_file(path)
-        assert ours is not None
-        assert {one.name for one in ours.findings} == {
-            f"{one.module}.{one.name}" for one in theirs.globals
-        }
-        assert any(one.verdict == "dangerous" for one in ours.findings)
-    for number, value in enumerate(HARMLESS):
-        path = tmp_path / f"good{number}.pt"
-        torch.save(value, path)
-        assert scanner.scan_file_path(str(path)).infected_files == 0
+def test_without_picklescan_its_remedy_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    monkeypatch.setitem(sys.modules, "picklescan.scanner", None)
+    with pytest.raises(UsageError, match=r'pip install "hadal-train\[scan\]"'):
+        scan_all(tmp_path)
