@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hadal.comm.interrupts import in_step, is_from_a_signal
 from hadal.comm.watchdog import watched
 from hadal.comm.works import Work, failure, missing_rank
-from hadal.device import Lane, side_stream
+from hadal.device import StreamPurpose, side_stream
 from hadal.errors import CommunicationError
 
 
@@ -143,7 +143,7 @@ def relayed(first: Pending, start: Callable[[], Pending], device: torch.device) 
     """
     global _begun
     if device.type != "cpu":
-        with side_stream(Lane.RELAY, device).current():
+        with side_stream(StreamPurpose.RELAY, device).current():
             first.wait()
             return start()
     before, begun = _begun, threading.Event()

@@ -87,8 +87,8 @@ class Event:
             stream.wait_event(self._event)
 
 
-class Lane(Enum):
-    """What a side stream is for: who follows whom, and who keeps the memory."""
+class StreamPurpose(Enum):
+    """The purpose of a side stream: who follows whom, and who keeps the memory."""
 
     REFRESH = auto()
     """Waits for gathers of new weights at stages 1 and 2, so that the step does not. Readers follow
@@ -113,7 +113,7 @@ class Lane(Enum):
 
 
 @cache
-def side_stream(lane: Lane, device: torch.device) -> SideStream:
+def side_stream(purpose: StreamPurpose, device: torch.device) -> SideStream:
     """Return a device's only stream for a purpose."""
     return SideStream(device)
 

@@ -8,7 +8,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from hadal.device import Event, Lane, SideStream, Upload, side_stream
+from hadal.device import Event, SideStream, StreamPurpose, Upload, side_stream
 from hadal.offload.buffers import aligned
 
 # The gradients of this many buckets may be copied to the host at a time: while one is copied, the
@@ -28,8 +28,8 @@ class Crossing:
 
     def __init__(self, device: torch.device, *, pins: bool) -> None:
         self._pins = pins
-        self._leaving = side_stream(Lane.LEAVING, device)
-        self._coming = side_stream(Lane.COMING, device)
+        self._leaving = side_stream(StreamPurpose.LEAVING, device)
+        self._coming = side_stream(StreamPurpose.COMING, device)
         self._landings: deque[tuple[Event, Tensor]] = deque()
         self._stages: deque[tuple[Event, Tensor]] = deque()
 

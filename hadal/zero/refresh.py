@@ -11,7 +11,7 @@ from torch import Tensor
 from hadal.comm.pending import Pending
 from hadal.device import (
     Event,
-    Lane,
+    StreamPurpose,
     before_compiling,
     has_compiled,
     is_capturing,
@@ -35,7 +35,7 @@ class Refresh:
     def __init__(self, full: Tensor, views: Views) -> None:
         self._full = full
         self._views = views
-        self._beside = side_stream(Lane.REFRESH, _HOST)
+        self._beside = side_stream(StreamPurpose.REFRESH, _HOST)
         self._pending: Pending | None = None
         self._event: Event | None = None
         self._is_watched = False
@@ -48,7 +48,7 @@ class Refresh:
         self.end()
         self._is_watched = may_last and not _is_read_unseen
         device = self._full.device if self._is_watched else _HOST
-        self._beside = side_stream(Lane.REFRESH, device)
+        self._beside = side_stream(StreamPurpose.REFRESH, device)
         self._beside.follow_device()
         with self._beside.current():
             self._pending = gather()

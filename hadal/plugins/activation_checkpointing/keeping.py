@@ -23,7 +23,7 @@ from hadal.comm.pending import Pending
 from hadal.config.activation_checkpointing import ActivationCheckpointing
 from hadal.device import (
     Event,
-    Lane,
+    StreamPurpose,
     Upload,
     is_host_memory,
     saved_tensors_hooks_here,
@@ -232,7 +232,7 @@ class KeptInput:
         loan.until_death_of(self)
         if not leaves:
             return loan.memory.copy_(part)
-        out = side_stream(Lane.INPUTS_LEAVING, self._device)
+        out = side_stream(StreamPurpose.INPUTS_LEAVING, self._device)
         out.follow_device()
         out.follow(loan.free_after)
         out.copy(loan.memory, part)
@@ -247,7 +247,7 @@ class KeptInput:
             return
         assert self._loan is not None  # memory on the host is a loan
         there = torch.empty_like(self._part, device=self._device)
-        back = side_stream(Lane.INPUTS_COMING, self._device)
+        back = side_stream(StreamPurpose.INPUTS_COMING, self._device)
         back.follow_device()
         back.follow(self._loan.free_after)
         back.copy(there, self._part)

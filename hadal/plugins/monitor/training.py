@@ -14,8 +14,8 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
 from hadal.device import (
     HostCopy,
-    Lane,
     Stamp,
+    StreamPurpose,
     is_host_memory,
     peak_memory,
     side_stream,
@@ -108,7 +108,7 @@ class TrainingEvents(Listener):
         self._scope = scope
         self._device = device
         self._dtype = torch.float64 if is_host_memory(device) else torch.float32
-        self._beside = side_stream(Lane.REPORT, device)
+        self._beside = side_stream(StreamPurpose.REPORT, device)
         self._forwarded = self._tokens = 0
         self._ended: Stamp | None = None
 
