@@ -433,4 +433,8 @@ def _print_rest(
     if STAGES[stage].weights:
         rows.append(("the same inside zero.Init", host_nbytes(model, job, born_sharded=True)))
     show(aligned([(name, f"{nbytes / _GB:,.2f} GB") for name, nbytes in rows]))
-    show("Activations, and buckets under way, come on top.")
+    show(
+        "Activations, and buckets under way (twice their bytes where 16-bit gradients are sent in"
+        " fp32), come on top;\non a GPU also its context (about 0.5 GB) and buffers of"
+        " communicators (0.2 to 1.5 GB)."
+    )
