@@ -23,6 +23,7 @@ class Event:
     """A fake of torch's event on a device whose work is late."""
 
     made: ClassVar[list[Event]] = []
+    device = torch.device("cpu")  # one that captures no graphs
     has_come_to = 0
 
     def __init__(self, device: torch.device, enable_timing: bool) -> None:

@@ -40,6 +40,8 @@ class FakeStream:
 
 
 class FakeEvent:
+    device = torch.device("cpu")  # one that captures no graphs
+
     def __init__(self, told: list[str], name: str) -> None:
         self.told = told
         self.name = name

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 import hadal
 from hadal.config import load_config
-from hadal.config.optimizer_kinds import KINDS, OptimizerKind
+from hadal.config.optimizer import Optimizer
+from hadal.config.optimizer_kinds import KINDS, OptimizerKind, built_in
 from hadal.config.section import Section, key
 from hadal.errors import ConfigError
 from hadal.optim.build import build_optimizer, kind_of
@@ -69,9 +71,16 @@ def section(**params: Any) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def one_row_more() -> Iterator[None]:
+    """Add the row to the table, and to what the section took from the table when it was made."""
+    with mock.patch.dict(KINDS, {ROW.name: ROW}), mock.patch.object(Optimizer, "types", built_in()):
+        yield
+
+
 def trained(stage: int) -> list[Tensor]:
     """Train with the new row in this process's table; return the weights and the velocity."""
-    with mock.patch.dict(KINDS, {ROW.name: ROW}):
+    with one_row_more():
         config = section(lr=0.25, inertia=0.5) | {"zero_optimization": {"stage": stage}}
         model = nn.Linear(3, 1, bias=False)
         nn.init.zeros_(model.weight)
@@ -98,13 +107,13 @@ def test_an_optimizer_is_added_by_one_row(ranks: RankPools, stage: int) -> None:
         assert torch.equal(found[1].flatten(), velocity)
 
 
-def test_the_row_brings_its_section(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KINDS, ROW.name, ROW)  # type: ignore[arg-type]
-    read = load_config(section(lr=0.5)).optimizer
-    assert read is not None
-    assert (read.type, read.rates) == ("HeavyBall", [0.5])
-    with pytest.raises(ConfigError, match="inertia"):
-        load_config(section(inertia=1.5))
+def test_the_row_brings_its_section() -> None:
+    with one_row_more():
+        read = load_config(section(lr=0.5)).optimizer
+        assert read is not None
+        assert (read.type, read.rates) == ("HeavyBall", [0.5])
+        with pytest.raises(ConfigError, match="inertia"):
+            load_config(section(inertia=1.5))
 
 
 @pytest.mark.parametrize("name", [name for name in MADE if name not in MUP])
