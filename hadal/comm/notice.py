@@ -8,6 +8,7 @@ agree on one: each publishes the next boundary that it has not passed, and the l
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -15,14 +16,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hadal.comm.ranks import Ranks
-from hadal.comm.watchdog import start_polling
+from hadal.comm.watchdog import LAST_LOOK_S, start_polling
 from hadal.errors import CommunicationError
 
 # Seconds between two looks, and while ranks agree. The store answers a thousand looks a second at
 # most, however many ranks there are.
 _PAUSE_S, _SHORT_PAUSE_S, _LOOKS_PER_S = 0.2, 0.005, 1000
 _PATIENCE_S = 120.0
-_WORD, _COUNT, _DUE = "word", "count", "due"
+_WORD, _COUNT, _DUE, _LEFT = "word", "count", "due", "left"
 
 
 def _own_store(name: str) -> Store | None:
@@ -68,7 +69,7 @@ class Notice:
         # The thread must not keep its owner alive.
         hear = weakref.WeakMethod(self._hear)
         self.close = start_polling(
-            "hadal-notice", self._is_over, _listen, hear, self._is_over, pause
+            "hadal-notice", self._is_over, _listen, hear, self._is_over, pause, self._store, world
         )
         """A function that ends the thread."""
 
@@ -113,6 +114,8 @@ class Notice:
         if not store.check([_WORD]):
             return False
         self.word = store.get(_WORD).decode()
+        if not self.word:
+            return True  # rank 0 ends
         store.set(f"{rank}", f"{self._hold()}")
         if store.add(_COUNT, 1) == size:
             store.set(_DUE, f"{max(int(store.get(f'{each}')) for each in range(size))}")
@@ -133,14 +136,25 @@ class Notice:
         self._is_known.set()
 
 
-def _listen(hear: Any, is_over: threading.Event, pause: float) -> None:
-    while not is_over.wait(pause):
-        call = hear()
-        if call is None:
-            return  # its engine is gone
-        try:
-            if call():
-                return
-        except (RuntimeError, ValueError):
-            return  # the store is gone with rank 0
-        del call
+def _listen(
+    hear: Any, is_over: threading.Event, pause: float, store: Store | None, world: Ranks
+) -> None:
+    try:
+        while not is_over.wait(pause):
+            call = hear()
+            if call is None or call():  # its engine is gone, or nothing is left to hear
+                break
+            del call
+        if store is None:
+            return
+        # The store ends with rank 0's process, and torch prints a stack where a request meets that:
+        # rank 0 leaves last.
+        left = store.add(_LEFT, 1)
+        if world.rank == 0:
+            store.compare_set(_WORD, "", "")
+            end = time.monotonic() + LAST_LOOK_S / 2
+            while left < world.size and time.monotonic() < end:
+                time.sleep(_SHORT_PAUSE_S)
+                left = store.add(_LEFT, 0)
+    except (RuntimeError, ValueError):
+        return  # the store is gone with rank 0

@@ -39,7 +39,7 @@ from hadal.device import device_thread, watch_waits
 _log = logging.getLogger(__name__)
 
 _LONGEST_SLEEP_S = 15.0
-_LAST_LOOK_S = 2.0
+LAST_LOOK_S = 2.0
 
 
 def start_polling(
@@ -56,7 +56,7 @@ def start_polling(
 
     def stop() -> None:
         is_over.set()
-        thread.join(_LAST_LOOK_S)
+        thread.join(LAST_LOOK_S)
         atexit.unregister(stop)
 
     atexit.register(stop)
