@@ -24,11 +24,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hadal.compat.surface import ROOT
 from hadal.zero.access import GatheredParameters, keeper_of
 from hadal.zero.bucket import Bucket, Weights
-from hadal.zero.external import external_parameters
+from hadal.zero.grouping import external_parameters
 from hadal.zero.init import born_among
+from hadal.zero.parameters import gather_to_copy
 from hadal.zero.place import place_of
 from hadal.zero.runtime import ZeroRuntime
-from hadal.zero.watched import gather_to_copy
 
 NO_GIT = "unknown"
 LAMB_OPTIMIZER = "lamb"

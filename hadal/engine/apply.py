@@ -35,7 +35,7 @@ from hadal.zero.agreement import Marker
 from hadal.zero.bucket import Bucket
 from hadal.zero.grouping import BucketPlan
 from hadal.zero.hooks import Hooks
-from hadal.zero.kinds import is_foreign, refusal_of, tensors_inside
+from hadal.zero.parameters import is_foreign, refusal_of, tensors_inside
 from hadal.zero.regroup import merged, renamed, train_later
 from hadal.zero.runtime import ZeroRuntime
 from hadal.zero.sanity import Sanity

@@ -35,8 +35,8 @@ from hadal.errors import (
 from hadal.offload.folder import OwnFolder
 from hadal.plugins.compression.names import is_score
 from hadal.zero import access, init
-from hadal.zero.kinds import is_foreign, refusal_of
 from hadal.zero.layout import order_of
+from hadal.zero.parameters import is_foreign, refusal_of
 from hadal.zero.sharing import Sharing
 
 if TYPE_CHECKING:

@@ -23,17 +23,17 @@ from hadal.config.report import raise_faults
 from hadal.engine.policies import leaves_of, limits_of, partition_of
 from hadal.engine.precision import precisions_of
 from hadal.errors import Fault
-from hadal.zero.external import announced_uses
 from hadal.zero.grouping import (
     BucketPlan,
     ParameterPolicy,
     Unit,
+    announced_uses,
     find_tables,
     find_units,
     plan_buckets,
     repeated_blocks,
 )
-from hadal.zero.kinds import is_foreign
+from hadal.zero.parameters import is_foreign
 from hadal.zero.policy import STAGES, Limits
 from hadal.zero.sharing import HolderGroups, holders_of
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from hadal.lazy import importer_of
 from hadal.zero.access import GatheredParameters
-from hadal.zero.external import register_external_parameter, unregister_external_parameter
+from hadal.zero.grouping import register_external_parameter, unregister_external_parameter
 from hadal.zero.init import Init, MiCS_Init
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         estimate_zero3_model_states_mem_needs_all_cold,
         estimate_zero3_model_states_mem_needs_all_live,
     )
-    from hadal.zero.tiling import TiledLinear
+    from hadal.zero.leaves import TiledLinear
 
 __all__ = [
     "GatheredParameters",
@@ -50,7 +50,7 @@ __all__ = [
 __getattr__ = importer_of(
     __name__,
     {
-        name: "hadal.zero.tiling" if name == "TiledLinear" else "hadal.zero.estimate"
+        name: "hadal.zero.leaves" if name == "TiledLinear" else "hadal.zero.estimate"
         for name in __all__
         if name not in globals()
     },

@@ -22,14 +22,12 @@ from hadal.comm import get_world_size
 from hadal.comm.collectives import broadcast_
 from hadal.device import unwatched
 from hadal.errors import CommunicationError, ShardedAccessError, UsageError
-from hadal.zero.attached import Attached, is_attached
 from hadal.zero.bucket import Bucket
-from hadal.zero.external import register_external_parameter
 from hadal.zero.gathering import Phase
+from hadal.zero.grouping import register_external_parameter
 from hadal.zero.hooks import ReadWatcher, saving, watch_wrappers
-from hadal.zero.kinds import alone
+from hadal.zero.parameters import Attached, alone, gathered_to_copy, guard, is_attached, unguard
 from hadal.zero.runtime import ZeroRuntime
-from hadal.zero.watched import gathered_to_copy, guard, unguard
 
 
 class Keeper(Protocol):

@@ -12,22 +12,79 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hadal.comm.collectives import start_broadcast, start_gather_in_pieces
+from hadal.comm import Ranks
+from hadal.comm.collectives import (
+    slice_of,
+    start_all_gather,
+    start_broadcast,
+    start_gather_in_pieces,
+)
 from hadal.comm.pending import Leaving, Pending, finished
 from hadal.device import has_streams, look_at
 from hadal.errors import few
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import DiskTensor, StoredSlice
-from hadal.zero.edits import absorb_into, digest, same_bits, shard_with_edits
 from hadal.zero.grouping import BucketPlan, Fetch
 from hadal.zero.layout import Layout, Slot, lay_out, order_of
-from hadal.zero.node_copy import NodeCopy
-from hadal.zero.offload import Offload
+from hadal.zero.offload import Offload, Stored
 from hadal.zero.policy import Partition, Precision, Transport
-from hadal.zero.refresh import Refresh
 from hadal.zero.sharing import Sharing
-from hadal.zero.stored import Stored
-from hadal.zero.views import Views, shaped, views_of
+from hadal.zero.views import (
+    Refresh,
+    Views,
+    absorb_into,
+    digest,
+    same_bits,
+    shaped,
+    shard_with_edits,
+    views_of,
+)
+
+
+class NodeCopy:
+    """My slice of the copy that the ranks of `node` hold together; with None there is no copy.
+
+    A gather over all shards creates the copy: each rank keeps its slice when the buffer is freed.
+    From then on, until the weights change, full buffers are gathered inside the node.
+    """
+
+    def __init__(self, node: Ranks | None) -> None:
+        self._node = node
+        self.is_current = False
+        """True if it holds the current weights; the same on all ranks at each gather."""
+        self.kept: Tensor | None = None
+        """My slice of the last full buffer."""
+
+    def outdate(self) -> None:
+        """Mark the copy stale, because weights have changed or the gather does not create one."""
+        self.is_current = False
+
+    def expect(self) -> None:
+        """Mark the copy current, because the gather that is under way creates it."""
+        self.is_current = self._node is not None
+
+    def keep(self, full: Tensor) -> None:
+        """Keep my slice of a full buffer."""
+        mine = self._cut_of(full)
+        if self.kept is None:
+            self.kept = mine.clone()
+        else:
+            self.kept.copy_(mine)
+
+    def start_gather(self, full: Tensor, source: Tensor | None, label: str) -> Pending:
+        """Begin to fill `full` from the node.
+
+        `source` is a full buffer that holds the weights already; None: use my kept slice.
+        """
+        mine = self.kept if source is None else self._cut_of(source)
+        assert self._node is not None and mine is not None  # the copy is current
+        self._cut_of(full).copy_(mine)
+        return start_all_gather(full, self._node, label)
+
+    def _cut_of(self, full: Tensor) -> Tensor:
+        assert self._node is not None  # the copy is sharded over it
+        return slice_of(full, self._node.rank, self._node)
+
 
 _log = logging.getLogger(__name__)
 _ON_DEVICE = Offload()

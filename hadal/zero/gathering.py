@@ -33,11 +33,11 @@ from hadal.errors import (
 from hadal.zero.agreement import Agreement, Marker, Met
 from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.grouping import Unit
+from hadal.zero.parameters import ReadListener
 from hadal.zero.paths import Paths, Walk
 from hadal.zero.planner import Kind, Plan, kept_until_backward
 from hadal.zero.policy import Divergence, Limits
 from hadal.zero.uses import Escapes, Uses
-from hadal.zero.watched import ReadListener
 
 _log = logging.getLogger(__name__)
 

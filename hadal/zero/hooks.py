@@ -29,9 +29,9 @@ from hadal.zero.bucket import Bucket
 from hadal.zero.gathering import Gathering
 from hadal.zero.gradients import Gradients
 from hadal.zero.grouping import Unit
-from hadal.zero.refresh import is_any_under_way
+from hadal.zero.parameters import QUESTIONS, fills
 from hadal.zero.runtime import ZeroRuntime
-from hadal.zero.watched import QUESTIONS, fills
+from hadal.zero.views import is_any_under_way
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -38,17 +38,15 @@ from hadal.device import current_device, keep_freed_memory, modules_running, unw
 from hadal.errors import MismatchError, ModelError, NotBuiltYetError, UsageError
 from hadal.offload import DiskStore
 from hadal.zero import access
-from hadal.zero.attached import Attached
 from hadal.zero.birth import Birth, birth_of, tier_of
 from hadal.zero.bucket import Bucket
 from hadal.zero.grouping import BucketPlan, Fetch, Member
 from hadal.zero.hooks import ReadWatcher
-from hadal.zero.kinds import is_foreign
 from hadal.zero.layout import Layout, Slot, order_of, shared, strides_of
 from hadal.zero.offload import Offload
+from hadal.zero.parameters import Attached, ReadListener, is_foreign
 from hadal.zero.policy import Partition, Precision, Tier
 from hadal.zero.sharing import Sharing
-from hadal.zero.watched import ReadListener
 
 _log = logging.getLogger(__name__)
 _CUT_WEIGHTS = Partition(weights=True)

@@ -1,9 +1,11 @@
-"""Offloading: the tier that stores a bucket's shards between uses (device, host or disk)."""
+"""Storage of a bucket's shards between uses: in device or host memory, on a disk, or encoded."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -11,14 +13,294 @@ from torch import Tensor
 from hadal.comm import Ranks
 from hadal.comm.codecs.codec import Codec
 from hadal.comm.faults import raised_on_all
-from hadal.device import host_empty, is_host_memory
-from hadal.errors import OffloadError
+from hadal.comm.pending import Pending
+from hadal.device import Event, host_empty, is_host_memory, waiting_for
+from hadal.errors import OffloadError, ShardedAccessError
 from hadal.offload.buffers import BufferPool
 from hadal.offload.crossing import Crossing, crossing_of
+from hadal.offload.requests import IoRequest
 from hadal.offload.store import DiskStore
-from hadal.offload.tensors import DiskTensor
+from hadal.offload.tensors import DiskTensor, StoredSlice
 from hadal.zero.policy import Tier
-from hadal.zero.stored import EncodedTensor, Stored
+
+# The number of values encoded or decoded at a time: a multiple of any codec's block.
+_BLOCK_NUMEL = 1 << 20
+
+
+class EncodedTensor:
+    """1-D values of untrained parameters, stored in encoded form."""
+
+    def __init__(self, values: Tensor, codec: Codec) -> None:
+        self.numel = values.numel()
+        self.dtype = values.dtype
+        self._device = values.device
+        self._codec = codec
+        self._blocks = list(pairwise([*range(0, self.numel, _BLOCK_NUMEL), self.numel]))
+        self.wires = [
+            torch.empty(codec.wire_bytes(stop - start), dtype=torch.uint8, device=values.device)
+            for start, stop in self._blocks
+        ]
+        self.write(values)
+
+    def write(self, values: Tensor) -> None:
+        """Encode new values for all elements."""
+        for (start, stop), wire in zip(self._blocks, self.wires, strict=True):
+            self._codec.encode(values[start:stop].to(self._device), wire)
+
+    def copy_to(self, out: Tensor) -> None:
+        """Decode all values into `out`, on its device."""
+        for (start, stop), wire in zip(self._blocks, self.wires, strict=True):
+            self._codec.decode(wire.to(out.device, non_blocking=True), out[start:stop])
+
+    def read(self) -> Tensor:
+        """Return all values, decoded."""
+        values = torch.empty(self.numel, dtype=self.dtype, device=self._device)
+        self.copy_to(values)
+        return values
+
+    def start_read(self, first: int, out: Tensor) -> None:
+        """Fill `out` with the values from `first` on."""
+        last = first + out.numel()
+        for (start, stop), wire in zip(self._blocks, self.wires, strict=True):
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                block = torch.empty(stop - start, dtype=self.dtype, device=self._device)
+                self._codec.decode(wire, block)
+                out[low - first : high - first].copy_(block[low - start : high - start])
+
+
+class _ReadAhead:
+    """A read from the disk into a buffer of a pool, ahead of its use."""
+
+    def __init__(self, source: DiskTensor, pool: BufferPool) -> None:
+        self._source = source
+        self._pool = pool
+        self._buffer: Tensor | None = None
+        self._request: IoRequest | None = None
+
+    def start(self) -> None:
+        """Begin to read if a buffer is free."""
+        if self._buffer is None and self._pool.has_free():
+            self._buffer = self._pool.take()
+            self._request = self._source.start_read(0, self._values_in(self._buffer))
+
+    def take(self) -> tuple[Tensor, Callable[[Event | None], None]] | None:
+        """Wait for the values; None if no buffer is free.
+
+        The second result gives the buffer back: call it with the event after which it may be
+        reused.
+        """
+        self.start()
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
+            return None
+        try:
+            if self._request is not None:
+                self._request.wait()
+        except BaseException:
+            self._pool.give_back(buffer)
+            raise
+        return self._values_in(buffer), lambda after: self._pool.give_back(buffer, after)
+
+    def drop(self) -> None:
+        """Drop the data read, which is stale or not needed any more."""
+        with suppress(OffloadError):  # a failure does not matter then
+            found = self.take() if self._buffer is not None else None
+            if found is not None:
+                found[1](None)
+
+    def _values_in(self, buffer: Tensor) -> Tensor:
+        source = self._source
+        return buffer[: source.numel * source.dtype.itemsize].view(source.dtype)
+
+
+class Stored:
+    """1-D values of one bucket on this rank, as they are stored between uses.
+
+    Without a `backing` they are always in memory, as `values`. With one (a disk or encoded bytes,
+    which already contain them) they are in memory only inside `present`.
+
+    Args:
+        name: their name in errors.
+        values: the values, which are kept if there is no backing.
+        backing: the source from which they are loaded.
+        pool: buffers to read a disk into before a gather needs the values.
+        crossing: the copies to the device, if the values are stored in other memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        values: Tensor,
+        backing: DiskTensor | EncodedTensor | None = None,
+        pool: BufferPool | None = None,
+        crossing: Crossing | None = None,
+    ) -> None:
+        self.name = name
+        self.numel = values.numel()
+        self.dtype = values.dtype
+        self._values = values if backing is None else None
+        self._backing = backing
+        self._crossing = crossing
+        self._ahead = None
+        if pool is not None and isinstance(backing, DiskTensor):
+            self._ahead = _ReadAhead(backing, pool)
+        self._busy: Event | None = None
+        """The end of the copies between the values in host memory and the device."""
+
+    @property
+    def on_disk(self) -> DiskTensor | None:
+        """The tensor on the disk; None if the values are stored elsewhere."""
+        return self._backing if isinstance(self._backing, DiskTensor) else None
+
+    @property
+    def loads_on_use(self) -> bool:
+        """Return True if the values are in memory only inside `present`."""
+        return self._backing is not None
+
+    @property
+    def is_present(self) -> bool:
+        """Return True if the values are in memory now."""
+        return self._values is not None
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Return True if the values, once loaded, are in other memory than the device's."""
+        return self._crossing is not None
+
+    @property
+    def values(self) -> Tensor:
+        """The values, which must be in memory.
+
+        Raises:
+            ShardedAccessError: they are not in memory.
+        """
+        if self._values is None:
+            raise ShardedAccessError(
+                f"{self.name} were used while they were not in memory; this is a bug in Hadal:"
+                " please report it with the lines above"
+            )
+        if self._busy is not None:
+            # The caller may write.
+            self._busy.wait_on_host()
+            self._busy = None
+        return self._values
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The tensors that hold the values between uses."""
+        if self._values is not None:
+            return [self._values]
+        return self._backing.wires if isinstance(self._backing, EncodedTensor) else []
+
+    @property
+    def source(self) -> Tensor | StoredSlice:
+        """The values in memory, or an object that reads them in parts."""
+        if self._values is not None:
+            return self.values
+        assert self._backing is not None  # they are not loaded
+        return StoredSlice(self._backing)
+
+    @contextmanager
+    def present(
+        self, *, reads: bool = True, writes: bool = True, commits: bool = True
+    ) -> Iterator[Tensor]:
+        """Load the values for the block, and keep what it writes into them.
+
+        Without `reads` they start as zeros; without `writes` nothing is kept; without `commits`
+        writes to a disk take effect only when its tensor is committed. Of nested calls the
+        outermost decides.
+        """
+        if self._backing is None or self._values is not None:
+            yield self.values
+            return
+        if reads:
+            self._values = self._backing.read()
+        else:
+            self._values = torch.zeros(self.numel, dtype=self.dtype)
+        try:
+            yield self._values
+            if writes:
+                self._write(self._values, commits=commits)
+        finally:
+            self._values = None
+
+    def holds(self, values: Tensor) -> bool:
+        """Return True if the values equal these bit for bit; may read a disk."""
+        with self.present(writes=False) as mine:
+            # Compared as words, because comparing 16-bit floats takes four times as long.
+            other = values.to(mine.device)
+            with waiting_for(self.name, mine.device):
+                return torch.equal(mine.view(torch.int64), other.view(torch.int64))
+
+    def replace(self, values: Tensor) -> None:
+        """Replace all values."""
+        if self._values is None:
+            self._write(values)
+        else:
+            self.values.copy_(values)
+
+    def _write(self, values: Tensor, *, commits: bool = True) -> None:
+        self.forget_ahead()
+        assert self._backing is not None  # values in memory are written in place
+        if isinstance(self._backing, EncodedTensor):
+            self._backing.write(values)
+            return
+        self._backing.write_next(values)
+        if commits:
+            self._backing.commit()
+
+    def free(self) -> None:
+        """Free the space on the disk."""
+        if isinstance(self._backing, DiskTensor):
+            self.forget_ahead()
+            self._backing.free()
+
+    # ---- for a gather ----------------------------------------------------------------------------
+
+    def read_ahead(self) -> None:
+        """Begin to read the disk for the next gather, if a buffer is free."""
+        if self._ahead is not None and self._values is None:
+            self._ahead.start()
+
+    def forget_ahead(self) -> None:
+        """Drop data that was read ahead."""
+        if self._ahead is not None:
+            self._ahead.drop()
+
+    def fill(self, out: Tensor, gather: Callable[[], Pending]) -> Pending:
+        """Copy the values into `out`, on the device, and start the gather that needs them."""
+        if self._values is None and isinstance(self._backing, EncodedTensor):
+            self._backing.copy_to(out)
+            return gather()
+        source, give_back = self._values, None
+        if source is None and self._ahead is not None:
+            source, give_back = self._ahead.take() or (None, None)
+        if source is None:
+            assert self._backing is not None  # they are not loaded
+            source = self._backing.read()
+        if self._crossing is None:
+            out.copy_(source, non_blocking=True)
+            if give_back is not None:
+                give_back(None)
+            return gather()
+        arrival = self._crossing.bring(source, out, after=self._busy)
+        if give_back is not None:
+            give_back(arrival.event)
+        elif self._values is not None:
+            self._busy = arrival.event
+        pending = arrival.then(gather)
+        # A single rank only waits for the values.
+        return Pending(pending.label, [arrival]) if pending.done else pending
+
+    def land(self, start: int, values: Tensor) -> None:
+        """Cast and write new values from the device to the elements from `start` on."""
+        if self._crossing is None or self._backing is not None:
+            self.values[start : start + values.numel()].copy_(values)
+            return
+        assert self._values is not None  # they are in host memory
+        out = self._values[start : start + values.numel()]
+        self._busy = self._crossing.land(values.to(self.dtype, copy=True), out, after=self._busy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,19 +14,101 @@ from torch.autograd.graph import increment_version
 
 from hadal.comm import Ranks
 from hadal.comm.coded import Messages
-from hadal.comm.collectives import broadcast_, max_
+from hadal.comm.collectives import broadcast_, gather_objects, max_
 from hadal.comm.interrupts import expect_in_step, in_step
-from hadal.device import is_in_backward, unwatched, will_collect
-from hadal.errors import UsageError
+from hadal.device import (
+    HostCopy,
+    graph_task,
+    is_in_backward,
+    start_reading,
+    unwatched,
+    will_collect,
+)
+from hadal.errors import UsageError, few
 from hadal.zero.agreement import Marker
 from hadal.zero.bucket import Bucket, refresh_all
-from hadal.zero.expectation import Expectation
 from hadal.zero.gathering import Gathering, Phase
 from hadal.zero.gradients import Arrival, Gradients
 from hadal.zero.grouping import Unit
 from hadal.zero.policy import Divergence, Limits, Reduction
 from hadal.zero.sanity import Sanity, UnusedCheck
-from hadal.zero.uncounted import UncountedEdits
+
+
+class Expectation:
+    """The gradients that each bucket still waits for in one backward.
+
+    The autograd graph shows them in advance: an expert without tokens or an unused head is not in
+    it. Recomputation with `use_reentrant=True` hides its parameters from the graph; they are
+    expected as often as in the last backward.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._hidden: dict[Bucket, dict[int, int]] = {}
+        self._last: dict[Bucket, list[int]] = {}
+        # True if backwards are nested, which is assumed until the first one has ended.
+        self._nests = True
+        self.take_up(buckets)
+
+    def take_up(self, buckets: Sequence[Bucket]) -> None:
+        """Expect gradients for these buckets from now on."""
+        self._hidden = {bucket: self._hidden.get(bucket, {}) for bucket in buckets}
+        self._last = {b: self._last.get(b) or [1] * len(b.parameters) for b in buckets}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a backward."""
+        self._is_surveyed = self._is_known = False
+        self._tasks: set[int] = set()
+        self._in_graph: dict[Bucket, list[bool]] = {}
+        self._expected: dict[Bucket, list[int]] = {}
+        self._came = {bucket: [0] * len(bucket.parameters) for bucket in self._hidden}
+        self._missing: dict[Bucket, int] = {}
+
+    def survey(self, *, is_root: bool = False) -> None:
+        """Query the graph of the running backward, once.
+
+        `is_root`: this is the outermost backward. A recomputation's own graph contains only its
+        parameters; if that may be the running one, the same gradients as in the last backward are
+        expected.
+        """
+        if self._is_surveyed:
+            return
+        self._is_surveyed = True
+        self._is_known = is_root or not self._nests
+        for bucket, hidden in self._hidden.items():
+            if self._is_known:
+                found = [p.requires_grad and will_collect(p) for p in bucket.parameters]
+                expected = [is_in + hidden.get(index, 0) for index, is_in in enumerate(found)]
+                self._in_graph[bucket] = found
+            else:
+                expected = self._last[bucket]
+            self._expected[bucket] = expected
+            self._missing[bucket] = sum(expected)
+
+    def came(self, bucket: Bucket, index: int) -> bool:
+        """Count a gradient of parameter number `index`; return True if it is the last expected."""
+        self.survey()
+        self._tasks.add(graph_task())
+        counts = self._came[bucket]
+        counts[index] += 1
+        if counts[index] > self._expected[bucket][index]:
+            return False
+        self._missing[bucket] -= 1
+        return not self._missing[bucket]
+
+    def awaits(self, bucket: Bucket) -> bool:
+        """Return True if gradients of a bucket are still expected, or may be before `survey`."""
+        return bool(self._missing.get(bucket, not self._is_surveyed))
+
+    def end(self) -> None:
+        """End a backward: remember the gradients that arrived without being in the graph."""
+        if self._tasks:
+            self._nests, self._last = len(self._tasks) > 1, self._came
+        for bucket, found in self._in_graph.items():
+            for index, count in enumerate(self._came[bucket]):
+                if count:
+                    self._hidden[bucket][index] = count - found[index]
+
 
 _log = logging.getLogger(__name__)
 # The runtimes whose backward is running; it may also produce gradients for other runtimes.
@@ -662,3 +744,53 @@ def _frozen_cuts(bucket: Bucket) -> Iterator[Tensor]:
     for part in bucket.layout.fragments(*bucket.span):
         if not bucket.parameters[part.slot].requires_grad:
             yield bucket.master[part.offset : part.offset + part.numel]
+
+
+# ---- writes that torch does not count ------------------------------------------------------------
+
+
+class UncountedEdits:
+    """A check of weights before each update that does not wait for the device.
+
+    torch counts in-place writes under `torch.no_grad()`, which are absorbed. A write through
+    `parameter.data` shows only in the values: the device compares them, and the host reads the
+    result before the next update. By then such a write is lost.
+    """
+
+    def __init__(self) -> None:
+        self._names: Sequence[str] = ()
+        self._reading: HostCopy | None = None
+
+    def look(self, buckets: Sequence[Bucket]) -> None:
+        """Absorb counted writes, and begin to compare values for uncounted ones."""
+        seen = [(bucket.absorb_unread(), bucket) for bucket in buckets]
+        found = [(answer, bucket.name) for answer, bucket in seen if answer is not None]
+        if self._reading is not None and (not self._reading.is_over or self.lost):
+            return  # the device is more than an update behind, or a loss is not reported yet
+        self._reading = None
+        if found:
+            self._names = [name for _, name in found]
+            answers = torch.stack([answer for answer, _ in found])
+            self._reading = start_reading(answers, "whether weights were written to")
+
+    @property
+    def lost(self) -> bool:
+        """Return True if an uncounted write on this rank before the last update is known."""
+        reading = self._reading
+        return reading is not None and reading.is_over and bool(reading.values().any())
+
+    def error(self, ranks: Ranks) -> UsageError:
+        """Return the error to raise on every rank if any has lost a write; all must call it."""
+        mine: list[str] = []
+        if self.lost and self._reading is not None:
+            answers = self._reading.values().tolist()
+            mine = [name for name, is_lost in zip(self._names, answers, strict=True) if is_lost]
+        self._reading = None
+        names = sorted({name for names in gather_objects(mine, ranks) for name in names})
+        return UsageError(
+            f"weights of {few(names)} were written to through parameter.data"
+            " (or a tensor made from it) before the last update, and the write is lost: on an"
+            " accelerator torch does not count such a write, and finding it would mean to wait for"
+            " the device. Write in place under torch.no_grad(), as in parameter.copy_(values), or"
+            " inside `with hadal.zero.GatheredParameters(parameters, modifier_rank=0):`"
+        )

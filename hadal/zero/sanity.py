@@ -16,8 +16,8 @@ from hadal.comm.collectives import gather_codes, gather_objects
 from hadal.device import read_on_host
 from hadal.errors import MismatchError, ModelError, few
 from hadal.zero.bucket import Bucket
-from hadal.zero.edits import digest
 from hadal.zero.gradients import Gradients
+from hadal.zero.views import digest
 
 _log = logging.getLogger(__name__)
 

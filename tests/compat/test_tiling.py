@@ -16,7 +16,7 @@ import hadal
 from hadal.errors import ModelError
 from hadal.zero import TiledLinear
 from hadal.zero.bucket import Weights
-from hadal.zero.tiling import even_parts
+from hadal.zero.leaves import even_parts
 
 
 @given(st.integers(1, 50), st.data())

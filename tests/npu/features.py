@@ -325,7 +325,7 @@ FEATURES: dict[str, Feature] = {
     "offload to a disk": rare(
         on_disk,
         *range(200),
-        where="zero/gradients.py zero/stored.py offload/crossing.py",
+        where="zero/gradients.py zero/offload.py offload/crossing.py",
     ),
     "zero_quantized_nontrainable_weights": rare(
         partial(keys, 3, zero={"zero_quantized_nontrainable_weights": True}, freezes=True)
@@ -375,7 +375,7 @@ FEATURES: dict[str, Feature] = {
     "curriculum_learning": rare(partial(short_sequences, False)),
     "curriculum_learning, truncated": Feature(partial(short_sequences, True)),
     "dynamic_batching": Feature(batches_by_tokens),
-    "eigenvalue": Feature(eigenvalues, range(1, 60), "compression/curvature.py zero/stored.py"),
+    "eigenvalue": Feature(eigenvalues, range(1, 60), "compression/curvature.py zero/offload.py"),
     "eigenvalue in another update": rare(partial(eigenvalues, gas_boundary_resolution=100)),
     "quantize_training": Feature(moq),
     "weight_quantization": rare(

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 import hadal
 import npu
-from hadal.zero import refresh
-from hadal.zero.refresh import Refresh
+from hadal.zero import views
+from hadal.zero.views import Refresh
 
 from . import runs
 
@@ -319,7 +319,7 @@ def _compiled(graph: str) -> tuple[list[int], list[int], list[int], bool]:
             is_same &= all(a.cpu().equal(b) for a, b in zip(found, wanted, strict=True))
         engine.destroy()
         torch._dynamo.reset()
-        refresh._is_read_unseen = False
+        views._is_read_unseen = False
     return counts, left, frames, is_same
 
 

@@ -23,7 +23,7 @@ from hadal.offload.store import DiskStore
 from hadal.offload.tensors import DiskTensor
 from hadal.optim.step import FlatStepper
 from hadal.optim.workspace import Workspace
-from hadal.zero.stored import Stored
+from hadal.zero.offload import Stored
 
 from .test_tiers import WIDTH, config_of, model_of, small_blocks, state_of, train, trained
 

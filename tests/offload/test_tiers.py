@@ -24,7 +24,7 @@ from hadal.engine.tiers import tiers_of
 from hadal.errors import OffloadError, OptimizerError, UnbuiltConfigError
 from hadal.optim import workspace
 from hadal.optim.one_bit import OneBitAdam
-from hadal.zero import offload, stored
+from hadal.zero import offload
 from hadal.zero.policy import Tier
 
 WIDTH = 96
@@ -411,7 +411,7 @@ def peak_of_reading(path: str, buffer_count: int, max_in_cpu: int) -> dict[str, 
     from hadal.offload.tensors import DiskTensor
 
     ahead = {"count": 0}
-    plain = stored.Stored.read_ahead
+    plain = offload.Stored.read_ahead
 
     def start(self: Any) -> None:
         plain(self)
@@ -423,11 +423,11 @@ def peak_of_reading(path: str, buffer_count: int, max_in_cpu: int) -> dict[str, 
     buckets = engine._parts.runtime.buckets
     on_disk = [b for b in buckets if b.disk_weights is not None]
     train(engine, 2)
-    stored.Stored.read_ahead = start
+    offload.Stored.read_ahead = start
     try:
         train(engine, 1, 2)
     finally:
-        stored.Stored.read_ahead = plain
+        offload.Stored.read_ahead = plain
     assert all(isinstance(b.disk_weights, DiskTensor) for b in on_disk)
     largest = max((b._shard.numel for b in on_disk), default=0)
     in_memory = sum(

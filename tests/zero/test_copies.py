@@ -16,7 +16,7 @@ from torch import nn
 import hadal
 from hadal.errors import ShardedAccessError, UsageError
 from hadal.zero import GatheredParameters
-from hadal.zero.watched import gather_to_copy
+from hadal.zero.parameters import gather_to_copy
 
 OVERHEAD = 2048  # bytes of names and types around one pickled tensor
 

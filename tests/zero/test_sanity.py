@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from hadal import comm, zero
 from hadal.errors import HadalError, MismatchError, ModelError
-from hadal.zero import edits
+from hadal.zero import views
 
 STAGES = [0, 1, 2, 3]
 
 
 def digest(values: Tensor) -> int:
-    return int(edits.digest(values))
+    return int(views.digest(values))
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=8), st.data())

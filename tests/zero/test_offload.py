@@ -9,8 +9,8 @@ from hadal.comm.codecs.blockwise import Blockwise
 from hadal.comm.pending import finished
 from hadal.errors import ShardedAccessError
 from hadal.offload.tensors import UNIT_NUMEL, StoredSlice
-from hadal.zero import stored
-from hadal.zero.stored import EncodedTensor, Stored
+from hadal.zero import offload
+from hadal.zero.offload import EncodedTensor, Stored
 
 CODEC = Blockwise(8, 256)
 NUMEL = 3 * UNIT_NUMEL + 780
@@ -18,7 +18,7 @@ NUMEL = 3 * UNIT_NUMEL + 780
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "_BLOCK_NUMEL", 2560)
+    monkeypatch.setattr(offload, "_BLOCK_NUMEL", 2560)
 
 
 def values() -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Parameters whose reads are seen, through a class that torch calls before each operation.
+"""Single parameters: values attached to them, watched classes, and which kinds a buffer can hold.
 
-These are freed parameters and those whose new values are still being gathered. A parameter that has
-its values keeps its own class, and costs nothing. A watched class is a subclass of the parameter's
-own class with the same name.
+Reads of freed parameters, and of those whose new values are still being gathered, are seen through
+a watched class, which torch calls before each operation: a subclass of the parameter's own class
+with the same name. A parameter that has its values keeps its own class, and costs nothing.
 
 An operation on a freed parameter raises if it needs the values, or writes them: a sum would be
 NaN, and a write would be lost. So does an operation on a tensor that shares its memory, such as
@@ -16,14 +16,58 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from inspect import getattr_static
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from hadal.device import is_in_backward
 from hadal.errors import ShardedAccessError
-from hadal.zero.attached import Attached
+
+_V = TypeVar("_V")
+_MARK = "_hadal_"
+
+
+class Attached(Generic[_V]):
+    """Values by parameter.
+
+    A table with weak keys would hold its values, and a bucket holds its parameters, so unused
+    ones would never be freed. Here they refer only to each other.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = _MARK + name
+
+    def __setitem__(self, parameter: nn.Parameter, value: _V) -> None:
+        # Programs copy all attributes of one parameter to another; the id shows which is whose.
+        vars(parameter)[self._name] = (id(parameter), value)
+
+    def __getitem__(self, parameter: nn.Parameter) -> _V:
+        found = self.get(parameter)
+        if found is None:
+            raise KeyError(self._name)
+        return found
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return self.get(parameter) is not None
+
+    def get(self, parameter: nn.Parameter) -> _V | None:
+        """Return the value of a parameter, if it has one."""
+        number, value = vars(parameter).get(self._name, (None, None))
+        return value if number == id(parameter) else None
+
+    def pop(self, parameter: nn.Parameter) -> None:
+        """Remove a parameter's value."""
+        vars(parameter).pop(self._name, None)
+
+
+def is_attached(name: str) -> bool:
+    """Return True for an attribute that holds such a value; copies of a parameter lack it."""
+    return name.startswith(_MARK)
+
+
+# ---- watched parameters --------------------------------------------------------------------------
 
 # torch passes a property of a tensor as its getter or setter.
 _ASKED = "_version device dtype grad is_leaf layout ndim requires_grad shape"
@@ -391,3 +435,78 @@ def take_touched(parameter: nn.Parameter) -> bool:
     if was_touched:
         _touched.pop(parameter)
     return was_touched
+
+
+# ---- the kinds of parameters that a flat buffer can hold -----------------------------------------
+
+# What a class may define without changing what torch does with the values.
+_HARMLESS = frozenset(
+    {"__deepcopy__", "__getstate__", "__init__", "__new__", "__reduce__", "__reduce_ex__"}
+    | {"__repr__", "__setstate__", "__str__"}
+    | {"__abstractmethods__", "__dict__", "__weakref__"}
+)
+
+
+def is_foreign(parameter: Tensor) -> bool:
+    """Return True if a flat buffer cannot hold a parameter: integer, float8, quantized or wrapped.
+
+    It can hold a subclass from the program, unless that replaces a method or property of tensors.
+    """
+    # torch neither adds numbers of 8 bits nor promotes them.
+    is_plain = parameter.is_floating_point() and parameter.dtype.itemsize > 1
+    is_plain = is_plain and parameter.layout == torch.strided
+    return not is_plain or _replaces_methods(kind_of(parameter))
+
+
+def refusal_of(parameter: Tensor, *, trains: bool) -> str | None:
+    """Return why a parameter cannot be trained or held, and the remedy; None if it can."""
+    found = f"is a {type(parameter).__name__} of {parameter.dtype}"
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is not None:
+        return (
+            f"{found} over {mesh}; expected a tensor of this rank only. Give each rank its part"
+            " as a plain nn.Parameter and pass the groups to initialize as mpu=, or build the model"
+            " without parallelize_module"
+        )
+    if trains and is_foreign(parameter):
+        return (
+            f"{found} ({parameter.layout}) and cannot be trained; expected a dense nn.Parameter of"
+            " 16 to 64-bit floats, or a subclass that replaces no method of tensors. Freeze it"
+            " (requires_grad_(False)), or convert it to a plain nn.Parameter before"
+            " hadal.initialize"
+        )
+    return None
+
+
+def tensors_inside(parameter: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors in a parameter; a wrapper may have several."""
+    flatten = getattr(parameter, "__tensor_flatten__", None)
+    if flatten is None:
+        yield parameter.data
+        return
+    for name in flatten()[0]:
+        yield from tensors_inside(getattr(parameter, name))
+
+
+@functools.cache
+def _replaces_methods(kind: type) -> bool:
+    """Return True if a class replaces a method or property of torch's tensors.
+
+    Other attributes do not count: Python itself adds some to a class, such as `__slotnames__` when
+    an instance is pickled and `__annotations__` when they are looked up.
+    """
+    own = kind.__mro__[: kind.__mro__.index(Tensor)]
+    names = {name for each in own if each is not nn.Parameter for name in vars(each)}
+    return any(_acts(getattr_static(Tensor, name, None)) for name in names - _HARMLESS)
+
+
+def _acts(attribute: object) -> bool:
+    return callable(attribute) or hasattr(type(attribute), "__get__")
+
+
+def alone(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """Make a parameter of the same class that holds `values`, as `copy.deepcopy` does."""
+    kind = kind_of(parameter)
+    return (kind if issubclass(kind, nn.Parameter) else nn.Parameter)(
+        values, parameter.requires_grad
+    )

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hadal.zero import edits as module
-from hadal.zero.edits import digest
+from hadal.zero import views as module
+from hadal.zero.views import digest
 
 ROW = module._ADDENDS
 
