@@ -1,4 +1,4 @@
-"""The files and commands of docs/getting_started.md work as pasted."""
+"""The files and commands of docs/getting_started.md and docs/transformers.md work as pasted."""
 
 from __future__ import annotations
 
@@ -14,8 +14,17 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "getting_started.md").read_text()
-NAMES = ("ds_config.json", "train.py", "trainer_config.json", "finetune.py")
+FILES = {
+    "getting_started": ("ds_config.json", "train.py", "trainer_config.json", "finetune.py"),
+    "transformers": (
+        "make_model.py",
+        "ds_config.json",
+        "finetune.py",
+        "use.py",
+        "lora.py",
+        "merge.py",
+    ),
+}
 LIMIT_S = 300.0
 # Put before the Trainer's program: writes what each rank trains on.
 RECORDING = """
@@ -36,13 +45,14 @@ Trainer.training_step = recording
 """
 
 
-def pasted(folder: Path) -> list[str]:
-    """Save the page's files in a folder; return its commands."""
-    files = re.findall(r"```(json|python)\n(.*?)```", PAGE, re.DOTALL)
-    for name, (language, text) in zip(NAMES, files, strict=True):
+def pasted(folder: Path, page: str = "getting_started") -> list[str]:
+    """Save a page's files in a folder; return its commands."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    files = re.findall(r"```(json|python)\n(.*?)```", text, re.DOTALL)
+    for name, (language, content) in zip(FILES[page], files, strict=True):
         assert name.endswith({"json": "json", "python": "py"}[language])
-        (folder / name).write_text(text)
-    return re.findall(r"^(?:python|hadal) [^#\n]*", PAGE, re.MULTILINE)
+        (folder / name).write_text(content)
+    return re.findall(r"^(?:python|hadal) [^#\n]*", text, re.MULTILINE)
 
 
 def run(folder: Path, command: str) -> str:
@@ -94,3 +104,21 @@ def test_the_trainer_finds_hadal(tmp_path: Path) -> None:
     first, second = ({tuple(row) for row in rank["samples"]} for rank in ranks)
     assert len(first) == len(second) == 10 * 4, "10 updates of 4 samples on each rank"
     assert not first & second, "both ranks train on the same samples"
+
+
+def test_a_transformers_model_is_fine_tuned_exported_and_adapted(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    make, tune, export, adapt = pasted(tmp_path, "transformers")
+    run(tmp_path, make)
+    said = run(tmp_path, tune)
+    losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\S+) on held-out", said)]
+    assert len(losses) == 4
+    assert losses[-1] < 0.7 * losses[0]
+    run(tmp_path, export)
+    (answer,) = re.findall(r"\[rank 0\] ('Return.*)", said)
+    assert run(tmp_path, "python use.py").strip() == answer.strip(), "the export is the model"
+    said = run(tmp_path, adapt)
+    assert "8192 trained parameters" in said
+    run(tmp_path, "python merge.py")
+    assert (tmp_path / "merged" / "model.safetensors").exists()
