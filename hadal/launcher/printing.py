@@ -149,6 +149,8 @@ class Printer:
             if output.is_held:
                 output.traceback.append(plain)
                 return
+        if output.prefix and line == b"\r":
+            return  # a progress bar returns to the beginning of a line, where it is already
         self._write(self._error if is_error else self._out, output.prefix + line)
 
     def _may_begin(self, output: _RankOutput, rest: bytes) -> bool:

@@ -245,8 +245,8 @@ def test_nothing_is_left_of_a_bar_on_a_terminal() -> None:
         shown.said("h", 0, True, piece)
     shown.said("h", 1, False, b"loss 1\n")
     clear = b"\x1b[K"
-    first = [b"[0] \r", b"[0] 50%|#####     |\r", b"[0] 100%|\r"]
-    then = [b"[0] done\n[0] \r", b"[0] 0%|\r", b"[1] loss 1\n"]
+    first = [b"[0] 50%|#####     |\r", b"[0] 100%|\r"]
+    then = [b"[0] done\n[0] 0%|\r", b"[1] loss 1\n"]
     assert screen.getvalue() == clear.join([*first, *then])
     shown.said("h", 1, True, b"\r1%|\r2%")
     shown.begin_line()
