@@ -671,11 +671,7 @@ class Bucket:
         """
         self.outdate()
         self._is_new = False
-        is_compared = self._steps_off or self._records_data_writes
-        if is_compared and self.has_own_master and not self.partition.weights:
-            # Masters are compared only if this digest changes: they are in other memory, or on an
-            # accelerator, which nothing may wait for.
-            self._digest = digest(self.full[self.span[0] : self.span[1]])
+        self.note_weights()
         if not self.partition.optimizer or self.partition.weights:
             return
         numel = self.transport.refresh_numel
@@ -689,6 +685,14 @@ class Bucket:
             numel,
         )
         self._refresh.start(gather, may_last=is_free and not self.has_other_views)
+
+    def note_weights(self) -> None:
+        """Note whole weights that are now their masters' values: later edits differ from these."""
+        is_compared = self._steps_off or self._records_data_writes
+        if is_compared and self.has_own_master and not self.partition.weights:
+            # Masters are compared only if this digest changes: they are in other memory, or on an
+            # accelerator, which nothing may wait for.
+            self._digest = digest(self.full[self.span[0] : self.span[1]])
 
     def leave_refresh(self) -> None:
         """Let a refresh overlap with the device's next work, until the weights are read."""

@@ -83,6 +83,7 @@ def _put_master(place: Place, full: Tensor) -> None:
         if bucket.state is Weights.FULL:
             # Through the master's dtype, as in a step: rounding twice may differ from once.
             bucket.full[place.slot.offset : place.slot.stop].copy_(full.to(master.dtype))
+            bucket.note_weights()
 
 
 # ---- the gradient --------------------------------------------------------------------------------
