@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import late
 import pytest
 import torch
 from ranks import RankPools
@@ -79,51 +78,6 @@ def test_states_leave_the_device_and_come_back(stage: int, ranks: RankPools) -> 
     includes = [None, ["optim_states"], ["lp_params", "hp_params"], ["lp_grads"]]
     ranks(2).run(move_and_go_on, stage, "bf16", "AdamW", includes)
     ranks(2).run(move_and_go_on, stage, "fp32", "Adafactor" if stage else "Lamb", [None])
-
-
-def move_beside_the_device(stage: int) -> None:
-    """Nobody waits on the host, twice, and each copy is waited for by who needs it."""
-    plain, state_offload.is_host_memory = state_offload.is_host_memory, lambda device: False
-    changes = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
-    try:
-        with late.device():
-            engine = engine_of(stage, **changes)
-            host: set[int] = set()
-            for number in range(3):
-                train(engine, range(2 * number, 2 * number + 2))
-                before, waits = held_nbytes(engine), late.waits["host"]
-                engine.offload_states(non_blocking=True)
-                assert late.waits["host"] == waits and not any(
-                    one.event.is_over for one in moved(engine)
-                )
-                assert held_nbytes(engine) < before / 8
-                host |= {one.contents.data_ptr() for one in moved(engine)}
-                engine.reload_states(non_blocking=number < 2)
-                assert (late.waits["host"] == waits) == (number < 2)
-                assert held_nbytes(engine) == before
-            assert len(host) == len(engine._state.host_memory)  # taken once
-            train(engine, range(6, 8))
-            found = engine.state_dict()
-            engine.offload_states(["optim_states"])
-            assert all(one.event.is_over for one in moved(engine)) and moved(engine)
-            engine.destroy()
-            assert not engine._state.host_memory
-    finally:
-        state_offload.is_host_memory = plain
-    untouched = engine_of(stage, **changes)
-    train(untouched, range(8))
-    assert_equal(found, untouched.state_dict())
-    untouched.destroy()
-
-
-def moved(engine: Any) -> list[Any]:
-    return list(engine._state.moved)
-
-
-@pytest.mark.fast_cells("3")
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_copies_overlap_with_the_device(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(move_beside_the_device, stage)
 
 
 def refuse() -> None:

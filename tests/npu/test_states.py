@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -68,24 +69,39 @@ def test_gradients_take_no_memory_between_updates(stage: int, npus: RankPools) -
 
 
 def _moved(config: dict[str, Any], pinned: bool, waits: bool) -> dict[str, Any]:
+    is_here = current_device().type == "npu"
     with _late():
         # What others of this process hold is not the engine's.
         already = _allocated()
         engine = runs.built(config)
         told = runs.advanced(engine, 2)
+        host: set[int] = set()
         for first in (2, 4):
             before = _allocated() - already
-            engine.offload_states(pin_memory=pinned, non_blocking=not waits)
-            torch.ones(400, device=engine.device).mul_(2)  # may get memory that has been left
-            if waits and current_device().type == "npu":
-                assert _allocated() - already < before / 2
-            engine.reload_states(non_blocking=not waits)
+            with _no_waits() if is_here and pinned and not waits else contextlib.nullcontext():
+                engine.offload_states(pin_memory=pinned, non_blocking=not waits)
+                host |= {one.contents.data_ptr() for one in engine._state.moved}
+                torch.ones(400, device=engine.device).mul_(2)  # may get memory that has been left
+                if waits and is_here:
+                    assert all(one.event.is_over for one in engine._state.moved)
+                    assert _allocated() - already < before / 2
+                engine.reload_states(non_blocking=not waits)
             more = runs.advanced(engine, 1, first)
             told = {key: told[key] + more[key] for key in told}
+        if is_here and pinned:
+            assert len(host) == len(engine._state.host_memory)  # taken once
         told["weights"] = runs.weights(engine)
         told["device"] = engine.device.type
         engine.destroy()
+        assert not engine._state.host_memory
     return told
+
+
+@contextlib.contextmanager
+def _no_waits() -> Iterator[None]:
+    with npu.waits() as found:
+        yield
+    assert not found
 
 
 def _allocated() -> int:

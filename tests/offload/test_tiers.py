@@ -105,7 +105,7 @@ def small_blocks() -> Iterator[None]:
 def inputs_of(engine: Any, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + comm.get_rank())
     dtype = next(engine.module.parameters()).dtype
-    return torch.randn(2, WIDTH, generator=generator).to(dtype)
+    return torch.randn(2, WIDTH, generator=generator).to(engine.device, dtype)
 
 
 def train(engine: Any, updates: int, first: int = 0) -> list[float]:

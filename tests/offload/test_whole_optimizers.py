@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import late
 import pytest
 import torch
 from cases import rarely
@@ -308,25 +307,3 @@ def test_an_interrupted_update_changes_nothing(
     kind: str, stage: int, ranks: RankPools, tmp_path: Path
 ) -> None:
     ranks(1).run(interrupt, kind, stage, "bf16", str(tmp_path))
-
-
-# ---- where the device has memory of its own ------------------------------------------------------
-
-
-def compare_late(kind: str, stage: int, path: str) -> None:
-    """Copies run as late as allowed, so that a missing wait would show."""
-    with small_blocks(), late.device():
-        _, wanted = trained(kind, 2, stage, "bf16", "cpu", None, path)
-        _, found = trained(kind, 2, stage, "bf16", "nvme", None, path)
-        assert_alike(found, wanted)
-        if stage == 3:
-            _, found = trained(kind, 2, stage, "bf16", "nvme", "nvme", path)
-            assert_alike(found, wanted)
-
-
-@pytest.mark.fast_cells("Lamb-3")
-@pytest.mark.parametrize(("kind", "stage"), [("Lamb", 3), ("Muon", 2), ("Adafactor", 3)])
-def test_host_and_disk_are_equal_beside_a_device(
-    kind: str, stage: int, ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(2).run(compare_late, kind, stage, str(tmp_path))
