@@ -27,7 +27,7 @@ DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-quick test-slow test-full test-torch test-processors lint types contracts check format wheel audit sbom bench bench-gpu bench-gpu-offload bench-offload bench-optimizer bench-scale docs tree clean
+.PHONY: help install demo demo-clean test test-quick test-slow test-full test-torch test-processors lint types contracts check format wheel audit sbom bench bench-gpu bench-gpu-offload bench-offload bench-optimizer bench-scale docs site tree clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -109,6 +109,9 @@ format: $(VENV)/.test  ## lay the code out and mend what can be mended
 
 docs: $(VENV)/.test  ## generate docs/configuration*.md from the fields of the configuration
 	$(BIN)/python -m hadal.config.document
+
+site: $(VENV)/.test  ## build the site of docs/ in site/; a broken link or docstring is an error
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs site
 
 tree:  ## print every file of hadal/ with its first line
 	@$(PYTHON) -c 'import ast, pathlib; [print(f"{str(p):56}", " ".join(ast.get_docstring(ast.parse(p.read_text())).split("\n\n")[0].split())) for p in sorted(pathlib.Path("hadal").rglob("*.py"))]'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +54,24 @@ def test_the_quickstart_runs_as_pasted(tmp_path: Path, processes: int) -> None:
     assert losses[0] < 16, "the sum of 16 numbers varies by 16"
     assert 0.003 < losses[-1] < 0.05, "the same size of loss on any number of processes"
     assert (tmp_path / "checkpoints" / "latest").exists()
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Its links lead somewhere, and the docstrings of all public names can be read."""
+    pytest.importorskip("furo")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for name in ("benchmarks", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    command = ["-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "docs", "site"]
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    reference = (tmp_path / "site" / "api" / "hadal.html").read_text()
+    assert "hadal.initialize" in reference

@@ -3,8 +3,7 @@
 Words of this folder.
 
 unit      a module whose parameters are unsharded together (a transformer block, say)
-bucket    the parameters of a unit that share dtype, policy and trainability, end to end in one
-          flat buffer, ordered by param group
+bucket    the parameters of a unit that share dtype, policy and trainability, in one flat buffer
 slot      the place of one parameter in its bucket
 full      a bucket's whole buffer           shard     one rank's even slice of it
 fragment  the part of one parameter in a shard

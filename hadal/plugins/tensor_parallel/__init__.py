@@ -3,8 +3,7 @@
 Words of this folder.
 
 column   a linear layer whose outputs are cut: each rank has rows of its weight
-row      a linear layer whose inputs are cut: each rank has columns of its weight, and the ranks'
-         outputs are summed
+row      a linear layer whose inputs are cut: each rank has columns, and outputs are summed
 slice    the part of a cut parameter that a rank holds
 part     one of several matrices that are fused in a weight (query, key and value)
 rule     which parameters are cut, and how
