@@ -144,3 +144,18 @@ def few(names: Iterable[object], shown: int = 8, joint: str = ", ") -> str:
     known = [str(name) for name in names]
     more = f" and {len(known) - shown} more" if len(known) > shown else ""
     return joint.join(known[:shown]) + more
+
+
+def written(name: str, faults: tuple[Fault, ...]) -> str:
+    """Format faults one per line, with paths and messages in columns."""
+    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    width = max(len(fault.path) for fault in faults)
+    lines = [f"  {fault.path:<{width}}  {fault.message}" for fault in faults]
+    return "\n".join([f"{count} in {name}", *lines])
+
+
+def raise_faults(faults: Iterable[Fault], name: str = "the configuration") -> None:
+    """Raise a ConfigError that lists the faults of `name`, if there are any."""
+    found = tuple(faults)
+    if found:
+        raise ConfigError(written(name, found), found)

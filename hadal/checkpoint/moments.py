@@ -18,7 +18,7 @@ from hadal.checkpoint.contents import MASTER, WEIGHT, state_key, state_kind
 from hadal.checkpoint.live import plain_slots
 from hadal.checkpoint.source import Entry, Source
 from hadal.checkpoint.weights import Copy
-from hadal.config.optimizer_kinds import KINDS
+from hadal.config.optimizer import KINDS
 from hadal.errors import CheckpointError
 from hadal.optim.pieces import HeldTensor
 from hadal.zero.layout import Slot

@@ -81,7 +81,7 @@ def _section(source: str) -> Elasticity:
     from hadal.config import load_config
     from hadal.config.elasticity import elastic_faults
     from hadal.config.reading import read
-    from hadal.config.report import written
+    from hadal.errors import written
 
     name, raw = read(source)
     if not isinstance(raw.get("elasticity"), dict):
@@ -100,7 +100,7 @@ def _section(source: str) -> Elasticity:
 
 def _result(section: Elasticity, world_size: int | None) -> dict[str, Any]:
     from hadal.config.elasticity import choice_of, list_of, sizes_of
-    from hadal.config.triangle import Sizes
+    from hadal.config.general import Sizes
 
     shared = section.model_parallel_size
     choice = list_of(section) if world_size is None else choice_of(section, world_size)

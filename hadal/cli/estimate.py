@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hadal.cli.arguments import CONFIG_HELP, device_memory, numel, positive
 from hadal.cli.parser import add_command
 from hadal.cli.terminal import aligned, heading, show, table
-from hadal.config.optimizer_kinds import KINDS
+from hadal.config.optimizer import KINDS
 from hadal.errors import ModelError
 from hadal.units import numel_of, shown_nbytes, shown_numel
 

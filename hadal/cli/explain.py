@@ -95,8 +95,7 @@ def run(parsed: argparse.Namespace) -> int:
     """
     from hadal.config.load import examine
     from hadal.config.reading import read
-    from hadal.config.report import written
-    from hadal.errors import ConfigError
+    from hadal.errors import ConfigError, written
 
     _, raw = read(parsed.config)
     _know_types(raw)
@@ -147,8 +146,7 @@ def _hint(found: Examined, raw: Mapping[str, Any]) -> str:
 
 def _know_types(raw: Mapping[str, Any]) -> None:
     """Import torch if the optimizer or the schedule may be a class that only a newer one has."""
-    from hadal.config.optimizer import canonical_type
-    from hadal.config.optimizer_kinds import KINDS
+    from hadal.config.optimizer import KINDS, canonical_type
     from hadal.config.scheduler import PARAMS as SCHEDULES
     from hadal.config.scheduler import TORCH_SCHEDULES
 
@@ -162,7 +160,7 @@ def _know_types(raw: Mapping[str, Any]) -> None:
 
 def _types_faults(config: Config) -> Iterator[Fault]:
     """Try classes of torch out; built-in types are known without torch, which takes seconds."""
-    from hadal.config.optimizer_kinds import built_in
+    from hadal.config.optimizer import built_in
     from hadal.config.scheduler import PARAMS as SCHEDULES
 
     optimizer, schedule = config.optimizer, config.scheduler
@@ -182,7 +180,7 @@ def _types_faults(config: Config) -> Iterator[Fault]:
 
 def rows(config: Config, raw: Mapping[str, Any], faults: Iterable[Fault]) -> list[ExplainedValue]:
     """List all values in the order of their declaration; refused values as in the file."""
-    from hadal.config.plain import leaves
+    from hadal.config.section import leaves
 
     refused = {_key_of(fault.path) for fault in faults}
     values = dict(leaves(config.as_dict()))

@@ -36,7 +36,7 @@ def add_to(group: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Write the schema."""
-    from hadal.config.schema import config_schema
+    from hadal.config.document import config_schema
 
     text = json.dumps(config_schema(), indent=2) + "\n"
     if parsed.output is None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hadal.comm.bandwidth import algorithm_bandwidth, bus_bandwidth, bus_factor
-from hadal.config.profiling import KIND_OF, OPERATIONS
+from hadal.config.monitors import KIND_OF, OPERATIONS
 from hadal.device import Stamp
 from hadal.errors import UsageError
 

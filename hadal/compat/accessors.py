@@ -16,7 +16,7 @@ from hadal.compat.efficiency import (
 )
 from hadal.compat.placeholders import placeholder
 from hadal.compat.surface import NameKind, data
-from hadal.config.plain import plain
+from hadal.config.section import plain
 from hadal.engine.engine import Engine
 
 _TABLE = data("accessors.json")

@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator
 
-from hadal.config.plain import shown
-from hadal.config.section import NO_EFFECT, Section, Switched, key, rule, section, under
+from hadal.config.section import NO_EFFECT, Section, Switched, key, rule, section, shown, under
 from hadal.config.values import Boolean, Integer, Integers, Number, Text, TextOrTexts, Texts, whole
 from hadal.errors import Fault
 

@@ -4,8 +4,17 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import ClassVar, Literal, TypeAlias
 
-from hadal.config.plain import shown
-from hadal.config.section import NO_EFFECT, Moved, Section, Switched, key, rule, section, under
+from hadal.config.section import (
+    NO_EFFECT,
+    Moved,
+    Section,
+    Switched,
+    key,
+    rule,
+    section,
+    shown,
+    under,
+)
 from hadal.config.values import Boolean, Integer, Integers, Number, Text
 from hadal.errors import Fault
 

@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar, NamedTuple
 
 from annotated_types import Ge
 
+from hadal.config.general import Sizes
 from hadal.config.section import Switched, key, rule
-from hadal.config.triangle import Sizes
 from hadal.config.values import Boolean, Integer, Number
 from hadal.errors import Fault
 

@@ -10,10 +10,9 @@ from typing import Any
 from hadal.config.data_efficiency import DataEfficiency
 from hadal.config.not_built import NOT_BUILT
 from hadal.config.offload import Aio
-from hadal.config.plain import shown
-from hadal.config.report import Report
+from hadal.config.prepare import Report
 from hadal.config.rules import scales_by_fp16
-from hadal.config.section import Mark, Section, default_of, mark_of
+from hadal.config.section import Mark, Section, default_of, mark_of, shown
 from hadal.config.sparse_attention import KEYS
 from hadal.config.top_level import Config
 

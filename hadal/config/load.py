@@ -7,17 +7,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from hadal.config.elasticity import elastic_faults, list_of, sizes_of
-from hadal.config.general import BATCH_KEYS
+from hadal.config.general import BATCH_KEYS, Given, Sizes, complete
 from hadal.config.idle import report_advice, report_unbuilt
-from hadal.config.plain import leaves
-from hadal.config.prepare import modernise, prepare
+from hadal.config.prepare import Report, modernise, prepare, validate
 from hadal.config.reading import Source, read
-from hadal.config.report import Report
 from hadal.config.rules import bad_types, report_contradictions
-from hadal.config.section import default_of
+from hadal.config.section import default_of, leaves
 from hadal.config.top_level import Config, Origin
-from hadal.config.triangle import Given, Sizes, complete
-from hadal.config.validate import validate
 from hadal.errors import Fault
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar, Literal, TypeAlias
 
-from hadal.config.optimizer_kinds import in_blocks
+from hadal.config.optimizer import in_blocks
 from hadal.config.section import UNBUILT, Mark, Section, key
 from hadal.config.values import Boolean, Integer, Number, Text
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from annotated_types import Ge, Gt
 from pydantic import BeforeValidator
 
-from hadal.config.optimizer_kinds import in_blocks
+from hadal.config.optimizer import in_blocks
 from hadal.config.section import NO_EFFECT, Section, Switched, key, rule
 from hadal.config.values import (
     Boolean,

@@ -1,19 +1,108 @@
-"""Conversion of raw JSON to current names: resolves old keys, leftovers, "auto" and typos."""
+"""From raw JSON to the values of frozen sections: current names, types and ranges.
+
+Old keys, leftovers, "auto" and typos are resolved first. Every fault and note has its path, and a
+`Report` collects them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from hadal.config.plain import found
-from hadal.config.report import Report, join
-from hadal.config.section import Child, Moved, Section, mark_of
+from pydantic import ValidationError
+
+from hadal.config.general import General
+from hadal.config.section import Child, Moved, Section, Typed, expected, found, mark_of
 from hadal.config.top_level import Config
-from hadal.errors import nearest
+from hadal.config.values import spelled_numbers
+from hadal.errors import ConfigError, Fault, UnbuiltConfigError, nearest, written
 
 AUTO = "auto"
 _TUNING = "for the autotuner: use `hadal run --autotuning tune`, or set a single value"
 _COMMENTS = ("_", "//", "$")
+SectionType = TypeVar("SectionType", bound=Section)
+Location = Sequence[int | str]
+
+
+@dataclass(slots=True)
+class Report:
+    """Faults and notes of one configuration; at most one fault per path."""
+
+    faults: dict[str, Fault] = field(default_factory=dict)
+    unbuilt: dict[str, Fault] = field(default_factory=dict)
+    paths_by_note: dict[str, list[str]] = field(default_factory=dict)
+    idle: dict[str, list[str]] = field(default_factory=dict)
+    autos: list[str] = field(default_factory=list)
+
+    def fault(self, path: str, message: str) -> None:
+        """Record a reason to refuse the configuration."""
+        self.faults.setdefault(path, Fault(path, message))
+
+    def not_built(self, path: str, message: str) -> None:
+        """Record that the configuration requests something that is not built yet."""
+        self.unbuilt.setdefault(path, Fault(path, message))
+
+    def note(self, path: str, message: str) -> None:
+        """Record a note; keys with the same message share one line."""
+        self.paths_by_note.setdefault(message, []).append(path)
+
+    def note_idle(self, path: str, message: str) -> None:
+        """Record a key that does nothing here, and why; all of them are logged in one line."""
+        self.idle.setdefault(message, []).append(path)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """All notes, one sentence each."""
+        return _sentences(self.paths_by_note) + self.idle_notes
+
+    @property
+    def idle_notes(self) -> tuple[str, ...]:
+        """The keys that do nothing here, one sentence for each reason."""
+        return _sentences(self.idle)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The lines to log."""
+        idle = "; ".join(self.idle_notes)
+        together = (f"keys that do nothing here: {idle}",) if idle else ()
+        return _sentences(self.paths_by_note) + together
+
+    def is_faulty(self, paths: Iterable[str]) -> bool:
+        """Return whether a key, one above or one below it is faulty, so that nothing follows from
+        it.
+        """
+        return any(_touch(fault, path) for path in paths for fault in self.faults)
+
+    def settle(self, name: str, *, allow_unbuilt: bool) -> None:
+        """Raise if there is a fault; `allow_unbuilt` turns keys that are not built into notes."""
+        if allow_unbuilt:
+            for fault in self.unbuilt.values():
+                self.note(fault.path, fault.message)
+            self.unbuilt.clear()
+        paths_by_note = tuple(self.faults.values()) + tuple(self.unbuilt.values())
+        if not paths_by_note:
+            return
+        kind = ConfigError if self.faults else UnbuiltConfigError
+        raise kind(written(name, paths_by_note), paths_by_note)
+
+
+def _sentences(paths_by_message: Mapping[str, list[str]]) -> tuple[str, ...]:
+    return tuple(f"{', '.join(paths)}: {message}" for message, paths in paths_by_message.items())
+
+
+def _touch(one: str, other: str) -> bool:
+    """Return whether two paths are equal or one is below the other."""
+    shorter, longer = sorted((one, other), key=len)
+    return longer == shorter or longer.startswith((f"{shorter}.", f"{shorter}["))
+
+
+def join(path: str, name: str) -> str:
+    """Return the JSON path of a key in a section."""
+    return f"{path}.{name}" if path else name
+
+
+# ---- current names -------------------------------------------------------------------------------
 
 
 def prepare(model: type[Section], raw: Any, report: Report, path: str = "") -> dict[str, Any]:
@@ -227,3 +316,89 @@ def _complete_params(raw: dict[str, Any], report: Report, client_optimizer: bool
         if not client_optimizer:
             here = "optimizer.params.max_grad_norm"
             report.fault(here, "refused here; use the top-level key gradient_clipping")
+
+
+# ---- types and ranges ----------------------------------------------------------------------------
+
+
+def validate(prepared: Mapping[str, Any], report: Report) -> dict[str, Any]:
+    """Return the top-level values and sections given in the JSON, without faulty keys."""
+    general = {name: prepared[name] for name in General.model_fields if name in prepared}
+    checked = validate_section(General, general, report)
+    values: dict[str, Any] = {name: getattr(checked, name) for name in checked.model_fields_set}
+    for name, raw in prepared.items():
+        child = Config.child(name, prepared)
+        if child is not None:
+            values[name] = validate_section(child.model, raw, report, name)
+    return values
+
+
+def validate_section(
+    model: type[SectionType], raw: Mapping[str, Any], report: Report, path: str = ""
+) -> SectionType:
+    """Return a section; a faulty value is reported and replaced by its default."""
+    values = dict(raw)
+    if issubclass(model, Typed) and isinstance(values.get("params"), Mapping):
+        values["params"] = _typed_params(model, values, report, path)
+    while True:
+        try:
+            return model.model_validate(values)
+        except ValidationError as error:
+            # A key that may be one of several kinds fails once for each of them.
+            problems = error.errors(include_url=False, include_context=False)
+            for leaf in dict.fromkeys(tuple(_leaf(model, one["loc"])) for one in problems):
+                _report_leaf(model, values, leaf, report, path)
+                _drop(values, leaf)
+
+
+def _typed_params(
+    model: type[Typed], raw: Mapping[str, Any], report: Report, path: str
+) -> dict[str, Any]:
+    """Validate params against the section's type; keep only the ones that were set."""
+    params = validate_section(model.params_of(raw), raw["params"], report, f"{path}.params")
+    given = params.model_fields_set - set(params.model_extra or {})
+    return {name: getattr(params, name) for name in raw["params"] if name in given} | (
+        {name: spelled_numbers(value) for name, value in (params.model_extra or {}).items()}
+    )
+
+
+def _leaf(model: type[Section], location: Location) -> Location:
+    """Truncate a location at the key that it belongs to; anything deeper is part of its value."""
+    depth = 0
+    while depth < len(location):
+        name = location[depth]
+        depth += 1
+        child = model.child(str(name), {}) if name in model.model_fields else None
+        if child is None:
+            break
+        model = child.model
+        depth += child.shape != "one" and depth < len(location)
+    return location[:depth]
+
+
+def _report_leaf(
+    model: type[Section], values: Any, leaf: Location, report: Report, path: str
+) -> None:
+    here = path
+    field = None
+    for name in leaf:
+        if isinstance(name, int):
+            here += f"[{name}]"
+        else:
+            here = f"{here}.{name}" if here else name
+            field = model.model_fields.get(name, field)
+            child = model.child(name, {}) if name in model.model_fields else None
+            model = child.model if child is not None else model
+        values = values[name]
+    wanted = expected(field) if field is not None else "something else"
+    report.fault(here, f"expected {wanted}, got {found(values)}")
+
+
+def _drop(values: Any, leaf: Location) -> None:
+    """Remove a faulty value, so that the others can be validated."""
+    for name in leaf[:-1]:
+        values = values[name]
+    if isinstance(values, dict):
+        values.pop(leaf[-1], None)
+    else:
+        values[leaf[-1]] = {}

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hadal.config.report import written
-from hadal.errors import ConfigError, Fault
+from hadal.errors import ConfigError, Fault, written
 
 _TOKENS = re.compile(
     r"""

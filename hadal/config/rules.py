@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 
-from hadal.config.optimizer import Optimizer
-from hadal.config.optimizer_kinds import KINDS, OptimizerKind
-from hadal.config.report import Report, join
+from hadal.config.optimizer import KINDS, Optimizer, OptimizerKind
+from hadal.config.prepare import Report, join
 from hadal.config.scheduler import Scheduler
 from hadal.config.section import Rule, Section, rule, under
 from hadal.config.top_level import Config

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from hadal.config.plain import plain
-from hadal.config.section import Section, key, rule
+from hadal.config.section import Section, key, plain, rule
 from hadal.config.values import Boolean, Integer, Integers
 from hadal.errors import Fault
 

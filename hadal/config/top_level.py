@@ -12,16 +12,24 @@ from hadal.config.compression import CompressionTraining, Eigenvalue, QuantizeTr
 from hadal.config.data_efficiency import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
 from hadal.config.elasticity import Elasticity
 from hadal.config.general import General
-from hadal.config.monitors import Comet, CsvMonitor, JsonlMonitor, MonitorScope, TensorBoard, Wandb
+from hadal.config.monitors import (
+    Comet,
+    CommsLogging,
+    CsvMonitor,
+    FlopsProfile,
+    JsonlMonitor,
+    MonitorScope,
+    TensorBoard,
+    Timers,
+    Wandb,
+)
 from hadal.config.not_built import Compile, Nebula, WeightQuantization
 from hadal.config.offload import Aio
 from hadal.config.optimizer import Optimizer
 from hadal.config.parallelism import ExpertParallel, HybridEngine, Pipeline, TensorParallel
-from hadal.config.plain import plain
 from hadal.config.precision import Amp, Bf16, DataTypes, Fp16, TorchAutocast
-from hadal.config.profiling import CommsLogging, FlopsProfile, Timers
 from hadal.config.scheduler import Scheduler
-from hadal.config.section import Moved, key, section
+from hadal.config.section import Moved, key, plain, section
 from hadal.config.sparse_attention import SparseAttention
 from hadal.config.zero_optimization import ZeroOptimization
 

@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 from hadal.comm import Ranks
 from hadal.config import Config
 from hadal.config.reading import read
-from hadal.config.report import raise_faults
 from hadal.engine.requested import InitializeArguments
 from hadal.engine.tensor import plan_before_stages, size_asked_for
-from hadal.errors import Fault, UsageError
+from hadal.errors import Fault, UsageError, raise_faults
 from hadal.plugins.moe.blocks import find_blocks
 from hadal.plugins.pipeline import PipelineModule
 from hadal.plugins.pipeline.decoder import DecoderModule

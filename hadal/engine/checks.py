@@ -18,8 +18,7 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import is_same_everywhere, raised_on_all
 from hadal.config import Config
-from hadal.config.plain import leaves
-from hadal.config.report import raise_faults
+from hadal.config.section import leaves
 from hadal.config.zero_optimization import ZeroOptimization
 from hadal.errors import (
     CheckpointError,
@@ -31,6 +30,7 @@ from hadal.errors import (
     OptimizerError,
     UsageError,
     few,
+    raise_faults,
 )
 from hadal.offload.folder import OwnFolder
 from hadal.plugins.compression.names import is_score

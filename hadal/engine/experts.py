@@ -16,10 +16,9 @@ from hadal.comm.expert_groups import (
     size_in_name,
 )
 from hadal.config import Config
-from hadal.config.report import raise_faults
 from hadal.engine.checks import is_in_stages
 from hadal.engine.topology import RequestedRanks, Topology, with_slices
-from hadal.errors import Fault, NotBuiltYetError
+from hadal.errors import Fault, NotBuiltYetError, raise_faults
 from hadal.zero.boxes import ATTRIBUTE, Box
 from hadal.zero.init import born_among
 from hadal.zero.sharing import holders_of

@@ -19,10 +19,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.comm.expert_groups import size_in_name
 from hadal.config import Config
-from hadal.config.report import raise_faults
 from hadal.engine.policies import leaves_of, limits_of, partition_of
 from hadal.engine.precision import precisions_of
-from hadal.errors import Fault
+from hadal.errors import Fault, raise_faults
 from hadal.zero.grouping import (
     BucketPlan,
     ParameterPolicy,

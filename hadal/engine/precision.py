@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hadal.config import Config
-from hadal.config.report import raise_faults
 from hadal.device import emulates
 from hadal.engine.casting import Casting
 from hadal.engine.policies import dtype_named, wire_dtype
-from hadal.errors import Fault
+from hadal.errors import Fault, raise_faults
 from hadal.optim.loss_scale import ScaleRule
 from hadal.zero.policy import Precision
 

@@ -7,8 +7,7 @@ from functools import reduce
 from typing import Any
 
 from hadal.config import Config
-from hadal.config.report import raise_faults
-from hadal.errors import Fault, UsageError
+from hadal.errors import Fault, UsageError, raise_faults
 from hadal.plugins.activation_checkpointing import Recomputation
 from hadal.plugins.pipeline import PipelineModule, PipelineParallelGrid
 from hadal.plugins.pipeline.orders import check_schedule

@@ -19,7 +19,6 @@ from hadal.comm.faults import is_same_everywhere, raised_on_all
 from hadal.comm.mpu import tensor_group_of
 from hadal.config import Config
 from hadal.config.parallelism import TensorParallel
-from hadal.config.report import raise_faults
 from hadal.engine.topology import Topology
 from hadal.errors import (
     Fault,
@@ -28,6 +27,7 @@ from hadal.errors import (
     NotBuiltYetError,
     UsageError,
     few,
+    raise_faults,
 )
 from hadal.optim.muon import Muon
 from hadal.plugins.pipeline.decoder import DecoderModule

@@ -27,9 +27,8 @@ from hadal.comm.mpu import (
     tensor_group_of,
 )
 from hadal.config import Config
-from hadal.config.report import raise_faults
 from hadal.config.zero_optimization import ZeroOptimization
-from hadal.errors import Fault, MismatchError, UsageError
+from hadal.errors import Fault, MismatchError, UsageError, raise_faults
 from hadal.zero.policy import STAGES
 from hadal.zero.sharing import HolderGroups, ModelParts, Sharing
 

@@ -72,7 +72,7 @@ def _refuse_steps(optimizer: Optimizer, state: State) -> None:
     optimizer.register_step_pre_hook(refuse)
 
 
-# ---- the optimizer's own methods --------------------------------------------------------------
+# ---- the optimizer's own methods -----------------------------------------------------------------
 
 
 def _follow_methods(optimizer: Optimizer, state: State) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hadal.config.optimizer_kinds import KINDS, OptimizerKind
+from hadal.config.optimizer import KINDS, OptimizerKind
 from hadal.config.section import mark_of
 from hadal.device import spared_import
 from hadal.errors import OptimizerError

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hadal.config.optimizer_kinds import MUON_RATES
+from hadal.config.optimizer import MUON_RATES
 from hadal.errors import OptimizerError
 from hadal.optim.elementwise import Block, Group, OwnOptimizer, Scaling, count_up
 from hadal.optim.fused import begin_adam

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hadal.config.optimizer_kinds import in_blocks
+from hadal.config.optimizer import in_blocks
 from hadal.device import has_fused_kernels, is_host_memory
 from hadal.errors import OptimizerError
 from hadal.offload.buffers import BufferPool

@@ -27,7 +27,7 @@ from hadal.comm.factors import Factors
 from hadal.comm.rows import RowWire, start_rows_reduce_scatter
 from hadal.comm.summary import key_of, log_summary, lost, shown_ranks, table_of
 from hadal.config import load_config
-from hadal.config.profiling import OPERATIONS
+from hadal.config.monitors import OPERATIONS
 from hadal.errors import ConfigError, UsageError
 
 from .traffic import by_collectives, counted

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.config import load_config
-from hadal.config.triangle import Given, Sizes, complete
+from hadal.config.general import Given, Sizes, complete
 
 from .faults import faults_of, only_fault
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hadal.config import load_config
-from hadal.config.plain import leaves
 from hadal.config.reading import read
+from hadal.config.section import leaves
 from hadal.errors import ConfigError, UnbuiltConfigError
 
 DATA = Path(__file__).parents[1] / "data"

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from hadal.config.optimizer import Optimizer
-from hadal.config.plain import plain
 from hadal.config.scheduler import Scheduler
-from hadal.config.section import Section, default_of
+from hadal.config.section import Section, default_of, plain
 from hadal.config.top_level import Config
 
 TABLE = Path(__file__).with_name("keys.csv")

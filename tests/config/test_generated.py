@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hadal.config import load_config
-from hadal.config.document import anchor, examples, pages
-from hadal.config.schema import config_schema
+from hadal.config.document import anchor, config_schema, examples, pages
 from hadal.config.top_level import Config
 
 from .faults import BASE

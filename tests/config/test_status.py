@@ -6,8 +6,7 @@ import csv
 import re
 from pathlib import Path
 
-from hadal.config.document import pages
-from hadal.config.schema import config_schema, statuses
+from hadal.config.document import config_schema, pages, statuses
 from hadal.config.top_level import Config
 
 TABLE = Path(__file__).with_name("keys.csv").read_text(encoding="utf-8").splitlines()

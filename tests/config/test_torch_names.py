@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 
 from hadal.config import load_config
-from hadal.config.optimizer_kinds import KINDS
+from hadal.config.optimizer import KINDS
 from hadal.config.rules import is_class_of
 from hadal.config.scheduler import TORCH_SCHEDULES
 

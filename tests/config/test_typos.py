@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hadal.config import load_config
-from hadal.config.optimizer_kinds import AdamParams
+from hadal.config.optimizer import AdamParams
 from hadal.config.section import Section
 from hadal.config.top_level import Config
 from hadal.errors import ConfigError

@@ -4,8 +4,7 @@ import pytest
 
 from hadal.config import load_config, log_notes
 from hadal.config.not_built import NOT_BUILT
-from hadal.config.plain import plain
-from hadal.config.section import default_of, mark_of
+from hadal.config.section import default_of, mark_of, plain
 from hadal.config.top_level import Config
 from hadal.errors import ConfigError, UnbuiltConfigError
 

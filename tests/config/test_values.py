@@ -3,12 +3,10 @@
 import pytest
 
 from hadal.config import load_config
-from hadal.config.plain import expected, plain
-from hadal.config.report import Report
-from hadal.config.schema import has_typed_params
-from hadal.config.section import default_of
+from hadal.config.document import has_typed_params
+from hadal.config.prepare import Report, validate_section
+from hadal.config.section import default_of, expected, plain
 from hadal.config.top_level import Config
-from hadal.config.validate import validate_section
 
 from .faults import BASE, only_fault
 

@@ -369,4 +369,4 @@ def test_an_error_of_ours_is_its_message_and_the_users_lines(tmp_path: Path) -> 
         "hint: --enable_each_rank_log DIR saves the full output of each rank",
     ]
     done = run("--num_gpus", 1, "mistake.py", folder=tmp_path, HADAL_TRACEBACK="full")
-    assert "Traceback" in done.stderr and "hadal/config/report.py" in done.stderr
+    assert "Traceback" in done.stderr and "hadal/config/prepare.py" in done.stderr

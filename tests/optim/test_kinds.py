@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import hadal
 from hadal.config import load_config
-from hadal.config.optimizer import Optimizer
-from hadal.config.optimizer_kinds import KINDS, OptimizerKind, built_in
+from hadal.config.optimizer import KINDS, Optimizer, OptimizerKind, built_in
 from hadal.config.section import Section, key
 from hadal.errors import ConfigError
 from hadal.optim.build import build_optimizer, kind_of

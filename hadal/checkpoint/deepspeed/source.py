@@ -23,7 +23,7 @@ from hadal.checkpoint.files import copy_folder, inside, parsing_errors
 from hadal.checkpoint.plain import encoded
 from hadal.checkpoint.source import Entry, Source
 from hadal.checkpoint.storage import Location
-from hadal.config.optimizer_kinds import KINDS
+from hadal.config.optimizer import KINDS
 from hadal.errors import CheckpointError, NotBuiltYetError
 
 OWN_KEYS = frozenset(

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from hadal.config.compression import CompressionTraining, QuantizeTraining
 from hadal.config.load import load_config
 from hadal.config.reading import read
-from hadal.config.report import written
-from hadal.errors import ConfigError, Fault, UsageError, few
+from hadal.errors import ConfigError, Fault, UsageError, few, written
 from hadal.plugins.compression.layers import (
     Compressed,
     RunningRange,

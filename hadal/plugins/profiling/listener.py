@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hadal.config.profiling import FlopsProfile as Section
+from hadal.config.monitors import FlopsProfile as Section
 from hadal.device import synchronize
 from hadal.device.peaks import peak_flops
 from hadal.listener import Forward, Listener, Setting, Update
