@@ -11,12 +11,10 @@ from typing import Any
 
 from hadal.config import load_config
 from hadal.config.autotuning import Autotuning
-from hadal.config.plain import shown
 from hadal.config.reading import read
-from hadal.config.report import raise_faults
-from hadal.config.section import default_of, mark_of
+from hadal.config.section import default_of, mark_of, shown
 from hadal.config.zero_optimization import ZeroOptimization
-from hadal.errors import Fault
+from hadal.errors import Fault, raise_faults
 from hadal.plugins.autotuning.words import config_flag, value_of
 from hadal.zero.policy import Limits
 
