@@ -1,4 +1,4 @@
-"""The files and commands of docs/getting_started.md and docs/transformers.md work as pasted."""
+"""The files and commands of pages that teach work as pasted."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ def recording(self, model, inputs, *rest):
 
 Trainer.training_step = recording
 """
+
+
+def programs_of(page: str) -> list[str]:
+    text = (ROOT / f"docs/{page}.md").read_text()
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def pasted(folder: Path, page: str = "getting_started") -> list[str]:
@@ -122,3 +127,20 @@ def test_a_transformers_model_is_fine_tuned_exported_and_adapted(tmp_path: Path)
     assert "8192 trained parameters" in said
     run(tmp_path, "python merge.py")
     assert (tmp_path / "merged" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("library", "at"), [("torch", 0), ("torch", 2), ("accelerate", 4)])
+def test_a_program_prints_the_same_loss_after_as_before(
+    library: str, at: int, tmp_path: Path
+) -> None:
+    pytest.importorskip(library)
+    launchers = (
+        "python -m torch.distributed.run --standalone --nproc_per_node 2",
+        f"hadal run {'--as-deepspeed ' * (library == 'accelerate')}--num_accelerators 2",
+    )
+    losses = []
+    for program, launcher in zip(programs_of("from_pytorch")[at : at + 2], launchers, strict=True):
+        (tmp_path / "program.py").write_text(program)
+        losses += re.findall(r"loss (\d+\.\d+)", run(tmp_path, f"{launcher} program.py"))
+    before, after = map(float, losses)
+    assert after == pytest.approx(before, rel=1e-4)
