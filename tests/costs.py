@@ -17,13 +17,12 @@ from collections.abc import Iterator
 import forks
 
 LIMIT_S = 30.0
-LONG_S = LIMIT_S / 6
 COMPLAINT = (
     "it took {:.1f} s of processor time, more than {:g} s: test less at a time, share what is"
     " started, or mark a rare case as slow (tests/cases.py)"
 )
 WORTH_TELLING_S = 60.0
-MOST = 5
+FILES, TESTS = 5, 10
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _aside = 0.0
@@ -56,7 +55,7 @@ def _of(process: int) -> float:
 
 
 def summary(seconds_of_tests: dict[str, float]) -> list[str]:
-    """Lines for the end of a run: its sum, the files that took most, and every long test."""
+    """Lines for the end of a run: its sum, and the files and tests that took most."""
     files: dict[str, float] = {}
     for test, spent in seconds_of_tests.items():
         file = test.partition("::")[0]
@@ -64,10 +63,10 @@ def summary(seconds_of_tests: dict[str, float]) -> list[str]:
     total = sum(files.values())
     if total < WORTH_TELLING_S:
         return []
-    most = ", ".join(f"{file} {files[file]:.0f} s" for file in _greatest(files)[:MOST])
+    most = ", ".join(f"{file} {files[file]:.0f} s" for file in _greatest(files)[:FILES])
     lines = [f"processor time of tests: {total:.0f} s; most in {most}"]
-    long = [test for test in _greatest(seconds_of_tests) if seconds_of_tests[test] > LONG_S]
-    return lines + [f"{seconds_of_tests[test]:6.1f} s {test}" for test in long]
+    most_of_all = _greatest(seconds_of_tests)[:TESTS]
+    return lines + [f"{seconds_of_tests[test]:6.1f} s {test}" for test in most_of_all]
 
 
 def _greatest(values: dict[str, float]) -> list[str]:
