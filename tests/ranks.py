@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
+import inspect
 import os
 import pickle
 import signal
@@ -261,6 +263,31 @@ class RankPools:
         for pool in self._pools.values():
             pool.close()
         self._pools = {}
+
+
+def on_ranks(
+    size: int, pools: str = "ranks", **options: float
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that each of `size` ranks calls with the test's arguments.
+
+    `pools` is the fixture of the ranks; options go to `RankPool.run`.
+    """
+
+    def test_of(function: Callable[..., None]) -> Callable[..., None]:
+        arguments = list(inspect.signature(function).parameters.values())
+
+        @functools.wraps(function)
+        def test(**given: Any) -> None:
+            pool = given.pop(pools)(size)
+            pool.run(function, *(given[one.name] for one in arguments), **options)
+
+        function.__qualname__ += ".__wrapped__"  # where ranks find it
+        kind = inspect.Parameter.KEYWORD_ONLY
+        shown = [one.replace(kind=kind) for one in arguments]
+        test.__signature__ = inspect.Signature([*shown, inspect.Parameter(pools, kind)])  # type: ignore[attr-defined]
+        return test
+
+    return test_of
 
 
 def _address(function: Callable[..., Any]) -> tuple[str, str]:

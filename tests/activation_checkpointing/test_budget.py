@@ -11,7 +11,7 @@ import torch
 from cases import rarely
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import RankPools
+from ranks import on_ranks
 from torch import nn
 
 import hadal
@@ -137,7 +137,10 @@ def listener_of(engine: Any) -> BudgetedModules:
     return found
 
 
-def _within(stage: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [rarely(0), 3])
+@on_ranks(2)
+def test_losses_are_the_same(stage: int) -> None:
     """The same losses with a budget; all ranks choose alike, between nothing and everything."""
     plain = engine_of(None, stage)
     expected = losses_of(plain, updates=6)
@@ -151,12 +154,6 @@ def _within(stage: int) -> None:
         # Two updates with recomputation, and four with the choice.
         assert engine.module.blocks[0].forwards == 24 - 8 * (choice is STORED)
         engine.destroy()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [rarely(0), 3])
-def test_losses_are_the_same(ranks: RankPools, stage: int) -> None:
-    ranks(2).run(_within, stage)
 
 
 def test_a_table_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine.parts import Megatron
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -131,7 +131,10 @@ def test_with_everything_offloaded(ranks: RankPools) -> None:
     ranks(2).run(_same_losses, 3, "bf16", SECTIONS[:1], zero)
 
 
-def _sharded_inputs(stage: int) -> None:
+@pytest.mark.fast_cells("3")
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_inputs_sharded_over_the_parts_of_a_model(stage: int) -> None:
     model, data = comm.Ranks.world().in_blocks(2)
     mpu, found = Megatron(data, model), []
     section = {"modules": "units", "partition_activations": True, "cpu_checkpointing": True}
@@ -145,12 +148,6 @@ def _sharded_inputs(stage: int) -> None:
     with pytest.raises(UsageError, match="number_checkpoints is 2, but 3 recomputed blocks"):
         engine(torch.randn(5, 6))
     engine.destroy()
-
-
-@pytest.mark.fast_cells("3")
-@pytest.mark.parametrize("stage", [1, 3])
-def test_inputs_sharded_over_the_parts_of_a_model(ranks: RankPools, stage: int) -> None:
-    ranks(2).run(_sharded_inputs, stage)
 
 
 @pytest.mark.slow

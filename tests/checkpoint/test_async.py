@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine.logs import logged
 from engine.toys import assert_equal, engine_of, train
-from ranks import RankPools
+from ranks import on_ranks
 
 from checkpoint.listing import names_in
 from hadal import comm
@@ -38,37 +38,6 @@ class Gate:
         patch.setattr(saving, "write_tensors", write)
 
 
-def train_meanwhile(folder: str, stage: int, keys: dict[str, Any]) -> None:
-    engine = engine_of(stage, **keys)
-    train(engine, range(2))
-    with pytest.MonkeyPatch.context() as patch:
-        gate = Gate(patch)
-        state = {"ema": torch.ones(3)}
-        engine.save_checkpoint(folder, client_state=state)
-        saved = engine.state_dict()
-        drawn = torch.rand(3)
-        state["ema"].zero_()
-        losses = train(engine, range(2, 5))
-        assert not Path(folder, "latest").exists()
-        gate.opened.set()
-        engine.wait_for_checkpoint()
-    assert Path(folder, "latest").read_text() == "global_step2"
-    other = engine_of(stage, **keys)
-    _, found = other.load_checkpoint(folder)
-    assert torch.equal(found["ema"], torch.ones(3))
-    assert_equal(other.state_dict(), saved)
-    assert torch.equal(torch.rand(3), drawn)
-    assert torch.equal(torch.stack(train(other, range(2, 5))), torch.stack(losses))
-    # The next one waits for it, and uses the same memory.
-    for tag in ("a", "b"):
-        other.save_checkpoint(folder, tag)
-        train(other, range(5, 6))
-    assert Path(folder, "a", "index.json").is_file()
-    other.destroy()  # this waits as well
-    assert Path(folder, "latest").read_text() == "b"
-    engine.destroy()
-
-
 @pytest.mark.fast_cells("0-keys0")
 @pytest.mark.claims("checkpoint.writer", "checkpoint.writer.decoupled", "datastates_ckpt")
 @pytest.mark.parametrize(
@@ -80,19 +49,49 @@ def train_meanwhile(folder: str, stage: int, keys: dict[str, Any]) -> None:
         (2, {"datastates_ckpt": {}}),
     ],
 )
+@on_ranks(2)
 def test_training_goes_on_while_a_checkpoint_is_written(
-    stage: int, keys: dict[str, Any], ranks: RankPools, tmp_path: Path
+    tmp_path: Path, stage: int, keys: dict[str, Any]
 ) -> None:
-    ranks(2).run(train_meanwhile, str(tmp_path), stage, keys)
+    engine = engine_of(stage, **keys)
+    train(engine, range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        gate = Gate(patch)
+        state = {"ema": torch.ones(3)}
+        engine.save_checkpoint(tmp_path, client_state=state)
+        saved = engine.state_dict()
+        drawn = torch.rand(3)
+        state["ema"].zero_()
+        losses = train(engine, range(2, 5))
+        assert not Path(tmp_path, "latest").exists()
+        gate.opened.set()
+        engine.wait_for_checkpoint()
+    assert Path(tmp_path, "latest").read_text() == "global_step2"
+    other = engine_of(stage, **keys)
+    _, found = other.load_checkpoint(tmp_path)
+    assert torch.equal(found["ema"], torch.ones(3))
+    assert_equal(other.state_dict(), saved)
+    assert torch.equal(torch.rand(3), drawn)
+    assert torch.equal(torch.stack(train(other, range(2, 5))), torch.stack(losses))
+    # The next one waits for it, and uses the same memory.
+    for tag in ("a", "b"):
+        other.save_checkpoint(tmp_path, tag)
+        train(other, range(5, 6))
+    assert Path(tmp_path, "a", "index.json").is_file()
+    other.destroy()  # this waits as well
+    assert Path(tmp_path, "latest").read_text() == "b"
+    engine.destroy()
 
 
 TOLD = r"rank 1: .*rank_00001.* cannot be written"
 
 
-def fail_meanwhile(folder: str, waits: bool) -> None:
+@pytest.mark.parametrize("waits", [True, False], ids=["wait", "next save"])
+@on_ranks(2)
+def test_a_failure_is_raised_on_all_ranks(tmp_path: Path, waits: bool) -> None:
     """One rank cannot write: every rank raises once, and the next save works."""
     engine = engine_of(1, **ASYNC)
-    engine.save_checkpoint(folder, "good")
+    engine.save_checkpoint(tmp_path, "good")
     engine.wait_for_checkpoint()
     with pytest.MonkeyPatch.context() as patch, logged() as errors:
         gate = Gate(patch)
@@ -102,7 +101,7 @@ def fail_meanwhile(folder: str, waits: bool) -> None:
 
         if comm.get_rank() == 1:
             patch.setattr(os, "fsync", refuse)
-        engine.save_checkpoint(folder, "bad")
+        engine.save_checkpoint(tmp_path, "bad")
         train(engine, range(1))
         gate.opened.set()
         if waits:
@@ -112,19 +111,14 @@ def fail_meanwhile(folder: str, waits: bool) -> None:
         else:
             engine._state.saver._join()  # so that the disk is whole again for the next one
     assert len(errors) == 1 and re.search(TOLD, errors[0])
-    assert Path(folder, "latest").read_text() == "good"
+    assert Path(tmp_path, "latest").read_text() == "good"
     comm.barrier()
-    assert names_in(folder) == ["good", "latest"]
+    assert names_in(tmp_path) == ["good", "latest"]
     comm.barrier()
-    engine.save_checkpoint(folder, "next")
+    engine.save_checkpoint(tmp_path, "next")
     engine.wait_for_checkpoint()
-    assert Path(folder, "latest").read_text() == "next"
+    assert Path(tmp_path, "latest").read_text() == "next"
     engine.destroy()
-
-
-@pytest.mark.parametrize("waits", [True, False], ids=["wait", "next save"])
-def test_a_failure_is_raised_on_all_ranks(waits: bool, ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(fail_meanwhile, str(tmp_path), waits)
 
 
 SCRIPT = """

@@ -12,7 +12,7 @@ from cases import often
 from engine.logs import logged
 from engine.parts import Part, engine_over, megatron
 from engine.toys import TINY, assert_close, assert_equal, engine_of, train
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 import hadal
@@ -192,10 +192,11 @@ EDGE = ["first.weight", "first.bias", "last.weight"]
 CORE = ["second.weight", "frozen.weight"]
 
 
-def regroup(folder: str) -> None:
+@on_ranks(2)
+def test_groups_are_matched_by_parameter_names(tmp_path: Path) -> None:
     through = grouped(3, (EDGE, 0.01), (CORE, 0.002))
     trained(through, range(3))
-    through.save_checkpoint(folder)
+    through.save_checkpoint(tmp_path)
     masters = masters_of(through)
     moments = {
         name: safe_get_full_optimizer_state(p, "exp_avg")
@@ -204,7 +205,7 @@ def regroup(folder: str) -> None:
     }
     # Turned round, and one parameter in a group of its own; its options are as it had them.
     other = grouped(5, (CORE, 0.5), (EDGE[1:], 0.5), (EDGE[:1], 0.5))
-    other.load_checkpoint(folder, load_module_strict=False)
+    other.load_checkpoint(tmp_path, load_module_strict=False)
     assert other.get_lr() == [0.002, 0.01, 0.01]
     assert [group["weight_decay"] for group in other.optimizer.param_groups] == [2e-4, 1e-3, 1e-3]
     for name, parameter in other.module.named_parameters():
@@ -219,7 +220,7 @@ def regroup(folder: str) -> None:
     # All in one: what the groups differ in stays as it is, and is told.
     joined = grouped(5, (EDGE + CORE, 0.5))
     with logged() as told:
-        joined.load_checkpoint(folder)
+        joined.load_checkpoint(tmp_path)
     assert joined.get_lr() == [0.5]
     assert any("disagree keep their values here: lr, weight_decay" in line for line in told) == (
         comm.get_rank() == 0
@@ -227,17 +228,13 @@ def regroup(folder: str) -> None:
     # One that was not trained: it begins with zeros, and that is told.
     more = grouped(5, ([*EDGE, "last.bias"], 0.5), (CORE, 0.5))
     with logged() as told:
-        more.load_checkpoint(folder)
+        more.load_checkpoint(tmp_path)
     is_told = any("no optimizer state of last.bias" in line for line in told)
     assert is_told == (comm.get_rank() == 0)
     assert more.get_lr() == [0.01, 0.002]
     trained(more, range(1))
     for engine in (through, other, joined, more):
         engine.destroy()
-
-
-def test_groups_are_matched_by_parameter_names(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(regroup, str(tmp_path))
 
 
 # ---- names ---------------------------------------------------------------------------------------
@@ -297,53 +294,47 @@ class Wrapped(nn.Module):
         return self.base(inputs)
 
 
-def wrap_later(folder: str) -> None:
+@on_ranks(2)
+def test_names_are_those_of_the_current_model(tmp_path: Path) -> None:
     """Names are those of the current model; parameters removed from it are not missing."""
     engine = engine_of(2, Odd())
     trained(engine, range(2))
     engine.module.last = Wrapped(engine.module.last)
     kept = engine.state_dict()
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     other = engine_of(2, Odd(5))
     other.module.last = Wrapped(other.module.last)
-    other.load_checkpoint(folder)
+    other.load_checkpoint(tmp_path)
     assert_equal(other.state_dict(), kept)
     scale = engine.module.scale
     engine.module.last = nn.Identity()
-    engine.save_checkpoint(folder, "less")
+    engine.save_checkpoint(tmp_path, "less")
     trained_weight = scale.detach().clone()
-    engine.load_checkpoint(folder, "less")
+    engine.load_checkpoint(tmp_path, "less")
     assert torch.equal(scale, trained_weight)
     other.module.last = nn.Identity()
-    other.load_checkpoint(folder, "less")
-    engine.destroy(), other.destroy()
-
-
-def test_names_are_those_of_the_current_model(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(wrap_later, str(tmp_path))
-
-
-def leave_frozen_out(folder: str, stage: int) -> None:
-    engine = engine_of(stage, Odd())
-    trained(engine, range(2))
-    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
-    kept = engine.state_dict()
-    with pytest.raises(CheckpointError, match=r"lacks frozen\.bias\. Pass load_module_strict"):
-        engine.load_checkpoint(folder)
-    other = engine_of(stage, Odd(5))
-    bias = other.state_dict()["frozen.bias"]
-    path, _ = other.load_checkpoint(folder, load_module_strict=False)
-    assert_equal(other.state_dict(), {**kept, "frozen.bias": bias})
-    names = {name for name, _ in StoredSource(Path(path)).entries}
-    assert "frozen.weight" in names
-    assert "frozen.bias" not in names
+    other.load_checkpoint(tmp_path, "less")
     engine.destroy(), other.destroy()
 
 
 @pytest.mark.fast_cells("3")
 @pytest.mark.parametrize("stage", [0, 3])
-def test_frozen_parameters_can_be_left_out(stage: int, ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(leave_frozen_out, str(tmp_path), stage)
+@on_ranks(2)
+def test_frozen_parameters_can_be_left_out(tmp_path: Path, stage: int) -> None:
+    engine = engine_of(stage, Odd())
+    trained(engine, range(2))
+    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    kept = engine.state_dict()
+    with pytest.raises(CheckpointError, match=r"lacks frozen\.bias\. Pass load_module_strict"):
+        engine.load_checkpoint(tmp_path)
+    other = engine_of(stage, Odd(5))
+    bias = other.state_dict()["frozen.bias"]
+    path, _ = other.load_checkpoint(tmp_path, load_module_strict=False)
+    assert_equal(other.state_dict(), {**kept, "frozen.bias": bias})
+    names = {name for name, _ in StoredSource(Path(path)).entries}
+    assert "frozen.weight" in names
+    assert "frozen.bias" not in names
+    engine.destroy(), other.destroy()
 
 
 def load_parts(folder: str, stage: int) -> None:
@@ -399,26 +390,23 @@ class Counted(nn.Linear):
         self.calls = dict(state)
 
 
-def keep_extra_state(folder: str) -> None:
+@on_ranks(2)
+def test_extra_state_of_modules_is_saved_and_loaded(tmp_path: Path) -> None:
     engine = engine_of(1, nn.Sequential(Counted()))
     train(engine, range(3))
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     other = engine_of(1, nn.Sequential(Counted()))
-    other.load_checkpoint(folder)
+    other.load_checkpoint(tmp_path)
     assert other.module[0].calls == {"forward": 3}
     plain = engine_of(1, nn.Sequential(nn.Linear(6, 4)))
-    plain.save_checkpoint(folder, "plain")
+    plain.save_checkpoint(tmp_path, "plain")
     with pytest.raises(CheckpointError, match=r"lacks the extra state of 0; pass load_module_str"):
-        other.load_checkpoint(folder, "plain")
+        other.load_checkpoint(tmp_path, "plain")
     assert other.module[0].calls == {"forward": 3}
-    other.load_checkpoint(folder, "plain", load_module_strict=False)
+    other.load_checkpoint(tmp_path, "plain", load_module_strict=False)
     assert other.module[0].calls == {"forward": 3}
     for one in (engine, other, plain):
         one.destroy()
-
-
-def test_extra_state_of_modules_is_saved_and_loaded(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(keep_extra_state, str(tmp_path))
 
 
 class Stubborn(torch.optim.lr_scheduler.LambdaLR):
@@ -433,22 +421,24 @@ class Stubborn(torch.optim.lr_scheduler.LambdaLR):
         super().load_state_dict(state)
 
 
-def refuse_a_schedule(folder: str) -> None:
+@on_ranks(2)
+def test_a_schedule_that_does_not_fit_is_refused_before_any_change(tmp_path: Path) -> None:
     engine = engine_of(1, Odd(), {"lr_scheduler": Stubborn})
     trained(engine, range(2))
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     other = engine_of(1, Odd(5), {"lr_scheduler": Stubborn})
     before = other.state_dict()
     with pytest.raises(CheckpointError, match=r"not mine.*pass load_lr_scheduler_states=False"):
-        other.load_checkpoint(folder)
+        other.load_checkpoint(tmp_path)
     assert_equal(other.state_dict(), before)
     assert (other.global_steps, other.lr_scheduler.last_epoch) == (0, 0)
-    other.load_checkpoint(folder, load_lr_scheduler_states=False)
+    other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
     assert_equal(other.state_dict(), engine.state_dict())
     engine.destroy(), other.destroy()
 
 
-def refuse_a_schedule_of_other_groups(folder: str) -> None:
+@on_ranks(2)
+def test_a_schedule_of_other_groups_is_refused(tmp_path: Path) -> None:
     def scheduled(*groups: tuple[list[str], float]) -> Any:
         model = Odd()
         named = dict(model.named_parameters())
@@ -460,23 +450,13 @@ def refuse_a_schedule_of_other_groups(folder: str) -> None:
         return engine_of(1, model, wishes, optimizer=None)
 
     one = scheduled((EDGE, 0.01), (CORE, 0.002))
-    one.save_checkpoint(folder)
+    one.save_checkpoint(tmp_path)
     other = scheduled((EDGE + CORE, 0.5))
     before = dict(other.lr_scheduler.state_dict())
     with pytest.raises(CheckpointError, match=r"saved schedule has 2 param groups, but there ar"):
-        other.load_checkpoint(folder)
+        other.load_checkpoint(tmp_path)
     assert other.lr_scheduler.state_dict() == before
     one.destroy(), other.destroy()
-
-
-def test_a_schedule_of_other_groups_is_refused(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(refuse_a_schedule_of_other_groups, str(tmp_path))
-
-
-def test_a_schedule_that_does_not_fit_is_refused_before_any_change(
-    ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(2).run(refuse_a_schedule, str(tmp_path))
 
 
 # ---- parts of a model, and shared sequences ------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from engine.toys import assert_equal, engine_of, train
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import nn
 
 from checkpoint.listing import home_of, names_in
@@ -43,44 +43,36 @@ def seed(number: int) -> None:
     random.seed(number)
 
 
-def go_on_with_dropout(stage: int, folder: str) -> None:
+@pytest.mark.fast_cells("3")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_training_with_dropout_goes_on_bit_for_bit(stage: int, tmp_path: Path) -> None:
     engine = engine_of(stage, Dropping())
     seed(1)
     train(engine, range(3))
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     losses = train(engine, range(3, 6))
     other = engine_of(stage, Dropping())
     seed(2)
-    other.load_checkpoint(folder)
+    other.load_checkpoint(tmp_path)
     assert torch.equal(torch.stack(train(other, range(3, 6))), torch.stack(losses))
     assert_equal(other.state_dict(), engine.state_dict())
     drawn = torch.rand(1).item()
-    other.load_checkpoint(folder)
+    other.load_checkpoint(tmp_path)
     assert torch.rand(1).item() != drawn
     comm.barrier()
 
 
-@pytest.mark.fast_cells("3")
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_training_with_dropout_goes_on_bit_for_bit(
-    stage: int, ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(2).run(go_on_with_dropout, stage, str(tmp_path))
-
-
-def accelerator_draws(folder: str) -> None:
+@pytest.mark.gpu
+@on_ranks(1, "gpus")
+def test_the_accelerators_generator_is_restored(tmp_path: Path) -> None:
     device = torch.accelerator.current_accelerator()
     engine = engine_of(1, nn.Linear(2, 2))
     torch.rand(5, device=device)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     drawn = torch.rand(5, device=device)
-    engine.load_checkpoint(folder)
+    engine.load_checkpoint(tmp_path)
     assert torch.equal(torch.rand(5, device=device), drawn)
-
-
-@pytest.mark.gpu
-def test_the_accelerators_generator_is_restored(gpus: RankPools, tmp_path: Path) -> None:
-    gpus(1).run(accelerator_draws, str(tmp_path))
 
 
 CLIENT = {
@@ -95,10 +87,11 @@ CLIENT = {
 }
 
 
-def keep_client_state(folder: str) -> None:
+@on_ranks(2)
+def test_client_state_comes_back_as_it_was(tmp_path: Path) -> None:
     engine = engine_of(3)
-    engine.save_checkpoint(folder, client_state=CLIENT)
-    _, found = engine.load_checkpoint(folder)
+    engine.save_checkpoint(tmp_path, client_state=CLIENT)
+    _, found = engine.load_checkpoint(tmp_path)
     assert found.keys() == CLIENT.keys()
     for key in ("best", "steps", 4, "counts", "number"):
         assert found[key] == CLIENT[key]
@@ -109,10 +102,6 @@ def keep_client_state(folder: str) -> None:
     assert torch.equal(found["bf16"], CLIENT["bf16"])
     assert found["array"].dtype == np.int16
     assert (found["array"] == CLIENT["array"]).all()
-
-
-def test_client_state_comes_back_as_it_was(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(keep_client_state, str(tmp_path))
 
 
 def endless() -> list[Any]:
@@ -134,17 +123,14 @@ UNSAVABLE: dict[str, tuple[Any, str]] = {
 }
 
 
-def save_all_unsavable(folder: str) -> None:
+@on_ranks(2)
+def test_unsavable_values_are_named_by_their_path(tmp_path: Path) -> None:
     engine = engine_of(1)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     for value, told in [*UNSAVABLE.values(), (endless(), "client_state is nested too deep")]:
         with pytest.raises(CheckpointError, match=told):
-            engine.save_checkpoint(folder, "other", client_state={"k": value})
-    assert names_in(folder) == ["global_step0", "latest"]
-
-
-def test_unsavable_values_are_named_by_their_path(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(save_all_unsavable, str(tmp_path))
+            engine.save_checkpoint(tmp_path, "other", client_state={"k": value})
+    assert names_in(tmp_path) == ["global_step0", "latest"]
 
 
 # ---- which checkpoints stay ----------------------------------------------------------------------
@@ -178,55 +164,49 @@ def test_old_checkpoints_are_removed(section, kept, ranks: RankPools, tmp_path: 
         assert found == sorted(["best", "broken", "latest", "notes", *kept])
 
 
-def save_and_prune(folder: str) -> None:
+@on_ranks(1)
+def test_the_latest_checkpoint_is_never_removed(tmp_path: Path) -> None:
     """The checkpoint that `latest` names is kept at any age; incomplete folders are left alone."""
     engine = engine_of(1)
     for tag in ("a", "b", "c"):
-        engine.save_checkpoint(folder, tag)
-    Path(folder, "latest").write_text("a")
-    (home_of(Path(folder, "b")) / "rank_00000.safetensors").unlink()
-    jobs = read_index(Path(folder, "c"))["jobs"]
+        engine.save_checkpoint(tmp_path, tag)
+    Path(tmp_path, "latest").write_text("a")
+    (home_of(Path(tmp_path, "b")) / "rank_00000.safetensors").unlink()
+    jobs = read_index(Path(tmp_path, "c"))["jobs"]
     time.sleep(0.01)
-    prune(Path(folder), "c", Keep(last=1), ["another"])
-    assert names_in(folder) == ["a", "b", "c", "latest"]
-    prune(Path(folder), "c", Keep(last=1), jobs)
-    assert names_in(folder) == ["a", "b", "c", "latest"]
-    prune(Path(folder), "a", Keep(hours=1e-9), jobs)
-    assert names_in(folder) == ["a", "b", "latest"]
-
-
-def test_the_latest_checkpoint_is_never_removed(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(1).run(save_and_prune, str(tmp_path))
+    prune(tmp_path, "c", Keep(last=1), ["another"])
+    assert names_in(tmp_path) == ["a", "b", "c", "latest"]
+    prune(tmp_path, "c", Keep(last=1), jobs)
+    assert names_in(tmp_path) == ["a", "b", "c", "latest"]
+    prune(tmp_path, "a", Keep(hours=1e-9), jobs)
+    assert names_in(tmp_path) == ["a", "b", "latest"]
 
 
 # ---- one takes another's place -------------------------------------------------------------------
 
 
-def replace_one(folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_replaces_another(tmp_path: Path) -> None:
     engine = engine_of(2)
-    engine.save_checkpoint(folder, "same")
-    home = Path(folder, "same")
+    engine.save_checkpoint(tmp_path, "same")
+    home = Path(tmp_path, "same")
     comm.barrier()
     if comm.get_rank() == 0:
         (home / "tokenizer.txt").write_text("the user's own")
     comm.barrier()
     train(engine, range(1))
-    engine.save_checkpoint(folder, "same")
+    engine.save_checkpoint(tmp_path, "same")
     saved = engine.state_dict()
-    assert names_in(folder) == ["latest", "same"]
+    assert names_in(tmp_path) == ["latest", "same"]
     assert (home / "tokenizer.txt").read_text() == "the user's own"
     other = engine_of(2)
-    other.load_checkpoint(folder)
+    other.load_checkpoint(tmp_path)
     assert_equal(other.state_dict(), saved)
     for tag in ("", ".", "..", ".hidden", "a/b", "a\\b", "latest", "a\nb", " a", "a\0b", 256 * "a"):
         if tag:
             with pytest.raises(CheckpointError, match="plain folder name"):
-                engine.save_checkpoint(folder, tag)
+                engine.save_checkpoint(tmp_path, tag)
             with pytest.raises(CheckpointError, match="no complete checkpoint"):
-                engine.load_checkpoint(folder, tag)
+                engine.load_checkpoint(tmp_path, tag)
     comm.barrier()
-    assert names_in(folder) == ["latest", "same"]
-
-
-def test_a_checkpoint_replaces_another(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(replace_one, str(tmp_path))
+    assert names_in(tmp_path) == ["latest", "same"]

@@ -19,7 +19,7 @@ import torch
 from engine.toys import TINY, assert_equal, engine_of, train
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import RankPools
+from ranks import on_ranks
 
 from checkpoint.listing import home_of
 from hadal import comm
@@ -72,45 +72,40 @@ def harmed(data: bytes, found: random.Random) -> bytes:
             return data[:place] + flipped + data[place + 1 :]
 
 
-def harm_at_random(folder: str, times: int, stage: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "times"), [(3, 90), (1, 40)])
+@on_ranks(2, timeout=300)
+def test_every_random_damage_is_found(tmp_path: Path, times: int, stage: int) -> None:
     """Save at stage 3 and load at another: by slices of buckets, or by parameters."""
     first = engine_of(3)
     train(first, range(1))
     zero = {"stage": stage, "reduce_bucket_size": 60 if stage == 3 else 10**6}
     engine = engine_of(stage, zero_optimization={**TINY, **zero})
     train(engine, range(1))
-    first.save_checkpoint(folder, client_state={"ema": torch.arange(20.0)})
+    first.save_checkpoint(tmp_path, client_state={"ema": torch.arange(20.0)})
     saved = first.state_dict()
     first.destroy()
     train(engine, range(1, 2))
     found = random.Random(11)
-    tag = Path(folder, "global_step1")
+    tag = Path(tmp_path, "global_step1")
     paths = [
         tag / INDEX,
         home_of(tag) / ONE,
         home_of(tag) / TWO,
         home_of(tag) / CLIENT,
-        Path(folder, "latest"),
+        Path(tmp_path, "latest"),
     ]
     for _ in range(times):
         path = found.choice(paths)
         data = path.read_bytes()
         damaged = harmed(data, found)
         on_one(lambda path=path, damaged=damaged: path.write_bytes(damaged))
-        refused(engine, folder, path.name)
+        refused(engine, tmp_path, path.name)
         on_one(lambda path=path, data=data: path.write_bytes(data))
-    _, client_state = engine.load_checkpoint(folder)
+    _, client_state = engine.load_checkpoint(tmp_path)
     assert torch.equal(client_state["ema"], torch.arange(20.0))
     assert_equal(engine.state_dict(), saved)
     engine.destroy()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "times"), [(3, 90), (1, 40)])
-def test_every_random_damage_is_found(
-    stage: int, times: int, ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(2).run(harm_at_random, str(tmp_path), times, stage, timeout=300)
 
 
 # ---- damage with a plan --------------------------------------------------------------------------
@@ -245,9 +240,12 @@ def test_a_link_shows_little_of_where_it_leads(tmp_path: Path) -> None:
         assert shown in str(caught.value) and 61 * "s" not in str(caught.value)
 
 
-def harm_by_plan(folder: str, verifies: bool) -> None:
+@pytest.mark.fast_cells("headers")
+@pytest.mark.parametrize("verifies", [True, False], ids=["all bytes", "headers"])
+@on_ranks(2, timeout=200)
+def test_planned_damage_is_found(tmp_path: Path, verifies: bool) -> None:
     engine = engine_of(1, checkpoint={"verify_checksums": verifies})
-    home, kept = Path(folder, "home"), Path(folder, "kept")
+    home, kept = Path(tmp_path, "home"), Path(tmp_path, "kept")
     for tag in (OTHER, "global_step1"):
         train(engine, range(1))
         engine.save_checkpoint(home, tag, client_state={"w": torch.ones(3)})
@@ -255,7 +253,7 @@ def harm_by_plan(folder: str, verifies: bool) -> None:
     for act, named in PLANS.values():
         on_one(lambda act=act: act(home / "global_step1"))
         refused(engine, str(home), named)
-        on_one(lambda: anew(Path(folder)))
+        on_one(lambda: anew(tmp_path))
     engine.load_checkpoint(home)
     engine.destroy()
 
@@ -267,26 +265,17 @@ def anew(folder: Path) -> None:
     shutil.copytree(folder / "kept", folder / "home")
 
 
-@pytest.mark.fast_cells("headers")
-@pytest.mark.parametrize("verifies", [True, False], ids=["all bytes", "headers"])
-def test_planned_damage_is_found(verifies: bool, ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(harm_by_plan, str(tmp_path), verifies, timeout=200)
-
-
-def skip_the_checksums(folder: str) -> None:
+@on_ranks(2)
+def test_checksums_can_be_left_out(tmp_path: Path) -> None:
     """Without checksums a flipped bit in the weights goes undetected."""
     engine = engine_of(1, checkpoint={"verify_checksums": False})
-    engine.save_checkpoint(folder)
-    path = home_of(Path(folder, "global_step0")) / ONE
+    engine.save_checkpoint(tmp_path)
+    path = home_of(Path(tmp_path, "global_step0")) / ONE
     data = path.read_bytes()
     on_one(lambda: path.write_bytes(data[:-1] + bytes([data[-1] ^ 1])))
-    engine.load_checkpoint(folder)
+    engine.load_checkpoint(tmp_path)
     strict = engine_of(1)
-    refused(strict, folder, ONE)
-
-
-def test_checksums_can_be_left_out(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(skip_the_checksums, str(tmp_path))
+    refused(strict, tmp_path, ONE)
 
 
 @given(st.dictionaries(st.text(), st.integers() | st.text() | st.floats(allow_nan=False)))
@@ -310,45 +299,6 @@ def refuse(error: int, function: str, place: str, rank: int | None) -> Callable[
     return act
 
 
-def fail_to_save(folder: str, function: str, place: str, rank: int | None, named: str) -> None:
-    """Fail a save: all ranks raise, the earlier checkpoint is kept, and the next save works.
-
-    A limit on the size of files stands for a full disk.
-    """
-    engine = engine_of(2)
-    train(engine, range(1))
-    engine.save_checkpoint(folder, "same")
-    saved = engine.state_dict()
-    train(engine, range(1, 2))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    patch = pytest.MonkeyPatch()
-    if function == "limit":
-        if comm.get_rank() == rank:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    else:
-        error = errno.EROFS if function == "mkdir" else errno.ENOSPC
-        patch.setattr(os, function, refuse(error, function, place, rank))
-    try:
-        with pytest.raises(CheckpointError, match=named):
-            engine.save_checkpoint(folder, "same")
-        if function != "limit":
-            with pytest.raises(CheckpointError, match=named):
-                engine.save_checkpoint(folder, "new")
-    finally:
-        patch.undo()
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    comm.barrier()
-    assert Path(folder, "latest").read_text() == "same"
-    if place != ".latest":
-        other = engine_of(2)
-        other.load_checkpoint(folder)
-        assert_equal(other.state_dict(), saved)
-    comm.barrier()
-    engine.save_checkpoint(folder, "next")
-    assert not list(Path(folder).glob(".*"))
-    assert Path(folder, "latest").read_text() == "next"
-
-
 @pytest.mark.fast_cells("mkdir--None-rank 0: .* cannot be written: Read-only file system")
 @pytest.mark.parametrize(
     ("function", "place", "rank", "named"),
@@ -364,7 +314,43 @@ def fail_to_save(folder: str, function: str, place: str, rank: int | None, named
         ("replace", ".latest", 0, r"latest cannot be written: No space left on device"),
     ],
 )
+@on_ranks(2)
 def test_a_refused_save_leaves_what_was_there(
-    function: str, place: str, rank: int | None, named: str, ranks: RankPools, tmp_path: Path
+    tmp_path: Path, function: str, place: str, rank: int | None, named: str
 ) -> None:
-    ranks(2).run(fail_to_save, str(tmp_path), function, place, rank, named)
+    """Fail a save: all ranks raise, the earlier checkpoint is kept, and the next save works.
+
+    A limit on the size of files stands for a full disk.
+    """
+    engine = engine_of(2)
+    train(engine, range(1))
+    engine.save_checkpoint(tmp_path, "same")
+    saved = engine.state_dict()
+    train(engine, range(1, 2))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    patch = pytest.MonkeyPatch()
+    if function == "limit":
+        if comm.get_rank() == rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    else:
+        error = errno.EROFS if function == "mkdir" else errno.ENOSPC
+        patch.setattr(os, function, refuse(error, function, place, rank))
+    try:
+        with pytest.raises(CheckpointError, match=named):
+            engine.save_checkpoint(tmp_path, "same")
+        if function != "limit":
+            with pytest.raises(CheckpointError, match=named):
+                engine.save_checkpoint(tmp_path, "new")
+    finally:
+        patch.undo()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    comm.barrier()
+    assert Path(tmp_path, "latest").read_text() == "same"
+    if place != ".latest":
+        other = engine_of(2)
+        other.load_checkpoint(tmp_path)
+        assert_equal(other.state_dict(), saved)
+    comm.barrier()
+    engine.save_checkpoint(tmp_path, "next")
+    assert not list(tmp_path.glob(".*"))
+    assert Path(tmp_path, "latest").read_text() == "next"

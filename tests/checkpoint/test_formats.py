@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine.logs import logged
 from engine.toys import assert_equal, engine_of, model_of, train
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 from hadal import comm
@@ -26,10 +26,12 @@ from hadal.checkpoint.source import Entry, Source
 from hadal.errors import CheckpointError
 
 
-def write_as(folder: str, head: dict[str, Any]) -> None:
+@pytest.mark.parametrize("head", [{"format": 9}, {"format": "1"}, {"checksum": "crc32"}], ids=str)
+@on_ranks(1)
+def test_another_version_is_an_error_with_its_remedy(tmp_path: Path, head: dict[str, Any]) -> None:
     engine = engine_of(1)
-    engine.save_checkpoint(folder, "other")
-    home = Path(folder, "other")
+    engine.save_checkpoint(tmp_path, "other")
+    home = Path(tmp_path, "other")
     content = {**read_index(home), **head}
     (home / INDEX).unlink()
     with patch.object(index, "_HEAD", {}), patch.object(index, "read_index"):
@@ -38,17 +40,10 @@ def write_as(folder: str, head: dict[str, Any]) -> None:
     if "format" not in head:
         told = "is damaged"
     with pytest.raises(CheckpointError, match=told):
-        engine.load_checkpoint(folder)
-    (report,) = inspected(folder)
+        engine.load_checkpoint(tmp_path)
+    (report,) = inspected(tmp_path)
     assert re.search(told, report.faults[0])
     engine.destroy()
-
-
-@pytest.mark.parametrize("head", [{"format": 9}, {"format": "1"}, {"checksum": "crc32"}], ids=str)
-def test_another_version_is_an_error_with_its_remedy(
-    head: dict[str, Any], ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(1).run(write_as, str(tmp_path), head)
 
 
 def test_the_first_release_writes_format_1() -> None:
@@ -114,15 +109,16 @@ def change_scalars(folder: str, **changes: Any) -> None:
     comm.barrier()
 
 
-def load_other_counters(folder: str) -> None:
+@on_ranks(2)
+def test_counters_of_other_versions(tmp_path: Path) -> None:
     engine = engine_of(1, fp16={"enabled": True, "initial_scale_power": 4})
     train(engine, range(2))
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     counters = [["global_steps", 2], ["global_samples", 12], ["evaluations", 5]]
-    change_scalars(folder, counters={"dict": counters}, scale=[8.0, 2])
+    change_scalars(tmp_path, counters={"dict": counters}, scale=[8.0, 2])
     other = engine_of(1, fp16={"enabled": True, "initial_scale_power": 4})
     with logged() as lines:
-        other.load_checkpoint(folder)
+        other.load_checkpoint(tmp_path)
     assert (other.global_steps, other.global_samples, other.micro_steps) == (2, 12, 0)
     if comm.get_rank() == 0:
         text = "\n".join(lines)
@@ -131,16 +127,12 @@ def load_other_counters(folder: str) -> None:
             in text
         )
         assert "has the counter evaluations, which this version of Hadal does not know" in text
-    change_scalars(folder, counters={"dict": counters[:1]}, scale=[1.0] * 9, news=[1, 2])
-    other.load_checkpoint(folder)
+    change_scalars(tmp_path, counters={"dict": counters[:1]}, scale=[1.0] * 9, news=[1, 2])
+    other.load_checkpoint(tmp_path)
     assert (other.global_steps, other.global_samples) == (2, 0)
-    change_scalars(folder, counters={"dict": []}, scale=[])
-    other.load_checkpoint(folder)
+    change_scalars(tmp_path, counters={"dict": []}, scale=[])
+    other.load_checkpoint(tmp_path)
     assert other.global_steps == 0
-    change_scalars(folder, counters={"dict": [["global_steps", "many"]]}, scale=[])
+    change_scalars(tmp_path, counters={"dict": [["global_steps", "many"]]}, scale=[])
     with pytest.raises(CheckpointError, match=r"index\.json is damaged.*counters are"):
-        other.load_checkpoint(folder)
-
-
-def test_counters_of_other_versions(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(load_other_counters, str(tmp_path))
+        other.load_checkpoint(tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.toys import assert_equal, engine_of, train
-from ranks import RankPools
+from ranks import on_ranks
 
 from checkpoint.listing import link_files, names_in
 from hadal import comm
@@ -28,15 +28,18 @@ def move_folder(home: Path) -> None:
         (home / name).symlink_to(moved)
 
 
-def load_linked(folder: str, way: str) -> None:
-    home = Path(folder, "home")
+@pytest.mark.fast_cells("folder")
+@pytest.mark.parametrize("way", ["files", "folder"])
+@on_ranks(2)
+def test_links_are_followed(tmp_path: Path, way: str) -> None:
+    home = Path(tmp_path, "home")
     engine = engine_of(2)
     train(engine, range(1))
     engine.save_checkpoint(home, "one", client_state={"ema": torch.ones(2)})
     saved = engine.state_dict()
     if comm.get_rank() == 0:
         if way == "files":
-            link_files(home, Path(folder, "blobs"))
+            link_files(home, Path(tmp_path, "blobs"))
         else:
             move_folder(home)
     comm.barrier()
@@ -51,34 +54,25 @@ def load_linked(folder: str, way: str) -> None:
     assert report.faults == []
     assert report.is_latest
     if comm.get_rank() == 0:
-        export(opened(home), Path(folder, "out"), NAME, dtype=None, max_shard_nbytes=1 << 20)
+        export(opened(home), Path(tmp_path, "out"), NAME, dtype=None, max_shard_nbytes=1 << 20)
     other.save_checkpoint(home, "two")  # `latest` becomes a file again
     assert not (home / "latest").is_symlink()
     assert engine.load_checkpoint(home)[0] == str(home / "two")
 
 
-@pytest.mark.fast_cells("folder")
-@pytest.mark.parametrize("way", ["files", "folder"])
-def test_links_are_followed(way: str, ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(load_linked, str(tmp_path), way)
-
-
-def save_beside_links(folder: str) -> None:
+@on_ranks(2)
+def test_saves_leave_links_alone(tmp_path: Path) -> None:
     """The target of a link is neither overwritten nor removed."""
-    home = Path(folder, "home")
+    home = Path(tmp_path, "home")
     engine = engine_of(1, checkpoint={"keep_last": 1})
     engine.save_checkpoint(home, "one")
     if comm.get_rank() == 0:
         move_folder(home)
     comm.barrier()
-    before = sorted(os.listdir(Path(folder, "moved one")))
+    before = sorted(os.listdir(Path(tmp_path, "moved one")))
     with pytest.raises(CheckpointError, match="one cannot be written: it exists and is not a dir"):
         engine.save_checkpoint(home, "one")
     engine.save_checkpoint(home, "two")
     engine.save_checkpoint(home, "three")
     assert names_in(home) == ["latest", "one", "three"]
-    assert sorted(os.listdir(Path(folder, "moved one"))) == before
-
-
-def test_saves_leave_links_alone(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(save_beside_links, str(tmp_path))
+    assert sorted(os.listdir(Path(tmp_path, "moved one"))) == before

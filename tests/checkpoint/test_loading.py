@@ -14,7 +14,7 @@ import torch
 from cases import diagonal
 from engine.logs import logged
 from engine.toys import alone, assert_close, assert_equal, backward, engine_of, model_of, train
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import nn
 
 from checkpoint.listing import home_of
@@ -79,43 +79,42 @@ def summary(engine: Any) -> dict[str, Any]:
     }
 
 
-def go_on(stage: int, name: str, folder: str) -> None:
+@pytest.mark.slow_cells("fp32-0", "bf16-1", "fp16-2", "momentum-0", "whole-1", "torch schedule-2")
+@diagonal(name=list(SETTINGS), stage=[0, 1, 2, 3])
+@on_ranks(2)
+def test_training_goes_on_bit_for_bit(stage: int, name: str, tmp_path: Path) -> None:
     through = fresh(stage, name)
     losses = train(through, FIRST)
     saved = through.state_dict()
-    assert through.save_checkpoint(folder, client_state={"epoch": 3, "names": ["a", None]})
+    assert through.save_checkpoint(tmp_path, client_state={"epoch": 3, "names": ["a", None]})
     losses = train(through, SECOND)
     expected, told = through.state_dict(), summary(through)
     through.destroy()
 
     again = fresh(stage, name, seed=5)  # its own start must not matter
-    path, client_state = again.load_checkpoint(folder)
-    assert Path(path).parent == Path(folder)
+    path, client_state = again.load_checkpoint(tmp_path)
+    assert Path(path).parent == tmp_path
     assert client_state == {"epoch": 3, "names": ["a", None]}
     assert_equal(again.state_dict(), saved)
     assert torch.equal(torch.stack(train(again, SECOND)), torch.stack(losses))
     assert_equal(again.state_dict(), expected)
     assert summary(again) == told
     # An engine that has trained elsewhere goes back as well.
-    again.load_checkpoint(folder)
+    again.load_checkpoint(tmp_path)
     assert_equal(again.state_dict(), saved)
     assert torch.equal(torch.stack(train(again, SECOND)), torch.stack(losses))
     again.destroy()
 
 
-@pytest.mark.slow_cells("fp32-0", "bf16-1", "fp16-2", "momentum-0", "whole-1", "torch schedule-2")
-@diagonal(name=list(SETTINGS), stage=[0, 1, 2, 3])
-def test_training_goes_on_bit_for_bit(
-    name: str, stage: int, ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(2).run(go_on, stage, name, str(tmp_path))
-
-
-def take_over(stage: int, name: str, folder: str) -> None:
+@pytest.mark.fast_cells("momentum-3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", ["bf16", "momentum"])
+@on_ranks(2)
+def test_moments_keep_the_memory_they_were_read_into(stage: int, name: str, tmp_path: Path) -> None:
     """Uncached files are read once; moments keep the memory they were read into."""
     through = fresh(stage, name)
     train(through, FIRST)
-    through.save_checkpoint(folder)
+    through.save_checkpoint(tmp_path)
     losses, whole = train(through, SECOND), through.state_dict()
     through.destroy()
     given: list[torch.Tensor] = []
@@ -134,8 +133,8 @@ def take_over(stage: int, name: str, folder: str) -> None:
         patch.setattr(direct, "_free", [])
         patch.setattr(StoredSource, "take_slice", take_slice)
         again = fresh(stage, name, seed=5)
-        again.load_checkpoint(folder)
-        again.load_checkpoint(folder)
+        again.load_checkpoint(tmp_path)
+        again.load_checkpoint(tmp_path)
     held = {t.data_ptr() for state in again.optimizer.state.values() for t in tensors_in(state)}
     assert held, "the optimizer remembers something"
     assert held <= {tensor.data_ptr() for tensor in given}
@@ -154,15 +153,6 @@ def tensors_in(state: dict[str, Any]) -> list[torch.Tensor]:
     return [one for one in state.values() if isinstance(one, torch.Tensor) and one.dim()]
 
 
-@pytest.mark.fast_cells("momentum-3")
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", ["bf16", "momentum"])
-def test_moments_keep_the_memory_they_were_read_into(
-    name: str, stage: int, ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(2).run(take_over, stage, name, str(tmp_path))
-
-
 class WithMore(WithBuffers):
     """A model with parameters that the other model's checkpoints lack."""
 
@@ -171,11 +161,15 @@ class WithMore(WithBuffers):
         self.more = nn.Linear(6, 5)
 
 
-def load_into_used_memory(stage: int, is_alike: bool, folder: str) -> None:
+@pytest.mark.fast_cells("True-0", "True-2", "False-3")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("is_alike", [True, False])
+@on_ranks(2)
+def test_moments_are_read_into_any_memory(stage: int, is_alike: bool, tmp_path: Path) -> None:
     """Padding and new values start at zero, whatever the memory held before."""
     saved = fresh(stage, "bf16")
     train(saved, FIRST)
-    saved.save_checkpoint(folder)
+    saved.save_checkpoint(tmp_path)
     real = torch.empty
 
     def used(*shape: Any, **options: Any) -> torch.Tensor:
@@ -188,7 +182,7 @@ def load_into_used_memory(stage: int, is_alike: bool, folder: str) -> None:
         again = engine_of(stage, WithMore(), zero_optimization={"stage": stage}, **settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", used)
-        again.load_checkpoint(folder, load_module_strict=False)
+        again.load_checkpoint(tmp_path, load_module_strict=False)
     found = torch.cat(remembered(again))
     assert found.any()
     assert not (found == 7).any()
@@ -201,15 +195,6 @@ def remembered(engine: Any) -> list[torch.Tensor]:
     state = engine.optimizer.state
     order = [values for group in engine.optimizer.param_groups for values in group["params"]]
     return [moment.view(-1) for values in order for moment in tensors_in(state[values])]
-
-
-@pytest.mark.fast_cells("True-0", "True-2", "False-3")
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("is_alike", [True, False])
-def test_moments_are_read_into_any_memory(
-    is_alike: bool, stage: int, ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(2).run(load_into_used_memory, stage, is_alike, str(tmp_path))
 
 
 def load_unmapped(stage: int, name: str, folder: str) -> None:
@@ -240,19 +225,20 @@ def test_files_are_not_mapped(stage: int, ranks: RankPools, tmp_path: Path) -> N
     ranks(2).run(load_unmapped, stage, "bf16", str(tmp_path))
 
 
-def accumulate_anew(folder: str) -> None:
+@on_ranks(2)
+def test_an_interrupted_accumulation_starts_over(tmp_path: Path) -> None:
     """Gradients are not saved: a load starts a new update, whatever was accumulated before."""
     first = engine_of(2, gradient_accumulation_steps=2)
     with logged() as silence:
         train(first, range(6))
-        first.save_checkpoint(folder, tag="whole")
+        first.save_checkpoint(tmp_path, tag="whole")
     assert not silence
     backward(first, 6)
     with logged() as told:
-        first.save_checkpoint(folder, tag="before the step")
+        first.save_checkpoint(tmp_path, tag="before the step")
     first.step()
     with logged() as told_again:
-        first.save_checkpoint(folder, tag="middle")
+        first.save_checkpoint(tmp_path, tag="middle")
     count = 1 if comm.get_rank() == 0 else 0
     assert len(told) == len(told_again) == count
     assert all("in the middle of an update" in message for message in (*told, *told_again))
@@ -262,16 +248,12 @@ def accumulate_anew(folder: str) -> None:
     for tag in ("whole", "before the step", "middle"):
         for accumulation in (2, 4):
             again = engine_of(2, model_of(9), gradient_accumulation_steps=accumulation)
-            again.load_checkpoint(folder, tag)
+            again.load_checkpoint(tmp_path, tag)
             train(again, all_of_it)
             rest = [all_of_it] if accumulation == 4 else [range(6, 8), range(8, 10)]
             assert again.global_steps == 3 + len(rest)
             assert_close(again.state_dict(), alone(model_of(), [*half, *rest]))
             again.destroy()
-
-
-def test_an_interrupted_accumulation_starts_over(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(accumulate_anew, str(tmp_path))
 
 
 def save_on_one_rank(stage: int, folder: str) -> None:
@@ -307,7 +289,10 @@ class Counting(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad, alpha=group["lr"] / state["steps"])
 
 
-def go_on_with_plain_state(stage: int, folder: str) -> None:
+@pytest.mark.slow_cells("1")
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_plain_state_is_of_the_parameters_that_a_rank_steps(stage: int, tmp_path: Path) -> None:
     """Ranks step different parameters, and different numbers of them."""
 
     def engine_with_counts() -> Any:
@@ -320,10 +305,10 @@ def go_on_with_plain_state(stage: int, folder: str) -> None:
     start = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 4, bias=False)).state_dict()
     through = engine_with_counts()
     train(through, FIRST)
-    through.save_checkpoint(folder)
+    through.save_checkpoint(tmp_path)
     train(through, SECOND)
     again = engine_with_counts()
-    again.load_checkpoint(folder)
+    again.load_checkpoint(tmp_path)
     for parameter in again.optimizer.param_groups[0]["params"]:
         state = again.optimizer.state[parameter]
         assert state == {"steps": len(FIRST), "shape": tuple(parameter.shape)}
@@ -333,86 +318,73 @@ def go_on_with_plain_state(stage: int, folder: str) -> None:
     through.destroy()
 
 
-@pytest.mark.slow_cells("1")
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_plain_state_is_of_the_parameters_that_a_rank_steps(
-    stage: int, ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(2).run(go_on_with_plain_state, stage, str(tmp_path))
-
-
-def go_on_without_a_named_optimizer(folder: str) -> None:
+@on_ranks(2)
+def test_a_late_optimizer_resumes_too(tmp_path: Path) -> None:
     engine = engine_of(2, optimizer=None)
     train(engine, FIRST)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     train(engine, SECOND)
     again = engine_of(2, model_of(9), optimizer=None)
-    again.load_checkpoint(folder)
+    again.load_checkpoint(tmp_path)
     train(again, SECOND)
     assert_equal(again.state_dict(), engine.state_dict())
 
 
-def test_a_late_optimizer_resumes_too(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(go_on_without_a_named_optimizer, str(tmp_path))
-
-
-def tags(folder: str) -> None:
+@on_ranks(2)
+def test_tags(tmp_path: Path) -> None:
     engine = engine_of(3)
     with logged() as told:
-        assert engine.load_checkpoint(folder) == (None, None)
-        assert engine.load_checkpoint(f"{folder}/chekpoints") == (None, None)
+        assert engine.load_checkpoint(tmp_path) == (None, None)
+        assert engine.load_checkpoint(f"{tmp_path}/chekpoints") == (None, None)
     if comm.get_rank() == 0:
         empty, missing = told
         assert all("nothing is loaded, so training starts from scratch: " in one for one in told)
-        assert empty.endswith(f"{folder} has no file 'latest'; it has no complete checkpoint")
-        assert missing.endswith(f"no directory {folder}/chekpoints")
+        assert empty.endswith(f"{tmp_path} has no file 'latest'; it has no complete checkpoint")
+        assert missing.endswith(f"no directory {tmp_path}/chekpoints")
     with pytest.raises(CheckpointError, match=r"no complete .* 'a' .*; there is no such directory"):
-        engine.load_checkpoint(f"{folder}/chekpoints", "a")
+        engine.load_checkpoint(f"{tmp_path}/chekpoints", "a")
     train(engine, range(1))
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     one = engine.state_dict()
     train(engine, range(1, 2))
-    engine.save_checkpoint(folder, tag="best", save_latest=False)
+    engine.save_checkpoint(tmp_path, tag="best", save_latest=False)
     best = engine.state_dict()
-    assert Path(folder, "latest").read_text() == "global_step1"
+    assert Path(tmp_path, "latest").read_text() == "global_step1"
     for tag, expected in ((None, one), ("best", best), ("global_step1", one)):
         other = engine_of(3, model_of(9))
-        path, client_state = other.load_checkpoint(folder, tag)
-        assert path == str(Path(folder, tag or "global_step1"))
+        path, client_state = other.load_checkpoint(tmp_path, tag)
+        assert path == str(Path(tmp_path, tag or "global_step1"))
         assert client_state == {}
         assert_equal(other.state_dict(), expected)
         other.destroy()
     with pytest.raises(CheckpointError, match=r"complete checkpoints there: best, global_step1"):
-        engine.load_checkpoint(folder, "missing")
+        engine.load_checkpoint(tmp_path, "missing")
     with logged() as told:
-        assert engine.load_checkpoint(Path(folder, "best")) == (None, None)
+        assert engine.load_checkpoint(Path(tmp_path, "best")) == (None, None)
     if comm.get_rank() == 0:
         (line,) = told
         assert line.endswith(
-            f"best is itself a checkpoint; to load it, call load_checkpoint({folder!r}, 'best')"
+            "best is itself a checkpoint; to load it, call"
+            f" load_checkpoint({str(tmp_path)!r}, 'best')"
         )
     comm.barrier()
     if comm.get_rank() == 0:
-        Path(folder, "latest").unlink()
+        Path(tmp_path, "latest").unlink()
     comm.barrier()
     with logged() as told:
-        assert engine.load_checkpoint(folder) == (None, None)
+        assert engine.load_checkpoint(tmp_path) == (None, None)
     if comm.get_rank() == 0:
         (line,) = told
         assert line.endswith("'latest'; complete checkpoints there: best, global_step1")
     for tag in ("missing", "../best"):
         with pytest.raises(CheckpointError, match=r"no complete checkpoint"):
-            engine.load_checkpoint(folder, tag)
+            engine.load_checkpoint(tmp_path, tag)
     with pytest.raises(CheckpointError, match="cannot be written: File name too long") as caught:
-        engine.save_checkpoint(Path(folder, 300 * "a"))
+        engine.save_checkpoint(Path(tmp_path, 300 * "a"))
     assert "OSError" not in str(caught.value)
     with pytest.raises(CheckpointError, match="plain folder name"):
-        engine.save_checkpoint(folder, tag="a/b")
+        engine.save_checkpoint(tmp_path, tag="a/b")
     engine.destroy()
-
-
-def test_tags(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(tags, str(tmp_path))
 
 
 def save(stage: int, folder: str, width: int = 9) -> None:
@@ -577,7 +549,9 @@ def test_unsavable_state_raises_on_every_rank(
     assert not (tmp_path / "latest").exists()
 
 
-def save_in_the_middle(stage: int, folder: str) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_saving_does_not_affect_training(stage: int, tmp_path: Path) -> None:
     """Saving between two micro-steps has no effect on training."""
     states = []
     for saves in (True, False):
@@ -586,12 +560,7 @@ def save_in_the_middle(stage: int, folder: str) -> None:
             backward(engine, step)
             engine.step()
             if saves and step == 2:
-                engine.save_checkpoint(folder)
+                engine.save_checkpoint(tmp_path)
         states.append(engine.state_dict())
         engine.destroy()
     assert_equal(*states)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_saving_does_not_affect_training(stage: int, ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(save_in_the_middle, stage, str(tmp_path))

@@ -21,7 +21,7 @@ from engine.parts import (
     whole_model,
 )
 from engine.toys import assert_equal
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 from hadal import comm
@@ -230,21 +230,18 @@ class Alone:
             setattr(self, f"get_{kind}_parallel_world_size", lambda ranks=ranks: ranks.size)
 
 
-def change_the_parts(folder: str) -> None:
+@on_ranks(4)
+def test_another_number_of_parts_is_refused_on_every_rank(tmp_path: Path) -> None:
     parts = engine_over(1, Part(comm.get_rank() % PARTS), train_batch_size=None)
     whole = engine_over(1, nn.Linear(WIDTH, WIDTH), wishes={"mpu": Alone()}, train_batch_size=None)
-    parts.save_checkpoint(folder, "parts")
-    whole.save_checkpoint(folder, "whole")
+    parts.save_checkpoint(tmp_path, "parts")
+    whole.save_checkpoint(tmp_path, "whole")
     for engine, tag, told in (
         (whole, "parts", "in 2 model-parallel parts, but this one has 1"),
         (parts, "whole", "with the model-parallel size that saved it"),
     ):
         before = engine.state_dict()
         with pytest.raises(CheckpointError, match=told):
-            engine.load_checkpoint(folder, tag)
+            engine.load_checkpoint(tmp_path, tag)
         assert_equal(engine.state_dict(), before)
     parts.destroy(), whole.destroy()
-
-
-def test_another_number_of_parts_is_refused_on_every_rank(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(4).run(change_the_parts, str(tmp_path))

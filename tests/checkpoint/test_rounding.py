@@ -11,7 +11,7 @@ import torch
 from engine.toys import assert_equal, engine_of, model_of, train
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from safetensors import safe_open
 from torch import Tensor
 
@@ -145,7 +145,8 @@ def test_weights_are_compared_once(stage: int, ranks: RankPools, tmp_path: Path)
         assert weight_tensors(tmp_path / "nan") > 0
 
 
-def refuse_what_is_told_wrong(folder: str) -> None:
+@on_ranks(2)
+def test_an_index_that_is_wrong_is_refused(tmp_path: Path) -> None:
     engine = engine_of(2, **SETTINGS["bf16"])
     train(engine, range(2))
     before = weights_of(engine)
@@ -156,15 +157,11 @@ def refuse_what_is_told_wrong(folder: str) -> None:
         ((0,), "state.x", "index.json"),
         ((3, 0, 1), 8, "index.json"),
     ):
-        engine.save_checkpoint(folder, "x")
+        engine.save_checkpoint(tmp_path, "x")
         if comm.get_rank() == 0:
-            reparted(Path(folder, "x"), "stretches", 0, *place, value)
+            reparted(Path(tmp_path, "x"), "stretches", 0, *place, value)
         comm.barrier()
         with pytest.raises(CheckpointError, match=named):
-            engine.load_checkpoint(folder, "x")
+            engine.load_checkpoint(tmp_path, "x")
         assert_equal(weights_of(engine), before)
     engine.destroy()
-
-
-def test_an_index_that_is_wrong_is_refused(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(refuse_what_is_told_wrong, str(tmp_path))

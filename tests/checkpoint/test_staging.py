@@ -11,7 +11,7 @@ import forks
 import pytest
 from engine.logs import logged
 from engine.toys import assert_equal, engine_of, train
-from ranks import RankPools
+from ranks import on_ranks
 
 from hadal import comm
 from hadal.checkpoint import remote, saving
@@ -69,50 +69,42 @@ def upload_behind(place: str, stage: int, **staging: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_training_goes_on_once_the_state_is_on_a_local_disk(
-    stage: int, ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(2).run(upload_on_disk, str(tmp_path), stage)
+@on_ranks(2)
+def test_training_goes_on_once_the_state_is_on_a_local_disk(tmp_path: Path, stage: int) -> None:
+    upload_behind(tmp_path, stage, folder=f"{tmp_path}/staging", size="4GB")
 
 
-def upload_on_disk(folder: str, stage: int) -> None:
-    upload_behind(folder, stage, folder=f"{folder}/staging", size="4GB")
+@on_ranks(2)
+def test_training_goes_on_once_the_state_is_in_memory(tmp_path: Path) -> None:
+    upload_behind(tmp_path, 2, size=100_000)
 
 
-def upload_from_memory(folder: str) -> None:
-    upload_behind(folder, 2, size=100_000)
-
-
-def test_training_goes_on_once_the_state_is_in_memory(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(upload_from_memory, str(tmp_path))
-
-
-def stage_too_much(folder: str) -> None:
+@on_ranks(2)
+def test_a_state_that_does_not_fit_is_written_at_once(tmp_path: Path) -> None:
     """Bytes that do not fit are written before the save returns, on all ranks."""
-    for staging in ({"size": "1kB"}, {"size": 1000, "folder": f"{folder}/staging"}):
+    for staging in ({"size": "1kB"}, {"size": 1000, "folder": f"{tmp_path}/staging"}):
         engine = engine_staging(1, **staging)
         with logged() as told:
             for step in range(2):
                 train(engine, range(step, step + 1))
-                engine.save_checkpoint(f"{SCHEME}://{folder}/run")
-                assert Path(folder, "run", "latest").read_text().strip() == f"global_step{step + 1}"
+                engine.save_checkpoint(f"{SCHEME}://{tmp_path}/run")
+                assert (
+                    Path(tmp_path, "run", "latest").read_text().strip() == f"global_step{step + 1}"
+                )
         said = [text for text in told if "checkpoint.staging.size is 1,000" in text]
         assert len(said) == (comm.get_rank() == 0)
         engine.destroy()
 
 
-def test_a_state_that_does_not_fit_is_written_at_once(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(stage_too_much, str(tmp_path))
-
-
-def fail_to_upload(folder: str) -> None:
+@on_ranks(1)
+def test_a_failed_upload_leaves_nothing_behind(tmp_path: Path) -> None:
     """A failed upload is told, leaves no files behind, and the next save works."""
 
     def refuse(operation: str, path: str) -> None:
         if operation == "write":
             raise OSError("no such bucket")
 
-    url, staging = f"{SCHEME}://{folder}/run", f"{folder}/staging"
+    url, staging = f"{SCHEME}://{tmp_path}/run", f"{tmp_path}/staging"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote, "PAUSES_S", (0.0, 0.0))
         engine = engine_staging(1, folder=staging)
@@ -124,16 +116,12 @@ def fail_to_upload(folder: str) -> None:
         assert os.listdir(staging) == []
         engine.save_checkpoint(url)
         engine.wait_for_checkpoint()
-    assert Path(folder, "run", "latest").read_text().strip() == "global_step0"
+    assert Path(tmp_path, "run", "latest").read_text().strip() == "global_step0"
     Path(staging).rmdir()
     Path(staging).write_text("in the way")
     with pytest.raises(CheckpointError, match=r"checkpoint\.staging\.folder"):
         engine.save_checkpoint(url)
     engine.destroy()
-
-
-def test_a_failed_upload_leaves_nothing_behind(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(1).run(fail_to_upload, str(tmp_path))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor
 
 from checkpoint.test_dcp import engine_of, train
@@ -63,7 +63,10 @@ def masters_of(engine: Any) -> dict[str, Tensor]:
     return {name: safe_get_full_fp32_param(p).clone() for name, p in trained}
 
 
-def go_round(stage: int, dtype: str) -> None:
+@pytest.mark.slow_cells("2-fp16")
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16")])
+@on_ranks(2)
+def test_shards_load_where_they_came_from(stage: int, dtype: str) -> None:
     engine = engine_of(stage, dtype)
     train(engine, range(2))
     shards, expected, whole = sharded(engine), masters_of(engine), engine.state_dict()
@@ -98,13 +101,8 @@ def go_round(stage: int, dtype: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.slow_cells("2-fp16")
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16")])
-def test_shards_load_where_they_came_from(stage: int, dtype: str, ranks: RankPools) -> None:
-    ranks(2).run(go_round, stage, dtype)
-
-
-def refuse_old_torch() -> None:
+@on_ranks(1)
+def test_an_older_torch_is_an_error() -> None:
     engine = engine_of(3, "fp32")
     tensor_shards._SINCE = (99, 0)
     try:
@@ -113,10 +111,6 @@ def refuse_old_torch() -> None:
     finally:
         tensor_shards._SINCE = (2, 14)
         engine.destroy()
-
-
-def test_an_older_torch_is_an_error(ranks: RankPools) -> None:
-    ranks(1).run(refuse_old_torch)
 
 
 def save_by_torch(folder: str, stage: int) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor
 
 from hadal.comm import Ranks
@@ -115,7 +115,9 @@ def test_an_owner_sums_its_own_and_the_received_values(
     ranks(world).run(reduce, collectives)
 
 
-def reduce_in_hops(collectives: bool) -> None:
+@pytest.mark.parametrize("collectives", [False, True], ids=["pairs", "collectives"])
+@on_ranks(4)
+def test_nodes_add_up_first_and_send_one_sum(collectives: bool) -> None:
     ranks = Ranks.world()
     inside, across = ranks.in_blocks(NODE)
     for numel in (8, 70_001 // 8 * 8):
@@ -140,12 +142,8 @@ def reduce_in_hops(collectives: bool) -> None:
             assert traffic.nbytes == 3 * INT4.wire_bytes(numel)
 
 
-@pytest.mark.parametrize("collectives", [False, True], ids=["pairs", "collectives"])
-def test_nodes_add_up_first_and_send_one_sum(collectives: bool, ranks: RankPools) -> None:
-    ranks(4).run(reduce_in_hops, collectives)
-
-
-def reduce_a_fault() -> None:
+@on_ranks(4)
+def test_a_fault_comes_through_both_hops() -> None:
     ranks = Ranks.world()
     inside, across = ranks.in_blocks(NODE)
     for fault in (torch.inf, torch.nan):
@@ -157,10 +155,6 @@ def reduce_a_fault() -> None:
             full, out, [inside, across], Messages(INT4, 0.5), 1.0, False, "a sum"
         ).wait()
         assert bool(out.isfinite().all()) == (ranks.rank != 0)
-
-
-def test_a_fault_comes_through_both_hops(ranks: RankPools) -> None:
-    ranks(4).run(reduce_a_fault)
 
 
 def feed_back() -> tuple[float, float]:

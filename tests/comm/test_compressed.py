@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor
 
 from comm.in_one_place import TwoHops
@@ -57,13 +57,10 @@ def test_both_hops_and_their_residuals(ranks: RankPools, world: int):
     ranks(world).run(as_in_one_place)
 
 
-def by_the_backend() -> None:
+@on_ranks(3)
+def test_as_on_an_accelerator() -> None:
     with by_collectives():
         as_in_one_place()
-
-
-def test_as_on_an_accelerator(ranks: RankPools):
-    ranks(3).run(by_the_backend)
 
 
 def two_at_a_time() -> list[Tensor]:

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes, slice_of, start_all_gather, start_gather_in_hops
@@ -51,7 +51,8 @@ def started(number: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
     return full, expected, start_all_gather(full, inside, "a gather inside")
 
 
-def wait_in_any_order() -> None:
+@on_ranks(4)
+def test_gathers_may_be_waited_for_in_any_order() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         gathers = [started(number, dtype) for number in range(12)]
         random.Random(Ranks.world().rank).shuffle(gathers)
@@ -60,11 +61,8 @@ def wait_in_any_order() -> None:
             assert torch.equal(full, expected)
 
 
-def test_gathers_may_be_waited_for_in_any_order(ranks: RankPools) -> None:
-    ranks(4).run(wait_in_any_order)
-
-
-def overtake() -> None:
+@on_ranks(4)
+def test_a_second_hop_may_be_overtaken() -> None:
     rank = Ranks.world().rank
     if rank >= BLOCK:
         time.sleep(0.2)  # until then the first hop is under way
@@ -77,11 +75,8 @@ def overtake() -> None:
         assert torch.equal(full, expected)
 
 
-def test_a_second_hop_may_be_overtaken(ranks: RankPools) -> None:
-    ranks(4).run(overtake)
-
-
-def by_the_backends_collectives() -> None:
+@on_ranks(4)
+def test_collectives_do_the_same() -> None:
     with patch.object(Ranks, "exchanges_in_pairs", lambda *_: False):
         for number in range(4):
             full, expected, pending = started(number, torch.float32)
@@ -89,11 +84,10 @@ def by_the_backends_collectives() -> None:
             assert torch.equal(full, expected)
 
 
-def test_collectives_do_the_same(ranks: RankPools) -> None:
-    ranks(4).run(by_the_backends_collectives)
-
-
-def meet_between_start_and_wait(late: int) -> None:
+@pytest.mark.parametrize("late", range(2))
+@on_ranks(4)
+def test_the_second_hop_starts_without_a_waiting_rank(late: int) -> None:
+    """A rank that meets the others first, and waits then, holds up none of them."""
     full, expected, pending = started(1, torch.float32)
     ranks = Ranks.world()
     if ranks.rank != late:
@@ -101,9 +95,3 @@ def meet_between_start_and_wait(late: int) -> None:
     gather_codes(ranks.rank, ranks)
     pending.wait()
     assert torch.equal(full, expected)
-
-
-@pytest.mark.parametrize("late", range(2))
-def test_the_second_hop_starts_without_a_waiting_rank(late: int, ranks: RankPools) -> None:
-    """A rank that meets the others first, and waits then, holds up none of them."""
-    ranks(4).run(meet_between_start_and_wait, late)

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, RankPools, RanksFailed
+from ranks import RankPool, RankPools, RanksFailed, on_ranks
 
 from hadal.comm import Ranks
 from hadal.comm import ranks as ranks_module
@@ -452,7 +452,8 @@ def test_an_interrupt_loses_nothing(where: str, ranks: RankPools) -> None:
     assert ranks(2).run(interrupted, where) == [True, True]
 
 
-def timed_out() -> Any:
+@on_ranks(2)
+def test_a_wait_ends_with_the_groups_timeout() -> Any:
     ranks = Ranks.world()
     with patch("hadal.comm.local.pairs.collective_timeout_s", lambda: 0.05):
         work = receive(torch.zeros(3), ranks.others[0], ranks, 96, "a test")
@@ -461,7 +462,3 @@ def timed_out() -> Any:
     dist.barrier()
     send(torch.zeros(3), ranks.others[0], ranks, 96, "a test").wait()
     dist.barrier()
-
-
-def test_a_wait_ends_with_the_groups_timeout(ranks: RankPools) -> None:
-    ranks(2).run(timed_out)

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from cases import diagonal
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 
 from hadal import comm
 from hadal.comm import Ranks, notice
@@ -68,7 +68,8 @@ def test_a_rank_alone(ranks: RankPools) -> None:
     ranks(1).run(alone)
 
 
-def wait_for_nobody() -> None:
+@on_ranks(2)
+def test_a_rank_that_does_not_answer_is_an_error() -> None:
     notice._PATIENCE_S, world = 0.5, Ranks.world()
     if comm.get_rank() == 0:
         one = Notice("nobody", world)
@@ -80,10 +81,6 @@ def wait_for_nobody() -> None:
         one.close()
     notice._PATIENCE_S = 120.0
     comm.barrier()
-
-
-def test_a_rank_that_does_not_answer_is_an_error(ranks: RankPools) -> None:
-    ranks(2).run(wait_for_nobody)
 
 
 PROGRAM = """

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import on_ranks
 from torch import Tensor, nn
 
 from hadal import comm
@@ -147,7 +147,8 @@ class _Megatron:
         return comm.get_world_size()
 
 
-def _as_megatron() -> None:
+@on_ranks(2)
+def test_megatrons_calls() -> None:
     """Its calls, in its order: sharded inputs in buffers, forks inside, arguments that are None."""
     checkpointing._state = checkpointing._State()
     arguments: dict[str, Any] = {"partition_activations": True, "contiguous_checkpointing": True}
@@ -175,7 +176,3 @@ def _as_megatron() -> None:
         found.append([x.grad, layer.weight.grad.clone(), *get_cuda_rng_tracker().states_.values()])
         layer.zero_grad()
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-
-
-def test_megatrons_calls(ranks: RankPools) -> None:
-    ranks(2).run(_as_megatron)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 from engine.toys import config_of, model_of
-from ranks import RankPools
+from ranks import on_ranks
 from torch import nn
 
 from hadal.compat import debug
 from hadal.compat.engine import initialize
 
 
-def look_up() -> None:
+@on_ranks(2)
+def test_modules_and_parameters_have_names() -> None:
     model = model_of()
     engine, *_ = initialize(model=model, config=config_of(3))
     assert debug.param_names[model[0].weight] == "0.weight"
@@ -22,7 +23,3 @@ def look_up() -> None:
     debug.debug_clear_module_and_param_names()
     assert debug.debug_module2name(model[3]) == "unknown"
     engine.destroy()
-
-
-def test_modules_and_parameters_have_names(ranks: RankPools) -> None:
-    ranks(2).run(look_up)

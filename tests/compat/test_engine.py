@@ -14,7 +14,7 @@ import torch
 from engine.toys import assert_equal, batch_of, config_of, loss_of, model_of, train
 from engine.toys import engine_of as engine_of_hadal
 from moe.test_blocks import model_of as transformer_of
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 from hadal.comm import get_rank
@@ -259,7 +259,9 @@ def test_names_of_the_engine_s_state_begin_as_those_of_its_parameters(stage: int
         engine.load_state_dict({"module.other": torch.ones(1)})
 
 
-def load_module_state(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_weights_alone_are_loaded_into_an_engine(stage: int) -> None:
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     engine, fresh = engine_of(stage, **sgd), initialize(model=model_of(8), config=config_of(0))[0]
     wanted = {name: value.clone() for name, value in fresh.module_state_dict().items()}
@@ -285,11 +287,6 @@ def load_module_state(stage: int) -> None:
     assert_equal(engine.module_state_dict(), {name: each / 2 for name, each in wanted.items()})
     for each in (engine, fresh, again):
         each.destroy()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_weights_alone_are_loaded_into_an_engine(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(load_module_state, stage)
 
 
 def test_a_module_within_the_model_may_be_called_module() -> None:
@@ -612,18 +609,15 @@ def test_other_parameters_have_no_such_attributes(stage: int) -> None:
     assert not hasattr(nn.Parameter(torch.ones(2)), "ds_numel")
 
 
-def share_rank_0s_values(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(2)
+def test_a_program_may_give_rank_0s_weights_to_all(stage: int) -> None:
     engine = engine_of(stage)
     for parameter in engine.module.parameters():
         parameter.data.fill_(1.0 + get_rank())
     engine._broadcast_model()
     assert all(bool((value == 1.0).all()) for value in engine.state_dict().values())
     engine.destroy()
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_program_may_give_rank_0s_weights_to_all(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(share_rank_0s_values, stage)
 
 
 def test_the_recovery_script_is_placed_on_request(tmp_path: Path) -> None:

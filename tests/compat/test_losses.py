@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPools
+from ranks import on_ranks
 from sequence.models import llama, recomputes, tokens
 from torch.nn import functional as F
 
@@ -56,7 +56,9 @@ def test_a_model_of_transformers_computes_its_loss_in_pieces() -> None:
         losses.install_chunked_causal_lm_loss(model)
 
 
-def _split(by_words: bool) -> None:
+@pytest.mark.parametrize("by_words", [True, False])
+@on_ranks(2)
+def test_over_ranks(by_words: bool) -> None:
     """Each rank has a slice of the vocabulary, or of the rows."""
     rank, size = comm.get_rank(), comm.get_world_size()
     hidden, weight, logits, target = inputs()
@@ -97,11 +99,6 @@ def _split(by_words: bool) -> None:
     ):
         with pytest.raises(NotBuiltYetError, match=name):
             losses.vocab_parallel_cross_entropy(mine, goal, **choices)
-
-
-@pytest.mark.parametrize("by_words", [True, False])
-def test_over_ranks(by_words: bool, ranks: RankPools) -> None:
-    ranks(2).run(_split, by_words)
 
 
 def test_a_context_of_offloaded_inputs_leaves_nothing_behind() -> None:

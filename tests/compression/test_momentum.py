@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.toys import engine_of
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import nn
 
 import hadal
@@ -165,11 +165,8 @@ def test_a_resumed_run_continues_with_the_same_masks(tmp_path: Path, name):
     engine.destroy()
 
 
-def test_masks_are_sharded_and_offloaded_as_weights_are(ranks: RankPools):
-    ranks(2).run(check_memory)
-
-
-def check_memory() -> None:
+@on_ranks(2)
+def test_masks_are_sharded_and_offloaded_as_weights_are() -> None:
     offload = {
         "stage": 3,
         "offload_param": {"device": "cpu"},

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPools
+from ranks import on_ranks
 from torch import nn
 
 from compression.test_shrinking import rows
@@ -44,7 +44,9 @@ def pair(gather: bool, skip: bool) -> tuple[nn.Module, nn.Module, nn.Linear, nn.
     return (*cut, *whole)
 
 
-def check_cut_layers(gather: bool, skip: bool) -> None:
+@pytest.mark.parametrize(("gather", "skip"), [(True, False), (False, False), (False, True)])
+@on_ranks(2)
+def test_they_compute_the_same_as_whole_layers(gather: bool, skip: bool) -> None:
     first, second, whole_first, whole_second = pair(gather, skip)
     x, same = (torch.randn(3, 6, generator=torch.Generator().manual_seed(1)) for _ in range(2))
     x.requires_grad_()
@@ -65,12 +67,8 @@ def check_cut_layers(gather: bool, skip: bool) -> None:
     torch.testing.assert_close(second.weight.grad, whole_second.weight.grad.chunk(ranks, 1)[rank])
 
 
-@pytest.mark.parametrize(("gather", "skip"), [(True, False), (False, False), (False, True)])
-def test_they_compute_the_same_as_whole_layers(ranks: RankPools, gather: bool, skip: bool) -> None:
-    ranks(2).run(check_cut_layers, gather, skip)
-
-
-def check_techniques() -> None:
+@on_ranks(2)
+def test_they_are_quantized_and_pruned() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -93,7 +91,3 @@ def check_techniques() -> None:
     assert type(model.up) is ColumnParallelLinear
     with pytest.raises(ModelError, match="ColumnParallelLinear: 2 ranks do not divide 7"):
         ColumnParallelLinear(mpu(), 6, 7)
-
-
-def test_they_are_quantized_and_pruned(ranks: RankPools) -> None:
-    ranks(2).run(check_techniques)

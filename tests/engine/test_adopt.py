@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 from engine.test_later_groups import KINDS, groups_for
@@ -248,7 +248,9 @@ class Companion(nn.Module):
         return outputs
 
 
-def bring_along(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_later_modules_have_the_values_of_rank_0(stage: int) -> None:
     model = nn.Sequential(nn.Linear(6, 4))
     engine = engine_of(stage, model, bf16={"enabled": True})
     train(engine, range(1))
@@ -272,12 +274,8 @@ def bring_along(stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_later_modules_have_the_values_of_rank_0(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(bring_along, stage)
-
-
-def be_born_sharded() -> None:
+@on_ranks(2)
+def test_later_modules_may_be_born_sharded() -> None:
     model = nn.Sequential(nn.Linear(6, 4))
     engine = engine_of(3, model)
     train(engine, range(1))
@@ -290,10 +288,6 @@ def be_born_sharded() -> None:
     assert torch.equal(engine.state_dict()["1.weight"], expected.weight)
     train(engine, range(1, 3))
     engine.destroy()
-
-
-def test_later_modules_may_be_born_sharded(ranks: RankPools) -> None:
-    ranks(2).run(be_born_sharded)
 
 
 class Words(nn.Module):

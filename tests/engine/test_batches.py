@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -185,7 +185,9 @@ def test_the_caller_owns_the_boundary(
 # ---- uneven last batches ------------------------------------------------------------------------
 
 
-def disagree_on_the_boundary(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_ranks_must_agree_on_the_boundary(stage: int) -> None:
     """Other sizes on another rank raise an error at the first backward, instead of a hang."""
     engine = engine_of(stage)
     train(engine, range(1))
@@ -196,11 +198,6 @@ def disagree_on_the_boundary(stage: int) -> None:
     train(engine, range(1, 2))
     assert engine.global_steps == 2
     engine.destroy()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_ranks_must_agree_on_the_boundary(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(disagree_on_the_boundary, stage)
 
 
 def rows(count: int) -> TensorDataset:

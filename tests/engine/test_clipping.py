@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 
@@ -21,7 +21,9 @@ def _own() -> nn.Parameter:
     return own
 
 
-def clip_by_hand(stage: int) -> None:
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(1)
+def test_clipping_by_hand_is_refused(stage: int) -> None:
     engine = engine_of(stage)
     backward(engine, 0)
     for parameters in (
@@ -44,11 +46,6 @@ def clip_by_hand(stage: int) -> None:
     module = engine.module
     engine.destroy()
     clip_grad_norm_(module.parameters(), 1.0)  # they are the program's again
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_clipping_by_hand_is_refused(stage: int, ranks: RankPools) -> None:
-    ranks(1).run(clip_by_hand, stage)
 
 
 def clip_as_well() -> Any:
@@ -80,7 +77,8 @@ def test_a_second_clipping_is_reported_once(ranks: RankPools) -> None:
     assert "engine.get_global_grad_norm()" in told[0]
 
 
-def clip_what_was_left_out() -> None:
+@on_ranks(1)
+def test_other_parameters_are_clipped_by_torch() -> None:
     """Parameters outside the optimizer keep `.grad`; they are clipped as ever."""
     engine = engine_of(1)
     extra = _own()
@@ -90,7 +88,3 @@ def clip_what_was_left_out() -> None:
     engine.destroy()
     with pytest.warns(UserWarning, match="empty generator"):
         clip_grad_norm_((p for p in ()), 1.0)
-
-
-def test_other_parameters_are_clipped_by_torch(ranks: RankPools) -> None:
-    ranks(1).run(clip_what_was_left_out)

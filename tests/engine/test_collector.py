@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
-from ranks import RankPools
+from ranks import on_ranks
 
 from engine.toys import engine_of, train
 from hadal.engine.collector import hold_collector
@@ -15,7 +15,9 @@ class Owner:
     pass
 
 
-def hold_while_engines_live() -> None:
+@pytest.mark.claims("disable_python_gc")
+@on_ranks(2)
+def test_the_last_engine_returns_it() -> None:
     assert gc.isenabled()
     plain = engine_of(1)
     assert gc.isenabled()
@@ -32,11 +34,6 @@ def hold_while_engines_live() -> None:
     assert gc.isenabled()
     plain.destroy()
     assert gc.isenabled()
-
-
-@pytest.mark.claims("disable_python_gc")
-def test_the_last_engine_returns_it(ranks: RankPools) -> None:
-    ranks(2).run(hold_while_engines_live)
 
 
 @pytest.mark.claims("disable_python_gc")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import diagonal
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -88,7 +88,9 @@ def test_recomputation_in_backward_does_too(stage: int, model: str, ranks: RankP
     ranks(2).run(alike, stage, model, DTYPES["bf16"])
 
 
-def gradients_of(stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_gradients_are_reported_equally(stage: int) -> None:
     found = []
     for direct in (False, True):
         engine = engine_of(stage, gradient_accumulation_steps=4)
@@ -103,12 +105,10 @@ def gradients_of(stage: int) -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_gradients_are_reported_equally(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(gradients_of, stage)
-
-
-def joined(stage: int) -> None:
+@pytest.mark.fast_cells("3")
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_engines_train_with_a_common_loss(stage: int) -> None:
     """The loss of two engines: both train."""
     states = []
     for together in (True, False):
@@ -130,12 +130,6 @@ def joined(stage: int) -> None:
         assert_equal(found, expected)
 
 
-@pytest.mark.fast_cells("3")
-@pytest.mark.parametrize("stage", STAGES)
-def test_engines_train_with_a_common_loss(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(joined, stage)
-
-
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor) -> Tensor:
@@ -146,7 +140,9 @@ class Fails(torch.autograd.Function):
         raise ValueError("no gradient today")
 
 
-def go_on_after_a_fault(stage: int) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(1)
+def test_one_that_raises_is_over(stage: int) -> None:
     model = model_of()
     engine = engine_of(stage, model)
     losses_of(engine, range(2), direct=True)
@@ -162,12 +158,9 @@ def go_on_after_a_fault(stage: int) -> None:
     assert_equal(engine.state_dict(), untouched.state_dict())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_one_that_raises_is_over(stage: int, ranks: RankPools) -> None:
-    ranks(1).run(go_on_after_a_fault, stage)
-
-
-def refuse(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_impossible_values_are_refused(stage: int) -> None:
     engine = engine_of(stage, gradient_accumulation_steps=2)
     loss_of(engine(batch_of(0)[0]), batch_of(0)[1]).backward()
     engine.step()
@@ -180,8 +173,3 @@ def refuse(stage: int) -> None:
     with pytest.raises((UsageError, LossError), match=r"engine.scale\(loss\).backward\(\)"):
         loss.backward()
     engine.destroy()
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_impossible_values_are_refused(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(refuse, stage)

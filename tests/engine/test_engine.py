@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import nn
 
 import hadal
@@ -32,7 +32,9 @@ from hadal.optim.schedules import WarmupDecayLR
 STAGES = [0, 1, 2, 3]
 
 
-def initialize_again(stage: int) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_second_initialize_of_one_model_replaces_its_engine(stage: int) -> None:
     """A cell of a notebook runs again: SGD has no state to lose."""
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     once = engine_of(stage, **sgd)
@@ -52,11 +54,6 @@ def initialize_again(stage: int) -> None:
     second.destroy()
     engine_of(stage, other).destroy()
     once.destroy()
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_second_initialize_of_one_model_replaces_its_engine(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(initialize_again, stage)
 
 
 def count(stage: int) -> None:
@@ -419,7 +416,13 @@ def test_mistakes(mistake, kind, told, ranks: RankPools) -> None:
         assert told in str(error)
 
 
-def keep_integers(values: torch.Tensor) -> None:
+@pytest.mark.parametrize(
+    "values",
+    [torch.arange(6).reshape(2, 3), torch.arange(6).reshape(2, 3).t(), torch.tensor(7)],
+    ids=["plain", "transposed", "scalar"],
+)
+@on_ranks(2)
+def test_integer_parameters_are_rank_0s_on_every_rank(values: torch.Tensor) -> None:
     model = model_of()
     model.table = nn.Parameter(values + 10 * comm.get_rank(), requires_grad=False)
     engine = engine_of(3, model)
@@ -427,17 +430,6 @@ def keep_integers(values: torch.Tensor) -> None:
     train(engine, range(1))
     assert torch.equal(engine.state_dict()["table"], values)
     engine.destroy()
-
-
-@pytest.mark.parametrize(
-    "values",
-    [torch.arange(6).reshape(2, 3), torch.arange(6).reshape(2, 3).t(), torch.tensor(7)],
-    ids=["plain", "transposed", "scalar"],
-)
-def test_integer_parameters_are_rank_0s_on_every_rank(
-    values: torch.Tensor, ranks: RankPools
-) -> None:
-    ranks(2).run(keep_integers, values)
 
 
 def in_a_thread(act: Callable[[], object]) -> str:

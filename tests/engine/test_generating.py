@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 import hadal
@@ -112,7 +112,8 @@ def test_generate_gathers_once(stage: int, pins: bool, ranks: RankPools) -> None
     ranks(2).run(generate, stage, pins)
 
 
-def fail_on_one_rank() -> None:
+@on_ranks(2)
+def test_a_rank_whose_generation_fails_holds_up_nobody() -> None:
     """The other rank's text is whole, and both train on."""
     model = Writer()
     engine = hybrid(3, model)
@@ -126,11 +127,8 @@ def fail_on_one_rank() -> None:
     engine.destroy()
 
 
-def test_a_rank_whose_generation_fails_holds_up_nobody(ranks: RankPools) -> None:
-    ranks(2).run(fail_on_one_rank)
-
-
-def copy_model() -> None:
+@on_ranks(2)
+def test_copies_generate_with_their_own_weights() -> None:
     model = Writer()
     engine = hybrid(3, model)
     expected = Writer().generate(torch.ones(1, 6), 2)
@@ -145,10 +143,6 @@ def copy_model() -> None:
         assert torch.equal(other.generate(torch.ones(1, 6), 2), expected)
     engine.destroy()
     assert torch.equal(copied.generate(torch.ones(1, 6), 2), expected)
-
-
-def test_copies_generate_with_their_own_weights(ranks: RankPools) -> None:
-    ranks(2).run(copy_model)
 
 
 def test_a_model_without_generate_is_refused() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.deepspeed_cases import toy
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from safetensors.torch import load_file
 
 import hadal
@@ -35,14 +35,21 @@ def engine_of(stage: int, dtype: str = "bf16", **zero: Any) -> Any:
     return engine
 
 
-def saves(stage: int, dtype: str, folder: str) -> None:
+@pytest.mark.claims(
+    f"zero_optimization.{GATHERS}",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+    "zero_optimization.gather_16bit_weights_on_model_save",
+)
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp16")])
+@on_ranks(2)
+def test_the_model_is_saved_alone(stage: int, dtype: str, tmp_path: Path) -> None:
     engine = engine_of(stage, dtype, **{GATHERS: True})
     assert engine.zero_gather_16bit_weights_on_model_save() is True
     whole = engine.state_dict()
-    target = Path(folder)
-    assert engine.save_16bit_model(folder, max_shard_size="700B") is True
-    assert engine.save_fp16_model(folder, "other.safetensors") is True
-    assert engine.save_16bit_model(folder, "pytorch_model.bin") is True
+    target = Path(tmp_path)
+    assert engine.save_16bit_model(tmp_path, max_shard_size="700B") is True
+    assert engine.save_fp16_model(tmp_path, "other.safetensors") is True
+    assert engine.save_16bit_model(tmp_path, "pytorch_model.bin") is True
     comm.barrier()
     many = {}
     for path in sorted(target.glob("model-*-of-*.safetensors")):
@@ -54,21 +61,11 @@ def saves(stage: int, dtype: str, folder: str) -> None:
     state = torch.load(target / "pytorch_model.bin", weights_only=True)
     assert state.keys() == whole.keys()
     assert state["head.weight"].data_ptr() == state["words.weight"].data_ptr()
-    engine.save_16bit_model(folder, "trained.safetensors", exclude_frozen_parameters=True)
+    engine.save_16bit_model(tmp_path, "trained.safetensors", exclude_frozen_parameters=True)
     comm.barrier()
     trained = load_file(target / "trained.safetensors")
     assert whole.keys() - trained.keys() == {"head.weight", "fixed.weight"}
     comm.barrier()
-
-
-@pytest.mark.claims(
-    f"zero_optimization.{GATHERS}",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save",
-    "zero_optimization.gather_16bit_weights_on_model_save",
-)
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp16")])
-def test_the_model_is_saved_alone(stage: int, dtype: str, ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(saves, stage, dtype, str(tmp_path))
 
 
 def does_not_save(folder: str) -> list[str]:
@@ -89,7 +86,9 @@ def test_partitioned_weights_are_gathered_only_if_wanted(ranks: RankPools, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["stage2.safetensors"]
 
 
-def gives_states(stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_rank_0_is_given_the_whole_state(stage: int) -> None:
     engine = engine_of(stage, "bf16", **{GATHERS: True})
     whole = engine.state_dict()
     for method in (
@@ -116,11 +115,6 @@ def gives_states(stage: int) -> None:
     with pytest.raises(UsageError, match="destroyed"):
         engine.save_16bit_model("nowhere")
     comm.barrier()
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_rank_0_is_given_the_whole_state(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(gives_states, stage)
 
 
 def holds_one_bucket() -> tuple[int, int, int]:

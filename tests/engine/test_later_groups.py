@@ -12,7 +12,7 @@ import torch
 from cases import diagonal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import RankPools, RanksFailed
+from ranks import RankPools, RanksFailed, on_ranks
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -284,17 +284,14 @@ def test_later_groups_travel_as_the_others_do(stage: int, ranks: RankPools) -> N
     assert ranks(2).run(add_up, stage) == [[0.5] * 4] * 2
 
 
-def compute_in_bf16(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_parameters_in_no_group_have_the_models_dtype(stage: int) -> None:
     model = model_of()
     engine = engine_of(stage, model, {"model_parameters": model[3].parameters()}, **BF16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     train(engine, range(2))
     engine.destroy()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_parameters_in_no_group_have_the_models_dtype(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(compute_in_bf16, stage)
 
 
 def keep_rates() -> list[list[float]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 import hadal
@@ -68,7 +68,9 @@ UPDATE = ["before_update", "after_update"]
 RATES = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 9}}
 
 
-def follow(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_they_follow_training(stage: int) -> None:
     engine = engine_of(
         stage, gradient_accumulation_steps=2, scheduler=RATES, wall_clock_breakdown=True
     )
@@ -105,11 +107,6 @@ def follow(stage: int) -> None:
     assert recorder.order[-1] == "close"
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_they_follow_training(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(follow, stage)
-
-
 class Shift(Listener):
     """Changes the inputs: what the one before it returned, it is given."""
 
@@ -127,7 +124,8 @@ class Scaling(nn.Linear):
         return super().forward(inputs) * factor
 
 
-def change_inputs() -> None:
+@on_ranks(2)
+def test_they_may_change_the_inputs() -> None:
     torch.manual_seed(0)
     model = Scaling(6, 4)
     inputs = torch.randn(3, 6)
@@ -137,10 +135,6 @@ def change_inputs() -> None:
     engine.add_listener(Shift(2))
     assert torch.equal(engine(inputs), wanted)
     engine.destroy()
-
-
-def test_they_may_change_the_inputs(ranks: RankPools) -> None:
-    ranks(2).run(change_inputs)
 
 
 class Means(Listener):
@@ -179,7 +173,8 @@ def test_mean_gradients_are_those_of_plain_torch(stage: int, ranks: RankPools) -
     ranks(2).run(look_up_means, stage, {})
 
 
-def skip() -> None:
+@on_ranks(2)
+def test_a_skipped_update_is_recorded_as_skipped() -> None:
     engine = engine_of(1, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
     recorder = Recorder()
     engine.add_listener(recorder)
@@ -195,11 +190,8 @@ def skip() -> None:
     engine.destroy()
 
 
-def test_a_skipped_update_is_recorded_as_skipped(ranks: RankPools) -> None:
-    ranks(2).run(skip)
-
-
-def run_backward_by_hand() -> None:
+@on_ranks(2)
+def test_a_backward_of_the_callers_own() -> None:
     engine = engine_of(2, gradient_accumulation_steps=2)
     recorder = Recorder()
     engine.add_listener(recorder)
@@ -217,10 +209,6 @@ def run_backward_by_hand() -> None:
     engine.destroy()
 
 
-def test_a_backward_of_the_callers_own(ranks: RankPools) -> None:
-    ranks(2).run(run_backward_by_hand)
-
-
 class Fragile(nn.Linear):
     breaks = False
 
@@ -230,7 +218,8 @@ class Fragile(nn.Linear):
         return super().forward(inputs)
 
 
-def fail() -> None:
+@on_ranks(2)
+def test_errors_are_reported() -> None:
     engine = engine_of(3, Fragile(6, 4))
     recorder = Recorder()
     engine.add_listener(recorder)
@@ -247,11 +236,8 @@ def fail() -> None:
     engine.destroy()
 
 
-def test_errors_are_reported(ranks: RankPools) -> None:
-    ranks(2).run(fail)
-
-
-def refuse() -> None:
+@on_ranks(1)
+def test_objects_that_are_not_listeners_are_refused() -> None:
     engine = engine_of(0)
     with pytest.raises(UsageError, match="derive its class"):
         engine.add_listener(print)
@@ -263,10 +249,6 @@ def refuse() -> None:
     with pytest.raises(UsageError, match="which has Recorder"):
         engine.remove_listener(Recorder())
     engine.destroy()
-
-
-def test_objects_that_are_not_listeners_are_refused(ranks: RankPools) -> None:
-    ranks(1).run(refuse)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -299,32 +281,33 @@ class Picky(Counting):
             raise ValueError("this is not mine")
 
 
-def go_on(folder: str) -> None:
+@on_ranks(2)
+def test_state_is_saved_by_name(tmp_path: Path) -> None:
     engine = engine_of(2)
     engine.add_listener(Counting())
     engine.add_listener(Recorder())  # has no state
     train(engine, range(2))
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     saved = engine.state_dict()
 
     again, counting = engine_of(2), Counting()
     again.add_listener(counting)
     with logged() as lines:
-        again.load_checkpoint(folder)
+        again.load_checkpoint(tmp_path)
     assert (counting.count, counting.loaded, lines) == (2, True, [])
 
     without = engine_of(2)
     with logged() as lines:
-        without.load_checkpoint(folder)
+        without.load_checkpoint(tmp_path)
     assert_equal(without.state_dict(), saved)
     if hadal.comm.get_rank() == 0:
         (line,) = lines
         assert "listeners counting, which the engine lacks" in line
-    without.save_checkpoint(f"{folder}/without")
+    without.save_checkpoint(f"{tmp_path}/without")
     late = Counting()
     without.add_listener(late)
     with logged() as lines:
-        without.load_checkpoint(f"{folder}/without")
+        without.load_checkpoint(f"{tmp_path}/without")
     assert not late.loaded
     if hadal.comm.get_rank() == 0:
         (line,) = lines
@@ -334,14 +317,10 @@ def go_on(folder: str) -> None:
     refusing.add_listener(Picky())
     before = refusing.state_dict()
     with pytest.raises(CheckpointError, match=r"listener 'counting' does not fit Picky"):
-        refusing.load_checkpoint(folder)
+        refusing.load_checkpoint(tmp_path)
     assert_equal(refusing.state_dict(), before)
     for one in (engine, again, without, refusing):
         one.destroy()
-
-
-def test_state_is_saved_by_name(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(go_on, str(tmp_path))
 
 
 # ---- as it is told -------------------------------------------------------------------------------

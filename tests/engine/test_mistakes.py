@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import nn
 
 from engine.toys import ByNorm, engine_of, model_of, train
@@ -24,7 +24,8 @@ class WithProperty(nn.Linear):
         raise AttributeError("the inner reason")
 
 
-def look_for_attributes() -> None:
+@on_ranks(1)
+def test_a_missing_attribute_is_the_engines() -> None:
     engine = engine_of(1, WithProperty(6, 4))
     assert engine.in_features == 6
     with pytest.raises(AttributeError, match=r"neither the engine nor its module \(WithProperty\)"):
@@ -47,11 +48,8 @@ def look_for_attributes() -> None:
     engine.destroy()
 
 
-def test_a_missing_attribute_is_the_engines(ranks: RankPools) -> None:
-    ranks(1).run(look_for_attributes)
-
-
-def give_other_dtypes() -> None:
+@on_ranks(1)
+def test_inputs_of_another_dtype_are_named() -> None:
     engine = engine_of(1, model_of(), bf16={"enabled": True})
     with pytest.raises(UsageError, match=r"bfloat16 and its inputs float32 .*x.to\(torch.bfloat16"):
         engine(torch.ones(3, 6))
@@ -63,10 +61,6 @@ def give_other_dtypes() -> None:
         engine(torch.ones(3, 7))
     assert not isinstance(caught.value, UsageError)
     engine.destroy()
-
-
-def test_inputs_of_another_dtype_are_named(ranks: RankPools) -> None:
-    ranks(1).run(give_other_dtypes)
 
 
 def test_an_error_inside_the_model_is_left_alone() -> None:
@@ -109,7 +103,10 @@ def test_a_second_backward_of_a_loss_is_told(stage: int, ranks: RankPools) -> No
         assert "retain_graph=True" in told and "detach()" in told
 
 
-def edit_groups(stage: int) -> None:
+@pytest.mark.fast_cells("3")
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_edited_param_groups_are_an_error(stage: int) -> None:
     kinds: list[Any] = [torch.optim.AdamW, torch.optim.SGD, Muon, ByNorm]
     for kind in kinds:
         model = model_of()
@@ -141,13 +138,8 @@ def edit_groups(stage: int) -> None:
         engine.destroy()
 
 
-@pytest.mark.fast_cells("3")
-@pytest.mark.parametrize("stage", [0, 3])
-def test_edited_param_groups_are_an_error(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(edit_groups, stage)
-
-
-def save_nowhere() -> None:
+@on_ranks(1)
+def test_a_checkpoint_needs_a_directory() -> None:
     engine = engine_of(1, model_of())
     for place in ("", None, 3):
         with pytest.raises(CheckpointError, match=rf"directory is {place!r}, expected a path"):
@@ -155,7 +147,3 @@ def save_nowhere() -> None:
         with pytest.raises(CheckpointError, match=rf"directory is {place!r}, expected a path"):
             engine.load_checkpoint(place)
     engine.destroy()
-
-
-def test_a_checkpoint_needs_a_directory(ranks: RankPools) -> None:
-    ranks(1).run(save_nowhere)

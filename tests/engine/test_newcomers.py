@@ -9,7 +9,7 @@ import logging
 import pytest
 import torch
 from contracts.test_memory import held_nbytes
-from ranks import RankPools
+from ranks import on_ranks
 from torch import Tensor, nn
 
 from engine.toys import ROWS, assert_equal, batch_of, engine_of, loss_of, model_of, train
@@ -44,7 +44,10 @@ def adapted(wide: int = 9) -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), norm, last)
 
 
-def train_adapters(stage: int, bf16: bool) -> None:
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_only_adapters_train(stage: int, bf16: bool) -> None:
     settings = {"bf16": {"enabled": True}} if bf16 else {}
     model = adapted()
     names = {name for name, _ in model.named_parameters()}
@@ -72,13 +75,9 @@ def train_adapters(stage: int, bf16: bool) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
-def test_only_adapters_train(stage: int, bf16: bool, ranks: RankPools) -> None:
-    ranks(2).run(train_adapters, stage, bf16)
-
-
-def weigh_adapters(stage: int) -> None:
+@on_ranks(2)
+def test_memory_of_frozen_weights(stage: int) -> None:
     """A frozen weight costs itself (cut at stage 3), and neither gradient nor optimizer state."""
     gc.collect()
     already = held_nbytes()
@@ -106,11 +105,8 @@ def blocks() -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_memory_of_frozen_weights(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(weigh_adapters, stage)
-
-
-def attach(stage: int) -> None:
+@on_ranks(2)
+def test_a_module_attached_later_is_not_silently_untrained(stage: int) -> None:
     model = model_of()
     engine = engine_of(stage, model)
     train(engine, range(1))
@@ -136,12 +132,9 @@ def attach(stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_a_module_attached_later_is_not_silently_untrained(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(attach, stage)
-
-
-def unfreeze(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_nor_is_one_that_was_frozen(stage: int) -> None:
     model = model_of()
     model[0].requires_grad_(False)
     engine = engine_of(stage, model)
@@ -170,12 +163,8 @@ def unfreeze(stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_nor_is_one_that_was_frozen(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(unfreeze, stage)
-
-
-def leave_out() -> None:
+@on_ranks(2)
+def test_deliberate_omissions_are_accepted() -> None:
     """Who leaves a parameter out of the optimizer before `initialize` trains it himself."""
     model = model_of()
     mine = list(model[3].parameters())
@@ -188,7 +177,3 @@ def leave_out() -> None:
         {n: p for n, p in model_of().state_dict().items() if n.startswith("3.")},
     )
     engine.destroy()
-
-
-def test_deliberate_omissions_are_accepted(ranks: RankPools) -> None:
-    ranks(2).run(leave_out)

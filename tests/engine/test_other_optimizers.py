@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import nn
 
 from engine.toys import backward, batch_of, engine_of, model_of, train
@@ -47,7 +47,9 @@ def test_another_optimizer_does_not_step_an_engines_parameters(case: str, ranks:
     ranks(world).run(step_by_another, stage, changes)
 
 
-def step_what_was_given(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(1)
+def test_the_programs_optimizer_is_stepped_by_the_engine(stage: int) -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wishes = {"optimizer": optimizer}
@@ -58,12 +60,9 @@ def step_what_was_given(stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_the_programs_optimizer_is_stepped_by_the_engine(stage: int, ranks: RankPools) -> None:
-    ranks(1).run(step_what_was_given, stage)
-
-
-def train_layer_by_layer(stage: int) -> None:
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(1)
+def test_one_process_lends_its_gradients(stage: int) -> None:
     """As programs that distil layer by layer do, after `initialize` and past its engine."""
     torch.manual_seed(1)
     plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
@@ -86,8 +85,3 @@ def train_layer_by_layer(stage: int) -> None:
     train(engine, range(2))  # from the weights that the others left
     assert not torch.equal(engine.state_dict()["0.weight"], plain[0].weight)
     engine.destroy()
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_one_process_lends_its_gradients(stage: int, ranks: RankPools) -> None:
-    ranks(1).run(train_layer_by_layer, stage)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import often
-from ranks import RankPool, RankPools, RanksFailed
+from ranks import RankPool, RankPools, RanksFailed, on_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -260,7 +260,8 @@ def test_layers_are_computed_again(ranks: RankPools) -> None:
     assert ranks(2).run(count_recomputed) == [(2 * MICRO, 4 * MICRO)] * 2
 
 
-def evaluate() -> None:
+@on_ranks(2)
+def test_evaluation_between_updates() -> None:
     engine = engine_of(2, {"gradient_clipping": 0.0})
     last = engine.is_last_stage()
     whole = Whole()
@@ -291,11 +292,8 @@ def evaluate() -> None:
         engine.train_batch(data)
 
 
-def test_evaluation_between_updates(ranks: RankPools) -> None:
-    ranks(2).run(evaluate)
-
-
-def change_shapes() -> None:
+@on_ranks(2)
+def test_shapes_that_change() -> None:
     """Other lengths at each update, by either way; a change that is not announced is refused."""
     engine = engine_of(2, {}, module_of(2, dynamic_shape=True))
     for number in range(4):
@@ -311,10 +309,6 @@ def change_shapes() -> None:
     before = engine.state_dict()
     engine.train_batch(iter([batch(n, length=5) for n in range(MICRO)]))
     assert not torch.equal(before["tied_modules.emb.weight"], engine.module.tied_modules.emb.weight)
-
-
-def test_shapes_that_change(ranks: RankPools) -> None:
-    ranks(2).run(change_shapes)
 
 
 def read_data(zero: int) -> tuple[list[float], Any]:
@@ -425,7 +419,8 @@ def test_an_error_names_its_place_and_training_may_continue(ranks: RankPools) ->
     )
 
 
-def refuse() -> None:
+@on_ranks(2)
+def test_impossible_arguments_are_refused() -> None:
     def refused(kind: type[Exception], text: str, keys: Any = None, **options: Any) -> None:
         with pytest.raises(kind, match=text):
             engine_of(2, keys or {}, module_of(2, **options))
@@ -452,28 +447,21 @@ def refuse() -> None:
         engine.train_batch(iter([torch.ones(2)]))
 
 
-def test_impossible_arguments_are_refused(ranks: RankPools) -> None:
-    ranks(2).run(refuse)
-
-
-def resume(folder: Any) -> None:
+@on_ranks(2)
+def test_a_run_resumes(tmp_path: Any) -> None:
     """A checkpoint loads at the same number of stages, optimizer included."""
     keys = {"zero_optimization": {"stage": 1}}
     data = list(batches(0, 1))
     engine = engine_of(2, keys)
     engine.train_batch(iter(data[:MICRO]))
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     expected = engine.train_batch(iter(data[MICRO:]))
     other = engine_of(2, keys, module_of(2, base_seed=7))
-    other.load_checkpoint(folder)
+    other.load_checkpoint(tmp_path)
     assert other.train_batch(iter(data[MICRO:])) == expected
     assert other.get_global_grad_norm() == engine.get_global_grad_norm()
     own = other.state_dict()
     assert all(torch.equal(value, own[name]) for name, value in engine.state_dict().items())
-
-
-def test_a_run_resumes(ranks: RankPools, tmp_path: Any) -> None:
-    ranks(2).run(resume, tmp_path)
 
 
 class Killed(nn.Linear):

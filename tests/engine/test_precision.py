@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 from engine.logs import logged
@@ -96,18 +96,15 @@ def test_rounding_is_late_unless_it_is_asked_for(stage: int, ranks: RankPools) -
 # ---- bf16 ----------------------------------------------------------------------------------------
 
 
-def immediate_sums(stage: int) -> None:
+@pytest.mark.claims("bf16.immediate_grad_update")
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_immediate_sums_are_exact_to_fp32(stage: int) -> None:
     found = [
         sum_of(stage, bf16={**BF16, "immediate_grad_update": immediate})
         for immediate in (False, True)
     ]
     assert found == pytest.approx([SUMS["bf16"], SUMS["fp32"]], rel=1e-6)
-
-
-@pytest.mark.claims("bf16.immediate_grad_update")
-@pytest.mark.parametrize("stage", STAGES)
-def test_immediate_sums_are_exact_to_fp32(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(immediate_sums, stage)
 
 
 def take_at_once(stage: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -128,17 +128,14 @@ def test_a_level_and_its_keywords_choose_dtypes_and_scale(name: str, ranks: Rank
     ranks(1).run(look_at, *BY_KEYWORD[name])
 
 
-def switch_off() -> None:
+@pytest.mark.claims("amp.enabled")
+@on_ranks(1)
+def test_amp_that_is_off_changes_nothing() -> None:
     engine = engine_of(0, Net(), amp={"enabled": False, "opt_level": "O2"})
     engine.backward(engine(inputs_of(0))["logits"].square().mean())
     assert engine.module.seen == {"inputs": F32, "hidden": F32}
     assert engine.loss_scale == 1.0
     engine.destroy()
-
-
-@pytest.mark.claims("amp.enabled")
-def test_amp_that_is_off_changes_nothing(ranks: RankPools) -> None:
-    ranks(1).run(switch_off)
 
 
 def move_the_scale() -> list[float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 from engine.toys import TINY, batch_of, engine_of, loss_of, model_of
@@ -70,16 +70,13 @@ def test_autocast_overrides_the_callers_context(ranks: RankPools) -> None:
     ranks(1).run(notice, "fp16", torch.float16, torch.bfloat16)
 
 
-def stay_off() -> None:
+@pytest.mark.claims("torch_autocast.enabled")
+@on_ranks(1)
+def test_autocast_that_is_off_changes_nothing() -> None:
     engine = engine_of(0, Notes(), torch_autocast={"enabled": False, "dtype": "bf16"})
     engine(batch_of(0)[0])
     assert engine.module.seen == torch.float32
     engine.destroy()
-
-
-@pytest.mark.claims("torch_autocast.enabled")
-def test_autocast_that_is_off_changes_nothing(ranks: RankPools) -> None:
-    ranks(1).run(stay_off)
 
 
 # ---- the wire ------------------------------------------------------------------------------------
@@ -148,18 +145,15 @@ def test_gradients_of_safe_modules_travel_in_the_low_dtype(stage: int, ranks: Ra
         assert found == {"low": ROUNDED, "own": EXACT, "linear is low": False}
 
 
-def travel_otherwise() -> None:
+@pytest.mark.claims("torch_autocast.lower_precision_safe_modules")
+@on_ranks(2)
+def test_modules_are_safe_by_class() -> None:
     assert travel(1, None) == {"low": EXACT, "own": EXACT, "linear is low": True}
     assert travel(1, []) == {"low": EXACT, "own": EXACT, "linear is low": False}
     subclass = travel(1, [f"{HERE}.OtherScale", "torch.nn.modules.linear.Linear"])
     assert subclass == {"low": EXACT, "own": EXACT, "linear is low": True}
     said = travel(1, [f"{HERE}.Scale"], communication_data_type="fp32")
     assert said == {"low": EXACT, "own": EXACT, "linear is low": False}
-
-
-@pytest.mark.claims("torch_autocast.lower_precision_safe_modules")
-def test_modules_are_safe_by_class(ranks: RankPools) -> None:
-    ranks(2).run(travel_otherwise)
 
 
 def import_wrongly(path: str) -> None:
@@ -212,7 +206,11 @@ def test_fp16_autocast_scales_the_loss_at_every_stage(stage: int, ranks: RankPoo
 # ---- the numbers ---------------------------------------------------------------------------------
 
 
-def train_beside_torch(stage: int, name: str) -> None:
+@pytest.mark.slow_cells("3-fp16")
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_it_trains_as_torch_autocast_does(stage: int, name: str) -> None:
     """The results of one process under torch.autocast on the batches of all ranks.
 
     A gradient is rounded once where it leaves its rank, and where means travel back (stage 0) once
@@ -253,13 +251,6 @@ def train_beside_torch(stage: int, name: str) -> None:
         assert float((state[key] - value).abs().max()) <= allowed[key], key
         assert allowed[key] < 0.1 * float((value - start[key]).abs().max()), key
     engine.destroy()
-
-
-@pytest.mark.slow_cells("3-fp16")
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_it_trains_as_torch_autocast_does(stage: int, name: str, ranks: RankPools) -> None:
-    ranks(2).run(train_beside_torch, stage, name)
 
 
 def test_the_toy_is_cut_into_several_buckets() -> None:

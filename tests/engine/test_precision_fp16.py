@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import nn
 
 import hadal
@@ -144,7 +144,11 @@ def test_the_scale_follows_the_recorded_machines(name: str, ranks: RankPools) ->
         ranks(1).run(follow, 0 if name == "W" else 2, name)
 
 
-def keep_static(stage: int) -> None:
+@pytest.mark.slow_cells("3")
+@pytest.mark.claims("fp16.loss_scale")
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_static_scale_stays_and_overflows_are_skipped(stage: int) -> None:
     engine = engine_of(stage, optimizer=SGD, **fp16(loss_scale=128))
     inputs = torch.linspace(-1, 1, 18).reshape(3, 6).half()
     for number, letter in enumerate("O.OO."):
@@ -158,13 +162,6 @@ def keep_static(stage: int) -> None:
     assert engine.skipped_steps == 3
     assert engine.global_steps == 5
     engine.destroy()
-
-
-@pytest.mark.slow_cells("3")
-@pytest.mark.claims("fp16.loss_scale")
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_static_scale_stays_and_overflows_are_skipped(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(keep_static, stage)
 
 
 @pytest.mark.claims("fp16.hysteresis", "fp16.consecutive_hysteresis")
@@ -219,7 +216,8 @@ def test_an_overflow_names_the_first_parameter(stage: int, ranks: RankPools) -> 
     ranks(1).run(overflow_in, stage, [2], "leaves.2")
 
 
-def search_only_after_overflow() -> None:
+@on_ranks(2)
+def test_nothing_is_searched_while_all_is_finite() -> None:
     from hadal.engine import update
 
     def search(*_: Any) -> None:
@@ -239,10 +237,6 @@ def search_only_after_overflow() -> None:
     finally:
         update.first_overflow = before
     engine.destroy()
-
-
-def test_nothing_is_searched_while_all_is_finite(ranks: RankPools) -> None:
-    ranks(2).run(search_only_after_overflow)
 
 
 def overflow_at_the_floor() -> list[str]:

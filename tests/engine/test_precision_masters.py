@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor
 
 from engine.toys import Leaves, engine_of, given_gradients, mean_gradients
@@ -61,7 +61,16 @@ def by_hand(
     return values, first, second
 
 
-def train_without_masters(stage: int, mode: str) -> None:
+@pytest.mark.slow_cells("3-bf16 moments")
+@pytest.mark.claims(
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
+    "fp16.fp16_master_weights_and_grads",
+)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_the_weights_are_what_adamw_rounds_to(stage: int, mode: str) -> None:
     master, state, sections = MODES[mode]
     engine = engine_of(stage, Leaves(SHAPES), optimizer=ADAMW, **sections)
     for step in range(STEPS):
@@ -92,19 +101,10 @@ def train_without_masters(stage: int, mode: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.slow_cells("3-bf16 moments")
-@pytest.mark.claims(
-    "bf16.bf16_master_weights_and_grads",
-    "bf16.bf16_optimizer_states",
-    "fp16.fp16_master_weights_and_grads",
-)
+@pytest.mark.fast_cells("fp16")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_weights_are_what_adamw_rounds_to(stage: int, mode: str, ranks: RankPools) -> None:
-    ranks(2).run(train_without_masters, stage, mode)
-
-
-def go_on(mode: str, folder: str) -> None:
+@on_ranks(2)
+def test_training_without_masters_resumes_bit_for_bit(mode: str, tmp_path: Path) -> None:
     """Saved after three updates and loaded into a new engine, training continues bit for bit."""
     master, _, sections = MODES[mode]
 
@@ -119,23 +119,15 @@ def go_on(mode: str, folder: str) -> None:
 
     whole, again = made(), made()
     train(whole, range(3))
-    whole.save_checkpoint(folder)
+    whole.save_checkpoint(tmp_path)
     train(whole, range(3, STEPS))
-    again.load_checkpoint(folder)
+    again.load_checkpoint(tmp_path)
     train(again, range(3, STEPS))
     expected = whole.state_dict()
     for name, value in again.state_dict().items():
         assert torch.equal(value, expected[name]), name
     whole.destroy()
     again.destroy()
-
-
-@pytest.mark.fast_cells("fp16")
-@pytest.mark.parametrize("mode", MODES)
-def test_training_without_masters_resumes_bit_for_bit(
-    mode: str, tmp_path: Path, ranks: RankPools
-) -> None:
-    ranks(2).run(go_on, mode, str(tmp_path))
 
 
 def step_small(stage: int, mode: str) -> float:

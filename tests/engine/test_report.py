@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 import hadal
@@ -326,7 +326,8 @@ def test_rank_0_is_never_hushed() -> None:
         assert logging.getLogger(name).filters == filters
 
 
-def momenta() -> None:
+@on_ranks(2)
+def test_momentum_of_each_group() -> None:
     for optimizer, expected in (
         ({"type": "AdamW", "params": {"betas": [0.8, 0.9]}}, [(0.8, 0.9)]),
         ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.7}}, [0.7]),
@@ -341,7 +342,3 @@ def momenta() -> None:
     engine.step()
     assert hadal.Engine.get_mom(engine) == [(0.9, 0.999)]
     engine.destroy()
-
-
-def test_momentum_of_each_group(ranks: RankPools) -> None:
-    ranks(2).run(momenta)

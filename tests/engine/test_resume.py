@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
@@ -288,7 +288,8 @@ def test_an_engine_makes_more_loaders(ranks: RankPools) -> None:
     assert one["mine"] == other["mine"] == [[5, 6, 7, 8]]
 
 
-def without_length() -> None:
+@on_ranks(1)
+def test_a_stream_without_a_length_trains_by_default() -> None:
     """The default optimizer's schedule asks how long the training is."""
     wishes = {"training_data": Endless()}
     engine = engine_of(0, model_of(), wishes, optimizer=None, dataloader_shard_iterable=False)
@@ -296,7 +297,3 @@ def without_length() -> None:
     engine.backward(trained_loss)
     engine.step()
     assert engine.lr_scheduler is not None
-
-
-def test_a_stream_without_a_length_trains_by_default(ranks: RankPools) -> None:
-    ranks(1).run(without_length)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torchs
@@ -90,27 +90,26 @@ def seen(engine: Any, steps: range) -> list[Any]:
     return found
 
 
-def broken_and_whole(folder: str) -> None:
+@pytest.mark.slow
+@on_ranks(1)
+def test_every_schedule_resumes_after_a_break(tmp_path: Path) -> None:
     for name in [*SECTIONS, *MAKERS]:
         whole = made(name)
         seen(whole, range(4))
-        whole.save_checkpoint(folder, tag=name)
+        whole.save_checkpoint(tmp_path, tag=name)
         expected = seen(whole, range(4, 10))
         again = made(name)
-        again.load_checkpoint(folder, tag=name)
+        again.load_checkpoint(tmp_path, tag=name)
         assert seen(again, range(4, 10)) == expected, name
-        again.load_checkpoint(folder, tag=name)  # back again, on a schedule that has gone on
+        again.load_checkpoint(tmp_path, tag=name)  # back again, on a schedule that has gone on
         assert seen(again, range(4, 10)) == expected, name
         assert len({rate for _, rate, _ in expected}) > 1, name
         whole.destroy(), again.destroy()
 
 
-@pytest.mark.slow
-def test_every_schedule_resumes_after_a_break(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(1).run(broken_and_whole, str(tmp_path))
-
-
-def momentum_acts(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_the_momentum_reaches_the_step(stage: int) -> None:
     """The betas that OneCycle writes are those that Adam steps with."""
     engine = engine_of(stage, scheduler={"type": "OneCycle", "params": DECAYS})
     train(engine, range(6))
@@ -129,12 +128,8 @@ def momentum_acts(stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_the_momentum_reaches_the_step(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(momentum_acts, stage)
-
-
-def overflows() -> None:
+@on_ranks(2)
+def test_a_skipped_update_leaves_the_schedule() -> None:
     """A skipped update does not move the schedule; micro-steps do not either."""
     engine = engine_of(
         2,
@@ -154,15 +149,12 @@ def overflows() -> None:
     assert rates == pytest.approx([1e-3 * (1 + n / 3) for n in (0, 1, 1, 1, 1, 1, 1, 2)])
 
 
-def test_a_skipped_update_leaves_the_schedule(ranks: RankPools) -> None:
-    ranks(2).run(overflows)
-
-
 class Silent:
     """Not a schedule at all."""
 
 
-def what_is_brought() -> None:
+@on_ranks(1)
+def test_a_caller_may_pass_its_own_objects() -> None:
     for maker, told in [
         (lambda its: Silent(), "which has no step"),
         (torchs.StepLR(torch.optim.SGD(model_of().parameters(), 0.1), 1), "without the optimizer"),
@@ -173,10 +165,6 @@ def what_is_brought() -> None:
     section = {"type": "WarmupLR", "params": WARMUP}
     engine = engine_of(1, wishes={"lr_scheduler": MAKERS["LambdaLR"]}, scheduler=section)
     assert type(engine.lr_scheduler) is torchs.LambdaLR
-
-
-def test_a_caller_may_pass_its_own_objects(ranks: RankPools) -> None:
-    ranks(1).run(what_is_brought)
 
 
 PLATEAU = {"mode": "min", "factor": 0.5, "patience": 1}
@@ -272,7 +260,10 @@ class OfItsOwn:
         return {}
 
 
-def count_samples(accumulation: int, given: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize("given", [None, {"increment": 5}], ids=["counted", "given"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@on_ranks(2)
+def test_a_schedule_may_count_samples(accumulation: int, given: dict[str, Any] | None) -> None:
     engine = engine_of(
         2, wishes={"lr_scheduler": BySamples}, gradient_accumulation_steps=accumulation
     )
@@ -302,14 +293,15 @@ def count_samples(accumulation: int, given: dict[str, Any] | None) -> None:
     engine.destroy()
 
 
-def load_what_adds(folder: str) -> None:
+@on_ranks(2)
+def test_a_schedule_that_adds_what_it_loads_resumes(tmp_path: Path) -> None:
     engine = engine_of(2, wishes={"lr_scheduler": BySamples}, gradient_accumulation_steps=1)
     for step in range(2):
         engine.backward(loss_of(engine(batch_of(step)[0]), batch_of(step)[1]))
         engine.step()
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     other = engine_of(2, wishes={"lr_scheduler": BySamples}, gradient_accumulation_steps=1)
-    other.load_checkpoint(folder)
+    other.load_checkpoint(tmp_path)
     assert other.lr_scheduler.seen == engine.lr_scheduler.seen == [engine.train_batch_size()] * 2
     assert other.get_lr() == engine.get_lr()
     training = SimpleNamespace(schedule=other.lr_scheduler, optimizer=other.optimizer)
@@ -321,19 +313,8 @@ def load_what_adds(folder: str) -> None:
     engine.destroy(), other.destroy()
 
 
-def test_a_schedule_that_adds_what_it_loads_resumes(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(load_what_adds, str(tmp_path))
-
-
-@pytest.mark.parametrize("given", [None, {"increment": 5}], ids=["counted", "given"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_schedule_may_count_samples(
-    accumulation: int, given: dict[str, Any] | None, ranks: RankPools
-) -> None:
-    ranks(2).run(count_samples, accumulation, given)
-
-
-def count_samples_in_stages() -> None:
+@on_ranks(2)
+def test_a_schedule_of_a_model_in_stages_may_count_samples() -> None:
     model = PipelineModule([nn.Linear(4, 4) for _ in range(2)], 2, loss_fn=loss_of)
     engine: Any = engine_of(0, model, {"lr_scheduler": BySamples}, gradient_accumulation_steps=3)
     batches = [(torch.randn(ROWS, 4), torch.randn(ROWS, 4)) for _ in range(6)]
@@ -341,10 +322,6 @@ def count_samples_in_stages() -> None:
         engine.train_batch(data_iter=iter(batches))
     assert engine.lr_scheduler.seen == [3 * ROWS] * 2
     engine.destroy()
-
-
-def test_a_schedule_of_a_model_in_stages_may_count_samples(ranks: RankPools) -> None:
-    ranks(2).run(count_samples_in_stages)
 
 
 # ---- rates that a schedule replaces --------------------------------------------------------------

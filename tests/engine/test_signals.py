@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import pytest
-from ranks import RankPools
+from ranks import on_ranks
 
 from engine.logs import logged
 from engine.toys import engine_of, train
@@ -19,7 +19,8 @@ from hadal.errors import EXIT_PREEMPTED, UsageError
 SECTION = {"on_signal": {"signals": ["SIGUSR1"]}}
 
 
-def handle_signals() -> None:
+@on_ranks(1)
+def test_the_programs_handlers_come_back() -> None:
     heard = []
 
     def own(number: int, _: Any) -> None:
@@ -72,11 +73,8 @@ def handle_signals() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
-def test_the_programs_handlers_come_back(ranks: RankPools) -> None:
-    ranks(1).run(handle_signals)
-
-
-def fork_while_handled() -> None:
+@on_ranks(1)
+def test_signals_to_forked_children_are_theirs() -> None:
     """A forked child, such as a data loader's worker, survives SIGUSR1 and ends at SIGTERM."""
     section = {"on_signal": {"signals": ["SIGUSR1", "SIGTERM"]}}
     engine = engine_of(1, checkpoint=section)
@@ -93,7 +91,3 @@ def fork_while_handled() -> None:
     train(engine, range(2))
     assert not engine.is_preempted
     engine.destroy()
-
-
-def test_signals_to_forked_children_are_theirs(ranks: RankPools) -> None:
-    ranks(1).run(fork_while_handled)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 
 import hadal
 from hadal import utils
@@ -80,7 +80,8 @@ def test_states_leave_the_device_and_come_back(stage: int, ranks: RankPools) -> 
     ranks(2).run(move_and_go_on, stage, "fp32", "Adafactor" if stage else "Lamb", [None])
 
 
-def refuse() -> None:
+@on_ranks(2)
+def test_parameters_that_cannot_move_are_refused() -> None:
     engine = engine_of(3)
     with pytest.raises(UsageError, match=r"include=\['weights'\].*expected some of optim_states"):
         engine.offload_states(include=["weights"])
@@ -101,7 +102,3 @@ def refuse() -> None:
     engine.destroy()  # whatever was away is back
     for mine, given in zip(engine.module.parameters(), model_of().parameters(), strict=True):
         assert mine.shape == given.shape and bool(mine.isfinite().all())
-
-
-def test_parameters_that_cannot_move_are_refused(ranks: RankPools) -> None:
-    ranks(2).run(refuse)

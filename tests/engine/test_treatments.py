@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 from engine.toys import TINY, assert_close, batch_of, engine_of, loss_of, model_of
@@ -37,7 +37,13 @@ def train_micros(engine: Any, *further: Any) -> list[float]:
     return norms
 
 
-def stages_beside_each_other(stage: int, lower: int, offload: bool) -> None:
+@pytest.mark.fast_cells("3-1-False", "2-1-True", "1-0-False")
+@pytest.mark.parametrize(
+    ("stage", "lower", "offload"),
+    [(3, 0, False), (3, 1, False), (3, 2, True), (2, 0, False), (2, 1, True), (1, 0, False)],
+)
+@on_ranks(2)
+def test_modules_may_have_a_lower_stage(stage: int, lower: int, offload: bool) -> None:
     keys: dict[str, Any] = {
         "gradient_clipping": CLIP,
         "gradient_accumulation_steps": MICROS,
@@ -60,17 +66,6 @@ def stages_beside_each_other(stage: int, lower: int, offload: bool) -> None:
     assert {found[name] for name in found.keys() - own} == {STAGES[stage]}
     assert train_micros(mixed) == pytest.approx(norms, rel=1e-6)
     assert_close(mixed.state_dict(), plain.state_dict())
-
-
-@pytest.mark.fast_cells("3-1-False", "2-1-True", "1-0-False")
-@pytest.mark.parametrize(
-    ("stage", "lower", "offload"),
-    [(3, 0, False), (3, 1, False), (3, 2, True), (2, 0, False), (2, 1, True), (1, 0, False)],
-)
-def test_modules_may_have_a_lower_stage(
-    stage: int, lower: int, offload: bool, ranks: RankPools
-) -> None:
-    ranks(2).run(stages_beside_each_other, stage, lower, offload)
 
 
 def of_groups(*groups: dict[str, Any], stage: int = 2, **zero: Any) -> None:
@@ -172,7 +167,10 @@ def experts_over(size: int, stage: int, optimizer: str, zero: dict[str, Any]) ->
     assert_close(engine.state_dict(), whole)
 
 
-def of_whole_parameters(kind: str, stage: int) -> None:
+@pytest.mark.fast_cells("Muon-3")
+@pytest.mark.parametrize(("kind", "stage"), [("Lamb", 2), ("Muon", 3)])
+@on_ranks(4)
+def test_experts_are_whole_parameters_of_their_own(kind: str, stage: int) -> None:
     """Against an engine whose ranks all have all experts."""
     keys = {"optimizer": {"type": kind, "params": {"lr": 0.01}}, "gradient_clipping": CLIP}
     keys["gradient_accumulation_steps"] = MICROS
@@ -185,12 +183,6 @@ def of_whole_parameters(kind: str, stage: int) -> None:
     for name, value in apart.state_dict().items():
         there = name.replace("experts.0.", mine)
         assert torch.allclose(value, expected[there], rtol=1e-5, atol=1e-6), name
-
-
-@pytest.mark.fast_cells("Muon-3")
-@pytest.mark.parametrize(("kind", "stage"), [("Lamb", 2), ("Muon", 3)])
-def test_experts_are_whole_parameters_of_their_own(kind: str, stage: int, ranks: RankPools) -> None:
-    ranks(4).run(of_whole_parameters, kind, stage)
 
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import diagonal
 from comm.traffic import counted
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 from engine.toys import (
@@ -848,11 +848,8 @@ def test_arguments_without_effect_are_logged_and_ignored(
     ranks(2).run(the_same_with, keys, zero)
 
 
-def test_the_reference_of_this_file_is_plain_torch(ranks: RankPools) -> None:
-    ranks(2).run(as_plain_torch)
-
-
-def as_plain_torch() -> None:
+@on_ranks(2)
+def test_the_reference_of_this_file_is_plain_torch() -> None:
     """Scaled, sent in rows, reduced behind backward: still what one process trains."""
     engine = engine_of(
         1,

@@ -11,7 +11,7 @@ from typing import Any
 import forks
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 
 import npu
 from hadal.compat.accelerator import get_accelerator
@@ -22,7 +22,8 @@ from hadal.plugins.activation_checkpointing.random_states import get_cuda_rng_tr
 ROOT = Path(__file__).parents[2]
 
 
-def _answers() -> None:
+@on_ranks(2, "npus")
+def test_every_question_about_a_device() -> None:
     device = get_accelerator()
     rank = torch.distributed.get_rank()
     assert device.is_available() and device.device_count() == 2
@@ -133,11 +134,8 @@ def _memory(device: Any) -> None:
     assert device.memory_stats()["allocated_bytes.all.current"] == before
 
 
-def test_every_question_about_a_device(npus: RankPools) -> None:
-    npus(2).run(_answers)
-
-
-def _recomputed() -> None:
+@on_ranks(1, "npus")
+def test_recomputation_draws_the_same_numbers() -> None:
     """The same numbers are dropped again, from the device's own generator and a named one."""
     model_parallel_cuda_manual_seed(9)
     place = get_accelerator().device()
@@ -158,10 +156,6 @@ def _recomputed() -> None:
         assert torch.equal(values.grad, output.detach())
         gradients.append(values.grad)
     assert torch.equal(*gradients) and 0 < int(gradients[0].count_nonzero()) < 200
-
-
-def test_recomputation_draws_the_same_numbers(npus: RankPools) -> None:
-    npus(1).run(_recomputed)
 
 
 _PROGRAM = """

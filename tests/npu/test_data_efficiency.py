@@ -11,7 +11,7 @@ import torch
 from data_efficiency import test_layer_drop as layer_drop
 from data_efficiency import test_token_drop as token_drop
 from data_efficiency.test_sampler import STREAMS, engine_with, write_measures
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import nn
 
 import npu
@@ -116,7 +116,8 @@ def test_nothing_is_read_back(npus: RankPools, ranks: RankPools, kind: str, stag
             assert losses == pytest.approx(theirs, rel=1e-4)
 
 
-def _indices() -> None:
+@on_ranks(1, "npus")
+def test_indices_are_drawn_on_the_device() -> None:
     with npu.asynchronous(), npu.waits() as waited:
         hidden = torch.arange(2 * 9 * 3.0, device=current_device()).view(2, 9, 3)
         index = draw(2, 9, 4, 1, hidden.device)
@@ -127,7 +128,3 @@ def _indices() -> None:
     assert (index.diff() > 0).all()
     kept = torch.zeros(2, 9, dtype=torch.bool).scatter(1, index, value=True)
     assert torch.equal(whole, torch.where(kept[..., None], -hidden, hidden))
-
-
-def test_indices_are_drawn_on_the_device(npus: RankPools) -> None:
-    npus(1).run(_indices)

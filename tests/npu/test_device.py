@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor
 
 import npu
@@ -43,7 +43,8 @@ def test_accelerators_refuse_some_dtypes(npus: RankPools) -> None:
     assert npus(1).run(_refusals) == [[]]
 
 
-def _copied_late() -> None:
+@on_ranks(1, "npus")
+def test_values_without_a_wait_are_stale() -> None:
     side = torch.Stream("npu")
     host = torch.zeros(64, pin_memory=True)
     pageable = torch.zeros(64)
@@ -65,10 +66,6 @@ def _copied_late() -> None:
         assert not work.is_completed() and (values == 3).all() and work.is_completed()
         pageable.copy_(values, non_blocking=True)
         assert (pageable == 3).all()
-
-
-def test_values_without_a_wait_are_stale(npus: RankPools) -> None:
-    npus(1).run(_copied_late)
 
 
 def _given_back(keeps: bool) -> tuple[Tensor, str]:
@@ -99,7 +96,8 @@ def test_memory_that_was_given_back_holds_nothing(npus: RankPools) -> None:
     assert lost.isnan().all() and "given back" in fault
 
 
-def _memory() -> None:
+@on_ranks(1, "npus")
+def test_memory_is_counted() -> None:
     gc.collect()
     before = torch.accelerator.memory_allocated()
     torch.accelerator.reset_peak_memory_stats()
@@ -111,10 +109,6 @@ def _memory() -> None:
     assert torch.accelerator.max_memory_allocated() - before >= 4000
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(1 << 31, device="npu")
-
-
-def test_memory_is_counted(npus: RankPools) -> None:
-    npus(1).run(_memory)
 
 
 def _captured() -> list[int]:

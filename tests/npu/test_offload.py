@@ -15,7 +15,7 @@ from cases import often
 from offload.test_tiers import config_of, model_of, small_blocks, state_of, train
 from offload.test_whole_optimizers import assert_alike
 from offload.test_whole_optimizers import trained as trained_whole
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor
 
 import hadal
@@ -40,7 +40,9 @@ def pinned(values: Tensor) -> Tensor:
 # ---- copies --------------------------------------------------------------------------------------
 
 
-def _two_at_a_time() -> None:
+@on_ranks(1, "npus")
+def test_two_gradients_are_copied_at_a_time() -> None:
+    """The device runs at most two buckets ahead of the gradients that have left it."""
     device, plain = torch.device("npu", 0), Event.wait_on_device
     with late() as waits, patch.object(Event, "wait_on_device", autospec=True) as waiting:
         waiting.side_effect = plain
@@ -55,11 +57,6 @@ def _two_at_a_time() -> None:
             assert not event.is_over and (out == 0).all()
             event.wait_on_host()
             assert event.is_over and (out == number).all()
-
-
-def test_two_gradients_are_copied_at_a_time(npus: RankPools) -> None:
-    """The device runs at most two buckets ahead of the gradients that have left it."""
-    npus(1).run(_two_at_a_time)
 
 
 def _send() -> tuple[list[tuple[int, bool]], list[str]]:
@@ -90,7 +87,8 @@ def test_new_weights_are_staged_in_few_buffers(npus: RankPools) -> None:
     assert waited == ["event"] * (19 + 13 - 4)
 
 
-def _bring_and_land() -> None:
+@on_ranks(1, "npus")
+def test_an_upload_sees_values_before_the_next_landing() -> None:
     device = torch.device("npu", 0)
     with late():
         way, host = Crossing(device, pins=True), pinned(torch.zeros(8))
@@ -102,10 +100,6 @@ def _bring_and_land() -> None:
         arrival.wait()
         assert (old == 0).all() and (host == 1).all()
         assert (arrival_of_new.wait() == 1).all()
-
-
-def test_an_upload_sees_values_before_the_next_landing(npus: RankPools) -> None:
-    npus(1).run(_bring_and_land)
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -183,17 +177,12 @@ def test_one_rank_alone_waits_as_well(npus: RankPools, tmp_path: Path) -> None:
         npus(1).run(compare_late, *case, str(tmp_path))
 
 
-def compare_whole_optimizers(kind: str, stage: int, path: str) -> None:
-    with small_blocks(), npu.asynchronous():
-        _, wanted = trained_whole(kind, 2, stage, "bf16", "cpu", None, path)
-        for weights in (None, "nvme")[: stage - 1]:  # weights leave the device at stage 3
-            _, found = trained_whole(kind, 2, stage, "bf16", "nvme", weights, path)
-            assert_alike(found, wanted)
-
-
 @pytest.mark.fast_cells("Lamb-3")
 @pytest.mark.parametrize(("kind", "stage"), [("Lamb", 3), ("Muon", 2), ("Adafactor", 3)])
-def test_optimizers_on_host_and_disk_are_equal(
-    kind: str, stage: int, npus: RankPools, tmp_path: Path
-) -> None:
-    npus(2).run(compare_whole_optimizers, kind, stage, str(tmp_path))
+@on_ranks(2, "npus")
+def test_optimizers_on_host_and_disk_are_equal(kind: str, stage: int, tmp_path: Path) -> None:
+    with small_blocks(), npu.asynchronous():
+        _, wanted = trained_whole(kind, 2, stage, "bf16", "cpu", None, tmp_path)
+        for weights in (None, "nvme")[: stage - 1]:  # weights leave the device at stage 3
+            _, found = trained_whole(kind, 2, stage, "bf16", "nvme", weights, tmp_path)
+            assert_alike(found, wanted)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from activation_checkpointing.test_keeping import OPTIONS, recomputation, same_numbers
 from activation_checkpointing.test_modules import engine_of, losses_of
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from sequence.models import llama, recomputes, tokens
 from torch.utils.checkpoint import checkpoint
 
@@ -56,13 +56,10 @@ def _bytes_left(options: dict[str, Any]) -> int:
     return found
 
 
-def _host_residence() -> None:
+@on_ranks(1, "npus")
+def test_no_input_stays_on_the_device() -> None:
     assert _bytes_left({}) == 4 * (1 << 12)
     assert _bytes_left({"cpu_checkpointing": True}) == 0
-
-
-def test_no_input_stays_on_the_device(npus: RankPools) -> None:
-    npus(1).run(_host_residence)
 
 
 def _bytes_of_transformers(**counts: int) -> tuple[int, list[torch.Tensor]]:
@@ -79,7 +76,12 @@ def _bytes_of_transformers(**counts: int) -> tuple[int, list[torch.Tensor]]:
     return found, [parameter.grad.cpu() for parameter in model.parameters()]
 
 
-def _offloads_hidden_states() -> None:
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+@on_ranks(1, "npus")
+def test_layers_of_transformers_store_little_on_the_device() -> None:
     hidden = 2 * 12 * 32 * 4
     with npu.asynchronous(), npu.with_float64():
         stored, expected = _bytes_of_transformers()
@@ -95,7 +97,8 @@ def _offloads_hidden_states() -> None:
                 assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def _limits() -> None:
+@on_ranks(1, "npus")
+def test_copies_to_the_host_are_limited() -> None:
     """Few buffers are kept, few copies in flight, and changes in place are seen."""
     limits = HostLimits(copies=1, buffers=1, newest=1)
     keeper = InputKeeper(ActivationCheckpointing(cpu_checkpointing=True), None, limits)
@@ -118,18 +121,6 @@ def _limits() -> None:
         assert len(keeper.host._free) == 1
 
 
-def test_copies_to_the_host_are_limited(npus: RankPools) -> None:
-    npus(1).run(_limits)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
-def test_layers_of_transformers_store_little_on_the_device(npus: RankPools) -> None:
-    npus(1).run(_offloads_hidden_states)
-
-
 class _Failing(torch.autograd.Function):
     """Identity whose backward raises."""
 
@@ -142,7 +133,9 @@ class _Failing(torch.autograd.Function):
         raise RuntimeError("backward fails")
 
 
-def _prefetched(fails: bool) -> None:
+@pytest.mark.parametrize("fails", [True, False])
+@on_ranks(1, "npus")
+def test_memory_of_a_prefetched_input_is_kept_until_its_copy(fails: bool) -> None:
     """The graph dies after an input's copy to the device was started, before its backward."""
     call = recomputation({"cpu_checkpointing": True}).call
     device = current_device()
@@ -163,12 +156,10 @@ def _prefetched(fails: bool) -> None:
         assert all(bool((each.cpu() == 7.0).all()) for each in later)
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_memory_of_a_prefetched_input_is_kept_until_its_copy(fails: bool, npus: RankPools) -> None:
-    npus(1).run(_prefetched, fails)
-
-
-def _modules(stage: int) -> None:
+@pytest.mark.fast_cells("3")
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2, "npus")
+def test_modules_of_an_engine(stage: int) -> None:
     found = []
     for section in (None, {"modules": "units", "cpu_checkpointing": True}):
         with npu.asynchronous(), npu.with_float64():
@@ -178,13 +169,9 @@ def _modules(stage: int) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.fast_cells("3")
-@pytest.mark.parametrize("stage", [1, 3])
-def test_modules_of_an_engine(npus: RankPools, stage: int) -> None:
-    npus(2).run(_modules, stage)
-
-
-def _budget() -> None:
+@pytest.mark.slow
+@on_ranks(1, "npus")
+def test_a_budget_is_kept() -> None:
     """The peak of an update is what the table promised, within 5 %, at every budget."""
     arguments = argparse.Namespace(
         layers=12, length=128, width=32, heads=2, vocabulary=64, batch=4, stage=2, bf16=False
@@ -203,8 +190,3 @@ def _budget() -> None:
     few = gpt.train(arguments, {"memory_budget": int(units["peak"] * 0.95)})
     assert "OFFLOADED" in few["choices"] and few["losses"] == nothing["losses"]
     assert abs(few["peak"] / few["promised"] - 1) < 0.05, found
-
-
-@pytest.mark.slow
-def test_a_budget_is_kept(npus: RankPools) -> None:
-    npus(1).run(_budget)

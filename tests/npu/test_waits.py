@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import diagonal, often, rarely
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 
 import hadal
 import npu
@@ -191,7 +191,10 @@ def weights_of(engine: Any) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in parameters]
 
 
-def trains(name: str) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, one in FEATURES.items() if not one.is_rare])
+@on_ranks(2, "gpus")
+def test_a_feature_trains_on_a_gpu(name: str) -> None:
     engine, update = FEATURES[name].build()
     before = weights_of(engine)
     for _ in range(3):
@@ -201,9 +204,3 @@ def trains(name: str) -> None:
     assert all(bool(one.isfinite().all()) for one in after)
     assert not all(map(torch.equal, before, after))
     engine.destroy()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name, one in FEATURES.items() if not one.is_rare])
-def test_a_feature_trains_on_a_gpu(name: str, gpus: RankPools) -> None:
-    gpus(2).run(trains, name)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import rarely
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor
 
 import hadal
@@ -30,23 +30,6 @@ def assert_alike(found: list[Tensor], wanted: list[Tensor]) -> None:
         assert torch.equal(mine, theirs)
 
 
-def break_off(stage: int, dtype: str, before: Any, after: Any, path: str) -> None:
-    """Do two updates, a checkpoint and two more; repeat the last two in an engine that loads it."""
-    with small_blocks():
-        engine = engine_of(stage, dtype, before, path)
-        train(engine, 2)
-        engine.save_checkpoint(f"{path}/saved")
-        train(engine, 2, 2)
-        wanted = state_of(engine)
-        engine.destroy()
-        other = engine_of(stage, dtype, after, path)
-        train(other, 1, 7)  # it has been elsewhere
-        other.load_checkpoint(f"{path}/saved")
-        train(other, 2, 2)
-        assert_alike(state_of(other), wanted)
-        other.destroy()
-
-
 @pytest.mark.slow_cells("2-fp16-before4-after4", "1-bf16-before6-after6")
 @pytest.mark.parametrize(
     ("stage", "dtype", "before", "after"),
@@ -60,10 +43,24 @@ def break_off(stage: int, dtype: str, before: Any, after: Any, path: str) -> Non
         (1, "bf16", ("nvme", None), ("cpu", None)),
     ],
 )
+@on_ranks(2)
 def test_training_goes_on_bit_for_bit(
-    stage: int, dtype: str, before: Any, after: Any, ranks: RankPools, tmp_path: Path
+    stage: int, dtype: str, before: Any, after: Any, tmp_path: Path
 ) -> None:
-    ranks(2).run(break_off, stage, dtype, before, after, str(tmp_path))
+    """Do two updates, a checkpoint and two more; repeat the last two in an engine that loads it."""
+    with small_blocks():
+        engine = engine_of(stage, dtype, before, tmp_path)
+        train(engine, 2)
+        engine.save_checkpoint(f"{tmp_path}/saved")
+        train(engine, 2, 2)
+        wanted = state_of(engine)
+        engine.destroy()
+        other = engine_of(stage, dtype, after, tmp_path)
+        train(other, 1, 7)  # it has been elsewhere
+        other.load_checkpoint(f"{tmp_path}/saved")
+        train(other, 2, 2)
+        assert_alike(state_of(other), wanted)
+        other.destroy()
 
 
 def save(path: str) -> list[Tensor]:
@@ -92,28 +89,25 @@ def test_other_ranks_and_stages_load_the_checkpoint(ranks: RankPools, tmp_path: 
         assert_alike(ranks(world).run(load, path, stage, places)[0], wanted)
 
 
-def save_edited(path: str) -> None:
+@on_ranks(2)
+def test_edits_are_saved(tmp_path: Path) -> None:
     """The user's edits of full weights since the last update are saved too."""
-    engine = engine_of(2, "bf16", ("nvme", None), path)
+    engine = engine_of(2, "bf16", ("nvme", None), tmp_path)
     train(engine, 1)
     weight = engine.module[0][0].weight
     with torch.no_grad():
         weight[0] = 2.0
-    engine.save_checkpoint(f"{path}/edited")
+    engine.save_checkpoint(f"{tmp_path}/edited")
     wanted = state_of(engine)
     engine.destroy()
-    other = engine_of(2, "bf16", ("nvme", None), path)
-    other.load_checkpoint(f"{path}/edited", load_optimizer_states=False)
+    other = engine_of(2, "bf16", ("nvme", None), tmp_path)
+    other.load_checkpoint(f"{tmp_path}/edited", load_optimizer_states=False)
     assert bool((other.module[0][0].weight[0] == 2.0).all())
     masters = len(list(other.module.parameters()))
     found = [hadal.utils.safe_get_full_fp32_param(p) for p in other.module.parameters()]
     assert_alike(found, wanted[:masters])
     train(other, 1)  # with new moments
     other.destroy()
-
-
-def test_edits_are_saved(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(save_edited, str(tmp_path))
 
 
 def read_cuts(path: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 import hadal
@@ -195,9 +195,12 @@ def unreadable(after: int) -> Iterator[None]:
         DiskFile.read = plain  # type: ignore[method-assign]
 
 
-def read_in_vain(path: str, before: int, after: int) -> None:
+@pytest.mark.fast_cells("0-2", "2-0", "2-6")
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 2), (2, 0), (2, 1), (2, 3), (2, 6)])
+@on_ranks(1)
+def test_a_failed_read_raises_once(tmp_path: Path, before: int, after: int) -> None:
     """One error, and nothing else: once the disk is back, training continues."""
-    config = config_of(3, "bf16", "nvme", "nvme", path)
+    config = config_of(3, "bf16", "nvme", "nvme", tmp_path)
     engine, *_ = hadal.initialize(model=model_of(), config=config)
     train(engine, before)
     with unreadable(after), warnings.catch_warnings():
@@ -209,23 +212,20 @@ def read_in_vain(path: str, before: int, after: int) -> None:
     train(engine, 3 - before, before)
     found_state = state_of(engine)
     engine.destroy()
-    _, wanted = trained(config_of(3, "bf16", None, None, path), 3)
+    _, wanted = trained(config_of(3, "bf16", None, None, tmp_path), 3)
     for mine, theirs in zip(found_state, wanted, strict=True):
         assert torch.equal(mine, theirs)
 
 
 # The reads of a micro-step by a plan, which the second update follows: those of its forward first.
-@pytest.mark.fast_cells("0-2", "2-0", "2-6")
-@pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 2), (2, 0), (2, 1), (2, 3), (2, 6)])
-def test_a_failed_read_raises_once(
-    before: int, after: int, ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(1).run(read_in_vain, str(tmp_path), before, after)
 
 
-def raise_inside(path: str, fails: str) -> None:
+@pytest.mark.fast_cells("the masters")
+@pytest.mark.parametrize("fails", ["the body", "the masters"])
+@on_ranks(1)
+def test_state_is_kept_as_a_whole_or_not_at_all(tmp_path: Path, fails: str) -> None:
     """Writes to state that is in memory for a while take effect as a whole or not at all."""
-    config = config_of(2, "bf16", "nvme", None, path)
+    config = config_of(2, "bf16", "nvme", None, tmp_path)
     engine, *_ = hadal.initialize(model=model_of(), config=config)
     train(engine, 2)
     before = state_of(engine)
@@ -259,26 +259,22 @@ def raise_inside(path: str, fails: str) -> None:
     train(engine, 1, 2)
     found = state_of(engine)
     engine.destroy()
-    _, wanted = trained(config_of(2, "bf16", None, None, path), 3)
+    _, wanted = trained(config_of(2, "bf16", None, None, tmp_path), 3)
     for mine, theirs in zip(found, wanted, strict=True):
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.fast_cells("the masters")
-@pytest.mark.parametrize("fails", ["the body", "the masters"])
-def test_state_is_kept_as_a_whole_or_not_at_all(
-    fails: str, ranks: RankPools, tmp_path: Path
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+@on_ranks(1)
+def test_an_interrupt_that_cannot_be_rolled_back_says_so(
+    tmp_path: Path, kind: type[BaseException]
 ) -> None:
-    ranks(1).run(raise_inside, str(tmp_path), fails)
-
-
-def interrupt_beside_the_disk(path: str, kind: type[BaseException]) -> None:
     """With masters in memory and weights on disk, only a checkpoint makes them consistent again."""
     engine, *_ = hadal.initialize(
-        model=model_of(), config=config_of(3, "bf16", "cpu", "nvme", path)
+        model=model_of(), config=config_of(3, "bf16", "cpu", "nvme", tmp_path)
     )
     train(engine, 1)
-    engine.save_checkpoint(Path(path, "saved"))
+    engine.save_checkpoint(Path(tmp_path, "saved"))
     plain, calls = FlatStepper._step_buckets, [0]
 
     def step_buckets(*given: Any) -> None:
@@ -294,20 +290,13 @@ def interrupt_beside_the_disk(path: str, kind: type[BaseException]) -> None:
     finally:
         FlatStepper._step_buckets = plain  # type: ignore[method-assign]
     assert isinstance(found.value.__cause__, kind)
-    engine.load_checkpoint(Path(path, "saved"))
+    engine.load_checkpoint(Path(tmp_path, "saved"))
     train(engine, 1, 1)
     found_state = state_of(engine)
     engine.destroy()
-    _, wanted = trained(config_of(3, "bf16", None, None, path), 2)
+    _, wanted = trained(config_of(3, "bf16", None, None, tmp_path), 2)
     for mine, theirs in zip(found_state, wanted, strict=True):
         assert torch.equal(mine, theirs)
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
-def test_an_interrupt_that_cannot_be_rolled_back_says_so(
-    kind: type[BaseException], ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(1).run(interrupt_beside_the_disk, str(tmp_path), kind)
 
 
 class OfNothing(nn.Module):
@@ -323,17 +312,14 @@ class OfNothing(nn.Module):
         return result
 
 
-def train_nothing(path: str) -> None:
+@on_ranks(1)
+def test_parameters_without_elements_are_updated(tmp_path: Path) -> None:
     engine, *_ = hadal.initialize(
-        model=OfNothing(), config=config_of(2, "bf16", "nvme", None, path)
+        model=OfNothing(), config=config_of(2, "bf16", "nvme", None, tmp_path)
     )
     train(engine, 2)
     assert engine.global_steps == 2
     engine.destroy()
-
-
-def test_parameters_without_elements_are_updated(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(1).run(train_nothing, str(tmp_path))
 
 
 def test_a_failed_allocation_keeps_no_space(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import diagonal
-from ranks import RankPools, RanksFailed
+from ranks import RankPools, RanksFailed, on_ranks
 from torch import Tensor, nn
 
 import hadal
@@ -69,13 +69,13 @@ def config_of(
     if optimizer is not None:
         section["offload_optimizer"] = {
             "device": optimizer,
-            "nvme_path": path,
+            "nvme_path": str(path),
             **section.get("offload_optimizer", {}),
         }
     if weights is not None:
         section["offload_param"] = {
             "device": weights,
-            "nvme_path": path,
+            "nvme_path": str(path),
             "max_in_cpu": 10_000,
             "buffer_size": 20_000,
             "buffer_count": 2,
@@ -185,24 +185,23 @@ def apart() -> Iterator[None]:
         offload.is_host_memory = tiers.is_host_memory = before
 
 
-def compare_apart(stage: int, dtype: str, path: str) -> None:
+@pytest.mark.slow_cells("1-bf16", "2-fp32", "3-bf16")
+@diagonal(stage=[0, 1, 2, 3], dtype=["fp32", "bf16"])
+@on_ranks(2)
+def test_host_and_disk_are_equal_where_the_device_has_its_own_memory(
+    stage: int, dtype: str, tmp_path: Path
+) -> None:
     with small_blocks(), apart():
-        _, on_device = trained(config_of(stage, dtype, None, None, path), 4)
+        _, on_device = trained(config_of(stage, dtype, None, None, tmp_path), 4)
         sums = ("device", "host") if stage >= 2 and dtype == "bf16" else ("device",)
         for (optimizer, weights), place in product(PLACES[stage], sums):
             offload = {"accumulate_on": place}
-            config = config_of(stage, dtype, optimizer, weights, path, offload_optimizer=offload)
+            config = config_of(
+                stage, dtype, optimizer, weights, tmp_path, offload_optimizer=offload
+            )
             _, other = trained(config, 4)
             for mine, theirs in zip(other, on_device, strict=True):
                 assert torch.equal(mine, theirs), (optimizer, weights, place)
-
-
-@pytest.mark.slow_cells("1-bf16", "2-fp32", "3-bf16")
-@diagonal(stage=[0, 1, 2, 3], dtype=["fp32", "bf16"])
-def test_host_and_disk_are_equal_where_the_device_has_its_own_memory(
-    stage: int, dtype: str, ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(2).run(compare_apart, stage, dtype, str(tmp_path))
 
 
 def host_bytes(path: str, ratio: float) -> tuple[int, int]:
@@ -248,8 +247,12 @@ def pinned_numel(path: str, **sections: Any) -> dict[tuple[bool, torch.dtype], i
     return dict(found)
 
 
-def compare_pins(path: str) -> None:
-    both = pinned_numel(path)
+@pytest.mark.claims(
+    "zero_optimization.offload_param.pin_memory", "zero_optimization.offload_optimizer.pin_memory"
+)
+@on_ranks(2)
+def test_each_section_controls_its_pinned_memory(tmp_path: Path) -> None:
+    both = pinned_numel(tmp_path)
     numel = both[True, torch.bfloat16]
     # Masters are not: what leaves them is cast first.
     assert both == {
@@ -257,21 +260,14 @@ def compare_pins(path: str) -> None:
         (True, torch.float32): numel,
         (False, torch.float32): numel,
     }
-    weights = pinned_numel(path, offload_optimizer={"pin_memory": False})
+    weights = pinned_numel(tmp_path, offload_optimizer={"pin_memory": False})
     assert weights == {(True, torch.bfloat16): numel, (False, torch.float32): 2 * numel}
-    optimizer = pinned_numel(path, offload_param={"pin_memory": False})
+    optimizer = pinned_numel(tmp_path, offload_param={"pin_memory": False})
     assert optimizer == {
         (False, torch.bfloat16): numel,
         (True, torch.float32): numel,
         (False, torch.float32): numel,
     }
-
-
-@pytest.mark.claims(
-    "zero_optimization.offload_param.pin_memory", "zero_optimization.offload_optimizer.pin_memory"
-)
-def test_each_section_controls_its_pinned_memory(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(compare_pins, str(tmp_path))
 
 
 @pytest.mark.claims(
@@ -497,14 +493,16 @@ def test_fast_init_writes_no_zeros(ranks: RankPools, tmp_path: Path) -> None:
 # ---- everything else that looks at state ---------------------------------------------------------
 
 
-def look_and_change(path: str) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_state_on_the_disk_is_read_and_edited_like_other_state(tmp_path: Path) -> None:
     """Edits, safe access, frozen layers and later groups work with state on the disk."""
     states = []
     for optimizer, weights in ((None, None), ("nvme", "nvme")):
         with small_blocks():
             model = model_of()
             model[1][2].bias.requires_grad_(False)
-            config = config_of(3, "bf16", optimizer, weights, path)
+            config = config_of(3, "bf16", optimizer, weights, tmp_path)
             engine, torch_optimizer, *_ = hadal.initialize(model=model, config=config)
             train(engine, 2)
             weight = model[1][0].weight
@@ -529,18 +527,12 @@ def look_and_change(path: str) -> None:
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.slow
-def test_state_on_the_disk_is_read_and_edited_like_other_state(
-    ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(2).run(look_and_change, str(tmp_path))
-
-
-def edit_whole_weights(path: str) -> None:
+@on_ranks(2)
+def test_edits_of_whole_weights_reach_masters_on_the_disk(tmp_path: Path) -> None:
     """Below stage 3 the update notices edits, as it reads the masters anyway."""
     states = []
     for optimizer in (None, "nvme"):
-        config = config_of(2, "bf16", optimizer, None, path)
+        config = config_of(2, "bf16", optimizer, None, tmp_path)
         engine, *_ = hadal.initialize(model=model_of(), config=config)
         train(engine, 2)
         with torch.no_grad():
@@ -552,10 +544,6 @@ def edit_whole_weights(path: str) -> None:
         engine.destroy()
     for mine, theirs in zip(*states, strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_edits_of_whole_weights_reach_masters_on_the_disk(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(edit_whole_weights, str(tmp_path))
 
 
 # ---- faults --------------------------------------------------------------------------------------
@@ -601,23 +589,20 @@ def test_an_update_with_a_disk_failure_changes_nothing(ranks: RankPools, tmp_pat
     ranks(2).run(fail_in_the_middle, str(tmp_path))
 
 
-def refuse(path: str) -> None:
-    config, model = config_of(2, "bf16", "nvme", None, path), model_of()
+@on_ranks(1)
+def test_updates_that_cannot_be_rolled_back_are_refused(tmp_path: Path) -> None:
+    config, model = config_of(2, "bf16", "nvme", None, tmp_path), model_of()
     del config["optimizer"]
     signs = OneBitAdam(model.parameters(), lr=0.01)
     with pytest.raises(OptimizerError, match=r'OneBitAdam keeps its state in memory.*device "cpu"'):
         hadal.initialize(model=model, config=config, optimizer=signs)
     partly = {"device": "nvme", "ratio": 0.5}
     for kind in ("Lamb", "Muon", "Adafactor"):
-        config = config_of(3, "bf16", "nvme", None, path, offload_optimizer=partly)
+        config = config_of(3, "bf16", "nvme", None, tmp_path, offload_optimizer=partly)
         with pytest.raises(OptimizerError, match=rf"{kind} cannot be combined with .*set ratio 1"):
             hadal.initialize(
                 model=model_of(), config={**config, "optimizer": {"type": kind, "params": {}}}
             )
-
-
-def test_updates_that_cannot_be_rolled_back_are_refused(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(1).run(refuse, str(tmp_path))
 
 
 def born_on(path: str) -> None:
@@ -625,7 +610,7 @@ def born_on(path: str) -> None:
     wanted = {name: value.clone() for name, value in model_of().state_dict().items()}
     for tier in ("cpu", "nvme", None):
         for given in ({"bf16": {"enabled": True}}, {}):
-            zero = {"stage": 3, "offload_param": {"device": tier or "nvme", "nvme_path": path}}
+            zero = {"stage": 3, "offload_param": {"device": tier or "nvme", "nvme_path": str(path)}}
             source = {"zero_optimization": zero, **given}
             with apart():
                 with hadal.zero.Init(remote_device=tier, config_dict_or_path=source):

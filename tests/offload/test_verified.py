@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import on_ranks
 
 import hadal
 from hadal.errors import OffloadError
@@ -20,16 +20,17 @@ def verified(stage: int, dtype: str, path: str) -> dict[str, Any]:
     return {**config, "aio": {"verify_checksums": True, "block_size": 20_000}}
 
 
-def train_verified(path: str) -> None:
+@on_ranks(1)
+def test_a_damaged_page_is_never_trained_with(tmp_path: Path) -> None:
     with small_blocks():
         for dtype in ("bf16", "fp32"):
-            plain = trained(config_of(3, dtype, None, None, path), 3)
-            losses, state = trained(verified(3, dtype, path), 3)
+            plain = trained(config_of(3, dtype, None, None, tmp_path), 3)
+            losses, state = trained(verified(3, dtype, tmp_path), 3)
             assert losses == plain[0]
             assert all(map(torch.equal, state, plain[1]))
-        engine, *_ = hadal.initialize(model=model_of(), config=verified(2, "fp32", path))
+        engine, *_ = hadal.initialize(model=model_of(), config=verified(2, "fp32", tmp_path))
         train(engine, 1)
-        (file,) = Path(path).rglob("states")
+        (file,) = Path(tmp_path).rglob("states")
         whole = bytearray(file.read_bytes())
         for place in range(100, len(whole), 4096):
             whole[place] ^= 1
@@ -38,7 +39,3 @@ def train_verified(path: str) -> None:
         with pytest.raises(OffloadError, match=r"states: 'the .*' is damaged at byte"):
             train(engine, 1, first=1)
         engine.destroy()
-
-
-def test_a_damaged_page_is_never_trained_with(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(1).run(train_verified, str(tmp_path))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import rarely
 from engine.toys import ByNorm
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor
 
 import hadal
@@ -124,30 +124,6 @@ def test_twenty_updates_give_the_same_bits(
 # ---- saved and loaded ----------------------------------------------------------------------------
 
 
-def go_on_elsewhere(kind: str, stage: int, dtype: str, path: str) -> None:
-    """Resume from device and disk on device and disk, by a checkpoint and by `state_dict`."""
-    places: list[Any] = [(None, None), ("nvme", "nvme" if stage == 3 else None)]
-    with small_blocks():
-        for before, after in itertools.product(places, places):
-            engine = engine_of(kind, stage, dtype, *before, path)
-            train(engine, 2)
-            engine.save_checkpoint(f"{path}/saved")
-            state = copy.deepcopy(engine.optimizer.state_dict())
-            train(engine, 2, 2)
-            wanted = remembered(engine)
-            engine.destroy()
-            other = engine_of(kind, stage, dtype, *after, path)
-            train(other, 1, 7)  # it has been elsewhere
-            other.load_checkpoint(f"{path}/saved")
-            train(other, 2, 2)
-            assert_alike(remembered(other), wanted)
-            other.load_checkpoint(f"{path}/saved", load_optimizer_states=False)
-            other.optimizer.load_state_dict(state)
-            train(other, 2, 2)
-            assert_alike(remembered(other), wanted)
-            other.destroy()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stage", "dtype"),
@@ -159,15 +135,35 @@ def go_on_elsewhere(kind: str, stage: int, dtype: str, path: str) -> None:
         rarely("AdamW", 3, "bf16"),
     ],
 )
-def test_training_goes_on_bit_for_bit(
-    kind: str, stage: int, dtype: str, ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(2).run(go_on_elsewhere, kind, stage, dtype, str(tmp_path))
+@on_ranks(2)
+def test_training_goes_on_bit_for_bit(kind: str, stage: int, dtype: str, tmp_path: Path) -> None:
+    """Resume from device and disk on device and disk, by a checkpoint and by `state_dict`."""
+    places: list[Any] = [(None, None), ("nvme", "nvme" if stage == 3 else None)]
+    with small_blocks():
+        for before, after in itertools.product(places, places):
+            engine = engine_of(kind, stage, dtype, *before, tmp_path)
+            train(engine, 2)
+            engine.save_checkpoint(f"{tmp_path}/saved")
+            state = copy.deepcopy(engine.optimizer.state_dict())
+            train(engine, 2, 2)
+            wanted = remembered(engine)
+            engine.destroy()
+            other = engine_of(kind, stage, dtype, *after, tmp_path)
+            train(other, 1, 7)  # it has been elsewhere
+            other.load_checkpoint(f"{tmp_path}/saved")
+            train(other, 2, 2)
+            assert_alike(remembered(other), wanted)
+            other.load_checkpoint(f"{tmp_path}/saved", load_optimizer_states=False)
+            other.optimizer.load_state_dict(state)
+            train(other, 2, 2)
+            assert_alike(remembered(other), wanted)
+            other.destroy()
 
 
-def load_in_vain(path: str) -> None:
+@on_ranks(2)
+def test_state_that_cannot_be_loaded_changes_nothing(tmp_path: Path) -> None:
     """State that the disk rejects leaves the old state in place; only that rank raises."""
-    engine = engine_of("AdamW", 2, "bf16", "nvme", None, path)
+    engine = engine_of("AdamW", 2, "bf16", "nvme", None, tmp_path)
     train(engine, 1)
     state = engine.optimizer.state_dict()
     assert all(one["exp_avg"].device.type == "cpu" for one in state["state"].values())
@@ -190,21 +186,20 @@ def load_in_vain(path: str) -> None:
     train(engine, 1, 1)
     found = remembered(engine)
     engine.destroy()
-    _, wanted = trained("AdamW", 2, 2, "bf16", None, None, path)
+    _, wanted = trained("AdamW", 2, 2, "bf16", None, None, tmp_path)
     assert_alike(found, wanted)
 
 
-def test_state_that_cannot_be_loaded_changes_nothing(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(load_in_vain, str(tmp_path))
-
-
-def add_later(kind: str, stage: int, path: str) -> None:
+@pytest.mark.fast_cells("Lamb-3")
+@pytest.mark.parametrize(("kind", "stage"), [("Lamb", 3), ("Muon", 2), ("Adafactor", 2)])
+@on_ranks(2)
+def test_later_groups_are_offloaded_to_the_disk_too(kind: str, stage: int, tmp_path: Path) -> None:
     """Parameters frozen at first are offloaded like the others once they are trained."""
     found = []
     for optimizer in (None, "nvme"):
         model = model_of()
         model[1].requires_grad_(False)
-        config = config_of(stage, "bf16", optimizer, None, path)
+        config = config_of(stage, "bf16", optimizer, None, tmp_path)
         config["optimizer"] = {"type": kind, "params": {"lr": 0.01}}
         engine, torch_optimizer, *_ = hadal.initialize(model=model, config=config)
         train(engine, 2)
@@ -219,14 +214,6 @@ def add_later(kind: str, stage: int, path: str) -> None:
         found.append(remembered(engine))
         engine.destroy()
     assert_alike(*found)
-
-
-@pytest.mark.fast_cells("Lamb-3")
-@pytest.mark.parametrize(("kind", "stage"), [("Lamb", 3), ("Muon", 2), ("Adafactor", 2)])
-def test_later_groups_are_offloaded_to_the_disk_too(
-    kind: str, stage: int, ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(2).run(add_later, kind, stage, str(tmp_path))
 
 
 # ---- faults --------------------------------------------------------------------------------------
@@ -253,15 +240,23 @@ def failing_write(number: int, error: BaseException) -> Iterator[None]:
         DiskTensor.start_write = plain  # type: ignore[method-assign]
 
 
-def fail_in_the_middle(kind: str, stage: int, dtype: str, path: str) -> None:
+@pytest.mark.fast_cells("Lamb-3-bf16")
+@pytest.mark.parametrize(
+    ("kind", "stage", "dtype"),
+    [("Lamb", 3, "bf16"), ("Muon", 2, "fp32"), ("Adafactor", 3, "bf16"), ("hooked", 2, "fp32")],
+)
+@on_ranks(2)
+def test_an_update_with_one_failed_disk_changes_nothing(
+    kind: str, stage: int, dtype: str, tmp_path: Path
+) -> None:
     """Nothing has changed on any rank, whichever write of the update fails."""
     weights = "nvme" if stage == 3 else None
     with small_blocks():
-        engine = engine_of(kind, stage, dtype, "nvme", weights, path)
+        engine = engine_of(kind, stage, dtype, "nvme", weights, tmp_path)
         for update, number in enumerate((3, 1, 6)):
             before = remembered(engine)
             with (
-                failing_write(number, OffloadError(f"{path}: the disk is gone")),
+                failing_write(number, OffloadError(f"{tmp_path}: the disk is gone")),
                 pytest.raises(OffloadError, match="the disk is gone"),
             ):
                 train(engine, 1, update)
@@ -269,19 +264,8 @@ def fail_in_the_middle(kind: str, stage: int, dtype: str, path: str) -> None:
             train(engine, 1, update)
         found = remembered(engine)
         engine.destroy()
-        _, wanted = trained(kind, 3, stage, dtype, None, None, path)
+        _, wanted = trained(kind, 3, stage, dtype, None, None, tmp_path)
         assert_alike(found, wanted)
-
-
-@pytest.mark.fast_cells("Lamb-3-bf16")
-@pytest.mark.parametrize(
-    ("kind", "stage", "dtype"),
-    [("Lamb", 3, "bf16"), ("Muon", 2, "fp32"), ("Adafactor", 3, "bf16"), ("hooked", 2, "fp32")],
-)
-def test_an_update_with_one_failed_disk_changes_nothing(
-    kind: str, stage: int, dtype: str, ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(2).run(fail_in_the_middle, kind, stage, dtype, str(tmp_path))
 
 
 def interrupt(kind: str, stage: int, dtype: str, path: str) -> None:

@@ -10,7 +10,7 @@ from cases import diagonal
 from engine.toys import Leaves, engine_of, given_gradients, mean_gradients, train
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor
 
 from hadal import comm
@@ -195,14 +195,11 @@ def test_masters_are_stepped_in_bf16_training(stage: int, ranks: RankPools) -> N
     ranks(2).run(step_engine, stage, "bf16", {"weight_decay": 0.1})
 
 
-def step_in_small_blocks() -> None:
+@on_ranks(2)
+def test_blocks_do_not_change_the_norms() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lamb, "block_numel", lambda _: 4)
         step_engine(2, "fp32", {"weight_decay": 0.1})
-
-
-def test_blocks_do_not_change_the_norms(ranks: RankPools) -> None:
-    ranks(2).run(step_in_small_blocks)
 
 
 def count_sums(stage: int) -> list[int]:
@@ -291,13 +288,10 @@ def test_schedules_and_hooks_of_torch_see_each_update(ranks: RankPools) -> None:
     assert ranks(2).run(train_under_a_schedule) == [(["before", "after"] * 2, [0.125])] * 2
 
 
-def train_alone_and_together() -> None:
+@on_ranks(2)
+def test_lamb_trains_from_a_configuration() -> None:
     """Train from a configuration: losses fall."""
     engine = engine_of(2, optimizer={"type": "lamb", "params": {"lr": 0.05}})
     losses = train(engine, range(12))
     assert float(torch.stack(losses[-4:]).mean()) < float(torch.stack(losses[:4]).mean())
     engine.destroy()
-
-
-def test_lamb_trains_from_a_configuration(ranks: RankPools) -> None:
-    ranks(2).run(train_alone_and_together)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import diagonal
 from engine.toys import Leaves, engine_of
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor
 
 from hadal import comm
@@ -120,19 +120,16 @@ def test_in_16_bits(ranks: RankPools, kind: str, precision: str):
     ranks(2).run(as_in_the_paper, kind, precision, {})
 
 
-def at_changing_rates(kind: str) -> None:
+@pytest.mark.fast_cells("OneBitLamb")
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_at_changing_learning_rates(kind: str) -> None:
     """Use another rate for each update: the sum between two exchanges scales the movement."""
     engine = engine_with(kind, {"weight_decay": 0.1})
     papers = papers_of(engine, kind, {"weight_decay": 0.1})
     for update in range(UPDATES):
         step_together(engine, papers, update, lr=0.02 / (1 + update % 4))
     engine.destroy()
-
-
-@pytest.mark.fast_cells("OneBitLamb")
-@pytest.mark.parametrize("kind", KINDS)
-def test_at_changing_learning_rates(ranks: RankPools, kind: str):
-    ranks(2).run(at_changing_rates, kind)
 
 
 VARIANTS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
@@ -171,12 +168,6 @@ def a_key_acts(kind: str, options: dict[str, Any]) -> None:
     engine.destroy()
 
 
-def all_keys_act(kind: str) -> None:
-    for kinds, options in VARIANTS:
-        if kind in kinds:
-            a_key_acts(kind, options)
-
-
 @pytest.mark.slow
 @pytest.mark.claims(
     "optimizer.params{type=OneBitAdam|ZeroOneAdam|OneBitLamb}.lr",
@@ -197,5 +188,8 @@ def all_keys_act(kind: str) -> None:
     "optimizer.params{type=Lamb|OneBitLamb}.min_coeff",
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_key_acts_as_in_the_paper(ranks: RankPools, kind: str):
-    ranks(2).run(all_keys_act, kind)
+@on_ranks(2)
+def test_every_key_acts_as_in_the_paper(kind: str) -> None:
+    for kinds, options in VARIANTS:
+        if kind in kinds:
+            a_key_acts(kind, options)

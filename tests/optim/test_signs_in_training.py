@@ -13,7 +13,7 @@ from engine.logs import logged
 from engine.parts import PARTS, engine_over, megatron
 from engine.parts import Part as ModelPart
 from engine.toys import Leaves, assert_equal, engine_of, train
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 import hadal
@@ -62,7 +62,11 @@ def weights_of(engine: Any) -> dict[str, Tensor]:
 # ---- the updates before -------------------------------------------------------------------------
 
 
-def warm_up(kind: str, precision: str) -> None:
+@pytest.mark.fast_cells("OneBitLamb-fp16", "ZeroOneAdam-fp32", "ZeroOneAdam-fp16")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_the_warm_up_is_the_plain_optimizer_without_correction(kind: str, precision: str) -> None:
     changes = {**PRECISIONS[precision], "gradient_accumulation_steps": 2, "gradient_clipping": 0.3}
     options = {"weight_decay": 0.1, "betas": [0.8, 0.99]}
     found = engine_of(0, optimizer=optimizer_of(kind, **options, **LATE[kind]), **changes)
@@ -78,15 +82,6 @@ def warm_up(kind: str, precision: str) -> None:
     for mine, theirs in zip(found.module.parameters(), known.module.parameters(), strict=True):
         exact, master = safe_get_full_fp32_param(mine), safe_get_full_fp32_param(theirs)
         assert exact is not None and torch.allclose(exact, master, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.fast_cells("OneBitLamb-fp16", "ZeroOneAdam-fp32", "ZeroOneAdam-fp16")
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_warm_up_is_the_plain_optimizer_without_correction(
-    ranks: RankPools, kind: str, precision: str
-):
-    ranks(2).run(warm_up, kind, precision)
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
@@ -126,7 +121,10 @@ def test_an_update_sends_a_fourteenth_of_the_bytes_of_bf16(ranks: RankPools, wor
 # ---- what gradients are like ---------------------------------------------------------------------
 
 
-def clipped(kind: str) -> None:
+@pytest.mark.slow_cells("OneBitAdam")
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_clipping_uses_the_mean_square_of_all_norms(kind: str) -> None:
     options: dict[str, Any] = {"freeze_step": 1} if kind == "OneBitAdam" else {}
     engine = engine_with(kind, options, gradient_clipping=2.0, gradient_accumulation_steps=1)
     papers = papers_of(engine, kind, options)
@@ -144,13 +142,10 @@ def clipped(kind: str) -> None:
     assert stays
 
 
-@pytest.mark.slow_cells("OneBitAdam")
+@pytest.mark.fast_cells("OneBitLamb")
 @pytest.mark.parametrize("kind", KINDS)
-def test_clipping_uses_the_mean_square_of_all_norms(ranks: RankPools, kind: str):
-    ranks(2).run(clipped, kind)
-
-
-def overflowed(kind: str) -> None:
+@on_ranks(2)
+def test_an_overflow_in_any_phase_skips_the_update(kind: str) -> None:
     """An update that overflows on one rank is skipped on all, without side effects."""
     engine = engine_with(kind, {}, **PRECISIONS["fp16"])
     papers = papers_of(engine, kind, {})
@@ -168,13 +163,8 @@ def overflowed(kind: str) -> None:
         assert not engine.overflow
 
 
-@pytest.mark.fast_cells("OneBitLamb")
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_overflow_in_any_phase_skips_the_update(ranks: RankPools, kind: str):
-    ranks(2).run(overflowed, kind)
-
-
-def accumulated() -> None:
+@on_ranks(2)
+def test_micro_steps_add_up() -> None:
     engine = engine_with("OneBitAdam", {}, gradient_accumulation_steps=2)
     known = engine_with("OneBitAdam", {}, gradient_accumulation_steps=1)
     for update in range(6):
@@ -187,11 +177,8 @@ def accumulated() -> None:
     assert_equal(weights_of(engine), weights_of(known))
 
 
-def test_micro_steps_add_up(ranks: RankPools):
-    ranks(2).run(accumulated)
-
-
-def told_and_replaced() -> None:
+@on_ranks(3)
+def test_gradients_are_read_as_their_mean() -> None:
     """The gradient that a program sees is the mean, wherever it is stored."""
     engine = engine_with("OneBitAdam", {"freeze_step": 1})
     leaf = engine.module.leaves[0]
@@ -207,14 +194,19 @@ def told_and_replaced() -> None:
         engine.step()
 
 
-def test_gradients_are_read_as_their_mean(ranks: RankPools):
-    ranks(3).run(told_and_replaced)
-
-
 # ---- what does not move --------------------------------------------------------------------------
 
 
-def masked(kind: type[Any], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (OneBitAdam, {"freeze_step": 2}),
+        (OneBitLamb, {"freeze_step": 2}),
+        (ZeroOneAdam, {"var_freeze_step": 2}),
+    ],
+)
+@on_ranks(2)
+def test_a_mask_keeps_momenta_at_zero(kind: type[Any], options: dict[str, Any]) -> None:
     model = Leaves(((6, 4), (5,), (3, 3)))
     mask = torch.ones(6, 4)
     mask[2:] = 0
@@ -237,18 +229,6 @@ def masked(kind: type[Any], options: dict[str, Any]) -> None:
     assert bool((state[2:] == 0).all()) and bool((state[:2] != 0).all())
     assert torch.equal(weights_of(engine)["leaves.0"][2:], began[2:])
     assert not torch.equal(weights_of(engine)["leaves.0"][:2], began[:2])
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (OneBitAdam, {"freeze_step": 2}),
-        (OneBitLamb, {"freeze_step": 2}),
-        (ZeroOneAdam, {"var_freeze_step": 2}),
-    ],
-)
-def test_a_mask_keeps_momenta_at_zero(ranks: RankPools, kind: type[Any], options: dict[str, Any]):
-    ranks(2).run(masked, kind, options)
 
 
 def wrongly_masked() -> None:
@@ -343,7 +323,8 @@ def test_ranks_exchange_before_weights_are_read(ranks: RankPools, name: str, tmp
     ranks(2).run(met, name, "bf16" if name == "a master" else "fp32", str(tmp_path))
 
 
-def written_meanwhile() -> None:
+@on_ranks(2)
+def test_weights_set_by_hand_are_kept() -> None:
     engine = engine_of(0, optimizer=optimizer_of("ZeroOneAdam", **LOCAL, eps=1e-2, lr=1e-4))
     train(engine, range(5))
     assert apart(engine)
@@ -355,11 +336,8 @@ def written_meanwhile() -> None:
     assert bool(((weight - 0.25).abs() < 0.01).all()) and not bool((weight == 0.25).all())
 
 
-def test_weights_set_by_hand_are_kept(ranks: RankPools):
-    ranks(2).run(written_meanwhile)
-
-
-def frozen_meanwhile() -> None:
+@on_ranks(2)
+def test_parameters_frozen_later_are_equal_on_all_ranks() -> None:
     engine = local_engine()
     train(engine, range(5))
     still = engine.module[0].weight
@@ -372,11 +350,8 @@ def frozen_meanwhile() -> None:
     assert not apart(engine)
 
 
-def test_parameters_frozen_later_are_equal_on_all_ranks(ranks: RankPools):
-    ranks(2).run(frozen_meanwhile)
-
-
-def at_a_rate_of_zero() -> None:
+@on_ranks(2)
+def test_a_learning_rate_of_zero_does_not_divide_by_zero() -> None:
     engine = local_engine()
     train(engine, range(4))
     for group in engine.optimizer.param_groups:
@@ -392,11 +367,9 @@ def at_a_rate_of_zero() -> None:
     assert not apart(engine)
 
 
-def test_a_learning_rate_of_zero_does_not_divide_by_zero(ranks: RankPools):
-    ranks(2).run(at_a_rate_of_zero)
-
-
-def at_rates_of_their_own(slow: float) -> None:
+@pytest.mark.parametrize("slow", [0.0, 1e-6])
+@on_ranks(2)
+def test_groups_with_other_rates_do_not_affect_each_other(slow: float) -> None:
     """A group's updates follow its own rate, whichever groups share its blocks."""
     model = Leaves(((8, 4), (5,)))
     fast, slowly = model.leaves
@@ -421,33 +394,25 @@ def at_rates_of_their_own(slow: float) -> None:
     assert 0 < float(momentum.abs().max()) < 3
 
 
-@pytest.mark.parametrize("slow", [0.0, 1e-6])
-def test_groups_with_other_rates_do_not_affect_each_other(ranks: RankPools, slow: float):
-    ranks(2).run(at_rates_of_their_own, slow)
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------
-
-
-def gone_on(kind: str, precision: str, folder: str) -> None:
-    changes = {**PRECISIONS[precision], "optimizer": optimizer_of(kind, **SOONER[kind])}
-    engine = engine_of(0, **changes)
-    train(engine, range(9))
-    engine.save_checkpoint(folder)
-    known = train(engine, range(9, 15))
-    again = engine_of(0, **changes)
-    train(again, range(20, 22))
-    again.load_checkpoint(folder)
-    found = train(again, range(9, 15))
-    assert torch.equal(torch.stack(found), torch.stack(known))
-    assert_equal(again.state_dict(), engine.state_dict())
 
 
 @pytest.mark.fast_cells("OneBitLamb-bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_resumes_bit_for_bit(ranks: RankPools, kind: str, precision: str, tmp_path: Path):
-    ranks(2).run(gone_on, kind, precision, str(tmp_path))
+@on_ranks(2)
+def test_training_resumes_bit_for_bit(kind: str, precision: str, tmp_path: Path) -> None:
+    changes = {**PRECISIONS[precision], "optimizer": optimizer_of(kind, **SOONER[kind])}
+    engine = engine_of(0, **changes)
+    train(engine, range(9))
+    engine.save_checkpoint(tmp_path)
+    known = train(engine, range(9, 15))
+    again = engine_of(0, **changes)
+    train(again, range(20, 22))
+    again.load_checkpoint(tmp_path)
+    found = train(again, range(9, 15))
+    assert torch.equal(torch.stack(found), torch.stack(known))
+    assert_equal(again.state_dict(), engine.state_dict())
 
 
 def zero_one_until(last_of_variance: int) -> Any:
@@ -455,25 +420,22 @@ def zero_one_until(last_of_variance: int) -> Any:
     return engine_of(0, optimizer=optimizer_of("ZeroOneAdam", **params))
 
 
-def gone_on_in_another_phase(before: int, after: int, folder: str) -> None:
+@pytest.mark.fast_cells("3-100")
+@pytest.mark.parametrize(("before", "after"), [(100, 3), (3, 100)])
+@on_ranks(2)
+def test_error_feedback_is_restored_in_its_own_phase(
+    before: int, after: int, tmp_path: Path
+) -> None:
     """Error feedback of gradients does not carry over to updates, 100 times smaller, or back."""
     engine = zero_one_until(before)
     train(engine, range(8))
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     again = zero_one_until(after)
-    again.load_checkpoint(folder)
+    again.load_checkpoint(tmp_path)
     assert again._parts.runtime.exchange.memory() is None
     same = zero_one_until(before)
-    same.load_checkpoint(folder)
+    same.load_checkpoint(tmp_path)
     assert same._parts.runtime.exchange.memory() is not None
-
-
-@pytest.mark.fast_cells("3-100")
-@pytest.mark.parametrize(("before", "after"), [(100, 3), (3, 100)])
-def test_error_feedback_is_restored_in_its_own_phase(
-    ranks: RankPools, before: int, after: int, tmp_path: Path
-):
-    ranks(2).run(gone_on_in_another_phase, before, after, str(tmp_path))
 
 
 def test_a_variance_can_be_learnt_again():
@@ -551,27 +513,21 @@ def test_amsgrad_is_refused(kind: type[Any]):
         kind([nn.Parameter(torch.ones(2))], amsgrad=True)
 
 
-def refused_at_stage(stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_partitioned_state_is_refused(stage: int) -> None:
     model = Leaves(SHAPES)
     with pytest.raises(OptimizerError, match="OneBitAdam needs zero_optimization"):
         engine_of(stage, model, {"optimizer": OneBitAdam(model.parameters())}, optimizer=None)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_partitioned_state_is_refused(ranks: RankPools, stage: int):
-    ranks(2).run(refused_at_stage, stage)
-
-
-def refused_in_parts() -> None:
+@on_ranks(4)
+def test_model_parallel_models_are_refused() -> None:
     wishes = {"mpu": megatron(), "optimizer": lambda given: ZeroOneAdam(given)}
     with pytest.raises(
         NotBuiltYetError, match="ZeroOneAdam is not built yet for model-parallel models"
     ):
         engine_over(0, ModelPart(comm.get_rank() % PARTS), wishes=wishes)
-
-
-def test_model_parallel_models_are_refused(ranks: RankPools):
-    ranks(4).run(refused_in_parts)
 
 
 def refused_in_16_bits() -> None:

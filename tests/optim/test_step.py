@@ -10,7 +10,7 @@ import torch
 from engine.toys import Leaves, engine_of, given_gradients, mean_gradients
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 
 from hadal import comm
 from hadal.optim.norm import clip_coefficient
@@ -140,21 +140,18 @@ ELEMENTWISE = [
 ]
 
 
-def step_elementwise(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+@pytest.mark.fast_cells("SGD-options1")
+@pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
+@on_ranks(2)
+def test_elementwise_optimizers_step_flat_shards(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
     for stage in (0, 2, 3):
         groups = [{}, {"lr": options["lr"] / 4}]
         stepper, pairs = train_both(stage, kind, ODD, options, groups, {"foreach": False})
         assert type(stepper) is FlatStepper
         for found, expected in pairs:
             assert torch.allclose(found, expected, rtol=1e-6, atol=1e-7), stage
-
-
-@pytest.mark.fast_cells("SGD-options1")
-@pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
-def test_elementwise_optimizers_step_flat_shards(
-    kind: type[torch.optim.Optimizer], options: dict[str, Any], ranks: RankPools
-) -> None:
-    ranks(2).run(step_elementwise, kind, options)
 
 
 # ---- optimizers that must see whole parameters --------------------------------------------------
@@ -194,7 +191,10 @@ def test_whole_parameters_are_stepped_bit_for_bit(stage: int, world: int, ranks:
     ranks(world).run(step_whole, stage)
 
 
-def step_mixed_precision(stage: int) -> None:
+@pytest.mark.fast_cells("3")
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_whole_parameters_have_masters(stage: int) -> None:
     """Whole parameters have fp32 masters too, so many small updates of bf16 weights add up."""
     model = Leaves(((4, 4), (3, 4)))
     with torch.no_grad():
@@ -215,12 +215,6 @@ def step_mixed_precision(stage: int) -> None:
     moved = 16 * 0.5 / 4.001
     mean = float(model.leaves[0].detach().float().mean())
     assert mean == pytest.approx(256 - moved, abs=0.5)
-
-
-@pytest.mark.fast_cells("3")
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_whole_parameters_have_masters(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(step_mixed_precision, stage)
 
 
 def own_fewer_parameters_than_ranks(stage: int) -> int:
@@ -257,7 +251,10 @@ def step_alone(
         optimizer.step()
 
 
-def go_on_from_state(stage: int) -> None:
+@pytest.mark.fast_cells("3")
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_an_optimizer_that_has_stepped_continues(stage: int) -> None:
     """An optimizer's existing state moves with its parameters."""
     for kind, shapes, options in STEPPED:
         plain, model = Leaves(shapes), Leaves(shapes)
@@ -273,9 +270,3 @@ def go_on_from_state(stage: int) -> None:
         engine.destroy()
         for found, leaf in zip(model.leaves, plain.leaves, strict=True):
             assert torch.allclose(found, leaf, rtol=1e-6, atol=1e-6), kind
-
-
-@pytest.mark.fast_cells("3")
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_an_optimizer_that_has_stepped_continues(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(go_on_from_state, stage)

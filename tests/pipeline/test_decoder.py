@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import often
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -164,7 +164,8 @@ def test_the_model_without_stages_loads_their_checkpoint(ranks: RankPools, tmp_p
     ranks(1).run(load, str(tmp_path), {**second, **first})
 
 
-def refuse() -> None:
+@on_ranks(2)
+def test_models_that_cannot_be_cut_are_refused() -> None:
     def refused(kind: Any, text: str, model: nn.Module, section: Any, **more: Any) -> None:
         with pytest.raises(kind, match=text):
             hadal.initialize(model=model, config=config_of(1, **section), **more)
@@ -187,10 +188,6 @@ def refuse() -> None:
     ]:
         with pytest.raises((UsageError, PipelineError), match=text):
             engine.train_batch(iter([given] * MICRO))
-
-
-def test_models_that_cannot_be_cut_are_refused(ranks: RankPools) -> None:
-    ranks(2).run(refuse)
 
 
 @pytest.mark.parametrize("kind", ["granite", "cohere"])

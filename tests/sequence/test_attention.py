@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -102,7 +102,8 @@ def test_attention_is_that_of_one_process(
     ranks(world).run(_attends, batch_dim_idx, joins)
 
 
-def _rotates() -> None:
+@on_ranks(2)
+def test_rotary_embeddings_are_those_of_whole_sequences() -> None:
     rank, size = comm.get_rank(), comm.get_world_size()
     here = slice(rank * LENGTH // size, (rank + 1) * LENGTH // size)
     angles = torch.arange(LENGTH)[:, None, None, None] * torch.tensor([1.0, 0.1]).repeat(2)
@@ -117,10 +118,6 @@ def _rotates() -> None:
     layer = DistributedAttention(sequence_first, dist.group.WORLD)
     found = layer(*(one.transpose(0, 1) for one in mine), 1, turns)
     torch.testing.assert_close(found.transpose(0, 1), expected)
-
-
-def test_rotary_embeddings_are_those_of_whole_sequences(ranks: RankPools) -> None:
-    ranks(2).run(_rotates)
 
 
 def _there_and_back() -> None:

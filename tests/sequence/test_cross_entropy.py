@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine.toys import config_of
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -176,7 +176,8 @@ def test_a_vocabulary_over_ranks(world: int, uneven: bool, ranks: RankPools) -> 
     ranks(world).run(_over_words, uneven)
 
 
-def _in_another_order() -> None:
+@on_ranks(2)
+def test_slices_of_a_vocabulary_in_any_order() -> None:
     """Slices that are not in the ranks' order, and row counts that differ if each takes its own."""
     hidden, weight, bias, target = inputs()
     first = comm.get_rank() == 0
@@ -194,11 +195,8 @@ def _in_another_order() -> None:
     torch.testing.assert_close(loss, expected)
 
 
-def test_slices_of_a_vocabulary_in_any_order(ranks: RankPools) -> None:
-    ranks(2).run(_in_another_order)
-
-
-def _over_positions() -> None:
+@on_ranks(2)
+def test_positions_over_ranks() -> None:
     """Positions split over the ranks: DeepSpeed's function."""
     generator = torch.Generator().manual_seed(4)
     whole = torch.randn(8, 2, WORDS, generator=generator)
@@ -220,10 +218,6 @@ def _over_positions() -> None:
         mine, target[here], group, gather_sequence_loss=False
     )
     assert alone.shape == (8 // size, 2)
-
-
-def test_positions_over_ranks(ranks: RankPools) -> None:
-    ranks(2).run(_over_positions)
 
 
 class Words(nn.Module):
@@ -267,7 +261,8 @@ def test_a_linear_cross_entropy_trains_identically(stage: int, ranks: RankPools)
 # ---- what does not fit ---------------------------------------------------------------------------
 
 
-def _without_columns() -> None:
+@on_ranks(2)
+def test_a_rank_without_columns_is_an_error() -> None:
     """All ranks raise, so that none waits for another."""
     rank, group = dist.get_rank(), dist.group.WORLD
     target = torch.zeros(2, dtype=torch.int64)
@@ -277,10 +272,6 @@ def _without_columns() -> None:
     weight = torch.zeros(4 * (1 - rank), 3)
     with pytest.raises(SequenceError, match=expected):
         linear_cross_entropy(torch.zeros(2, 3), weight, target, vocab_group=group)
-
-
-def test_a_rank_without_columns_is_an_error(ranks: RankPools) -> None:
-    ranks(2).run(_without_columns)
 
 
 def test_mismatched_shapes_are_an_error() -> None:

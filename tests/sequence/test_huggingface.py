@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 from hadal import comm
@@ -140,7 +140,8 @@ def test_slices_compute_the_same_as_whole_sequences(
     ranks(world).run(_alike, name, kind)
 
 
-def _in_evaluation() -> None:
+@on_ranks(2)
+def test_evaluation_may_be_whole() -> None:
     model, given = llama().eval(), tokens(0)["input_ids"]
     expected = model(given).logits
     register(model, None, 2, 1, disable_in_eval=True)
@@ -149,10 +150,6 @@ def _in_evaluation() -> None:
     here = slice(6 * comm.get_rank(), 6 * comm.get_rank() + 6)
     torch.testing.assert_close(model(given[:, here]).logits, expected[:, here])
     assert register(model, "sdpa", 1, 1) is None
-
-
-def test_evaluation_may_be_whole(ranks: RankPools) -> None:
-    ranks(2).run(_in_evaluation)
 
 
 def _refused(kind: str) -> None:

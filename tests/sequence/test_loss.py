@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -50,7 +50,9 @@ def transformers_loss(logits: Tensor, targets: Tensor, group: dist.ProcessGroup)
     return (losses * counts).sum() / counts.sum().clamp(min=1)
 
 
-def _losses(way: str) -> None:
+@pytest.mark.parametrize("way", ["sequence_loss", "mean_over_sequence", "transformers"])
+@on_ranks(2)
+def test_parts_add_up(way: str) -> None:
     ranks = comm.Ranks.world()
     inputs, targets = (one.chunk(ranks.size, dim=1)[ranks.rank] for one in data())
     mine = model()
@@ -69,11 +71,6 @@ def _losses(way: str) -> None:
     torch.testing.assert_close(found, gradient)
     plain = logits.sum()
     assert as_parts(plain, ranks.group) is plain
-
-
-@pytest.mark.parametrize("way", ["sequence_loss", "mean_over_sequence", "transformers"])
-def test_parts_add_up(way: str, ranks: RankPools) -> None:
-    ranks(2).run(_losses, way)
 
 
 def _in_an_engine(way: str) -> float:

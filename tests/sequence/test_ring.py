@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -156,7 +156,8 @@ def test_it_is_the_attention_of_one_process(
     ranks(world).run(_attends, case)
 
 
-def _misfits() -> None:
+@on_ranks(2)
+def test_shapes_that_do_not_fit_are_errors() -> None:
     query = torch.randn(1, 3, 4, 2)
     for others, message in (
         ({"key": torch.randn(1, 2, 4, 2)}, r"heads that theirs divide"),
@@ -166,7 +167,3 @@ def _misfits() -> None:
         key = others.pop("key", query)
         with pytest.raises(SequenceError, match=message):
             ring_attention(query, key, key, dist.group.WORLD, **others)
-
-
-def test_shapes_that_do_not_fit_are_errors(ranks: RankPools) -> None:
-    ranks(2).run(_misfits)

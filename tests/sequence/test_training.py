@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 import hadal
@@ -195,7 +195,8 @@ def test_more_ranks_than_heads(
         assert found[1] == pytest.approx(norms, rel=2e-5)
 
 
-def _evaluated() -> None:
+@on_ranks(2)
+def test_evaluation_and_other_models_are_whole() -> None:
     engine = hadal.initialize(model=llama(), config=config_of(2, 2, 1))[0]
     own, given = llama(), batch(0, 0)
     engine.eval()
@@ -219,10 +220,6 @@ def _evaluated() -> None:
     engine.destroy()
     module.train()
     torch.testing.assert_close(module(**batch(0, 0)).loss, expected.loss)
-
-
-def test_evaluation_and_other_models_are_whole(ranks: RankPools) -> None:
-    ranks(2).run(_evaluated)
 
 
 def _of_another_class(name: str) -> tuple[float, float]:
@@ -348,7 +345,8 @@ def _told(model: nn.Module) -> list[str]:
     return [line for line in lines if "sequence_parallel_size" in line]
 
 
-def _models_of_a_program() -> None:
+@on_ranks(2)
+def test_a_model_whose_sequences_only_the_program_can_split_is_refused() -> None:
     found = _told(nn.Linear(2, 2))
     if comm.get_rank() == 0:
         assert len(found) == 1
@@ -358,11 +356,8 @@ def _models_of_a_program() -> None:
     assert _told(own) == []
 
 
-def test_a_model_whose_sequences_only_the_program_can_split_is_refused(ranks: RankPools) -> None:
-    ranks(2).run(_models_of_a_program)
-
-
-def _padded_at_the_beginning() -> None:
+@on_ranks(2)
+def test_padding_at_the_beginning_needs_positions() -> None:
     given = batch(0, 0, 11)
     mask = torch.ones(2, 11, dtype=torch.long)
     mask[1, :3] = 0
@@ -374,7 +369,3 @@ def _padded_at_the_beginning() -> None:
     engine = hadal.initialize(model=llama(), config=config_of(2, 1, 1))[0]
     torch.testing.assert_close(engine(**given).loss, expected)
     engine.destroy()
-
-
-def test_padding_at_the_beginning_needs_positions(ranks: RankPools) -> None:
-    ranks(2).run(_padded_at_the_beginning)

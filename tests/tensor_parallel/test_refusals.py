@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPools
+from ranks import on_ranks
 from torch import nn
 
 import hadal
@@ -219,7 +219,9 @@ def started(**keys: Any) -> Any:
     return hadal.initialize(model=Tower(), config=config_of(2, **keys))[0]
 
 
-def refusals() -> None:
+@pytest.mark.claims("tensor_parallel", "tensor_parallel.autotp_size")
+@on_ranks(2)
+def test_mismatches_are_refused() -> None:
     rank = comm.get_rank()
     engine = started()
     assert engine.module.blocks[0].up.weight.shape == (6, 8)
@@ -242,12 +244,11 @@ def refusals() -> None:
         hadal.initialize(model=tp_model_init(Tower(), 2, torch.float32), config=config_of(1 + 3))
 
 
-@pytest.mark.claims("tensor_parallel", "tensor_parallel.autotp_size")
-def test_mismatches_are_refused(ranks: RankPools) -> None:
-    ranks(2).run(refusals)
-
-
-def groups() -> None:
+@pytest.mark.claims(
+    "tensor_parallel.tp.mpu", "tensor_parallel.tp.tp_group", "tensor_parallel.dtype"
+)
+@on_ranks(2)
+def test_the_programs_group_is_compared() -> None:
     pair = Ranks.world().group
     alone = [dist.new_group([rank]) for rank in range(2)][comm.get_rank()]
     started(tp={"tp_group": pair})
@@ -266,14 +267,8 @@ def groups() -> None:
         )
 
 
-@pytest.mark.claims(
-    "tensor_parallel.tp.mpu", "tensor_parallel.tp.tp_group", "tensor_parallel.dtype"
-)
-def test_the_programs_group_is_compared(ranks: RankPools) -> None:
-    ranks(2).run(groups)
-
-
-def adagrad() -> None:
+@on_ranks(2)
+def test_state_that_was_made_before_is_cut_too() -> None:
     whole, engine = Tower(), started()
     optimizer = torch.optim.Adagrad(whole.parameters(), lr=0.1)
     x = torch.arange(16.0).view(2, 8) / 16
@@ -287,7 +282,3 @@ def adagrad() -> None:
     assert (found is None) == (comm.get_rank() == 1)
     for name, value in (found or {}).items():
         torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-5, atol=1e-6)
-
-
-def test_state_that_was_made_before_is_cut_too(ranks: RankPools) -> None:
-    ranks(2).run(adagrad)

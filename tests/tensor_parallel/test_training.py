@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from safetensors.torch import load_file
 
 import hadal
@@ -110,34 +110,29 @@ def test_an_engine_trains_as_one_process(
     ranks(world).run(alike, kind, stage, 2, keys)
 
 
-def saved_and_loaded(folder: Path, stage: int) -> None:
+@pytest.mark.fast_cells("3")
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_slices_are_saved_and_whole_weights_given_out(tmp_path: Path, stage: int) -> None:
     config = config_of(stage, 2)
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     engine, *_ = hadal.initialize(model=model_of("tied llama"), config=config)
     train(engine)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     whole = engine._consolidated_16bit_state_dict()
-    assert engine.save_16bit_model(folder / "weights")
+    assert engine.save_16bit_model(tmp_path / "weights")
     comm.barrier()
     model = model_of("tied llama", seed=9)
     if comm.get_rank() == 0:
         assert {name: one.shape for name, one in whole.items()} == {
             name: one.shape for name, one in model.state_dict().items()
         }
-        saved = load_file(folder / "weights/model.safetensors")
+        saved = load_file(tmp_path / "weights/model.safetensors")
         assert all(torch.equal(whole[name], one) for name, one in saved.items())
         model.load_state_dict(saved, strict=False)
     else:
         assert whole is None
     comm.barrier()
     again, *_ = hadal.initialize(model=model_of("tied llama", seed=5), config=config)
-    again.load_checkpoint(folder)
+    again.load_checkpoint(tmp_path)
     assert train(again, UPDATES) == train(engine, UPDATES)
-
-
-@pytest.mark.fast_cells("3")
-@pytest.mark.parametrize("stage", [1, 3])
-def test_slices_are_saved_and_whole_weights_given_out(
-    stage: int, tmp_path: Path, ranks: RankPools
-) -> None:
-    ranks(2).run(saved_and_loaded, tmp_path, stage)

@@ -18,7 +18,7 @@ from engine.toys import (
     model_of,
     train,
 )
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import nn
 
 import hadal
@@ -80,7 +80,9 @@ def writing_data(stage: int) -> None:
     engine.destroy()
 
 
-def writing_data_before_a_step(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(2)
+def test_data_may_be_written_before_a_step(stage: int) -> None:
     """The update finds in each block what a look at all of the bucket finds before it."""
     found = []
     for looks_before in (True, False):
@@ -330,8 +332,3 @@ def loading(stage: int) -> None:
 )
 def test_gathered_parameters(case: Callable[[int], None], stage: int, ranks: RankPools) -> None:
     ranks(2).run(case, stage)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_data_may_be_written_before_a_step(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(writing_data_before_a_step, stage)

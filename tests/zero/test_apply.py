@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine.toys import assert_equal, engine_of, model_of
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import nn
 
 import hadal
@@ -74,7 +74,8 @@ def largest_held(model: nn.Module) -> int:
         return sum(p.numel() for p in held)
 
 
-def apply_after_init() -> None:
+@on_ranks(2)
+def test_after_the_context() -> None:
     model = net(hadal.zero.Init())
     torch.manual_seed(2 + comm.get_rank())  # rank 0's numbers count
     assert model.apply(start) is model
@@ -85,11 +86,9 @@ def apply_after_init() -> None:
     engine.destroy()
 
 
-def test_after_the_context(ranks: RankPools) -> None:
-    ranks(2).run(apply_after_init)
-
-
-def apply_after_initialize(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_after_initialize(stage: int) -> None:
     model = net()
     engine = engine_of(stage, model)
     torch.manual_seed(2)
@@ -108,12 +107,8 @@ def apply_after_initialize(stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_after_initialize(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(apply_after_initialize, stage)
-
-
-def fail_inside() -> None:
+@on_ranks(2)
+def test_an_exception_leaves_nothing_gathered() -> None:
     def fails(module: nn.Module) -> None:
         module.weight.data.fill_(2.0)  # type: ignore[union-attr, operator]
         raise KeyError("mine")
@@ -127,11 +122,9 @@ def fail_inside() -> None:
     engine.destroy()
 
 
-def test_an_exception_leaves_nothing_gathered(ranks: RankPools) -> None:
-    ranks(2).run(fail_inside)
-
-
-def leave_alone() -> None:
+@pytest.mark.claims("zero_optimization.override_module_apply")
+@on_ranks(2)
+def test_it_may_be_switched_off() -> None:
     off = {"override_module_apply": False}
     model = model_of()
     settings = {"stage": 3, "stage3_param_persistence_threshold": 0, **off}
@@ -147,11 +140,6 @@ def leave_alone() -> None:
         born = model_of()
     with pytest.raises(ShardedAccessError, match=r"Linear\[0\] was read \(isnan\)"):
         born.apply(lambda module: [p.isnan() for p in module.parameters(False)])
-
-
-@pytest.mark.claims("zero_optimization.override_module_apply")
-def test_it_may_be_switched_off(ranks: RankPools) -> None:
-    ranks(2).run(leave_alone)
 
 
 def strangers(make: Callable[[], nn.Module]) -> None:

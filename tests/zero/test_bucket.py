@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 
 from hadal.errors import ModelError, ShardedAccessError
 from hadal.zero.bucket import Bucket, Weights, refresh_all
@@ -165,7 +165,8 @@ def edits_through_data_are_kept() -> None:
         check(bucket, values)
 
 
-def lent_shards() -> None:
+@on_ranks(2)
+def test_a_rank_lends_its_shard() -> None:
     """One rank gathers while the other lends."""
     bucket = make_bucket(STAGES[3], FP32)
     bucket.reshard()
@@ -208,10 +209,6 @@ LIVES = [
 @pytest.mark.parametrize("life", LIVES, ids=lambda life: life.__name__)
 def test_bucket(life: Callable[[], None], world: int, ranks: RankPools) -> None:
     ranks(world).run(life)
-
-
-def test_a_rank_lends_its_shard(ranks: RankPools) -> None:
-    ranks(2).run(lent_shards)
 
 
 # ---- mistakes -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import often, rarely
 from engine.toys import engine_of
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 import hadal
@@ -266,7 +266,8 @@ def test_ranks_compute_with_the_same_rounded_weights_and_others_find_exact_ones(
     ranks(4).run(look, settings)
 
 
-def read_between() -> None:
+@on_ranks(2)
+def test_reads_between_forward_and_backward_change_nothing() -> None:
     """Whole weights are asked for while forward has left rounded ones for backward."""
     kept = {"stage3_max_reuse_distance": 10**9, "stage3_max_live_parameters": 10**9}
     both = []
@@ -286,11 +287,8 @@ def read_between() -> None:
     assert all(torch.equal(both[0][name], value) for name, value in both[1].items())
 
 
-def test_reads_between_forward_and_backward_change_nothing(ranks: RankPools) -> None:
-    ranks(2).run(read_between)
-
-
-def serve_while_exact() -> None:
+@on_ranks(4)
+def test_a_second_copy_is_always_of_what_forward_uses() -> None:
     """A coded gather for the others leaves the copy behind; this rank holds exact weights."""
     engine = engine_on_nodes(**BF16, **WEIGHTS, **HPZ)
     bucket = engine._parts.runtime.buckets[0]
@@ -311,10 +309,6 @@ def serve_while_exact() -> None:
     assert not torch.equal(near, exact)
     bucket.reshard()
     engine.destroy()
-
-
-def test_a_second_copy_is_always_of_what_forward_uses(ranks: RankPools) -> None:
-    ranks(4).run(serve_while_exact)
 
 
 def edit(settings: dict[str, Any]) -> None:
@@ -359,7 +353,10 @@ def test_what_users_write_is_kept_and_nothing_beside_it_is_rounded(
     ranks(4).run(edit, settings)
 
 
-def read_apart(settings: dict[str, Any]) -> None:
+@pytest.mark.fast_cells("hpz")
+@pytest.mark.parametrize("settings", [{}, HPZ], ids=["plain", "hpz"])
+@on_ranks(4)
+def test_ranks_may_read_different_weights(settings: dict[str, Any]) -> None:
     """Each rank asks for another parameter, and the others lend."""
     engine = engine_on_nodes(**BF16, **WEIGHTS, **settings)
     one_step(engine, 0)
@@ -375,12 +372,6 @@ def read_apart(settings: dict[str, Any]) -> None:
     everybody = gather_objects(seen, engine._parts.runtime.ranks)
     assert all(torch.equal(seen[name], one[name]) for one in everybody for name in seen)
     engine.destroy()
-
-
-@pytest.mark.fast_cells("hpz")
-@pytest.mark.parametrize("settings", [{}, HPZ], ids=["plain", "hpz"])
-def test_ranks_may_read_different_weights(settings: dict[str, Any], ranks: RankPools) -> None:
-    ranks(4).run(read_apart, settings)
 
 
 # ---- one training, however weights come and go -------------------------------------------------
@@ -488,7 +479,8 @@ def test_a_gradient_that_overflows_is_seen_by_every_rank(ranks: RankPools) -> No
     ranks(4).run(overflow)
 
 
-def follow_scale() -> None:
+@on_ranks(4)
+def test_what_was_lost_follows_the_loss_scale() -> None:
     """Residuals grow with the loss scale."""
     engine = engine_on_nodes(
         **LOCO, fp16={"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}
@@ -507,22 +499,13 @@ def follow_scale() -> None:
     engine.destroy()
 
 
-def test_what_was_lost_follows_the_loss_scale(ranks: RankPools) -> None:
-    ranks(4).run(follow_scale)
-
-
 @pytest.mark.slow
 @pytest.mark.claims("zero_optimization.zeropp_loco_param")
 @pytest.mark.claims("zero_optimization.zeropp_loco_param.err_beta")
 @pytest.mark.claims("zero_optimization.zeropp_loco_param.reset_T")
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_is_lost_is_averaged_and_forgotten_after_so_many_updates(
-    stage: int, ranks: RankPools
-) -> None:
-    ranks(4).run(follow_losses, stage)
-
-
-def follow_losses(stage: int) -> None:
+@on_ranks(4)
+def test_what_is_lost_is_averaged_and_forgotten_after_so_many_updates(stage: int) -> None:
     found = []
     for decay in (0.0, 0.75):
         settings = {**GRADIENTS, "zeropp_loco_param": {"err_beta": decay, "reset_T": 2}}
@@ -545,7 +528,10 @@ def follow_losses(stage: int) -> None:
         assert 0 < average.norm() < 0.7 * last.norm()
 
 
-def forget_and_resume(folder: str) -> None:
+@on_ranks(4)
+def test_a_checkpoint_forgets_what_was_lost_so_that_a_resumed_run_is_the_same(
+    tmp_path: Path,
+) -> None:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -553,16 +539,16 @@ def forget_and_resume(folder: str) -> None:
     engine = engine_on_nodes(**BF16, **WEIGHTS, **LOCO)
     for step in range(2):
         one_step(engine, step)
-    engine.save_checkpoint(folder, tag="one")
+    engine.save_checkpoint(tmp_path, tag="one")
     assert not any(g.residuals for g in engine._parts.runtime.gradients)
     for step in range(2, 4):
         one_step(engine, step)
     on = weights_of(engine)
-    engine.save_checkpoint(folder, tag="two")
+    engine.save_checkpoint(tmp_path, tag="two")
     engine.destroy()
     other = engine_on_nodes(**BF16, **WEIGHTS, **LOCO)
     one_step(other, 9)
-    other.load_checkpoint(folder, tag="one")
+    other.load_checkpoint(tmp_path, tag="one")
     assert not any(g.residuals for g in other._parts.runtime.gradients)
     for step in range(2, 4):
         one_step(other, step)
@@ -572,12 +558,6 @@ def forget_and_resume(folder: str) -> None:
     assert all(torch.equal(on[name], value) for name, value in again.items())
     times = sum("error feedback" in message for message in told)
     assert times == (2 if comm.get_rank() == 0 else 0), told  # once for each engine
-
-
-def test_a_checkpoint_forgets_what_was_lost_so_that_a_resumed_run_is_the_same(
-    ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(4).run(forget_and_resume, str(tmp_path))
 
 
 # ---- frozen weights ---------------------------------------------------------------------------
@@ -597,7 +577,11 @@ def held_nbytes(engine: Any) -> int:
     return sum(t.nbytes for bucket in buckets for t in bucket._shard.memory)
 
 
-def hold_frozen(settings: dict[str, Any], folder: str) -> None:
+@pytest.mark.fast_cells("plain")
+@pytest.mark.claims("zero_optimization.zero_quantized_nontrainable_weights")
+@pytest.mark.parametrize("settings", [{}, HPZ, WEIGHTS], ids=["plain", "hpz", "coded"])
+@on_ranks(4)
+def test_frozen_weights_rest_in_half_the_memory(settings: dict[str, Any], tmp_path: Path) -> None:
     plain = engine_on_nodes(model=adapted(), **BF16, **settings)
     given, nbytes = weights_of(plain), held_nbytes(plain)
     plain.destroy()
@@ -630,28 +614,20 @@ def hold_frozen(settings: dict[str, Any], folder: str) -> None:
     assert (edited[3] - 0.125).abs().max() < 0.002
     assert torch.equal(edited[5:], rounded["blocks.0.weight"][5:])
     assert held_nbytes(engine) < 0.53 * nbytes
-    engine.save_checkpoint(folder, tag="held")
+    engine.save_checkpoint(tmp_path, tag="held")
     saved = weights_of(engine)
     engine.destroy()
     for wishes in (FROZEN, {}):
         other = engine_on_nodes(model=adapted(), **BF16, **wishes, **settings)
-        other.load_checkpoint(folder, tag="held")
+        other.load_checkpoint(tmp_path, tag="held")
         found = weights_of(other)
         assert all(torch.equal(found[name], value) for name, value in saved.items())
         assert one_step(other, 3) < 10
         other.destroy()
 
 
-@pytest.mark.fast_cells("plain")
-@pytest.mark.claims("zero_optimization.zero_quantized_nontrainable_weights")
-@pytest.mark.parametrize("settings", [{}, HPZ, WEIGHTS], ids=["plain", "hpz", "coded"])
-def test_frozen_weights_rest_in_half_the_memory(
-    settings: dict[str, Any], ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(4).run(hold_frozen, settings, str(tmp_path))
-
-
-def thaw() -> None:
+@on_ranks(2)
+def test_a_frozen_weight_may_be_trained_later() -> None:
     """A frozen weight that is trained later: from what it was rounded to, exactly from then on."""
     engine = engine_on_nodes(model=adapted(), **BF16, **FROZEN)
     one_step(engine, 0)
@@ -668,10 +644,6 @@ def thaw() -> None:
     assert not torch.equal(found, rounded["blocks.0.weight"])
     assert torch.equal(engine.module.seen["blocks.0.weight"], found)
     engine.destroy()
-
-
-def test_a_frozen_weight_may_be_trained_later(ranks: RankPools) -> None:
-    ranks(2).run(thaw)
 
 
 # ---- any paths --------------------------------------------------------------------------------
@@ -700,7 +672,8 @@ def test_ranks_on_any_paths_are_given_the_same_weights(seed: int, ranks: RankPoo
 # ---- at birth ---------------------------------------------------------------------------------
 
 
-def bear_asked() -> None:
+@on_ranks(2)
+def test_what_is_asked_at_birth_must_be_asked_of_initialize() -> None:
     with hadal.zero.Init(zero_quantized_weights=True, zero_quantized_nontrainable_weights=True):
         model = wide()
     with pytest.raises(UsageError, match=r"created with .*; set .*\.zero_quantized_weights true"):
@@ -710,7 +683,3 @@ def bear_asked() -> None:
     engine = engine_on_nodes(model=model, **WEIGHTS, **FROZEN)
     one_step(engine, 0)
     engine.destroy()
-
-
-def test_what_is_asked_at_birth_must_be_asked_of_initialize(ranks: RankPools) -> None:
-    ranks(2).run(bear_asked)

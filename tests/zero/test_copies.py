@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine.toys import assert_close, assert_equal, batch_of, engine_of, loss_of, model_of, train
-from ranks import RankPools
+from ranks import on_ranks
 from torch import nn
 
 import hadal
@@ -35,7 +35,10 @@ def through_pickle(value: Any) -> Any:
 COPIES = {"deepcopy": copy.deepcopy, "torch.save": through_torch, "pickle": through_pickle}
 
 
-def copy_a_model(stage: int) -> None:
+@pytest.mark.fast_cells("3")
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_copy_is_a_model_of_its_own(stage: int) -> None:
     gather_to_copy(None)  # as where nobody has imported deepspeed
     model = model_of()
     model[0].weight.mark = "mine"  # type: ignore[assignment]
@@ -81,13 +84,9 @@ def copy_a_model(stage: int) -> None:
     assert "__deepcopy__" not in vars(model[0].weight)
 
 
-@pytest.mark.fast_cells("3")
-@pytest.mark.parametrize("stage", range(4))
-def test_a_copy_is_a_model_of_its_own(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(copy_a_model, stage)
-
-
-def weigh(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_a_pickle_holds_no_more_than_what_was_asked_for(stage: int) -> None:
     """A pickled parameter is as large as itself, not as its bucket."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     engine = engine_of(stage, model, zero_optimization={"stage": stage})
@@ -107,11 +106,6 @@ def nbytes_of(value: Any) -> int:
     return file.tell()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_pickle_holds_no_more_than_what_was_asked_for(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(weigh, stage)
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +119,8 @@ class Tied(nn.Module):
         return outputs
 
 
-def copy_ties() -> None:
+@on_ranks(2)
+def test_a_copy_keeps_ties_and_flags() -> None:
     engine = engine_of(3, Tied())
     for make in COPIES.values():
         with GatheredParameters(engine.module.parameters()):
@@ -135,11 +130,8 @@ def copy_ties() -> None:
     engine.destroy()
 
 
-def test_a_copy_keeps_ties_and_flags(ranks: RankPools) -> None:
-    ranks(2).run(copy_ties)
-
-
-def copy_together() -> None:
+@on_ranks(2)
+def test_ranks_that_copy_together_may_gather() -> None:
     with hadal.zero.Init():
         model = model_of()
     gather_to_copy(GatheredParameters)
@@ -155,11 +147,8 @@ def copy_together() -> None:
         assert torch.equal(torch.from_numpy(array), value.double())
 
 
-def test_ranks_that_copy_together_may_gather(ranks: RankPools) -> None:
-    ranks(2).run(copy_together)
-
-
-def copy_before_initialize() -> None:
+@on_ranks(2)
+def test_a_model_born_sharded() -> None:
     with hadal.zero.Init():
         model = model_of()
         copied = copy.deepcopy(model)  # inside, values are found
@@ -170,7 +159,3 @@ def copy_before_initialize() -> None:
         assert_equal(dict(copy.deepcopy(model).state_dict()), dict(model_of().state_dict()))
     with GatheredParameters(copied.parameters()):
         assert_equal(dict(copied.state_dict()), dict(model_of().state_dict()))
-
-
-def test_a_model_born_sharded(ranks: RankPools) -> None:
-    ranks(2).run(copy_before_initialize)

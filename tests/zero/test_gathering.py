@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import often
 from engine.toys import ROWS, assert_close, engine_of
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 from hadal import comm
@@ -354,7 +354,8 @@ class Refuses(torch.autograd.Function):
         raise FloatingPointError("mine")
 
 
-def raise_in_backward() -> None:
+@on_ranks(2)
+def test_a_backward_that_raises_under_a_plan() -> None:
     """On all ranks, in the midst of a plan: the next step is as good as any."""
     expected = engine_of(0, blocks())
     model = blocks()
@@ -373,11 +374,15 @@ def raise_in_backward() -> None:
     expected.destroy()
 
 
-def test_a_backward_that_raises_under_a_plan(ranks: RankPools) -> None:
-    ranks(2).run(raise_in_backward)
-
-
-def raise_in_backward_alone(stage: int, settings: dict[str, Any], accumulation: int) -> None:
+@pytest.mark.slow_cells("1-settings1-3", "3-settings4-2")
+@pytest.mark.parametrize(
+    ("stage", "settings", "accumulation"),
+    [(0, {}, 1), (1, {}, 3), (2, {}, 2), (3, DROPS, 1), (3, {}, 2)],
+)
+@on_ranks(2)
+def test_a_backward_that_raises_on_one_rank_is_an_error_on_all(
+    stage: int, settings: dict[str, Any], accumulation: int
+) -> None:
     """On one rank: the others are told at the end of that backward, and all may go on."""
     expected, model = engine_of(0, blocks()), blocks()
     engine = engine_of(
@@ -414,17 +419,6 @@ def raise_in_backward_alone(stage: int, settings: dict[str, Any], accumulation: 
     assert_close(engine.state_dict(), expected.state_dict())
     engine.destroy()
     expected.destroy()
-
-
-@pytest.mark.slow_cells("1-settings1-3", "3-settings4-2")
-@pytest.mark.parametrize(
-    ("stage", "settings", "accumulation"),
-    [(0, {}, 1), (1, {}, 3), (2, {}, 2), (3, DROPS, 1), (3, {}, 2)],
-)
-def test_a_backward_that_raises_on_one_rank_is_an_error_on_all(
-    stage: int, settings: dict[str, Any], accumulation: int, ranks: RankPools
-) -> None:
-    ranks(2).run(raise_in_backward_alone, stage, settings, accumulation)
 
 
 def interrupt_and_go_on(
@@ -482,7 +476,8 @@ def test_a_forward_of_the_bare_module_may_be_too(ranks: RankPools) -> None:
         ranks(2).run(interrupt_and_go_on, kind, {}, True)
 
 
-def interrupt_backward() -> None:
+@on_ranks(2)
+def test_an_interrupted_backward_leaves_no_weights_on_their_way() -> None:
     """On all ranks, while weights are on their way ahead of their use."""
     expected = engine_of(0, blocks())
     model = blocks()
@@ -509,10 +504,6 @@ def interrupt_backward() -> None:
     assert_close(engine.state_dict(), expected.state_dict())
     engine.destroy()
     expected.destroy()
-
-
-def test_an_interrupted_backward_leaves_no_weights_on_their_way(ranks: RankPools) -> None:
-    ranks(2).run(interrupt_backward)
 
 
 def thaw_under_a_plan(settings: dict[str, Any]) -> list[int]:
@@ -704,15 +695,12 @@ def test_divergence_may_be_an_error_on_every_rank(before: Any, ranks: RankPools)
         assert "zero_optimization.divergent_ranks" in message
 
 
-def change_together() -> None:
+@on_ranks(2)
+def test_all_ranks_may_change_their_path_together() -> None:
     engine = engine_of(3, blocks(), zero_optimization={**CUT, "divergent_ranks": False})
     for step, path in enumerate([ALL, ALL, (0, 1), (0, 1), ALL, ALL]):
         one_step(engine, step, path)
     engine.destroy()
-
-
-def test_all_ranks_may_change_their_path_together(ranks: RankPools) -> None:
-    ranks(2).run(change_together)
 
 
 # ---- keys that ask for what is always so -------------------------------------------------------

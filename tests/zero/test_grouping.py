@@ -10,7 +10,7 @@ import torch
 from engine.toys import alone, assert_close, engine_of, train
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import RankPools
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -515,13 +515,6 @@ def detached(weight: nn.Parameter) -> Tensor:
     return weight.detach()
 
 
-def train_borrowers(make: Callable[[], nn.Module], stage: int) -> None:
-    engine = engine_of(stage, make())
-    train(engine, range(2))
-    assert_close(engine.state_dict(), alone(make(), [[0], [1]]))
-    engine.destroy()
-
-
 def returns_itself() -> nn.Module:
     return Borrows(itself)
 
@@ -538,13 +531,17 @@ def returns_detached() -> nn.Module:
 @pytest.mark.parametrize(
     "make", [returns_itself, returns_a_view, returns_detached, Announced], ids=lambda m: m.__name__
 )
-def test_reads_outside_of_the_owner(
-    make: Callable[[], nn.Module], stage: int, ranks: RankPools
-) -> None:
-    ranks(2).run(train_borrowers, make, stage)
+@on_ranks(2)
+def test_reads_outside_of_the_owner(make: Callable[[], nn.Module], stage: int) -> None:
+    engine = engine_of(stage, make())
+    train(engine, range(2))
+    assert_close(engine.state_dict(), alone(make(), [[0], [1]]))
+    engine.destroy()
 
 
-def watch_the_head(forget: bool) -> None:
+@pytest.mark.parametrize("forget", [False, True])
+@on_ranks(2)
+def test_an_announced_parameter_is_gathered_before_its_reader(forget: bool) -> None:
     """An announced weight is there before the module's own code begins."""
     model = Announced()
     if forget:
@@ -563,14 +560,8 @@ def watch_the_head(forget: bool) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("forget", [False, True])
-def test_an_announced_parameter_is_gathered_before_its_reader(
-    forget: bool, ranks: RankPools
-) -> None:
-    ranks(2).run(watch_the_head, forget)
-
-
-def announce_by_gathering() -> None:
+@on_ranks(2)
+def test_fwd_module_registers() -> None:
     model = Announced()
     unregister_external_parameter(model.head, model.embedding.weight)
     engine = engine_of(3, model)
@@ -579,10 +570,6 @@ def announce_by_gathering() -> None:
     assert external_parameters(model.head) == [model.embedding.weight]
     train(engine, range(1))
     engine.destroy()
-
-
-def test_fwd_module_registers(ranks: RankPools) -> None:
-    ranks(2).run(announce_by_gathering)
 
 
 def test_registering() -> None:
@@ -620,15 +607,12 @@ class Functional(nn.Module):
         return hidden @ (self.head.weight - 0.1 * gradient).t() + self.head.bias
 
 
-def train_functional(way: str) -> None:
+@pytest.mark.parametrize("way", ["functional_call", "autograd.grad"])
+@on_ranks(2)
+def test_weights_may_be_used_by_functions(way: str) -> None:
+    """Return a forward's results with other modules' weights, second derivatives included."""
     engine = engine_of(3, Functional(way))
     expected = alone(Functional(way), [[step] for step in range(3)])
     train(engine, range(3))
     assert_close(engine.state_dict(), expected)
     engine.destroy()
-
-
-@pytest.mark.parametrize("way", ["functional_call", "autograd.grad"])
-def test_weights_may_be_used_by_functions(way: str, ranks: RankPools) -> None:
-    """Return a forward's results with other modules' weights, second derivatives included."""
-    ranks(2).run(train_functional, way)

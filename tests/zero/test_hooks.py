@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine.toys import ROWS, assert_close, engine_of
-from ranks import RankPools
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -132,7 +132,10 @@ def pair() -> nn.Module:
 UNANNOUNCED = [Attention, encoder, Borrower, pair, Functional]
 
 
-def train_and_evaluate(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.fast_cells("Borrower", "Functional")
+@pytest.mark.parametrize("make", UNANNOUNCED, ids=lambda make: make.__name__)
+@on_ranks(2)
+def test_unannounced_reads_find_their_values(make: Callable[[], nn.Module]) -> None:
     inputs = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1))
     models = []
     for _ in range(2):
@@ -164,14 +167,6 @@ def train_and_evaluate(make: Callable[[], nn.Module]) -> None:
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.fast_cells("Borrower", "Functional")
-@pytest.mark.parametrize("make", UNANNOUNCED, ids=lambda make: make.__name__)
-def test_unannounced_reads_find_their_values(
-    make: Callable[[], nn.Module], ranks: RankPools
-) -> None:
-    ranks(2).run(train_and_evaluate, make)
-
-
 def hooks_of(model: nn.Module) -> int:
     count = 0
     for module in model.modules():
@@ -181,7 +176,9 @@ def hooks_of(model: nn.Module) -> int:
     return count
 
 
-def hang_and_remove(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_hooks_come_off(stage: int) -> None:
     model = pair()
     engine = engine_of(stage, model)
     assert hooks_of(model) > 0
@@ -190,11 +187,6 @@ def hang_and_remove(stage: int) -> None:
     x = torch.ones(1, 2, 8)
     model(x).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_hooks_come_off(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(hang_and_remove, stage)
 
 
 class Mixer(nn.Module):
@@ -211,7 +203,8 @@ class Mixer(nn.Module):
         return outputs
 
 
-def train_a_mixer() -> None:
+@on_ranks(2)
+def test_tensors_without_memory_of_their_own_may_be_read() -> None:
     torch.manual_seed(3)
     model = Mixer()
     plain = copy.deepcopy(model)
@@ -228,11 +221,9 @@ def train_a_mixer() -> None:
     engine.destroy()
 
 
-def test_tensors_without_memory_of_their_own_may_be_read(ranks: RankPools) -> None:
-    ranks(2).run(train_a_mixer)
-
-
-def wrap(stage: int, is_born: bool) -> None:
+@pytest.mark.parametrize(("stage", "is_born"), [(3, True), (0, False), (3, False)])
+@on_ranks(2)
+def test_a_wrapper_of_torchs_is_refused(stage: int, is_born: bool) -> None:
     if is_born:
         with hadal.zero.Init():
             model: nn.Module = nn.Linear(6, 4)
@@ -244,8 +235,3 @@ def wrap(stage: int, is_born: bool) -> None:
         nn.parallel.DataParallel(model)
     free = nn.Linear(6, 4)
     assert nn.parallel.DistributedDataParallel(free).module is free
-
-
-@pytest.mark.parametrize(("stage", "is_born"), [(3, True), (0, False), (3, False)])
-def test_a_wrapper_of_torchs_is_refused(stage: int, is_born: bool, ranks: RankPools) -> None:
-    ranks(2).run(wrap, stage, is_born)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from engine.toys import assert_close, engine_of
-from ranks import RankPool, RankPools
+from ranks import RankPool, on_ranks
 from torch import nn
 
 from hadal import comm
@@ -65,22 +65,6 @@ WAITS: dict[str, tuple[Any, str]] = {
 }
 
 
-def save_and_go_on(stage: int, place: str, calls: int, folder: str) -> None:
-    """Interrupt a backward on all ranks, save in the handler, drop the gradients and train on."""
-    plain = engine_of(0, model())
-    engine = engine_of(stage, model(), zero_optimization={"stage": stage, **SHARDED})
-    for step in range(6):
-        if step == 4:
-            with pytest.raises(KeyboardInterrupt), interrupted_after(*WAITS[place], calls):
-                one_backward(engine, 99)
-            engine.save_checkpoint(folder)
-            engine.zero_grad()
-        one_step(engine, step)
-        one_step(plain, step)
-    assert_close(engine.state_dict(), plain.state_dict())
-    engine.destroy(), plain.destroy()
-
-
 @pytest.mark.parametrize(
     ("stage", "place", "calls"),
     [
@@ -93,10 +77,23 @@ def save_and_go_on(stage: int, place: str, calls: int, folder: str) -> None:
         (3, "the end of a reduction", 1),
     ],
 )
+@on_ranks(2)
 def test_ranks_save_and_train_on_after_an_interrupt_outside_an_exchange(
-    stage: int, place: str, calls: int, ranks: RankPools, tmp_path: Path
+    stage: int, place: str, calls: int, tmp_path: Path
 ) -> None:
-    ranks(2).run(save_and_go_on, stage, place, calls, str(tmp_path))
+    """Interrupt a backward on all ranks, save in the handler, drop the gradients and train on."""
+    plain = engine_of(0, model())
+    engine = engine_of(stage, model(), zero_optimization={"stage": stage, **SHARDED})
+    for step in range(6):
+        if step == 4:
+            with pytest.raises(KeyboardInterrupt), interrupted_after(*WAITS[place], calls):
+                one_backward(engine, 99)
+            engine.save_checkpoint(tmp_path)
+            engine.zero_grad()
+        one_step(engine, step)
+        one_step(plain, step)
+    assert_close(engine.state_dict(), plain.state_dict())
+    engine.destroy(), plain.destroy()
 
 
 EXCHANGES: dict[str, tuple[Any, str]] = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine.toys import engine_of
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 from hadal import comm, utils
@@ -150,7 +150,8 @@ def test_what_is_cut_over_one_rank_or_all_is_cut_as_ever(ranks: RankPools) -> No
         assert ranks(1).run(not_shared, settings) == [({False}, {False})]
 
 
-def the_same_on_both_copies() -> None:
+@on_ranks(4)
+def test_copies_stay_the_same_bit_for_bit() -> None:
     """Bit for bit, after updates of which one overflows, and with clipping."""
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
     engine = engine_of(
@@ -176,10 +177,6 @@ def the_same_on_both_copies() -> None:
     engine.destroy()
 
 
-def test_copies_stay_the_same_bit_for_bit(ranks: RankPools) -> None:
-    ranks(4).run(the_same_on_both_copies)
-
-
 # ---- ranks that part, and what is written in between ----------------------------------------
 
 
@@ -203,7 +200,8 @@ def test_a_node_lends_nothing_to_another_one(ranks: RankPools) -> None:
     assert ranks(4).run(lendings_of_announced_gathers, HPZ) == [[2, 0]] * 2 + [[3, 0]] * 2
 
 
-def edit_between_gathers() -> None:
+@on_ranks(4)
+def test_edits_reach_the_second_copy() -> None:
     """The next gather finds values written while a second copy is valid, wherever it reads."""
     engine = node_engine(**HPZ)
     weight = engine.module.blocks[1].weight
@@ -221,10 +219,6 @@ def edit_between_gathers() -> None:
     engine.destroy()
 
 
-def test_edits_reach_the_second_copy(ranks: RankPools) -> None:
-    ranks(4).run(edit_between_gathers)
-
-
 class Adapted(nn.Module):
     """A large frozen layer and a small trained one."""
 
@@ -237,7 +231,8 @@ class Adapted(nn.Module):
         return self.trained(torch.tanh(self.frozen(inputs)))
 
 
-def frozen_weights_cross_once() -> None:
+@on_ranks(4)
+def test_frozen_weights_cross_nodes_once() -> None:
     engine = node_engine(Adapted(), **HPZ)
     crossed = []
     for step in range(6):
@@ -246,7 +241,3 @@ def frozen_weights_cross_once() -> None:
         crossed.append(sent[Phase.FORWARD]["weights", "across"])
     engine.destroy()
     assert crossed == [4 * SHARD, 0, 2 * SHARD, 0, 2 * SHARD, 0]
-
-
-def test_frozen_weights_cross_nodes_once(ranks: RankPools) -> None:
-    ranks(4).run(frozen_weights_cross_once)

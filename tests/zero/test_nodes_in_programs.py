@@ -12,7 +12,7 @@ from cases import diagonal, often
 from engine import toys
 from engine.test_topology import cut_sequences
 from engine.toys import engine_of
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor
 
 import hadal
@@ -166,17 +166,15 @@ def test_a_group_at_birth_must_be_the_one_of_the_key(ranks: RankPools) -> None:
         assert "zero_optimization.zero_hpz_partition_size 2" in str(error)
 
 
-def born_beside_each_other() -> None:
+@on_ranks(4)
+def test_a_group_at_birth_must_be_a_block() -> None:
     _, across = Ranks.world().in_blocks(2)
     with pytest.raises(UsageError, match=r"expected a block of consecutive ranks"):
         hadal.zero.Init(zero_param_parallel_group=across.group)
 
 
-def test_a_group_at_birth_must_be_a_block(ranks: RankPools) -> None:
-    ranks(4).run(born_beside_each_other)
-
-
-def born_in_copies() -> None:
+@on_ranks(4)
+def test_mics_init_is_a_name_of_init() -> None:
     """The older door, with its arguments in its own order."""
     config = {"zero_optimization": {"stage": 3, **MICS}}
     with hadal.zero.MiCS_Init(None, None, None, True, config_dict_or_path=config):
@@ -185,10 +183,6 @@ def born_in_copies() -> None:
     engine = node_engine(model, **MICS)
     one_step(engine, 0)
     engine.destroy()
-
-
-def test_mics_init_is_a_name_of_init(ranks: RankPools) -> None:
-    ranks(4).run(born_in_copies)
 
 
 # ---- what does not fit -----------------------------------------------------------------------

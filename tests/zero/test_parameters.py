@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from engine.toys import ROWS, TINY, ByNorm, assert_close, assert_equal, engine_of, model_of, train
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -417,7 +417,8 @@ def test_it_is_freed_under_the_name_of_deepspeed(ranks: RankPools) -> None:
         ranks(2).run(drop_under_the_other_name, stage)
 
 
-def drop_the_engine_alone() -> None:
+@on_ranks(2)
+def test_a_parameter_keeps_what_it_needs() -> None:
     engine = engine_of(3)
     whole = engine.state_dict()
     model = engine.module
@@ -433,21 +434,14 @@ def drop_the_engine_alone() -> None:
         assert torch.equal(parameter, whole["0.weight"])
 
 
-def test_a_parameter_keeps_what_it_needs(ranks: RankPools) -> None:
-    ranks(2).run(drop_the_engine_alone)
-
-
-def drop_what_was_born() -> None:
+@on_ranks(2)
+def test_a_model_that_was_born_sharded_is_freed() -> None:
     with hadal.zero.Init():
         model = model_of()
     gone = [weakref.ref(parameter) for parameter in model.parameters()]
     del model
     gc.collect()
     assert all(one() is None for one in gone)
-
-
-def test_a_model_that_was_born_sharded_is_freed(ranks: RankPools) -> None:
-    ranks(2).run(drop_what_was_born)
 
 
 def test_attributes_that_are_given_on_are_nobodys() -> None:
@@ -581,16 +575,6 @@ def test_a_class_of_its_own_trains_as_a_plain_one(stage: int, born: bool, ranks:
     ranks(2).run(train_both, stage, born)
 
 
-def refuse_on_one_rank(kind: str) -> None:
-    """One rank is enough for all to raise, before anything of the model is sent."""
-    model, rank = model_of(), comm.get_rank()
-    if rank == 1:
-        model[3].bias = MAKERS[kind](model[3].bias.data)
-    error = ModelError if rank == 1 else MismatchError
-    with pytest.raises(error, match=r"rank 1: parameter 3\.bias is a .*Freeze it \(requires"):
-        engine_of(0, model)
-
-
 MAKERS = {
     "own functions": Seen,
     "own methods": Elsewhere,
@@ -602,11 +586,20 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_other_trainables_are_refused_by_name(kind: str, ranks: RankPools) -> None:
-    ranks(2).run(refuse_on_one_rank, kind)
+@on_ranks(2)
+def test_other_trainables_are_refused_by_name(kind: str) -> None:
+    """One rank is enough for all to raise, before anything of the model is sent."""
+    model, rank = model_of(), comm.get_rank()
+    if rank == 1:
+        model[3].bias = MAKERS[kind](model[3].bias.data)
+    error = ModelError if rank == 1 else MismatchError
+    with pytest.raises(error, match=r"rank 1: parameter 3\.bias is a .*Freeze it \(requires"):
+        engine_of(0, model)
 
 
-def refuse_tensor_parallel(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_tensors_over_a_mesh_are_refused_by_name(stage: int) -> None:
     model = model_of()
     parallelize_module(model[0], init_device_mesh("cpu", (2,)), ColwiseParallel())
     for trains in (True, False):
@@ -617,11 +610,8 @@ def refuse_tensor_parallel(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_tensors_over_a_mesh_are_refused_by_name(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(refuse_tensor_parallel, stage)
-
-
-def keep_frozen(stage: int) -> None:
+@on_ranks(3)
+def test_frozen_ones_stay_whole_with_rank_0s_values(stage: int) -> None:
     model, rank = model_of(), comm.get_rank()
     values = torch.full((4,), float(rank))
     model[3].bias = nn.Parameter(TwoTensor(values, values + 2), requires_grad=False)
@@ -633,8 +623,3 @@ def keep_frozen(stage: int) -> None:
     assert model.eighths.dtype == torch.float8_e4m3fn
     assert model.eighths.float().tolist() == [0.0] * 4
     engine.destroy()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_frozen_ones_stay_whole_with_rank_0s_values(stage: int, ranks: RankPools) -> None:
-    ranks(3).run(keep_frozen, stage)

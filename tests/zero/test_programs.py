@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import often, rarely
 from engine.toys import assert_close, engine_of
-from ranks import RankPool, RankPools
+from ranks import RankPool, RankPools, on_ranks
 
 from hadal import comm
 from hadal.errors import LossError, MismatchError, UsageError
@@ -241,7 +241,11 @@ def fault_of(engine: Any, model: Any, kind: str) -> None:
         handle.remove()
 
 
-def go_on_after_a_fault(stage: int, kind: str) -> None:
+@pytest.mark.fast_cells("0-left out", "2-loss")
+@pytest.mark.parametrize("kind", ["loss", "left out", "backward"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_a_fault_on_one_rank_is_told_in_that_backward(stage: int, kind: str) -> None:
     """One rank is at fault: the others hear of it in the same backward."""
     model = blocks()
     engine = engine_of(stage, model, zero_optimization={**CUT, "stage": stage})
@@ -272,16 +276,10 @@ def plain_after_rows(updates: Any, times: int) -> dict[str, Any]:
     return dict(plain.state_dict())
 
 
-@pytest.mark.fast_cells("0-left out", "2-loss")
-@pytest.mark.parametrize("kind", ["loss", "left out", "backward"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_fault_on_one_rank_is_told_in_that_backward(
-    stage: int, kind: str, ranks: RankPools
-) -> None:
-    ranks(2).run(go_on_after_a_fault, stage, kind)
-
-
-def accumulate_around_a_fault(stage: int) -> None:
+@pytest.mark.fast_cells("3")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_a_refused_micro_step_is_none_on_all_ranks(stage: int) -> None:
     """A loss that one rank refuses is none on all: the ranks stay in step."""
     model = blocks()
     changes = {"zero_optimization": {**CUT, "stage": stage}}
@@ -303,12 +301,6 @@ def accumulate_around_a_fault(stage: int) -> None:
     train(engine, model, usual * 2)
     assert engine.global_steps == 5
     engine.destroy()
-
-
-@pytest.mark.fast_cells("3")
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_refused_micro_step_is_none_on_all_ranks(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(accumulate_around_a_fault, stage)
 
 
 def differ_for_once(stage: int, kind: str) -> str:
@@ -352,7 +344,11 @@ def test_programs_that_differ_are_told_on_all_ranks(kind: str, stage: int) -> No
 # ---- engines that share a process ---------------------------------------------------------------
 
 
-def train_two_engines(stage: int, joint: bool) -> None:
+@pytest.mark.fast_cells("True-3")
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("joint", [False, True])
+@on_ranks(2)
+def test_engines_may_take_turns_or_share_a_loss(stage: int, joint: bool) -> None:
     """Each for itself, or with one loss."""
     models = [blocks(), blocks()]
     changes = {"zero_optimization": {**CUT, "stage": stage}}
@@ -371,10 +367,3 @@ def train_two_engines(stage: int, joint: bool) -> None:
     assert_close(first, second)
     for engine in engines:
         engine.destroy()
-
-
-@pytest.mark.fast_cells("True-3")
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("joint", [False, True])
-def test_engines_may_take_turns_or_share_a_loss(joint: bool, stage: int, ranks: RankPools) -> None:
-    ranks(2).run(train_two_engines, stage, joint)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine.toys import TINY, assert_close, batch_of, engine_of, loss_of, model_of, train
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import nn
 
 from hadal import comm
@@ -100,7 +100,10 @@ def gated() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 4), Gate())
 
 
-def collect_late(stage: int, overlap: bool) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_a_gradient_that_was_collected_may_come_late(stage: int, overlap: bool) -> None:
     """A gradient that is collected already comes once more behind its bucket's reduction."""
     rank, world = comm.get_rank(), comm.get_world_size()
     plain, model = gated(), gated()
@@ -125,14 +128,6 @@ def collect_late(stage: int, overlap: bool) -> None:
         engine.step()
     assert_close(engine.state_dict(), dict(plain.state_dict()))
     engine.destroy()
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_gradient_that_was_collected_may_come_late(
-    stage: int, overlap: bool, ranks: RankPools
-) -> None:
-    ranks(2).run(collect_late, stage, overlap)
 
 
 def programs_differ() -> str:
@@ -215,7 +210,9 @@ class Fails(nn.Module):
         return self.inner[1:](hidden)
 
 
-def survive_a_forward_that_raises(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_training_goes_on_after_a_forward_that_raised(stage: int) -> None:
     expected = engine_of(stage, Fails())
     train(expected, range(2))
     model = Fails()
@@ -230,11 +227,6 @@ def survive_a_forward_that_raises(stage: int) -> None:
     assert_close(engine.state_dict(), expected.state_dict())
     engine.destroy()
     expected.destroy()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_training_goes_on_after_a_forward_that_raised(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(survive_a_forward_that_raises, stage)
 
 
 def read_the_modules_state() -> str:
@@ -276,7 +268,9 @@ class Pair(nn.Module):
         return (inputs * self.first if both else inputs) @ self.second
 
 
-def come_late_while_ranks_differ(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_a_late_gradient_waits_for_no_rank_that_waits_for_it(stage: int) -> None:
     """The second gradient of a bucket comes behind its reduction, which the other rank delays."""
     rank = comm.get_rank()
     models = []
@@ -299,8 +293,3 @@ def come_late_while_ranks_differ(stage: int) -> None:
         engine.step()
     assert_close(engine.state_dict(), dict(plain.state_dict()))
     engine.destroy()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_late_gradient_waits_for_no_rank_that_waits_for_it(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(come_late_while_ranks_differ, stage)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine.toys import alone, assert_close, backward, batch_of, engine_of, loss_of, model_of
 from engine.toys import train as train_engine
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 import hadal
@@ -158,7 +158,9 @@ def test_optimizer_state(
     ranks(2).run(read_moments, stage, settings, whole)
 
 
-def read_factored(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_factored_state(stage: int) -> None:
     """State that is not kept for each element comes as it is, from the rank that has it."""
     wishes = {"optimizer": lambda group: torch.optim.Adafactor(group, lr=0.01)}
     trained = engine_of(stage, wishes=wishes, optimizer=None)
@@ -169,11 +171,6 @@ def read_factored(stage: int) -> None:
     with pytest.raises(UsageError, match=r"is not elementwise"):
         utils.safe_set_full_optimizer_state(weight, rows, "row_var")
     trained.destroy()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_factored_state(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(read_factored, stage)
 
 
 # ---- writing --------------------------------------------------------------------------------
@@ -333,7 +330,9 @@ class Odd(nn.Module):
         return outputs * self.sometimes if comm.get_rank() == 0 else outputs
 
 
-def look_at_odd_ones(stage: int) -> None:
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_odd_parameters(stage: int) -> None:
     trained = engine_of(stage, Odd(), gradient_accumulation_steps=2)
     odd = trained.module
     inputs, targets = batch_of(0)
@@ -364,11 +363,6 @@ def look_at_odd_ones(stage: int) -> None:
     trained.destroy()
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_odd_parameters(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(look_at_odd_ones, stage)
-
-
 def a_wrong_shape_on_one_rank(stage: int) -> None:
     trained = engine(stage, {})
     shape = (9, 6) if comm.get_rank() == 0 else (6, 9)
@@ -381,7 +375,8 @@ def test_a_fault_of_one_rank_is_told_to_all(ranks: RankPools) -> None:
     ranks(2).run(a_wrong_shape_on_one_rank, 3)
 
 
-def before_initialize() -> None:
+@on_ranks(2)
+def test_before_initialize() -> None:
     """`zero.Init` holds parameters too."""
     with hadal.zero.Init():
         model = model_of()
@@ -391,10 +386,6 @@ def before_initialize() -> None:
     trained = engine_of(3, model)
     assert bool((trained.state_dict()["0.weight"] == 2.0).all())
     trained.destroy()
-
-
-def test_before_initialize(ranks: RankPools) -> None:
-    ranks(2).run(before_initialize)
 
 
 def test_names() -> None:

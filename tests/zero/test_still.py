@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine.toys import assert_equal, engine_of, train
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 
 from hadal import comm
 
@@ -42,12 +42,9 @@ def test_what_is_frozen_meanwhile_stands_still(stage: int, ranks: RankPools) -> 
     ranks(2).run(freeze_meanwhile, stage, "AdamW", {"bf16": {"enabled": True}})
 
 
-def freeze_on_one_rank() -> None:
+@on_ranks(2)
+def test_what_one_rank_freezes_lets_nobody_wait() -> None:
     engine = engine_of(2)
     engine.module[0].requires_grad_(comm.get_rank() == 0)
     train(engine, range(2))  # nobody waits for anybody
     engine.destroy()
-
-
-def test_what_one_rank_freezes_lets_nobody_wait(ranks: RankPools) -> None:
-    ranks(2).run(freeze_on_one_rank)

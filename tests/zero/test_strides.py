@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import diagonal
 from engine.toys import TINY, assert_equal, engine_of
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 import hadal
@@ -164,7 +164,10 @@ def engine(stage: int, whole: bool, model: nn.Module | None = None, **settings: 
     return engine_of(stage, model, {"optimizer": whole_adam}, optimizer=None, **settings)
 
 
-def access(stage: int, whole: bool) -> None:
+@pytest.mark.slow_cells("0-False", "1-True", "2-False")
+@diagonal(stage=range(4), whole=[False, True])
+@on_ranks(2)
+def test_access_gives_logical_values(stage: int, whole: bool) -> None:
     world = comm.get_world_size()
     trained = engine(stage, whole)
     plain = net()
@@ -212,16 +215,13 @@ def access(stage: int, whole: bool) -> None:
     trained.destroy()
 
 
-@pytest.mark.slow_cells("0-False", "1-True", "2-False")
-@diagonal(stage=range(4), whole=[False, True])
-def test_access_gives_logical_values(stage: int, whole: bool, ranks: RankPools) -> None:
-    ranks(2).run(access, stage, whole)
-
-
 # ---- created sharded -----------------------------------------------------------------------------
 
 
-def born(where: str) -> None:
+@pytest.mark.fast_cells("built")
+@pytest.mark.parametrize("where", ["built", "inside", "outside", "gathered"])
+@on_ranks(2)
+def test_models_born_sharded_may_be_converted(where: str) -> None:
     expected = trained_alone(range(2))
     config = {"zero_optimization": {"stage": 3, **TINY}}
     with hadal.zero.Init(config_dict_or_path=config):
@@ -244,16 +244,12 @@ def born(where: str) -> None:
     trained.destroy()
 
 
-@pytest.mark.fast_cells("built")
-@pytest.mark.parametrize("where", ["built", "inside", "outside", "gathered"])
-def test_models_born_sharded_may_be_converted(where: str, ranks: RankPools) -> None:
-    ranks(2).run(born, where)
-
-
 # ---- beside training -----------------------------------------------------------------------------
 
 
-def copies(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_copies_keep_strides(stage: int) -> None:
     trained = engine(stage, whole=False)
     weights = [trained.module[0].weight, trained.module[4].weight]
     with hadal.zero.GatheredParameters(weights):
@@ -264,12 +260,9 @@ def copies(stage: int) -> None:
     trained.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_copies_keep_strides(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(copies, stage)
-
-
-def train_later(stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_what_is_trained_later_keeps_strides(stage: int) -> None:
     model = net()
     strides = strides_of(model)
     model[0].requires_grad_(False)
@@ -283,11 +276,6 @@ def train_later(stage: int) -> None:
     assert not torch.equal(utils.safe_get_full_fp32_param(model[0].weight), before)
     trained.destroy()
     assert strides_of(model) == strides
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_what_is_trained_later_keeps_strides(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(train_later, stage)
 
 
 def rows() -> None:
@@ -350,11 +338,8 @@ def test_what_fills_no_memory_is_refused_by_name(weight: Tensor) -> None:
     engine_of(0, model).destroy()
 
 
-def other_strides_on_one_rank() -> None:
+@on_ranks(2)
+def test_strides_must_be_the_same_on_every_rank() -> None:
     weight = torch.arange(16.0).view(4, 4)
     with pytest.raises(MismatchError, match=r"0\.weight is .*strides \(1, 4\)"):
         engine_of(0, one_weight(weight if comm.get_rank() else weight.t()))
-
-
-def test_strides_must_be_the_same_on_every_rank(ranks: RankPools) -> None:
-    ranks(2).run(other_strides_on_one_rank)
