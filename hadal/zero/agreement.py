@@ -14,14 +14,15 @@ anything from another, whatever collectives the program issues there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes_and_least
 from hadal.comm.interrupts import in_step
 from hadal.errors import MismatchError
+from hadal.zero.bucket import Bucket
 
 
 class Marker(Enum):
@@ -61,32 +62,44 @@ class Met(NamedTuple):
         return len(set(self.words)) == 1
 
 
-class Agreement:
-    """One rank's side of the agreement.
+class Reductions(Protocol):
+    """The reductions of the running backward, which ranks start in one order."""
 
-    `gather` gathers a bucket here; `lend` takes part in a gather for other ranks. `lend` gets the
-    ranks that asked: if this rank gathers the bucket with none of them, it takes no part.
+    def progress(self) -> int:
+        """Return how many are ready on this rank to start together with the other ranks'."""
+
+    def start_together(self, count: int) -> None:
+        """Start the first `count`, which are ready on all ranks, at the same moment on all."""
+
+    def start_due(self, count: int | None) -> bool:
+        """Start the first `count` (None: all); return True if a gradient was still expected."""
+
+    def start_rest(self) -> None:
+        """Start the rest, or let all ranks start them together."""
+
+    def awaits(self, bucket: Bucket) -> bool:
+        """Return True if gradients of a bucket are still expected in this backward."""
+
+    def drop(self) -> None:
+        """Drop all gradients since the last update, on all ranks alike."""
+
+
+class Agreement:
+    """One rank's side of the agreement on the gathers of `buckets`.
+
+    A gather is announced by its bucket's number, plus the number of buckets if it is exact.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        gather: Callable[[int], None],
-        lend: Callable[[int, Collection[int]], None],
-        name: Callable[[int], str] = str,
-    ) -> None:
+    def __init__(self, ranks: Ranks, reductions: Reductions) -> None:
+        self.buckets: Sequence[Bucket] = ()
         self._ranks = ranks
-        self._name = name
-        self._gather = gather
-        self._lend = lend
-        self.progress: Callable[[], int] = lambda: 0
-        """Returns the number of this backward's reductions that are ready on this rank."""
-        self.start: Callable[[int], None] = lambda _: None
-        """Starts the reductions that are ready on all ranks, at the same moment on all."""
+        self._reductions = reductions
 
-    def request(self, bucket: int) -> None:
-        """Gather bucket number `bucket`, together with those that other ranks ask for."""
-        self._exchange(bucket, f"the agreement to gather {self._name(bucket)}")
+    def request(self, number: int, *, exact: bool = False) -> None:
+        """Gather a bucket, together with those that other ranks ask for."""
+        bucket = self.buckets[number]
+        code = number + len(self.buckets) if exact and bucket.rounds else number
+        self._exchange(code, f"the agreement to gather {bucket.name}")
 
     def finish(self, marker: Marker, word: int = 0) -> Met:
         """Lend shards until every rank reaches the same point; return the announcements there.
@@ -122,11 +135,17 @@ class Agreement:
     @in_step
     def _exchange(self, mine: int, label: str) -> list[int]:
         """Announce a code, and take part in all gathers that any rank asks for."""
-        codes, least = gather_codes_and_least(mine, self.progress(), self._ranks, label)
-        self.start(least)
-        for bucket in sorted({code for code in codes if code >= 0}):
-            if bucket == mine:
-                self._gather(bucket)
-            else:
-                self._lend(bucket, [rank for rank, code in enumerate(codes) if code == bucket])
+        progress = self._reductions.progress()
+        codes, least = gather_codes_and_least(mine, progress, self._ranks, label)
+        self._reductions.start_together(least)
+        for code in sorted({code for code in codes if code >= 0}):
+            is_exact, number = divmod(code, len(self.buckets))
+            bucket, exact = self.buckets[number], bool(is_exact)
+            askers = (rank for rank, asked in enumerate(codes) if asked == code)
+            if code == mine:
+                bucket.unshard(exact=exact)
+            elif any(asker in bucket.gatherers_of(exact=exact) for asker in askers):
+                # The ranks that gather it together all know which ranks asked, so all of them take
+                # part or none does.
+                bucket.serve(exact=exact)
         return codes

@@ -1,4 +1,4 @@
-"""Weights on use: when each bucket is gathered, and when it is freed.
+"""When each bucket is gathered and freed.
 
 Ranks meet at both ends of each pass (forward or backward). In the first ones every gather is
 announced (see `agreement.py`) and the uses are recorded. If all ranks recorded the same uses, the
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hadal.comm import Ranks
 from hadal.comm.interrupts import expect_in_step, in_step, is_cut_short
+from hadal.device import unwatched
 from hadal.errors import (
     CommunicationError,
     HadalError,
@@ -30,14 +31,13 @@ from hadal.errors import (
     MismatchError,
     ShardedAccessError,
 )
-from hadal.zero.agreement import Agreement, Marker, Met
+from hadal.zero.agreement import Agreement, Marker, Met, Reductions
 from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.grouping import Unit
 from hadal.zero.parameters import ReadListener
 from hadal.zero.paths import Paths, Walk
 from hadal.zero.planner import Kind, Plan, kept_until_backward
 from hadal.zero.policy import Divergence, Limits
-from hadal.zero.uses import Escapes, Uses
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +50,114 @@ class Phase(Enum):
     BACKWARD = auto()
 
 
+# The number of forwards and backwards in which every operation is watched because of a view.
+_PHASES = 8
+
+
+class Uses:
+    """The buckets whose weights are gathered on use, by number and by unit."""
+
+    def __init__(self) -> None:
+        self._of: dict[Unit, list[Bucket]] = {}
+        self.take([])
+
+    def take(self, buckets: list[Bucket]) -> None:
+        """Set the buckets from now on."""
+        self.buckets = buckets
+        self.number = {bucket: number for number, bucket in enumerate(buckets)}
+        self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+        # By the storage of the full buffer, which outlives its contents. torch uses the same object
+        # for a storage as long as one is referenced.
+        storages = [bucket.full.untyped_storage() for bucket in buckets]
+        self._fulls = {id(s): (s, bucket) for s, bucket in zip(storages, buckets, strict=True)}
+
+    def replace(self, old: Bucket, parts: Sequence[Bucket]) -> None:
+        """Replace a bucket by new ones, which have taken over its parameters."""
+        place = self.number[old]
+        self.take([*self.buckets[:place], *parts, *self.buckets[place + 1 :]])
+        for uses in self._of.values():
+            if old in uses:
+                place = uses.index(old)
+                uses[place : place + 1] = parts
+
+    def extend(self, units: Iterable[Unit]) -> list[Unit]:
+        """Add units that are not known yet, and new uses of known ones.
+
+        Returns:
+            The units that were not known.
+        """
+        known = {(unit.module, unit.is_external): unit for unit in self._of}
+        fresh = []
+        for unit in units:
+            mine = (member.parameter for member in unit.members)
+            uses = list(dict.fromkeys(self.bucket_of[p] for p in mine if p in self.bucket_of))
+            same = known.get((unit.module, unit.is_external))
+            if same is not None:
+                self._of[same] += [bucket for bucket in uses if bucket not in self._of[same]]
+            elif uses:
+                self._of[unit] = uses
+                fresh.append(unit)
+        return fresh
+
+    def learn(self, unit: Unit, bucket: Bucket) -> bool:
+        """Add a bucket to a unit's uses; return True if it is a new one."""
+        if bucket in self._of[unit]:
+            return False
+        self._of[unit].append(bucket)
+        return True
+
+    @property
+    def units(self) -> Iterable[Unit]:
+        """The units that use any of the buckets."""
+        return self._of.keys()
+
+    def of(self, unit: Unit) -> Sequence[Bucket]:
+        """Return the buckets that a unit is known to use."""
+        return self._of[unit]
+
+    def bucket_at(self, tensor: Tensor) -> Bucket | None:
+        """Return the bucket whose full buffer a tensor is a view of, if any."""
+        held = self._fulls.get(id(_storage_of(tensor)))
+        return None if held is None else held[1]
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return a tensor's storage, or None if it has none, like sparse tensors or under vmap."""
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:
+        return None
+
+
+class Escapes:
+    """The buckets with views that outlived a use: `weight.t()`, kept or returned by a module.
+
+    Such views are plain tensors, so their class does not announce reads; every operation is watched
+    for them instead.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[Bucket, int] = {}
+        self.are_watched = False
+        """True: every operation of the current forward or backward is watched."""
+
+    def begin(self) -> None:
+        """Begin a forward or a backward."""
+        for bucket, left in [*self._left.items()]:
+            if left > 1 or bucket.has_other_views:
+                self._left[bucket] = left - 1
+            else:
+                del self._left[bucket]
+        self.are_watched = bool(self._left)
+
+    def note(self, bucket: Bucket) -> bool:
+        """Look for views before a bucket is freed; return True if their reads are not seen."""
+        if not bucket.has_other_views:
+            return False
+        self._left[bucket] = _PHASES
+        return not self.are_watched
+
+
 class Gathering:
     """The gathers and frees of the buckets whose weights are sharded."""
 
@@ -60,12 +168,14 @@ class Gathering:
         ranks: Ranks,
         limits: Limits,
         divergence: Divergence,
+        reductions: Reductions,
     ) -> None:
         self.phase = Phase.IDLE
         self._ranks = ranks
         self._limits = limits
+        self._reductions = reductions
         self.uses = Uses()
-        self.agreement = Agreement(ranks, self.uses.gather, self.uses.lend_to, self.uses.name)
+        self._agreement = Agreement(ranks, reductions)
         self._paths = Paths(ranks, limits, divergence)
         self.take_up(buckets)
         self.uses.extend(units)
@@ -77,21 +187,8 @@ class Gathering:
         self._running: list[Unit] = []
         # The number of `whole` contexts that hold each bucket; it is not freed inside them.
         self._pins: Counter[Bucket] = Counter()
-        self._keeps = False
-        # True: the others wait at the end of a forward that raised here, until another one ends.
-        self._is_behind = False
-        self._moves = False
         self._listener = ReadListener(self.on_read)
         self.escapes = Escapes()
-        self.start_due: Callable[[int | None], bool] = lambda _: False
-        """Starts the first reductions of this backward, up to this count (None: all); returns True
-        if some of their gradients were still expected."""
-        self.start_rest: Callable[[], None] = lambda: None
-        """Starts the rest of this backward's reductions, or lets all ranks start them together."""
-        self.drop: Callable[[], None] = lambda: None
-        """Drops all gradients since the last update, on all ranks alike."""
-        self.awaits: Callable[[Bucket], bool] = lambda _: True
-        """Returns True if gradients of a bucket are still expected in this backward."""
         self.meeting: AbstractContextManager[object] = nullcontext()
         """Context around the meetings at both ends of a backward, which measures their time."""
         self.gives_empty_state = False
@@ -110,6 +207,7 @@ class Gathering:
 
     def _restart(self) -> None:
         """Forget everything but the buckets."""
+        self._buckets = self._agreement.buckets = self.uses.buckets
         numels = [bucket.layout.numel for bucket in self._buckets]
         kept = kept_until_backward(numels, self._limits)
         self._reads_ahead = max((bucket.offload.reads_ahead for bucket in self._buckets), default=0)
@@ -117,60 +215,41 @@ class Gathering:
         self._paths.restart([bucket.name for bucket in self._buckets], numels)
 
     @property
-    def _buckets(self) -> Sequence[Bucket]:
-        return self.uses.buckets
-
-    @property
     def is_at_rest(self) -> bool:
         """Return True if no pass is running, and no context keeps buckets readable."""
         return self.phase is Phase.IDLE and not any(self._pins.values())
 
-    @property
-    def _all_pinned(self) -> bool:
-        return all(self._pins[bucket] for bucket in self._buckets)
+    # ---- the uses of one bucket ------------------------------------------------------------------
 
-    def meet(self, marker: Marker) -> None:
-        """Wait until every rank reaches this point, outside of forward, backward and update.
-
-        Raises:
-            MismatchError: a rank is at another point.
-        """
-        expect_in_step()
-        self._meet(marker)
-
-    # ---- one bucket ------------------------------------------------------------------------------
-
-    def need(self, bucket: Bucket) -> None:
+    def begin_use(self, bucket: Bucket) -> None:
         """Make a bucket's weights readable."""
         number = self.uses.number.get(bucket)
         if number is None or bucket in self._open:
             return
-        with self._own_moves():
+        with unwatched():
             if self.phase is not Phase.IDLE:
                 if self._walk.follows:
-                    self._follow(number)
-                self._walk.need(number)
+                    self._follow_to(number)
+                self._walk.begin_use(number)
             if bucket.state is Weights.ARRIVING:
-                self.uses.gather(number)
+                bucket.wait_unshard()
             elif bucket.state is Weights.SHARDED:
                 # Outside of forward and backward, weights are read and saved exactly.
-                exact = self.phase is Phase.IDLE
-                self.agreement.request(self.uses.code_of(number, exact=exact))
+                self._agreement.request(number, exact=self.phase is Phase.IDLE)
             if self.phase is not Phase.IDLE:
                 self._open.add(bucket)
 
     @in_step
-    def _follow(self, number: int) -> None:
-        """Begin a use: take part in the plan up to it, or leave a plan that does not have it."""
+    def _follow_to(self, number: int) -> None:
+        """Take part in the plan up to the next use of a bucket, or leave a plan without one."""
         position = self._walk.next_use(number)
         if position is not None:
-            self._pass_by(position)
+            self._skip_to(position)
             self._start_due()
-            if self._buckets[number].state is not Weights.SHARDED:
-                return
-        self._leave(number)
+        if position is None or self._buckets[number].state is Weights.SHARDED:
+            self._leave_plan(number)
 
-    def _pass_by(self, stop: int) -> None:
+    def _skip_to(self, stop: int) -> None:
         """Take part in the plan before position `stop`, whose uses this rank skips."""
         walk, plan = self._walk, self._walk.plan
         assert plan is not None  # it is followed
@@ -179,14 +258,13 @@ class Gathering:
             bucket = self._buckets[number]
             if bucket.state is Weights.FULL and bucket not in self._open:
                 # Reads of weights that are whole already are not seen: it may have been used.
-                walk.need(number)
-                walk.done(number)
+                walk.begin_use(number)
+                walk.end_use(number)
             self._start_due()
-            if bucket.state is Weights.ARRIVING:
-                self.uses.gather(number)
+            bucket.wait_unshard()
             is_read = bucket in self._open or self._is_busy(bucket) or bucket.has_other_views
             if not keeps and not is_read:
-                self._free(bucket, is_noted=True)
+                self._free(bucket)
 
     def _start_due(self) -> None:
         """Start the collectives that the plan schedules for its next use, and go past it."""
@@ -194,22 +272,18 @@ class Gathering:
         assert plan is not None  # it is followed
         self._start_due_reductions()
         for number in plan.gathers[walk.issued : plan.started[walk.position]]:
-            self._start(number)
+            if self._buckets[number].state is Weights.SHARDED:
+                self._buckets[number].start_unshard()
+            else:
+                # It is still in use here, but the other ranks have freed it.
+                self._buckets[number].serve()
             walk.issued += 1
         for number in plan.gathers[walk.issued : walk.issued + self._reads_ahead]:
             self._buckets[number].read_ahead()
         walk.position += 1
 
-    def _start(self, number: int) -> None:
-        bucket = self._buckets[number]
-        if bucket.state is Weights.SHARDED:
-            bucket.start_unshard()
-        else:
-            # It is still in use here, but the other ranks have freed it.
-            bucket.serve()
-
     @in_step
-    def _leave(self, wanted: int | None = None) -> None:
+    def _leave_plan(self, wanted: int | None = None) -> None:
         """Take part in the rest of the plan's collectives; keep the wanted bucket."""
         walk, plan = self._walk, self._walk.plan
         assert plan is not None  # it was followed
@@ -217,24 +291,59 @@ class Gathering:
             self._start_due_reductions()
             for number in plan.gathers[walk.issued : stop]:
                 if number == wanted and self._buckets[number].state is Weights.SHARDED:
-                    self.uses.gather(number)
+                    self._buckets[number].unshard()
                 else:
                     self._buckets[number].serve()
                 walk.issued += 1
             walk.position += 1
         if self.phase is Phase.BACKWARD:
-            walk.was_early |= self.start_due(None)
+            walk.was_early |= self._reductions.start_due(None)
         walk.has_left = True
 
     def _start_due_reductions(self) -> None:
         """Start the reductions that other ranks may wait for from the next use on."""
         walk = self._walk
         if walk.plan is not None and self.phase is Phase.BACKWARD:
-            walk.was_early |= self.start_due(walk.plan.uses[walk.position].reduced)
+            due = walk.plan.uses[walk.position].reduced
+            walk.was_early |= self._reductions.start_due(due)
+
+    def end_use(self, bucket: Bucket) -> None:
+        """End a use of a bucket and free it, unless it is used elsewhere or needed again soon."""
+        number = self.uses.number.get(bucket)
+        if number is None or bucket.state is not Weights.FULL or self._is_busy(bucket):
+            return
+        self._open.discard(bucket)
+        walk, position = self._walk, self._walk.end_use(number)
+        if self.phase is Phase.IDLE:
+            stays = False
+        elif walk.plan is not None and walk.follows:
+            stays = position is None or walk.plan.keeps[position]
+        else:
+            stays = walk.keeps and bucket in self._kept
+        # Reads of a view are not announced, so a bucket that has one stays until the pass ends.
+        if not stays and (not self.escapes.note(bucket) or self.phase is Phase.IDLE):
+            self._free(bucket)
+
+    def _is_busy(self, bucket: Bucket) -> bool:
+        running = any(bucket in self.uses.of(unit) for unit in self._running)
+        return running or bool(self._pins[bucket])
+
+    def _free(self, bucket: Bucket) -> None:
+        with unwatched():
+            bucket.reshard(in_use=self.phase is not Phase.IDLE)
+
+    def free_all(self, but: Collection[Bucket] = ()) -> None:
+        """Free all gathered buckets except some."""
+        for bucket in self._buckets:
+            if bucket.state is Weights.FULL and bucket not in but:
+                self.escapes.note(bucket)
+                self._free(bucket)
+
+    # ---- reductions, whose order depends on the plan ---------------------------------------------
 
     def record_reduction(self, bucket: Bucket) -> None:
         """Record that a reduction of this backward was started on this rank."""
-        self._walk.reduce(self.uses.number.get(bucket, -1))
+        self._walk.note_reduction(self.uses.number.get(bucket, -1))
 
     @property
     def has_left(self) -> bool:
@@ -243,8 +352,8 @@ class Gathering:
 
     def compare_progress(self) -> None:
         """Exchange only the progress of this backward's reductions."""
-        with self._own_moves():
-            self.agreement.compare_progress()
+        with unwatched():
+            self._agreement.compare_progress()
 
     @property
     def starts_together(self) -> bool:
@@ -271,73 +380,13 @@ class Gathering:
         uses = walk.plan.uses
         return uses[walk.position].reduced if walk.position < len(uses) else None
 
-    @contextmanager
-    def _own_moves(self) -> Iterator[None]:
-        """Ignore reads in the block: they are the mechanism's own."""
-        before, self._moves = self._moves, True
-        try:
-            yield
-        finally:
-            self._moves = before
-
-    def done(self, bucket: Bucket) -> None:
-        """End a use of a bucket and free it, unless it is used elsewhere or needed again soon."""
-        number = self.uses.number.get(bucket)
-        if number is None or bucket.state is not Weights.FULL or self._is_busy(bucket):
-            return
-        self._open.discard(bucket)
-        if self._stays(bucket, self._walk.done(number)):
-            return
-        # Reads of a view are not announced, so a bucket that has one stays until the pass ends.
-        if not self.escapes.note(bucket) or self.phase is Phase.IDLE:
-            self._free(bucket, is_noted=True)
-
-    def _is_busy(self, bucket: Bucket) -> bool:
-        running = any(bucket in self.uses.of(unit) for unit in self._running)
-        return running or bool(self._pins[bucket])
-
-    def _stays(self, bucket: Bucket, use: int | None) -> bool:
-        """Return True if a bucket stays gathered after a use, of position `use` in the plan."""
-        walk = self._walk
-        if self.phase is Phase.IDLE:
-            return False
-        if walk.plan is not None and walk.follows:
-            return use is None or walk.plan.keeps[use]
-        return bucket in self._kept and (self.phase is Phase.FORWARD or self._keeps)
-
-    def _free(self, bucket: Bucket, *, is_noted: bool = False) -> None:
-        if bucket.state is Weights.FULL and not is_noted:
-            self.escapes.note(bucket)
-        with self._own_moves():
-            bucket.reshard(in_use=self.phase is not Phase.IDLE)
-
-    def free_all(self) -> None:
-        """Free all gathered buckets, because they become stale."""
-        for bucket in self._buckets:
-            self._free(bucket)
-
     # ---- units -----------------------------------------------------------------------------------
-
-    def freed(self, unit: Unit) -> list[Bucket]:
-        """Return the buckets of a unit that are sharded now."""
-        return [bucket for bucket in self.uses.of(unit) if bucket.state is not Weights.FULL]
-
-    def check_readable(self, unit: Unit) -> None:
-        """Raise `ShardedAccessError` if a unit's values are freed."""
-        for bucket in self.freed(unit)[:1]:
-            raise ShardedAccessError(
-                f"rank {self._ranks.rank}: the state of {unit.name} was read or loaded"
-                f" while its values were sharded over the ranks (first"
-                f" {bucket.layout.slots[0].name})."
-                " Call engine.state_dict() on every rank, or use `with"
-                " hadal.zero.GatheredParameters(module.parameters(), modifier_rank=0):`."
-            )
 
     def before_use(self, unit: Unit) -> None:
         """Gather before a unit's forward (the first, or a recomputation inside backward)."""
         self._running.append(unit)
         for bucket in self.uses.of(unit):
-            self.need(bucket)
+            self.begin_use(bucket)
 
     def after_use(self, unit: Unit) -> None:
         """Free after a unit's forward, but not after a recomputation: its backward is next."""
@@ -345,19 +394,19 @@ class Gathering:
             self._running.remove(unit)
         if self.phase is not Phase.BACKWARD:
             for bucket in self.uses.of(unit):
-                self.done(bucket)
+                self.end_use(bucket)
 
     def before_backward_of(self, unit: Unit) -> None:
         """Gather for a unit's backward: the gradient of its output has arrived."""
         for bucket in self.uses.of(unit):
-            self.need(bucket)
+            self.begin_use(bucket)
 
     def after_backward_of(self, unit: Unit) -> None:
         """Free buckets that expect no more gradients: that of the unit's input is complete."""
         if self.phase is Phase.BACKWARD:
             for bucket in self.uses.of(unit):
-                if not bucket.trainable or not self.awaits(bucket):
-                    self.done(bucket)
+                if not bucket.trainable or not self._reductions.awaits(bucket):
+                    self.end_use(bucket)
 
     def on_read(self, parameter: nn.Parameter) -> None:
         """Gather for an operation that is about to read a parameter.
@@ -375,11 +424,26 @@ class Gathering:
         self._read(self.uses.bucket_at(tensor))
 
     def _read(self, bucket: Bucket | None) -> None:
-        if bucket is None or bucket in self._open or self._moves:
+        if bucket is None or bucket in self._open:
             return
         if self._running and self.uses.learn(self._running[-1], bucket):
             self._walk.has_learned = True
-        self.need(bucket)
+        self.begin_use(bucket)
+
+    def freed(self, unit: Unit) -> list[Bucket]:
+        """Return the buckets of a unit that are sharded now."""
+        return [bucket for bucket in self.uses.of(unit) if bucket.state is not Weights.FULL]
+
+    def check_readable(self, unit: Unit) -> None:
+        """Raise `ShardedAccessError` if a unit's values are freed."""
+        for bucket in self.freed(unit)[:1]:
+            raise ShardedAccessError(
+                f"rank {self._ranks.rank}: the state of {unit.name} was read or loaded"
+                f" while its values were sharded over the ranks (first"
+                f" {bucket.layout.slots[0].name})."
+                " Call engine.state_dict() on every rank, or use `with"
+                " hadal.zero.GatheredParameters(module.parameters(), modifier_rank=0):`."
+            )
 
     # ---- forward and backward --------------------------------------------------------------------
 
@@ -389,11 +453,13 @@ class Gathering:
         An evaluation with weights that a context keeps whole needs no other rank: each rank may run
         as many as it likes, as in generating texts of its own lengths.
         """
-        if self.phase is not Phase.IDLE or (self._all_pinned and not torch.is_grad_enabled()):
+        trains, is_whole = torch.is_grad_enabled(), all(self._pins[b] for b in self._buckets)
+        if self.phase is not Phase.IDLE or (is_whole and not trains):
             return
         expect_in_step()
-        walk = Walk(Kind.FORWARD if torch.is_grad_enabled() else Kind.EVALUATION)
-        if self._is_behind:
+        walk = Walk(Kind.FORWARD if trains else Kind.EVALUATION)
+        if self._walk.has_raised:
+            # The others wait at the end of the forward that raised here, until one ends here too.
             walk.plan, walk.has_left = self._walk.plan, True
         elif not self._announces_all:
             walk.plan, _ = self._meet_before(walk.kind, Marker.BEGINNING, last=False)
@@ -406,9 +472,8 @@ class Gathering:
         with self._ending():
             if error is None:
                 self._end(Marker.END_OF_FORWARD)
-                self._is_behind = False
             else:
-                self._is_behind = True
+                self._walk.has_raised = True
                 self._abandon(error)
 
     def any_fault(self, mine: bool, *, boundary: bool = False) -> bool:
@@ -433,26 +498,17 @@ class Gathering:
         Raises:
             LossError: the block has raised on another rank.
         """
-        self._keeps = not boundary
         plan, self._next = self._next, None
-        self._begin(Phase.BACKWARD, Walk(Kind.BACKWARD, plan))
+        self._begin(Phase.BACKWARD, Walk(Kind.BACKWARD, plan, keeps=not boundary))
         with self._ending():
             try:
                 yield
-                self.start_rest()
+                self._reductions.start_rest()
             except BaseException as error:
                 self._abandon(error)
                 raise
             with self.meeting:
                 self._end(Marker.END_OF_BACKWARD)
-
-    def any_news(self, mine: bool) -> bool:
-        """Return True if any rank has news that the others need before their update.
-
-        Raises:
-            MismatchError: a rank is at another point.
-        """
-        return any(self._meet(Marker.END_OF_UPDATE, int(mine)).words)
 
     def expect_another_backward(self) -> None:
         """Forget the backward's traces, because gradients will be complete at other moments."""
@@ -468,16 +524,15 @@ class Gathering:
         return (plan if met.is_alike else None), met
 
     def _meet(self, marker: Marker, word: int = 0) -> Met:
-        with self._own_moves():
-            return self.agreement.finish(marker, word)
+        with unwatched():
+            return self._agreement.finish(marker, word)
 
     def _begin(self, phase: Phase, walk: Walk) -> None:
         self._walk = walk
         self._open.clear()
         if walk.plan is not None and walk.follows:
-            for number, bucket in enumerate(self._buckets):
-                if number not in walk.plan.held and not self._pins[bucket]:
-                    self._free(bucket)
+            held = {self._buckets[number] for number in walk.plan.held}
+            self.free_all(but=held.union(+self._pins))
         self.escapes.begin()
         self._listener.start()
         self.phase = phase
@@ -486,13 +541,13 @@ class Gathering:
         """Meet the other ranks at the end; lend until all are there."""
         walk = self._walk
         if walk.plan is not None and walk.follows:
-            with self._own_moves(), in_step:
-                self._pass_by(len(walk.plan.uses))
+            with unwatched(), in_step:
+                self._skip_to(len(walk.plan.uses))
         trace = walk.trace()
         met = self._meet(marker, walk.word(trace))
         self._wait_for_all()
         if Marker.AT_FAULT in met.markers:
-            self.drop()
+            self._reductions.drop()
             raise LossError(
                 f"rank {self._ranks.rank}: this backward raised on another rank, whose error says"
                 " why; the gradients since the last update are dropped on all ranks"
@@ -508,13 +563,13 @@ class Gathering:
             return
         try:
             if self._walk.plan:
-                with self._own_moves():
-                    self._leave()
+                with unwatched():
+                    self._leave_plan()
             self._wait_for_all()
             if self.phase is Phase.BACKWARD:
-                self.start_rest()
+                self._reductions.start_rest()
                 self._meet(Marker.AT_FAULT)
-                self.drop()
+                self._reductions.drop()
         except HadalError as second:
             # `error` is being raised already. Messages are matched by their order, so this rank
             # cannot take part in later ones either.
@@ -522,10 +577,9 @@ class Gathering:
 
     def _wait_for_all(self) -> None:
         """Wait for the buckets that were gathered ahead and not used."""
-        with self._own_moves():
-            for number, bucket in enumerate(self._buckets):
-                if bucket.state is Weights.ARRIVING:
-                    self.uses.gather(number)
+        with unwatched():
+            for bucket in self._buckets:
+                bucket.wait_unshard()
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -536,20 +590,32 @@ class Gathering:
             self._listener.stop()
             self._running.clear()
             self._open.clear()
-            kept = self._kept_at_end()
+            walk, kept = self._walk, self._kept if self._walk.keeps else set()
+            if walk.plan is not None and walk.follows:
+                kept = {self._buckets[number] for number in walk.plan.kept_at_end}
             try:
-                for bucket in self._buckets:
-                    is_unused = bucket.state is Weights.FULL and not self._pins[bucket]
-                    if is_unused and bucket not in kept:
-                        self._free(bucket)  # still as in the pass: it reads no disk
+                self.free_all(but=kept.union(+self._pins))  # as in the pass: it reads no disk
             finally:
                 self.phase = Phase.IDLE
 
-    def _kept_at_end(self) -> set[Bucket]:
-        walk = self._walk
-        if walk.plan is not None and walk.follows:
-            return {self._buckets[number] for number in walk.plan.kept_at_end}
-        return self._kept if self.phase is Phase.FORWARD or self._keeps else set()
+    # ---- between passes --------------------------------------------------------------------------
+
+    def meet(self, marker: Marker) -> None:
+        """Wait until every rank reaches this point, outside of forward, backward and update.
+
+        Raises:
+            MismatchError: a rank is at another point.
+        """
+        expect_in_step()
+        self._meet(marker)
+
+    def any_news(self, mine: bool) -> bool:
+        """Return True if any rank has news that the others need before their update.
+
+        Raises:
+            MismatchError: a rank is at another point.
+        """
+        return any(self._meet(Marker.END_OF_UPDATE, int(mine)).words)
 
     @contextmanager
     def whole(self, buckets: Iterable[Bucket]) -> Iterator[None]:
@@ -560,7 +626,7 @@ class Gathering:
         self._free_rounded(held)
         gathered = [bucket for bucket in held if bucket.state is not Weights.FULL]
         for bucket in held:
-            self.need(bucket)
+            self.begin_use(bucket)
             self._pins[bucket] += 1
         if self.phase is Phase.IDLE and self.uses.units:
             self._meet(Marker.END_OF_ACCESS)
@@ -569,12 +635,13 @@ class Gathering:
         finally:
             self._pins.subtract(held)
             for bucket in gathered:
-                self.done(bucket)
+                self.end_use(bucket)
 
     def _free_rounded(self, buckets: Iterable[Bucket]) -> None:
         """Free rounded buckets outside of forward and backward, to gather them exactly."""
         for bucket in buckets:
             if bucket.is_rounded and self.phase is Phase.IDLE and not self._pins[bucket]:
+                self.escapes.note(bucket)
                 self._free(bucket)
 
     def gather_for_good(self) -> None:
@@ -584,5 +651,5 @@ class Gathering:
         expect_in_step()
         self._free_rounded(self._buckets)
         for bucket in self._buckets:
-            self.need(bucket)
+            self.begin_use(bucket)
         self._meet(Marker.END_OF_ACCESS)

@@ -377,7 +377,11 @@ class Gradients:
                 view.zero_()
         if self.messages is not None and not self._mean_holds:
             self.messages.begin_update()
-        self._pending = self._start(self.full, self._label)
+        if self.bucket.partition.optimizer:
+            self._pending = self._start_cut(self.full)
+        else:
+            self._mean = self.full
+            self._pending = self._start_whole(self.full, self.bucket.ranks, self._factors)
         if self.messages is not None:
             self._free_full()  # its encoded form is sent
         self.is_of_copy = self.bucket.sharing.replicas is not None
@@ -404,58 +408,54 @@ class Gradients:
         self.is_of_copy = False
         replicas = self.bucket.sharing.replicas
         assert replicas is not None and self._mean is not None  # there is more than one copy
-        return self._start_whole(self._mean, replicas, Factors.of_mean(replicas.size), self._label)
+        return self._start_whole(self._mean, replicas, Factors.of_mean(replicas.size))
 
     @property
     def _label(self) -> str:
         return f"the reduction of {self.bucket.name}"
 
-    def _start(self, full: Tensor, label: str) -> Pending:
-        bucket = self.bucket
-        if not bucket.partition.optimizer:
-            self._mean = full
-            if self.reduction.stays:
-                # Scaled as if all ranks had contributed: their mean is the same.
-                scale = self.share * bucket.ranks.size
-                return Pending(label, act=lambda: sum_into(full, [full], scale, False))
-            return self._start_whole(full, bucket.ranks, self._factors, label)
+    def _start_whole(self, full: Tensor, ranks: Ranks, factors: Factors) -> Pending:
+        """Start a reduction that gives each of `ranks` the whole result."""
+        wire, row_numel = self.bucket.precision.reduce, self.bucket.row_numel
+        if self.reduction.stays:
+            # Scaled as if all ranks had contributed: their mean is the same.
+            scale = self.share * ranks.size
+            return Pending(self._label, act=lambda: sum_into(full, [full], scale, False))
+        if row_numel:
+            return start_rows_all_reduce(
+                full, ranks, RowWire(wire, factors, row_numel), self._label
+            )
+        return start_all_reduce(full, ranks, wire, self._label, factors)
+
+    def _start_cut(self, full: Tensor) -> Pending:
+        """Start a reduction that gives each rank a shard; rows are sent to their owners."""
+        bucket, wire, label = self.bucket, self.bucket.precision.reduce, self._label
+        shards, accumulate = bucket.sharing.reducers, self.partitioned and self._mean_holds
         if not self.partitioned:
-            self._mean = slice_of(full, bucket.sharing.shards.rank, bucket.sharing.shards)
-            return self._start_cut(full, self._mean, False, label)
-        if self._mean is None or self._has_landed:
+            self._mean = slice_of(full, shards.rank, shards)
+        elif self._mean is None or self._has_landed:
             numel, dtype = bucket.layout.shard_numel, bucket.precision.accumulate
             self._mean = torch.empty(numel, dtype=dtype, device=bucket.device)
             if self._host is not None and self._mean_holds:
                 self._host.bring_into(self._mean)
-        return self._start_cut(full, self._mean, self._mean_holds, label)
-
-    def _start_whole(self, full: Tensor, ranks: Ranks, factors: Factors, label: str) -> Pending:
-        """Start a reduction that gives each of `ranks` the whole result."""
-        wire, row_numel = self.bucket.precision.reduce, self.bucket.row_numel
-        if row_numel:
-            return start_rows_all_reduce(full, ranks, RowWire(wire, factors, row_numel), label)
-        return start_all_reduce(full, ranks, wire, label, factors)
-
-    def _start_cut(self, full: Tensor, out: Tensor, accumulate: bool, label: str) -> Pending:
-        """Start a reduction that gives each rank a shard; rows are sent to their owners."""
-        if accumulate and self.bucket.precision.rounds_early:
+        out = mean = self._mean
+        if accumulate and bucket.precision.rounds_early:
             # The mean is rounded to the dtype of the sum before it is added.
-            mean = torch.empty_like(out)
-            return self._start_cut(full, mean, False, label).then(lambda: out.add_(mean))
-        bucket, wire = self.bucket, self.bucket.precision.reduce
-        shards = bucket.sharing.reducers
+            out, accumulate = torch.empty_like(mean), False
         factors = self._factors.among(bucket.sharing.copies)
         if bucket.row_numel:
             rows = RowWire(wire, factors, bucket.row_numel)
-            return start_rows_reduce_scatter(full, out, shards, rows, accumulate, label)
-        if self.messages is not None:
+            pending = start_rows_reduce_scatter(full, out, shards, rows, accumulate, label)
+        elif self.messages is not None:
             nodes = bucket.sharing.coded_hops
             hops = (shards,) if nodes is None else (nodes.inside, nodes.across)
             factor = factors.before * factors.after
-            return start_coded_reduce_scatter(
+            pending = start_coded_reduce_scatter(
                 full, out, hops, self.messages, factor, accumulate, label
             )
-        return start_reduce_scatter(full, out, shards, wire, accumulate, label, factors)
+        else:
+            pending = start_reduce_scatter(full, out, shards, wire, accumulate, label, factors)
+        return pending if out is mean else pending.then(lambda: mean.add_(out))
 
     def advance(self, *, through: bool = False) -> None:
         """Advance the current reduction by one phase, or `through` all of them."""

@@ -349,7 +349,7 @@ def saving(gathering: Gathering) -> AbstractContextManager[None]:
     def unpack(saved: Any) -> Any:
         if not isinstance(saved, _Saved):
             return saved
-        gathering.need(saved.bucket)
+        gathering.begin_use(saved.bucket)
         return saved.tensor()
 
     context: AbstractContextManager[None] = saved_tensors_hooks(pack, unpack)

@@ -44,15 +44,19 @@ _LAST_RESORT: _Context = (_ANY, _ANY)
 class Walk:
     """A pass (forward or backward) on this rank: its progress along its plan and its uses."""
 
-    def __init__(self, kind: Kind, plan: Plan | None = None) -> None:
+    def __init__(self, kind: Kind, plan: Plan | None = None, *, keeps: bool = True) -> None:
         self.kind = kind
         self.plan = plan
+        self.keeps = keeps
+        """False: weights change after it, so that without a plan no bucket stays gathered."""
         self.position = 0
         """The position of the next use in the plan."""
         self.issued = 0
         """The number of the plan's gathers that have started."""
         self.has_left = False
         """True: this rank has taken part in the whole plan; what it needs now is announced."""
+        self.has_raised = False
+        """True: it was a forward that raised on this rank."""
         self.has_learned = False
         """True: a read was found that will be announced in advance from now on."""
         self.was_early = False
@@ -77,12 +81,12 @@ class Walk:
             return None
         return self._planned[bucket]
 
-    def need(self, bucket: int) -> None:
+    def begin_use(self, bucket: int) -> None:
         """Record the beginning of a use of a bucket."""
         self._open[bucket] = len(self._used)
         self._used.append(bucket)
 
-    def done(self, bucket: int) -> int | None:
+    def end_use(self, bucket: int) -> int | None:
         """Record the end of a bucket's use; return its position in the plan, if it has one."""
         number = self._open.pop(bucket, None)
         if number is None:
@@ -90,7 +94,7 @@ class Walk:
         self._ends[number] = len(self._used)
         return self._planned.get(bucket)
 
-    def reduce(self, bucket: int) -> None:
+    def note_reduction(self, bucket: int) -> None:
         """Record a started reduction; `bucket` is -1 for one whose uses are not recorded."""
         self._reductions.append((len(self._used), bucket))
 

@@ -28,7 +28,7 @@ def train_later(
     chosen = dict.fromkeys(parameters)
     holders = set(map(runtime.bucket_of.__getitem__, chosen))
     for old in [b for b in runtime.buckets if b in holders and not b.trainable]:
-        runtime.gathering.need(old)
+        runtime.gathering.begin_use(old)
         old.check_links()
         plans = _plans(old, chosen, group)
         parts = [old.divided(plan) for plan in plans]

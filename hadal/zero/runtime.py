@@ -171,7 +171,7 @@ class ZeroRuntime:
         self.bucket_of: dict[nn.Parameter, Bucket] = {
             p: bucket for bucket in buckets for p in bucket.parameters
         }
-        self.gathering = Gathering(units, buckets, ranks, limits, divergence)
+        self.gathering = Gathering(units, buckets, ranks, limits, divergence, self)
         self.gradients = [Gradients(bucket, reduction) for bucket in buckets if bucket.trainable]
         self._gradients_of = {g.bucket: g for g in self.gradients}
         self._reduction = reduction
@@ -196,8 +196,6 @@ class ZeroRuntime:
             sanity.watch(self.buckets)
         self._plan_reductions()
         self._begin_reductions(boundary=True)
-        self._reduces = False
-        self._serve_gathering()
         self.leaves_others_gradients = False
         """True: gradients of another engine's loss for these parameters are dropped; otherwise they
         are an error."""
@@ -212,16 +210,6 @@ class ZeroRuntime:
         """The optimizer's own exchange, if gradients stay on their ranks."""
         self.reducing: AbstractContextManager[Any] = nullcontext()
         """Context around starting and waiting for reductions, which measures their time."""
-
-    def _serve_gathering(self) -> None:
-        """Give `gathering` its callbacks for reductions."""
-        gathering = self.gathering
-        gathering.agreement.progress = self._progress
-        gathering.agreement.start = self._start_together
-        gathering.start_due = self._start_due
-        gathering.start_rest = self._start_rest
-        gathering.drop = self._drop
-        gathering.awaits = self._expectation.awaits
 
     def _plan_reductions(self) -> None:
         # Sharded gradients must not be held whole until the end of backward.
@@ -327,16 +315,10 @@ class ZeroRuntime:
     def _begin_reductions(self, *, boundary: bool) -> None:
         # Between boundaries only sharded gradients are reduced.
         self._turns = self._order if boundary else [g for g in self._order if g.partitioned]
-        self._reduces = boundary or bool(self._turns)
         # True: a reduction that starts now is its bucket's last one in the update.
         self._is_last = boundary
         # How many reductions of this backward are due on this rank, and how many have started.
         self._ready = self._started = 0
-
-    def _drop(self) -> None:
-        """Drop all gradients after a backward that raised on a rank, and so lacks some of them."""
-        self._finish_reductions()
-        self.clear_gradients()
 
     def survey(self) -> None:
         """Query the graph, at the root of a backward, for the gradients to expect."""
@@ -370,8 +352,8 @@ class ZeroRuntime:
         self._brought.add(gradients)
         if not self._expectation.came(bucket, index):
             return
-        self.gathering.done(bucket)
-        if self._reduces and self._reduces_inside:
+        self.gathering.end_use(bucket)
+        if self._reduces_inside:
             self._start_ready()
             if self.gathering.has_left:
                 gradients.send_late_to_host()
@@ -426,7 +408,7 @@ class ZeroRuntime:
         """Start every reduction whose turn has come, or let all ranks start it together."""
         self._count_ready(0)
         if not self.gathering.starts_together:
-            self._start_first(self._ready)
+            self._start_until(self._ready)
         elif self._ready > self._started:
             # It starts in the next exchange. Earlier ones free memory before others are collected.
             with self.reducing:
@@ -436,68 +418,28 @@ class ZeroRuntime:
 
     def _count_ready(self, due: int) -> None:
         """Count the reductions that may start on this rank, and at least the first `due`."""
-        turns = self._turns
-        while self._ready < len(turns) and (
-            self._ready < due or not self._awaits(turns[self._ready])
-        ):
-            self.gathering.record_reduction(turns[self._ready].bucket)
+        while self._ready < len(self._turns):
+            bucket = self._turns[self._ready].bucket
+            if self._ready >= due and self.awaits(bucket):
+                break
+            self.gathering.record_reduction(bucket)
             self._ready += 1
 
-    def _progress(self) -> int:
-        """Return how many reductions of this backward are ready to start with the other ranks'."""
-        return self._ready if self._reduces and self.gathering.starts_together else 0
-
-    def _start_together(self, count: int) -> None:
-        """Start `count` reductions, which an exchange has shown to be ready on all ranks."""
-        if self.gathering.starts_together:
-            self._start_due(count)
-
-    def _start_rest(self) -> None:
-        """Start the rest at the end of a backward, before ranks meet: others may wait for them."""
-        if not self.gathering.starts_together:
-            self._start_due(None)
-        elif self._reduces:
-            self._count_ready(len(self._turns))
-
-    def _awaits(self, gradients: Gradients) -> bool:
-        return self._expectation.awaits(gradients.bucket)
-
-    def _start_due(self, count: int | None) -> bool:
-        """Start those of the first `count` reductions (None: all) that have not started.
-
-        Gradients that their buckets still expect count as zero, and will be late.
-
-        Returns:
-            True if any gradient was still expected.
-        """
-        due = len(self._turns) if count is None else count
-        if not self._reduces or self._started >= due:
-            return False
-        is_early = any(map(self._awaits, self._turns[self._started : due]))
-        self._count_ready(due)
-        self._start_first(due)
-        return is_early
-
-    def _start_first(self, count: int) -> None:
-        if self._started < count:
-            with self.reducing:
-                while self._started < count:
-                    self._start_next()
-
-    def _start_next(self) -> None:
-        gradients = self._turns[self._started]
-        # At most two are in flight, as far as a rank may wait, so that memory stays bounded by the
-        # bucket size.
-        self._advance_in_flight()
-        with in_step:
-            self._start(gradients)
-            self._started += 1
-        if not self._overlaps:
-            self._advance_in_flight(through=True)
-
-    def _start(self, gradients: Gradients) -> None:
-        gradients.start_reduce(last=self._is_last)
-        self._in_flight.append(gradients)
+    def _start_until(self, count: int) -> None:
+        """Start reductions until `count` have started in this backward."""
+        if self._started >= count:
+            return
+        with self.reducing:
+            while self._started < count:
+                # At most two are in flight, as far as a rank may wait, so that memory stays bounded
+                # by the bucket size.
+                self._advance_in_flight()
+                with in_step:
+                    self._turns[self._started].start_reduce(last=self._is_last)
+                    self._in_flight.append(self._turns[self._started])
+                    self._started += 1
+                if not self._overlaps:
+                    self._advance_in_flight(through=True)
 
     def _advance_in_flight(self, *, through: bool = False) -> None:
         known = self.gathering.started_everywhere
@@ -513,6 +455,49 @@ class ZeroRuntime:
             for earlier in self._in_flight[: max(0, known - first)]:
                 earlier.advance_first_hop()
         self._in_flight = [g for g in self._in_flight if g.state is Arrival.REDUCING]
+
+    # `Reductions`: what gathering and the ranks' agreement need.
+
+    def progress(self) -> int:
+        """Return how many reductions are ready on this rank to start with the other ranks'."""
+        return self._ready if self.gathering.starts_together else 0
+
+    def start_together(self, count: int) -> None:
+        """Start `count` reductions, which an exchange has shown to be ready on all ranks."""
+        if self.gathering.starts_together:
+            self.start_due(count)
+
+    def start_due(self, count: int | None) -> bool:
+        """Start those of the first `count` reductions (None: all) that have not started.
+
+        Gradients that their buckets still expect count as zero, and will be late.
+
+        Returns:
+            True if any gradient was still expected.
+        """
+        due = len(self._turns) if count is None else min(count, len(self._turns))
+        if self._started >= due:
+            return False
+        is_early = any(self.awaits(g.bucket) for g in self._turns[self._started : due])
+        self._count_ready(due)
+        self._start_until(due)
+        return is_early
+
+    def start_rest(self) -> None:
+        """Start the rest at the end of a backward, before ranks meet: others may wait for them."""
+        if not self.gathering.starts_together:
+            self.start_due(None)
+        else:
+            self._count_ready(len(self._turns))
+
+    def awaits(self, bucket: Bucket) -> bool:
+        """Return True if gradients of a bucket are still expected in this backward."""
+        return self._expectation.awaits(bucket)
+
+    def drop(self) -> None:
+        """Drop all gradients after a backward that raised on a rank, and so lacks some of them."""
+        self._finish_reductions()
+        self.clear_gradients()
 
     @property
     def _device(self) -> torch.device:
@@ -557,13 +542,13 @@ class ZeroRuntime:
             raise self._edits.error(self.ranks)
         self._reported_frozen = frozen
         self._frozen = []
-        self._is_last = True
         brought: list[bool] = []
         found = zip(self.gradients, known[::3], known[1::3], known[2::3], strict=True)
         for gradients, is_waiting, is_frozen, was_brought in found:
             brought.append(was_brought)
             if is_waiting:
-                self._start(gradients)
+                gradients.start_reduce(last=True)
+                self._in_flight.append(gradients)
             elif gradients.is_of_copy:
                 gradients.start_second_hop()
                 self._in_flight.append(gradients)

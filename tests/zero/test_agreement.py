@@ -13,16 +13,42 @@ from hadal.errors import MismatchError
 from hadal.zero.agreement import Agreement, Marker
 
 
+class FakeBucket:
+    """Records its gathers, and those in which this rank only lends its shard."""
+
+    rounds = False
+
+    def __init__(self, number: int, moves: list[tuple[str, int]]) -> None:
+        self.name = str(number)
+        self._number, self._moves = number, moves
+
+    def unshard(self, *, exact: bool) -> None:
+        self._moves.append(("gather", self._number))
+
+    def serve(self, *, exact: bool) -> None:
+        self._moves.append(("lend", self._number))
+
+    def gatherers_of(self, *, exact: bool) -> range:
+        return range(Ranks.world().size)
+
+
+class NoReductions:
+    """Has nothing to reduce."""
+
+    def progress(self) -> int:
+        return 0
+
+    def start_together(self, count: int) -> None:
+        assert not count
+
+
 class Log:
     """Records what a rank gathered and lent, in order."""
 
     def __init__(self) -> None:
         self.moves: list[tuple[str, int]] = []
-        self.agreement = Agreement(
-            Ranks.world(),
-            lambda bucket: self.moves.append(("gather", bucket)),
-            lambda bucket, askers: self.moves.append(("lend", bucket)),
-        )
+        self.agreement = Agreement(Ranks.world(), NoReductions())
+        self.agreement.buckets = [FakeBucket(number, self.moves) for number in range(6)]
 
     @property
     def order(self) -> list[int]:
