@@ -25,10 +25,10 @@ from hadal.compat.surface import ROOT
 from hadal.zero.access import GatheredParameters, keeper_of
 from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.grouping import external_parameters
-from hadal.zero.init import born_among
 from hadal.zero.parameters import gather_to_copy
 from hadal.zero.place import place_of
 from hadal.zero.runtime import ZeroRuntime
+from hadal.zero.sharded_init import sharing_at_init
 
 NO_GIT = "unknown"
 LAMB_OPTIMIZER = "lamb"
@@ -174,7 +174,7 @@ def _status_of_saved(tensor: Tensor) -> ZeroParamStatus:
 def _reader(name: str, read: Callable[[nn.Parameter, Bucket], Any]) -> Callable[[Any], Any]:
     def attribute(parameter: nn.Parameter) -> Any:
         keeper = keeper_of(parameter)
-        is_sharded = parameter in _of_stage_3 or born_among(parameter) is not None
+        is_sharded = parameter in _of_stage_3 or sharing_at_init(parameter) is not None
         if keeper is None or not is_sharded:
             raise AttributeError(f"this parameter has no {name}: its weights are not sharded")
         return read(parameter, keeper.bucket_of[parameter])

@@ -29,7 +29,7 @@ from hadal.engine.tiers import Offloading
 from hadal.engine.topology import RequestedRanks, Sharings, Topology
 from hadal.errors import ModelError, OffloadError, OptimizerError, UsageError, few
 from hadal.optim.step import OptimizerStepper
-from hadal.zero import access, init
+from hadal.zero import access, sharded_init
 from hadal.zero.access import GatheredParameters
 from hadal.zero.agreement import Marker
 from hadal.zero.bucket import Bucket
@@ -163,7 +163,7 @@ class ShardedModel:
         self.hooks.watch_refreshes(plan.units)
 
     def _buckets(self) -> list[Bucket]:
-        leaving = Leaving(init.LEAVING_NBYTES)
+        leaving = Leaving(sharded_init.LEAVING_NBYTES)
         buckets = [self._bucket(plan, leaving) for plan in self.plan.buckets]
         leaving.wait()
         return buckets
@@ -171,7 +171,9 @@ class ShardedModel:
     def _bucket(self, plan: BucketPlan, leaving: Leaving) -> Bucket:
         sharing, config = self._sharings.of(plan.holders), self._config
         shards = sharing.shards.size
-        with init.taking_over([member.parameter for member in plan.members], sharing) as fetch:
+        with sharded_init.taking_over(
+            [member.parameter for member in plan.members], sharing
+        ) as fetch:
             bucket = Bucket(
                 replace(plan, fetch=fetch),
                 plan.precision,
@@ -231,7 +233,7 @@ class ShardedModel:
     def take_in(self, group_of: Mapping[nn.Parameter, int]) -> None:
         """Make buckets for late parameters, and rename others. All ranks must call it together."""
         runtime, known = self.runtime, self.plan
-        init.show_as_given(self.late_parameters().items())
+        sharded_init.show_as_given(self.late_parameters().items())
         self.plan = plan_model(
             self.model, self._config, self._device, self._counts, group_of, known
         )

@@ -51,7 +51,7 @@ from hadal.listener import Listener
 from hadal.optim.build import build_stepper
 from hadal.optim.exchanging import ExchangingStepper
 from hadal.plugins.monitor.opening import expect_packages
-from hadal.zero import init, place
+from hadal.zero import place, sharded_init
 
 if TYPE_CHECKING:
     from hadal.engine.pipeline import PipelineEngine
@@ -310,7 +310,7 @@ def _check(model: nn.Module, config: Config, world: Ranks, device: torch.device)
     checks.check_places(config)
     open_log(config, world.rank)
     log_notes(config)
-    init.show_as_given(model.named_parameters())
+    sharded_init.show_as_given(model.named_parameters())
     checks.check_parameters(model.named_parameters(), device, world)
     log = config.comms_logger
     if log is not None and log.enabled:

@@ -23,7 +23,7 @@ from hadal.plugins.sequence.batches import is_cut, padded, slice_of_rank
 from hadal.plugins.sequence.huggingface import attach
 from hadal.plugins.sequence.loss import whole_value
 from hadal.plugins.sequence.tiles import IGNORED
-from hadal.zero import init
+from hadal.zero import sharded_init
 
 _SECTIONS = ("pipeline", "tensor_parallel", "expert_parallel", "sequence_parallel_size")
 
@@ -89,7 +89,7 @@ def _check(model: nn.Module, arguments: InitializeArguments) -> None:
             "initialize(optimizer=...) has parameters that other stages will hold; configure it in"
             " the optimizer section, or pass a function that builds it"
         )
-    if any(init.born_among(parameter) is not None for parameter in model.parameters()):
+    if any(sharded_init.sharing_at_init(parameter) is not None for parameter in model.parameters()):
         raise UsageError(
             "pipeline.auto: the model was made in zero.Init, and stages hold their weights whole;"
             " leave zero.Init out"

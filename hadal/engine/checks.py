@@ -34,7 +34,7 @@ from hadal.errors import (
 )
 from hadal.offload.folder import OwnFolder
 from hadal.plugins.compression.names import is_score
-from hadal.zero import access, init
+from hadal.zero import access, sharded_init
 from hadal.zero.layout import order_of
 from hadal.zero.parameters import is_foreign, refusal_of
 from hadal.zero.sharing import Sharing
@@ -130,7 +130,7 @@ def check_parameters(
 
 def _has_holes(parameter: nn.Parameter) -> bool:
     """Return whether a parameter's elements leave gaps in memory or overlap."""
-    if is_foreign(parameter) or init.born_among(parameter) is not None:
+    if is_foreign(parameter) or sharded_init.sharing_at_init(parameter) is not None:
         return False
     return order_of(parameter.shape, parameter.stride()) is None
 
@@ -142,7 +142,7 @@ def check_birth(
 ) -> None:
     """Raise `UsageError` for a parameter created sharded for a different setup."""
     for name, parameter in named:
-        born, sharing = init.born_among(parameter), sharing_of(parameter)
+        born, sharing = sharded_init.sharing_at_init(parameter), sharing_of(parameter)
         ranks = sharing.ranks
         if born is not None and born.ranks.numbers != ranks.numbers:
             raise UsageError(
@@ -157,7 +157,7 @@ def check_birth(
                 f" {near.numbers}; set zero_optimization.zero_hpz_partition_size {near.size} and"
                 " stage 3, or leave the group out"
             )
-        for key in init.asked_at_birth(parameter):
+        for key in sharded_init.required_keys(parameter):
             if not getattr(zero, key):
                 raise UsageError(
                     f"parameter {name} was created with {key}=True; set"

@@ -20,7 +20,7 @@ from hadal.engine.checks import is_in_stages
 from hadal.engine.topology import RequestedRanks, Topology, with_slices
 from hadal.errors import Fault, NotBuiltYetError, raise_faults
 from hadal.zero.boxes import ATTRIBUTE, Box
-from hadal.zero.init import born_among
+from hadal.zero.sharded_init import sharing_at_init
 from hadal.zero.sharing import holders_of
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def distribute_experts(
             "expert_parallel.enabled: with an mpu whose ranks hold parts of the model it is not"
             " built yet; leave the section out, or replace the mpu by tensor_parallel.autotp_size"
         )
-    if any(born_among(parameter) is not None for parameter in model.parameters()):
+    if any(sharing_at_init(parameter) is not None for parameter in model.parameters()):
         raise NotBuiltYetError(
             "expert_parallel.enabled: for models whose parameters were created sharded (zero.Init)"
             " it is not built yet; create the model outside of it"

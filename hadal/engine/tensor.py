@@ -34,7 +34,7 @@ from hadal.plugins.pipeline.decoder import DecoderModule
 from hadal.plugins.sequence.cross_entropy import vocab_parallel_cross_entropy
 from hadal.plugins.tensor_parallel.apply import Sliced, cut_model, share_values
 from hadal.plugins.tensor_parallel.plan import CutPlan, plan_cuts
-from hadal.zero import init
+from hadal.zero import sharded_init
 from hadal.zero.boxes import ATTRIBUTE, Box, Placement
 from hadal.zero.sharing import is_model_part
 
@@ -241,7 +241,7 @@ def _check(model: nn.Module, section: TensorParallel, config: Config, topology: 
                 " tensor_model_parallel or model_parallel); leave the key out, or give the whole"
                 " model"
             )
-        if init.born_among(parameter) is not None:
+        if sharded_init.sharing_at_init(parameter) is not None:
             raise UsageError(
                 f"{_PATH}.autotp_size: parameter {name} was created sharded (in hadal.zero.Init),"
                 " and a layer that is cut over ranks is shared by fewer of them; build the model"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
@@ -30,11 +30,18 @@ from hadal.zero.parameters import Attached, alone, gathered_to_copy, guard, is_a
 from hadal.zero.runtime import ZeroRuntime
 
 
+class BucketOf(Protocol):
+    """A table of buckets by parameter."""
+
+    def __getitem__(self, parameter: nn.Parameter, /) -> Bucket:
+        """Return the bucket of a parameter."""
+
+
 class Keeper(Protocol):
     """The holder of some parameters' buckets: an engine's runtime, or `zero.Init`."""
 
     @property
-    def bucket_of(self) -> Mapping[nn.Parameter, Bucket] | Attached[Bucket]:
+    def bucket_of(self) -> BucketOf:
         """The bucket of each parameter that it holds."""
 
     def whole(self, buckets: Iterable[Bucket]) -> AbstractContextManager[None]:
@@ -209,7 +216,7 @@ def attended() -> Iterator[None]:
 def _gathering_apply(self: _M, fn: Callable[[nn.Module], None]) -> _M:
     if _attended or all(_freed_bucket(parameter) is None for parameter in self.parameters()):
         return _plain_apply(self, fn)
-    touched = Touched(_freed_bucket)
+    touched = RecentBuckets(_freed_bucket)
 
     def watched(module: nn.Module) -> None:
         fn(module)
@@ -231,7 +238,7 @@ def _freed_bucket(parameter: nn.Parameter) -> Bucket | None:
     return bucket if bucket.partition.weights else None
 
 
-class Touched:
+class RecentBuckets:
     """The buckets that are gathered now because an operation touched a parameter.
 
     At most the latest `limit` of them stay gathered: an initialisation may still use the values of

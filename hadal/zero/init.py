@@ -1,26 +1,21 @@
 """`zero.Init`: modules built inside it are created sharded, one module at a time.
 
 A module's parameters are sharded as soon as it is attached to its parent, so the peak is the shards
-plus the largest module; rank 0 keeps up to 32 MiB more until the others have received it. Any later
-operation on a parameter (an initialisation that the parent runs, a copy) sees its real values,
-because arguments are checked before it runs. A parameter that is about to be filled with new values
-is not gathered. `initialize` takes over the values in the dtype they were given in, and lays them
-out again: a rank receives the elements of its new shards that it does not hold yet.
+plus the largest module; rank 0 keeps up to 32 MiB more until the others have received them. Later
+operations on a parameter (an initialisation that the parent runs, a copy) see its real values,
+because arguments are checked before they run. A parameter that is about to be filled with new
+values is not gathered. `initialize` takes over the values in the dtype they were given in, and lays
+them out again: a rank receives the elements of its new shards that it does not hold yet.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,539 +25,20 @@ from torch.nn.modules.module import (
 )
 
 from hadal.comm import Ranks, init_distributed
-from hadal.comm.collectives import gather_codes, start_all_gather, start_exchange_in_pieces
 from hadal.comm.mpu import sharing_group_of
-from hadal.comm.pending import Leaving, Pending, finished
 from hadal.comm.start import memory_is_tuned
-from hadal.device import current_device, keep_freed_memory, modules_running, unwatched
-from hadal.errors import MismatchError, ModelError, NotBuiltYetError, UsageError
+from hadal.config import load_config
+from hadal.config.offload import Aio
+from hadal.config.reading import read
+from hadal.device import current_device, keep_freed_memory, unwatched
+from hadal.errors import NotBuiltYetError, UsageError
 from hadal.offload import DiskStore
 from hadal.zero import access
-from hadal.zero.birth import Birth, birth_of, tier_of
-from hadal.zero.bucket import Bucket
-from hadal.zero.grouping import BucketPlan, Fetch, Member
 from hadal.zero.hooks import ReadWatcher
-from hadal.zero.layout import Layout, Slot, order_of, shared, strides_of
 from hadal.zero.offload import Offload
-from hadal.zero.parameters import Attached, ReadListener, is_foreign
-from hadal.zero.policy import Partition, Precision, Tier
+from hadal.zero.policy import STAGES, Tier
+from hadal.zero.sharded_init import InitBucket, keeper
 from hadal.zero.sharing import Sharing
-
-_log = logging.getLogger(__name__)
-_CUT_WEIGHTS = Partition(weights=True)
-
-# The number of buckets that stay gathered after their last use: an initialisation works on one
-# module after the other.
-_STAY_WHOLE = 8
-
-# Parameters of this many elements or more get their own buckets, which rank 0 shards in place.
-_ALONE_NUMEL = 1 << 16
-
-# The bytes that rank 0 keeps at most until other ranks have received them.
-LEAVING_NBYTES = 1 << 25
-
-
-class _Nursery:
-    """The parameters that were created sharded and that no engine has taken over yet.
-
-    Owns their buckets, which hold the values in the dtype they were given in, whichever dtype they
-    are shown in: a later initialisation and `initialize` find the exact values. If the program
-    casts a parameter or changes its strides (channels_last), the values follow.
-    """
-
-    def __init__(self) -> None:
-        self.bucket_of: Attached[Bucket] = Attached("birth")
-        self.asked: Attached[tuple[str, ...]] = Attached("asked")
-        """The keys of the configuration that `initialize` must find enabled."""
-        self.touched = access.Touched(self._bucket_to_gather, _STAY_WHOLE)
-        # The parameters of shown buckets that nothing has read yet: their values are not gathered.
-        self._unread: dict[Bucket, set[nn.Parameter]] = {}
-        self.leaving = Leaving(LEAVING_NBYTES)
-        self._casts: Attached[torch.dtype] = Attached("cast")
-        """The dtype that the program has cast a parameter to."""
-        self._orders: Attached[tuple[int, ...]] = Attached("order")
-        """The order of its dimensions in memory, if the program has changed it."""
-        # The gathered values that parameters view instead of their bucket's buffer.
-        self._given: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()
-        # The dtype in which a bucket's parameters are shown once their context has ended.
-        self._shown: WeakKeyDictionary[Bucket, torch.dtype] = WeakKeyDictionary()
-        # The buckets that a module's call outside of the contexts has gathered, by the module's id;
-        # None: they are needed until `initialize`.
-        self._called: WeakKeyDictionary[Bucket, int | None] = WeakKeyDictionary()
-        self._has_warned = False
-        self._numbers: WeakKeyDictionary[Bucket, int] = WeakKeyDictionary()
-        self._count = itertools.count()
-        self.listener = ReadListener(self._on_call)
-
-    def bear(
-        self, parameters: Iterable[nn.Parameter], name: str, sharing: Sharing, offload: Offload
-    ) -> list[Bucket]:
-        """Shard the values of new parameters over the ranks."""
-        alike: dict[tuple[torch.dtype, nn.Parameter | None], list[nn.Parameter]] = {}
-        for parameter in dict.fromkeys(parameters):
-            known = parameter in self.bucket_of or is_foreign(parameter)
-            if not known and parameter.numel() > 1 and parameter.device.type != "meta":
-                alone = parameter if parameter.numel() >= _ALONE_NUMEL else None
-                alike.setdefault((parameter.dtype, alone), []).append(parameter)
-        buckets = []
-        for number, ((given, _), members) in enumerate(alike.items()):
-            described = [Member(f"{name}[{number}]", parameter, -1) for parameter in members]
-            plan = BucketPlan(name, _CUT_WEIGHTS, described, [])
-            precision = Precision(given, given, given, given)
-            device = current_device()
-            bucket = Bucket(plan, precision, sharing, device, offload, leaving=self.leaving)
-            for parameter in bucket.parameters:
-                self.bucket_of[parameter] = bucket
-            self._numbers[bucket] = next(self._count)
-            access.register(self, bucket.parameters)
-            bucket.hide()
-            buckets.append(bucket)
-        return buckets
-
-    def show(self, buckets: Iterable[Bucket], dtype: torch.dtype) -> None:
-        """Show parameters in the dtype of their context, which has ended."""
-        for bucket in buckets:
-            self._shown[bucket] = dtype
-            if all(self.bucket_of.get(p) is bucket for p in bucket.parameters):
-                self._hide(bucket)
-
-    # ---- values as given -------------------------------------------------------------------------
-
-    def _bucket_to_gather(self, parameter: nn.Parameter) -> Bucket | None:
-        """Return the bucket of a parameter that an operation is about to read or write."""
-        bucket = self.bucket_of.get(parameter)
-        if bucket is None or (bucket in self._given and bucket not in self.touched):
-            return None  # not held here, or already whole for a caller that will free it
-        return bucket
-
-    def on_read(self, parameter: nn.Parameter) -> None:
-        """Gather the bucket of a parameter that an operation is about to read or change."""
-        bucket = self.bucket_of.get(parameter)
-        if bucket is not None and parameter in self._unread.get(bucket, ()):
-            with unwatched():
-                self._gather_unread(bucket)
-        self.touched.on_read(parameter)
-
-    def on_fill(self, parameter: nn.Parameter) -> None:
-        """Prepare a parameter for new values without gathering the current ones."""
-        bucket = self._bucket_to_gather(parameter)
-        if bucket is not None and bucket not in self.touched:
-            self._unread[bucket] = set(bucket.parameters)
-        self.touched.on_read(parameter)
-        if bucket in self._unread:
-            self._unread[bucket].discard(parameter)
-
-    def _on_call(self, parameter: nn.Parameter) -> None:
-        """Gather the bucket of a parameter that a module reads before `initialize`.
-
-        It stays whole at least until the module's call ends, or for a backward until `initialize`.
-        A read outside of any call is an error (`watched.guard`).
-
-        Raises:
-            MismatchError: another rank reads other parameters.
-        """
-        bucket, modules = self.bucket_of.get(parameter), modules_running()
-        if bucket is None or bucket in self._given or not modules:
-            return
-        with unwatched():
-            self.end_calls(modules)
-            self._check_alike(bucket, type(modules[0]).__name__)
-            self._reveal([bucket], as_shown=True)
-        needs_backward = torch.is_grad_enabled() and any(p.requires_grad for p in bucket.parameters)
-        self._called[bucket] = None if needs_backward else id(modules[0])
-        if needs_backward and not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "%s is called before initialize with gradients enabled: the weights that it gathers"
-                " stay in memory until initialize; call it under torch.no_grad()",
-                type(modules[-1]).__name__,
-            )
-
-    def _check_alike(self, bucket: Bucket, reader: str) -> None:
-        number = self._numbers[bucket]
-        known = gather_codes(number, bucket.ranks, f"the agreement to gather {bucket.name}")
-        other = next((rank for rank, code in enumerate(known) if code != number), None)
-        if other is not None:
-            raise MismatchError(
-                f"rank {bucket.ranks.rank}: {reader} reads {bucket.name} before initialize, but"
-                f" rank {other} reads another parameter. Ranks whose forwards differ must run them"
-                " inside `with hadal.zero.GatheredParameters(model.parameters()):`"
-            )
-
-    def end_calls(self, running: Iterable[nn.Module] | None = None) -> None:
-        """Hide the values gathered for calls of modules that are not running; None: for all."""
-        known = None if running is None else {None, *map(id, running)}
-        for bucket in [b for b, call in self._called.items() if known is None or call not in known]:
-            del self._called[bucket]
-            self._cut_again(bucket, from_rank_0=False)
-
-    def _reveal(self, buckets: Iterable[Bucket], *, as_shown: bool = False) -> None:
-        """Point parameters at their values, as given or in the dtype they are shown in."""
-        arriving: list[tuple[Bucket, Tensor, Pending]] = []
-        for bucket in buckets:
-            self._link(bucket)
-            given, pending = _room_for(bucket), finished("")
-            if bucket not in self._unread:
-                pending = self._start_gather(bucket, given)
-            arriving.append((bucket, given, pending))
-        for bucket, given, pending in arriving:
-            pending.wait()
-            dtype = self._dtype_of(bucket) if as_shown else given.dtype
-            self._show(bucket, [view.to(dtype) for view in bucket.views_of(given)])
-            self._given[bucket] = given
-
-    def _start_gather(self, bucket: Bucket, given: Tensor) -> Pending:
-        """Begin to gather values as given into `given`, 1-D in the layout of the bucket."""
-        reading = bucket.offload.as_one(bucket.ranks, f"reading {bucket.name}")
-        with reading, bucket.present(writes=False):
-            given[bucket.span[0] : bucket.span[1]].copy_(bucket.shard)
-        return start_all_gather(given, bucket.ranks, f"the gather of {bucket.name}")
-
-    def _gather_unread(self, bucket: Bucket) -> None:
-        """Gather the values of a bucket that was shown without them."""
-        unread = self._unread.pop(bucket)
-        given = _room_for(bucket)
-        self._start_gather(bucket, given).wait()
-        views = zip(bucket.parameters, bucket.views_of(given), strict=True)
-        for parameter, values in views:
-            if parameter in unread:
-                parameter.detach().copy_(values)
-
-    def _show(self, bucket: Bucket, values: Sequence[Tensor]) -> None:
-        """Point a bucket's parameters, if not taken over, at `values`, cast or reordered."""
-        pairs = zip(bucket.parameters, values, strict=True)
-        bucket.show(
-            [
-                self._as_asked(p, value) if self.bucket_of.get(p) is bucket else p.data
-                for p, value in pairs
-            ]
-        )
-
-    def _as_asked(self, parameter: nn.Parameter, values: Tensor) -> Tensor:
-        """Return values in the dtype and strides that the program has given the parameter."""
-        cast = values.to(self._casts.get(parameter) or values.dtype)
-        order = self._orders.get(parameter)
-        if order is None or not any(cast.stride()):
-            return cast
-        strides = strides_of(cast.shape, order)
-        if cast.stride() == strides:
-            return cast
-        return cast.new_empty_strided(cast.shape, strides).copy_(cast)
-
-    def _dtype_of(self, bucket: Bucket) -> torch.dtype:
-        return self._shown.get(bucket, bucket.precision.master)
-
-    def _hide(self, bucket: Bucket) -> None:
-        """Point parameters at placeholders of the dtypes that the program expects."""
-        dtype = self._dtype_of(bucket)
-        nan = torch.full((), torch.nan, dtype=dtype, device=bucket.device)
-        pairs = zip(bucket.parameters, bucket.layout.slots, strict=True)
-        bucket.hide([nan.to(self._casts.get(p) or dtype).expand(slot.shape) for p, slot in pairs])
-
-    def _link(self, bucket: Bucket) -> None:
-        """Point parameters at the bucket again if the program has moved or cast them.
-
-        Raises:
-            ModelError: a parameter was given other values.
-        """
-        for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
-            if self.bucket_of.get(parameter) is not bucket:
-                continue
-            if not _is_placeholder(parameter):
-                raise ModelError(
-                    f"rank {bucket.ranks.rank}: parameter {slot.name} was created in zero.Init and"
-                    " was given other values while its own were sharded over the ranks."
-                    " Assign them inside `with hadal.zero.GatheredParameters([parameter],"
-                    " modifier_rank=0):`, or in place inside the zero.Init context."
-                )
-            self._note_form(bucket, parameter, self._dtype_of(bucket))
-        bucket.hide()
-
-    def _order_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        known = self._orders.get(parameter)
-        return self.bucket_of[parameter].slot_of(parameter).order if known is None else known
-
-    def moved(self, parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Apply `fn` to a placeholder; return None if the result has values."""
-        # Two elements in each dimension are enough to see the resulting strides.
-        shape = (2,) * parameter.dim()
-        strides = strides_of(shape, self._order_of(parameter))
-        few = parameter.new_empty_strided(shape, strides)
-        found = fn(few.fill_(torch.nan))
-        order = order_of(found.shape, found.stride())
-        if order is None or not bool(found.isnan().all()):
-            return None
-        self._orders[parameter] = order
-        return found.new_full((), torch.nan).expand(parameter.shape)
-
-    def _note_form(self, bucket: Bucket, parameter: nn.Parameter, shown: torch.dtype) -> None:
-        """Keep the strides and the dtype of a parameter, if the program has changed them."""
-        order = order_of(parameter.shape, parameter.stride())
-        if order is not None:  # otherwise it is a placeholder
-            self._orders[parameter] = order
-        if parameter.dtype == self._dtype_of(bucket):
-            self._casts.pop(parameter)
-        elif parameter.dtype != shown:
-            self._casts[parameter] = parameter.dtype
-
-    def _cut_again(self, bucket: Bucket, *, from_rank_0: bool) -> None:
-        """Keep the program's writes, including those through `.data`, and hide the full values.
-
-        Their memory is not reused: a new parameter may share it, as in `weight_norm`.
-        """
-        given, unread = self._given.pop(bucket), self._unread.pop(bucket, set())
-        shown = given.dtype if from_rank_0 else self._dtype_of(bucket)
-        for parameter in bucket.parameters:
-            self._note_form(bucket, parameter, shown)
-        slots = zip(bucket.parameters, bucket.layout.slots, bucket.views_of(given), strict=True)
-        written = []
-        for parameter, slot, view in slots:
-            if parameter not in unread:
-                written.append((slot.offset, slot.stop))
-                _take_edits(parameter, view)
-        if from_rank_0:
-            label = f"the broadcast of rank 0's first values of {bucket.name}"
-            cutting = bucket.sharing.start_cutting(given, label)
-            self.leaving.add(cutting, given.nbytes)
-        low, high = bucket.span
-        with bucket.offload.as_one(bucket.ranks, f"writing {bucket.name}"):
-            if from_rank_0 or not bucket.holds(given[low:high]):
-                with bucket.present():
-                    for start, stop in written if unread else [bucket.span]:
-                        first, last = max(start, low), max(min(stop, high), low)
-                        bucket.shard[first - low : last - low].copy_(given[first:last])
-        self._hide(bucket)
-
-    def settle(self) -> None:
-        """Hide all values but those that `GatheredParameters` shows."""
-        self.touched.keep(0)
-        with unwatched():
-            self.end_calls()
-
-    @contextmanager
-    def editing(self, bucket: Bucket) -> Iterator[None]:
-        """Show a bucket's values as given inside the block; rank 0's are kept."""
-        self.end_calls()
-        if bucket in self._given:
-            yield  # an outer context keeps what is written
-            return
-        self._reveal([bucket])
-        try:
-            yield
-        finally:
-            self._cut_again(bucket, from_rank_0=True)
-
-    @contextmanager
-    def whole(self, buckets: Iterable[Bucket]) -> Iterator[None]:
-        """Keep buckets readable inside the block (`GatheredParameters` before `initialize`)."""
-        with unwatched():
-            self.settle()  # later operations would free those that are gathered now
-            cut = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self._given]
-            self._reveal(cut, as_shown=True)
-        try:
-            yield
-        finally:
-            with unwatched():
-                for bucket in cut:
-                    if bucket in self._given:  # not taken over in the block
-                        self._cut_again(bucket, from_rank_0=False)
-
-    # ---- taking over -----------------------------------------------------------------------------
-
-    def show_as_given(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Show parameters in the dtype they were given in, or cast to, for `initialize` to read.
-
-        Raises:
-            ModelError: a parameter was given other values.
-        """
-        self.settle()
-        names = {parameter: name for name, parameter in named if parameter in self.bucket_of}
-        for bucket in dict.fromkeys(self.bucket_of[parameter] for parameter in names):
-            slots = zip(bucket.parameters, bucket.layout.slots, strict=True)
-            bucket.rename([names.get(parameter, slot.name) for parameter, slot in slots])
-            if bucket not in self._given:
-                with unwatched():
-                    self._link(bucket)
-                    self._shown.pop(bucket, None)
-                    self._hide(bucket)
-
-    @contextmanager
-    def taking_over(
-        self, parameters: Sequence[nn.Parameter], sharing: Sharing
-    ) -> Iterator[Fetch | None]:
-        """Give the values of these parameters to a caller that moves them into its own memory.
-
-        Yields a function that fetches them, if all were created here over the ranks of `sharing`;
-        otherwise None, and the parameters created here hold their whole values.
-        """
-        born = [p for p in parameters if p in self.bucket_of]
-        buckets = dict.fromkeys(self.bucket_of[p] for p in born)
-        fetches = len(born) == len(parameters) and self._can_fetch(buckets, born, sharing)
-        if not fetches:
-            with unwatched():
-                self._reveal(bucket for bucket in buckets if bucket not in self._given)
-        yield self._fetch if fetches else None
-        for parameter in born:
-            self.bucket_of.pop(parameter)
-            self._casts.pop(parameter)
-            self._orders.pop(parameter)
-        for bucket in buckets:
-            if all(self.bucket_of.get(parameter) is not bucket for parameter in bucket.parameters):
-                self._given.pop(bucket, None)
-                self._shown.pop(bucket, None)
-                bucket.leave_disk()
-
-    def _can_fetch(
-        self, buckets: Collection[Bucket], parameters: Collection[nn.Parameter], sharing: Sharing
-    ) -> bool:
-        """Return True if `_fetch` can lay out these parameters again without their whole values.
-
-        The buckets must hold no other parameters: those would be taken over later.
-        """
-        return (
-            len({(bucket.device, bucket.precision.master) for bucket in buckets}) == 1
-            and all(bucket.ranks.numbers == sharing.ranks.numbers for bucket in buckets)
-            and sum(len(bucket.parameters) for bucket in buckets) == len(parameters)
-            and not any(bucket in self._given for bucket in buckets)
-            and not any(self._order_of(p) or self.bucket_of[p].slot_of(p).order for p in parameters)
-        )
-
-    def _fetch(
-        self,
-        parameters: Sequence[nn.Parameter],
-        layout: Layout,
-        is_cut: bool,
-    ) -> Tensor:
-        """Return the values of parameters as given, 1-D in `layout`.
-
-        If `is_cut`, only my shard: each rank sends every other rank the elements that the other one
-        needs, and no more. Otherwise all are gathered.
-        """
-        bucket = self.bucket_of[parameters[0]]
-        shard = layout.span(bucket.ranks.rank % layout.world_size)
-        start, stop = shard if is_cut else (0, layout.numel)
-        found = torch.empty(stop - start, dtype=bucket.precision.master, device=bucket.device)
-        for low, high in layout.gaps:
-            found[max(low - start, 0) : max(high - start, 0)].zero_()
-        places = dict(zip(parameters, layout.slots, strict=True))
-        if is_cut:
-            arriving = [self._start_exchange(places, layout, found)]
-        else:
-            arriving = self._start_gathers(places, found)
-        for pending in arriving:
-            pending.wait()
-        for parameter, slot in places.items():
-            cast = self._casts.get(parameter)
-            if cast is not None:
-                values = found[max(slot.offset - start, 0) : max(slot.stop - start, 0)]
-                values.copy_(values.to(cast))
-        return found
-
-    def _start_gathers(self, places: Mapping[nn.Parameter, Slot], found: Tensor) -> list[Pending]:
-        """Begin to fill `found`, in which each parameter has a slot, bucket by bucket."""
-        arriving = []
-        for bucket in dict.fromkeys(map(self.bucket_of.__getitem__, places)):
-            slots = [places[parameter] for parameter in bucket.parameters]
-            if slots[0].numel == bucket.layout.numel:
-                arriving.append(self._start_gather(bucket, found[slots[0].offset : slots[0].stop]))
-                continue
-            given = _room_for(bucket)
-            arriving.append(self._start_gather(bucket, given))
-            for slot, old in zip(slots, bucket.layout.slots, strict=True):
-                place = found[slot.offset : slot.stop]
-                arriving[-1].then(partial(place.copy_, given[old.offset : old.stop]))
-        return arriving
-
-    def _start_exchange(
-        self, places: Mapping[nn.Parameter, Slot], layout: Layout, found: Tensor
-    ) -> Pending:
-        """Begin to fill `found`, my shard of `layout`, in which each parameter has a slot."""
-        outgoing: dict[int, list[Tensor]] = defaultdict(list)
-        incoming: dict[int, list[Tensor]] = defaultdict(list)
-        shards: dict[Bucket, Tensor] = {}
-        ranks = self.bucket_of[next(iter(places))].ranks
-        mine = layout.span(ranks.rank % layout.world_size)
-        for parameter, slot in places.items():
-            bucket = self.bucket_of[parameter]
-            if bucket not in shards:
-                shards[bucket] = _shard_in_memory(bucket)
-            old, first = bucket.slot_of(parameter), bucket.span[0]
-            for number, (low, high) in shared(old, bucket.span, slot, layout):
-                piece = shards[bucket][old.offset + low - first : old.offset + high - first]
-                # Copies of a shard are held by consecutive blocks of ranks.
-                for rank in range(number, ranks.size, layout.world_size):
-                    outgoing[rank].append(piece)
-            for rank, (low, high) in shared(slot, mine, old, bucket.layout):
-                piece = found[slot.offset + low - mine[0] : slot.offset + high - mine[0]]
-                incoming[rank].append(piece)
-        label = f"the exchange of {layout.slots[0].name} and others for a new layout"
-        return start_exchange_in_pieces(outgoing, incoming, found, ranks, label)
-
-
-def _shard_in_memory(bucket: Bucket) -> Tensor:
-    """Return this rank's shard on the device, from wherever it is stored."""
-    reading = bucket.offload.as_one(bucket.ranks, f"reading {bucket.name}")
-    with reading, bucket.present(writes=False):
-        return bucket.shard.to(bucket.device, copy=bucket.loads_on_use)
-
-
-def _room_for(bucket: Bucket) -> Tensor:
-    """Return room for a bucket's values as given, in its layout."""
-    numel, dtype = bucket.layout.numel, bucket.precision.master
-    return torch.empty(numel, dtype=dtype, device=bucket.device)
-
-
-def _take_edits(parameter: nn.Parameter, given: Tensor) -> None:
-    """Copy a parameter's values, which the program may have changed, into `given`.
-
-    Elements that were only cast keep their precision.
-    """
-    values = parameter.detach()
-    if values.data_ptr() == given.data_ptr() or values.shape != given.shape:
-        return
-    if values.dtype != given.dtype:
-        values = torch.where(given.to(values.dtype) == values, given, values.to(given.dtype))
-    given.copy_(values)
-
-
-def _is_placeholder(parameter: nn.Parameter) -> bool:
-    """Return True if a parameter was never given values, even if it was moved."""
-    values = parameter.data
-    one = values[(slice(0, 1),) * values.dim()] if not any(values.stride()) else values
-    return bool(one.isnan().all())
-
-
-_M = TypeVar("_M", bound=nn.Module)
-_plain_move = nn.Module._apply
-
-
-def _moving(self: _M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _M:
-    """Move or cast a placeholder (`.to`, `.half` and similar) without giving it full memory."""
-
-    def move(tensor: Tensor) -> Tensor:
-        moved = None
-        if isinstance(tensor, nn.Parameter) and tensor in _nursery.bucket_of:
-            moved = None if any(tensor.stride()) else _nursery.moved(tensor, fn)
-        return fn(tensor) if moved is None else moved
-
-    moved: _M = _plain_move(self, fn if Init._contexts else move, recurse)  # type: ignore[no-untyped-call]
-    return moved
-
-
-_nursery = _Nursery()
-taking_over = _nursery.taking_over
-show_as_given = _nursery.show_as_given
-
-
-def born_among(parameter: nn.Parameter) -> Sharing | None:
-    """Return the ranks over which a parameter was created sharded; None if it was not."""
-    bucket = _nursery.bucket_of.get(parameter)
-    return None if bucket is None else bucket.sharing
-
-
-def asked_at_birth(parameter: nn.Parameter) -> tuple[str, ...]:
-    """Return the keys of `zero_optimization` that must be enabled to train a parameter."""
-    return _nursery.asked.get(parameter) or ()
 
 
 class Init:
@@ -644,38 +120,38 @@ class Init:
             "zero_quantized_weights": zero_quantized_weights,
             "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
         }
-        self._asked = tuple(name for name, is_asked in asked.items() if is_asked)
+        self._required = tuple(name for name, is_asked in asked.items() if is_asked)
         if mpu is not None and data_parallel_group is None:
             data_parallel_group = sharing_group_of(mpu)
         group = _one_of(
             data_parallel_group=data_parallel_group,
             sequence_data_parallel_group=sequence_data_parallel_group,
         )
-        birth = birth_of(_one_of(config_dict_or_path=config_dict_or_path, config=config))
-        self._birth = birth if dtype is None else replace(birth, dtype=dtype)
+        settings = _settings_of(_one_of(config_dict_or_path=config_dict_or_path, config=config))
+        self._settings = settings if dtype is None else replace(settings, dtype=dtype)
         self._offload = _offload_of(
-            birth, tier_of(birth, remote_device), pins=pin_memory or birth.pins
+            settings, _tier_of(settings, remote_device), pins=pin_memory or settings.pins
         )
-        self._born: list[Bucket] = []
+        self._buckets: list[InitBucket] = []
         self._begun: list[weakref.ref[nn.Module]] = []
         init_distributed()
-        _nursery.listener.start()
+        keeper.listener.start()
         if not memory_is_tuned():
             keep_freed_memory(current_device())
         self._sharing = _sharing_of(group, zero_param_parallel_group)
         access.watch_apply()
         nn.Module._apply = _moving  # type: ignore[method-assign]
         if module is not None:
-            self._bear_all(module)
+            self._shard(module)
             self._show()
 
     def __enter__(self) -> Init:
         if self._enabled:
             if not Init._contexts:
-                _nursery.settle()
+                keeper.settle()
                 stack = Init._watching
                 stack.enter_context(access.attended())
-                stack.enter_context(ReadWatcher(_nursery.on_read, on_fill=_nursery.on_fill))
+                stack.enter_context(ReadWatcher(keeper.on_read, on_fill=keeper.on_fill))
                 for handle in (
                     register_module_module_registration_hook(_on_attach),
                     register_module_parameter_registration_hook(_on_parameter),
@@ -701,27 +177,28 @@ class Init:
             for reference in begun:
                 module = reference()
                 if module is not None:
-                    self._bear_all(module)
-            _nursery.touched.keep(0)
-            _nursery.leaving.wait()
+                    self._shard(module)
+            keeper.gathered.keep(0)
+            keeper.leaving.wait()
             self._show()
 
-    def _bear_all(self, module: nn.Module) -> None:
-        fresh = [p for p in module.parameters() if p not in _nursery.bucket_of]
+    def _shard(self, module: nn.Module) -> None:
+        fresh = [p for p in module.parameters() if p not in keeper.bucket_of]
         name = type(module).__name__
         with unwatched():
-            self._born += _nursery.bear(fresh, name, self._sharing, self._offload)
-        for parameter in fresh if self._asked else ():
-            _nursery.asked[parameter] = self._asked
-        if not self._birth.gathers_in_apply:
+            self._buckets += keeper.shard(fresh, name, self._sharing, self._offload, self._required)
+        if not self._settings.gathers_in_apply:
             access.leave_alone(fresh)
 
     def _show(self) -> None:
         """Show the parameters created here in the chosen dtype, after all initialisations."""
-        born, self._born = self._born, []
-        if self._birth.dtype is not None:
+        buckets, self._buckets = self._buckets, []
+        if self._settings.dtype is not None:
             with unwatched():
-                _nursery.show(born, self._birth.dtype)
+                for bucket in buckets:
+                    bucket.shown = self._settings.dtype
+                    if all(map(bucket.owns, bucket.parameters)):
+                        bucket.hide_values()
 
 
 def MiCS_Init(  # noqa: PLR0913 - the name and the signature are DeepSpeed's
@@ -763,8 +240,8 @@ def _sharing_of(group: Any, near_group: Any) -> Sharing:
 def _on_attach(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     """Shard a module that has been built and becomes part of another one."""
     if child is not None:
-        _nursery.touched.keep(0)
-        Init._contexts[-1]._bear_all(child)
+        keeper.gathered.keep(0)
+        Init._contexts[-1]._shard(child)
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
@@ -777,14 +254,14 @@ def _on_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> Non
 _disks: dict[str, DiskStore] = {}
 
 
-def _offload_of(birth: Birth, tier: Tier, *, pins: bool) -> Offload:
+def _offload_of(settings: InitSettings, tier: Tier, *, pins: bool) -> Offload:
     """Return where shards, and values as given, are stored until `initialize`."""
     if tier is not Tier.DISK:
         return Offload(tier, tier, pins, pins)
-    assert birth.nvme_path is not None  # `tier_of` has checked it
-    if birth.nvme_path not in _disks:
-        _disks[birth.nvme_path] = DiskStore(birth.nvme_path, birth.io)
-    disk = _disks[birth.nvme_path]
+    assert settings.nvme_path is not None  # `_tier_of` has checked it
+    if settings.nvme_path not in _disks:
+        _disks[settings.nvme_path] = DiskStore(settings.nvme_path, settings.io)
+    disk = _disks[settings.nvme_path]
     return Offload(tier, tier, pins, pins, weights_disk=disk, optimizer_disk=disk)
 
 
@@ -794,3 +271,115 @@ def _one_of(**given: Any) -> Any:
     if len(found) > 1:
         raise UsageError(f"zero.Init got {' and '.join(found)}, which are synonyms; pass one")
     return next(iter(found.values()), None)
+
+
+# ---- the configuration ---------------------------------------------------------------------------
+
+_SECTIONS = ("fp16", "bf16", "bfloat16", "zero_optimization", "aio")
+
+
+@dataclass(frozen=True, slots=True)
+class InitSettings:
+    """The settings of parameters that are created sharded, from a configuration."""
+
+    dtype: torch.dtype | None = None
+    """The dtype in which they are shown once the context ends; None: as they were given."""
+    gathers_in_apply: bool = True
+    """True: functions passed to `Module.apply` see their values."""
+    tier: Tier | None = None
+    """The configured tier of weights; None: not configured."""
+    nvme_path: str | None = None
+    pins: bool = False
+    """True: host memory for them is pinned."""
+    io: Aio = field(default_factory=Aio)
+
+
+_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+
+
+def _tier_of(settings: InitSettings, remote_device: str | None) -> Tier:
+    """Return the tier of shards for `zero.Init(remote_device=...)` and the configuration.
+
+    Raises:
+        UsageError: there is no such device, a path is missing, or the two contradict each other.
+    """
+    where = f"zero.Init(remote_device={remote_device!r})"
+    if remote_device is not None and remote_device not in _TIERS:
+        raise UsageError(f"{where}: expected None, 'none', 'cpu' or 'nvme'")
+    chosen = settings.tier or Tier.DEVICE
+    if remote_device is not None:
+        if settings.tier is Tier.DISK and remote_device != "nvme":
+            raise UsageError(
+                f"{where}: the configuration's zero_optimization.offload_param.device is"
+                ' "nvme"; pass remote_device="nvme", or leave it out'
+            )
+        chosen = _TIERS[remote_device]
+    if chosen is Tier.DISK and not settings.nvme_path:
+        raise UsageError(
+            f"{where}: the disk needs a folder; pass config_dict_or_path with"
+            " zero_optimization.offload_param.nvme_path"
+        )
+    return chosen
+
+
+def _settings_of(source: Any) -> InitSettings:
+    """Read a configuration: a dict, the path of a JSON file, or its text.
+
+    A model may be built long before the configuration is complete, so only the keys needed here are
+    read, and `"auto"` counts as missing. `initialize` reads and checks all of it.
+
+    Raises:
+        ConfigError: one of the keys that it reads is invalid.
+    """
+    if source is None:
+        return InitSettings()
+    _, raw = read(source)
+    wanted = {name: _without_autos(raw[name]) for name in _SECTIONS if name in raw}
+    config = load_config({**wanted, "train_micro_batch_size_per_gpu": 1}, allow_unbuilt=True)
+    dtype = None
+    if config.fp16.enabled:
+        dtype = torch.float16
+    elif config.bf16.enabled:
+        dtype = torch.bfloat16
+    zero = config.zero_optimization
+    offload = zero.offload_param
+    # Without a stage, the configuration of a model that is sharded here means stage 3.
+    is_cut = STAGES[zero.stage].weights or "stage" not in _zero_section(raw)
+    return InitSettings(
+        dtype,
+        zero.override_module_apply,
+        _TIERS[offload.device] if offload is not None and is_cut else None,
+        None if offload is None else offload.nvme_path,
+        offload is not None and offload.pin_memory,
+        config.aio,
+    )
+
+
+def _zero_section(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    section = raw.get("zero_optimization")
+    return section if isinstance(section, Mapping) else {}
+
+
+def _without_autos(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {name: _without_autos(inner) for name, inner in value.items() if inner != "auto"}
+
+
+# ---- moves and casts -----------------------------------------------------------------------------
+
+_M = TypeVar("_M", bound=nn.Module)
+_plain_move = nn.Module._apply
+
+
+def _moving(self: _M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _M:
+    """Move or cast a placeholder (`.to`, `.half` and similar) without giving it full memory."""
+
+    def move(tensor: Tensor) -> Tensor:
+        moved = None
+        if isinstance(tensor, nn.Parameter) and tensor in keeper.bucket_of:
+            moved = None if any(tensor.stride()) else keeper.moved(tensor, fn)
+        return fn(tensor) if moved is None else moved
+
+    moved: _M = _plain_move(self, fn if Init._contexts else move, recurse)  # type: ignore[no-untyped-call]
+    return moved

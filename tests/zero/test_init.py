@@ -32,7 +32,8 @@ from hadal.errors import (
     ShardedAccessError,
     UsageError,
 )
-from hadal.zero import GatheredParameters, init
+from hadal.zero import GatheredParameters, sharded_init
+from hadal.zero.sharded_init import InitBucket
 
 
 class Applied(nn.Module):
@@ -309,15 +310,18 @@ def lay_out_again(zero: dict[str, Any], cast: torch.dtype | None) -> None:
     with hadal.zero.Init():
         model = nn.ModuleList(Built() for _ in range(2))
     model = model.to(cast)
-    received, exchange = [], init.start_exchange_in_pieces
+    received, exchange = [], sharded_init.start_exchange_in_pieces
 
     def counting(outgoing: Any, incoming: Any, like: Any, ranks: Any, label: str) -> Any:
         other = (one for r, pieces in incoming.items() if r != ranks.rank for one in pieces)
         received.extend(one.numel() for one in other)
         return exchange(outgoing, incoming, like, ranks, label)
 
-    refused = patch.object(init, "start_all_gather", side_effect=AssertionError("gathers all"))
-    with patch.object(init, "start_exchange_in_pieces", counting), refused:
+    refused = AssertionError("gathers all")
+    with (
+        patch.object(sharded_init, "start_exchange_in_pieces", counting),
+        patch.object(sharded_init, "start_all_gather", side_effect=refused),
+    ):
         engine = engine_of(3, model, zero_optimization={**zero, "stage": 3, **WITHOUT_WHOLE})
     shards = sum(bucket.shard.numel() for bucket in engine._parts.runtime.buckets)
     assert 0 < sum(received) <= shards, (received, shards)
@@ -408,7 +412,9 @@ class Started(nn.Module):
 
 def start_gathered(modifier: int | None, dtype: torch.dtype | None) -> None:
     def make(layer: Callable[[], nn.Module]) -> nn.Module:
-        model = nn.Sequential(Started(layer, modifier), *(layer() for _ in range(init._STAY_WHOLE)))
+        model = nn.Sequential(
+            Started(layer, modifier), *(layer() for _ in range(sharded_init._STAY_WHOLE))
+        )
         for part in (*model[1:], model[0].layer):
             nn.init.normal_(part.weight)  # with the last one, more than stay gathered
         with GatheredParameters(model.parameters(), modifier_rank=modifier):
@@ -536,8 +542,8 @@ def use_before(dtype: torch.dtype | None) -> None:
 def differentiate_before() -> None:
     inside = built(Reader, hadal.zero.Init(), seed=4)
     plain = built(Reader, contextlib.nullcontext(), seed=4)
-    init._nursery._has_warned = False
-    with patch.object(init._log, "warning") as warning:
+    sharded_init.keeper._has_warned = False
+    with patch.object(sharded_init._log, "warning") as warning:
         for model in (inside, plain):
             model(torch.arange(8)).square().mean().backward()
     (call,) = warning.call_args_list
@@ -923,7 +929,7 @@ class Weighed(nn.Linear):
 
 
 def build_deep(leaving: int, dtype: torch.dtype | None) -> tuple[int, int]:
-    init._nursery.leaving = Leaving(leaving)
+    sharded_init.keeper.leaving = Leaving(leaving)
     gc.collect()
     already, Weighed.peak = held_nbytes(), 0
     with hadal.zero.Init(dtype=dtype):
@@ -934,7 +940,7 @@ def build_deep(leaving: int, dtype: torch.dtype | None) -> tuple[int, int]:
     del model
     gc.collect()
     assert numel == DEPTH * (WIDTH**2 + WIDTH)
-    init._nursery.leaving = Leaving(init.LEAVING_NBYTES)
+    sharded_init.keeper.leaving = Leaving(sharded_init.LEAVING_NBYTES)
     return Weighed.peak - already, held - already
 
 
@@ -981,13 +987,13 @@ def fill(reads: bool, config: dict[str, Any] | None) -> None:
     rank = comm.get_rank()
     torch.manual_seed(11 + rank)
     gathers = []
-    begin = init._Nursery._start_gather
+    begin = InitBucket.start_gather
 
-    def counting(self: Any, bucket: Any, given: torch.Tensor) -> Any:
-        gathers.append(bucket.name)
-        return begin(self, bucket, given)
+    def counting(self: InitBucket, given: torch.Tensor) -> Any:
+        gathers.append(self.name)
+        return begin(self, given)
 
-    with patch.object(init._Nursery, "_start_gather", counting), hadal.zero.Init(config=config):
+    with patch.object(InitBucket, "start_gather", counting), hadal.zero.Init(config=config):
         model = Filled(reads=reads)
     assert len(gathers) == reads
     after = torch.rand(1)
