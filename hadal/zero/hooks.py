@@ -1,4 +1,4 @@
-"""Hooks on parameters for gradients and on units for weights; no other file registers any."""
+"""Hooks on parameters for gradients and on units for weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,36 +33,21 @@ from hadal.zero.parameters import QUESTIONS, fills
 from hadal.zero.runtime import ZeroRuntime
 from hadal.zero.views import is_any_under_way
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _outside_graphs(function: _F) -> _F:
-    """Keep a function out of compiled graphs, because a graph must not trace moves of memory.
-
-    The compiler takes about a second to import, so it is used only once it has been imported.
-    """
-    if _is_compiler_there():
-        shielded: _F = torch.compiler.disable(function)
-        return shielded
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # The compiler may have been imported since.
-        act = torch.compiler.disable(function) if _is_compiler_there() else function
-        return act(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
-
 
 def _is_compiler_there() -> bool:
     return "torch._dynamo" in sys.modules
 
 
 class _Own:
-    """A hook of one model; deep copies and pickles of the model do not contain it."""
+    """A hook of one model; deep copies and pickles of the model do not contain it.
+
+    It stays out of compiled graphs, because a graph must not trace moves of memory. The compiler
+    takes about a second to import, so it is used only once it has been imported.
+    """
 
     def __init__(self, act: Callable[..., Any]) -> None:
         self._act = act
+        self.__qualname__ = act.__qualname__  # as functions have
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _is_compiler_there():
@@ -229,7 +214,7 @@ class Hooks:
         if not gathering.uses.units:
             yield
             return
-        watcher = ReadWatcher(_outside_graphs(gathering.on_read), gathering.on_view)
+        watcher = ReadWatcher(_Own(gathering.on_read), gathering.on_view)
         with saving(gathering), watcher if gathering.escapes.are_watched else nullcontext():
             yield
 
@@ -340,19 +325,17 @@ def saving(gathering: Gathering) -> AbstractContextManager[None]:
     if not gathering.uses.units:
         return nullcontext()
 
-    @_outside_graphs
     def pack(tensor: Tensor) -> Any:
         bucket = gathering.uses.bucket_at(tensor)
         return tensor if bucket is None else _Saved(bucket, tensor)
 
-    @_outside_graphs
     def unpack(saved: Any) -> Any:
         if not isinstance(saved, _Saved):
             return saved
         gathering.begin_use(saved.bucket)
         return saved.tensor()
 
-    context: AbstractContextManager[None] = saved_tensors_hooks(pack, unpack)
+    context: AbstractContextManager[None] = saved_tensors_hooks(_Own(pack), _Own(unpack))
     return context
 
 
