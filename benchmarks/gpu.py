@@ -279,7 +279,7 @@ def measure(name: str, setting: Setting) -> Finding:
     with torch.device("meta"):
         counted = estimate.counted(Gpt(workload))
     stage = int(name) if name.isdigit() else _stage_of_peer(setting) * (name != _LOOP)
-    states = estimate.device_nbytes(stage, counted, estimate.JobSize(workload.world_size))
+    states = estimate.states_of(stage, counted, estimate.JobSize(workload.world_size)).total.device
     return Finding(
         {_LOOP: "by hand"}.get(name, f"hadal, stage {stage}" if name.isdigit() else name),
         counted.numel,

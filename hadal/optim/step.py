@@ -369,7 +369,7 @@ class FlatStepper(OptimizerStepper):
         # torch's schedulers check whether the optimizer has stepped.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         for one in ordered:
-            one.bucket.leave_refresh()
+            one.bucket.overlap_refresh()
 
     def _uncount(self, overflowed: Tensor) -> None:
         """Subtract the update from the step counts if the kernels have skipped it."""

@@ -1,8 +1,8 @@
 """The protocol by which ranks on different paths agree on the bucket to gather next.
 
 Every gather is announced. If all ranks announce the same bucket, it is gathered; if they differ,
-each announced bucket is gathered in turn, and a rank that did not ask for it lends its shard. A
-rank that has finished announces a marker and keeps lending until all have finished. So no rank ever
+each announced bucket is gathered in turn, and a rank that did not ask for it serves its shard. A
+rank that has finished announces a marker and keeps serving until all have finished. So no rank ever
 waits for one on another path.
 
 With its marker a rank sends a word, a number that shows whether all ranks have done, or are about
@@ -102,7 +102,7 @@ class Agreement:
         self._exchange(code, f"the agreement to gather {bucket.name}")
 
     def finish(self, marker: Marker, word: int = 0) -> Met:
-        """Lend shards until every rank reaches the same point; return the announcements there.
+        """Serve shards until every rank reaches the same point; return the announcements there.
 
         `word` is in [0, `WORD_LIMIT`).
 
@@ -129,7 +129,7 @@ class Agreement:
             return Met(markers, tuple(-code >> _MARKER_BITS for code in codes))
 
     def compare_progress(self) -> None:
-        """Exchange only the progress, and lend what ranks at other points ask for."""
+        """Exchange only the progress, and serve ranks at other points."""
         self._exchange(_PROGRESS, f"the agreement of all ranks at {Marker.PROGRESS.value}")
 
     @in_step

@@ -55,14 +55,6 @@ class NodeCopy:
         self.kept: Tensor | None = None
         """My slice of the last full buffer."""
 
-    def outdate(self) -> None:
-        """Mark the copy stale, because weights have changed or the gather does not create one."""
-        self.is_current = False
-
-    def expect(self) -> None:
-        """Mark the copy current, because the gather that is under way creates it."""
-        self.is_current = self._node is not None
-
     def keep(self, full: Tensor) -> None:
         """Keep my slice of a full buffer."""
         mine = self._cut_of(full)
@@ -147,7 +139,10 @@ class Bucket:
         self.parameters = tuple(member.parameter for member in members)
         itemsize = min(precision.compute.itemsize, precision.master.itemsize)
         self.layout: Layout = lay_out(
-            [(m.name, tuple(m.parameter.shape), m.group, _order_of(m.parameter)) for m in members],
+            [
+                (m.name, tuple(m.parameter.shape), m.group, order_of(p.shape, p.stride()) or ())
+                for m, p in zip(members, self.parameters, strict=True)
+            ],
             sharing.shards.size,
             itemsize,
             plan.row_numel or 1,
@@ -162,7 +157,7 @@ class Bucket:
         """Called after each gather with the full buffer and the ranks that took part."""
         self._steps_off = offload.lands_off(device)
         self.detects_data_writes = detects_data_writes
-        """Whether an accelerator looks for writes that torch does not count. A CPU always does."""
+        """True: an accelerator looks for writes that torch does not count. A CPU always does."""
         # The digest of the weights after the last update; or as gathered, if the shard is in other
         # memory.
         self._digest: Tensor | None = None
@@ -413,7 +408,7 @@ class Bucket:
         if not (self.has_own_master or self.partition.weights):
             self._own_views += count
 
-    def leave_disk(self) -> None:
+    def free_disk(self) -> None:
         """Free the space on the disk; the bucket is not used any more."""
         self._shard.free()
         if self._master is not None and self._master is not self._shard:
@@ -472,16 +467,13 @@ class Bucket:
         """Begin to gather the full buffer: SHARDED to ARRIVING."""
         if self.state is not Weights.SHARDED:
             return
-        self._open_full()
+        self._views.check_placeholders()
+        # Views that autograd saved use this storage: it is resized, never replaced.
+        self._resize_full(self.full.numel() * self.full.itemsize)
         self._places = self.gatherers_of(exact=exact)
         self._is_exact = exact
         self._pending = self._start_gather(self.full, exact=exact)
         self.state = Weights.ARRIVING
-
-    def _open_full(self) -> None:
-        self._views.check_placeholders()
-        # Views that autograd saved use this storage: it is resized, never replaced.
-        self._resize_full(self.full.numel() * self.full.itemsize)
 
     def _resize_full(self, nbytes: int) -> None:
         storage = self.full.untyped_storage()
@@ -526,12 +518,13 @@ class Bucket:
         """
         if not self.partition.weights or self.state is not Weights.FULL:
             return
-        if not in_use or self._compares_for_nothing or self._views.were_written:
+        is_cheap = self.device.type == "cpu" and (self.is_rounded or self._shard.is_present)
+        if not in_use or is_cheap or self._views.were_written:
             self.absorb_edits()
         elif self._records_data_writes:
             is_lost = self._differs_from_arrived()
             self._is_lost = is_lost if self._is_lost is None else self._is_lost.logical_or_(is_lost)
-        if self.node_copy.is_current and self._holds_what_travels:
+        if self.node_copy.is_current and self._holds_used_values:
             self.node_copy.keep(self.full)
         try:
             self._views.look_at_placeholders()
@@ -565,10 +558,6 @@ class Bucket:
         """Return True if the user has kept a view of the gathered weights, such as `weight.t()`."""
         return self._views.have_others(self._own_views)
 
-    @property
-    def _compares_for_nothing(self) -> bool:
-        return self.device.type == "cpu" and (self.is_rounded or self._shard.is_present)
-
     def serve(self, *, exact: bool = False) -> None:
         """Send my shard to ranks that gather this bucket while this rank does not use it."""
         was_current, places = self.node_copy.is_current, self.gatherers_of(exact=exact)
@@ -577,7 +566,7 @@ class Bucket:
         if self.on_gather is not None:
             self.on_gather(scratch, places)
         is_new = self.node_copy.is_current and not was_current
-        if is_new and not self._holds_what_travels:
+        if is_new and not self._holds_used_values:
             self.node_copy.keep(scratch)
 
     def gatherers_of(self, *, exact: bool = False) -> range:
@@ -586,7 +575,7 @@ class Bucket:
         return self.sharing.places_of_node if is_near else self.sharing.places
 
     @property
-    def _holds_what_travels(self) -> bool:
+    def _holds_used_values(self) -> bool:
         """Return True if the full buffer has the values that forward and backward use."""
         return self.state is not Weights.SHARDED and not (self.rounds and self._is_exact)
 
@@ -595,26 +584,21 @@ class Bucket:
         is_apart = exact and self.rounds
         if is_apart:
             # The node's copy is for forward and backward, and may be stale after this.
-            self.node_copy.outdate()
+            self.node_copy.is_current = False
         elif self.node_copy.is_current:
-            return self.node_copy.start_gather(full, self._full_to_lend(), self._gather_label)
+            if self._holds_used_values and self._pending is not None:
+                self._pending.wait()
+            source = self.full if self._holds_used_values else None
+            return self.node_copy.start_gather(full, source, self._gather_label)
         else:
-            self.node_copy.expect()
+            self.node_copy.is_current = self.sharing.node is not None
         place, codec = full[self.span[0] : self.span[1]], None if is_apart else self._codec
         gather = partial(self.sharing.start_gather, full, codec, self._gather_label)
         return self._shard.fill(place, gather)
 
-    def _full_to_lend(self) -> Tensor | None:
-        """Return the full buffer, waiting for its gather, if it has the values others need."""
-        if not self._holds_what_travels:
-            return None
-        if self._pending is not None:
-            self._pending.wait()
-        return self.full
-
     def outdate(self) -> None:
         """Mark the node's copy stale: the shards have new values. All ranks must call it."""
-        self.node_copy.outdate()
+        self.node_copy.is_current = False
 
     # ---- master and weights ----------------------------------------------------------------------
 
@@ -667,7 +651,7 @@ class Bucket:
     def start_refresh(self) -> None:
         """Begin to gather whole weights that were stepped or loaded in shards.
 
-        `leave_refresh` follows, after the refreshes of all buckets have begun.
+        `overlap_refresh` follows, after the refreshes of all buckets have begun.
         """
         self.outdate()
         self._is_new = False
@@ -694,7 +678,7 @@ class Bucket:
             # accelerator, which nothing may wait for.
             self._digest = digest(self.full[self.span[0] : self.span[1]])
 
-    def leave_refresh(self) -> None:
+    def overlap_refresh(self) -> None:
         """Let a refresh overlap with the device's next work, until the weights are read."""
         self._refresh.leave()
 
@@ -800,10 +784,6 @@ class Bucket:
         self._views.release()
 
 
-def _order_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    return order_of(parameter.shape, parameter.stride()) or ()
-
-
 def write_back_all(cuts: Iterable[tuple[Bucket, int, int]]) -> None:
     """Write back [start, stop) of several buckets, in one call if all is in the same memory."""
     places: list[Tensor] = []
@@ -824,4 +804,4 @@ def refresh_all(buckets: Iterable[Bucket]) -> None:
     for bucket in begun:
         bucket.start_refresh()
     for bucket in begun:
-        bucket.leave_refresh()
+        bucket.overlap_refresh()

@@ -308,13 +308,6 @@ def _parts_master(weights: Tier, optimizer: Tier) -> bool:
     return weights is not optimizer or Tier.DISK in (weights, optimizer)
 
 
-def device_nbytes(
-    stage: int, model: Model, job: JobSize, cost: Cost = HALF, rest: ShardTiers | None = None
-) -> int:
-    """Return the bytes of model states on one device at a stage, within 1 % (padding)."""
-    return states_of(stage, model, job, cost, rest).total.device
-
-
 def layer_nbytes(model: Model, cost: Cost = HALF) -> int:
     """Return the bytes of the largest layer while it is unsharded, with its gradient."""
     return (cost.weight + cost.gradient) * model.largest
@@ -467,7 +460,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
         additional_buffer_factor: factor on host memory, to leave room for other uses.
     """
     job = JobSize(num_gpus_per_node, num_nodes)
-    _print_zero2(counted(model), job, additional_buffer_factor)
+    _print_needs(2, counted(model), job, additional_buffer_factor)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
@@ -478,7 +471,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 ) -> None:
     """Print the memory that ZeRO-2 needs for a number of parameters, per node and device."""
     job = JobSize(num_gpus_per_node, num_nodes)
-    _print_zero2(Model(total_params), job, additional_buffer_factor)
+    _print_needs(2, Model(total_params), job, additional_buffer_factor)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -496,7 +489,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
         additional_buffer_factor: factor on host memory, to leave room for other uses.
     """
     job = JobSize(num_gpus_per_node, num_nodes)
-    _print_zero3(counted(model), job, additional_buffer_factor)
+    _print_needs(3, counted(model), job, additional_buffer_factor)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -508,31 +501,31 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 ) -> None:
     """Print the memory that ZeRO-3 needs for numbers of parameters, per node and device."""
     job = JobSize(num_gpus_per_node, num_nodes)
-    _print_zero3(Model(total_params, 0, largest_layer_params), job, additional_buffer_factor)
+    _print_needs(3, Model(total_params, 0, largest_layer_params), job, additional_buffer_factor)
 
 
-def _print_zero2(model: Model, job: JobSize, factor: float) -> None:
-    lines = ["  per device     | host, per node | disk, per node | options"]
-    for precision, cost in _PRECISIONS:
-        for tier in _TIERS:
-            row = _row(2, model, job, cost, ShardTiers(optimizer=tier))
-            cells = (row.device, factor * row.host_whole, row.disk)
-            lines.append(_line(cells, precision, optimizer=tier))
-    _print("ZeRO-2", model, job, lines)
-
-
-def _print_zero3(model: Model, job: JobSize, factor: float) -> None:
-    lines = ["  per device     | host, per node | no zero.Init   | disk, per node | options"]
-    for precision, cost in _PRECISIONS:
-        for weights, optimizer in _RESTS:
-            row = _row(3, model, job, cost, ShardTiers(weights, optimizer))
+def _print_needs(stage: int, model: Model, job: JobSize, factor: float) -> None:
+    is_3 = stage == 3
+    born = "host, per node | no zero.Init  " if is_3 else "host, per node"
+    lines = [f"  per device     | {born} | disk, per node | options"]
+    for precision, cost in (("bf16 or fp16", HALF), ("fp32", FULL)):
+        for weights, optimizer in _RESTS if is_3 else _RESTS[:3]:
+            row = _row(stage, model, job, cost, ShardTiers(weights, optimizer))
             hosts = (factor * row.host_born_sharded, factor * row.host_whole)
-            cells = (row.device, *hosts, row.disk)
-            lines.append(_line(cells, precision, optimizer=optimizer, param=weights))
-    _print("ZeRO-3, with the largest layer whole,", model, job, lines)
+            cells = (row.device, *hosts[0 if is_3 else 1 :], row.disk)
+            shown = " | ".join(f"{nbytes / _GB:11.2f} GB" for nbytes in cells)
+            tiers = {"optimizer": optimizer, "param": weights}.items()
+            off = [f"offload_{name} {_TIERS[t]}" for name, t in tiers if t is not Tier.DEVICE]
+            lines.append(f"  {shown} | {', '.join([precision, *off])}")
+    frozen = f" ({_millions(model.frozen)} of them frozen)" if model.frozen else ""
+    title = "ZeRO-3, with the largest layer whole," if is_3 else "ZeRO-2"
+    head = [
+        f"Model states of {_millions(model.numel)} parameters{frozen} under {title}",
+        f"with Adam, on {job.nodes} x {job.devices_per_node} devices; activations come on top.",
+    ]
+    print("\n".join([*head, *lines]))  # noqa: T201 - the function's purpose is to print
 
 
-_PRECISIONS: Sequence[tuple[str, Cost]] = (("bf16 or fp16", HALF), ("fp32", FULL))
 # The configuration's names for the tiers.
 _TIERS = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
 _RESTS: Sequence[tuple[Tier, Tier]] = (
@@ -567,22 +560,5 @@ def _row(stage: int, model: Model, job: JobSize, cost: Cost, rest: ShardTiers) -
     )
 
 
-def _line(cells: Iterable[float], precision: str, **rests: Tier) -> str:
-    shown = " | ".join(f"{nbytes / _GB:11.2f} GB" for nbytes in cells)
-    off = [
-        f"offload_{name} {_TIERS[tier]}" for name, tier in rests.items() if tier is not Tier.DEVICE
-    ]
-    return f"  {shown} | {', '.join([precision, *off])}"
-
-
 def _millions(numel: int) -> str:
     return f"{numel / 1e6:.1f} M"
-
-
-def _print(title: str, model: Model, job: JobSize, lines: Iterable[str]) -> None:
-    frozen = f" ({_millions(model.frozen)} of them frozen)" if model.frozen else ""
-    head = [
-        f"Model states of {_millions(model.numel)} parameters{frozen} under {title}",
-        f"with Adam, on {job.nodes} x {job.devices_per_node} devices; activations come on top.",
-    ]
-    print("\n".join([*head, *lines]))  # noqa: T201 - the function's purpose is to print

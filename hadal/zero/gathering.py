@@ -7,7 +7,7 @@ and no rank announces anything until the end.
 
 The others rely on a rank's part in all gathers of the plan, so it takes part also in those that it
 does not need. If it needs a bucket that the rest of the plan lacks, it takes part in that rest
-first; then it announces what it needs, and the others lend their shards when they reach the end.
+first; then it announces what it needs, and the others serve their shards when they reach the end.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-class Escapes:
+class KeptViews:
     """The buckets with views that outlived a use: `weight.t()`, kept or returned by a module.
 
     Such views are plain tensors, so their class does not announce reads; every operation is watched
@@ -151,7 +151,7 @@ class Escapes:
         self.are_watched = bool(self._left)
 
     def note(self, bucket: Bucket) -> bool:
-        """Look for views before a bucket is freed; return True if their reads are not seen."""
+        """Look for views before a bucket is freed; return True if their reads would be missed."""
         if not bucket.has_other_views:
             return False
         self._left[bucket] = _PHASES
@@ -188,7 +188,7 @@ class Gathering:
         # The number of `whole` contexts that hold each bucket; it is not freed inside them.
         self._pins: Counter[Bucket] = Counter()
         self._listener = ReadListener(self.on_read)
-        self.escapes = Escapes()
+        self.kept_views = KeptViews()
         self.meeting: AbstractContextManager[object] = nullcontext()
         """Context around the meetings at both ends of a backward, which measures their time."""
         self.gives_empty_state = False
@@ -321,7 +321,7 @@ class Gathering:
         else:
             stays = walk.keeps and bucket in self._kept
         # Reads of a view are not announced, so a bucket that has one stays until the pass ends.
-        if not stays and (not self.escapes.note(bucket) or self.phase is Phase.IDLE):
+        if not stays and (not self.kept_views.note(bucket) or self.phase is Phase.IDLE):
             self._free(bucket)
 
     def _is_busy(self, bucket: Bucket) -> bool:
@@ -336,7 +336,7 @@ class Gathering:
         """Free all gathered buckets except some."""
         for bucket in self._buckets:
             if bucket.state is Weights.FULL and bucket not in but:
-                self.escapes.note(bucket)
+                self.kept_views.note(bucket)
                 self._free(bucket)
 
     # ---- reductions, whose order depends on the plan ---------------------------------------------
@@ -533,12 +533,12 @@ class Gathering:
         if walk.plan is not None and walk.follows:
             held = {self._buckets[number] for number in walk.plan.held}
             self.free_all(but=held.union(+self._pins))
-        self.escapes.begin()
+        self.kept_views.begin()
         self._listener.start()
         self.phase = phase
 
     def _end(self, marker: Marker) -> None:
-        """Meet the other ranks at the end; lend until all are there."""
+        """Meet the other ranks at the end; serve until all are there."""
         walk = self._walk
         if walk.plan is not None and walk.follows:
             with unwatched(), in_step:
@@ -641,7 +641,7 @@ class Gathering:
         """Free rounded buckets outside of forward and backward, to gather them exactly."""
         for bucket in buckets:
             if bucket.is_rounded and self.phase is Phase.IDLE and not self._pins[bucket]:
-                self.escapes.note(bucket)
+                self.kept_views.note(bucket)
                 self._free(bucket)
 
     def gather_for_good(self) -> None:

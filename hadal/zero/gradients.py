@@ -174,6 +174,8 @@ class Gradients:
         self._views: list[Tensor] = []
         self._copies = _copies_of(bucket.device)
         self._filled = bytearray(len(bucket.parameters))
+        self.arrivals = [0] * len(bucket.parameters)
+        """The number of this rank's gradients for each parameter since the last update."""
         self._host = HostMean.of(bucket)
         self._mean: Tensor | None = None
         self._mean_holds = False
@@ -283,6 +285,7 @@ class Gradients:
         """Collect the gradient that autograd just put on parameter number `index`."""
         parameter = self.bucket.parameters[index]
         gradient = parameter.grad
+        self.arrivals[index] += 1
         if gradient is None:
             return
         gradient = gradient.detach()
@@ -540,6 +543,7 @@ class Gradients:
         self._kept = None
         self._late.clear()
         self._filled[:] = bytes(len(self._filled))
+        self.arrivals = [0] * len(self._filled)
         if not is_host_memory(self.bucket.device):
             self.full, self._views = None, []
             self._mean = self._mean if self._has_landed else None

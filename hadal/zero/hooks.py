@@ -215,7 +215,7 @@ class Hooks:
             yield
             return
         watcher = ReadWatcher(_Own(gathering.on_read), gathering.on_view)
-        with saving(gathering), watcher if gathering.escapes.are_watched else nullcontext():
+        with saving(gathering), watcher if gathering.kept_views.are_watched else nullcontext():
             yield
 
     def _watch_gradient(

@@ -102,7 +102,7 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A contiguous range of a span that belongs to one param group: what an optimizer steps."""
+    """A contiguous range of a span that belongs to one param group; it is stepped as one."""
 
     group: int
     start: int

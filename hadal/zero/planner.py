@@ -1,4 +1,4 @@
-"""Traces of passes, and plans made of them: what to gather and to free at each use. No tensors."""
+"""Traces of passes, and plans made of them: the gathers and frees at each use. No tensors."""
 
 from __future__ import annotations
 

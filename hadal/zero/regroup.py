@@ -35,7 +35,7 @@ def train_later(
         runtime.replace(old, parts)
         for bucket in parts:
             bucket.reshard()
-        old.leave_disk()
+        old.free_disk()
     return [one for one in runtime.gradients if any(p in chosen for p in one.bucket.parameters)]
 
 

@@ -31,7 +31,7 @@ from hadal.zero.gathering import Gathering, Phase
 from hadal.zero.gradients import Arrival, Gradients
 from hadal.zero.grouping import Unit
 from hadal.zero.policy import Divergence, Limits, Reduction
-from hadal.zero.sanity import Sanity, UnusedCheck
+from hadal.zero.sanity import Sanity, unused_fault
 
 
 class Expectation:
@@ -190,7 +190,8 @@ class ZeroRuntime:
         # The buckets with a parameter that any rank has frozen.
         self._frozen: list[Bucket] = []
         self._overlaps = limits.overlap
-        self._unused: UnusedCheck | None = None
+        # True: no rank lacks a gradient in this update, so that none is looked for again.
+        self._has_all = False
         self._sanity = sanity
         if sanity is not None:
             sanity.watch(self.buckets)
@@ -215,8 +216,6 @@ class ZeroRuntime:
         # Sharded gradients must not be held whole until the end of backward.
         is_cut = any(gradients.partitioned for gradients in self.gradients)
         self._reduces_inside = self._reduction.inside_backward or is_cut
-        if self._reduction.refuses_unused:
-            self._unused = UnusedCheck(self.gradients, self.ranks)
 
     def expect_here(self) -> None:
         """Raise an error if states are off the device for a while, or after an interrupt."""
@@ -326,7 +325,10 @@ class ZeroRuntime:
 
     def _refuse_unused(self) -> None:
         """Raise `ModelError` for parameters without a gradient in the update, if configured."""
-        fault = None if self._unused is None else self._unused.fault()
+        if self._has_all or not self._reduction.refuses_unused:
+            return
+        fault = unused_fault(self.gradients, self.ranks)
+        self._has_all = fault is None
         if fault is not None:
             self.clear_gradients()
             raise fault
@@ -341,14 +343,12 @@ class ZeroRuntime:
             return
         gradients = self._gradients_of[bucket]
         if self._sanity is not None:
-            self._sanity.came(gradients, index)
+            self._sanity.check_gradient(bucket, index)
         if self.gathering.has_left:
             # All ranks start all of these by themselves now. They free memory for late gradients.
             for earlier in self._in_flight:
                 earlier.advance_first_hop()
         gradients.take(index)
-        if self._unused is not None:
-            self._unused.came(gradients, index)
         self._brought.add(gradients)
         if not self._expectation.came(bucket, index):
             return
@@ -383,7 +383,7 @@ class ZeroRuntime:
             parameter.grad = gradient
             return True
         if self.leaves_others_gradients and is_anothers:
-            self._leave(parameter, name)
+            self._drop_others(parameter, name)
             return False
         raise UsageError(
             f"rank {self.ranks.rank}: a gradient for {name} arrived in the backward of another"
@@ -392,7 +392,7 @@ class ZeroRuntime:
             " loss.backward() in place of engine.backward(loss)."
         )
 
-    def _leave(self, parameter: nn.Parameter, name: str) -> None:
+    def _drop_others(self, parameter: nn.Parameter, name: str) -> None:
         """Drop the gradient of another engine's loss; warn once."""
         parameter.grad = None
         if not self._has_warned:
@@ -512,24 +512,22 @@ class ZeroRuntime:
             UsageError: a write to weights before the last update was lost.
         """
         self._refuse_unused()
-        with self.reducing:
-            self._reduce_rest()
-
-    def _reduce_rest(self) -> None:
-        frozen = [_has_frozen(g.bucket) for g in self.gradients]
-        self._unreported += 1
-        if self.gathering.any_news(self._has_news(frozen)):
-            self._reduce_late(frozen)
-        for gradients in self.gradients:
-            if gradients.state is Arrival.EMPTY:
-                gradients.count_as_zero()
-            gradients.land()
-
-    def _has_news(self, frozen: Sequence[bool]) -> bool:
-        """Return True if this rank has something to report that the others do not expect."""
-        waits = any(g.waits or g.is_of_copy for g in self.gradients)
-        is_idle = self._unreported >= _IDLE_UPDATES and not self._brought.issuperset(self._order)
-        return waits or is_idle or frozen != self._reported_frozen or self._edits.lost
+        with self.reducing, unwatched():
+            frozen = [
+                not all(parameter.requires_grad for parameter in g.bucket.parameters)
+                for g in self.gradients
+            ]
+            self._unreported += 1
+            # Whatever this rank has to report that the others do not expect.
+            waits = any(g.waits or g.is_of_copy for g in self.gradients)
+            is_due = self._unreported >= _IDLE_UPDATES and not self._brought.issuperset(self._order)
+            news = waits or is_due or frozen != self._reported_frozen or self._edits.lost
+            if self.gathering.any_news(news):
+                self._reduce_late(frozen)
+            for gradients in self.gradients:
+                if gradients.state is Arrival.EMPTY:
+                    gradients.count_as_zero()
+                gradients.land()
 
     def _reduce_late(self, frozen: list[bool]) -> None:
         """Average the gradients that any rank reports as not averaged."""
@@ -575,7 +573,7 @@ class ZeroRuntime:
             MismatchError, ModelError: something is wrong (see `sanity.py`).
         """
         if self._sanity is not None:
-            self._sanity.check(overflow_is_handled=overflow_is_handled)
+            self._sanity.check(self.gradients, overflow_is_handled=overflow_is_handled)
 
     @contextmanager
     def holding_frozen(self) -> Iterator[None]:
@@ -602,8 +600,7 @@ class ZeroRuntime:
         """Clear the gradients after a step."""
         for gradients in self.gradients:
             gradients.clear()
-        if self._unused is not None:
-            self._unused.clear()
+        self._has_all = False
 
     def forget_residuals(self) -> bool:
         """Drop the residuals of coded gradients; return True if there were any."""
@@ -694,12 +691,6 @@ class ZeroRuntime:
 
 
 # ---- parameters frozen while their bucket is trained ---------------------------------------------
-
-
-def _has_frozen(bucket: Bucket) -> bool:
-    """Return True if a parameter of a trained bucket is frozen."""
-    with unwatched():
-        return not all(parameter.requires_grad for parameter in bucket.parameters)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -72,16 +72,13 @@ class Sanity:
         found = _read([digest(part) for part in slices])
         gathers[gather] = (count + 1, [hash(pair) for pair in zip(known, found, strict=False)])
 
-    def came(self, gradients: Gradients, index: int) -> None:
-        """Count a gradient that autograd has put on parameter number `index` of a bucket."""
-        bucket = gradients.bucket
-        name, gradient = bucket.layout.slots[index].name, bucket.parameters[index].grad
-        arrivals = self._report.arrivals
-        arrivals[name] = arrivals.get(name, 0) + 1
+    def check_gradient(self, bucket: Bucket, index: int) -> None:
+        """Look at a gradient that autograd has put on parameter number `index` of a bucket."""
+        gradient = bucket.parameters[index].grad
         if gradient is not None and not _is_finite(gradient):
-            self._report.faulty_gradients[name] = None
+            self._report.faulty_gradients[bucket.layout.slots[index].name] = None
 
-    def check(self, *, overflow_is_handled: bool) -> None:
+    def check(self, gradients: Iterable[Gradients], *, overflow_is_handled: bool) -> None:
         """Compare the ranks' observations since the last update; all ranks must call it.
 
         `overflow_is_handled`: gradients that are not finite are handled elsewhere.
@@ -93,6 +90,9 @@ class Sanity:
         mine, self._report = self._report, _Report()
         mine.digests.update(self._weights())
         mine.faulty_weights += self._faulty_weights()
+        for one in gradients:
+            counts = zip(one.bucket.layout.slots, one.arrivals, strict=True)
+            mine.arrivals.update((slot.name, count) for slot, count in counts if count)
         if overflow_is_handled:
             mine.faulty_gradients.clear()
         reports = gather_objects(mine, self._ranks)
@@ -133,7 +133,7 @@ class Sanity:
             )
 
 
-_READ = "what zero_optimization.enable_sanity_checks compares"
+_READ = "the values that zero_optimization.enable_sanity_checks compares"
 _PARTED_WEIGHTS = (
     "the ranks hold different weights of {names}: rank {rank} differs from rank 0. Change weights"
     " in the same way on every rank, or inside `with hadal.zero.GatheredParameters([parameter],"
@@ -202,47 +202,21 @@ def _faulty_names(bucket: Bucket) -> Iterator[str]:
             yield bucket.layout.slots[part.slot].name
 
 
-class UnusedCheck:
-    """A record of the gradients that arrived on this rank since the last update."""
-
-    def __init__(self, gradients: Sequence[Gradients], ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._gradients = list(gradients)
-        self._came: set[tuple[Gradients, int]] = set()
-        self._passed = False
-
-    def came(self, gradients: Gradients, index: int) -> None:
-        """Record a gradient for parameter number `index` of a bucket."""
-        self._came.add((gradients, index))
-
-    def clear(self) -> None:
-        """Start again after an update."""
-        self._came.clear()
-        self._passed = False
-
-    def _missing(self) -> list[str]:
-        """Return the full names of non-empty, trained parameters without a gradient."""
-        return [
-            slot.name
-            for one in self._gradients
-            for index, slot in enumerate(one.bucket.layout.slots)
-            if slot.numel
-            and one.bucket.parameters[index].requires_grad
-            and (one, index) not in self._came
-        ]
-
-    def fault(self) -> ModelError | None:
-        """Return the same error on every rank if a parameter got no gradient on some rank.
-
-        The ranks compare until nothing is missing, and then not again in that update.
-        """
-        mine = [] if self._passed else self._missing()
-        if self._passed or not any(gather_codes(len(mine), self._ranks)):
-            self._passed = True
-            return None
-        missing = _by_rank(gather_objects(mine, self._ranks))
-        return ModelError(
-            f"no gradient arrived in this update for {missing}. Make the loss"
-            " depend on each parameter, freeze the others (requires_grad_(False)), or"
-            " remove zero_optimization.ignore_unused_parameters, so that they count as zero."
+def unused_fault(gradients: Sequence[Gradients], ranks: Ranks) -> ModelError | None:
+    """Return the same error on every rank if a parameter got no gradient on some rank."""
+    mine = [
+        slot.name
+        for one in gradients
+        for slot, parameter, count in zip(
+            one.bucket.layout.slots, one.bucket.parameters, one.arrivals, strict=True
         )
+        if slot.numel and parameter.requires_grad and not count
+    ]
+    if not any(gather_codes(len(mine), ranks)):
+        return None
+    missing = _by_rank(gather_objects(mine, ranks))
+    return ModelError(
+        f"no gradient arrived in this update for {missing}. Make the loss"
+        " depend on each parameter, freeze the others (requires_grad_(False)), or"
+        " remove zero_optimization.ignore_unused_parameters, so that they count as zero."
+    )

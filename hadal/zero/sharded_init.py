@@ -447,7 +447,7 @@ def taking_over(parameters: Sequence[nn.Parameter], sharing: Sharing) -> Iterato
     for bucket in buckets:
         if not any(map(bucket.owns, bucket.parameters)):
             bucket.given = None
-            bucket.leave_disk()
+            bucket.free_disk()
 
 
 def _can_fetch(

@@ -330,16 +330,11 @@ def is_any_under_way() -> bool:
     return bool(_left)
 
 
-def end_all() -> None:
-    """End all refreshes that are under way."""
-    for refresh in [*_left]:
-        refresh.end()
-
-
 def _end_before_compiling() -> None:
     # Compiled code distinguishes a watched class from the one it was compiled for, so a refresh is
     # over before. In a module, hooks have seen to that; a function around the model, as a whole
     # compiled step, has none, and would be compiled anew after each update.
     global _is_read_unseen
     _is_read_unseen |= bool(_left) and not modules_running()
-    end_all()
+    for refresh in [*_left]:
+        refresh.end()

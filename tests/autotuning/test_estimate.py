@@ -30,7 +30,6 @@ from hadal.zero.estimate import (
     ShardTiers,
     TierBytes,
     counted,
-    device_nbytes,
     host_nbytes,
     states_of,
 )
@@ -50,10 +49,10 @@ def test_figures_match_the_formulas(
     job = JobSize(devices, nodes)
     for cost, precision in ((HALF, "bf16"), (FULL, "fp32")):
         promised = sum(promise_of(stage, precision, numel, job.devices))
-        found = device_nbytes(stage, Model(numel), job, cost)
+        found = states_of(stage, Model(numel), job, cost).total.device
         assert promised <= found <= promised * (1 + PADDING) + 16 * job.devices
         resting = frozen / (job.devices if stage == 3 else 1)
-        more = device_nbytes(stage, Model(numel, frozen), job, cost) - found
+        more = states_of(stage, Model(numel, frozen), job, cost).total.device - found
         assert cost.weight * (resting - 1) <= more <= cost.weight * (resting + 1)
 
 
@@ -81,7 +80,7 @@ def test_an_engine_holds_the_estimated_bytes(
 ) -> None:
     """Measured once the gradients of an update are complete, on two ranks."""
     for held in ranks(2).run(memory_of_a_rank, stage, precision, KEYS[0]):
-        estimated = device_nbytes(stage, Model(held.numel), JobSize(2), cost)
+        estimated = states_of(stage, Model(held.numel), JobSize(2), cost).total.device
         assert estimated - 16 <= held.before_step <= most(estimated)
 
 

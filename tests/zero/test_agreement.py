@@ -14,7 +14,7 @@ from hadal.zero.agreement import Agreement, Marker
 
 
 class FakeBucket:
-    """Records its gathers, and those in which this rank only lends its shard."""
+    """Records its gathers, and those in which this rank only serves its shard."""
 
     rounds = False
 
@@ -26,7 +26,7 @@ class FakeBucket:
         self._moves.append(("gather", self._number))
 
     def serve(self, *, exact: bool) -> None:
-        self._moves.append(("lend", self._number))
+        self._moves.append(("serve", self._number))
 
     def gatherers_of(self, *, exact: bool) -> range:
         return range(Ranks.world().size)
@@ -80,21 +80,21 @@ def walk_at_random(seeds: int) -> None:
         walk([common + path for path in own])
 
 
-def test_one_path_needs_no_lending(ranks: RankPools) -> None:
+def test_one_path_serves_nothing(ranks: RankPools) -> None:
     moves = ranks(3).run(walk, [[0, 1, 2]] * 3)
     assert moves == [[("gather", 0), ("gather", 1), ("gather", 2)]] * 3
 
 
-def test_a_rank_that_went_another_way_lends(ranks: RankPools) -> None:
+def test_a_rank_that_went_another_way_serves(ranks: RankPools) -> None:
     moves = ranks(2).run(walk, [[0, 1, 3], [0, 2, 3]])
     assert moves == [
-        [("gather", 0), ("gather", 1), ("lend", 2), ("gather", 3)],
-        [("gather", 0), ("lend", 1), ("gather", 2), ("gather", 3)],
+        [("gather", 0), ("gather", 1), ("serve", 2), ("gather", 3)],
+        [("gather", 0), ("serve", 1), ("gather", 2), ("gather", 3)],
     ]
 
 
-def test_a_rank_that_is_through_goes_on_lending(ranks: RankPools) -> None:
-    assert ranks(3).run(walk, [[], [4, 4], [5]])[0] == [("lend", 4), ("lend", 5), ("lend", 4)]
+def test_a_rank_that_is_through_goes_on_serving(ranks: RankPools) -> None:
+    assert ranks(3).run(walk, [[], [4, 4], [5]])[0] == [("serve", 4), ("serve", 5), ("serve", 4)]
 
 
 @pytest.mark.slow_cells("3")

@@ -161,7 +161,7 @@ def test_unannounced_reads_find_their_values(make: Callable[[], nn.Module]) -> N
             assert torch.allclose(engine(inputs), plain(inputs), rtol=1e-4, atol=1e-5)
         engine.train()
         plain.train()
-        assert not engine._parts.runtime.gathering.escapes.are_watched
+        assert not engine._parts.runtime.gathering.kept_views.are_watched
     engine.destroy()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)

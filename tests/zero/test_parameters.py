@@ -171,7 +171,7 @@ def borrow(rows: list[bool]) -> list[bool]:
         plain(inputs, gives).square().mean().backward()
         optimizer.step()
         loss = engine(inputs, gives).square().mean()
-        found.append(gathering.escapes.are_watched)
+        found.append(gathering.kept_views.are_watched)
         engine.backward(loss)
         engine.step()
         assert not [b for b in gathering._buckets if b.state is not Weights.SHARDED]
