@@ -23,6 +23,8 @@ FILES = {
         "use.py",
         "lora.py",
         "merge.py",
+        "trainer_config.json",
+        "prefer.py",
     ),
 }
 LIMIT_S = 300.0
@@ -111,10 +113,9 @@ def test_the_trainer_finds_hadal(tmp_path: Path) -> None:
     assert not first & second, "both ranks train on the same samples"
 
 
-def test_a_transformers_model_is_fine_tuned_exported_and_adapted(tmp_path: Path) -> None:
+def test_a_transformers_model_is_fine_tuned_and_exported(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    pytest.importorskip("peft")
-    make, tune, export, adapt = pasted(tmp_path, "transformers")
+    make, tune, export, *_ = pasted(tmp_path, "transformers")
     run(tmp_path, make)
     said = run(tmp_path, tune)
     losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\S+) on held-out", said)]
@@ -123,10 +124,18 @@ def test_a_transformers_model_is_fine_tuned_exported_and_adapted(tmp_path: Path)
     run(tmp_path, export)
     (answer,) = re.findall(r"\[rank 0\] ('Return.*)", said)
     assert run(tmp_path, "python use.py").strip() == answer.strip(), "the export is the model"
-    said = run(tmp_path, adapt)
-    assert "8192 trained parameters" in said
+
+
+def test_adapters_and_preferences_of_a_transformers_model(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("trl")
+    make, _, _, adapt, prefer = pasted(tmp_path, "transformers")
+    run(tmp_path, make)
+    assert "8192 trained parameters" in run(tmp_path, adapt)
     run(tmp_path, "python merge.py")
-    assert (tmp_path / "merged" / "model.safetensors").exists()
+    run(tmp_path, prefer)
+    for folder in ("merged", "preferred"):
+        assert (tmp_path / folder / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(("library", "at"), [("torch", 0), ("torch", 2), ("accelerate", 4)])
