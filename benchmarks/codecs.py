@@ -32,8 +32,7 @@ import torch.multiprocessing as processes
 from torch import Tensor
 
 import hadal
-from hadal.comm.codecs.blockwise import Blockwise
-from hadal.comm.codecs.codec import WIRE_BYTES, Codec
+from hadal.comm.codecs import WIRE_BYTES, Blockwise, Codec
 from hadal.comm.local import pairs
 from hadal.units import rounded_up
 

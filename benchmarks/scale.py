@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hadal
-from hadal.comm import Ranks, collectives, functions, transport
+from hadal.comm import Ranks, collectives, functions
 
 _MIB = 2**20
 # Steps until the state is steady: optimizer state exists, and the paths have repeated.
@@ -193,8 +193,8 @@ def _counted(case: Case) -> Iterator[Traffic]:
         with traffic.meeting() if ranks.size > 1 else nullcontext():
             small_reduction(tensor, operation, ranks, *names)
 
-    def note_codes(full: Tensor, ranks: Ranks, label: str, tag: int = transport.GATHER) -> Any:
-        with traffic.meeting() if tag == transport.CODE else nullcontext():
+    def note_codes(full: Tensor, ranks: Ranks, label: str, tag: int = collectives.GATHER) -> Any:
+        with traffic.meeting() if tag == collectives.CODE else nullcontext():
             return all_gather(full, ranks, label, tag)
 
     with ExitStack() as stack:

@@ -21,7 +21,7 @@ from hadal.checkpoint.storage import Location
 from hadal.checkpoint.together import together
 from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_, gather_objects
-from hadal.comm.expert_groups import expert_group_names, expert_groups
+from hadal.comm.ranks import expert_group_names, expert_groups
 from hadal.errors import ModelError, few
 from hadal.zero.boxes import ATTRIBUTE, Box
 from hadal.zero.bucket import Bucket

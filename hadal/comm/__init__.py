@@ -47,7 +47,8 @@ from hadal.comm.functions import (
     scatter_object_list,
     send,
 )
-from hadal.comm.groups import (
+from hadal.comm.ranks import (
+    Ranks,
     destroy_process_group,
     get_all_ranks_from_group,
     get_global_rank,
@@ -60,7 +61,6 @@ from hadal.comm.groups import (
     monitored_barrier,
     new_group,
 )
-from hadal.comm.ranks import Ranks
 from hadal.comm.start import (
     get_local_rank,
     get_local_world_size,

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hadal.comm.codecs.codec import Codec, ErrorFeedback
-from hadal.comm.collectives import slice_of, start_all_gather, start_exchange
-from hadal.comm.factors import sum_into
+from hadal.comm.codecs import Codec, ErrorFeedback
+from hadal.comm.collectives import slice_of, start_all_gather, start_exchange, sum_into
 from hadal.comm.pending import Pending, finished
 from hadal.comm.ranks import Ranks
 

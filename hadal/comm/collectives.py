@@ -1,37 +1,275 @@
-"""The collectives of the mechanism.
+"""The collectives of the mechanism: their sums, their transport, and what they do with tensors.
 
 Reductions mostly compute the *mean* over the ranks, divided before it is rounded to a 16-bit dtype,
 so that averaging cannot overflow unless the values themselves do; `Factors` describe the other
-reductions. `hadal.comm.transport` sends and receives. Messages that only two ranks know of are here
-too.
+reductions. All differences between a host, which sends in pairs, and an accelerator are in two
+transports. Messages that only two ranks know of are here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hadal.comm import functions
-from hadal.comm.factors import Factors, for_the_wire, sum_into
 from hadal.comm.functions import labelled
 from hadal.comm.local.pairs import as_bytes, exchange
 from hadal.comm.pending import Pending, finished, relayed
 from hadal.comm.ranks import Ranks
-from hadal.comm.transport import (
-    CODE,
-    EXCHANGE,
-    GATHER,
-    HOP,
-    SMALL,
-    SPREAD,
-    Pieces,
-    transport_of,
-)
+from hadal.comm.works import Work
+
+# Elements that are summed at a time: a block in float32 stays in the cache, and calls are few.
+_BLOCK_NUMEL = 1 << 18
+
+
+# ---- sums over ranks: factors and rounding -------------------------------------------------------
+
+
+class Factors(NamedTuple):
+    """The factors of a sum over ranks, before and after the addition."""
+
+    before: float
+    """Factor of the values on each rank, before they are rounded to the wire's dtype."""
+    after: float
+    """Factor of the sum, before it is rounded to its final dtype."""
+
+    @classmethod
+    def of_mean(cls, world_size: int) -> Factors:
+        """Return the factors of the plain mean: nothing before, everything after."""
+        return cls(1.0, 1.0 / world_size)
+
+    def among(self, copies: int) -> Factors:
+        """Return the factors of one of several groups, such that the mean over groups is these."""
+        return Factors(self.before, self.after * copies)
+
+    def divided_first(self, world_size: int) -> Factors:
+        """Return factors for a sum in fp16, which overflows only if a value does."""
+        before = min(self.before, 1.0 / world_size)
+        return Factors(before, self.before * self.after / before)
+
+    def at_owner_and_on_arrival(self, is_narrow: bool) -> tuple[float, float]:
+        """Split `after` in two: for the owner's sum, and for after it has travelled on.
+
+        A factor that shrinks the sum applies before a narrow dtype carries it, one above 1 after.
+        """
+        return (1.0, self.after) if is_narrow and self.after > 1.0 else (self.after, 1.0)
+
+
+def for_the_wire(values: Tensor, before: float, wire: torch.dtype) -> Tensor:
+    """Return `values` times `before`, rounded once to `wire`; `values` themselves if they fit."""
+    if before == 1.0:
+        return values if values.dtype == wire else values.to(wire)
+    if values.dtype == wire:
+        return values * before
+    exact = torch.promote_types(values.dtype, torch.float32)
+    return values.to(exact, copy=True).mul_(before).to(wire)
+
+
+def sum_into(out: Tensor, pieces: Sequence[Tensor], after: float, accumulate: bool) -> None:
+    """Put the sum of the 1-D `pieces`, times `after`, into `out`, or add it to what `out` holds.
+
+    Computed in float32 (float64 for float64) and rounded once. `out` may be one of the pieces.
+    """
+    if len(pieces) == 1 and after == 1.0 and not accumulate:
+        if out.data_ptr() != pieces[0].data_ptr():
+            out.copy_(pieces[0])
+        return
+    if _is_pair(out, pieces) and after == 0.5 and not accumulate:
+        # One pass in the commonest case: torch computes 16-bit lerp in float32.
+        torch.lerp(pieces[0], pieces[1], 0.5, out=out)
+        return
+    exact = torch.promote_types(torch.float32, out.dtype)
+    block = min(_BLOCK_NUMEL, out.numel()) if out.device.type == "cpu" else out.numel()
+    is_apart = all(piece.data_ptr() != out.data_ptr() for piece in pieces)
+    adds_in_place = not accumulate and is_apart and out.dtype == exact
+    # A power of two rounds nothing, so that scaling and adding may be one.
+    scales_at_last = accumulate and out.dtype == exact and math.frexp(after)[0] == 0.5
+    total = torch.empty(0 if adds_in_place else block, dtype=exact, device=out.device)
+    for start in range(0, out.numel(), max(block, 1)):
+        target = out[start : start + block]
+        part = target if adds_in_place else total[: target.numel()]
+        part.copy_(pieces[0][start : start + block])
+        for piece in pieces[1:]:
+            part.add_(piece[start : start + block])
+        if scales_at_last:
+            target.add_(part, alpha=after)
+            continue
+        if after != 1.0:
+            part.mul_(after)
+        if accumulate:
+            part.add_(target)
+        if not adds_in_place:
+            target.copy_(part)
+
+
+def _is_pair(out: Tensor, pieces: Sequence[Tensor]) -> bool:
+    """Return True for the mean of two 16-bit tensors in their own dtype."""
+    alike = all(piece.dtype == out.dtype for piece in pieces)
+    return len(pieces) == 2 and alike and out.dtype in (torch.bfloat16, torch.float16)
+
+
+# ---- transport: on the host in pairs, on an accelerator by its collectives -----------------------
+
+Tensors = Sequence[Tensor]
+Pieces = Mapping[int, Sequence[Tensor]]
+"""Tensors by the rank that they go to, or come from."""
+
+# Messages in pairs are matched by their order within a tag: collectives with an order of their own
+# have a tag of their own.
+REDUCE, GATHER, SPREAD, CODE, EXCHANGE, SMALL, HOP = range(11, 18)
+
+
+class Summands(NamedTuple):
+    """The ingredients of a sum: the works to wait for, the tensors to add, a last factor."""
+
+    works: Sequence[Work]
+    pieces: Tensors
+    after: float
+
+
+class Collectives:
+    """The collectives of an accelerator's backend, which are matched by their order alone."""
+
+    def gather(self, table: Tensor, ranks: Ranks, label: str, tag: int) -> Pending:
+        """Fill the rows from their ranks. A wider table's columns are gathered through a copy."""
+        whole = table if table.is_contiguous() else table.new_empty(table.shape)
+        mine = whole[ranks.rank]
+        if whole is not table:
+            mine.copy_(table[ranks.rank])
+        flat = whole.view(-1)
+        work = labelled(label, functions.all_gather_into_tensor, flat, mine, ranks.group, True)
+        return Pending(label, [work], None if whole is table else lambda: table.copy_(whole))
+
+    def factors(self, factors: Factors, wire: torch.dtype, ranks: Ranks) -> Factors:
+        """Return the factors of a sum whose values travel in `wire`; the backend sums in `wire`."""
+        return factors.divided_first(ranks.size) if wire == torch.float16 else factors
+
+    def reduce(self, table: Tensor, factors: Factors, ranks: Ranks, label: str) -> Summands:
+        """Start to sum my row; the values have been multiplied with `before` already."""
+        operation, after = _backend_operation(*factors, ranks)
+        total, group = torch.empty_like(table[0]), ranks.group
+        sent = table.view(-1)
+        work = labelled(label, functions.reduce_scatter_tensor, total, sent, operation, group, True)
+        return Summands([work], [total], after)
+
+    def all_reduce(
+        self, full: Tensor, wire: torch.dtype, factors: Factors, ranks: Ranks, label: str
+    ) -> Pending:
+        """Replace 1-D `full` by its sum, carried in `wire`: the same bits on all ranks."""
+        factors = self.factors(factors, wire, ranks)
+        operation, after = _backend_operation(*factors, ranks)
+        sent = for_the_wire(full, factors.before, wire)
+        work = labelled(label, functions.all_reduce, sent, operation, ranks.group, True)
+        return Pending(label, [work], lambda: sum_into(full, [sent], after, False))
+
+    def exchange(
+        self, out: Pieces, found: Pieces, like: Tensor, ranks: Ranks, label: str, tag: int
+    ) -> Pending:
+        """Send the 1-D tensors `out[r]` to each rank r; receive r's into `found[r]`."""
+        leaving, coming = _lengths(out, ranks.size), _lengths(found, ranks.size)
+        sent = torch.cat([like.new_empty(0), *_in_order(out)])
+        joined, into = like.new_empty(sum(coming)), _in_order(found)
+        work = labelled(
+            label, functions.all_to_all_single, joined, sent, coming, leaving, ranks.group, True
+        )
+        parts = list(joined.split([piece.numel() for piece in into]))
+        return Pending(label, [work], lambda: torch._foreach_copy_(into, parts) if into else None)
+
+
+class Pairs(Collectives):
+    """Sends of each slice to the rank that needs it, which does the arithmetic itself.
+
+    It sums in float32 for every wire dtype, and in rank order for every slice: an element's sum
+    does not depend on how its buffer is sliced. gloo's own reduce-scatter takes ten times as long.
+    """
+
+    def gather(self, table: Tensor, ranks: Ranks, label: str, tag: int) -> Pending:
+        """Send my row to all others, and receive theirs."""
+        leaving = [(table[ranks.rank], other) for other in ranks.others]
+        coming = [(table[other], other) for other in ranks.others]
+        return Pending(label, exchange("all_gather", table, leaving, coming, ranks, tag, label))
+
+    def factors(self, factors: Factors, wire: torch.dtype, ranks: Ranks) -> Factors:
+        """Return `factors` unchanged: sums are made in float32."""
+        return factors
+
+    def reduce(self, table: Tensor, factors: Factors, ranks: Ranks, label: str) -> Summands:
+        """Send the others their rows, and receive theirs of mine."""
+        mine = table[ranks.rank]
+        owns = [rank == ranks.rank for rank in range(ranks.size)]
+        pieces = [mine if is_mine else torch.empty_like(mine) for is_mine in owns]
+        leaving = [(table[other], other) for other in ranks.others]
+        coming = [(pieces[other], other) for other in ranks.others]
+        works = exchange("reduce_scatter", table, leaving, coming, ranks, REDUCE, label)
+        return Summands(works, pieces, factors.after)
+
+    def all_reduce(
+        self, full: Tensor, wire: torch.dtype, factors: Factors, ranks: Ranks, label: str
+    ) -> Pending:
+        """Sum each slice on its owner, and gather the sums: in `wire`, but no wider than `full`."""
+        is_narrow = wire.itemsize < full.dtype.itemsize
+        at_owner, on_arrival = factors.at_owner_and_on_arrival(is_narrow)
+        carried = torch.empty_like(full, dtype=wire) if is_narrow else full
+        table = carried.view(ranks.size, -1)
+        sent = for_the_wire(full, factors.before, wire).view(ranks.size, -1)
+        works, pieces, _ = self.reduce(sent, factors, ranks, label)
+
+        def spread() -> Pending:
+            sum_into(table[ranks.rank], pieces, at_owner, False)
+            return self.gather(table, ranks, label, SPREAD)
+
+        pending = Pending(label, works, spread)
+        return pending.then(lambda: sum_into(full, [carried], on_arrival, False))
+
+    def exchange(
+        self, out: Pieces, found: Pieces, like: Tensor, ranks: Ranks, label: str, tag: int
+    ) -> Pending:
+        """Send and fill as in `Collectives`; empty tensors are not sent."""
+        own = zip(found.get(ranks.rank, ()), out.get(ranks.rank, ()), strict=True)
+        for place, piece in own:
+            place.copy_(piece)
+        leaving, coming = _to_others(out, ranks), _to_others(found, ranks)
+        sent = _in_order(out)
+        return Pending(label, exchange("all_to_all", sent, leaving, coming, ranks, tag, label))
+
+
+def _in_order(pieces: Pieces) -> list[Tensor]:
+    return [piece for rank in sorted(pieces) for piece in pieces[rank]]
+
+
+def _lengths(pieces: Pieces, size: int) -> list[int]:
+    return [sum(piece.numel() for piece in pieces.get(rank, ())) for rank in range(size)]
+
+
+def _to_others(pieces: Pieces, ranks: Ranks) -> list[tuple[Tensor, int]]:
+    found = [(piece, other) for other in ranks.others for piece in pieces.get(other, ())]
+    return [(piece, other) for piece, other in found if piece.numel()]
+
+
+def _backend_operation(
+    before: float, after: float, ranks: Ranks
+) -> tuple[dist.ReduceOp.RedOpType, float]:
+    """Return the operation for an accelerator's backend, and the factor left for afterwards."""
+    if (before, after) == Factors.of_mean(ranks.size):
+        return dist.ReduceOp.AVG, 1.0
+    return dist.ReduceOp.SUM, after
+
+
+_PAIRS, _COLLECTIVES = Pairs(), Collectives()
+
+
+def transport_of(tensor: Tensor, ranks: Ranks) -> Collectives:
+    """Return the transport that carries `tensor` from its device."""
+    return _PAIRS if ranks.exchanges_in_pairs(tensor.device) else _COLLECTIVES
+
+
+# ---- the collectives -----------------------------------------------------------------------------
 
 # Limits on ranks and bytes for sending to every rank directly, in place of a collective.
 _FEW_RANKS, _FEW_BYTES = 8, 4096

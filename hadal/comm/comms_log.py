@@ -4,6 +4,16 @@ Each collective has a record with a time stamp of its start and one of its last 
 first to see a work end reports it: the thread that receives from a neighbour; torch's future of the
 work (on an accelerator it records an event in a stream behind the collective); or, if a backend has
 no futures (gloo's sends and reduce-scatters), the thread that waits for the work.
+
+Messages and bandwidths are counted as NCCL's tests count them
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md derives the factors):
+
+message              of a gather (or all-gather) all ranks' data together; of a reduce-scatter,
+                     scatter or all-to-all the data that one rank sends to all: the longer side
+algorithm bandwidth  the message's bytes divided by the transfer's seconds
+bus bandwidth        the same times `bus_factor`: the traffic that any algorithm needs on a
+                     rank's link, so it can be compared with the link's speed, and between
+                     collectives and numbers of ranks
 """
 
 from __future__ import annotations
@@ -23,19 +33,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hadal.comm.bandwidth import algorithm_bandwidth, bus_bandwidth, bus_factor
 from hadal.config.monitors import KIND_OF, OPERATIONS
 from hadal.device import Stamp
 from hadal.errors import UsageError
 
 _log = logging.getLogger(__name__)
 
+_SHARED = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 # Latencies that are kept of each entry, to compare them between ranks.
 _KEPT = 1000
 # Records under way above which all of them are looked at, and not only the oldest.
 _MANY = 64
 # Files that are never reported as a call site.
 _OWN = ("hadal.comm", "hadal.compat")
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """Return the factor from a message's bytes to those on each rank's link."""
+    if ranks < 2 or operation == "barrier":
+        return 0.0
+    if operation == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks if operation in _SHARED else 1.0
+
+
+def algorithm_bandwidth(nbytes: int, seconds: float) -> float:
+    """Return the message's bytes per second; 0 if it took no time."""
+    return nbytes / seconds if seconds > 0 else 0.0
+
+
+def bus_bandwidth(operation: str, nbytes: int, seconds: float, ranks: int) -> float:
+    """Return the bytes per second on each rank's link."""
+    return bus_factor(operation, ranks) * algorithm_bandwidth(nbytes, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +177,7 @@ class Row:
 
     operation: str
     nbytes: int
-    """Bytes of one message, as it travels; `hadal.comm.bandwidth` defines the message."""
+    """Bytes of one message, as it travels; `hadal.comm.comms_log` defines the message."""
     dtype: str
     ranks: tuple[int, ...]
     site: str

@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from hadal.comm.comms_log import Record, numbers_of, opened
-from hadal.comm.interrupts import in_step, is_from_a_signal
 from hadal.comm.watchdog import watched
-from hadal.comm.works import Begun, NamedWork, Queued, begin, failure
+from hadal.comm.works import Begun, NamedWork, Queued, begin, failure, in_step, is_from_a_signal
 from hadal.errors import UsageError
 
 Group = dist.ProcessGroup | None
@@ -119,7 +118,7 @@ def _reported(
     Args:
         function: torch's.
         operation: the kind of collective.
-        message: the argument that is the message, as `hadal.comm.bandwidth` counts it.
+        message: the argument that is the message, as `hadal.comm.comms_log` counts it.
         is_for_each: the message is one such tensor for each rank.
         is_async: each call returns a work, not only one with `async_op`.
     """

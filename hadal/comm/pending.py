@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from hadal.comm.interrupts import in_step, is_from_a_signal
 from hadal.comm.watchdog import watched
-from hadal.comm.works import Work, failure, missing_rank
+from hadal.comm.works import Work, failure, in_step, is_from_a_signal, missing_rank
 from hadal.device import StreamPurpose, side_stream
 from hadal.errors import CommunicationError
 

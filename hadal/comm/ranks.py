@@ -1,13 +1,15 @@
-"""A group of ranks, as one value."""
+"""Groups of ranks: as one value, those around distributed experts, and in torch's form."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -15,11 +17,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hadal.comm import functions
+from hadal.comm.comms_log import numbers_of
 from hadal.comm.functions import all_gather_object, labelled
 from hadal.comm.local.neighbours import LocalPeers, identity, meet
 from hadal.comm.start import kernels_share_one_queue, may_read_memory
 from hadal.device import current_device
+from hadal.errors import UsageError
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -205,3 +211,197 @@ def _find_local_peers(group: dist.ProcessGroup) -> LocalPeers:
     identities: list[Any] = [identity(reads=may_read_memory())] * size
     labelled("the meeting of neighbours", all_gather_object, identities, identities[0], group)
     return meet(identities, dist.get_rank(group))
+
+
+# ---- process groups in torch's form --------------------------------------------------------------
+
+Group = dist.ProcessGroup | None
+
+
+def get_world_group() -> Group:
+    """Return the group of all processes; None if none runs."""
+    return dist.group.WORLD
+
+
+def get_global_rank(group: Group = None, group_rank: int = 0) -> int:
+    """Return the rank in the world of a group's rank."""
+    if group is None or not dist.is_initialized():
+        return group_rank
+    return dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: Group = None) -> list[int]:
+    """Return the ranks of the world that are in a group; by default all."""
+    return list(numbers_of(group))
+
+
+def new_group(
+    ranks: list[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    **rest: Any,
+) -> Any:
+    """Make a group of some ranks; all ranks of the world must call it, in one order."""
+    return dist.new_group(ranks, timeout, backend, **rest)
+
+
+def destroy_process_group(group: Group = None) -> None:
+    """Destroy a group; by default all of them."""
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def initialize_mesh_device(
+    mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]
+) -> DeviceMesh:
+    """Return all ranks as a grid with named axes, with a group along each of them."""
+    return init_device_mesh(current_device().type, mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
+def monitored_barrier(
+    group: Group = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+) -> None:
+    """Wait until every rank of a group has arrived, with any backend.
+
+    Raises:
+        CommunicationError: a rank did not arrive in time; the group's first rank names it, or with
+            `wait_all_ranks` every missing rank.
+    """
+    if dist.is_initialized():
+        group = dist.group.WORLD if group is None else group
+        assert group is not None  # one runs
+        functions.monitored_barrier(host_group_of(group), timeout, wait_all_ranks)
+
+
+def has_all_gather_into_tensor() -> bool:
+    """Return True: every torch that the library supports has this collective."""
+    return True
+
+
+has_reduce_scatter_tensor = has_all_reduce_coalesced = has_all_gather_into_tensor
+
+
+def has_coalescing_manager() -> bool:
+    """Return False: no context joins several calls; the `_coalesced` functions do."""
+    return False
+
+
+# ---- groups around distributed experts -----------------------------------------------------------
+
+_NAME = re.compile(r"ep_size_(\d+)")
+
+Table = tuple[tuple[int, ...], ...]
+"""One tuple of rank numbers for each group."""
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """The two groups of this rank for experts that are distributed over a number of ranks."""
+
+    name: str
+    """`ep_size_<ranks>`, the `group_name` of experts' parameters."""
+    parallel: Ranks
+    """Ranks that together hold one copy of all experts: tokens travel among these."""
+    data: Ranks
+    """Ranks that hold the same experts: these average gradients and may shard model states."""
+
+
+# The newest of each name, with the process group of the world that they belong to: a program may
+# end its process group and start another one.
+_newest: dict[str, tuple[ExpertGroups, dist.ProcessGroup | None]] = {}
+
+
+def expert_tables(
+    numbers: Sequence[int], size: int, *, data_first: bool = False
+) -> tuple[Table, Table]:
+    """Return the groups that share experts, and the groups that hold copies of the same experts.
+
+    Args:
+        numbers: ranks that hold the same dense parameters.
+        size: how many of them share the experts; it divides them.
+        data_first: copies are on consecutive ranks; else experts are.
+    """
+    block = len(numbers) // size if data_first else size
+    blocks = tuple(tuple(numbers[i : i + block]) for i in range(0, len(numbers), block))
+    rows = tuple(zip(*blocks, strict=True))
+    return (rows, blocks) if data_first else (blocks, rows)
+
+
+def group_name(size: int) -> str:
+    """Return the name of the groups of experts that are distributed over `size` ranks."""
+    return f"ep_size_{size}"
+
+
+def size_in_name(name: str) -> int | None:
+    """Return the ranks that share experts, by `group_name`; None for a program's own name."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def make_expert_groups(size: int, among: Ranks, *, data_first: bool = False) -> ExpertGroups:
+    """Return this rank's groups for experts over `size` ranks, made at the first call.
+
+    All of `among` must call it with the same arguments. `expert_groups` then returns the result.
+
+    Args:
+        size: number of ranks that share the experts.
+        among: ranks that hold the same dense parameters.
+        data_first: place copies of the same experts on consecutive ranks; if false, the experts of
+            one copy.
+
+    Raises:
+        UsageError: `size` does not divide the ranks.
+    """
+    if size < 1 or among.size % size:
+        divisors = [n for n in range(1, among.size + 1) if among.size % n == 0]
+        raise UsageError(
+            f"experts over {size} ranks (ep_size): the number must divide the {among.size} ranks"
+            f" that hold the same dense parameters; choose one of {divisors}"
+        )
+    parallel, data = once(
+        among.group,
+        ("experts", size, data_first),
+        lambda: _new_groups(size, among, data_first=data_first),
+    )
+    copies = among if data is None else Ranks.of(data)
+    groups = ExpertGroups(group_name(size), Ranks.of(parallel), copies)
+    _newest[groups.name] = (groups, dist.group.WORLD)
+    return groups
+
+
+def _new_groups(
+    size: int, among: Ranks, *, data_first: bool
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """Make both groups.
+
+    Tokens travel between gathers and reductions, which each rank orders as it likes, so that their
+    group is never one of those. Experts that all ranks hold share buckets with dense parameters,
+    so that their group is the same.
+    """
+    tables = expert_tables(among.numbers, size, data_first=data_first)
+    mine = among.numbers[among.rank]
+    parallel, data = (next(one for one in table if mine in one) for table in tables)
+    return among.some(parallel).group, None if size == 1 else among.some(data).group
+
+
+def expert_groups(name: str) -> ExpertGroups:
+    """Return the newest groups of this name.
+
+    Raises:
+        UsageError: there are none.
+    """
+    if name not in expert_group_names():
+        found = ", ".join(expert_group_names()) or "none"
+        raise UsageError(
+            f"there are no groups of ranks for experts named {name!r} (found: {found}); make them"
+            " on all ranks, by hadal.initialize or by set_deepspeed_parallelism of the MoE layer"
+        )
+    return _newest[name][0]
+
+
+def expert_group_names() -> tuple[str, ...]:
+    """Return the names of the groups that exist, in the order in which they were made."""
+    world = dist.group.WORLD
+    for name in [n for n, (_, of) in _newest.items() if of is not world]:
+        del _newest[name]
+    return tuple(_newest)

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from hadal.comm.collectives import (
+    Factors,
+    for_the_wire,
     slice_of,
     start_all_gather,
     start_all_reduce,
     start_exchange,
     start_reduce_scatter,
+    sum_into,
 )
-from hadal.comm.factors import Factors, for_the_wire, sum_into
 from hadal.comm.pending import Pending
 from hadal.comm.ranks import Ranks
 from hadal.device import read_on_host, waiting_for

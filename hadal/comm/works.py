@@ -1,18 +1,26 @@
-"""Works under way, and their names in errors and for the watchdog.
+"""Works under way: their names in errors and for the watchdog, and interrupts of them.
 
 All ranks of a group begin its collectives in one order, so a number names the same one on all of
 them. An accelerator's host waits for no collective, only its stream does: an event behind each
 shows which are over.
+
+Ranks match most messages by their order. A rank that an interrupt (Ctrl-C, `SystemExit`) has
+stopped between two of them does not know which ones the others expect, so it refuses to go on, in
+place of waiting for them.
 """
 
 from __future__ import annotations
 
 import re
+import signal
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,10 +29,78 @@ from torch import Tensor
 from torch.futures import Future
 
 from hadal.comm.comms_log import numbers_of
-from hadal.comm.interrupts import is_from_a_signal
 from hadal.comm.start import get_rank
 from hadal.device import Event, is_capturing
 from hadal.errors import CommunicationError
+
+# ---- interrupts of exchanges ---------------------------------------------------------------------
+
+# The world whose messages were cut short, and the interrupt.
+_cut: tuple[weakref.ref[dist.ProcessGroup], str] | None = None
+
+
+class _InStep(ContextDecorator):
+    """A block, or a function, of whose messages other ranks need all.
+
+    It looks for interrupts; other exceptions are handled where they are raised.
+    """
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        global _cut
+        if error is None or (isinstance(error, Exception) and not is_from_a_signal(error)):
+            return
+        world = dist.group.WORLD
+        if world is None or world.size() == 1:
+            return
+        if not is_cut_short():
+            _cut = weakref.ref(world), type(error).__name__
+
+
+in_step = _InStep()
+
+
+def is_from_a_signal(error: BaseException) -> bool:
+    """Return True if a signal's handler raised an error, whatever the program was doing."""
+    handlers = (getattr(signal.getsignal(number), "__code__", None) for number in _signals())
+    codes, trace = {code for code in handlers if code is not None}, error.__traceback__
+    while trace is not None and trace.tb_frame.f_code not in codes:
+        trace = trace.tb_next
+    return trace is not None
+
+
+def _signals() -> set[signal.Signals]:
+    return {number for number in signal.valid_signals() if isinstance(number, signal.Signals)}
+
+
+def is_cut_short() -> bool:
+    """Return True if an interrupt has cut an exchange short since the ranks came together."""
+    return _cut is not None and _cut[0]() is dist.group.WORLD
+
+
+def expect_in_step() -> None:
+    """Raise an error if an interrupt has cut an exchange short.
+
+    Raises:
+        CommunicationError: it has; the message names it.
+    """
+    if _cut is not None and is_cut_short():
+        raise CommunicationError(
+            f"rank {dist.get_rank()} cannot train or save any more: {_cut[1]} interrupted it in an"
+            " exchange with other ranks, which may wait for the rest of it. End the program on"
+            " every rank, and resume from the last checkpoint. checkpoint.on_signal saves at the"
+            ' end of an update instead (at Ctrl-C with "signals": ["SIGINT"])'
+        )
+
+
+# ---- works ---------------------------------------------------------------------------------------
 
 # Collectives under way that are remembered: far more than an accelerator has queued.
 _MOST = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from hadal.comm import Ranks
-from hadal.comm.expert_groups import (
+from hadal.comm.ranks import (
     Table,
     expert_group_names,
     expert_groups,

@@ -16,9 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_
-from hadal.comm.expert_groups import expert_groups
 from hadal.comm.faults import raised_on_all
 from hadal.comm.pending import Leaving
+from hadal.comm.ranks import expert_groups
 from hadal.config import Config
 from hadal.device import look_at
 from hadal.engine import checks

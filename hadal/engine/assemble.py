@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 
 from hadal.comm import Ranks, init_distributed, start_log
 from hadal.comm.faults import raised_on_all
-from hadal.comm.interrupts import expect_in_step
 from hadal.comm.start import env_elasticity, memory_is_tuned
+from hadal.comm.works import expect_in_step
 from hadal.config import Config, load_config, log_notes
 from hadal.data.loader import ShardedLoader
 from hadal.device import current_device, give_back_freed_memory, keep_freed_memory

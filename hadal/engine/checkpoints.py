@@ -23,7 +23,7 @@ from hadal.checkpoint.storage import Location
 from hadal.checkpoint.tensor_shards import ShardSource, shards_of
 from hadal.checkpoint.together import common_folder, compare_tags
 from hadal.comm.faults import raised_on_all
-from hadal.comm.interrupts import in_step
+from hadal.comm.works import in_step
 from hadal.engine.collector import collector_at_rest
 from hadal.engine.state import State
 from hadal.engine.training import expect_training

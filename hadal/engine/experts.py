@@ -9,7 +9,7 @@ from torch import nn
 
 from hadal.checkpoint.live import plain_name
 from hadal.comm import Ranks
-from hadal.comm.expert_groups import (
+from hadal.comm.ranks import (
     expert_groups,
     expert_tables,
     make_expert_groups,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hadal.comm.expert_groups import size_in_name
+from hadal.comm.ranks import size_in_name
 from hadal.config import Config
 from hadal.engine.policies import leaves_of, limits_of, partition_of
 from hadal.engine.precision import precisions_of

@@ -10,7 +10,7 @@ import torch
 from hadal.checkpoint.keep import Keep
 from hadal.checkpoint.live import Rules, StagingRules
 from hadal.checkpoint.shards import Writing
-from hadal.comm.codecs.blockwise import Blockwise
+from hadal.comm.codecs import Blockwise
 from hadal.config import Config
 from hadal.config.idle import saves_behind
 from hadal.device import total_memory

@@ -14,7 +14,6 @@ from typing import Any
 
 from hadal.comm import Ranks, get_local_world_size
 from hadal.comm.collectives import gather_objects
-from hadal.comm.expert_groups import ExpertGroups, expert_groups
 from hadal.comm.faults import is_same_everywhere
 from hadal.comm.mpu import (
     cuts_the_model,
@@ -26,6 +25,7 @@ from hadal.comm.mpu import (
     sizes_of,
     tensor_group_of,
 )
+from hadal.comm.ranks import ExpertGroups, expert_groups
 from hadal.config import Config
 from hadal.config.zero_optimization import ZeroOptimization
 from hadal.errors import Fault, MismatchError, UsageError, raise_faults

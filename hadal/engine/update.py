@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hadal.comm.collectives import gather_codes, gather_objects, sum_
-from hadal.comm.interrupts import in_step
+from hadal.comm.works import in_step
 from hadal.device import HostCopy, is_host_memory, read_on_host, start_reading
 from hadal.engine.listeners import MeanGradients, options_of
 from hadal.engine.state import GradientCheck, Parts, PendingUpdate, State, Training

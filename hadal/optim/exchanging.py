@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hadal.comm.codecs.sign import Sign
+from hadal.comm.codecs import Sign
 from hadal.comm.coded import CompressedMean
 from hadal.comm.pending import Pending
 from hadal.errors import NotBuiltYetError, OptimizerError

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes_and_least
-from hadal.comm.interrupts import in_step
+from hadal.comm.works import in_step
 from hadal.errors import MismatchError
 from hadal.zero.bucket import Bucket
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.comm import Ranks
-from hadal.comm.interrupts import expect_in_step, in_step, is_cut_short
+from hadal.comm.works import expect_in_step, in_step, is_cut_short
 from hadal.device import unwatched
 from hadal.errors import (
     CommunicationError,

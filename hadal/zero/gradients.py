@@ -11,8 +11,13 @@ from torch import Tensor
 
 from hadal.comm import Ranks
 from hadal.comm.coded import Messages, start_coded_reduce_scatter
-from hadal.comm.collectives import slice_of, start_all_reduce, start_reduce_scatter
-from hadal.comm.factors import Factors, sum_into
+from hadal.comm.collectives import (
+    Factors,
+    slice_of,
+    start_all_reduce,
+    start_reduce_scatter,
+    sum_into,
+)
 from hadal.comm.pending import Pending
 from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
 from hadal.device import Event, Upload, is_host_memory, read_on_host, unwatched

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hadal.comm import Ranks
-from hadal.comm.codecs.codec import Codec
+from hadal.comm.codecs import Codec
 from hadal.comm.faults import raised_on_all
 from hadal.comm.pending import Pending
 from hadal.device import Event, host_empty, is_host_memory, waiting_for

@@ -7,8 +7,8 @@ from enum import Enum, auto
 
 import torch
 
-from hadal.comm.codecs.codec import Codec
-from hadal.comm.factors import Factors
+from hadal.comm.codecs import Codec
+from hadal.comm.collectives import Factors
 
 
 @dataclass(frozen=True, slots=True)

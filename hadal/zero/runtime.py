@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from hadal.comm import Ranks
 from hadal.comm.coded import Messages
 from hadal.comm.collectives import broadcast_, gather_objects, max_
-from hadal.comm.interrupts import expect_in_step, in_step
+from hadal.comm.works import expect_in_step, in_step
 from hadal.device import (
     HostCopy,
     graph_task,

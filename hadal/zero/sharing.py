@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor, nn
 
 from hadal.comm import Ranks
-from hadal.comm.codecs.codec import Codec
+from hadal.comm.codecs import Codec
 from hadal.comm.coded import start_coded_gather
 from hadal.comm.collectives import (
     broadcast_,

@@ -13,7 +13,7 @@ from ranks import RankPools
 from safetensors.torch import load_file
 
 from hadal import comm
-from hadal.comm.expert_groups import make_expert_groups
+from hadal.comm.ranks import make_expert_groups
 from hadal.errors import ModelError
 from hadal.utils import get_fp32_state_dict_from_zero_checkpoint
 from hadal.zero.boxes import Box

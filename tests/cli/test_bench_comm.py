@@ -15,7 +15,7 @@ import hadal
 from hadal.cli import bench_comm, deepspeed
 from hadal.cli.main import command_line, main
 from hadal.comm import Ranks
-from hadal.comm.bandwidth import bus_factor
+from hadal.comm.comms_log import bus_factor
 from hadal.errors import UsageError
 from hadal.plugins.autotuning import collectives as bench
 from hadal.plugins.autotuning.collectives import (

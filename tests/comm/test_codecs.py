@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hadal.comm.codecs.blockwise import Blockwise
-from hadal.comm.codecs.codec import WIRE_BYTES, Codec, ErrorFeedback, working_ranges
+from hadal.comm.codecs import WIRE_BYTES, Blockwise, Codec, ErrorFeedback, working_ranges
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODECS = (

@@ -11,7 +11,7 @@ from ranks import RankPools, on_ranks
 from torch import Tensor
 
 from hadal.comm import Ranks
-from hadal.comm.codecs.blockwise import Blockwise
+from hadal.comm.codecs import Blockwise
 from hadal.comm.coded import (
     Messages,
     start_coded_gather,

@@ -24,8 +24,8 @@ from hadal.comm.collectives import (
     start_reduce_scatter,
     start_scatter,
     sum_,
+    sum_into,
 )
-from hadal.comm.factors import sum_into
 from hadal.errors import CommunicationError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -21,9 +21,8 @@ from torch import nn
 
 import hadal
 from hadal.comm import Ranks, collectives, comms_log, functions
-from hadal.comm.bandwidth import bus_bandwidth, bus_factor
-from hadal.comm.comms_log import CommsLog, Key, LogChoice, Row
-from hadal.comm.factors import Factors
+from hadal.comm.collectives import Factors
+from hadal.comm.comms_log import CommsLog, Key, LogChoice, Row, bus_bandwidth, bus_factor
 from hadal.comm.rows import RowWire, start_rows_reduce_scatter
 from hadal.comm.summary import key_of, log_summary, lost, shown_ranks, table_of
 from hadal.config import load_config

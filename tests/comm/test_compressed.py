@@ -10,7 +10,7 @@ from torch import Tensor
 from comm.in_one_place import TwoHops
 from comm.traffic import by_collectives, counted
 from hadal.comm import Ranks
-from hadal.comm.codecs.sign import Sign
+from hadal.comm.codecs import Sign
 from hadal.comm.coded import CompressedMean
 
 TURNS = 4

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ranks import RankPools
 
 from hadal.comm import Ranks, init_distributed
-from hadal.comm.expert_groups import (
+from hadal.comm.ranks import (
     expert_group_names,
     expert_groups,
     expert_tables,

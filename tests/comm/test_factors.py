@@ -13,13 +13,13 @@ from ranks import RankPools
 from comm.traffic import by_collectives, counted
 from hadal.comm import Ranks
 from hadal.comm.collectives import (
+    Factors,
     slice_of,
     start_all_gather,
     start_all_reduce,
     start_gather_in_pieces,
     start_reduce_scatter,
 )
-from hadal.comm.factors import Factors
 from hadal.comm.rows import RowWire, start_rows_all_reduce
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -13,8 +13,13 @@ from ranks import RankPools
 
 from comm.traffic import by_collectives, counted
 from hadal.comm import Ranks
-from hadal.comm.collectives import slice_of, start_all_reduce, start_reduce_scatter
-from hadal.comm.factors import Factors, sum_into
+from hadal.comm.collectives import (
+    Factors,
+    slice_of,
+    start_all_reduce,
+    start_reduce_scatter,
+    sum_into,
+)
 from hadal.comm.rows import (
     RowWire,
     _add_up,

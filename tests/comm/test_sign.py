@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from comm.in_one_place import signs
-from hadal.comm.codecs.codec import WIRE_BYTES
-from hadal.comm.codecs.sign import Sign
+from hadal.comm.codecs import WIRE_BYTES, Sign
 
 FLOATS = st.floats(-1e4, 1e4, width=32)
 LEAST = 2.0**-149  # above zero in float32

@@ -11,11 +11,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from hadal.comm import Ranks, functions, rows, transport
+from hadal.comm import Ranks, collectives, functions, rows
 from hadal.comm.local import pairs
 
 # The tags of messages that carry no values: codes, and counts of rows.
-_OF_NUMBERS = (transport.CODE, transport.SMALL, rows._TO_OWNERS[0], rows._FROM_OWNERS[0])
+_OF_NUMBERS = (collectives.CODE, collectives.SMALL, rows._TO_OWNERS[0], rows._FROM_OWNERS[0])
 _CALLS = {
     "isend": (pairs, "_start"),
     "broadcast": (dist, "broadcast"),

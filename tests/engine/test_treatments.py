@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine.toys import TINY, assert_close, batch_of, engine_of, loss_of, model_of
 from hadal import comm
-from hadal.comm.expert_groups import make_expert_groups
+from hadal.comm.ranks import make_expert_groups
 from hadal.errors import ConfigError, NotBuiltYetError, UsageError
 from hadal.zero.policy import STAGES
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hadal
 from hadal import comm
 from hadal.comm import Ranks, init_distributed
-from hadal.comm.expert_groups import make_expert_groups
+from hadal.comm.ranks import make_expert_groups
 from hadal.config.parallelism import ExpertParallel
 from hadal.errors import ConfigError, ModelError
 from hadal.plugins.moe.blocks import DistributedExperts, ExpertPlace, distribute, find_blocks

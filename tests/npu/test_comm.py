@@ -22,12 +22,12 @@ import npu
 from hadal import comm
 from hadal.comm import functions
 from hadal.comm.collectives import (
+    Factors,
     gather_codes,
     start_all_reduce,
     start_gather_in_hops,
     start_reduce_scatter,
 )
-from hadal.comm.factors import Factors
 from hadal.device import collective_backend, current_device
 from hadal.errors import CommunicationError
 

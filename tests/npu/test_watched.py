@@ -15,8 +15,7 @@ from torch import Tensor
 import npu
 from hadal import comm
 from hadal.comm import watchdog
-from hadal.comm.collectives import start_all_reduce
-from hadal.comm.factors import Factors
+from hadal.comm.collectives import Factors, start_all_reduce
 from hadal.device import Event, read_on_host, start_reading, synchronize
 
 SUM = Factors(1.0, 1.0)

@@ -12,7 +12,7 @@ from engine.toys import engine_of
 from torch import Tensor, nn
 
 from hadal import comm
-from hadal.comm import Ranks, transport
+from hadal.comm import Ranks, collectives
 from hadal.comm.local import pairs
 from hadal.zero.gathering import Phase
 
@@ -25,7 +25,7 @@ ITEMSIZE = 4
 SHARD = PADDED // 4 * ITEMSIZE  # bytes of one rank's cut of a bucket over all ranks
 
 # Agreements between ranks: numbers, not values.
-WORDS = (transport.CODE, transport.SMALL)
+WORDS = (collectives.CODE, collectives.SMALL)
 # (what, to whom): bytes. "Weights" is every gather, "gradients" every reduction.
 Sent = Counter[tuple[str, str]]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import hadal
 from hadal import comm
-from hadal.comm.codecs.blockwise import Blockwise
+from hadal.comm.codecs import Blockwise
 from hadal.comm.collectives import gather_objects
 from hadal.errors import UsageError
 from hadal.zero import GatheredParameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hadal.comm.codecs.blockwise import Blockwise
+from hadal.comm.codecs import Blockwise
 from hadal.comm.pending import finished
 from hadal.errors import ShardedAccessError
 from hadal.offload.tensors import UNIT_NUMEL, StoredSlice

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.comm.factors import Factors
+from hadal.comm.collectives import Factors
 from hadal.zero.policy import Reduction
 
 RANKS = st.integers(1, 512)

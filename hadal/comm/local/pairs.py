@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hadal.comm.comms_log import opened
-from hadal.comm.interrupts import in_step, is_from_a_signal
 from hadal.comm.local.cross_memory import Ended, number_of
 from hadal.comm.ranks import Ranks
 from hadal.comm.start import collective_timeout_s
-from hadal.comm.works import Letter, Work, failure
+from hadal.comm.works import Letter, Work, failure, in_step, is_from_a_signal
 
 # Tags of messages with a purpose are short. The others are below `_WITH_PURPOSE`.
 _TAG_BITS, _PURPOSES, _WITH_PURPOSE = 8, 1 << 22, 1 << 30
@@ -32,7 +31,7 @@ def exchange(
 ) -> list[Work]:
     """Start the sends and receives, (tensor, rank) each, that make up one collective of all ranks.
 
-    The log counts them as one call of `operation`, of a `message` as `hadal.comm.bandwidth` has it.
+    The log counts them as one call of `operation`, of a `message` as `hadal.comm.comms_log` has it.
     Messages meet those of the same `purpose` (None: the label), so a rank that has left one out, in
     an interrupt, gets an error and not the next one's values. Where the label differs between ranks
     the purpose must not.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hadal.comm import collectives, functions
-from hadal.comm.bandwidth import algorithm_bandwidth, bus_bandwidth
+from hadal.comm.comms_log import algorithm_bandwidth, bus_bandwidth
 from hadal.comm.ranks import Ranks
 from hadal.device import Stamp, current_device, synchronize, total_memory
 from hadal.errors import UsageError
@@ -43,7 +43,7 @@ class Measured:
 
     kind: str
     nbytes: int
-    """Bytes of the message: see `hadal.comm.bandwidth`."""
+    """Bytes of the message: see `hadal.comm.comms_log`."""
     numel: int
     seconds: float
     """Time of one call: the median over the trials, on the slowest rank."""

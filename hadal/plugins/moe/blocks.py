@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hadal.comm.expert_groups import expert_groups, group_name
+from hadal.comm.ranks import expert_groups, group_name
 from hadal.config.parallelism import ExpertParallel
 from hadal.errors import ModelError
 from hadal.plugins.moe.dispatch import counts_of, plan_dispatch

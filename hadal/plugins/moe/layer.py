@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hadal.comm import Ranks, init_distributed
-from hadal.comm.expert_groups import (
+from hadal.comm.ranks import (
     expert_group_names,
     expert_groups,
     group_name,

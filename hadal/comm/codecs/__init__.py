@@ -1,1 +1,0 @@
-"""Codecs: values as bytes for the wire. Pure arithmetic; nothing is sent here."""
