@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from itertools import combinations, product
+from typing import Any
 
 import pytest
-from cases import diagonal, is_in_part, mark_slow_cells, often, pairs, rarely
+from cases import diagonal, is_in_part, mark_slow_cells, pairs
 
 FACTORS = {"stage": range(4), "precision": ["fp32", "bf16", "fp16"], "model": ["tied", "frozen"]}
-
-
-def both(mark: pytest.MarkDecorator) -> tuple[set[tuple[object, ...]], set[tuple[object, ...]]]:
-    """All combinations, and those that are not slow."""
-    names, cases = mark.args
-    assert names == tuple(FACTORS)
-    usual = {case.values for case in cases if not case.marks}
-    assert all(case.marks == (pytest.mark.slow,) for case in cases if case.marks)
-    return {case.values for case in cases}, usual
 
 
 def test_each_test_is_in_one_of_three_similar_parts() -> None:
@@ -29,30 +21,19 @@ def test_each_test_is_in_one_of_three_similar_parts() -> None:
         is_in_part("name", "4/3")
 
 
-def test_a_diagonal_has_each_level() -> None:
-    every, usual = both(diagonal(**FACTORS))
-    assert every == set(product(*FACTORS.values()))
-    assert len(usual) == 4
-    for at, levels in enumerate(FACTORS.values()):
-        assert {case[at] for case in usual} == set(levels)
-
-
-def test_pairs_have_each_two_levels() -> None:
-    every, usual = both(pairs(**FACTORS))
-    assert every == set(product(*FACTORS.values()))
-    assert 12 <= len(usual) < 24
-    for one, other in combinations(range(3), 2):
-        levels = list(FACTORS.values())
-        assert {(case[one], case[other]) for case in usual} == set(
-            product(levels[one], levels[other])
-        )
-
-
-def test_chosen_cells_run_often() -> None:
-    assert often(["a", "b"], "b") == [rarely("a"), "b"]
-    assert often([(1, "a"), (2, "b")], (2, "b")) == [rarely(1, "a"), (2, "b")]
-    with pytest.raises(AssertionError, match="c"):
-        often(["a", "b"], "c")
+@pytest.mark.parametrize(
+    ("cases", "most", "met"), [(diagonal, 4, 1), (pairs, 23, 2)], ids=["diagonal", "pairs"]
+)
+def test_few_cases_meet_all_levels(cases: Any, most: int, met: int) -> None:
+    """Each level, or each two levels, in cases that are not slow."""
+    names, cells = cases(**FACTORS).args
+    usual = [cell.values for cell in cells if not cell.marks]
+    assert names == tuple(FACTORS) and len(usual) <= most
+    assert {cell.values for cell in cells} == set(product(*FACTORS.values()))
+    assert all(cell.marks == (pytest.mark.slow,) for cell in cells if cell.marks)
+    for places in combinations(range(3), met):
+        wanted = product(*(list(FACTORS.values())[place] for place in places))
+        assert {tuple(cell[place] for place in places) for cell in usual} == set(wanted)
 
 
 class Cell:

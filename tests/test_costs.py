@@ -73,12 +73,3 @@ def test_a_test_that_takes_too_much_fails(tmp_path: Path) -> None:
     assert "2 failed, 3 passed" in run.stdout, run.stdout + run.stderr
     assert "FAILED test_suite.py::test_long - it took 0.4" in run.stdout
     assert "FAILED test_suite.py::test_prepared - it took 0.4" in run.stdout
-
-
-def test_the_end_of_a_run_lists_the_most_expensive_tests() -> None:
-    assert costs.summary({"a.py::one": 1.0}) == []
-    short = {f"b.py::{number}": number / 10 for number in range(30)}
-    lines = costs.summary({"a.py::one": 40.0, "b.py::one": 30.0, "a.py::two[::]": 2.0, **short})
-    assert lines[0] == "processor time of tests: 116 s; most in b.py 74 s, a.py 42 s"
-    assert lines[1:4] == ["  40.0 s a.py::one", "  30.0 s b.py::one", "   2.9 s b.py::29"]
-    assert len(lines) == 1 + 10

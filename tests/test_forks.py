@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import forks
@@ -58,20 +57,6 @@ def test_an_exception_and_a_signal_end_it() -> None:
     assert first.stderr.endswith("ValueError: no such place\n")
 
 
-def test_it_may_be_waited_for_and_signalled_as_a_popen() -> None:
-    with tempfile.TemporaryFile() as out:
-        process = forks.server().start(
-            ["-c", "import time; print('up', flush=True); time.sleep(600)"],
-            env={}, stdout=out.fileno(), stderr=out.fileno(),
-        )  # fmt: skip
-        assert process.poll() is None
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.01)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == process.poll() == -signal.SIGTERM
-        process.kill()  # nobody is hit by it
-
-
 def test_ranks_differ_as_processes_do() -> None:
     """A set's order is another one on another rank: who relies on it shall be found."""
     words = ["-c", "import random, uuid; print(hash('a'), random.random(), uuid.uuid4())"]
@@ -80,15 +65,3 @@ def test_ranks_differ_as_processes_do() -> None:
     hashes, *drawn = zip(*(each.stdout.split() for each in (*found, *again)), strict=True)
     assert len(set(hashes[:3])) == 3
     assert all(len(set(values)) == 4 for values in drawn)
-
-
-def test_a_pipe_keeps_its_number() -> None:
-    here, there = os.pipe()
-    with open(here, "rb") as end, tempfile.TemporaryFile() as out:
-        code = f"import os; os.write({there}, b'word')"
-        forked = forks.server().start(
-            ["-c", code], env={}, stdout=out.fileno(), stderr=out.fileno(), pass_fds=(there,)
-        )
-        os.close(there)
-        assert end.read() == b"word"  # and nobody else holds the other end
-        assert forked.wait(60) == 0
