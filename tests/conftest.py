@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # Folders where tests start programs, and those of the whole repository.
 _WITH_PROGRAMS = {"cli", "compat", "launcher", "npu", "tests"}
-_OF_RANKS = {"ranks", "fresh_ranks", "npus", "gpus"}
+_OF_RANKS = {"ranks", "fresh_ranks", "npus", "sharing_npus", "gpus"}
 _STARTING = {"subprocess", "forks", "ranks"}
 # Packages whose import alone takes seconds.
 _LARGE = ("transformers", "torch.distributed.checkpoint", "comet_ml")
@@ -205,7 +205,7 @@ def gpus() -> Iterator[RankPools]:
 
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
-    pools = RankPools("cuda")
+    pools = RankPools("cuda:staged")
     yield pools
     pools.close()
 

@@ -70,12 +70,12 @@ class _Process:
         environment.update(
             OMP_NUM_THREADS="1",
             RANK=str(rank),
-            LOCAL_RANK=str(rank),
+            LOCAL_RANK="0" if device.endswith("staged") else str(rank),
             WORLD_SIZE=str(world_size),
             LOCAL_WORLD_SIZE=str(world_size),
             PYTHONUNBUFFERED="1",
         )
-        if device != "cuda":
+        if not device.startswith("cuda"):
             environment["CUDA_VISIBLE_DEVICES"] = ""
         arguments = [rank, world_size, meeting_point, device, far_pipe.fileno(), far_lifeline]
         self.process = forks.server(rank).start(
@@ -124,8 +124,8 @@ class _Process:
 class RankPool:
     """`world_size` processes in one gloo group, started at the first task.
 
-    On the device `npu` (the test device), or all of them on the first GPU (`cuda`, see
-    `staged.py`), with a group for it beside gloo.
+    `device`: "cpu", or an accelerator and the backend that joins it beside gloo: "npu:hccl" (the
+    test device), or "npu:staged" or "cuda:staged", where all share the first one (`staged.py`).
     """
 
     def __init__(self, world_size: int, device: str = "cpu") -> None:
@@ -355,18 +355,18 @@ def _serve(rank: int, world_size: int, meeting_point: str, device: str, pipe: Co
     torch.set_num_threads(1)
     _share_a_loop()
     store = dist.FileStore(meeting_point, world_size)
-    backend = "gloo"
-    if device == "npu":
+    kind, _, backend = device.partition(":")
+    if kind == "npu":
         import npu
 
         npu.join()
+    if backend == "hccl":
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
-        backend = "cpu:gloo,npu:hccl"
-    if device == "cuda":
+    if backend == "staged":
         import staged
 
-        staged.register("cuda")
-        backend = "cpu:gloo,cuda:staged"
+        staged.register(kind)
+    backend = f"cpu:gloo,{device}" if backend else "gloo"
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
     )

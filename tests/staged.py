@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hadal.device import SideStream
 
 # Names of torch's calls; some have another name in gloo.
 _OPERATIONS = {
@@ -30,8 +33,7 @@ _OPERATIONS = {
     "reduce_scatter_single": "_reduce_scatter_base",
     "all_to_all_single": "alltoall_base",
 }
-_Delay = Callable[[], None]
-_delays: list[_Delay] = []
+_sleeps: list[Callable[[], None]] = []
 
 
 def register(kind: str) -> None:
@@ -39,9 +41,27 @@ def register(kind: str) -> None:
     dist.Backend.register_backend("staged", StagedGroup, devices=[kind])
 
 
-def delay(start: _Delay | None) -> None:
-    """Queue work on the current stream by `start` before each copy from now on; None: no more."""
-    _delays[:] = [start] if start else []
+@contextmanager
+def delayed(sleep: Callable[[], None]) -> Iterator[None]:
+    """Call `sleep`, which queues work on the current stream, before each copy of these groups.
+
+    And before all other work beside the device's own stream.
+    """
+    plain = SideStream.current
+
+    @contextmanager
+    def current(self: SideStream) -> Iterator[None]:
+        with plain(self):
+            sleep()
+            yield
+
+    SideStream.current = current  # type: ignore[method-assign]
+    _sleeps.append(sleep)
+    try:
+        yield
+    finally:
+        SideStream.current = plain  # type: ignore[method-assign]
+        _sleeps.clear()
 
 
 class StagedWork(dist.Work):
@@ -97,9 +117,9 @@ class StagedGroup(dist.ProcessGroup):
         """Return the store by which its ranks have met."""
         return self._store
 
-    def barrier(self, options: Any = None) -> Any:
+    def barrier(self, opts: Any = None) -> Any:
         """Let the hosts wait for each other."""
-        return self._gloo.barrier()
+        return self._gloo.barrier(opts or dist.BarrierOptions())
 
     def call(self, name: str, *args: Any) -> Any:
         """Start gloo's operation `name`; its tensors are on the host or on the device."""
@@ -117,8 +137,8 @@ class StagedGroup(dist.ProcessGroup):
             return copy
 
         with stream:
-            for start in _delays:
-                start()
+            for sleep in _sleeps:
+                sleep()
             away = tree_map_only(Tensor, leave, args)
             left = stream.record_event()
 
@@ -127,11 +147,12 @@ class StagedGroup(dist.ProcessGroup):
             scale = _without_mean(away, self.size())
             getattr(self._gloo, name)(*away).wait()
             with stream:
-                for start in _delays:
-                    start()
-                for value in tensors:
+                for sleep in _sleeps:
+                    sleep()
+                for value in tree_leaves(args[0]) if name != "send" else ():
                     copy = copies[id(value)]
                     value.copy_(copy if scale is None else copy.mul_(scale), non_blocking=True)
+                for value in tensors:
                     value.record_stream(stream)  # torch keeps tensors of NCCL's calls, too
                 work.event = stream.record_event()
 

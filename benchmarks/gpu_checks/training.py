@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hadal
 from gpu_checks.table import is_dry
-from hadal.device import current_device, streams
+from hadal.device import current_device
 
 STEPS = 6
 _BETAS = (0.9, 0.999)
@@ -192,21 +192,7 @@ def slow_copies() -> Iterator[None]:
     if current_device().type == "cpu":
         yield
         return
-    sleep: Callable[[], None] = partial(torch.cuda._sleep, _SLEEP_CYCLES)
-    plain = streams.SideStream.current
-
-    @contextmanager
-    def current(self: streams.SideStream) -> Iterator[None]:
-        with plain(self):
-            sleep()
-            yield
-
     import staged
 
-    streams.SideStream.current = current  # type: ignore[method-assign]
-    staged.delay(sleep)
-    try:
+    with staged.delayed(partial(torch.cuda._sleep, _SLEEP_CYCLES)):
         yield
-    finally:
-        streams.SideStream.current = plain  # type: ignore[method-assign]
-        staged.delay(None)

@@ -67,6 +67,18 @@ def asynchronous(longest_delay: float = 0.02) -> Iterator[None]:
     assert not found, f"{len(found)} faults: {found[:5]}"
 
 
+@contextmanager
+def slow(seconds: float) -> Iterator[None]:
+    """Work beside the device's own stream, and the copies of `staged`, are so late inside."""
+    if not seconds:
+        yield
+        return
+    import staged
+
+    with staged.delayed(lambda: _native[0].sleep(seconds)):
+        yield
+
+
 def late_tasks() -> int:
     """The number of tasks that were started late so far."""
     return int(_native[0].number_of_late_tasks())

@@ -13,8 +13,8 @@ from npu import build
 
 
 @pytest.fixture(scope="session")
-def npus() -> Iterator[RankPools]:
-    """`npus(world_size).run(function, *args)`: as `ranks`, on the test device."""
+def device() -> None:
+    """The test device is compiled."""
     if build.lacking():
         pytest.skip(build.lacking())
     try:
@@ -24,6 +24,19 @@ def npus() -> Iterator[RankPools]:
         if torch.__version__.startswith(build.WRITTEN_FOR):
             raise
         pytest.skip(f"torch {torch.__version__}: {error}")
-    pools = RankPools("npu")
+
+
+@pytest.fixture(scope="session")
+def npus(device: None) -> Iterator[RankPools]:
+    """`npus(world_size).run(function, *args)`: as `ranks`, on the test device."""
+    pools = RankPools("npu:hccl")
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(scope="session")
+def sharing_npus(device: None) -> Iterator[RankPools]:
+    """The same, where all ranks share one device (`staged.py`)."""
+    pools = RankPools("npu:staged")
     yield pools
     pools.close()

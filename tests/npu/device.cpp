@@ -255,6 +255,11 @@ void set_delay(double seconds) {
   longest_delay = seconds;
 }
 
+void sleep(double seconds) {
+  auto stop = [seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); };
+  put(current_stream(-1), stop, Haste::now);
+}
+
 void set_has_float64(bool has) {
   has_float64 = has;
 }

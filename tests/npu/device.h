@@ -45,6 +45,7 @@ const at::Generator& default_generator(c10::DeviceIndex device);
 void set_asynchronous(bool is_on);
 void set_delay(double seconds);
 std::vector<std::string> faults();
+void sleep(double seconds); // of the current stream
 int64_t number_of_late_tasks();
 void set_has_float64(bool has);
 using Watcher = std::function<void(const std::string&)>;

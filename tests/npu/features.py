@@ -25,19 +25,23 @@ from hadal.plugins.data_efficiency.token_drop import convert_to_random_ltd
 
 from . import runs
 
-Update = Callable[[], None]
+Update = Callable[[], Tensor]
 _folder: list[Path] = []  # of the test
 
 
 def updates(engine: Any, *batch: Tensor, loss_of: Callable[..., Tensor] | None = None) -> Update:
-    """Return an update with the same batch, on the device, in each micro-step."""
+    """Return an update with the same batch, on the device, in each micro-step.
+
+    It returns the loss of the last one.
+    """
     there = [one.to(engine.device) for one in batch]
 
-    def update() -> None:
+    def update() -> Tensor:
         for _ in range(engine.gradient_accumulation_steps()):
             loss = engine(*there) if loss_of is None else loss_of(engine, *there)
             engine.backward(loss)
             engine.step()
+        return loss.detach()
 
     return update
 
@@ -114,11 +118,13 @@ def short_sequences(truncates: bool) -> tuple[Any, Update]:
 def batches_by_tokens() -> tuple[Any, Update]:
     engine = test_batching.engine_with(pin_memory=True)
 
-    def update() -> None:
+    def update() -> Tensor:
         for _ in range(engine.gradient_accumulation_steps()):
             batch = next(test_batching.batches_of(engine)).to(engine.device, non_blocking=True)
-            engine.backward(engine(batch / 60).square().mean())
+            loss = engine(batch / 60).square().mean()
+            engine.backward(loss)
             engine.step()
+        return loss.detach()
 
     return engine, update
 

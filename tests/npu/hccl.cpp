@@ -416,6 +416,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("current_device", &npu::current_device);
   m.def("set_asynchronous", &npu::set_asynchronous, free);
   m.def("set_delay", &npu::set_delay);
+  m.def("sleep", &npu::sleep, free);
   m.def("faults", &npu::faults);
   m.def("number_of_late_tasks", &npu::number_of_late_tasks);
   m.def("set_has_float64", &npu::set_has_float64);

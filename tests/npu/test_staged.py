@@ -2,48 +2,57 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
-import forks
+import pytest
+import torch
+from cases import rarely
 from ranks import RankPools
 
-from . import runs
-
-_PROGRAM = """
-import json, sys
-import torch
 import npu
-npu.join()
-import staged
-staged.register("npu")
-import hadal
-from npu import runs
 
-rank, stages = int(sys.argv[2]), json.loads(sys.argv[3])
-hadal.init_distributed("cpu:gloo,npu:staged", init_method=sys.argv[1], rank=rank, world_size=2)
-torch.set_num_threads(1)
-with npu.asynchronous(), npu.with_float64():
-    for stage in stages:
-        print(json.dumps(runs.trained(runs.config(stage, "bf16"), 6)["losses"]))
-"""
+from . import features, runs
 
 
-def test_stages_as_with_a_device_each(npus: RankPools, tmp_path: Path) -> None:
-    stages = [0, 2, 3]
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": paths, "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    words = [
-        ["-c", _PROGRAM, f"file://{tmp_path}/store", str(rank), json.dumps(stages)]
-        for rank in range(2)
-    ]
-    envs = [{**env, "RANK": str(rank)} for rank in range(2)]
-    found = []
-    for done in forks.run_ranks(words, envs=envs, timeout=300):
-        assert done.returncode == 0, done.stderr[-3000:]
-        found.append([json.loads(line) for line in done.stdout.splitlines()])
-    for number, stage in enumerate(stages):
-        # In the later updates ranks may ask each other for weights, through the group's store.
-        wanted = npus(2).run(runs.trained_late, runs.config(stage, "bf16"), 6)
-        assert [rank[number] for rank in found] == [one["losses"] for one in wanted]
+class Case(NamedTuple):
+    world: int
+    build: Callable[[], tuple[Any, features.Update]]
+
+
+CASES = {
+    **{f"stage {stage}": Case(2, partial(features.keys, stage)) for stage in range(4)},
+    **{f"stage {stage} of three": Case(3, partial(features.keys, stage)) for stage in range(4)},
+    "fp16": Case(2, partial(features.keys, 3, "fp16")),
+    "optimizer on the host": Case(
+        2, partial(features.keys, 2, zero={"offload_optimizer": features.HOST})
+    ),
+    "all on the host": Case(2, partial(features.keys, 3, zero=features.ALL_ON_HOST)),
+    "all on the host of three": Case(3, partial(features.keys, 3, zero=features.ALL_ON_HOST)),
+    "experts": Case(2, partial(features.experts, ep_size=2, k=2)),
+    "pipeline": Case(2, partial(features.in_stages, "1f1b", 1)),
+    "interleaved pipeline": Case(2, partial(features.in_stages, "interleaved", 2)),
+}
+OFTEN = ("stage 1", "stage 3 of three", "all on the host", "experts", "interleaved pipeline")
+
+
+def _trained(name: str, sleep: float) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights; `sleep`: seconds that each copy of `staged` is late."""
+    with npu.with_float64(), npu.asynchronous(), npu.slow(sleep):
+        engine, update = CASES[name].build()
+        losses = [float(one) for one in [update() for _ in range(2)]]
+        weights = runs.weights(engine)
+        engine.destroy()
+    return losses, weights
+
+
+@pytest.mark.parametrize("name", [name if name in OFTEN else rarely(name) for name in CASES])
+def test_trains_as_with_a_device_each(name: str, npus: RankPools, sharing_npus: RankPools) -> None:
+    world = CASES[name].world
+    at_once = npus(world).run(_trained, name, 0.0)
+    for sleep in (0.0, 0.002):
+        found = sharing_npus(world).run(_trained, name, sleep)
+        for (losses, weights), (wanted, others) in zip(found, at_once, strict=True):
+            assert losses == wanted
+            assert all(weights[name].equal(others[name]) for name in others)
