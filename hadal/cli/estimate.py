@@ -288,7 +288,7 @@ def _buffers(config: Config, cost: Cost) -> Buffers:
     """Return the host memory through which the engine would read and write a disk."""
     import torch
 
-    from hadal.engine.tiers import disk_steps_of, weight_buffers_of
+    from hadal.engine.policies import disk_steps_of, weight_buffers_of
     from hadal.optim.workspace import block_numel
     from hadal.zero.estimate import Buffers
 

@@ -23,9 +23,8 @@ from hadal.config import Config
 from hadal.device import look_at
 from hadal.engine import checks
 from hadal.engine.plan import ModelPlan, ParameterPlan, RankCounts, plan_model
-from hadal.engine.policies import divergence_of, reduction_of, transport_of
+from hadal.engine.policies import Offloading, divergence_of, reduction_of, transport_of
 from hadal.engine.precision import buffer_rule_of
-from hadal.engine.tiers import Offloading
 from hadal.engine.topology import RequestedRanks, Sharings, Topology
 from hadal.errors import ModelError, OffloadError, OptimizerError, UsageError, few
 from hadal.optim.step import OptimizerStepper
@@ -63,7 +62,7 @@ def change_modules(
         if not (is_prepared(model) or compress.is_teacher(model)):
             compress.prepare(model, compress.with_old_form(section, old), GatheredParameters)
     if config.expert_parallel.enabled:
-        from hadal.engine.experts import distribute_experts  # for this alone
+        from hadal.engine.parallel import distribute_experts  # for this alone
 
         distribute_experts(model, config, requested, ranks)
     if config.sparse_attention is not None:
@@ -85,12 +84,12 @@ def cut_model(
         ConfigError, ModelError, UsageError: the ranks, the model and the keys do not fit.
     """
     if any(holders_of(parameter).experts is not None for parameter in model.parameters()):
-        from hadal.engine.experts import make_groups_of_experts  # for this alone
+        from hadal.engine.parallel import make_groups_of_experts  # for this alone
 
         make_groups_of_experts(model, config, topology)
     checks.check_same_keys(config, world)
     if config.tensor_parallel.is_on:
-        from hadal.engine.tensor import cut_over_ranks  # for this alone
+        from hadal.engine.parallel import cut_over_ranks  # for this alone
 
         cut_over_ranks(model, optimizer, config, topology, world)
 

@@ -1,16 +1,33 @@
-"""The command-line arguments that training scripts share."""
+"""The arguments of scripts and of `initialize`: configuration, optimizer, schedule and loader."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset, IterableDataset
 
+from hadal.comm import Ranks
+from hadal.comm.collectives import broadcast_
+from hadal.comm.faults import raised_on_all
+from hadal.config import Config
 from hadal.config.reading import read
 from hadal.config.scheduler import PARAMS
-from hadal.errors import UsageError
+from hadal.data.loader import ChosenOrder, Loading, Reading, ShardedLoader
+from hadal.data.reading import Sharding
+from hadal.device import current_device
+from hadal.errors import OptimizerError, UsageError
+from hadal.listener import Listener
+from hadal.optim.build import build_optimizer
+from hadal.optim.schedules import build_schedule
 
 # In order of preference: (attribute of `args`, description).
 _CONFIG_ATTRIBUTES = ("deepspeed_config", "deepscale_config")
@@ -170,3 +187,193 @@ def asks_for_stages(source: Any) -> bool:
     _, raw = read(source)
     section = raw.get("pipeline")
     return isinstance(section, Mapping) and bool(section.get("auto"))
+
+
+_log = logging.getLogger(__name__)
+
+Groups = list[dict[str, Any]]
+OptimizerMaker = Callable[[Any], Optimizer]
+ScheduleMaker = Callable[[Optimizer], Any]
+
+# Defaults if neither the config nor the caller names an optimizer or a schedule.
+_DEFAULT_OPTIMIZER = "AdamW"
+_DEFAULT_SCHEDULE = "WarmupDecayLR"
+_DEFAULT_SCHEDULE_STEPS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class InitializeArguments:
+    """The remaining arguments of `initialize`, from which training is made."""
+
+    optimizer: Optimizer | OptimizerMaker | None
+    model_parameters: Any
+    schedule: LRScheduler | ScheduleMaker | None
+    training_data: Dataset[Any] | None
+    collate_fn: Callable[[list[Any]], Any] | None
+
+    def name_an_optimizer(self, config: Config) -> bool:
+        """Return whether the caller or the configuration names one; else it is the default."""
+        return self.optimizer is not None or config.optimizer is not None
+
+    def described(self, optimizer: Optimizer | None) -> dict[str, Any]:
+        """Describe everything outside the configuration that must match on all ranks."""
+        groups = optimizer.param_groups if optimizer else []
+        options = [{k: repr(v) for k, v in group.items() if k != "params"} for group in groups]
+        return {
+            "the optimizer": type(optimizer).__name__,
+            **{f"param group {number}": group for number, group in enumerate(options)},
+            "the schedule given": type(self.schedule).__name__,
+            "training_data": type(self.training_data).__name__,
+            "the samples of training_data": count_samples(self.training_data),
+        }
+
+    def make_optimizer(self, config: Config, model: nn.Module) -> Optimizer | None:
+        """Make the caller's optimizer, the section's, or the default; None if none is needed."""
+        given = self.optimizer
+        if isinstance(given, Optimizer):
+            return given
+        if given is not None and not callable(given):
+            raise OptimizerError(
+                "initialize(optimizer=...) takes a torch.optim.Optimizer or a callable that makes"
+                f" one, got {type(given).__name__}"
+            )
+        chosen = self._chosen_parameters(model)
+        if not chosen:
+            return None
+        if given is not None:
+            return given(chosen)
+        section = config.optimizer
+        if section is None:
+            return build_optimizer(_DEFAULT_OPTIMIZER, {}, chosen)
+        names = {p: name for name, p in model.named_parameters()}
+        return build_optimizer(section.type, section.params, chosen, names)
+
+    def _chosen_parameters(self, model: nn.Module) -> list[Any]:
+        given = self.model_parameters
+        if given is None:
+            return [p for p in model.parameters() if p.requires_grad]
+        try:
+            return list(given)
+        except TypeError:
+            raise OptimizerError(
+                "initialize(model_parameters=...) takes parameters or param groups, got"
+                f" {type(given).__name__}; pass model.parameters(), or leave it out"
+            ) from None
+
+    def make_schedule(
+        self,
+        config: Config,
+        optimizer: Optimizer,
+        loader: ShardedLoader | None,
+    ) -> Any:
+        """Make the caller's schedule, the section's, or the default optimizer's; None for none."""
+        given = self.schedule
+        if given is not None:
+            return self._given_schedule(given, optimizer)
+        if config.scheduler is not None:
+            note = config.scheduler.replaced(self._given_rates(config, optimizer))
+            if note is not None:
+                _log.warning("%s", note)
+            return build_schedule(config.scheduler.type, config.scheduler.params, optimizer)
+        if self.name_an_optimizer(config):
+            return None
+        steps = _DEFAULT_SCHEDULE_STEPS
+        with suppress(TypeError):  # a stream without a length
+            steps = len(loader) if loader is not None else steps
+        _log.warning(
+            "no optimizer is named: training uses %s with its defaults and %s, which warms up and"
+            " then lowers the learning rate to 0 at update %d. Name `optimizer` and `scheduler` in"
+            " the configuration to choose",
+            _DEFAULT_OPTIMIZER,
+            _DEFAULT_SCHEDULE,
+            steps,
+        )
+        return build_schedule(_DEFAULT_SCHEDULE, {"total_num_steps": steps}, optimizer)
+
+    def _given_rates(self, config: Config, optimizer: Optimizer) -> list[float]:
+        """Return the param groups' learning rates, unless all have a default that nobody gave."""
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        section = None if self.optimizer is not None else config.optimizer
+        is_given = self.optimizer is not None or (section is not None and bool(section.rates))
+        return rates if is_given or len({*rates}) > 1 else []
+
+    def _given_schedule(self, given: Any, optimizer: Optimizer) -> Any:
+        if not isinstance(given, LRScheduler) and callable(given):
+            given = given(optimizer)
+        elif not isinstance(self.optimizer, Optimizer):
+            raise OptimizerError(
+                "initialize(lr_scheduler=...) got a schedule object without the optimizer object"
+                " that it belongs to; pass both, or a callable that builds the schedule from the"
+                " optimizer"
+            )
+        if not callable(getattr(given, "step", None)):
+            raise OptimizerError(
+                f"initialize(lr_scheduler=...) got a {type(given).__name__}, which has no step();"
+                " pass a schedule, or a callable that returns one for the optimizer"
+            )
+        return given
+
+    def make_loading(
+        self,
+        config: Config,
+        readers: Ranks,
+        seed: int,
+        listeners: Iterable[Listener],
+    ) -> Loading:
+        """Make the loaders' shared options; each of `readers` reads its own samples."""
+        micro, drops = config.train_micro_batch_size_per_gpu, config.dataloader_drop_last
+        sharding = Sharding(micro, readers.size, readers.rank, drops)
+        return Loading(
+            sharding,
+            self.collate_fn,
+            can_pin=current_device().type != "cpu",
+            seed=seed,
+            shards_stream=config.dataloader_shard_iterable,
+            chosen=_chosen_order(config, sharding, listeners),
+        )
+
+    def make_loader(self, loading: Loading, world: Ranks, *, shuffle: bool) -> ShardedLoader | None:
+        """Make the loader over the caller's data set, if there is one. All ranks must call it."""
+        if self.training_data is None:
+            return None
+        with raised_on_all(world, "initialize"):
+            reading = Reading(pin_memory=True, shuffle=shuffle)
+            return loading.training_loader(self.training_data, reading)
+
+
+def count_samples(dataset: Any) -> int | None:
+    """Return the samples of a data set; None if it has no length, or ranks may differ."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        return None
+    return len(dataset)
+
+
+def seed_of_program(world: Ranks) -> int:
+    """Return the seed that rank 0 gave to `torch.manual_seed`; 0 if it did not call it.
+
+    Ranks may be seeded differently, but must follow one order.
+    """
+    seed = torch.initial_seed()
+    shared = torch.tensor(0 if seed == torch.Generator().initial_seed() else seed % (1 << 63))
+    broadcast_(shared, 0, world, "the broadcast of rank 0's seed")
+    return int(shared)
+
+
+def scaled_by_batch(schedule: Any, optimizer: Optimizer, listeners: Iterable[Listener]) -> Any:
+    """Return the schedule as scaled by the size of each batch, if there is a listener for that."""
+    for one in listeners:
+        if one.name == "dynamic_batching":
+            batching: Any = one
+            return batching.scaled(schedule, optimizer)
+    return schedule
+
+
+def _chosen_order(
+    config: Config, sharding: Sharding, listeners: Iterable[Listener]
+) -> ChosenOrder | None:
+    sampling = config.data_efficiency.data_sampling
+    if not (sampling.curriculum_learning.enabled or sampling.dynamic_batching.enabled):
+        return None
+    from hadal.plugins.data_efficiency.ordered import chosen_order  # for this alone
+
+    return chosen_order(config, sharding, tuple(listeners))

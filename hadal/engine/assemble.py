@@ -24,21 +24,22 @@ from hadal.data.loader import ShardedLoader
 from hadal.device import current_device, give_back_freed_memory, keep_freed_memory
 from hadal.engine import checks, precision
 from hadal.engine.apply import LaterGroups, ShardedModel, change_modules, cut_model
-from hadal.engine.arguments import asks_for_stages, choose_config, with_schedule
-from hadal.engine.engine import Engine
-from hadal.engine.features import listeners_of, opened_monitor, setting_of
-from hadal.engine.policies import batch_sizes_of, saving_of
-from hadal.engine.report import hush, log_state, open_log
-from hadal.engine.requested import (
+from hadal.engine.arguments import (
     Groups,
     InitializeArguments,
     OptimizerMaker,
     ScheduleMaker,
+    asks_for_stages,
+    choose_config,
     scaled_by_batch,
     seed_of_program,
+    with_schedule,
 )
+from hadal.engine.engine import Engine
+from hadal.engine.features import listeners_of, opened_monitor, setting_of
+from hadal.engine.policies import batch_sizes_of, disk_steps_of, saving_of, warn_of_one_thread
+from hadal.engine.report import hush, log_state, open_log
 from hadal.engine.state import Parts, Training
-from hadal.engine.tiers import disk_steps_of, warn_of_one_thread
 from hadal.engine.topology import (
     RequestedRanks,
     Topology,
@@ -123,7 +124,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     )
     source, is_cut = _read_source(args, config, config_params, arguments, world)
     if is_cut:
-        from hadal.engine.auto_stages import cut_by_configuration  # for this alone
+        from hadal.engine.stages import cut_by_configuration  # for this alone
 
         model, arguments = cut_by_configuration(model, source, arguments)
     engine_type = _type_for(model, engine_type, pipeline_engine_type)
@@ -280,7 +281,7 @@ def _read_config(
         raise UsageError("initialize got an engine; pass the module, engine.module")
     world = Ranks.world()
     checks.check_accelerate(world, current_device())
-    tensor = sys.modules.get("hadal.engine.tensor")
+    tensor = sys.modules.get("hadal.engine.parallel")
     config = load_config(
         source,
         world_size=world.size,

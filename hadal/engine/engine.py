@@ -17,7 +17,6 @@ from hadal.config import Config
 from hadal.data.loader import PostProcess, Reading, ShardedLoader
 from hadal.data.reading import Collate
 from hadal.device import give_back_freed_memory
-from hadal.engine.backward import Backwards
 from hadal.engine.checkpoints import Checkpoints
 from hadal.engine.collector import hold_collector
 from hadal.engine.features import ATTRIBUTES
@@ -28,7 +27,7 @@ from hadal.engine.state import LossBackward, Parts, State
 from hadal.engine.state_offload import StateOffload
 from hadal.engine.topology import Topology
 from hadal.engine.training import begin_training
-from hadal.engine.update import Updates, measure
+from hadal.engine.update import Backwards, Updates, measure
 from hadal.errors import NotBuiltYetError, UsageError
 from hadal.listener import Forward, Listener
 from hadal.optim.schedules import check_step_arguments, needs_metric

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hadal.comm.collectives import broadcast_, gather_codes, gather_objects, sum_
 from hadal.data.loader import RepeatingLoader
-from hadal.engine.casting import Casting, cast_floats
 from hadal.engine.engine import Engine
+from hadal.engine.precision import Casting, cast_floats
 from hadal.engine.state import Parts
 from hadal.errors import (
     ChoiceError,

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from hadal.config import Config
 from hadal.device import is_host_memory, memory_use, read_on_host
-from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import MemoryGauge, Throughput
 from hadal.engine.listeners import EngineSetting
+from hadal.engine.policies import BatchSizes
 from hadal.engine.topology import Topology
 from hadal.listener import Forward, Listener, Update
 from hadal.zero.bucket import Bucket

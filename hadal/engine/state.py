@@ -21,10 +21,10 @@ from hadal.config import Config
 from hadal.data.loader import Loading, ShardedLoader
 from hadal.device import Event, HostCopy, at_end_of_backward, is_in_backward, is_in_node
 from hadal.engine.apply import ShardedModel
-from hadal.engine.batches import BatchSizes
-from hadal.engine.casting import Casting
 from hadal.engine.clocks import Clocks
 from hadal.engine.listeners import Listeners
+from hadal.engine.policies import BatchSizes
+from hadal.engine.precision import Casting
 from hadal.engine.topology import Topology
 from hadal.errors import UsageError
 from hadal.listener import Listener

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from engine.toys import ROWS, assert_close, batch_of, engine_of, loss_of, model_of, train
 from hadal import comm
-from hadal.engine.batches import BatchSizes
+from hadal.engine.policies import BatchSizes
 from hadal.errors import MismatchError, UsageError
 
 STAGES = [0, 1, 2, 3]

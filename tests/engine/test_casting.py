@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hadal.engine.casting import Casting, cast_floats
+from hadal.engine.precision import Casting, cast_floats
 
 CPU = torch.device("cpu")
 

@@ -35,8 +35,8 @@ from engine.test_degrees import (
 )
 from hadal import comm
 from hadal.checkpoint.fp32 import load_state_dict_from_zero_checkpoint
+from hadal.engine.parallel import tp_model_init
 from hadal.engine.pipeline import PipelineEngine
-from hadal.engine.tensor import tp_model_init
 from hadal.errors import HadalError
 from hadal.plugins.moe import MoE
 from hadal.plugins.pipeline import LayerSpec, PipelineModule, ProcessTopology

@@ -424,17 +424,17 @@ FEATURES: dict[str, Feature] = {
     # Models of transformers look for packed documents when they make their mask. torch's grouped
     # product reads the ends of its groups, except on CUDA.
     "expert_parallel": Feature(
-        experts_of_transformers, range(1, 16), "moe/dispatch.py moe/experts.py engine/casting.py"
+        experts_of_transformers, range(1, 16), "moe/dispatch.py moe/experts.py engine/precision.py"
     ),
     "tensor_parallel": Feature(
         partial(of_transformers, tensor_parallel={"autotp_size": 2}, stage=1),
         range(2),
-        "engine/casting.py",
+        "engine/precision.py",
     ),
     "sequence_parallel_size": Feature(
         partial(of_transformers, sequence_parallel_size=2),
         range(1, 3),
-        "engine/casting.py sequence/positions.py",
+        "engine/precision.py sequence/positions.py",
     ),
     "DistributedAttention": Feature(heads),
     "ring_attention and losses": Feature(ring),

@@ -36,7 +36,7 @@ def test_an_update(stage: int, precision: str, npus: RankPools) -> None:
 
 
 # Models of transformers, and torch.
-UNNAMED = {"engine/casting.py", "moe/experts.py"}
+UNNAMED = {"engine/precision.py", "moe/experts.py"}
 
 
 @pytest.mark.parametrize(

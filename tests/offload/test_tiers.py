@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import hadal
 from hadal import comm, utils
 from hadal.config import load_config
-from hadal.engine import tiers
-from hadal.engine.tiers import tiers_of
+from hadal.engine import policies
+from hadal.engine.policies import tiers_of
 from hadal.errors import OffloadError, OptimizerError, UnbuiltConfigError
 from hadal.optim import workspace
 from hadal.optim.one_bit import OneBitAdam
@@ -178,11 +178,11 @@ def test_one_rank_alone_offloads_too(ranks: RankPools, tmp_path: Path) -> None:
 def apart() -> Iterator[None]:
     """Treat host memory as separate from the device's, so that everything is copied."""
     before = offload.is_host_memory
-    offload.is_host_memory = tiers.is_host_memory = lambda device: False
+    offload.is_host_memory = policies.is_host_memory = lambda device: False
     try:
         yield
     finally:
-        offload.is_host_memory = tiers.is_host_memory = before
+        offload.is_host_memory = policies.is_host_memory = before
 
 
 @pytest.mark.slow_cells("1-bf16", "2-fp32", "3-bf16")

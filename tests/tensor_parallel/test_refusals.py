@@ -15,7 +15,7 @@ from hadal import comm
 from hadal.comm import Ranks
 from hadal.config import load_config
 from hadal.config.parallelism import TensorParallel
-from hadal.engine.tensor import tp_model_init
+from hadal.engine.parallel import tp_model_init
 from hadal.errors import (
     ConfigError,
     MismatchError,
