@@ -186,12 +186,13 @@ def _scan_stream(file: BinaryIO, scan: Scan, where: str) -> None:
     place = file.tell()
     whole, fault = _read_pickles(file)
     file.seek(place)
-    found = _globals_of(file, where)
+    found, faults = _globals_of(file, where)
     # Other files may begin with the same byte, such as safetensors.
     is_meant = name.endswith(_SUFFIXES if head.startswith(_PICKLE) else _ONLY_PICKLES)
     if not (whole or found or is_meant):
         return
     scan.pickles += max(whole, 1)
+    scan.faults += faults
     if fault and whole < _LEGACY:
         scan.faults.append(f"{where} is no whole pickle: {fault}")
     known = {one.name for one in scan.findings}
@@ -238,9 +239,13 @@ def _scanner() -> Callable[[BinaryIO, str], Any]:
     return found
 
 
-def _globals_of(file: BinaryIO, where: str) -> list[FoundGlobal]:
-    found = [_judged(one) for one in _scanner()(file, where).globals]
-    return sorted(found, key=lambda one: one.name)
+def _globals_of(file: BinaryIO, where: str) -> tuple[list[FoundGlobal], list[str]]:
+    """Return what a file's pickles name, and the fault of one that picklescan gives up on."""
+    try:
+        found = [_judged(one) for one in _scanner()(file, where).globals]
+    except ValueError as error:  # an import whose names are not on the stack as strings
+        return [], [f"{where} names what cannot be told: {error}"]
+    return sorted(found, key=lambda one: one.name), []
 
 
 def _judged(found: Any) -> FoundGlobal:

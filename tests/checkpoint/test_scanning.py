@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from checkpoint.deepspeed_cases import CASES, unpack
@@ -249,6 +249,7 @@ def test_a_damaged_archive_is_no_all_clear(tmp_path: Path) -> None:
 
 
 @settings(max_examples=60)
+@example(b"\x93.")  # a whole pickle, of an import without a name
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("any") / "a.pkl"
@@ -256,6 +257,7 @@ def test_any_bytes_are_read(tmp_path_factory: pytest.TempPathFactory, data: byte
         path.write_bytes(head + data)
         scan = scan_file(path)
         assert scan is None or scan.faults or scan.pickles
+        assert data != b"\x93." or scan.faults
 
 
 def test_without_picklescan_its_remedy_is_named(

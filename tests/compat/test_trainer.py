@@ -12,6 +12,8 @@ import torch
 from clients import load
 from ranks import RankPool
 
+from hadal.errors import EXIT_PREEMPTED
+
 pytestmark = pytest.mark.runs("transformers", "accelerate")
 
 Run = Callable[..., list[dict[str, Any]]]
@@ -167,3 +169,22 @@ def test_a_model_that_is_cut_over_ranks_trains_identically(
         assert found["resumed"] == found["losses"][2:]
         for one, other in zip(found["saved"], expected["saved"], strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+# ---- a signal ------------------------------------------------------------------------------------
+
+
+def _preempted(folder: Path) -> dict[str, Any]:
+    t = load("trainer_runs")
+    found: dict[str, Any] = t.run_preempted(folder, t.STAGE_2)
+    return found
+
+
+@pytest.mark.slow
+def test_it_saves_its_own_checkpoint_and_resumes(clients: RankPool, tmp_path: Path) -> None:
+    for found in clients.run(_preempted, tmp_path, timeout=180):
+        assert found["code"] == EXIT_PREEMPTED
+        assert 2 <= found["step"] < 40
+        assert (tmp_path / "run" / f"checkpoint-{found['step']}" / "trainer_state.json").exists()
+        assert len(found["resumed"]) == 3
+        assert found["resumed"] == found["whole"]

@@ -1,5 +1,7 @@
 """The accepted forms of a configuration, and of files."""
 
+from __future__ import annotations
+
 import base64
 import copy
 import json
@@ -8,8 +10,11 @@ import pickle
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hadal.config import Config, load_config
+from hadal.config.reading import parse, strict
 from hadal.errors import ConfigError
 
 from .faults import BASE, faults_of, only_fault
@@ -226,3 +231,56 @@ def test_a_byte_order_mark_is_accepted(tmp_path):
     path = Path(tmp_path / "ds_config.json")
     path.write_text(TEXT, encoding="utf-8-sig")
     assert load_config(path).zero_optimization.stage == 2
+
+
+# ---- comments and commas -------------------------------------------------------------------------
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+FILLERS = st.sampled_from(
+    ["", " ", "\n", '/* } ] , " */', "// ,}\n", '# "quoted\n', "/**/", "\t/* a\nb */ "]
+)
+
+
+def rendered(value, draw):
+    """Write a value with a filler between any two tokens, and commas before closing brackets."""
+
+    def between(*tokens):
+        return "".join(draw(FILLERS) + token for token in tokens)
+
+    if isinstance(value, dict):
+        inner = [
+            between(json.dumps(name), ":") + rendered(below, draw) + between(",")
+            for name, below in value.items()
+        ]
+        return between("{") + "".join(inner) + between("}")
+    if isinstance(value, list):
+        inner = [rendered(below, draw) + between(",") for below in value]
+        return between("[") + "".join(inner) + between("]")
+    return between(json.dumps(value))
+
+
+@given(st.data(), VALUES)
+def test_relaxed_json_equals_strict_json(data, value):
+    assert parse(rendered(value, data.draw) + data.draw(FILLERS)) == value
+
+
+@given(VALUES, st.integers(0, 2) | st.none())
+def test_strict_json_is_unchanged(value, indent):
+    text = json.dumps(value, indent=indent)
+    assert strict(text) == text
+    assert parse(text) == value
+
+
+@given(st.text(alphabet='{}[],:"\\ab1#/*\n '))
+def test_places_do_not_move(text):
+    blanked = strict(text)
+    assert len(blanked) == len(text)
+    assert [i for i, c in enumerate(blanked) if c == "\n"] == [
+        i for i, c in enumerate(text) if c == "\n"
+    ]

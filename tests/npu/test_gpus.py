@@ -14,7 +14,7 @@ from ranks import RankPools
 from hadal.device import current_device
 
 from . import runs
-from .test_pipeline import losses, losses_late
+from .test_features import losses, losses_late
 
 HOST = {"device": "cpu"}
 UNITS = {"modules": "units"}
