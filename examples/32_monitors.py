@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hadal
-from hadal.monitor.jsonl_monitor import read_lines
+from hadal.monitor.files import read_lines
 
 FOLDER = Path("monitors")
 os.environ["WANDB_MODE"], os.environ["WANDB_SILENT"] = "offline", "true"

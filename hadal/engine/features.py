@@ -29,10 +29,9 @@ from hadal.errors import MonitorError, UsageError
 from hadal.listener import Listener, Setting
 from hadal.optim.loss_scale import ScaleRule
 from hadal.plugins.autotuning.measuring import Experiment
-from hadal.plugins.monitor.jsonl_monitor import path_of
+from hadal.plugins.monitor.files import path_of
 from hadal.plugins.monitor.monitor import Monitor
-from hadal.plugins.monitor.opening import open_writers, sections_on
-from hadal.plugins.monitor.run import describe_run
+from hadal.plugins.monitor.opening import describe_run, open_writers, sections_on
 from hadal.plugins.monitor.training import ScalarScope, TrainingEvents
 from hadal.zero.access import GatheredParameters
 from hadal.zero.policy import STAGES

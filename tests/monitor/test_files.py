@@ -16,9 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.config.monitors import CsvMonitor, JsonlMonitor
-from hadal.plugins.monitor.csv_monitor import CsvWriter, file_name
-from hadal.plugins.monitor.jsonl_monitor import JsonlWriter, read_lines
-from hadal.plugins.monitor.lines import LineFile
+from hadal.plugins.monitor.files import CsvWriter, JsonlWriter, LineFile, file_name, read_lines
 from hadal.plugins.monitor.record import ScalarRecord
 
 

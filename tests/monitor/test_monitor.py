@@ -13,12 +13,11 @@ from engine.logs import logged
 
 from hadal.config.monitors import CsvMonitor, JsonlMonitor, TensorBoard
 from hadal.errors import UsageError
-from hadal.plugins.monitor import writer as writer_module
-from hadal.plugins.monitor.csv_monitor import CsvWriter
-from hadal.plugins.monitor.jsonl_monitor import JsonlWriter
+from hadal.plugins.monitor import monitor as monitor_module
+from hadal.plugins.monitor.files import CsvWriter, JsonlWriter
 from hadal.plugins.monitor.monitor import Monitor
 from hadal.plugins.monitor.record import ScalarRecord
-from hadal.plugins.monitor.tensorboard import TensorBoardWriter
+from hadal.plugins.monitor.services import TensorBoardWriter
 
 
 class Memory:
@@ -116,7 +115,7 @@ def test_a_writer_that_raises_is_logged_once_and_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr(writer_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(monitor_module.time, "monotonic", lambda: clock[0])
     broken, sound = Memory(), Memory()
     monitor = opened(broken, sound)
     with logged() as lines:
@@ -183,7 +182,7 @@ def test_a_thousand_scalars_take_less_than_50_ms(kind: str, tmp_path: Path) -> N
 PROGRAM = """
 import sys
 from hadal.config.monitors import CsvMonitor
-from hadal.plugins.monitor.csv_monitor import CsvWriter
+from hadal.plugins.monitor.files import CsvWriter
 from hadal.plugins.monitor.monitor import Monitor
 from hadal.plugins.monitor.record import ScalarRecord
 

@@ -18,8 +18,7 @@ from ranks import RankPools
 from torch import Tensor, nn
 
 import hadal
-from hadal.plugins.monitor.csv_monitor import CsvWriter
-from hadal.plugins.monitor.jsonl_monitor import read_lines
+from hadal.plugins.monitor.files import CsvWriter, read_lines
 
 WORLD = 2
 EXTRA = {"grad_norm", "skipped_steps", "peak_memory_bytes", "samples_per_sec"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ranks import RankPools
 
-from hadal.plugins.monitor.jsonl_monitor import read_lines
+from hadal.plugins.monitor.files import read_lines
 
 from . import runs
 

@@ -13,8 +13,7 @@ from typing import Any
 from hadal.config.monitors import JsonlMonitor
 from hadal.errors import HadalError
 from hadal.listener import Listener, Setting, Update
-from hadal.plugins.monitor.jsonl_monitor import path_of
-from hadal.plugins.monitor.lines import LineFile
+from hadal.plugins.monitor.files import LineFile, path_of
 
 _log = logging.getLogger(__name__)
 _house = logging.getLogger("hadal")

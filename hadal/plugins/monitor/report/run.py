@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.errors import HadalError, UsageError
-from hadal.plugins.monitor.jsonl_monitor import FILE, read_lines
+from hadal.plugins.monitor.files import FILE, read_lines
 
 Values = NDArray[np.float64]
 
