@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from hadal.engine.engine import Engine
 from hadal.errors import UsageError
-from hadal.plugins.data_efficiency.batching import PATH
+from hadal.plugins.data_efficiency.batching import PATH, ScaledRates
 from hadal.plugins.data_efficiency.lengths import is_measured, measured, read_lengths, write_lengths
 from hadal.plugins.data_efficiency.packing import (
     PackLimits,
@@ -25,7 +25,6 @@ from hadal.plugins.data_efficiency.packing import (
     picked,
     scale_of,
 )
-from hadal.plugins.data_efficiency.rates import ScaledRates
 
 _log = logging.getLogger(__name__)
 

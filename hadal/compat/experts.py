@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hadal.comm import Ranks, ReduceOp, all_reduce
 from hadal.compat.groups import get_tensor_model_parallel_group
+from hadal.plugins.moe.dispatch import dropped, gathered
 from hadal.plugins.moe.gate import (
     DropPolicy,
     Routing,
@@ -21,7 +22,6 @@ from hadal.plugins.moe.gate import (
     route_to_one,
     route_to_two,
 )
-from hadal.plugins.moe.mappings import dropped, gathered
 
 TUTEL_INSTALLED = False
 Gated = tuple[Any, ...]

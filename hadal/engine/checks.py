@@ -33,7 +33,7 @@ from hadal.errors import (
     raise_faults,
 )
 from hadal.offload.folder import OwnFolder
-from hadal.plugins.compression.names import is_score
+from hadal.plugins.compression.rules import is_score
 from hadal.zero import access, sharded_init
 from hadal.zero.layout import order_of
 from hadal.zero.parameters import is_foreign, refusal_of

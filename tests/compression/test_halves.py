@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.plugins.compression.halves import halve, is_half_zero, whole
+from hadal.plugins.compression.files import halve, is_half_zero, whole
 
 
 @given(

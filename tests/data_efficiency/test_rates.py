@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hadal.optim.schedules import WarmupLR
-from hadal.plugins.data_efficiency.rates import ScaledRates
+from hadal.plugins.data_efficiency.batching import ScaledRates
 
 
 def made(kind: str, rate: Any = 0.1) -> tuple[torch.optim.Optimizer, ScaledRates]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.plugins.data_efficiency import shuffling
+from hadal.plugins.data_efficiency import clusters
 
 
 @given(
@@ -26,17 +26,17 @@ def test_the_order_and_the_state_are_numpys(
         generator.integers(0, 9, before, dtype=np.uint32)  # leaves half of a draw, if odd
     numbers, expected = np.arange(count, dtype=kind), np.arange(count, dtype=kind)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shuffling, "_FEW", few)
-        patch.setattr(shuffling, "_BLOCK", block)
-        shuffling.shuffle(numbers, one)
+        patch.setattr(clusters, "_FEW", few)
+        patch.setattr(clusters, "_BLOCK", block)
+        clusters.shuffle(numbers, one)
     other.shuffle(expected)
     assert numbers.tolist() == expected.tolist() and numbers.dtype == kind
     assert one.bit_generator.state == other.bit_generator.state
 
 
 def test_numbers_beyond_the_limit_are_numpys_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shuffling, "_LIMIT", 10)
+    monkeypatch.setattr(clusters, "_LIMIT", 10)
     numbers, expected = np.arange(11), np.arange(11)
-    shuffling.shuffle(numbers, np.random.default_rng(3))
+    clusters.shuffle(numbers, np.random.default_rng(3))
     np.random.default_rng(3).shuffle(expected)
     assert numbers.tolist() == expected.tolist()

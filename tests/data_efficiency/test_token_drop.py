@@ -17,13 +17,16 @@ from torch.utils.checkpoint import checkpoint
 from hadal import comm
 from hadal.config import load_config
 from hadal.errors import ConfigError, UsageError
-from hadal.plugins.data_efficiency.kept_tokens import Subset, draw, put_back, take
 from hadal.plugins.data_efficiency.token_drop import (
     KeptRule,
+    Subset,
     convert_to_random_ltd,
+    draw,
     kept_at,
     layer_number,
     layer_tokens_at,
+    put_back,
+    take,
 )
 
 KEYS = "data_efficiency.data_routing.random_ltd"

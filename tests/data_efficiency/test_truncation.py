@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hadal.errors import UsageError
-from hadal.plugins.data_efficiency.truncation import truncate
+from hadal.plugins.data_efficiency.seqlen import truncate
 
 IDS = torch.arange(2 * 10).view(2, 10)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hadal.plugins.moe import MoE, is_moe_param_group
-from hadal.plugins.moe.param_groups import (
+from hadal.plugins.moe.experts import (
     configure_moe_param_groups,
     split_params_grads_into_shared_and_expert_params,
     split_params_into_different_moe_groups_for_optimizer,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hadal.plugins.moe.router import RouterRule, routed
+from hadal.plugins.moe.blocks import RouterRule, routed
 
 
 def logits_of(seed: int, experts: int = 8) -> Tensor:

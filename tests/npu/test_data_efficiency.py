@@ -16,9 +16,8 @@ from torch import nn
 
 import npu
 from hadal.device import current_device
-from hadal.plugins.data_efficiency.kept_tokens import draw, put_back, take
 from hadal.plugins.data_efficiency.layer_drop import drop_layers
-from hadal.plugins.data_efficiency.token_drop import convert_to_random_ltd
+from hadal.plugins.data_efficiency.token_drop import convert_to_random_ltd, draw, put_back, take
 
 
 def _stream(folder: Path) -> tuple[list[list[int]], float]:

@@ -17,7 +17,7 @@ from ranks import RankPools
 
 from hadal.errors import UsageError
 from hadal.plugins.profiling import FlopsProfiler, Profile, get_model_profile
-from hadal.plugins.profiling.units import number_to_string, params_to_string
+from hadal.plugins.profiling.profile import number_to_string, params_to_string
 
 NAME = "flops_profiler"
 MACS = ROWS * (6 * 9 + 9 * 4)

@@ -16,8 +16,12 @@ from torch.nn import functional as F
 from hadal import comm
 from hadal.errors import SequenceError
 from hadal.plugins.sequence import DistributedAttention, groups
-from hadal.plugins.sequence.attention import SeqAllToAll, apply_rotary_pos_emb, single_all_to_all
-from hadal.plugins.sequence.heads import share_heads
+from hadal.plugins.sequence.attention import (
+    SeqAllToAll,
+    apply_rotary_pos_emb,
+    share_heads,
+    single_all_to_all,
+)
 
 LENGTH, BATCH, WIDTH = 8, 2, 4
 HEADS = [(8, 8), (8, 4), (8, 2), (8, 1), (3, 3), (6, 3), (5, 1), (6, 2), (4, 4)]

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from hadal import comm
 from hadal.errors import SequenceError
 from hadal.plugins.sequence import SequenceGroups, UlyssesSPAttentionHF
-from hadal.plugins.sequence.huggingface import detach
-from hadal.plugins.sequence.positions import documents_in
+from hadal.plugins.sequence.huggingface import detach, documents_in
 from sequence.models import llama, tokens
 
 pytestmark = pytest.mark.skipif(

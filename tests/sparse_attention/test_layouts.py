@@ -22,7 +22,7 @@ from hadal.plugins.sparse_attention import (
     SparsityConfig,
     VariableSparsityConfig,
 )
-from hadal.plugins.sparse_attention.settings import CLASSES
+from hadal.plugins.sparse_attention.layouts import CLASSES
 
 CASES = json.loads(Path(__file__).with_name("layouts.json").read_text())
 GOOD = [case for case in CASES if "error" not in case]

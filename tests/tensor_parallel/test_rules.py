@@ -11,7 +11,6 @@ import pytest
 
 from hadal.config import load_config
 from hadal.errors import ConfigError, ModelError
-from hadal.plugins.tensor_parallel.heuristics import row_layers
 from hadal.plugins.tensor_parallel.rules import (
     COLUMN,
     PRESETS,
@@ -20,6 +19,7 @@ from hadal.plugins.tensor_parallel.rules import (
     find_rules,
     plan_of,
     preset,
+    row_layers,
     rules_of_plan,
 )
 from tensor_parallel.models import model_of

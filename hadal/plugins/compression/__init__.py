@@ -26,11 +26,14 @@ if TYPE_CHECKING:
         redundancy_clean,
         student_initialization,
     )
-    from hadal.plugins.compression.distillation import distillation_loss, hidden_state_loss
     from hadal.plugins.compression.files import load_packed, save_packed
     from hadal.plugins.compression.packed import compute_in_integers, pack_weights, unpack_weights
-    from hadal.plugins.compression.pretrained import register_with_transformers
     from hadal.plugins.compression.report import CompressionReport, compression_report
+    from hadal.plugins.compression.student import (
+        distillation_loss,
+        hidden_state_loss,
+        register_with_transformers,
+    )
 
 __all__ = [
     "CompressionReport",
@@ -56,13 +59,13 @@ __getattr__ = importer_of(
         "CompressionScheduler": "hadal.plugins.compression.compress",
         "compression_report": "hadal.plugins.compression.report",
         "compute_in_integers": "hadal.plugins.compression.packed",
-        "distillation_loss": "hadal.plugins.compression.distillation",
-        "hidden_state_loss": "hadal.plugins.compression.distillation",
+        "distillation_loss": "hadal.plugins.compression.student",
+        "hidden_state_loss": "hadal.plugins.compression.student",
         "init_compression": "hadal.plugins.compression.compress",
         "load_packed": "hadal.plugins.compression.files",
         "pack_weights": "hadal.plugins.compression.packed",
         "redundancy_clean": "hadal.plugins.compression.compress",
-        "register_with_transformers": "hadal.plugins.compression.pretrained",
+        "register_with_transformers": "hadal.plugins.compression.student",
         "save_packed": "hadal.plugins.compression.files",
         "student_initialization": "hadal.plugins.compression.compress",
         "unpack_weights": "hadal.plugins.compression.packed",

@@ -24,7 +24,6 @@ from hadal.plugins.compression.layers import (
 from hadal.plugins.compression.matching import Match, matches_of
 from hadal.plugins.compression.packed import remember
 from hadal.plugins.compression.packing import Grid, grid_of
-from hadal.plugins.compression.pretrained import describe
 from hadal.plugins.compression.pruning import (
     Pruned,
     Whole,
@@ -38,7 +37,7 @@ from hadal.plugins.compression.relations import cuts_of, mask_features
 from hadal.plugins.compression.report import note_sizes
 from hadal.plugins.compression.rules import ActivationRule, Bits, PruneRule, WeightRule
 from hadal.plugins.compression.shrinking import Cuts, count_heads, make_masks_final, shrink
-from hadal.plugins.compression.student import take_over_layers
+from hadal.plugins.compression.student import describe, take_over_layers
 
 _log = logging.getLogger("hadal.plugins.compression")
 

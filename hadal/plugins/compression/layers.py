@@ -17,9 +17,16 @@ from torch import Tensor, nn
 
 from hadal.device import is_in_backward
 from hadal.plugins.compression.masks import as_weight, chosen, masked_heads
-from hadal.plugins.compression.names import mask_name, score_name
 from hadal.plugins.compression.quantizers import quantize, quantize_in_range, straight_through
-from hadal.plugins.compression.rules import ActivationRule, Bits, BlockRule, PruneRule, WeightRule
+from hadal.plugins.compression.rules import (
+    ActivationRule,
+    Bits,
+    BlockRule,
+    PruneRule,
+    WeightRule,
+    mask_name,
+    score_name,
+)
 
 
 @dataclass(slots=True)

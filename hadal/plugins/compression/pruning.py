@@ -22,9 +22,8 @@ from hadal.plugins.compression.layers import (
 )
 from hadal.plugins.compression.masks import Blocks, as_matrix, rows_of
 from hadal.plugins.compression.matching import Match, matches_of
-from hadal.plugins.compression.names import mask_name, score_name
 from hadal.plugins.compression.quantizers import largest
-from hadal.plugins.compression.rules import BlockRule, PruneRule
+from hadal.plugins.compression.rules import BlockRule, PruneRule, mask_name, score_name
 
 _log = logging.getLogger("hadal.plugins.compression")
 

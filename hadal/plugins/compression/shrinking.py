@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from hadal.errors import ModelError
 from hadal.plugins.compression.layers import Compressed
-from hadal.plugins.compression.names import mask_name, score_name
 from hadal.plugins.compression.packed import cut_grid
 from hadal.plugins.compression.pruning import BLOCK_SCORES
 from hadal.plugins.compression.relations import CutDimension, unmask_features
-from hadal.plugins.compression.rules import BlockRule, PruneRule
+from hadal.plugins.compression.rules import BlockRule, PruneRule, mask_name, score_name
 
 _SHAPES = "_hadal_shapes"
 _PRUNED = "_hadal_pruned"

@@ -10,14 +10,15 @@ dispatch   the exchange that sends tokens to the ranks of their experts, and out
 load       choices per expert
 """
 
-from hadal.plugins.moe.experts import Experts, is_moe_param
-from hadal.plugins.moe.gate import z_loss
-from hadal.plugins.moe.layer import MoE, MOELayer, TopKGate, has_moe_layers
-from hadal.plugins.moe.param_groups import (
+from hadal.plugins.moe.experts import (
+    Experts,
     configure_moe_param_groups,
+    is_moe_param,
     is_moe_param_group,
     split_params_into_different_moe_groups_for_optimizer,
 )
+from hadal.plugins.moe.gate import z_loss
+from hadal.plugins.moe.layer import MoE, MOELayer, TopKGate, has_moe_layers
 
 __all__ = [
     "Experts",

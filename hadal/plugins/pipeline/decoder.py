@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hadal.errors import ModelError, UsageError, few
 from hadal.plugins.pipeline.grid import group_of
 from hadal.plugins.pipeline.module import PipelineModule
-from hadal.plugins.pipeline.ties import Tie
+from hadal.plugins.pipeline.specs import Tie
 from hadal.plugins.pipeline.topology import ProcessTopology
 
 _HIDDEN = "hidden"

@@ -33,8 +33,17 @@ from hadal.plugins.pipeline.schedule import (
     SendActivation,
     SendGrad,
 )
-from hadal.plugins.pipeline.values import TensorForm, ValueLayout, put_together, taken_apart
-from hadal.plugins.pipeline.wires import Coming, DataEndedError, MessageSubject, Sent, Wire
+from hadal.plugins.pipeline.wires import (
+    Coming,
+    DataEndedError,
+    MessageSubject,
+    Sent,
+    TensorForm,
+    ValueLayout,
+    Wire,
+    put_together,
+    taken_apart,
+)
 
 
 class Computation(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hadal.comm import Ranks, init_distributed
 from hadal.comm.faults import is_same_everywhere, raised_on_all
@@ -18,13 +19,15 @@ from hadal.errors import MismatchError, NotBuiltYetError, UsageError, few
 from hadal.plugins.pipeline import layer_files
 from hadal.plugins.pipeline.grid import PipelineParallelGrid, group_of
 from hadal.plugins.pipeline.partition import cut
-from hadal.plugins.pipeline.recomputing import Recompute, calls_of
-from hadal.plugins.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, name_of
-from hadal.plugins.pipeline.ties import (
+from hadal.plugins.pipeline.specs import (
+    Layer,
+    LayerSpec,
     Tie,
+    TiedLayerSpec,
     begin_equal,
     check_weights,
     groups_of,
+    name_of,
     owners_of,
     sum_gradients,
 )
@@ -33,6 +36,14 @@ from hadal.plugins.pipeline.topology import PipeDataParallelTopology, ProcessTop
 _log = logging.getLogger(__name__)
 
 Seeding = Callable[[int], Any]
+
+Recompute = Callable[..., Any]
+"""Called with a function and its arguments; returns the function's result, and calls it again in
+backward."""
+
+# Programs derived from Megatron's; recomputing their other layers is useless.
+_MEGATRON_MODELS = ("GPTModelPipe", "GPT2ModelPipe")
+_LAYER_OF_MEGATRON = "ParallelTransformerLayerPipe"
 
 
 class PipelineModule(nn.Module):
@@ -203,7 +214,7 @@ class PipelineModule(nn.Module):
         """Return the output of this stage's layers (of one chunk of them)."""
         value, offset = forward_input, self._forwards[chunk]
         self._forwards[chunk] += 1
-        for layers, recompute in calls_of(self, self.chunks[chunk]):
+        for layers, recompute in _calls_of(self, self.chunks[chunk]):
             run = partial(self._run_layers, layers, offset)
             if recompute is None:
                 value = run(value)
@@ -400,3 +411,36 @@ def _seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def recomputed(function: Callable[..., Any], *values: Any) -> Any:
+    """Return `function(*values)`, and call it again in backward."""
+    if not torch.is_grad_enabled():
+        return function(*values)
+    return checkpoint(function, *values, use_reentrant=False)
+
+
+def _calls_of(
+    module: PipelineModule, layers: Sequence[int]
+) -> Iterator[tuple[Sequence[int], Recompute | None]]:
+    """Yield groups of these layers, and how each is recomputed; None if it is not."""
+    interval = module.activation_checkpoint_interval
+    if interval == 0 or not torch.is_grad_enabled():
+        yield layers, None
+        return
+    for start in range(0, len(layers), interval):
+        some = layers[start : start + interval]
+        wanted = _is_recomputed(module, [module.layer(index) for index in some])
+        yield some, (module.activation_checkpoint_func or recomputed) if wanted else None
+
+
+def _is_recomputed(module: PipelineModule, layers: Sequence[Callable[..., Any]]) -> bool:
+    names = {type(layer).__name__ for layer in layers}
+    if type(module).__name__ in _MEGATRON_MODELS:
+        return names <= {_LAYER_OF_MEGATRON, *(module.checkpointable_layers or ())}
+    if module.checkpointable_layers is not None:
+        return names <= set(module.checkpointable_layers)
+    # A function may hold a tied module.
+    held = (getattr(layer, "args", (layer,)) for layer in layers)
+    modules = (one for each in held for one in each if isinstance(one, nn.Module))
+    return any(True for one in modules for _ in one.parameters())

@@ -14,15 +14,17 @@ from torch import Tensor, nn
 from hadal.device import current_device, synchronize
 from hadal.errors import UsageError
 from hadal.plugins.profiling.counting import Counter
-from hadal.plugins.profiling.profile import Profile, Tree, tree_of
-from hadal.plugins.profiling.text import ReportLayout, aggregated, standalone_report, write_report
-from hadal.plugins.profiling.times import ModuleTimes
-from hadal.plugins.profiling.units import (
+from hadal.plugins.profiling.profile import (
+    Profile,
+    Tree,
     duration_to_string,
     macs_to_string,
     number_to_string,
     params_to_string,
+    tree_of,
 )
+from hadal.plugins.profiling.text import ReportLayout, aggregated, standalone_report, write_report
+from hadal.plugins.profiling.times import ModuleTimes
 
 
 class FlopsProfiler:

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree as Branches
 
-from hadal.plugins.profiling.profile import Profile, Tree
-from hadal.plugins.profiling.units import (
+from hadal.plugins.profiling.profile import (
+    Profile,
+    Tree,
     duration_to_string,
     flops_to_string,
     macs_to_string,

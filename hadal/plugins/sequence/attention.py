@@ -2,17 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from hadal.comm.functions import all_to_all_single, labelled
 from hadal.device import on_device
 from hadal.errors import SequenceError
-from hadal.plugins.sequence.exchange import to_heads, to_sequence
-from hadal.plugins.sequence.heads import Heads, share_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads that each rank computes, for whole sequences."""
+
+    queries: tuple[range, ...]
+    """Each query head is on one rank."""
+    keys: tuple[range, ...]
+    """Heads of keys and values that those query heads use; several ranks may use one."""
+    group: int
+    """Query heads for each head of keys and values."""
+
+    def local_keys(self, rank: int) -> list[int]:
+        """Return, for each query head of a rank, its head of keys among those of that rank."""
+        first = self.keys[rank].start
+        return [head // self.group - first for head in self.queries[rank]]
+
+    def local_group(self, rank: int) -> int | None:
+        """Return how many of a rank's query heads use each of its heads of keys.
+
+        Return None if the number differs between heads.
+        """
+        places, keys = self.local_keys(rank), len(self.keys[rank])
+        group = len(places) // keys
+        is_even = places == [head // group for head in range(len(places))]
+        return group if is_even and group * keys == len(places) else None
+
+
+@lru_cache(maxsize=64)
+def share_heads(heads: int, key_heads: int, ranks: int) -> Heads:
+    """Distribute heads over ranks as evenly as possible.
+
+    If there are as many heads of keys as ranks, each rank has whole groups. Otherwise a rank has as
+    many query heads as the others, or one more, and the heads of keys that these need.
+
+    Raises:
+        SequenceError: there are fewer heads than ranks, or groups are uneven.
+    """
+    if key_heads < 1 or heads % key_heads:
+        raise SequenceError(
+            f"{heads} heads of queries cannot share {key_heads} heads of keys and values"
+            " evenly; choose a number of key heads that divides the number of query heads"
+        )
+    if heads < ranks:
+        raise SequenceError(
+            f"{heads} attention heads cannot be distributed over the {ranks} ranks of a sequence:"
+            f" each rank needs one; set sequence_parallel_size to {heads} or less, or attend with"
+            " hadal.sequence.ring_attention"
+        )
+    group = heads // key_heads
+    if key_heads >= ranks:
+        keys = _even(key_heads, ranks)
+        return Heads(tuple(range(k.start * group, k.stop * group) for k in keys), keys, group)
+    queries = _even(heads, ranks)
+    return Heads(
+        queries, tuple(range(q.start // group, -(-q.stop // group)) for q in queries), group
+    )
+
+
+def _even(count: int, ranks: int) -> tuple[range, ...]:
+    whole, over = divmod(count, ranks)
+    starts = [rank * whole + min(rank, over) for rank in range(ranks + 1)]
+    return tuple(range(*pair) for pair in pairwise(starts))
 
 
 class DistributedAttention(nn.Module):
@@ -165,3 +232,121 @@ def _check(query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int) -> Non
             f" {shapes[2]}, with batch_dim_idx {batch_dim_idx}; expected [batch, length, heads,"
             " size] (batch_dim_idx 0) or [length, batch, heads, size] (1), of one batch and length"
         )
+
+
+# ---- the exchange --------------------------------------------------------------------------------
+
+# Several tensors are sent in one message, whose parts are copied once on each side. The backward of
+# each direction is the other direction.
+
+Ranges = tuple[range, ...]
+"""The heads of one tensor that each rank has while sequences are whole."""
+
+
+def to_heads(
+    tensors: Sequence[Tensor], ranges: Sequence[Ranges], group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """Turn [batch, length / ranks, heads, size] into [batch, length, this rank's heads, size]."""
+    found: tuple[Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
+        group, True, tuple(ranges), tuple(one.shape[2] for one in tensors), *tensors
+    )
+    return found
+
+
+def to_sequence(tensor: Tensor, ranges: Ranges, group: dist.ProcessGroup) -> Tensor:
+    """Turn [batch, length, this rank's heads, size] into [batch, length / ranks, heads, size]."""
+    heads = max(one.stop for one in ranges)
+    (found,) = _Exchange.apply(group, False, (ranges,), (heads,), tensor)  # type: ignore[no-untyped-call]
+    return found  # type: ignore[no-any-return]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: dist.ProcessGroup,
+        gathers: bool,
+        ranges: tuple[Ranges, ...],
+        heads: tuple[int, ...],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.choices = (group, gathers, ranges, heads)
+        return _exchanged(tensors, ranges, heads, group, gathers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        group, gathers, ranges, heads = ctx.choices
+        return None, None, None, None, *_exchanged(gradients, ranges, heads, group, not gathers)
+
+
+def _exchanged(
+    tensors: Sequence[Tensor],
+    ranges: Sequence[Ranges],
+    heads: Sequence[int],
+    group: dist.ProcessGroup,
+    gathers: bool,
+) -> tuple[Tensor, ...]:
+    """Send each rank its slice of every tensor, and join the received slices."""
+    me, size = dist.get_rank(group), dist.get_world_size(group)
+    outputs = [
+        _empty(one, mine[me], all_heads, size, gathers)
+        for one, mine, all_heads in zip(tensors, ranges, heads, strict=True)
+    ]
+    sent = [list(_pieces(tensors, ranges, rank, me, size, gathers)) for rank in range(size)]
+    # The received values have the shape that the opposite exchange would send.
+    places = [list(_pieces(outputs, ranges, rank, me, size, not gathers)) for rank in range(size)]
+    lengths_out = [sum(piece.numel() for piece in pieces) for pieces in sent]
+    lengths_in = [sum(piece.numel() for piece in pieces) for pieces in places]
+    message = tensors[0].new_empty(sum(lengths_out))
+    for view, piece in _views(message, sent):
+        view.copy_(piece)
+    arrived = message.new_empty(sum(lengths_in))
+    direction = "heads" if gathers else "positions"
+    labelled(
+        f"the exchange of attention by {direction}",
+        all_to_all_single,
+        arrived,
+        message,
+        lengths_in,
+        lengths_out,
+        group=group,
+    )
+    for view, place in _views(arrived, places):
+        if gathers:
+            place.copy_(view)
+        else:
+            place.add_(view)  # several ranks may have used the same head
+    return tuple(outputs)
+
+
+def _empty(one: Tensor, mine: range, heads: int, size: int, gathers: bool) -> Tensor:
+    batch, length, _, width = one.shape
+    if gathers:
+        return one.new_empty(batch, length * size, len(mine), width)
+    return one.new_zeros(batch, length // size, heads, width)
+
+
+def _pieces(
+    tensors: Sequence[Tensor],
+    ranges: Sequence[Ranges],
+    rank: int,
+    me: int,
+    size: int,
+    by_heads: bool,
+) -> Iterator[Tensor]:
+    """Return the slice of each tensor that goes to a rank: its heads, or its positions."""
+    for tensor, mine in zip(tensors, ranges, strict=True):
+        if by_heads:
+            yield tensor[:, :, mine[rank].start : mine[rank].stop]
+        else:
+            length = tensor.shape[1] // size
+            yield tensor[:, rank * length : (rank + 1) * length]
+
+
+def _views(message: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    start = 0
+    for of_rank in pieces:
+        for piece in of_rank:
+            yield message[start : start + piece.numel()].view(piece.shape), piece
+            start += piece.numel()

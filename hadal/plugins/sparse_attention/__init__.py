@@ -15,9 +15,10 @@ from hadal.plugins.sparse_attention.layouts import (
     LocalSlidingWindowSparsityConfig,
     SparsityConfig,
     VariableSparsityConfig,
+    from_config,
+    get_sparse_attention_config,
 )
 from hadal.plugins.sparse_attention.modules import SparseSelfAttention
-from hadal.plugins.sparse_attention.settings import from_config, get_sparse_attention_config
 
 __all__ = [
     "BSLongformerSparsityConfig",

@@ -23,11 +23,14 @@ from hadal.config.sparse_attention import SparseAttention
 from hadal.device import is_host_memory
 from hadal.errors import MissingPackageError, ModelError, NotBuiltYetError, UsageError
 from hadal.plugins.sparse_attention.attention import BlockLayout, sparse_attention
-from hadal.plugins.sparse_attention.layouts import SparsityConfig
+from hadal.plugins.sparse_attention.layouts import (
+    SparsityConfig,
+    from_config,
+    get_sparse_attention_config,
+)
 from hadal.plugins.sparse_attention.masks import Masks, PairMask, key_mask
 from hadal.plugins.sparse_attention.modules import SparseSelfAttention
 from hadal.plugins.sparse_attention.scores import Scores, attend
-from hadal.plugins.sparse_attention.settings import from_config, get_sparse_attention_config
 
 NAME = "hadal_sparse"
 """The value of `attn_implementation`."""

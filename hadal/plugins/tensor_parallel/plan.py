@@ -12,21 +12,25 @@ from torch import nn
 
 from hadal.config.parallelism import TensorParallel
 from hadal.errors import ModelError, few
-from hadal.plugins.tensor_parallel.cut import HEAD_NAMES, WeightCut, shard_sizes, subparameter_sizes
-from hadal.plugins.tensor_parallel.heads import (
+from hadal.plugins.tensor_parallel.cut import (
+    HEAD_NAMES,
+    WeightCut,
     head_size_of,
     is_attention,
     key_heads_of,
+    shard_sizes,
+    subparameter_sizes,
     text_config_of,
 )
-from hadal.plugins.tensor_parallel.heuristics import blocks_of, guessed_rules
 from hadal.plugins.tensor_parallel.rules import (
     COLUMN,
     PRESETS,
     ROW,
     SKIP,
     LayerRule,
+    blocks_of,
     find_rules,
+    guessed_rules,
     model_type_of,
     plan_of,
     preset,

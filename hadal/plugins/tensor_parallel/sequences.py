@@ -14,10 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from hadal.errors import ModelError, UsageError
-from hadal.plugins.tensor_parallel.across import across, gathered, own, sum_scattered
-from hadal.plugins.tensor_parallel.heuristics import blocks_of
-from hadal.plugins.tensor_parallel.layers import ColumnLinear, RowLinear, TensorGroup, sum_gradient
+from hadal.plugins.tensor_parallel.layers import (
+    ColumnLinear,
+    RowLinear,
+    TensorGroup,
+    across,
+    gathered,
+    own,
+    sum_gradient,
+    sum_scattered,
+)
 from hadal.plugins.tensor_parallel.plan import CutPlan
+from hadal.plugins.tensor_parallel.rules import blocks_of
 
 _KEY = "tensor_parallel.sequence_parallel"
 _NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
