@@ -22,7 +22,16 @@ from torch.distributed import ReduceOp
 
 from hadal.comm.comms_log import Record, numbers_of, opened
 from hadal.comm.watchdog import watched
-from hadal.comm.works import Begun, NamedWork, Queued, begin, failure, in_step, is_from_a_signal
+from hadal.comm.works import (
+    Begun,
+    NamedWork,
+    Queued,
+    begin,
+    failure,
+    in_step,
+    is_from_a_signal,
+    keep_all,
+)
 from hadal.errors import UsageError
 
 Group = dist.ProcessGroup | None
@@ -54,7 +63,9 @@ class Call:
         try:
             if is_async:
                 with in_step:
-                    return self._handed(function(*args, **rest), record, begun)
+                    work = function(*args, **rest)
+                    used = [one for one in (*args, *rest.values()) if isinstance(one, Tensor)]
+                    return self._handed(work, used, record, begun)
             with in_step, watched(name, () if begun is None else (begun,)):
                 found = function(*args, **rest)
         except (RuntimeError, dist.DistError) as error:
@@ -65,14 +76,19 @@ class Call:
             record.end()
         return found
 
-    def _handed(self, work: Any, record: Record | None, begun: Begun | None) -> Any:
+    def _handed(
+        self, work: Any, used: list[Tensor], record: Record | None, begun: Begun | None
+    ) -> Any:
         """Return the work for the caller; it names its own fault, unless the caller does."""
         if work is None:
             return work
         if self.label and record is None:
             first = self.tensors if isinstance(self.tensors, Tensor) else self.tensors[0]
-            return work if begun is None else Queued(work, begun, first.device)
-        return NamedWork(work, self.failed, None if record is None else record.parts(1)[0])
+            return work if begun is None else Queued(work, begun, first.device, used)
+        named = NamedWork(work, self.failed, None if record is None else record.parts(1)[0])
+        if self.label:
+            named.then(partial(keep_all, used))
+        return named
 
     @contextmanager
     def named(self, record: Record | None) -> Iterator[None]:

@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from hadal.comm.comms_log import numbers_of
 from hadal.comm.start import get_rank
-from hadal.device import Event, is_capturing
+from hadal.device import Event, is_capturing, keep_for_current
 from hadal.errors import CommunicationError
 
 # ---- interrupts of exchanges ---------------------------------------------------------------------
@@ -278,6 +278,16 @@ def begin(group: dist.ProcessGroup | None, label: str) -> Begun:
     return begun
 
 
+def keep_all(used: list[Tensor]) -> None:
+    """Let the memory of tensors wait, when it is freed, for the stream that has waited for them.
+
+    Backends keep it only until the wait, which may be in another stream than the one that the
+    memory was allocated in.
+    """
+    while used:
+        keep_for_current(used.pop())
+
+
 @dataclass(slots=True, eq=False)
 class Queued:
     """A work, and the collective that it belongs to."""
@@ -285,10 +295,13 @@ class Queued:
     work: Work
     begun: Begun
     device: torch.device
+    used: list[Tensor]
+    """Its tensors, until the first wait."""
 
     def wait(self) -> Any:
         """Wait for its end: on an accelerator its stream does."""
         found = self.work.wait()
+        keep_all(self.used)
         if self.device.type != "cpu" and not is_capturing(self.device):
             while _queued and _queued[0][1].is_over:
                 _queued.popleft()

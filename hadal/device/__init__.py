@@ -76,6 +76,7 @@ from hadal.device.streams import (
     Upload,
     has_streams,
     is_capturing,
+    keep_for_current,
     side_stream,
 )
 from hadal.device.waits import synchronize, waiting_for, watch_waits
@@ -125,6 +126,7 @@ __all__ = [
     "is_in_backward",
     "is_in_node",
     "keep_eager",
+    "keep_for_current",
     "keep_freed_memory",
     "look_at",
     "memory_in_use",

@@ -87,6 +87,16 @@ class Event:
             stream.wait_event(self._event)
 
 
+def keep_for_current(values: Tensor) -> None:
+    """Prevent reuse of a tensor's memory before the current stream's work so far is finished.
+
+    Freed memory may be reused at once in the stream that it was allocated in, which is another one
+    where a program runs parts of its model in several.
+    """
+    if has_streams(values.device):
+        values.record_stream(torch.accelerator.current_stream(values.device))
+
+
 class StreamPurpose(Enum):
     """The purpose of a side stream: who follows whom, and who keeps the memory."""
 

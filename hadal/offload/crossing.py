@@ -8,7 +8,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from hadal.device import Event, SideStream, StreamPurpose, Upload, side_stream
+from hadal.device import Event, SideStream, StreamPurpose, Upload, keep_for_current, side_stream
 from hadal.offload.buffers import aligned
 
 # The gradients of this many buckets may be copied to the host at a time: while one is copied, the
@@ -46,8 +46,9 @@ class Crossing:
         """
         self._let_go()
         while len(self._landings) >= _LANDINGS:
-            earliest, _ = self._landings.popleft()
+            earliest, landed = self._landings.popleft()
             earliest.wait_on_device()
+            keep_for_current(landed)
         self._begin(self._leaving, values, out, after)
         event = self._leaving.event()
         self._landings.append((event, values))

@@ -20,7 +20,7 @@ from hadal.comm.collectives import (
     start_gather_in_pieces,
 )
 from hadal.comm.pending import Leaving, Pending, finished
-from hadal.device import has_streams, look_at
+from hadal.device import has_streams, keep_for_current, look_at
 from hadal.errors import few
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import DiskTensor, StoredSlice
@@ -533,8 +533,16 @@ class Bucket:
             self._views.look_into_full()
             self.state = Weights.FULL
             raise
+        self.keep_for_current()
         self._arrived = None
         self._resize_full(0)
+
+    def keep_for_current(self) -> None:
+        """Keep memory of weights, when it is freed, for what the current stream does with it."""
+        if self.partition.weights:
+            keep_for_current(self.full)
+            if self._arrived is not None:
+                keep_for_current(self._arrived)
 
     @property
     def _records_data_writes(self) -> bool:

@@ -323,6 +323,8 @@ class Gathering:
         # Reads of a view are not announced, so a bucket that has one stays until the pass ends.
         if not stays and (not self.kept_views.note(bucket) or self.phase is Phase.IDLE):
             self._free(bucket)
+        else:
+            bucket.keep_for_current()
 
     def _is_busy(self, bucket: Bucket) -> bool:
         running = any(bucket in self.uses.of(unit) for unit in self._running)

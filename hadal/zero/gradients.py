@@ -20,7 +20,7 @@ from hadal.comm.collectives import (
 )
 from hadal.comm.pending import Pending
 from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
-from hadal.device import Event, Upload, is_host_memory, read_on_host, unwatched
+from hadal.device import Event, Upload, is_host_memory, keep_for_current, read_on_host, unwatched
 from hadal.offload.crossing import Crossing
 from hadal.zero.bucket import Bucket
 from hadal.zero.offload import Offload
@@ -378,6 +378,7 @@ class Gradients:
         assert self.full is not None
         for index, gradient in self._late.items():
             self._collect(index, gradient.to(self.bucket.device))
+            keep_for_current(gradient)
         self._late.clear()
         self._make_copies()
         for index, view in enumerate(self._views):
@@ -494,6 +495,7 @@ class Gradients:
         self._pending = None
         if self._kept is not None:
             self.mean.add_(self._kept)
+            keep_for_current(self._kept)
             self._kept = None
 
     def _await_brought(self) -> None:
@@ -511,7 +513,8 @@ class Gradients:
             self._mean = self._host.land(self._mean)
 
     def _free_full(self) -> None:
-        if self.partitioned:
+        if self.partitioned and self.full is not None:
+            keep_for_current(self.full)
             self.full, self._views = None, []
 
     def count_as_zero(self) -> None:
@@ -521,7 +524,7 @@ class Gradients:
         start, stop = self.bucket.span
         if self.partitioned:
             self._mean = self.full.new_zeros(stop - start, dtype=self.bucket.precision.accumulate)
-            self.full, self._views = None, []
+            self._free_full()
         else:
             self.full.zero_()
             self._mean = self.full[start:stop]
@@ -544,6 +547,8 @@ class Gradients:
         self._make_copies()
         self.finish_reduce()
         self.state = Arrival.EMPTY
+        for tensor in self.tensors():
+            keep_for_current(tensor)
         self._mean_holds = self.is_of_copy = False
         self._kept = None
         self._late.clear()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import hadal
 import npu
 from hadal.comm import get_rank
+from hadal.device import current_device
 from hadal.optim.muon import orthogonalized
 from hadal.zero.gradients import Copies
 
@@ -279,3 +280,75 @@ def _in_several_streams() -> list[float]:
 
 def test_gradients_of_several_streams_are_collected_in_turn(npus: RankPools) -> None:
     assert npus(1).run(_in_several_streams) == [[6.0, 6.0, 5.0, 5.0]]
+
+
+class Beside(nn.Module):
+    """Parts that run by turns in the device's own stream and in another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Shift() for _ in range(6))
+        self.side: torch.Stream | None = None
+
+    def forward(self, values: Tensor) -> Tensor:
+        for number, part in enumerate(self.parts):
+            if self.side is None or number % 2 == 0:
+                values = part(values)
+                continue
+            here = torch.accelerator.current_stream()
+            self.side.wait_stream(here)
+            values.record_stream(self.side)
+            with self.side:
+                values = part(values)
+            here.synchronize()  # whatever that stream still uses is not over
+            torch.empty(1, device=values.device)
+            here.wait_stream(self.side)
+            values.record_stream(here)
+        return values
+
+
+class Shift(nn.Module):
+    """Its weight is read late, and so is its gradient computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.0, 1.0, 256))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values.clone().add_(self.weight).mul_(1.5)
+
+
+def _beside(stage: int, more: dict[str, Any], aside: bool) -> dict[str, Any]:
+    zero = {"stage3_param_persistence_threshold": 0, **more}
+    config = runs.config(stage, "fp32", zero, gradient_clipping=0.0)
+    device = current_device()
+    with npu.asynchronous(longest_delay=1.0), npu.with_float64():
+        engine, *_ = hadal.initialize(model=Beside(), config=config)
+        if aside:
+            engine.module.side = torch.Stream(device)
+        told: dict[str, Any] = {"losses": []}
+        for step in range(8):
+            values = torch.full((2, 256), 0.1 * step + get_rank(), device=device)
+            loss = engine(values).square().mean()
+            engine.backward(loss)
+            engine.step()
+            told["losses"].append(float(loss.detach()))
+        told["weights"] = runs.weights(engine)
+        engine.destroy()
+    return told
+
+
+HOST = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    often([(0, {}), (1, {}), (2, {}), (2, HOST), (3, {}), (3, HOST)], (3, {})),
+)
+def test_parts_may_run_in_a_stream_of_their_own(
+    stage: int, zero: dict[str, Any], npus: RankPools
+) -> None:
+    found, wanted = (npus(2).run(_beside, stage, zero, aside) for aside in (True, False))
+    for here, there in zip(found, wanted, strict=True):
+        assert here["losses"] == there["losses"]
+        assert all(here["weights"][name].equal(one) for name, one in there["weights"].items())
