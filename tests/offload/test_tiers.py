@@ -549,13 +549,15 @@ def test_edits_of_whole_weights_reach_masters_on_the_disk(tmp_path: Path) -> Non
 # ---- faults --------------------------------------------------------------------------------------
 
 
-def fail_in_the_middle(path: str) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_an_update_with_a_disk_failure_changes_nothing(tmp_path: Path) -> None:
     """Let one rank's disk fail during an update: nothing has changed on any rank."""
     from hadal.offload.tensors import DiskTensor
 
     with small_blocks():
         engine, *_ = hadal.initialize(
-            model=model_of(), config=config_of(2, "bf16", "nvme", None, path)
+            model=model_of(), config=config_of(2, "bf16", "nvme", None, tmp_path)
         )
         train(engine, 2)
         before, plain, calls = state_of(engine), DiskTensor.start_write, [0]
@@ -565,7 +567,7 @@ def fail_in_the_middle(path: str) -> None:
             request = plain(self, start, values)
             if calls[0] == 4 and comm.get_rank() == 1:
                 request.wait()
-                raise OffloadError(f"{path}: the disk is gone")
+                raise OffloadError(f"{tmp_path}: the disk is gone")
             return request
 
         DiskTensor.start_write = write
@@ -579,14 +581,9 @@ def fail_in_the_middle(path: str) -> None:
         train(engine, 2, 2)
         found = state_of(engine)
         engine.destroy()
-        _, wanted = trained(config_of(2, "bf16", None, None, path), 4)
+        _, wanted = trained(config_of(2, "bf16", None, None, tmp_path), 4)
         for mine, theirs in zip(found, wanted, strict=True):
             assert torch.equal(mine, theirs)
-
-
-@pytest.mark.slow
-def test_an_update_with_a_disk_failure_changes_nothing(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(fail_in_the_middle, str(tmp_path))
 
 
 @on_ranks(1)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from contracts.test_memory import held_nbytes
 from engine.toys import TINY, assert_equal, engine_of, model_of, train
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -154,7 +154,9 @@ def test_start_weights_are_those_of_building_outside(
     ranks(world).run(build_inside_and_outside, make)
 
 
-def apply_whatever_the_key_says() -> None:
+@pytest.mark.claims("zero_optimization.override_module_apply")
+@on_ranks(2)
+def test_apply_finds_whole_weights_inside_init() -> None:
     """Functions given to `Module.apply` inside `Init` see whole values, asked for or not."""
     states = []
     for says in (True, False):
@@ -168,11 +170,6 @@ def apply_whatever_the_key_says() -> None:
     for name, value in built(Applied, contextlib.nullcontext(), seed=11).state_dict().items():
         assert torch.equal(states[0][name], value), name
         assert torch.equal(states[1][name], value), name
-
-
-@pytest.mark.claims("zero_optimization.override_module_apply")
-def test_apply_finds_whole_weights_inside_init(ranks: RankPools) -> None:
-    ranks(2).run(apply_whatever_the_key_says)
 
 
 class Watched(nn.Module):
@@ -202,7 +199,8 @@ def nbytes_of(module: nn.Module) -> int:
         return sum(p.untyped_storage().nbytes() for p in storages.values())
 
 
-def measure() -> None:
+@on_ranks(2)
+def test_no_more_than_a_few_modules_are_ever_whole() -> None:
     layer = 4 * (Watched.WIDTH**2 + Watched.WIDTH)
     with hadal.zero.Init():
         model = Watched()
@@ -214,15 +212,12 @@ def measure() -> None:
         assert nbytes_of(Watched()) >= Watched.DEPTH * layer
 
 
-def test_no_more_than_a_few_modules_are_ever_whole(ranks: RankPools) -> None:
-    ranks(2).run(measure)
-
-
 def is_cut(parameter: nn.Parameter) -> bool:
     return nbytes_of(nn.ParameterList([parameter])) < parameter.numel() * parameter.itemsize
 
 
-def use_options() -> None:
+@on_ranks(2)
+def test_options() -> None:
     with hadal.zero.Init(dtype=torch.bfloat16):
         half = model_of()
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
@@ -270,11 +265,11 @@ def use_options() -> None:
         hadal.zero.Init(config={}, config_dict_or_path={})
 
 
-def test_options(ranks: RankPools) -> None:
-    ranks(2).run(use_options)
-
-
-def train_both(stage: int, settings: dict[str, Any]) -> None:
+@pytest.mark.fast_cells("1-bf16", "2-fp32", "3-fp32")
+@pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_it_trains_as_a_model_built_outside(stage: int, settings: dict[str, Any]) -> None:
     states = []
     for context in (hadal.zero.Init(), contextlib.nullcontext()):
         with context:
@@ -284,15 +279,6 @@ def train_both(stage: int, settings: dict[str, Any]) -> None:
         states.append({**engine.state_dict(), "losses": torch.stack(losses)})
         engine.destroy()
     assert_equal(*states)
-
-
-@pytest.mark.fast_cells("1-bf16", "2-fp32", "3-fp32")
-@pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_it_trains_as_a_model_built_outside(
-    stage: int, settings: dict[str, Any], ranks: RankPools
-) -> None:
-    ranks(2).run(train_both, stage, settings)
 
 
 class Built(nn.Module):
@@ -354,7 +340,8 @@ class Scaled(nn.Module):
         return self.linear(x) * self.scales[0]
 
 
-def part_ways() -> None:
+@on_ranks(2)
+def test_parameters_of_one_birth_may_part_ways() -> None:
     states = []
     for context in (hadal.zero.Init(), contextlib.nullcontext()):
         torch.manual_seed(4)
@@ -370,11 +357,9 @@ def part_ways() -> None:
     assert_equal(*states)
 
 
-def test_parameters_of_one_birth_may_part_ways(ranks: RankPools) -> None:
-    ranks(2).run(part_ways)
-
-
-def tie_after_birth(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_weights_may_be_tied_after_birth(stage: int) -> None:
     """A weight that another one replaces is dropped, as Hugging Face's tying does."""
     with hadal.zero.Init():
         model = nn.ModuleDict({"a": nn.Embedding(6, 6), "b": nn.Linear(6, 6, bias=False)})
@@ -388,11 +373,6 @@ def tie_after_birth(stage: int) -> None:
     state = engine.state_dict()
     assert torch.equal(state["0.weight"], state["1.weight"])
     engine.destroy()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_weights_may_be_tied_after_birth(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(tie_after_birth, stage)
 
 
 # ---- GatheredParameters inside the context ----------------------------------------------------
@@ -472,7 +452,9 @@ class Parametrized(nn.Module):
         return outputs
 
 
-def train_parametrized(kind: str) -> None:
+@pytest.mark.parametrize("kind", PARAMETRIZED)
+@on_ranks(2)
+def test_layers_may_be_parametrized(kind: str) -> None:
     states = []
     for where in ("outside", "replaced", "in place", "bare", "after"):
         context = contextlib.nullcontext() if where == "outside" else hadal.zero.Init()
@@ -490,11 +472,6 @@ def train_parametrized(kind: str) -> None:
         engine.destroy()
     for found in states[1:]:
         assert_equal(found, states[0])
-
-
-@pytest.mark.parametrize("kind", PARAMETRIZED)
-def test_layers_may_be_parametrized(kind: str, ranks: RankPools) -> None:
-    ranks(2).run(train_parametrized, kind)
 
 
 # ---- used before `initialize` -----------------------------------------------------------------
@@ -539,7 +516,8 @@ def use_before(dtype: torch.dtype | None) -> None:
     engine.destroy()
 
 
-def differentiate_before() -> None:
+@on_ranks(2)
+def test_gradients_before_initialize_are_right() -> None:
     inside = built(Reader, hadal.zero.Init(), seed=4)
     plain = built(Reader, contextlib.nullcontext(), seed=4)
     sharded_init.keeper._has_warned = False
@@ -609,7 +587,8 @@ class Routed(nn.Module):
         return output
 
 
-def differ_before() -> None:
+@on_ranks(2)
+def test_ranks_that_differ_before_initialize_are_told() -> None:
     inside = built(Routed, hadal.zero.Init(), seed=4)
     plain = built(Routed, contextlib.nullcontext(), seed=4)
     rank, inputs = comm.get_rank(), torch.ones(2, 6)
@@ -629,10 +608,6 @@ def test_a_model_may_be_called_before_initialize(
     ranks(world).run(use_before, dtype)
 
 
-def test_gradients_before_initialize_are_right(ranks: RankPools) -> None:
-    ranks(2).run(differentiate_before)
-
-
 def test_reads_before_initialize_outside_of_calls_are_errors(ranks: RankPools) -> None:
     for rank, told in enumerate(ranks(2).run(refuse_before)):
         for line in told[:-2]:
@@ -643,10 +618,6 @@ def test_reads_before_initialize_outside_of_calls_are_errors(ranks: RankPools) -
             assert f"rank {rank}: parameter Linear[0] was written to while" in line
 
 
-def test_ranks_that_differ_before_initialize_are_told(ranks: RankPools) -> None:
-    ranks(2).run(differ_before)
-
-
 # ---- the dtype ------------------------------------------------------------------------------
 
 
@@ -654,7 +625,14 @@ BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "loss_scale": 8.0}}
 
 
-def show_in_dtype(settings: dict[str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.fast_cells("fp16")
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [(BF16, torch.bfloat16), (FP16, torch.float16)],
+    ids=["bf16", "fp16"],
+)
+@on_ranks(2)
+def test_the_configuration_gives_the_dtype(settings: dict[str, Any], dtype: torch.dtype) -> None:
     """Parameters say the configured dtype, and start training from the values as given."""
     outside = Applied()
     states = []
@@ -692,19 +670,8 @@ def plain_state(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     return dict(type(model)().state_dict())
 
 
-@pytest.mark.fast_cells("fp16")
-@pytest.mark.parametrize(
-    ("settings", "dtype"),
-    [(BF16, torch.bfloat16), (FP16, torch.float16)],
-    ids=["bf16", "fp16"],
-)
-def test_the_configuration_gives_the_dtype(
-    settings: dict[str, Any], dtype: torch.dtype, ranks: RankPools
-) -> None:
-    ranks(2).run(show_in_dtype, settings, dtype)
-
-
-def write_what_is_shown() -> None:
+@on_ranks(2)
+def test_writes_reach_the_exact_values() -> None:
     with hadal.zero.Init(dtype=torch.bfloat16):
         model = model_of()
     weight, first = model[0].weight, model_of()[0].weight.detach()
@@ -719,11 +686,8 @@ def write_what_is_shown() -> None:
     engine.destroy()
 
 
-def test_writes_reach_the_exact_values(ranks: RankPools) -> None:
-    ranks(2).run(write_what_is_shown)
-
-
-def nest() -> None:
+@on_ranks(2)
+def test_contexts_nest() -> None:
     """Modules belong to the innermost context that is enabled."""
     with hadal.zero.Init(dtype=torch.bfloat16):
         with hadal.zero.Init(dtype=torch.float16):
@@ -738,10 +702,6 @@ def nest() -> None:
     assert {p.dtype for p in plain.parameters()} == {torch.float32}
     with pytest.raises(ConfigError, match=r"zero_optimization\.stage"):
         hadal.zero.Init(config={"zero_optimization": {"stage": 7}})
-
-
-def test_contexts_nest(ranks: RankPools) -> None:
-    ranks(2).run(nest)
 
 
 # ---- moved, cast or frozen before `initialize` ----------------------------------------------
@@ -804,7 +764,8 @@ def test_it_may_be_moved_or_cast_before_initialize(
         ranks(world).run(move_before, move, settings)
 
 
-def move_what_is_shown_in_16_bit() -> None:
+@on_ranks(2)
+def test_values_stay_exact_where_only_the_place_changes() -> None:
     """A cast or move keeps the given values, beneath those that are shown."""
     for move, dtype in (("to(cpu:0)", torch.float32), ("half", torch.float16)):
         with hadal.zero.Init(dtype=torch.bfloat16):
@@ -817,11 +778,9 @@ def move_what_is_shown_in_16_bit() -> None:
         engine.destroy()
 
 
-def test_values_stay_exact_where_only_the_place_changes(ranks: RankPools) -> None:
-    ranks(2).run(move_what_is_shown_in_16_bit)
-
-
-def assign_values(dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@on_ranks(2)
+def test_values_that_would_be_lost_are_refused(dtype: torch.dtype | None) -> None:
     with hadal.zero.Init(dtype=dtype):
         model = model_of()
     model[3].weight.data = torch.ones(4, 9)
@@ -829,11 +788,6 @@ def assign_values(dtype: torch.dtype | None) -> None:
         ModelError, match=r"rank \d: parameter 3\.weight was created .*modifier_rank=0"
     ):
         engine_of(3, model)
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_values_that_would_be_lost_are_refused(dtype: torch.dtype | None, ranks: RankPools) -> None:
-    ranks(2).run(assign_values, dtype)
 
 
 # ---- from meta, and over some of the ranks --------------------------------------------------
@@ -846,7 +800,9 @@ def materialise(model: nn.Module) -> None:
             module.reset_parameters()
 
 
-def build_on_meta(where: str) -> None:
+@pytest.mark.parametrize("where", ["inside", "assigned", "block by block"])
+@on_ranks(2)
+def test_models_on_meta_may_be_materialised(where: str) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 9), nn.Sequential(nn.Linear(9, 9), nn.LayerNorm(9)))
 
@@ -878,11 +834,6 @@ def build_on_meta(where: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("where", ["inside", "assigned", "block by block"])
-def test_models_on_meta_may_be_materialised(where: str, ranks: RankPools) -> None:
-    ranks(2).run(build_on_meta, where)
-
-
 class Mpu:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -891,7 +842,8 @@ class Mpu:
         return self.group
 
 
-def build_in_groups() -> None:
+@on_ranks(3)
+def test_ranks_of_a_group() -> None:
     """Each group has a model of its own, cut over its ranks; its first rank's values count."""
     rank = comm.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
@@ -906,10 +858,6 @@ def build_in_groups() -> None:
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
-
-
-def test_ranks_of_a_group(ranks: RankPools) -> None:
-    ranks(3).run(build_in_groups)
 
 
 # ---- memory ---------------------------------------------------------------------------------
