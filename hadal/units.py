@@ -6,7 +6,7 @@ import re
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(I?)B?", re.IGNORECASE)
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)", re.IGNORECASE)
+_COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e[+]?\d+)?)([KMBT]?)", re.IGNORECASE)
 _COUNT_POWER = {"": 0, "K": 3, "M": 6, "B": 9, "T": 12}
 _DECIMAL = ("B", "kB", "MB", "GB", "TB")
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -34,7 +34,7 @@ def nbytes_of(size: str | int) -> int:
 
 
 def numel_of(text: str) -> int:
-    """Return a number of elements: plain, or with K, M, B or T for powers of 1000, as "7B".
+    """Return a number of elements: plain ("7e9"), or with K, M, B or T for powers of 1000, as "7B".
 
     Raises:
         ValueError: it is neither.

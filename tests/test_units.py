@@ -23,6 +23,7 @@ def test_invalid_sizes_are_refused(text: str) -> None:
 
 def test_counts_are_read_in_powers_of_1000() -> None:
     assert [numel_of(text) for text in ("7B", "1.5b", "300k", "12")] == [7e9, 1.5e9, 3e5, 12]
+    assert [numel_of(text) for text in ("7e9", "1.3E+9", "1e3K")] == [7e9, 1.3e9, 1e6]
     for text in ("many", "0", "-7B", "7 BB"):
         with pytest.raises(ValueError, match="expected a number"):
             numel_of(text)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hadal.units import shown_nbytes, shown_numel
 
 if TYPE_CHECKING:
-    from hadal.zero.estimate import Cost, JobSize, MemoryPlan, Model, TierBytes
+    from hadal.engine.memory import Memory, MemoryPlan
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 NOTHING, HOST = "nothing", "cpu"
@@ -71,23 +72,14 @@ def usual_batch(ranks: int) -> tuple[int, int]:
 
 def draft(answers: Answers) -> Draft:
     """Choose the fastest plan that fits, or the smallest one, and write its configuration."""
-    from hadal.zero.estimate import (
-        FULL,
-        HALF,
-        JobSize,
-        Model,
-        best_plan,
-        held_by,
-        peak_nbytes,
-    )
+    from hadal.engine.memory import best_plan, memory_of_plans
+    from hadal.zero.estimate import Model
 
-    model, job = Model(answers.numel), JobSize(answers.devices, answers.nodes)
-    cost = FULL if answers.precision == "fp32" else HALF
-    plans = _allowed(answers)
-    best = best_plan(model, job, answers.memory, cost, plans)
-    plan = best or min(plans, key=lambda plan: peak_nbytes(plan, model, job, cost))
-    held = held_by(plan, model, job, cost)
-    summary = _summary(answers, plan, held)
+    found = memory_of_plans(Model(answers.numel), answers.devices, answers.nodes, answers.precision)
+    allowed = {plan: found[plan] for plan in _allowed(answers)}
+    best = best_plan(allowed, answers.memory)
+    plan = best or min(allowed, key=lambda plan: allowed[plan].total.device)
+    summary = _summary(answers, plan, found[plan])
     config = {
         "//": f"A first configuration by `hadal init`: {summary} Keys that begin with // are"
         " comments.",
@@ -99,7 +91,7 @@ def draft(answers: Answers) -> Draft:
         "gradient_clipping": 1.0,
         "// precision": _PRECISION_NOTES[answers.precision],
         **({} if answers.precision == "fp32" else {answers.precision: {"enabled": True}}),
-        "// zero_optimization": _stage_note(answers, plan, (model, job, cost)),
+        "// zero_optimization": _stage_note(answers, plan, found),
         "zero_optimization": _zero(plan, answers.offload),
     }
     return Draft(config, summary, best is not None)
@@ -107,7 +99,7 @@ def draft(answers: Answers) -> Draft:
 
 def _allowed(answers: Answers) -> list[MemoryPlan]:
     """Return the plans that offload to the allowed storage, the fastest first."""
-    from hadal.zero.estimate import PLANS
+    from hadal.engine.memory import PLANS
     from hadal.zero.policy import Tier
 
     tiers = {Tier.DEVICE}
@@ -131,20 +123,14 @@ def _batch(answers: Answers) -> dict[str, Any]:
 
 
 def _zero(plan: MemoryPlan, offload: str) -> dict[str, Any]:
-    from hadal.zero.policy import Tier
-
-    section: dict[str, Any] = {"stage": plan.stage}
-    for name, tier in (("offload_optimizer", plan.optimizer), ("offload_param", plan.weights)):
-        if tier is Tier.HOST:
-            section[name] = {"device": "cpu", "pin_memory": True}
-        elif tier is Tier.DISK:
-            section[name] = {"device": "nvme", "nvme_path": offload, "pin_memory": True}
+    section = plan.section(offload)
     if plan.stage == 3:
         section["stage3_gather_16bit_weights_on_model_save"] = True
     return section
 
 
-def _summary(answers: Answers, plan: MemoryPlan, held: TierBytes) -> str:
+def _summary(answers: Answers, plan: MemoryPlan, memory: Memory) -> str:
+    held = memory.total
     where = f"{answers.devices} device{'s' * (answers.devices > 1)}"
     where = where if answers.nodes == 1 else f"{answers.nodes} nodes of {where}"
     on_host = f", {shown_nbytes(held.host * answers.devices)} of a node's host" * (held.host > 0)
@@ -152,19 +138,15 @@ def _summary(answers: Answers, plan: MemoryPlan, held: TierBytes) -> str:
     return (
         f"{shown_numel(answers.numel)} parameters on {where}: ZeRO stage {plan.stage} in"
         f" {answers.precision} takes {shown_nbytes(held.device)} of {shown_nbytes(answers.memory)}"
-        f" per device for model states{on_host}{on_disk}; activations come on top."
+        f" per device for model states and buffers{on_host}{on_disk}; activations come on top."
     )
 
 
-def _stage_note(answers: Answers, plan: MemoryPlan, sizes: tuple[Model, JobSize, Cost]) -> str:
-    from hadal.zero.estimate import MemoryPlan, held_by
-
+def _stage_note(answers: Answers, plan: MemoryPlan, found: Mapping[MemoryPlan, Memory]) -> str:
     text = f"Stage {plan.stage}: {_STAGES[plan.stage]}."
     if plan.stage < 3 and answers.ranks > 1:
-        more = held_by(MemoryPlan(3), *sizes).device
-        text += (
-            f" Stage 3 would take {shown_nbytes(more)} per device for model states, and send more."
-        )
+        more = next(memory.total.device for other, memory in found.items() if other.stage == 3)
+        text += f" Stage 3 would take {shown_nbytes(more)} per device, and send more."
     if plan.stage == 3:
         text += (
             " Build the model inside hadal.zero.Init() if it does not fit into the host's memory"

@@ -115,13 +115,16 @@ def _states_of(wish: SearchRequest, job: Job) -> Any:
     on_host = not devices_here()
 
     def states_nbytes(config: Mapping[str, Any], look: ModelProfile) -> int:
-        from hadal.cli.estimate import held_of
+        import torch
+
         from hadal.config import load_config
+        from hadal.engine.memory import GPU, memory_of
         from hadal.zero.estimate import Model
 
         checked = load_config(config, world_size=job.world_size, data_parallel_size=wish.ranks)
         model = Model(look.trainable, look.num_params - look.trainable)
-        held = held_of(checked, model, devices, nodes)
+        device = torch.device("cpu") if on_host else GPU
+        held = memory_of(checked, model, devices, nodes, device).total
         return held.device + on_host * held.host
 
     return states_nbytes

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hadal.comm import Ranks, get_local_world_size
 from hadal.comm.collectives import gather_objects
@@ -295,3 +295,89 @@ def _topology_of_mpu(mpu: Any, shared: int) -> Topology:
         tensor = None  # its one name for both means all parts: the stages
     parts = ModelParts(model, tensor) if model.size > 1 else None
     return Topology(Sharing.over(sharding), data, sequence, parts, pipe, is_from_program=True)
+
+
+# ---- the communicators of ranks that need not exist ----------------------------------------------
+
+
+class Communicator(NamedTuple):
+    """A group of ranks that an accelerator's backend connects."""
+
+    purpose: str
+    ranks: int
+    is_to_each: bool = False
+    """True: a rank sends to each of the others; false: to its neighbours in rings."""
+
+
+def model_parts_of(config: Config) -> int:
+    """Return how many ranks hold parts of one model, as far as the configuration says."""
+    tensor = config.tensor_parallel
+    return _stages_of(config) * (tensor.autotp_size if tensor.is_on else 1)
+
+
+def _stages_of(config: Config) -> int:
+    pipeline = config.pipeline
+    return pipeline.stages if pipeline.auto and isinstance(pipeline.stages, int) else 1
+
+
+def communicators_of(
+    config: Config, ranks: int, node_size: int, experts: Iterable[int] = ()
+) -> list[Communicator]:
+    """Return the communicators of one of `ranks`, as `initialize` makes and training uses them.
+
+    The others are on the host, or unused and so never connected. A pipeline's rank has two
+    neighbours.
+
+    Args:
+        config: the configuration.
+        ranks: all ranks, which need not exist.
+        node_size: how many of them are on one node.
+        experts: over how many ranks the model distributes experts; several numbers are possible.
+    """
+    stages, parts = _stages_of(config), model_parts_of(config)
+    dense = ranks // parts
+    found = [
+        Communicator("all ranks", ranks),
+        Communicator("stages", stages),
+        Communicator("slices of layers", parts // stages),
+        Communicator("slices of sequences", config.sequence_parallel_size, True),
+    ]
+    if stages > 1:
+        is_ring = config.pipeline.chunks > 1
+        neighbours = 2 if is_ring else min(2, stages - 1)
+        found += [Communicator("messages between stages", 2, True)] * (2 * neighbours)
+    if parts > 1:
+        found.append(Communicator("the same parameters", dense))
+    found += _communicators_of_sharing(config, dense, node_size)
+    for size in experts:
+        if size > 1:
+            found.append(Communicator("tokens to experts", size, True))
+            found.append(Communicator("the same experts", dense // size))
+            found += _communicators_of_sharing(config, dense // size, node_size)
+    return [one for one in found if one.ranks > 1]
+
+
+def _communicators_of_sharing(config: Config, ranks: int, node_size: int) -> list[Communicator]:
+    """Return those that `sharing_of` makes beside the group of the ranks themselves."""
+    zero = config.zero_optimization
+    cuts_weights = STAGES[zero.stage].weights
+    size = zero.mics_shard_size if cuts_weights and zero.mics_shard_size > 0 else ranks
+    if not STAGES[zero.stage].gradients or ranks == 1 or size == 1:
+        return []
+    found: list[Communicator] = []
+    codes = zero.zero_quantized_gradients
+    node = common_node_size(range(ranks), size, node_size) or 1
+    hops = (
+        () if node in (None, 1, size) else (("inside nodes", node), ("across nodes", size // node))
+    )
+    if size < ranks:
+        found += [Communicator("one copy", size), Communicator("the same shard", ranks // size)]
+    if cuts_weights and 1 < zero.zero_hpz_partition_size < size:
+        found.append(Communicator("the second copy", zero.zero_hpz_partition_size))
+    if cuts_weights:
+        found.append(Communicator("reductions", size, codes and not hops))
+    if cuts_weights and zero.mics_hierarchical_params_gather:
+        found += [Communicator(f"gathers {name}", count) for name, count in hops]
+    if codes:
+        found += [Communicator(f"coded gradients {name}", count, True) for name, count in hops]
+    return found

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import NamedTuple
 
 from torch import nn
@@ -32,8 +31,6 @@ _GB = 1e9
 _FP32_NBYTES = 4
 # In elements: offloaded values on a disk are aligned to it.
 _UNIT_NUMEL = 4096
-# The fraction of a device's memory for model states; the rest is for activations and buffers.
-_ROOM = 0.8
 _GENERATIONS = 2
 """Generations of state on a disk: an update that fails leaves the previous one intact."""
 
@@ -260,15 +257,6 @@ def states_of_portions(
     return States(weights, gradients, optimizer, TierBytes(host=host))
 
 
-def gathered_nbytes(buckets: Iterable[BucketPlan]) -> int:
-    """Return the bytes of the largest bucket that is gathered on use, with its gradients."""
-    costs = ((_cost(bucket, 0), bucket) for bucket in buckets if bucket.partition.weights)
-    return max(
-        ((c.weight + bucket.trainable * c.gradient) * bucket.numel for c, bucket in costs),
-        default=0,
-    )
-
-
 def _weights(one: Portion, rest: ShardTiers, second_copy_devices: int) -> TierBytes:
     sharded, nbytes = one.trained + one.frozen - one.persistent, one.cost.weight
     if not one.cut.weights:
@@ -324,68 +312,6 @@ def host_nbytes(model: Model, job: JobSize, *, born_sharded: bool) -> int:
         rest = math.ceil(model.numel / job.cuts) + model.largest
         return _FP32_NBYTES * job.devices_per_node * rest
     return _FP32_NBYTES * job.devices_per_node * model.numel
-
-
-# ---- what fits -----------------------------------------------------------------------------------
-
-
-class MemoryPlan(NamedTuple):
-    """A ZeRO stage, and the tiers of the optimizer and of the weights."""
-
-    stage: int
-    optimizer: Tier = Tier.DEVICE
-    weights: Tier = Tier.DEVICE
-
-
-PLANS = (
-    *(MemoryPlan(stage) for stage in range(4)),
-    *(MemoryPlan(stage, Tier.HOST) for stage in range(4)),
-    *(MemoryPlan(stage, Tier.DISK) for stage in (1, 2, 3)),
-    MemoryPlan(3, Tier.HOST, Tier.HOST),
-    MemoryPlan(3, Tier.DISK, Tier.DISK),
-)
-"""The usual plans, fastest first."""
-
-
-class MemoryFit(Enum):
-    """A classification of how model states fit into a device's memory."""
-
-    GOOD = "fits"
-    TIGHT = "tight"
-    """Less than a fifth of the memory is left for activations and buffers."""
-    NONE = "does not fit"
-
-    @classmethod
-    def of(cls, nbytes: int, memory: int) -> MemoryFit:
-        """Return how `nbytes` fit into a memory of `memory` bytes."""
-        if nbytes > memory:
-            return cls.NONE
-        return cls.GOOD if nbytes <= _ROOM * memory else cls.TIGHT
-
-
-def held_by(plan: MemoryPlan, model: Model, job: JobSize, cost: Cost = HALF) -> TierBytes:
-    """Return one rank's model states under a plan, by tier."""
-    rest = ShardTiers(plan.weights, plan.optimizer)
-    return states_of(plan.stage, model, job, cost, rest).total
-
-
-def peak_nbytes(plan: MemoryPlan, model: Model, job: JobSize, cost: Cost = HALF) -> int:
-    """Return a device's peak bytes: its model states, and the largest layer unsharded."""
-    held = held_by(plan, model, job, cost).device
-    takes_turns = layers_take_turns(plan.stage, job, ShardTiers(plan.weights, plan.optimizer))
-    return held + takes_turns * layer_nbytes(model, cost)
-
-
-def best_plan(
-    model: Model, job: JobSize, memory: int, cost: Cost = HALF, plans: Iterable[MemoryPlan] = PLANS
-) -> MemoryPlan | None:
-    """Return the fastest plan that fits, at least tightly, or None."""
-    fits = {plan: MemoryFit.of(peak_nbytes(plan, model, job, cost), memory) for plan in plans}
-    for wanted in (MemoryFit.GOOD, MemoryFit.TIGHT):
-        for plan, fit in fits.items():
-            if fit is wanted:
-                return plan
-    return None
 
 
 # ---- the functions that users know ---------------------------------------------------------------

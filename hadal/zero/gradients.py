@@ -29,7 +29,7 @@ from hadal.zero.views import flattened, shaped
 
 _PLAIN = Reduction()
 # Gradients up to so many bytes are batched on an accelerator: longer copies gain nothing.
-_WAITING_NBYTES = 1 << 25
+WAITING_NBYTES = 1 << 25
 
 
 class Arrival(Enum):
@@ -64,7 +64,7 @@ class Copies:
         self.follow()
         self._waiting.append((place, values))
         self._nbytes += values.nbytes
-        if self._nbytes >= _WAITING_NBYTES:
+        if self._nbytes >= WAITING_NBYTES:
             self.make()
 
     def follow(self) -> None:

@@ -276,3 +276,14 @@ def _has_room(gathered: Sequence[int], interval: _Interval, limits: Limits) -> b
 def _occupy(gathered: list[int], interval: _Interval) -> None:
     for position in range(interval.start, interval.stop):
         gathered[position] += interval.numel
+
+
+def peak_of(made: Plan, sizes: Sequence[int]) -> int:
+    """Return the most of what is gathered at a time along a plan, in the unit of `sizes`."""
+    here, begun, most = set(made.held), 0, 0
+    for position, started in enumerate(made.started):
+        earlier = zip(made.uses[:position], made.keeps, strict=False)
+        here -= {use.bucket for use, stays in earlier if use.until == position and not stays}
+        here.update(made.gathers[begun:started])
+        begun, most = started, max(most, sum(sizes[bucket] for bucket in here))
+    return most

@@ -18,8 +18,8 @@ from torch import nn
 
 import hadal
 from hadal import zero
-from hadal.cli import estimate
 from hadal.config import load_config
+from hadal.engine.memory import memory_of
 from hadal.offload import buffers
 from hadal.zero.estimate import (
     FULL,
@@ -132,15 +132,13 @@ def buffers_of_a_rank(config: dict[str, Any], path: str) -> tuple[int, int]:
     buffers.BufferPool._made = made  # type: ignore[method-assign]
     try:
         with small_blocks():
-            plan = estimate._plan(load_config(config, world_size=2), **NODE)
+            found = memory_of(load_config(config, world_size=2), model_of(), **NODE).states
             engine, *_ = hadal.initialize(model=model_of(), config=config)
             train(engine, 3)
             engine.destroy()
     finally:
         buffers.BufferPool._made = plain  # type: ignore[method-assign]
-    numel = sum(parameter.numel() for parameter in model_of().parameters())
-    held = states_of(plan.stage, Model(numel), plan.job, plan.cost, plan.rest)
-    return held.buffers.host, sum(taken)
+    return next(n.held.host for n in found if n.kind == "buffers"), sum(taken)
 
 
 NODE = {"devices_per_node": 2, "nodes": 1}

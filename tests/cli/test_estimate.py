@@ -24,7 +24,10 @@ def nothing():
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[tuple[str, ...], list[str]]:
-    """The cells of device, host and disk, by those before; a node's host comes after them."""
+    """The cells of device, host and disk, by those before; a node's host comes after them.
+
+    Of a whole plan the device's model states are among those before.
+    """
     assert main(["estimate", *arguments]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     return {tuple(line[:-4]): line[-4:-1] for line in lines if len(line) > 4}
@@ -48,13 +51,17 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "estimated_model"
 
 
-def test_all_stages_of_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_stages_of_a_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     table = told(capsys, "--params", "7.5B", "--devices-per-node", "8", "--nodes", "8")
-    assert table["0", "none", "none"] == ["120.00", "-", "-"]
-    assert table["2", "none", "none"] == ["16.64", "-", "-"]
-    assert table["3", "none", "none"] == ["1.88", "-", "-"]
-    assert table["2", "cpu", "none"] == ["15.00", "1.64", "-"]
-    assert table["3", "nvme", "nvme"] == ["-", "2.50", "3.28"]
+    # Beside the states: the context, communicators, and layers on their way (in fp32, too).
+    assert table["0", "none", "none", "120.00"] == ["121.86", "-", "-"]
+    assert table["2", "none", "none", "16.64"] == ["19.42", "-", "-"]
+    assert table["3", "none", "none", "1.88"] == ["6.77", "-", "-"]
+    assert table["2", "cpu", "none", "15.00"] == ["17.77", "1.64", "-"]
+    assert table["3", "nvme", "nvme", "-"] == ["4.89", "0.73", "2.81"]
 
 
 def test_plans_that_fit_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,25 +75,25 @@ def test_plans_that_fit_are_reported(capsys: pytest.CaptureFixture[str]) -> None
         if line[:1].isdigit()
     }
     assert fits["1", "none", "none"] == "does not fit"  # 41.25
-    assert fits["2", "none", "none"] == "fits, 11.9 GB left, best"
-    assert fits["3", "none", "none"] == "fits, 24.6 GB left"  # with the largest layer
-    assert [text for text in fits.values() if "best" in text] == ["fits, 11.9 GB left, best"]
+    assert fits["2", "none", "none"] == "fits, 10.2 GB left, best"
+    assert fits["3", "none", "none"] == "fits, 21.6 GB left"
+    assert [text for text in fits.values() if "best" in text] == ["fits, 10.2 GB left, best"]
     assert main(["estimate", *words, "--memory", "30GB"]) == 0
     shown = capsys.readouterr().out
-    assert "tight, 1.9 GB left" in shown and "fits, 14.6 GB left, best" in shown
+    assert "tight, 0.2 GB left" in shown and "fits, 11.6 GB left, best" in shown
     assert main(["estimate", *words, "--memory", "100MB"]) == 0
     assert "best" not in capsys.readouterr().out
 
 
 def test_the_host_of_a_node_is_judged(capsys: pytest.CaptureFixture[str], written: Any) -> None:
     words = ["--params", "70B", "--devices-per-node", "8"]
-    assert main(["estimate", *words, "--memory", "24GB", "--host-memory", "1TB"]) == 0
+    assert main(["estimate", *words, "--memory", "40GB", "--host-memory", "1TB"]) == 0
     shown = capsys.readouterr().out.splitlines()
     (row,) = (line.split() for line in shown if line.startswith("3      cpu        none"))
-    assert row[3:7] == ["17.50", "122.50", "-", "980.00"]
-    assert row[7:] == ["fits,", "6.5", "GB", "left,", "best"]
-    assert "on 24.0 GB," in shown[2] and shown[3].endswith("a node  host 1.0 TB")
-    assert main(["estimate", *words, "--memory", "24GB", "--host-memory", "512GB"]) == 0
+    assert row[3:8] == ["17.50", "26.18", "122.50", "-", "980.00"]
+    assert row[8:] == ["fits,", "13.8", "GB", "left,", "best"]
+    assert "on 40.0 GB," in shown[2] and shown[3].endswith("a node  host 1.0 TB")
+    assert main(["estimate", *words, "--memory", "40GB", "--host-memory", "512GB"]) == 0
     shown = capsys.readouterr().out.splitlines()
     (row,) = (line for line in shown if line.startswith("3      cpu        none"))
     assert row.endswith("host too small")
@@ -123,11 +130,32 @@ def test_a_configuration_and_a_model(
     assert table["gradients",] == ["-", "0.10", "-"]
     assert table["optimizer",] == ["-", "-", "1.20"]
     assert table["buffers",] == ["-", "0.26", "-"]
-    assert table["total",] == ["<0.01", "0.56", "1.20"]
-    words = ["--model", f"{module}:build", "--config", config, "--memory", "1GB"]
-    assert main(["estimate", *words, "--devices-per-node", "2"]) == 0
+    # Both layers are gathered at a time; one has a gradient, which is collected and sent.
+    assert table["gathers",] == ["0.40", "-", "-"]
+    assert table["reductions",] == ["0.90", "-", "-"]
+    assert table["communicators",] == ["0.60", "-", "-"]
+    assert table["context",] == ["0.50", "-", "-"]
+    assert table["total",] == ["2.40", "0.56", "1.20"]
+    words = ["--model", f"{module}:build", "--config", config, "--devices-per-node", "2"]
+    assert main(["estimate", *words, "--memory", "4GB"]) == 0
     (total,) = (line for line in capsys.readouterr().out.splitlines() if "total" in line)
-    assert total.endswith("fits, 0.6 GB left")  # the largest layer is gathered with its gradient
+    assert total.endswith("fits, 1.6 GB left")
+    assert main(["estimate", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["stage"], found["optimizer"]) == (3, "AdamW")
+    assert found["kinds"]["context"]["device"] == 500_000_000
+    assert found["kinds"]["communicators"]["how"].endswith("of all ranks, reductions")
+    sums = {tier: sum(kind[tier] for kind in found["kinds"].values()) for tier in found["total"]}
+    assert sums == found["total"]
+
+
+def test_every_stage_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--params", "7e9", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [plan["stage"] for plan in found[:4]] == [0, 1, 2, 3]
+    assert found[4]["offload_optimizer"] == "cpu" and found[4]["offload_param"] == "none"
+    assert found[0]["states"]["device"] == 16 * 7_000_000_000
+    assert found[0]["kinds"]["communicators"]["device"] == 0  # there is one rank
 
 
 @pytest.mark.parametrize(

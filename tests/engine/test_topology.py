@@ -28,6 +28,8 @@ from engine.parts import (
 )
 from engine.toys import assert_close, engine_of
 from hadal import comm
+from hadal.config import load_config
+from hadal.engine.topology import communicators_of
 from hadal.errors import ConfigError, MismatchError, NotBuiltYetError, UsageError
 
 STAGES = [0, 1, 2, 3]
@@ -264,3 +266,43 @@ def test_groups_that_cannot_be(
     for error in ranks(4).raises(mistake):
         assert isinstance(error, kind), repr(error)
         assert told in str(error)
+
+
+def test_communicators_of_ranks_that_do_not_exist() -> None:
+    """tests/npu/test_memory.py compares what four ranks really use."""
+
+    def purposes(experts: tuple[int, ...] = (), **sections: Any) -> dict[str, int]:
+        raw = {"train_micro_batch_size_per_gpu": 1, **sections}
+        found = communicators_of(load_config(raw, world_size=64), 64, 8, experts)
+        return {one.purpose: one.ranks for one in found}
+
+    def at_stage_3(**keys: Any) -> dict[str, Any]:
+        return {"zero_optimization": {"stage": 3, **keys}}
+
+    assert purposes() == {"all ranks": 64}
+    assert purposes(**at_stage_3()) == {"all ranks": 64, "reductions": 64}
+    hops = at_stage_3(mics_shard_size=16, mics_hierarchical_params_gather=True)
+    assert purposes(**hops) == {
+        "all ranks": 64,
+        "one copy": 16,
+        "the same shard": 4,
+        "reductions": 16,
+        "gathers inside nodes": 8,
+        "gathers across nodes": 2,
+    }
+    coded = purposes(**at_stage_3(zero_quantized_gradients=True, zero_hpz_partition_size=8))
+    assert [*coded] == [
+        "all ranks",
+        "the second copy",
+        "reductions",
+        "coded gradients inside nodes",
+        "coded gradients across nodes",
+    ]
+    parts = purposes((1, 4), tensor_parallel={"autotp_size": 2}, zero_optimization={"stage": 1})
+    assert parts == {
+        "all ranks": 64,
+        "slices of layers": 2,
+        "the same parameters": 32,
+        "tokens to experts": 4,
+        "the same experts": 8,
+    }

@@ -41,7 +41,7 @@ class Calls(TorchDispatchMode):
 
 def _update(config: dict[str, Any], waiting: int) -> dict[str, Counter[str]]:
     """The calls of a backward and of the step behind it, after a few updates."""
-    before, gradients._WAITING_NBYTES = gradients._WAITING_NBYTES, waiting
+    before, gradients.WAITING_NBYTES = gradients.WAITING_NBYTES, waiting
     with npu.with_float64():
         engine = runs.built({**config, "gradient_accumulation_steps": 1})
         try:
@@ -56,7 +56,7 @@ def _update(config: dict[str, Any], waiting: int) -> dict[str, Counter[str]]:
                 if number == 2:
                     break
         finally:
-            gradients._WAITING_NBYTES = before
+            gradients.WAITING_NBYTES = before
         engine.destroy()
     return {"backward": backward.names, "step": step.names}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hadal.zero.planner import Use, kept_until_backward, plan
+from hadal.zero.planner import Use, kept_until_backward, peak_of, plan
 from hadal.zero.policy import Limits
 
 patient = settings(deadline=None)  # the machine may be busy
@@ -96,7 +96,7 @@ def test_a_plan_is_true_to_every_use_and_limit(uses, sizes, limits, held, follow
     gathered, in_use = set(made.held), set()
     ahead: list[int] = []
     done_at: dict[int, list[int]] = {}
-    issued = 0
+    issued = most = 0
 
     def end(position):
         for index in done_at.get(position, []):
@@ -127,9 +127,11 @@ def test_a_plan_is_true_to_every_use_and_limit(uses, sizes, limits, held, follow
         assert limits.prefetch_numel or not ahead
         live = sum(sizes[bucket] for bucket in gathered)
         used = sum(sizes[bucket] for bucket in in_use)
+        most = max(most, live + on_the_way)
         assert live <= limits.live_numel or live == used
         assert live + on_the_way <= limits.live_numel or not ahead or is_one_unit
     end(len(uses))
+    assert peak_of(made, sizes) == most
     assert issued == len(made.gathers)
     assert not ahead
     assert not in_use

@@ -1,0 +1,427 @@
+"""The memory that one rank needs under a configuration, by kind, before anything is made.
+
+It follows the plan that `initialize` would make of the model, which has no values, for ranks that
+need not exist. Activations are not counted. What depends on libraries and machines is assumed, and
+each line says what was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hadal.comm.ranks import size_in_name
+from hadal.config import Config, load_config
+from hadal.config.optimizer import KINDS
+from hadal.engine.plan import ModelPlan, RankCounts, plan_model
+from hadal.engine.policies import (
+    disk_steps_of,
+    reduction_of,
+    tiers_of,
+    transport_of,
+    weight_buffers_of,
+)
+from hadal.engine.topology import communicators_of, model_parts_of
+from hadal.optim.build import build_optimizer
+from hadal.optim.workspace import block_numel
+from hadal.units import shown_binary, shown_numel
+from hadal.zero.estimate import (
+    Buffers,
+    JobSize,
+    Model,
+    ShardTiers,
+    TierBytes,
+    portions_of,
+    states_of_portions,
+)
+from hadal.zero.gradients import WAITING_NBYTES
+from hadal.zero.grouping import BucketPlan
+from hadal.zero.planner import Use, peak_of, plan
+from hadal.zero.policy import STAGES, Tier
+
+GPU = torch.device("cuda")
+
+# The weights of a layer of which only the size is known: buckets end between weights.
+_WEIGHTS = 4
+_CONTEXT_NBYTES = 500_000_000
+# The fraction of a device's memory that is for all but activations.
+_ROOM = 0.8
+# NCCL (src/include/device.h, src/transport): a connection has 10 MiB of buffers at the receiver,
+# which are NCCL_BUFFSIZE of 4 MiB, 4.7 MiB for LL128 and 0.5 MiB for LL in units of 2 MiB, and one
+# such unit at the sender. Between GPUs with NVLink a ring uses 24 channels, and a pair of ranks 32.
+_CONNECTION_NBYTES = 12 << 20
+_RING_CHANNELS, _PAIR_CHANNELS = 24, 32
+
+
+class MemoryKind(NamedTuple):
+    """The memory of one kind."""
+
+    kind: str
+    held: TierBytes
+    how: str
+    """How it was counted, and what was assumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory of one rank."""
+
+    states: list[MemoryKind]
+    """Weights, gradients and optimizer state, and buffers for a disk."""
+    rest: list[MemoryKind]
+    """What is needed beside them at the peak, without activations."""
+    job: JobSize
+    stage: int
+    optimizer: str
+
+    @property
+    def total(self) -> TierBytes:
+        """The sum of all kinds."""
+        return _sum(need.held for need in [*self.states, *self.rest])
+
+    @property
+    def held(self) -> TierBytes:
+        """The sum of the states."""
+        return _sum(need.held for need in self.states)
+
+
+def memory_of(
+    config: Config,
+    model: nn.Module | Model,
+    devices_per_node: int,
+    nodes: int,
+    device: torch.device = GPU,
+) -> Memory:
+    """Return the memory of one rank.
+
+    Args:
+        config: the configuration.
+        model: the model, which may be on meta, or the sizes of one.
+        devices_per_node: devices, and so ranks, of each node.
+        nodes: the nodes.
+        device: the kind of device that computes; on a CPU, all its memory is the host's.
+
+    Raises:
+        ConfigError: a key names modules or classes that do not exist.
+    """
+    job = _job_of(config, devices_per_node, nodes)
+    parts = model_parts_of(config)
+    module = _stand_in(model) if isinstance(model, Model) else model
+    trained = {p: 0 for p in module.parameters() if p.requires_grad}
+    counts = RankCounts.of(config, max(1, job.devices // parts))
+    planned = plan_model(module, config, device, counts, trained)
+    name, moments = _optimizer_of(config)
+    portions = [
+        one._replace(trained=one.trained // parts, frozen=one.frozen // parts)
+        for one in portions_of(planned.buckets, counts.shards_of, moments)
+    ]
+    states = states_of_portions(portions, _shard_tiers(config, moments), job.second_copy_devices)
+    whose = _assumed(model) if isinstance(model, Model) else "the model's plan"
+    shared = f", in {parts} equal parts" if parts > 1 else ""
+    kinds = {
+        "weights": f"{whose}{shared}",
+        "gradients": "once the gradients of an update are complete",
+        "optimizer": f"{name}: {moments} values per element, beside masters",
+        "buffers": "host memory through which a disk is read and written",
+    }
+    held = [MemoryKind(kind, nbytes, kinds[kind]) for kind, nbytes in states._asdict().items()]
+    rest = [
+        _gathers(planned, parts),
+        _reductions(planned, config, counts, parts),
+        *([] if device.type == "cpu" else _of_libraries(planned, config, job)),
+    ]
+    return Memory(held, rest, job, config.zero_optimization.stage, name)
+
+
+def _sum(found: Iterable[TierBytes]) -> TierBytes:
+    total = TierBytes()
+    for one in found:
+        total = total.plus(one)
+    return total
+
+
+def _job_of(config: Config, devices_per_node: int, nodes: int) -> JobSize:
+    zero = config.zero_optimization
+    is_cut = STAGES[zero.stage].weights
+    return JobSize(
+        devices_per_node,
+        nodes,
+        copy_devices=max(0, zero.mics_shard_size) if is_cut else 0,
+        second_copy_devices=zero.zero_hpz_partition_size if is_cut else 0,
+    )
+
+
+# ---- a model of which only the size is known -----------------------------------------------------
+
+
+class _Layer(nn.Module):
+    """A layer of equal weights."""
+
+    def __init__(self, numel: int, *, trains: bool) -> None:
+        super().__init__()
+        first, remainder = divmod(numel, _WEIGHTS)
+        for number in range(_WEIGHTS):
+            values = torch.empty(first + (number < remainder), device="meta")
+            self.register_parameter(f"weight{number}", nn.Parameter(values, requires_grad=trains))
+
+
+def _stand_in(sizes: Model) -> nn.Module:
+    """Return layers of the largest one's size, on meta; equal ones if that is not known."""
+    layers = []
+    size = sizes.largest or math.ceil(sizes.numel / _usual_depth(sizes.numel))
+    for numel, trains in ((sizes.frozen, False), (sizes.trained, True)):
+        whole, remainder = divmod(numel, max(1, size))
+        layers += [_Layer(size, trains=trains) for _ in range(whole)]
+        layers += [_Layer(remainder, trains=trains)] * bool(remainder)
+    return nn.Sequential(*layers)
+
+
+def _usual_depth(numel: int) -> int:
+    """Return about as many layers as transformers of this size have: 32 of 7 B, 80 of 70 B."""
+    return max(12, round(32 * math.pow(numel / 7e9, 0.4)))
+
+
+def _assumed(sizes: Model) -> str:
+    if sizes.largest:
+        return f"layers of {shown_numel(sizes.largest)} elements"
+    return f"assumed: {_usual_depth(sizes.numel)} equal layers"
+
+
+# ---- the states ----------------------------------------------------------------------------------
+
+
+def _shard_tiers(config: Config, moments: int) -> ShardTiers:
+    """Return where shards are stored, and the host memory through which a disk is used."""
+    zero = config.zero_optimization
+    tiers, steps = tiers_of(config), disk_steps_of(config)
+    runs = 1 + moments  # the master, and each value that is remembered
+    part = steps.part_numel(runs, block_numel(torch.device("cpu")))
+    count, nbytes = weight_buffers_of(config)
+    return ShardTiers(
+        tiers.weights,
+        tiers.optimizer,
+        0 if zero.offload_param is None else zero.offload_param.max_in_cpu,
+        1.0 if zero.offload_optimizer is None else zero.offload_optimizer.ratio,
+        Buffers(runs * steps.overlap.parts, part, count * nbytes),
+    )
+
+
+def _optimizer_of(config: Config) -> tuple[str, int]:
+    """Return an optimizer's name, and how many values it keeps for each element."""
+    if config.optimizer is None:
+        return "Adam (none is named)", 2
+    name, params = config.optimizer.type, config.optimizer.params
+    known = KINDS[name].state_with(params) if name in KINDS else None
+    if known is not None:
+        return name, len(known)
+    weight = nn.Parameter(torch.zeros(8, 8))
+    made = build_optimizer(name, params, [weight])
+    weight.grad = torch.ones_like(weight)
+    made.step()
+    kept = [value for value in made.state[weight].values() if isinstance(value, torch.Tensor)]
+    return name, sum(value.numel() == weight.numel() for value in kept)
+
+
+# ---- beside the states ---------------------------------------------------------------------------
+
+
+def _gathers(planned: ModelPlan, parts: int) -> MemoryKind:
+    """Return the weights of stage 3 that are gathered at a time, along the planned order."""
+    cut = [bucket for bucket in planned.buckets if bucket.partition.weights]
+    sizes = [bucket.numel for bucket in cut]
+    nbytes = [bucket.numel * bucket.precision.compute.itemsize for bucket in cut]
+    forward, backward = _uses(cut), _uses(cut[::-1], len(cut))
+    there = plan(forward, sizes, planned.limits, following=backward)
+    back = plan(backward, sizes, planned.limits, there.kept_at_end)
+    most = max(peak_of(there, nbytes), peak_of(back, nbytes))
+    return MemoryKind(
+        "gathers",
+        TierBytes(most // parts),
+        "weights in use, ahead of use or kept for backward (stage3_max_live_parameters:"
+        f" {shown_numel(planned.limits.live_numel)} elements)"
+        if cut
+        else "weights are whole",
+    )
+
+
+def _uses(buckets: Sequence[BucketPlan], last: int = 0) -> list[Use]:
+    """Return one use of each bucket; those of a unit end together.
+
+    `last`: buckets are numbered down from it; 0: up.
+    """
+    names = [bucket.units[0].name for bucket in buckets]
+    ends = {name: place + 1 for place, name in enumerate(names)}
+    numbers = range(last - 1, -1, -1) if last else range(len(buckets))
+    return [Use(number, ends[name]) for number, name in zip(numbers, names, strict=True)]
+
+
+def _reductions(planned: ModelPlan, config: Config, counts: RankCounts, parts: int) -> MemoryKind:
+    """Return gradients that are collected and reduced, beside the sums that `states` has.
+
+    A bucket is collected while the one before it is reduced. If gradients are sharded, both have
+    buffers of their own, which are freed when the mean has been added to the shard. Gradients wait
+    for their copy into the buffer until many are copied at once.
+    """
+    reduced = [bucket for bucket in planned.buckets if bucket.trainable]
+    if not reduced:
+        return MemoryKind("reductions", TierBytes(), "nothing is trained")
+    sizes = [bucket.numel * bucket.precision.compute.itemsize for bucket in reduced]
+    largest = max(
+        member.parameter.numel() * bucket.precision.compute.itemsize
+        for bucket in reduced
+        for member in bucket.members
+    )
+    buffers = sorted(
+        size for bucket, size in zip(reduced, sizes, strict=True) if bucket.partition.gradients
+    )[-2 if planned.limits.overlap else -1 :]
+    wire = max(_wire_nbytes(bucket, config, counts) for bucket in reduced)
+    waiting = WAITING_NBYTES + largest
+    if buffers or config.gradient_accumulation_steps == 1:
+        most = min(max(sizes), waiting) + sum(buffers) + wire
+    else:
+        # The first backward copies them, and later ones add to the sums in place.
+        most = max(min(sum(sizes), waiting), largest + wire)
+    dtypes = {str(bucket.precision.reduce).removeprefix("torch.") for bucket in reduced}
+    said = [f"{len(buffers)} whole buckets of gradients"] if buffers else []
+    said += [f"copies of one to send in {' and '.join(sorted(dtypes))}"] if wire else []
+    return MemoryKind(
+        "reductions",
+        TierBytes(most // parts),
+        ", ".join([*said, "gradients before their copy into one"]),
+    )
+
+
+def _wire_nbytes(bucket: BucketPlan, config: Config, counts: RankCounts) -> int:
+    """Return the bytes that a bucket's reduction takes beside its gradients and their mean."""
+    experts = bucket.holders.experts
+    ranks = counts.dense if experts is None else counts.holding(experts)
+    if ranks == 1:
+        return 0
+    precision, shards = bucket.precision, counts.shards_of(bucket.holders)
+    codec = transport_of(config, shards).reduce
+    if codec is not None and bucket.partition.gradients:
+        return 2 * codec.wire_bytes(bucket.numel)  # what is sent, and what is received
+    factors = reduction_of(config, config.sequence_parallel_size).factors(ranks)
+    is_scaled = factors.before != 1.0 or precision.reduce == torch.float16
+    own = precision.compute if bucket.partition.gradients else precision.accumulate
+    sent = bucket.numel * precision.reduce.itemsize * (is_scaled or precision.reduce != own)
+    row = math.ceil(bucket.numel / shards) if bucket.partition.optimizer else 0
+    received = row * precision.reduce.itemsize
+    if not bucket.partition.gradients:
+        return sent + received
+    if config.gradient_accumulation_steps > 1:
+        # What was received is added to the mean in float32, when it has been sent.
+        return max(sent, row * max(4, precision.accumulate.itemsize)) + received
+    # The mean of the last bucket is still to be made.
+    return max(0, sent + received - row * precision.accumulate.itemsize)
+
+
+def _of_libraries(planned: ModelPlan, config: Config, job: JobSize) -> list[MemoryKind]:
+    """Return what the device's libraries take."""
+    named = {bucket.holders.experts for bucket in planned.buckets}
+    experts = {size_in_name(name) or 1 for name in named if name is not None}
+    if config.expert_parallel.enabled:
+        experts.add(config.expert_parallel.autoep_size)
+    node = job.devices_per_node
+    found = communicators_of(config, job.devices, node, sorted(experts))
+    nbytes = [
+        _PAIR_CHANNELS * (max(2, min(one.ranks, node)) - 1) if one.is_to_each else _RING_CHANNELS
+        for one in found
+    ]
+    names = Counter(one.purpose for one in found)
+    said = ", ".join(name if count == 1 else f"{count} {name}" for name, count in names.items())
+    return [
+        MemoryKind(
+            "communicators",
+            TierBytes(_CONNECTION_NBYTES * sum(nbytes)),
+            f"assumed: NCCL over NVLink, {shown_binary(_CONNECTION_NBYTES)} for each of"
+            f" {_RING_CHANNELS} channels, or {_PAIR_CHANNELS} to each peer; of {said}"
+            if found
+            else "there is one rank",
+        ),
+        MemoryKind(
+            "context", TierBytes(_CONTEXT_NBYTES), "assumed: CUDA's context and loaded kernels"
+        ),
+    ]
+
+
+# ---- what fits -----------------------------------------------------------------------------------
+
+
+class MemoryPlan(NamedTuple):
+    """A ZeRO stage, and the tiers of the optimizer and of the weights."""
+
+    stage: int
+    optimizer: Tier = Tier.DEVICE
+    weights: Tier = Tier.DEVICE
+
+    def section(self, folder: str) -> dict[str, Any]:
+        """Return `zero_optimization` for it; `folder` is on the disk."""
+        section: dict[str, Any] = {"stage": self.stage}
+        for name, tier in (("offload_optimizer", self.optimizer), ("offload_param", self.weights)):
+            if tier is Tier.HOST:
+                section[name] = {"device": "cpu", "pin_memory": True}
+            elif tier is Tier.DISK:
+                section[name] = {"device": "nvme", "nvme_path": folder, "pin_memory": True}
+        return section
+
+
+PLANS = (
+    *(MemoryPlan(stage) for stage in range(4)),
+    *(MemoryPlan(stage, Tier.HOST) for stage in range(4)),
+    *(MemoryPlan(stage, Tier.DISK) for stage in (1, 2, 3)),
+    MemoryPlan(3, Tier.HOST, Tier.HOST),
+    MemoryPlan(3, Tier.DISK, Tier.DISK),
+)
+"""The usual plans, fastest first."""
+
+
+def memory_of_plans(
+    model: nn.Module | Model,
+    devices_per_node: int,
+    nodes: int,
+    precision: str = "bf16",
+    plans: Iterable[MemoryPlan] = PLANS,
+) -> dict[MemoryPlan, Memory]:
+    """Return the memory of one rank under each plan, with Adam and default keys."""
+    found = {}
+    for chosen in plans:
+        raw: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+        raw["zero_optimization"] = chosen.section("/")
+        raw |= {} if precision == "fp32" else {precision: {"enabled": True}}
+        config = load_config(raw, world_size=devices_per_node * nodes)
+        found[chosen] = memory_of(config, model, devices_per_node, nodes)
+    return found
+
+
+class MemoryFit(Enum):
+    """A classification of how a rank's memory fits into its device."""
+
+    GOOD = "fits"
+    TIGHT = "tight"
+    """Less than a fifth of the device is left for activations."""
+    NONE = "does not fit"
+
+    @classmethod
+    def of(cls, nbytes: int, device_nbytes: int) -> MemoryFit:
+        """Return how `nbytes` fit into a device's memory."""
+        if nbytes > device_nbytes:
+            return cls.NONE
+        return cls.GOOD if nbytes <= _ROOM * device_nbytes else cls.TIGHT
+
+
+def best_plan(found: Mapping[MemoryPlan, Memory], device_nbytes: int) -> MemoryPlan | None:
+    """Return the first plan that fits, else the first that fits tightly, or None."""
+    fits = {chosen: MemoryFit.of(m.total.device, device_nbytes) for chosen, m in found.items()}
+    for wanted in (MemoryFit.GOOD, MemoryFit.TIGHT):
+        for chosen, fit in fits.items():
+            if fit is wanted:
+                return chosen
+    return None

@@ -1,0 +1,166 @@
+"""What `hadal.engine.memory` says before a run, against the test device's own count."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPools
+from torch import Tensor, nn
+
+import hadal
+import npu
+from hadal.comm import functions
+from hadal.comm.comms_log import numbers_of
+from hadal.config import load_config
+from hadal.engine.memory import memory_of
+from hadal.engine.topology import communicators_of
+
+from .features import experts, in_stages, keys, of_transformers
+
+WIDTH, BLOCKS = 256, 8
+LIMITS = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 600_000,
+    "stage3_max_reuse_distance": 600_000,
+    "stage3_prefetch_bucket_size": 300_000,
+}
+
+
+class Tower(nn.Module):
+    """Much more weights than activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(BLOCKS)
+        )
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = values + block(values)
+        return values
+
+
+def peak_of_an_update(config: dict[str, Any]) -> int:
+    """Return the most bytes in use in the fifth update's forwards and backwards."""
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+    engine, *_ = hadal.initialize(model=Tower(), config=config)
+    dtype = next(engine.module.parameters()).dtype
+    values = torch.ones(1, WIDTH, device=engine.device, dtype=dtype)
+    for _ in range(5):
+        torch.accelerator.reset_peak_memory_stats()
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(values).float().sum())
+            peak = torch.accelerator.max_memory_allocated() - before
+            engine.step()
+    engine.destroy()
+    return int(peak)
+
+
+@pytest.mark.fast_cells("0-1-bf16-None", "1-2-fp32-None", "2-2-bf16-None", "3-1-bf16-None")
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "dtype", "wire"),
+    [
+        *((s, a, d, None) for s in range(4) for a, d in ((1, "bf16"), (2, "bf16"), (2, "fp32"))),
+        (0, 1, "fp32", None),
+        (2, 1, "bf16", "bf16"),
+    ],
+)
+def test_the_peak_of_an_update_is_known_before(
+    stage: int, accumulation: int, dtype: str, wire: str | None, npus: RankPools
+) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, **LIMITS},
+        "bf16": {"enabled": dtype == "bf16"},
+        "communication_data_type": wire,
+    }
+    with torch.device("meta"):
+        model = Tower()
+    found = memory_of(load_config(config, world_size=2), model, 2, 1)
+    libraries = sum(n.held.device for n in found.rest if n.kind in ("communicators", "context"))
+    for peak in npus(2).run(peak_of_an_update, config):
+        # Not all kinds have their peaks at the same time.
+        assert 0.99 * peak <= found.total.device - libraries <= 1.05 * peak
+
+
+# ---- communicators -------------------------------------------------------------------------------
+
+FOUR: dict[str, tuple[Callable[[], Any], dict[str, Any], tuple[int, ...]]] = {
+    "data": (partial(keys, 1), {}, ()),
+    "stage 3": (partial(keys, 3), {"zero_optimization": {"stage": 3}}, ()),
+    **{
+        name: (
+            partial(keys, 3, zero={name: 2}),
+            {"zero_optimization": {"stage": 3, name: 2}},
+            (),
+        )
+        for name in ("mics_shard_size", "zero_hpz_partition_size")
+    },
+    "slices of layers": (
+        partial(of_transformers, tensor_parallel={"autotp_size": 2}),
+        {"tensor_parallel": {"autotp_size": 2}},
+        (),
+    ),
+    "slices of sequences": (
+        partial(of_transformers, sequence_parallel_size=2),
+        {"sequence_parallel_size": 2},
+        (),
+    ),
+    "experts": (partial(experts, ep_size=2, k=2), {}, (2,)),
+    "experts on all ranks": (partial(experts, ep_size=4, k=2), {}, (4,)),
+    "stages": (partial(in_stages, "1f1b", 1), {"pipeline": {"auto": True, "stages": 2}}, ()),
+    "interleaved stages": (
+        partial(in_stages, "interleaved", 2),
+        {"pipeline": {"auto": True, "stages": 2, "chunks": 2, "schedule": "interleaved"}},
+        (),
+    ),
+}
+
+
+def connected(name: str) -> list[tuple[int, bool]]:
+    """Return the groups with device tensors: their sizes, and whether any pair has messages."""
+    found: dict[str, set[str]] = {dist.group.WORLD.group_name: set()}  # type: ignore[union-attr]
+    sizes = {dist.group.WORLD.group_name: 4}  # type: ignore[union-attr]
+    plain = functions.Call.run
+
+    def run(call: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [call.tensors] if isinstance(call.tensors, Tensor) else call.tensors
+        if any(tensor.device.type == "npu" for tensor in tensors):
+            group = dist.group.WORLD if call.group is None else call.group
+            sizes[group.group_name] = len(numbers_of(group))
+            found.setdefault(group.group_name, set()).add(call.operation)
+        return plain(call, *args, **kwargs)
+
+    functions.Call.run = run  # type: ignore[method-assign]
+    try:
+        with npu.asynchronous(), npu.with_float64():
+            engine, update = FOUR[name][0]()
+            for _ in range(3):
+                update()
+            engine.destroy()
+    finally:
+        functions.Call.run = plain  # type: ignore[method-assign]
+    to_each = {"all_to_all", "send", "recv"}
+    return sorted((sizes[group], not kinds.isdisjoint(to_each)) for group, kinds in found.items())
+
+
+@pytest.mark.fast_cells("mics_shard_size", "experts", "stages")
+@pytest.mark.parametrize("name", FOUR)
+def test_the_communicators_of_a_rank_are_known_before(name: str, npus: RankPools) -> None:
+    _, sections, sizes = FOUR[name]
+    raw = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, **sections}
+    made = communicators_of(load_config(raw, world_size=4), 4, 4, sizes)
+    expected = sorted((one.ranks, one.is_to_each) for one in made)
+    for found in npus(4).run(connected, name):
+        assert found == expected
