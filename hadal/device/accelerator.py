@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -11,6 +13,10 @@ import torch.distributed
 
 from hadal.errors import UsageError
 
+_log = logging.getLogger(__name__)
+
+# A mode of CUDA's and HIP's StreamCaptureMode: only captures of the thread itself restrict it.
+_THREAD_LOCAL = 1
 # The kind of device that the user has chosen, if any.
 _chosen: list[str] = []
 
@@ -64,17 +70,46 @@ def device_thread(
     """Return a thread, not yet started, that computes on this thread's device.
 
     Another thread's first use of an accelerator would otherwise be of number 0, where it would
-    occupy memory for each rank of the host.
+    occupy memory for each rank of the host. While the program captures a graph, the thread may ask
+    for events.
     """
-    if accelerator_kind() is None:
+    kind = accelerator_kind()
+    if kind is None:
         return threading.Thread(target=target, args=args, name=name, daemon=daemon)
     index = torch.accelerator.current_device_index()
 
     def run() -> None:
         torch.accelerator.set_device_index(index)
+        if kind == "cuda":
+            _ignore_captures_of_others()
         target(*args)
 
     return threading.Thread(target=run, name=name, daemon=daemon)
+
+
+def _ignore_captures_of_others() -> None:
+    """Exempt this thread from the rule that a graph capture imposes on all threads.
+
+    By default (cudaStreamCaptureModeGlobal), a query of an event by any thread is an error that
+    also ends the capture. torch exempts its own threads in the same way.
+    """
+    is_amd = torch.version.hip is not None
+    mode = ctypes.c_int(_THREAD_LOCAL)
+    try:
+        # Both are loaded already.
+        driver = ctypes.CDLL("libamdhip64.so" if is_amd else "libcuda.so.1")
+        name = (
+            "hipThreadExchangeStreamCaptureMode" if is_amd else "cuThreadExchangeStreamCaptureMode"
+        )
+        code = getattr(driver, name)(ctypes.byref(mode))
+    except (OSError, AttributeError) as error:
+        code = error
+    if code:
+        _log.warning(
+            "this thread cannot be exempted from graph captures (%s): it may end a capture of the"
+            ' program unless that has capture_error_mode="thread_local"',
+            code,
+        )
 
 
 def collective_backend() -> str:

@@ -32,8 +32,8 @@ def has_streams(device: torch.device) -> bool:
 def is_capturing(device: torch.device) -> bool:
     """Return True if this thread captures a graph of the device's work.
 
-    A capture cannot use events of other work, nor may an event be asked for; torch finishes all
-    earlier work before.
+    A capture cannot use events of other work, nor may its thread ask for an event; torch finishes
+    all earlier work before. The threads of `device_thread` are exempted.
     """
     if not has_streams(device):
         return False

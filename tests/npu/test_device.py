@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import threading
 import unittest.mock
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from ranks import RankPools, on_ranks
 from torch import Tensor
 
 import npu
-from hadal.device import Event, Stamp
+from hadal.device import Event, Stamp, accelerator, device_thread
 
 
 def _refusals() -> list[str]:
@@ -129,3 +132,47 @@ def _captured() -> list[int]:
 
 def test_no_event_is_asked_for_during_a_capture(npus: RankPools) -> None:
     assert npus(1).run(_captured) == [[0, 3]]
+
+
+def _polled_during_a_capture() -> list[list[str]]:
+    """What becomes of queries in threads of both kinds while another thread captures a graph.
+
+    CUDA's rule: a query fails in each thread whose mode is global (0), as it is at first.
+    """
+    modes = threading.local()
+
+    def exchange(mode: Any) -> int:
+        before, modes.now = getattr(modes, "now", 0), mode._obj.value
+        mode._obj.value = before
+        return 0
+
+    def query() -> bool:
+        if getattr(modes, "now", 0) == 0:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return True
+
+    found: list[list[str]] = []
+    asked = unittest.mock.Mock(device=torch.device("npu", 0), query=query)
+
+    def poll(told: list[str]) -> None:
+        try:
+            told.append(str(Event(asked, asked.device).is_over))
+        except RuntimeError as error:
+            told.append(str(error))
+
+    driver = unittest.mock.Mock(cuThreadExchangeStreamCaptureMode=exchange)
+    loads = unittest.mock.patch("ctypes.CDLL", lambda name: {"libcuda.so.1": driver}[name])
+    seen = unittest.mock.patch.object(accelerator, "accelerator_kind", lambda: "cuda")
+    with loads, seen:
+        for make in (threading.Thread, partial(device_thread, name="a thread", daemon=True)):
+            found.append([])
+            told = found[-1]
+            thread = make(target=partial(poll, told))
+            thread.start()
+            thread.join()
+    return found
+
+
+def test_threads_of_the_library_may_ask_for_events_during_a_capture(npus: RankPools) -> None:
+    refused = "operation not permitted when stream is capturing"
+    assert npus(1).run(_polled_during_a_capture) == [[[refused], ["True"]]]
