@@ -16,7 +16,6 @@ from pathlib import Path
 import forks
 import pytest
 import torch
-from cases import often
 from torch.distributed import TCPStore
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -81,29 +80,10 @@ SMALL = sorted(EXAMPLES.glob("[0-9]*.py"))
 QUICK = (1, 3, 6, 7, 8, 9, 11, 12, 14, 15, 16, 19, 21, 27, 29, 40, 41, 42, 44)
 
 
-@pytest.mark.slow_cells(
-    "01_one_process",
-    "03_own_optimizer_and_schedule",
-    "06_schedules",
-    "07_go_on_in_an_epoch",
-    "08_gradients_in_rows",
-    "09_optimizer_by_name",
-    "11_own_boundary",
-    "12_parts_of_a_model",
-    "14_born_sharded",
-    "15_leaf_modules",
-    "16_keep_checkpoints",
-    "19_other_ranks",
-    "21_import_deepspeed",
-    "27_comms_log",
-    "40_short_sequences_first",
-    "41_drop_tokens",
-    "42_text_to_curriculum",
-    "44_curvature",
-)
+@pytest.mark.fast_cells("29_a_common_loss")
 @pytest.mark.parametrize(
     "script",
-    often(SMALL, *[script for script in SMALL if int(script.name[:2]) in QUICK]),
+    SMALL,
     ids=lambda script: script.stem,
 )
 def test_example_runs(script: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import often
 from engine.logs import logged
 from engine.parts import Part, engine_over, megatron
 from engine.toys import TINY, assert_close, assert_equal, engine_of, train
@@ -145,7 +144,7 @@ def go_on(folder: str, stage: int, settings: dict[str, Any], tag: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", often(OPTIMIZERS, "Muon", "sparse"))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_loads_into_every_kind_of_stepper(
     name: str, ranks: RankPools, tmp_path: Path
 ) -> None:

@@ -79,7 +79,7 @@ def summary(engine: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow_cells("fp32-0", "bf16-1", "fp16-2", "momentum-0", "whole-1", "torch schedule-2")
+@pytest.mark.fast_cells("schedule-3")
 @diagonal(name=list(SETTINGS), stage=[0, 1, 2, 3])
 @on_ranks(2)
 def test_training_goes_on_bit_for_bit(stage: int, name: str, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import diagonal, often
+from cases import diagonal
 from engine.toys import TINY, Leaves, assert_equal, engine_of, given_gradients
 from ranks import RankPools
 from safetensors.torch import load_file
@@ -108,7 +108,7 @@ OPTIMIZERS: dict[str, tuple[Any, bool]] = {
 }
 
 
-@pytest.mark.slow_cells("adam-0", "lion-1", "lamb-2", "whole-0", "adafactor-1")
+@pytest.mark.fast_cells("muon-3")
 @diagonal(name=list(OPTIMIZERS), stage=range(4))
 def test_updates_are_those_of_contiguous_parameters(
     name: str, stage: int, ranks: RankPools
@@ -177,7 +177,7 @@ KEPT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", often(KEPT, "muon"))
+@pytest.mark.parametrize("name", KEPT)
 def test_any_order_loads_into_any_other(name: str, tmp_path: Path, ranks: RankPools) -> None:
     optimizer, settings, stages, exact = KEPT[name]
     ranks(2).run(save, str(tmp_path), optimizer, settings, stages)

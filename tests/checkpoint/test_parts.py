@@ -202,7 +202,7 @@ def load_in_parts(folder: str, stage: int, dtype: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.slow_cells("fp32-0", "fp32-3", "bf16-1")
+@pytest.mark.fast_cells("fp16-2")
 @diagonal(dtype=list(KEYS), stage=[0, 1, 2, 3])
 def test_parts_in_boxes_load_whole_and_back(
     stage: int, dtype: str, ranks: RankPools, tmp_path: Path

@@ -51,7 +51,7 @@ def save_and_load(address: str, bucket: str, also_async: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", often(FAULTS, "throttle"))
+@pytest.mark.parametrize("fault", FAULTS)
 def test_engines_save_and_load_on_s3(fault: str, ranks: RankPools) -> None:
     with server(fault) as address:
         ranks(2).run(save_and_load, address, fault, fault != "none", timeout=300)

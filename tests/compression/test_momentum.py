@@ -138,7 +138,7 @@ def losses_of(name: str, stage: int, changes: dict) -> list[float]:
     return losses
 
 
-@pytest.mark.slow_cells("blocks-fp32", "topk-fp32")
+@pytest.mark.fast_cells("rows and heads-fp32")
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", [*(each for each in ALL if each != "l1"), pytest.param("l1", marks=pytest.mark.slow)]

@@ -93,14 +93,9 @@ def test_every_stage_trains_as_one_process_does(cell: Cell, ranks: RankPools) ->
         assert not faults, f"rank {rank} of {id_of(cell)}:\n" + "\n".join(faults)
 
 
-@pytest.mark.slow_cells(
-    "stage1-fp32-acc3-clip-w2-frozen-tiny-adamw-usual-torch.compile",
-    "stage1-autocast-acc3-free-w2-scalars-large-sgd-usual-engine.compile",
-    "stage2-fp32-acc3-free-w2-unused-tiny-sgd-usual-torch.compile",
-    "stage3-fp32-acc3-clip-w2-tied_matmul-ahead-adamw-usual-engine.compile",
-    "stage3-fp32-acc1-free-w2-frozen-tiny-sgd-usual-torch.compile",
-    "stage3-bf16-acc3-clip-w2-unused-default-adamw-usual-engine.compile",
-    "stage3-autocast-acc1-clip-w2-branches-ahead-sgd-usual-torch.compile",
+@pytest.mark.fast_cells(
+    "stage0-bf16-acc1-clip-w2-tied-tiny-adamw-usual-engine.compile",
+    "stage3-fp32-acc1-clip-w2-checkpointed-tiny-sgd-usual-engine.compile",
 )
 @diagonal(name=COMPILED, compilation=COMPILATIONS)
 def test_a_compiled_model_trains_as_one_process_does(

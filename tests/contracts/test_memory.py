@@ -206,16 +206,7 @@ def most(promised: float) -> float:
     return promised * (1 + PADDING) + SCALARS
 
 
-@pytest.mark.slow_cells(
-    "0-2-fp32-80000",
-    "0-3-bf16-80000",
-    "1-2-bf16-40000",
-    "1-3-fp32-80000",
-    "2-1-bf16-80000",
-    "2-2-fp32-40000",
-    "3-2-bf16-40000",
-    "3-3-fp32-80000",
-)
+@pytest.mark.fast_cells("0-1-bf16-40000", "1-1-fp32-40000", "2-3-bf16-40000", "3-1-fp32-80000")
 @pairs(stage=range(4), world_size=[1, 2, 3], precision=["bf16", "fp32"], key=KEYS)
 def test_a_rank_holds_the_states_of_its_stage(
     stage: int, world_size: int, precision: str, key: int, ranks: RankPools

@@ -82,7 +82,7 @@ def test_both_ways_give_the_same(stage: int, dtype: str, ranks: RankPools) -> No
     ranks(2).run(alike, stage, "plain", {**DTYPES[dtype], "gradient_clipping": 0.5})
 
 
-@pytest.mark.slow_cells("recomputed-0", "recomputed-2", "reentrant-3")
+@pytest.mark.fast_cells("reentrant-1")
 @diagonal(model=["recomputed", "reentrant"], stage=STAGES)
 def test_recomputation_in_backward_does_too(stage: int, model: str, ranks: RankPools) -> None:
     ranks(2).run(alike, stage, model, DTYPES["bf16"])

@@ -159,7 +159,7 @@ def train_later(kind: str, stage: int) -> None:
     assert_close(found, expected)
 
 
-@pytest.mark.slow_cells("1-AdamW", "1-Lamb", "1-Muon", "2-SGD")
+@pytest.mark.fast_cells("2-ByNorm")
 @diagonal(world=[1, 2], kind=list(KINDS))
 def test_later_groups_train_as_in_torch(kind: str, world: int, ranks: RankPools) -> None:
     for stage in STAGES:

@@ -120,7 +120,7 @@ def train_parts(stage: int, dtype: str, maker: Maker, born: bool, names: str) ->
     engine.destroy()
 
 
-@pytest.mark.slow_cells("fp32-0", "bf16-1", "fp16-2")
+@pytest.mark.fast_cells("fp32-3")
 @diagonal(dtype=list(DTYPES), stage=STAGES)
 def test_parts_of_a_model_train_like_the_whole(stage: int, dtype: str, ranks: RankPools) -> None:
     ranks(4).run(train_parts, stage, dtype, sgd, False, "six")

@@ -732,7 +732,7 @@ def in_rows(stage: int) -> None:
             assert sent[1] < 0.6 * sent[0], (stage, kinds, keys, sent)
 
 
-@pytest.mark.slow_cells("2-0", "2-3", "3-1")
+@pytest.mark.fast_cells("1-2")
 @pytest.mark.claims("sparse_gradients")
 @diagonal(world=[2, 3, 1], stage=STAGES)
 def test_embeddings_travel_in_rows(world: int, stage: int, ranks: RankPools) -> None:

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from cases import often
 
 from hadal.launcher.frames import Hello, decoded
 from hadal.launcher.job import Job, Program, ProgramKind, packed, share_of
@@ -190,9 +189,7 @@ def test_nothing_outlives_the_command_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "module", often(["hadal.launcher.node", "torch.distributed.run"], "hadal.launcher.node")
-)
+@pytest.mark.parametrize("module", ["hadal.launcher.node", "torch.distributed.run"])
 def test_nothing_outlives_the_processes_in_between(tmp_path: Path, module: str) -> None:
     job = stubborn(tmp_path, ranks=1)
     (between,) = [pid for pid, words in descendants(job.pid) if module in words]

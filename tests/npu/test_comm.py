@@ -262,13 +262,7 @@ def _order_of_collectives(path: str, stage: int) -> dict[str, list[str]]:
     return {str(number): one for number, one in enumerate(given.values())}
 
 
-@pytest.mark.slow_cells(
-    "even-2",
-    "one expert of the last block-3",
-    "in the first update-2",
-    "another one each time-3",
-    "all of them-2",
-)
+@pytest.mark.fast_cells("a head unused at first-3")
 @diagonal(path=list(PATHS), stage=[2, 3])
 def test_ranks_that_lack_gradients_send_in_one_order(
     path: str, stage: int, npus: RankPools

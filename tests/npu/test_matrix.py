@@ -31,16 +31,9 @@ def _late(cell: Cell) -> Outcome:
         return trained_by_hadal(cell)
 
 
-@pytest.mark.slow_cells(
-    "stage0-fp32-acc1-free-w1-plain-tiny-adamw-usual",
-    "stage0-bf16-acc1-free-w1-attention_evaluated-tiny-adamw-usual",
-    "stage2-fp32-acc3-clip-w1-attention-tiny-adamw-usual",
-    "stage0-autocast-acc3-clip-w2-attention-default-uncorrected-parts",
-    "stage3-autocast-acc1-free-w2-plain-default-uncorrected-rows",
-    "stage0-autocast-acc1-free-w2-scalars-tiny-adamw-usual",
-    "stage0-fp32-acc1-free-w3-edited_in_place-large-sgd-before",
-    "stage3-fp32-acc3-clip-w3-groups-large-adagrad-parts",
-    "stage3-fp32-acc1-free-w4mics-reentrant_reused-ahead-adagrad-usual",
+@pytest.mark.fast_cells(
+    "stage2-autocast-acc1-free-w1-edited-large-adagrad-parts",
+    "stage2-autocast-acc1-free-w3-tied-large-adagrad-parts",
 )
 @pytest.mark.parametrize(
     "cell",

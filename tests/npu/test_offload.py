@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cases import often
 from offload.test_tiers import config_of, model_of, small_blocks, state_of, train
 from offload.test_whole_optimizers import assert_alike
 from offload.test_whole_optimizers import trained as trained_whole
@@ -154,8 +153,8 @@ def compare_late(
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.slow_cells("2-cpu-None", "3-nvme-nvme")
-@pytest.mark.parametrize(("stage", "optimizer", "weights"), often(CASES, *CASES[1::2]))
+@pytest.mark.fast_cells("3-cpu-cpu")
+@pytest.mark.parametrize(("stage", "optimizer", "weights"), CASES)
 def test_late_copies_change_no_bit(
     stage: int, optimizer: str | None, weights: str | None, npus: RankPools, tmp_path: Path
 ) -> None:

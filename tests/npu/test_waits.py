@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import diagonal, often, rarely
+from cases import diagonal, rarely
 from ranks import RankPools, on_ranks
 
 import hadal
@@ -22,7 +22,7 @@ def told(found: dict[str, list[str]]) -> str:
     return "\n".join(f"{phase}: {one}" for phase, waits in found.items() for one in waits)
 
 
-@pytest.mark.slow_cells("1-fp16", "2-bf16", "3-fp16")
+@pytest.mark.fast_cells("0-bf16")
 @diagonal(stage=range(4), precision=["bf16", "fp16"])
 def test_an_update(stage: int, precision: str, npus: RankPools) -> None:
     """Nothing is read back, except that fp16 must decide about the loss scale first."""
@@ -68,13 +68,13 @@ LION = {"optimizer": {"type": "Lion", "params": {"lr": 0.01, "weight_decay": 0.1
     [
         (UNCHECKED, False, 0),
         (UNCHECKED, True, 1),
-        rarely({**UNCHECKED, "gradient_clipping": 0.0}, False, 0),
-        rarely({}, True, 1),
-        rarely({"gradient_clipping": 0.0}, False, 0),
+        ({**UNCHECKED, "gradient_clipping": 0.0}, False, 0),
+        ({}, True, 1),
+        ({"gradient_clipping": 0.0}, False, 0),
         (NO_NORM, False, 0),
-        rarely({**UNCHECKED, "optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, False, 0),
+        ({**UNCHECKED, "optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, False, 0),
         ({**UNCHECKED, "optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, False, 0),
-        rarely({**UNCHECKED, "optimizer": {"type": "Lion", "params": {"lr": 0.01}}}, False, 0),
+        ({**UNCHECKED, "optimizer": {"type": "Lion", "params": {"lr": 0.01}}}, False, 0),
     ],
 )
 def test_the_step_of_the_optimizer(
@@ -87,9 +87,7 @@ def test_the_step_of_the_optimizer(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "changed"), often([(0, {}), (1, LION), (2, SGD), (3, {})], (1, LION), (3, {}))
-)
+@pytest.mark.parametrize(("stage", "changed"), [(0, {}), (1, LION), (2, SGD), (3, {})])
 def test_an_update_that_the_device_skips(
     stage: int, changed: dict[str, Any], npus: RankPools, ranks: RankPools
 ) -> None:

@@ -149,7 +149,7 @@ def compare_places(stage: int, dtype: str, path: str, updates: int) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.slow_cells("0-bf16", "2-fp32", "3-bf16")
+@pytest.mark.fast_cells("1-fp16")
 @pytest.mark.claims(
     "zero_optimization.offload_param",
     "zero_optimization.offload_param.device",
@@ -185,7 +185,7 @@ def apart() -> Iterator[None]:
         offload.is_host_memory = policies.is_host_memory = before
 
 
-@pytest.mark.slow_cells("1-bf16", "2-fp32", "3-bf16")
+@pytest.mark.fast_cells("0-fp32")
 @diagonal(stage=[0, 1, 2, 3], dtype=["fp32", "bf16"])
 @on_ranks(2)
 def test_host_and_disk_are_equal_where_the_device_has_its_own_memory(

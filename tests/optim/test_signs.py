@@ -108,13 +108,13 @@ def as_in_the_paper(kind: str, precision: str, options: dict[str, Any]) -> None:
     engine.destroy()
 
 
-@pytest.mark.slow_cells("OneBitLamb-2", "ZeroOneAdam-3")
+@pytest.mark.fast_cells("OneBitAdam-1", "OneBitAdam-4")
 @diagonal(kind=list(KINDS), world=[1, 2, 3, 4])
 def test_each_update_is_that_of_the_paper(ranks: RankPools, kind: str, world: int):
     ranks(world).run(as_in_the_paper, kind, "fp32", {"weight_decay": 0.1})
 
 
-@pytest.mark.slow_cells("OneBitAdam-bf16", "ZeroOneAdam-bf16")
+@pytest.mark.fast_cells("OneBitLamb-fp16")
 @diagonal(kind=list(KINDS), precision=["bf16", "fp16"])
 def test_in_16_bits(ranks: RankPools, kind: str, precision: str):
     ranks(2).run(as_in_the_paper, kind, precision, {})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import diagonal, often
+from cases import diagonal
 from engine import toys
 from engine.test_topology import cut_sequences
 from engine.toys import engine_of
@@ -56,7 +56,7 @@ def test_any_paths_train_as_plain_torch_does(seed: int, ranks: RankPools) -> Non
 ROUTES = {"hpz": HPZ, "mics": MICS}
 
 
-@pytest.mark.slow_cells("late-hpz", "by rank-mics", "stops coming-mics")
+@pytest.mark.fast_cells("one rank is late-hpz")
 @diagonal(plan=list(PLANS), route=list(ROUTES))
 def test_gradients_that_come_late_or_not_at_all(plan: str, route: str, ranks: RankPools) -> None:
     rows = [(*row, *row[::-1]) for row in PLANS[plan]]
@@ -114,7 +114,7 @@ def under(settings: dict[str, Any], check: Callable[..., None], *args: Any) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("route", often(ROUTES, "hpz"))
+@pytest.mark.parametrize("route", ROUTES)
 def test_what_stands_behind_a_parameter(route: str, ranks: RankPools) -> None:
     for check, *args in (
         (read_values, 3, {}, True),
@@ -246,7 +246,7 @@ def load_elsewhere(zero: dict[str, Any], folder: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("route", often(ROUTES, "mics"))
+@pytest.mark.parametrize("route", ROUTES)
 def test_training_goes_on_from_a_checkpoint(route: str, ranks: RankPools, tmp_path: Any) -> None:
     ranks(4).run(go_on, ROUTES[route], str(tmp_path / "these"))
     nbytes = ranks(4).run(load_elsewhere, ROUTES[route], str(tmp_path / "these"))[0]

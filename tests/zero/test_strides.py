@@ -164,7 +164,7 @@ def engine(stage: int, whole: bool, model: nn.Module | None = None, **settings: 
     return engine_of(stage, model, {"optimizer": whole_adam}, optimizer=None, **settings)
 
 
-@pytest.mark.slow_cells("0-False", "1-True", "2-False")
+@pytest.mark.fast_cells("3-True")
 @diagonal(stage=range(4), whole=[False, True])
 @on_ranks(2)
 def test_access_gives_logical_values(stage: int, whole: bool) -> None:
