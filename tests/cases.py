@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 from zlib import crc32
@@ -45,16 +45,6 @@ def is_in_part(nodeid: str, part: str) -> bool:
 def rarely(*values: Any, **more: Any) -> Any:
     """A case that is slow, of one value or, for several names, of as many."""
     return pytest.param(*values, marks=pytest.mark.slow, **more)
-
-
-def often(cases: Iterable[Any], *chosen: Any) -> list[Any]:
-    """All cases; those that are not chosen are slow. Tuples are for several names."""
-    cases = list(cases)
-    assert all(one in cases for one in chosen), [one for one in chosen if one not in cases]
-    return [
-        case if case in chosen else rarely(*(case if isinstance(case, tuple) else [case]))
-        for case in cases
-    ]
 
 
 def diagonal(**factors: Sequence[Any]) -> pytest.MarkDecorator:

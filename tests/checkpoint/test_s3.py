@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import often
 from engine.toys import assert_equal, engine_of, train
 from ranks import RankPools
 
@@ -152,8 +151,8 @@ def upload_in_parts(address: str) -> None:
     assert not uploads.get("Uploads")
 
 
-@pytest.mark.slow_cells("none")
-@pytest.mark.parametrize("fault", often(FAULTS, "none", "etag"))
+@pytest.mark.fast_cells("etag")
+@pytest.mark.parametrize("fault", FAULTS)
 def test_large_files_are_uploaded_in_parts(fault: str, ranks: RankPools) -> None:
     with server(fault, 7) as address:
         ranks(1).run(upload_in_parts, address, timeout=300)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import often
 from ranks import RankPool, RankPools, RanksFailed, on_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -181,7 +180,8 @@ def test_stages_equal_one_process(stages: int, ranks: RankPools) -> None:
     ranks(stages).run(train_all, stages, cases)
 
 
-@pytest.mark.parametrize("stages", often([2, 4], 2))
+@pytest.mark.fast_cells("2")
+@pytest.mark.parametrize("stages", [2, 4])
 def test_stages_and_replicas_equal_one_process(stages: int, ranks: RankPools) -> None:
     ranks(4).run(train_all, stages, [(0, "bf16"), (1, "fp16"), (1, "fp32"), (2, "fp32")])
 
@@ -226,7 +226,8 @@ def test_linear_layers_compute_their_weights_later(ranks: RankPools) -> None:
     assert ranks(2).run(count_put_off) == [MICRO, MICRO]
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), often(SCHEDULES[:3], SCHEDULES[2]))
+@pytest.mark.fast_cells("interleaved-2")
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES[:3])
 def test_schedules_of_replicas_equal_one_process(
     schedule: str, chunks: int, ranks: RankPools
 ) -> None:

@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cases import often
 from ranks import RankPools
 
 import hadal
@@ -98,7 +97,8 @@ def test_writes_through_data_need_not_be_looked_for(stage: int, npus: RankPools)
     assert npus(2).run(_written_unseen, stage) == [True, True]
 
 
-@pytest.mark.parametrize("stage", often(range(2), 1))
+@pytest.mark.fast_cells("1")
+@pytest.mark.parametrize("stage", range(2))
 def test_a_write_through_data_is_reported_one_update_late(stage: int, npus: RankPools) -> None:
     for update, told in npus(2).run(_written_through_data, stage):
         assert update == 1

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import often
 from ranks import RankPools
 from torch import Tensor, nn
 
@@ -326,9 +325,10 @@ def _beside(stage: int, more: dict[str, Any], aside: bool) -> dict[str, Any]:
 HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
+@pytest.mark.fast_cells("3-zero4")
 @pytest.mark.parametrize(
     ("stage", "zero"),
-    often([(0, {}), (1, {}), (2, {}), (2, HOST), (3, {}), (3, HOST)], (3, {})),
+    [(0, {}), (1, {}), (2, {}), (2, HOST), (3, {}), (3, HOST)],
 )
 def test_parts_may_run_in_a_stream_of_their_own(
     stage: int, zero: dict[str, Any], npus: RankPools

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import often
 from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -117,9 +116,9 @@ def check(found: list[Any], kind: str, replicas: int = 1) -> None:
     assert names >= weights.keys()
 
 
-@pytest.mark.slow_cells("qwen3")
+@pytest.mark.fast_cells("gemma3_text")
 @pytest.mark.claims("pipeline.stages")
-@pytest.mark.parametrize("kind", often(list(KINDS), "qwen3", "gemma3_text"))
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_stages_of_a_decoder_equal_one_process(kind: str, ranks: RankPools) -> None:
     check(ranks(2).run(train, kind, {"stages": 2}, 1), kind)
 
