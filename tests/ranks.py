@@ -266,25 +266,26 @@ class RankPools:
 
 
 def on_ranks(
-    size: int, pools: str = "ranks", **options: float
+    size: int | str, pools: str = "ranks", **options: float
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of a function that each of `size` ranks calls with the test's arguments.
 
-    `pools` is the fixture of the ranks; options go to `RankPool.run`.
+    `size` may be the name of an argument of the test. `pools` is the fixture of the ranks; options
+    go to `RankPool.run`.
     """
 
     def test_of(function: Callable[..., None]) -> Callable[..., None]:
-        arguments = list(inspect.signature(function).parameters.values())
+        arguments = list(inspect.signature(function).parameters)
 
         @functools.wraps(function)
         def test(**given: Any) -> None:
-            pool = given.pop(pools)(size)
-            pool.run(function, *(given[one.name] for one in arguments), **options)
+            pool = given[pools](given[size] if isinstance(size, str) else size)
+            pool.run(function, *(given[name] for name in arguments), **options)
 
         function.__qualname__ += ".__wrapped__"  # where ranks find it
-        kind = inspect.Parameter.KEYWORD_ONLY
-        shown = [one.replace(kind=kind) for one in arguments]
-        test.__signature__ = inspect.Signature([*shown, inspect.Parameter(pools, kind)])  # type: ignore[attr-defined]
+        names = dict.fromkeys([*arguments, *([size] if isinstance(size, str) else []), pools])
+        shown = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        test.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
         return test
 
     return test_of

@@ -83,7 +83,10 @@ def sum_at(codec: Blockwise, owner: int, places: range, values: dict[int, Tensor
     return total
 
 
-def reduce(collectives: bool) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("collectives", [False, True], ids=["pairs", "collectives"])
+@on_ranks("world")
+def test_an_owner_sums_its_own_and_the_received_values(collectives: bool) -> None:
     ranks = Ranks.world()
     for numel in (8, 77, 70_000):
         for dtype in (torch.float32, torch.bfloat16):
@@ -105,14 +108,6 @@ def reduce(collectives: bool) -> None:
             with by_collectives() if collectives else nullcontext():
                 start(True, "a sum").wait()
             assert torch.allclose(out, 0.5 * total, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("collectives", [False, True], ids=["pairs", "collectives"])
-def test_an_owner_sums_its_own_and_the_received_values(
-    world: int, collectives: bool, ranks: RankPools
-) -> None:
-    ranks(world).run(reduce, collectives)
 
 
 @pytest.mark.parametrize("collectives", [False, True], ids=["pairs", "collectives"])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from pace import holds_at_some_pace
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import nn
 
 import hadal
@@ -231,7 +231,10 @@ def test_objects_are_counted_as_pickled(ranks: RankPools) -> None:
     assert ranks(2).run(objects) == [expected, expected]
 
 
-def mechanism(way: str) -> None:
+@pytest.mark.parametrize("way", ["gather", "pieces", "reduce", "everywhere", "exchange", "rows"])
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks("size")
+def test_every_byte_between_neighbours_is_counted(way: str) -> None:
     """The bytes that the log records as sent equal those of the raw calls."""
     ranks = Ranks.world()
     full, out = torch.randn(8 * ranks.size), torch.empty(8)
@@ -257,12 +260,6 @@ def mechanism(way: str) -> None:
         # Counts of rows are no values, which the other way of counting leaves out.
         counts = 8 * (ranks.size - 1) if way == "rows" else 0
         assert sent - counts == traffic.nbytes > 0, (way, log.rows())
-
-
-@pytest.mark.parametrize("way", ["gather", "pieces", "reduce", "everywhere", "exchange", "rows"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_byte_between_neighbours_is_counted(ranks: RankPools, way: str, size: int) -> None:
-    ranks(size).run(mechanism, way)
 
 
 def messages() -> dict[str, list[tuple[str, int, int]]]:

@@ -354,7 +354,12 @@ def test_gradients_go_to_their_owners_alone(world: int, ranks: RankPools) -> Non
         ranks(world).run(bytes_of_backward, stage)
 
 
-def refreshed(stage: int) -> None:
+@pytest.mark.fast_cells("1-2", "2-3")
+@pytest.mark.claims("zero_optimization.allgather_bucket_size")
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks("world")
+def test_weights_are_gathered_as_asked(stage: int) -> None:
     """After a step weights arrive in one gather or in pieces: the same ones."""
     world = comm.get_world_size()
     states = []
@@ -374,14 +379,6 @@ def refreshed(stage: int) -> None:
         states.append(engine.state_dict())
         engine.destroy()
     assert_equal(*states)
-
-
-@pytest.mark.fast_cells("1-2", "2-3")
-@pytest.mark.claims("zero_optimization.allgather_bucket_size")
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_weights_are_gathered_as_asked(stage: int, world: int, ranks: RankPools) -> None:
-    ranks(world).run(refreshed, stage)
 
 
 @pytest.mark.claims(
@@ -719,7 +716,12 @@ EMBEDDINGS: list[tuple[dict[str, bool], dict[str, Any]]] = [
 ]
 
 
-def in_rows(stage: int) -> None:
+@pytest.mark.fast_cells("1-2")
+@pytest.mark.claims("sparse_gradients")
+@diagonal(world=[2, 3, 1], stage=STAGES)
+@on_ranks("world")
+def test_embeddings_travel_in_rows(stage: int) -> None:
+    """The same weights; fewer bytes, unless a head shares the embedding and fills every row."""
     for kinds, keys in EMBEDDINGS:
         states, sent = [], []
         for sparse in (False, True):
@@ -730,14 +732,6 @@ def in_rows(stage: int) -> None:
         assert_equal(states[1], states[0])
         if comm.get_world_size() > 1 and "tied" not in kinds and stage < 3:
             assert sent[1] < 0.6 * sent[0], (stage, kinds, keys, sent)
-
-
-@pytest.mark.fast_cells("1-2")
-@pytest.mark.claims("sparse_gradients")
-@diagonal(world=[2, 3, 1], stage=STAGES)
-def test_embeddings_travel_in_rows(world: int, stage: int, ranks: RankPools) -> None:
-    """The same weights; fewer bytes, unless a head shares the embedding and fills every row."""
-    ranks(world).run(in_rows, stage)
 
 
 class Dialects(nn.Module):

@@ -11,7 +11,7 @@ from cases import diagonal
 from engine.toys import Leaves, assert_equal, engine_of, given_gradients, mean_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import RankPools
+from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 from hadal import comm
@@ -146,11 +146,6 @@ def train_as_the_reference(stage: int, precision: str, options: dict[str, Any]) 
         assert bool(((found - expected).abs() <= allowed).all()), (stage, name, options)
 
 
-def train_variants(stage: int) -> None:
-    for options in OPTIONS:
-        train_as_the_reference(stage, "fp32", options)
-
-
 @pytest.mark.slow_cells("1-2")
 @pytest.mark.claims(
     "optimizer.params{type=Muon}.lr",
@@ -163,8 +158,10 @@ def train_variants(stage: int) -> None:
     "optimizer.params{type=Muon}.ns_method",
 )
 @diagonal(stage=[0, 1, 2, 3], world=[1, 2, 3])
-def test_every_stage_steps_like_one_process(stage: int, world: int, ranks: RankPools) -> None:
-    ranks(world).run(train_variants, stage)
+@on_ranks("world")
+def test_every_stage_steps_like_one_process(stage: int) -> None:
+    for options in OPTIONS:
+        train_as_the_reference(stage, "fp32", options)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

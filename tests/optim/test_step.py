@@ -89,7 +89,11 @@ VARIANTS = [
 ]
 
 
-def step_adam(stage: int) -> None:
+@pytest.mark.fast_cells("0-2")
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks("world")
+def test_adam_steps_like_torchs_fused_kernel(stage: int) -> None:
     for kind in (torch.optim.Adam, torch.optim.AdamW):
         for number, variant in enumerate(VARIANTS):
             shapes, groups = (LARGE, [{}]) if number == 0 else (ODD, ADAM_GROUPS)
@@ -98,13 +102,6 @@ def step_adam(stage: int) -> None:
             assert type(stepper) is FlatStepper
             for found, expected in pairs:
                 assert torch.allclose(found, expected, rtol=1e-6, atol=1e-7), (kind, variant)
-
-
-@pytest.mark.fast_cells("0-2")
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_adam_steps_like_torchs_fused_kernel(stage: int, world: int, ranks: RankPools) -> None:
-    ranks(world).run(step_adam, stage)
 
 
 def hook_adam() -> list[str]:
@@ -175,20 +172,17 @@ WHOLE = [
 ]
 
 
-def step_whole(stage: int) -> None:
+@pytest.mark.fast_cells("2-1", "3-1", "3-3")
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks("world")
+def test_whole_parameters_are_stepped_bit_for_bit(stage: int) -> None:
     for kind, shapes, options in WHOLE:
         groups = [{}, {"lr": options["lr"] / 2}]
         stepper, pairs = train_both(stage, kind, shapes, options, groups, {})
         assert type(stepper) is WholeStepper
         for found, expected in pairs:
             assert torch.equal(found, expected), kind
-
-
-@pytest.mark.fast_cells("2-1", "3-1", "3-3")
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_whole_parameters_are_stepped_bit_for_bit(stage: int, world: int, ranks: RankPools) -> None:
-    ranks(world).run(step_whole, stage)
 
 
 @pytest.mark.fast_cells("3")

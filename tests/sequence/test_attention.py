@@ -73,7 +73,10 @@ def inputs(heads: int, key_heads: int) -> list[Tensor]:
     return [torch.randn(BATCH, LENGTH, n, WIDTH, generator=generator) for n in counts]
 
 
-def _attends(batch_dim_idx: int, joins: bool) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("batch_dim_idx", "joins"), [(0, False), (0, True), (1, False)])
+@on_ranks("world")
+def test_attention_is_that_of_one_process(batch_dim_idx: int, joins: bool) -> None:
     rank, size = comm.get_rank(), comm.get_world_size()
     here = slice(rank * LENGTH // size, (rank + 1) * LENGTH // size)
     weights = torch.randn(BATCH, LENGTH, 1, WIDTH, generator=torch.Generator().manual_seed(8))
@@ -96,14 +99,6 @@ def _attends(batch_dim_idx: int, joins: bool) -> None:
         (found * weights[:, here]).sum().backward()
         for one, other in zip(mine, whole, strict=True):
             torch.testing.assert_close(one.grad, other.grad[:, here], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize(("batch_dim_idx", "joins"), [(0, False), (0, True), (1, False)])
-def test_attention_is_that_of_one_process(
-    world: int, batch_dim_idx: int, joins: bool, ranks: RankPools
-) -> None:
-    ranks(world).run(_attends, batch_dim_idx, joins)
 
 
 @on_ranks(2)

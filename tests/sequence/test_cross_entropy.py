@@ -142,7 +142,11 @@ def test_a_cross_entropy_of_logits_is_torchs(dtype: torch.dtype) -> None:
 # ---- over ranks ----------------------------------------------------------------------------------
 
 
-def _over_words(uneven: bool) -> None:
+@pytest.mark.fast_cells("False-2", "True-2")
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("uneven", [False, True])
+@on_ranks("world")
+def test_a_vocabulary_over_ranks(uneven: bool) -> None:
     """A vocabulary split over the ranks, where later ones may have fewer columns."""
     hidden, weight, bias, target = inputs()
     rank, size = comm.get_rank(), comm.get_world_size()
@@ -167,13 +171,6 @@ def _over_words(uneven: bool) -> None:
         torch.testing.assert_close(losses, expected)
         # The gradient of the hidden states is each rank's part; a program sums them.
         torch.testing.assert_close(differentiated(losses, *mine), cut[1:], rtol=1e-5, atol=1e-3)
-
-
-@pytest.mark.fast_cells("False-2", "True-2")
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("uneven", [False, True])
-def test_a_vocabulary_over_ranks(world: int, uneven: bool, ranks: RankPools) -> None:
-    ranks(world).run(_over_words, uneven)
 
 
 @on_ranks(2)

@@ -73,7 +73,26 @@ MODELS = {
 }
 
 
-def _alike(name: str, kind: str) -> None:
+@pytest.mark.fast_cells(
+    "grouped-plain-2", "uneven-plain-2", "window-plain-2", "no positions-numbered-2"
+)
+@pytest.mark.parametrize(
+    ("name", "kind", "world"),
+    [
+        ("grouped", "plain", 2),
+        ("grouped", "packed", 4),
+        ("one key", "packed", 2),
+        ("one key", "checkpointed", 4),
+        ("uneven", "plain", 2),
+        ("uneven groups", "plain", 4),
+        ("window", "plain", 2),
+        ("window", "packed", 2),
+        ("no positions", "numbered", 2),
+        ("no positions", "packed", 2),
+    ],
+)
+@on_ranks("world")
+def test_slices_compute_the_same_as_whole_sequences(name: str, kind: str) -> None:
     size, rank = comm.get_world_size(), comm.get_rank()
     given = tokens(0)["input_ids"]
     positions = packed() if kind == "packed" else torch.arange(12).expand(2, -1).contiguous()
@@ -113,30 +132,6 @@ def _alike(name: str, kind: str) -> None:
     assert groups_of == [getattr(m, "num_key_value_groups", None) for m in whole.modules()]
     detach(model)
     torch.testing.assert_close(model(given).logits, whole(given).logits)
-
-
-@pytest.mark.fast_cells(
-    "grouped-plain-2", "uneven-plain-2", "window-plain-2", "no positions-numbered-2"
-)
-@pytest.mark.parametrize(
-    ("name", "kind", "world"),
-    [
-        ("grouped", "plain", 2),
-        ("grouped", "packed", 4),
-        ("one key", "packed", 2),
-        ("one key", "checkpointed", 4),
-        ("uneven", "plain", 2),
-        ("uneven groups", "plain", 4),
-        ("window", "plain", 2),
-        ("window", "packed", 2),
-        ("no positions", "numbered", 2),
-        ("no positions", "packed", 2),
-    ],
-)
-def test_slices_compute_the_same_as_whole_sequences(
-    name: str, kind: str, world: int, ranks: RankPools
-) -> None:
-    ranks(world).run(_alike, name, kind)
 
 
 @on_ranks(2)

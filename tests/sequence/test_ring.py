@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import RankPools, on_ranks
+from ranks import on_ranks
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -120,7 +120,10 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def _attends(case: dict[str, Any]) -> None:
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES, ids=[str(case) for case in CASES])
+@on_ranks("world")
+def test_it_is_the_attention_of_one_process(case: dict[str, Any]) -> None:
     rank, size = comm.get_rank(), comm.get_world_size()
     length = case.get("length", 8)
     dtype = case.get("dtype", torch.float64)
@@ -146,14 +149,6 @@ def _attends(case: dict[str, Any]) -> None:
     found.backward(weights[:, :, here])
     for one, other in zip(mine, whole, strict=True):
         torch.testing.assert_close(one.grad, other.grad[:, :, here], **near)
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("case", CASES, ids=[str(case) for case in CASES])
-def test_it_is_the_attention_of_one_process(
-    world: int, case: dict[str, Any], ranks: RankPools
-) -> None:
-    ranks(world).run(_attends, case)
 
 
 @on_ranks(2)

@@ -125,8 +125,10 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def build_inside_and_outside(make: Callable[[], nn.Module]) -> None:
-    # Only rank 0's random numbers count.
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+@on_ranks("world")
+def test_start_weights_are_those_of_building_outside(make: Callable[[], nn.Module]) -> None:
     inside = built(make, hadal.zero.Init(), seed=11 + comm.get_rank())
     outside = built(make, contextlib.nullcontext(), seed=11)
     large = [p for p in inside.parameters() if p.is_floating_point() and p.numel() > 1]
@@ -144,14 +146,6 @@ def build_inside_and_outside(make: Callable[[], nn.Module]) -> None:
     found = values_of(inside)
     for name, value in parameters.items():
         assert torch.equal(found[name], value.detach()), name
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_start_weights_are_those_of_building_outside(
-    make: Callable[[], nn.Module], world: int, ranks: RankPools
-) -> None:
-    ranks(world).run(build_inside_and_outside, make)
 
 
 @pytest.mark.claims("zero_optimization.override_module_apply")
@@ -290,7 +284,12 @@ class Built(nn.Module):
         self.other = nn.Linear(31, 20)
 
 
-def lay_out_again(zero: dict[str, Any], cast: torch.dtype | None) -> None:
+@pytest.mark.parametrize("cast", [None, torch.bfloat16])
+@pytest.mark.parametrize(("world", "zero"), [(2, {}), (3, {}), (4, {"mics_shard_size": 2})])
+@on_ranks("world")
+def test_ranks_receive_only_elements_of_their_new_shards(
+    zero: dict[str, Any], cast: torch.dtype | None
+) -> None:
     """Counts the elements that other ranks send to this one in `initialize`."""
     torch.manual_seed(0)
     with hadal.zero.Init():
@@ -318,14 +317,6 @@ def lay_out_again(zero: dict[str, Any], cast: torch.dtype | None) -> None:
 
 
 WITHOUT_WHOLE = {"stage3_param_persistence_threshold": 0}
-
-
-@pytest.mark.parametrize("cast", [None, torch.bfloat16])
-@pytest.mark.parametrize(("world", "zero"), [(2, {}), (3, {}), (4, {"mics_shard_size": 2})])
-def test_ranks_receive_only_elements_of_their_new_shards(
-    world: int, zero: dict[str, Any], cast: torch.dtype | None, ranks: RankPools
-) -> None:
-    ranks(world).run(lay_out_again, zero, cast)
 
 
 class Scaled(nn.Module):
@@ -390,7 +381,12 @@ class Started(nn.Module):
             self.layer.weight.data[1:3].mul_(2.0)
 
 
-def start_gathered(modifier: int | None, dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(("world", "modifier"), [(1, 0), (2, 0), (2, None)])
+@on_ranks("world")
+def test_children_may_be_gathered_and_initialised_inside(
+    modifier: int | None, dtype: torch.dtype | None
+) -> None:
     def make(layer: Callable[[], nn.Module]) -> nn.Module:
         model = nn.Sequential(
             Started(layer, modifier), *(layer() for _ in range(sharded_init._STAY_WHOLE))
@@ -409,14 +405,6 @@ def start_gathered(modifier: int | None, dtype: torch.dtype | None) -> None:
         outside = built(partial(make, layer), contextlib.nullcontext(), 11).to(dtype)
         assert all(is_cut(parameter) for parameter in inside.parameters())
         assert_equal(values_of(inside), dict(outside.state_dict()))
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize(("world", "modifier"), [(1, 0), (2, 0), (2, None)])
-def test_children_may_be_gathered_and_initialised_inside(
-    world: int, modifier: int | None, dtype: torch.dtype | None, ranks: RankPools
-) -> None:
-    ranks(world).run(start_gathered, modifier, dtype)
 
 
 def older_weight_norm(layer: nn.Module) -> nn.Module:
@@ -495,7 +483,10 @@ class Reader(nn.Module):
         return torch.nn.functional.linear(hidden, self.embedding.weight)
 
 
-def use_before(dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks("world")
+def test_a_model_may_be_called_before_initialize(dtype: torch.dtype | None) -> None:
     ids = torch.arange(8)
     for move in (nn.Module.train, nn.Module.half, nn.Module.float):
         inside = move(built(Reader, hadal.zero.Init(dtype=dtype), seed=4))
@@ -598,14 +589,6 @@ def test_ranks_that_differ_before_initialize_are_told() -> None:
         with GatheredParameters(inside.parameters()):
             assert torch.equal(inside(inputs, rank), plain(inputs, rank))
         assert torch.equal(inside(inputs, 1), plain(inputs, 1))
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_model_may_be_called_before_initialize(
-    world: int, dtype: torch.dtype | None, ranks: RankPools
-) -> None:
-    ranks(world).run(use_before, dtype)
 
 
 def test_reads_before_initialize_outside_of_calls_are_errors(ranks: RankPools) -> None:

@@ -113,7 +113,12 @@ def watched(model: nn.Sequential, strides: dict[str, tuple[int, ...]]) -> list[s
     return came
 
 
-def train_everywhere(settings: dict[str, Any]) -> None:
+@pytest.mark.fast_cells("2-fp32")
+@pytest.mark.parametrize("settings", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks("world")
+def test_training_keeps_strides(settings: dict[str, Any]) -> None:
+    """The same bits at every stage, and gradients come as their places lie."""
     expected = trained_alone(range(3))
     first: dict[str, Tensor] = {}
     for stage in range(4):
@@ -136,14 +141,6 @@ def train_everywhere(settings: dict[str, Any]) -> None:
         engine.destroy()
         assert strides_of(model) == strides
         assert_equal({**model.state_dict()}, first)
-
-
-@pytest.mark.fast_cells("2-fp32")
-@pytest.mark.parametrize("settings", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_training_keeps_strides(world: int, settings: dict[str, Any], ranks: RankPools) -> None:
-    """The same bits at every stage, and gradients come as their places lie."""
-    ranks(world).run(train_everywhere, settings)
 
 
 # ---- one parameter -------------------------------------------------------------------------------
