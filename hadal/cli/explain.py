@@ -167,9 +167,9 @@ def _types_faults(config: Config) -> Iterator[Fault]:
     is_torchs = optimizer is not None and optimizer.type not in built_in()
     is_open = schedule is not None and (schedule.type not in SCHEDULES or schedule.missing)
     if is_torchs or is_open:
-        from hadal.optim import preview
+        from hadal.optim.build import faults_of
 
-        yield from preview.faults_of(
+        yield from faults_of(
             None if schedule is None else (schedule.type, schedule.params),
             (optimizer.type, optimizer.params) if optimizer is not None and is_torchs else None,
         )

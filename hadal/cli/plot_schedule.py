@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from hadal.config import Config
-    from hadal.optim.preview import ScheduleCourse
+    from hadal.optim.build import ScheduleCourse
 
 
 def add_to(group: Any) -> None:
@@ -65,7 +65,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _courses(config: Config, steps: int) -> list[ScheduleCourse]:
-    from hadal.optim.preview import preview
+    from hadal.optim.build import preview
 
     if config.scheduler is None:
         raise ConfigError(

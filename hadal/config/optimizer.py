@@ -381,9 +381,9 @@ KINDS: Mapping[str, OptimizerKind] = {
             rates=MUON_RATES,
         ),
         _signs("OneBitAdam", OneBitAdamParams, "hadal.optim.exchanging:ExchangingStepper"),
-        _signs("ZeroOneAdam", ZeroOneAdamParams, "hadal.optim.signs:ZeroOneAdamStepper"),
+        _signs("ZeroOneAdam", ZeroOneAdamParams, "hadal.optim.exchanging:ZeroOneAdamStepper"),
         _signs(
-            *("OneBitLamb", OneBitLambParams, "hadal.optim.signs:OneBitLambStepper"),
+            *("OneBitLamb", OneBitLambParams, "hadal.optim.exchanging:OneBitLambStepper"),
             needs_dynamic_scale=True,
         ),
         _mup("MuAdam", _ADAM),

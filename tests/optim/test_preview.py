@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hadal.errors import OptimizerError
-from hadal.optim.preview import preview
+from hadal.optim.build import preview
 
 ADAM = ("AdamW", {"lr": 0.5, "betas": [0.7, 0.9]})
 WARMUP = ("WarmupLR", {"warmup_num_steps": 4, "warmup_type": "linear"})
