@@ -12,6 +12,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C._dynamo import eval_frame
 from torch.optim import Optimizer
 
@@ -42,10 +43,20 @@ def spared_import() -> Iterator[None]:
         del plain.__dynamo_disable
 
 
-def has_compiled() -> bool:
-    """Return True if torch's compiler has compiled anything in this process."""
+def frames_compiled() -> int:
+    """Return how many frames torch's compiler has compiled in this process."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
-    return bool(getattr(frames, "FRAME_COUNTER", 0))
+    return int(getattr(frames, "FRAME_COUNTER", 0))
+
+
+def captures_graphs(module: nn.Module) -> bool:
+    """Return True if a module is compiled by `torch.compile` or its `compile` to use CUDA graphs.
+
+    That is known of the backend `inductor` only, the default.
+    """
+    calls = (getattr(module, "_compiled_call_impl", None), getattr(module, "forward", None))
+    asked: list[Callable[[], Any]] = [getattr(call, "get_compiler_config", dict) for call in calls]
+    return any((config() or {}).get("triton.cudagraphs") for config in asked)
 
 
 def compiled_apart(function: Callable[..., Any]) -> Callable[..., Any]:

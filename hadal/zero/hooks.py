@@ -20,7 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from hadal.device import (
     backward_watched,
     call_outside_graphs,
+    captures_graphs,
+    frames_compiled,
     keep_eager,
+    modules_running,
     transform_running,
     unwatched,
 )
@@ -106,6 +109,7 @@ class Hooks:
         self._forward = ExitStack()
         self._depth = 0
         self._call: FrameType | None = None
+        self._frames_seen = -1
         self._exception_before: BaseException | None = None
         if _is_compiler_there():
             shield_hooks()
@@ -271,6 +275,8 @@ class Hooks:
     def _begin(self, *_: Any) -> None:
         self.end_left_over()
         self._refuse_transform()
+        if self._frames_seen != frames_compiled():
+            self._refuse_captures()
         self._depth += 1
         if self._depth == 1:
             self._call = _calling_frame()
@@ -288,6 +294,19 @@ class Hooks:
                 " or torch.autograd.functional (jacobian, hessian), or stage 2;"
                 " torch.func.functional_call alone works"
             )
+
+    def _refuse_captures(self) -> None:
+        names = {one: name for name, one in self._model.named_modules()}
+        for module in (*names, *modules_running()):
+            if captures_graphs(module):
+                raise UsageError(
+                    f"rank {self._runtime.ranks.rank}: {names.get(module) or 'the model'} is"
+                    " compiled for CUDA graphs (by torch.compile's mode or options), which read"
+                    " weights at fixed addresses, but sharded and offloaded weights are in new"
+                    " memory at each use; compile it with the default mode or"
+                    ' mode="max-autotune-no-cudagraphs", or use ZeRO stage 0, 1 or 2'
+                )
+        self._frames_seen = frames_compiled()
 
     def _end(self, *_: Any) -> None:
         if not self._depth:

@@ -19,7 +19,7 @@ from hadal.device import (
     Event,
     StreamPurpose,
     before_compiling,
-    has_compiled,
+    frames_compiled,
     is_capturing,
     is_host_memory,
     modules_running,
@@ -293,7 +293,7 @@ class Refresh:
     def enter(self) -> None:
         """Wait like `wait`, before a unit's forward, which may be compiled or call such code."""
         self.wait()
-        if has_compiled() and self._event is not None:
+        if frames_compiled() and self._event is not None:
             self._forget()
 
     def wait(self) -> None:

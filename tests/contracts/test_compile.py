@@ -209,6 +209,44 @@ def test_unsupported_compile_options_are_refused(
 
 
 @_quiet()
+def compile_for_graphs(how: str) -> str:
+    """What a program's own compilation for CUDA graphs is told at the first forward."""
+    engine = _make(3)
+    called, options = engine.module, {"mode": "reduce-overhead"}
+    if how == "a block":
+        engine.module.blocks[1].compile(**options)
+    elif how == "a replaced block":
+        engine.module.blocks[1] = torch.compile(engine.module.blocks[1], **options)
+    elif how == "the model":
+        engine.module.compile(options={"triton.cudagraphs": True})
+    elif how == "around the model":
+        called = torch.compile(engine.module, **options)
+    try:
+        called(torch.linspace(-1, 1, 32).reshape(4, 8))
+    except hadal.UsageError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+        torch.compiler.reset()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("a block", "blocks.1 is compiled"),
+        ("a replaced block", "blocks.1 is compiled"),
+        ("the model", "the model is compiled"),
+        ("around the model", "the model is compiled"),
+        ("nothing", ""),
+    ],
+)
+def test_cuda_graphs_of_the_program_are_refused(how: str, told: str, ranks: RankPools) -> None:
+    found = ranks(2).run(compile_for_graphs, how)
+    assert all(told in one and bool(one) == bool(told) for one in found)
+
+
+@_quiet()
 def compile_with(options: dict[str, Any]) -> tuple[bool, bool, list[str]]:
     """The engine's compiled flag, before and after, and the graphs that the backend received."""
     engine, given = _make(3), []
