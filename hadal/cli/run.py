@@ -112,6 +112,7 @@ def _train(parsed: argparse.Namespace) -> int:
         plan.start_commands,
         printer_for(plan.job, plan.names_hosts),
         said.report,
+        note=said.note,
         address=plan.address,
         waits_for_all=not choices.no_ssh_check,
         full_tracebacks=said.is_detailed or os.environ.get("HADAL_TRACEBACK") == "full",

@@ -33,6 +33,8 @@ class RankStarted:
     rank: int
     host: str
     pid: int
+    cores: str = ""
+    """The cores that it is bound to, and why these; empty if it is not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,7 @@ class Front:
         printer: Printer,
         say: Callable[[str], None],
         *,
+        note: Callable[[str], None] = lambda text: None,
         address: str = "",
         waits_for_all: bool = True,
         full_tracebacks: bool = False,
@@ -121,7 +122,7 @@ class Front:
         self._job = job
         self._full_tracebacks = full_tracebacks
         self._printer = printer
-        self._say = _on_its_line(say, printer)
+        self._say, self._note = (_on_its_line(each, printer) for each in (say, note))
         self._address = address
         self._waits_for_all = waits_for_all
         self._failures: list[Failure] = []
@@ -232,6 +233,8 @@ class Front:
                 self._agent_left(channel, frame)
             case RankStarted():
                 self._printer.began(channel.host, frame.rank)
+                if frame.cores:
+                    self._note(f"rank {frame.rank} is bound to {frame.cores}")
                 self._preempted.discard(frame.rank)
                 if channel.start_command.reach is Reach.ALL:
                     self._hosts[frame.rank] = frame.host

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hadal.errors import LaunchError
-from hadal.launcher.cores import cores_of
+from hadal.launcher.cores import cores_of, near_devices
 from hadal.launcher.frames import RankEnded, RankStarted, encoded, said
 from hadal.launcher.job import Program, ProgramKind, program_in
 from hadal.launcher.place import RankPlace, find_place, group_of, meeting_host, slots_of
@@ -44,6 +44,7 @@ class Rank:
     def __init__(self, program: Program, place: RankPlace) -> None:
         self.place = place
         self._program = program
+        self._cores = ""
         self._log: BinaryIO | None = None
         self._kills_at: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -69,7 +70,8 @@ class Rank:
             return _CANNOT_START
         if self.was_stopped:
             self._ask(signal.SIGTERM)  # the request came before the process existed
-        self._report(encoded(RankStarted(self.place.rank, os.uname().nodename, self._process.pid)))
+        host, pid = os.uname().nodename, self._process.pid
+        self._report(encoded(RankStarted(self.place.rank, host, pid, self._cores)))
         self._listen(self._process)
         code = self._process.wait()
         if self.was_stopped or code != 0:
@@ -94,8 +96,7 @@ class Rank:
         if program.slots:
             variables |= showing(slots_of(place, program.slots))
         if program.binds:
-            cores = program.cores or os.sched_getaffinity(0)
-            own = cores_of(place.local_rank, place.local_size, cores)
+            own = self._own_cores(variables.get("CUDA_VISIBLE_DEVICES"))
             os.sched_setaffinity(0, own)
             variables["OMP_NUM_THREADS"] = str(len(own))
         return subprocess.Popen(
@@ -108,6 +109,19 @@ class Rank:
             start_new_session=True,
             preexec_fn=following(signal.SIGKILL),
         )
+
+    def _own_cores(self, visible: str | None) -> tuple[int, ...]:
+        """Return the program's cores: of those listed, or beside its device."""
+        place, listed = self.place, self._program.cores
+        usable = listed or os.sched_getaffinity(0)
+        found = "--bind_core_list" if listed else near_devices(place.local_size, visible, usable)
+        if isinstance(found, str):
+            own, why = cores_of(place.local_rank, place.local_size, usable), f"equal parts: {found}"
+        else:
+            own, node, device = found[place.local_rank]
+            why = f"on NUMA node {node}, as its device {device}"
+        self._cores = f"{len(own)} cores from {own[0]} to {own[-1]} ({why})"
+        return own
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         """Forward the program's output until it has ended."""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.errors import LaunchError
-from hadal.launcher.cores import cores_of, read_cores
+from hadal.launcher.cores import cores_of, near_devices, read_cores
 from hadal.launcher.frames import (
     Frame,
     Hello,
@@ -157,6 +157,61 @@ def test_a_list_of_cores() -> None:
     for wrong in ("", "a", "3-1", "1,1", "0-3,2", "1-", "-2"):
         with pytest.raises(LaunchError, match="--bind_core_list"):
             read_cores(wrong)
+
+
+def tree(folder: Path, nodes: dict[int, str], devices: dict[str, str]) -> Path:
+    """Make the files of a host: the cores of its NUMA nodes, the node of each device."""
+    for node, cores in nodes.items():
+        place = folder / f"sys/devices/system/node/node{node}"
+        place.mkdir(parents=True)
+        (place / "cpulist").write_text(f"{cores}\n")
+    for number, (device, node) in enumerate(devices.items()):
+        information = folder / f"proc/driver/nvidia/gpus/{device}/information"
+        information.parent.mkdir(parents=True)
+        information.write_text(f"Model:  NVIDIA H100\nGPU UUID:  GPU-{number}a7f\n")
+        pci = folder / f"sys/bus/pci/devices/{device}"
+        pci.mkdir(parents=True)
+        (pci / "numa_node").write_text(f"{node}\n")
+    return folder
+
+
+FOUR = {"0000:1b:00.0": "0", "0000:43:00.0": "0", "0000:9c:00.0": "1", "0000:df:00.0": "1"}
+
+
+def test_ranks_have_cores_of_their_device_s_numa_node(tmp_path: Path) -> None:
+    root, usable = tree(tmp_path, {0: "0-3,8-11", 1: "4-7,12-15"}, FOUR), range(16)
+
+    def cores(ranks: int, visible: str | None = None) -> list[tuple[int, ...]]:
+        found = near_devices(ranks, visible, usable, root)
+        assert not isinstance(found, str), found
+        return [one.cores for one in found]
+
+    first, second, third, fourth = (0, 1, 2, 3), (8, 9, 10, 11), (4, 5, 6, 7), (12, 13, 14, 15)
+    assert cores(4) == [first, second, third, fourth]
+    assert cores(4, "3,0,1,2") == [third, first, second, fourth]
+    assert cores(2, "2,1") == [third + fourth, first + second]  # each has a node alone
+    assert cores(2, "GPU-3a7f, GPU-0") == [third + fourth, first + second]
+    found = near_devices(1, "3", range(6), root)
+    assert not isinstance(found, str) and found == [((4, 5), 1, "0000:df:00.0")]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "visible", "why"),
+    [
+        ({0: "0-1", 1: "2-3"}, {}, None, "lists 0 visible devices for 2 ranks"),
+        ({0: "0-1", 1: "2-3"}, FOUR, "MIG-1", "lists 0 visible devices for 2 ranks"),
+        ({0: "0-1", 1: "2-3"}, FOUR, "0,7", "lists 1 visible devices for 2 ranks"),
+        ({0: "0-3"}, FOUR, None, "there is one NUMA node"),
+        ({0: "0-1", 1: "2-3"}, {"a": "-1", "b": "0"}, None, "NUMA nodes of devices are -1, 0"),
+        ({0: "0", 1: "2-3"}, FOUR, None, "1 cores of NUMA node 0 may be used by 2 ranks"),
+        ({0: "", 1: "2-3"}, FOUR, None, "0 cores of NUMA node 0 may be used by 2 ranks"),
+    ],
+)
+def test_why_cores_are_not_those_of_a_device(
+    nodes: dict[int, str], devices: dict[str, str], visible: str | None, why: str, tmp_path: Path
+) -> None:
+    found = near_devices(2, visible, range(4), tree(tmp_path, nodes, devices))
+    assert isinstance(found, str) and why in found
 
 
 # ---- places ----------------------------------------------------------------------------------

@@ -46,13 +46,17 @@ def test_ranks_get_their_place_and_arguments(tmp_path: Path) -> None:
     (tmp_path / ".hadal_env").write_text("FROM_FILE=a b\n")
     port = str(quiet_port())
     flags = ["--include", "localhost:0,2", "--master_port", port, "--bind_cores_to_rank"]
-    flags += ["--enable_each_rank_log", "logs", "-q", "--local_rank"]
+    flags += ["--enable_each_rank_log", "logs", "--local_rank"]
     done = run(*flags, "tell.py", *AWKWARD, KEYS, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
     shown = sorted(done.stdout.splitlines())
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // 2
+    bound = sorted(line for line in done.stderr.splitlines() if "is bound to" in line)
+    assert [line.partition(" (equal parts: ")[0] for line in bound] == [
+        f"hadal run: rank {rank} is bound to {share} cores from {own[0]} to {own[-1]}"
+        for rank, own in enumerate((cores[:share], cores[share : 2 * share]))
+    ]
     for rank, line in enumerate(shown):
         prefix, _, told = line.partition("] ")
         assert prefix == f"[rank {rank}"
