@@ -22,10 +22,10 @@ from hadal.comm.ranks import expert_groups
 from hadal.config import Config
 from hadal.device import look_at
 from hadal.engine import checks
-from hadal.engine.plan import ModelPlan, ParameterPlan, RankCounts, plan_model
+from hadal.engine.plan import ModelPlan, ModulesPlan, ParameterPlan, RankCounts, plan_model
 from hadal.engine.policies import Offloading, divergence_of, reduction_of, transport_of
 from hadal.engine.precision import buffer_rule_of
-from hadal.engine.topology import RequestedRanks, Sharings, Topology
+from hadal.engine.topology import Sharings, Topology
 from hadal.errors import ModelError, OffloadError, OptimizerError, UsageError, few
 from hadal.optim.step import OptimizerStepper
 from hadal.zero import access, sharded_init
@@ -43,55 +43,48 @@ from hadal.zero.sharing import holders_of
 _log = logging.getLogger(__name__)
 
 
-def change_modules(
-    model: nn.Module, config: Config, requested: RequestedRanks, ranks: Ranks
-) -> None:
-    """Change modules as configured, before an optimizer is made. Each rank calls it alone.
+def change_modules(model: nn.Module, plan: ModulesPlan) -> None:
+    """Change modules by their plan, before an optimizer is made. Each rank calls it alone.
 
-    Compression is skipped if the program has called `init_compression` itself. Its masks are chosen
-    by whole weights, one at a time: these may have been created sharded.
-
-    Raises:
-        ConfigError, ModelError, NotBuiltYetError: the model and the configuration do not fit.
+    Masks are chosen by whole weights, one at a time: these may have been created sharded.
     """
-    section, old = config.compression_training, config.quantize_training
-    if section.changes_modules or (old and old.enabled):
-        from hadal.plugins.compression import compress  # for this alone
-        from hadal.plugins.compression.layers import is_prepared
+    if plan.compression is not None:
+        from hadal.plugins.compression.compress import compress  # for this alone
 
-        if not (is_prepared(model) or compress.is_teacher(model)):
-            compress.prepare(model, compress.with_old_form(section, old), GatheredParameters)
-    if config.expert_parallel.enabled:
-        from hadal.engine.parallel import distribute_experts  # for this alone
+        compress(model, plan.compression, GatheredParameters)
+    if plan.experts is not None:
+        from hadal.plugins.moe.blocks import distribute  # for this alone
 
-        distribute_experts(model, config, requested, ranks)
-    if config.sparse_attention is not None:
+        distribute(plan.experts)
+    if plan.pattern is not None:
         from hadal.plugins.sparse_attention import give_pattern  # for this alone
 
-        give_pattern(model, config.sparse_attention)
+        give_pattern(plan.pattern)
 
 
 def cut_model(
     model: nn.Module,
     optimizer: Optimizer | None,
+    plan: ModulesPlan,
     config: Config,
     topology: Topology,
     world: Ranks,
 ) -> None:
-    """Make the groups of experts, and split layers over ranks. All ranks must call it together.
+    """Make the groups of experts, and cut layers over ranks. All ranks must call it together.
 
     Raises:
-        ConfigError, ModelError, UsageError: the ranks, the model and the keys do not fit.
+        UsageError: experts and ranks do not fit each other.
+        NotBuiltYetError: the optimizer cannot train slices.
     """
     if any(holders_of(parameter).experts is not None for parameter in model.parameters()):
         from hadal.engine.parallel import make_groups_of_experts  # for this alone
 
         make_groups_of_experts(model, config, topology)
     checks.check_same_keys(config, world)
-    if config.tensor_parallel.is_on:
+    if plan.slices is not None:
         from hadal.engine.parallel import cut_over_ranks  # for this alone
 
-        cut_over_ranks(model, optimizer, config, topology, world)
+        cut_over_ranks(model, optimizer, plan.slices, config, topology, world)
 
 
 class ShardedModel:
@@ -119,10 +112,15 @@ class ShardedModel:
         self._reported: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Parameters that `check_late` has warned of; True: they required gradients."""
 
-    def make_plan(self, groups: Sequence[Sequence[nn.Parameter]], world: Ranks) -> None:
-        """Plan the model; nothing of it is changed. All ranks must call it together.
+    def make_plan(
+        self, modules: ModulesPlan, groups: Sequence[Sequence[nn.Parameter]], world: Ranks
+    ) -> None:
+        """Plan units and buckets; nothing is changed. All ranks must call it together.
 
-        `groups`: the parameters that are trained, per param group.
+        Args:
+            modules: the plan by which the modules have been changed.
+            groups: the parameters that are trained, per param group.
+            world: all ranks.
 
         Raises:
             ConfigError: a key names what does not exist, or does not fit the model.
@@ -131,11 +129,13 @@ class ShardedModel:
         """
         group_of = {p: number for number, members in enumerate(groups) for p in members}
         with raised_on_all(world, "initialize", OffloadError):
-            self.plan = plan_model(self.model, self._config, self._device, self._counts, group_of)
+            self.plan = plan_model(
+                self.model, modules, self._config, self._device, self._counts, group_of
+            )
             self.check_birth(dict(self.model.named_parameters()))
             self.offloading.open_disks()
         if world.rank == 0:
-            self.plan.log_recomputed(self._config)
+            modules.log_recomputed(self._config)
 
     def apply_plan(self, reducing: AbstractContextManager[Any] | None = None) -> None:
         """Make the buckets, and all that uses them. All ranks must call it together.
@@ -234,7 +234,7 @@ class ShardedModel:
         runtime, known = self.runtime, self.plan
         sharded_init.show_as_given(self.late_parameters().items())
         self.plan = plan_model(
-            self.model, self._config, self._device, self._counts, group_of, known
+            self.model, known.modules, self._config, self._device, self._counts, group_of, known
         )
         buckets = self._buckets()
         order = {p: number for number, p in enumerate(self.model.parameters())}

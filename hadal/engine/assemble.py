@@ -37,6 +37,7 @@ from hadal.engine.arguments import (
 )
 from hadal.engine.engine import Engine
 from hadal.engine.features import listeners_of, opened_monitor, setting_of
+from hadal.engine.plan import ModulesPlan, plan_modules
 from hadal.engine.policies import batch_sizes_of, disk_steps_of, saving_of, warn_of_one_thread
 from hadal.engine.report import hush, log_state, open_log
 from hadal.engine.state import Parts, Training
@@ -124,30 +125,32 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     )
     source, is_cut = _read_source(args, config, config_params, arguments, world)
     if is_cut:
-        from hadal.engine.stages import cut_by_configuration  # for this alone
-
-        model, arguments = cut_by_configuration(model, source, arguments)
+        model, arguments = _split(model, source, arguments)
     engine_type = _type_for(model, engine_type, pipeline_engine_type)
     _end_engine_of(model)
 
-    # Check what this rank can know alone, and change modules as configured.
+    # Check what this rank can know alone, and find the ranks that share the model.
     with raised_on_all(world, "initialize"):
         requested = requested_ranks(_groups_of(model, mpu), mesh_param, world)
         model = checks.check_model(model)
         config = _read_config(model, source, arguments, requested, engine_type)
         _check(model, config, world, device)
-        change_modules(model, config, requested, world)
+    topology = make_topology(with_slices(requested, config), config, world)
+
+    # Plan the modules, then change them, and make an optimizer over their parameters.
+    with raised_on_all(world, "initialize"):
+        modules = _plan_modules(model, config, requested, topology, world)
+        change_modules(model, modules)
         optimizer = arguments.make_optimizer(config, model)
         groups = checks.members_of_groups(model, optimizer, world)
         _warn(model, config, groups, arguments, device)
 
-    # Find the ranks that share the model, plan it for them, and apply the plan.
-    topology = make_topology(with_slices(requested, config), config, world)
+    # Cut layers over ranks, plan units and buckets, and make them.
     with _kept_memory(device):
-        cut_model(model, optimizer, config, topology, world)
+        cut_model(model, optimizer, modules, config, topology, world)
         checks.check_same(model, groups, arguments.described(optimizer), topology.sharding, world)
         sharded = ShardedModel(model, config, topology, device)
-        sharded.make_plan(groups, world)
+        sharded.make_plan(modules, groups, world)
         setting = setting_of(config, model, world, device, topology, sharded.plan)
         listeners = listeners_of(setting)
         with _among_parts(topology, world):
@@ -176,8 +179,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             is_now = arguments.name_an_optimizer(config) and sharded.runtime.gradients
             training = make_training() if is_now else None
         batches = batch_sizes_of(config, topology)
-        if config.dump_state:
-            log_state(config, model, sharded.runtime, batches, topology)
+        log_state(config, model, sharded.runtime, batches, topology)
         engine = engine_type(
             Parts(
                 model=model,
@@ -231,6 +233,15 @@ def _read_source(
         source = choose_config(args, config, config_params)
         source = with_schedule(args, source, arguments.schedule is not None)
         return source, asks_for_stages(source)
+
+
+def _split(
+    model: nn.Module | None, source: Any, arguments: InitializeArguments
+) -> tuple[nn.Module | None, InitializeArguments]:
+    """Return this rank's stage of a model, and the arguments for it."""
+    from hadal.engine.stages import cut_by_configuration  # for this alone
+
+    return cut_by_configuration(model, source, arguments)
 
 
 def _type_for(model: Any, whole: type[Engine], staged: type[PipelineEngine] | None) -> type[Engine]:
@@ -316,6 +327,24 @@ def _check(model: nn.Module, config: Config, world: Ranks, device: torch.device)
     log = config.comms_logger
     if log is not None and log.enabled:
         start_log(log.verbose, log.prof_all, log.prof_ops, log.debug)
+
+
+def _plan_modules(
+    model: nn.Module, config: Config, requested: RequestedRanks, topology: Topology, world: Ranks
+) -> ModulesPlan:
+    """Plan the modules for these ranks.
+
+    Raises:
+        ConfigError, ModelError, UsageError, NotBuiltYetError: the ranks, the model and the keys do
+            not fit; nothing has been changed.
+    """
+    expert_rank = 0
+    if config.expert_parallel.enabled or config.tensor_parallel.is_on:
+        from hadal.engine.parallel import check_slices, rank_among_experts  # for this alone
+
+        expert_rank = rank_among_experts(model, config, requested, world)
+        check_slices(model, config, topology)
+    return plan_modules(model, config, expert_rank)
 
 
 def _warn(

@@ -139,7 +139,7 @@ def _clocks(_: Any, setting: EngineSetting) -> Listener:
 
 
 def _recomputed(section: Any, setting: EngineSetting) -> Listener | None:
-    modules = setting.plan.recomputed
+    modules = setting.plan.modules.recomputed
     if not modules:
         return None
     from hadal.plugins import activation_checkpointing as plugin  # for this alone

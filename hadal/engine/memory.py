@@ -20,7 +20,7 @@ from torch import nn
 from hadal.comm.ranks import size_in_name
 from hadal.config import Config, load_config
 from hadal.config.optimizer import KINDS
-from hadal.engine.plan import ModelPlan, RankCounts, plan_model
+from hadal.engine.plan import ModelPlan, ModulesPlan, RankCounts, plan_model, plan_modules
 from hadal.engine.policies import (
     disk_steps_of,
     reduction_of,
@@ -109,14 +109,15 @@ def memory_of(
         device: the kind of device that computes; on a CPU, all its memory is the host's.
 
     Raises:
-        ConfigError: a key names modules or classes that do not exist.
+        ConfigError, ModelError: the configuration does not fit the model, as in `initialize`.
     """
     job = _job_of(config, devices_per_node, nodes)
     parts = model_parts_of(config)
     module = _stand_in(model) if isinstance(model, Model) else model
     trained = {p: 0 for p in module.parameters() if p.requires_grad}
     counts = RankCounts.of(config, max(1, job.devices // parts))
-    planned = plan_model(module, config, device, counts, trained)
+    modules = ModulesPlan() if isinstance(model, Model) else plan_modules(model, config)
+    planned = plan_model(module, modules, config, device, counts, trained)
     name, moments = _optimizer_of(config)
     portions = [
         one._replace(trained=one.trained // parts, frozen=one.frozen // parts)

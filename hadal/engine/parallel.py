@@ -137,26 +137,22 @@ def plan_before_stages(model: nn.Module, section: TensorParallel) -> CutPlan:
 def cut_over_ranks(
     model: nn.Module,
     optimizer: Optimizer | None,
+    plan: CutPlan,
     config: Config,
     topology: Topology,
     world: Ranks,
 ) -> None:
-    """Split a model over its tensor-parallel ranks, if configured. All ranks must call it.
+    """Split a model over its tensor-parallel ranks. All ranks must call it.
 
     Raises:
-        ModelError: the rules, the model and the ranks do not fit each other.
-        ConfigError: the program's group, dtype or other keys contradict the section.
+        NotBuiltYetError: the optimizer needs whole matrices.
     """
     section, ranks = config.tensor_parallel, topology.tensor_parallel
-    if not section.is_on:
-        return
+    assert ranks is not None
     with raised_on_all(world, "initialize"):
-        _check(model, section, config, topology)
         _check_optimizer(optimizer)
-        assert ranks is not None
-        stage = model if isinstance(model, DecoderModule) else None
-        whole = model if stage is None else stage.whole_model
-        plan = plan_cuts(model, section, ranks.size) if stage is None else stage.plan.among(whole)
+    stage = model if isinstance(model, DecoderModule) else None
+    whole = model if stage is None else stage.whole_model
     share_values(model, ranks)
     loss = vocab_parallel_cross_entropy
     names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
@@ -229,7 +225,17 @@ def _digest(value: Any) -> str:
     return digest.hexdigest()
 
 
-def _check(model: nn.Module, section: TensorParallel, config: Config, topology: Topology) -> None:
+def check_slices(model: nn.Module, config: Config, topology: Topology) -> None:
+    """Check what a plan of slices takes for granted: the groups of ranks, and whole layers.
+
+    Raises:
+        ConfigError: the program's group, dtype or other keys contradict the section.
+        UsageError: ranks or parameters have been split in another way.
+        NotBuiltYetError: the model is split into stages by hand.
+    """
+    section = config.tensor_parallel
+    if not section.is_on:
+        return
     ranks, size = topology.tensor_parallel, section.autotp_size
     faults = list(_faults_of_groups(section, ranks))
     asked = _asked.get(model)
@@ -339,19 +345,18 @@ def _boxes(model: nn.Module) -> Iterator[tuple[nn.Parameter, Box]]:
                 yield parameter, Box(whole, shape, offsets, tuple(parameter.shape))
 
 
-def distribute_experts(
+def rank_among_experts(
     model: nn.Module, config: Config, requested: RequestedRanks, ranks: Ranks
-) -> None:
-    """Keep only this rank's slice of the model's experts, if `expert_parallel` is enabled.
+) -> int:
+    """Return this rank's number among those that share the model's experts, 0 if none do.
 
     Raises:
         ConfigError: the ranks cannot share experts evenly.
-        ModelError: the model has no such blocks, or their sizes do not fit.
         NotBuiltYetError: an mpu splits the model over ranks, or it was created sharded.
     """
     section = config.expert_parallel
     if not section.enabled:
-        return
+        return 0
     grid = None
     if is_in_stages(model):
         grid, model = model.mpu(), _whole_model(model)
@@ -375,13 +380,10 @@ def distribute_experts(
         is_part = copies < ranks.size
         alike = f" (of {ranks.size}) that hold the same dense parameters" if is_part else ""
         raise_faults([Fault(path, f"{size} does not divide the {copies} ranks{alike}; lower it")])
-    from hadal.plugins.moe.blocks import ExpertPlace, distribute  # for this alone
-
     data_first = config.use_data_before_expert_parallelism
     parallel, _ = expert_tables(range(copies), size, data_first=data_first)
     mine = next(group for group in parallel if number in group)
-    place = ExpertPlace(size, mine.index(number))
-    distribute(model, section, place, may_have_none=grid is not None)
+    return mine.index(number)
 
 
 def _whole_model(module: PipelineModule) -> nn.Module:

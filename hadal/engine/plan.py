@@ -1,17 +1,19 @@
-"""The plan of a model: its units and buckets, and when each parameter came and how it is sharded.
+"""The plan of a model: its modules' changes, its units and buckets, and each parameter's policy.
 
-It is computed before anything is changed, without groups of ranks and without values: the model may
-be on the meta device, for ranks that do not exist.
+It needs neither groups of ranks nor values: the model may be on the meta device, for ranks that do
+not exist. `apply.py` applies it. The modules are planned first, before any of them is changed;
+units and buckets follow when they have been changed, because pruning adds scores to train, slices
+have other sizes, and param groups exist once an optimizer has been made over both.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -35,6 +37,12 @@ from hadal.zero.grouping import (
 from hadal.zero.parameters import is_foreign
 from hadal.zero.policy import STAGES, Limits
 from hadal.zero.sharing import HolderGroups, holders_of
+
+if TYPE_CHECKING:
+    from hadal.plugins.compression.compress import CompressionPlan
+    from hadal.plugins.moe.blocks import ExpertsPlan
+    from hadal.plugins.sparse_attention.huggingface import PatternPlan
+    from hadal.plugins.tensor_parallel.plan import CutPlan
 
 _log = logging.getLogger(__name__)
 _GROUPS = "zero_optimization.groups"
@@ -67,6 +75,34 @@ class RankCounts(NamedTuple):
         return self.shards if holders.experts is None else self.holding(holders.experts)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ModulesPlan:
+    """What the modules of a model become; None for what the configuration does not request."""
+
+    compression: CompressionPlan | None = None
+    experts: ExpertsPlan | None = None
+    pattern: PatternPlan | None = None
+    """The parts of the model whose attention is block-sparse."""
+    slices: CutPlan | None = None
+    """The layers that are cut over ranks."""
+    recomputed: Mapping[str, nn.Module] = field(default_factory=dict)
+    """The modules that `activation_checkpointing` recomputes in backward, by full name."""
+    grouped: Mapping[str, int] = field(default_factory=dict)
+    """The modules that `zero_optimization.groups` names, with the number of the group."""
+
+    def log_recomputed(self, config: Config) -> None:
+        """Log which modules are recomputed, or that the section waits for calls of the program."""
+        if self.recomputed:
+            names = list(self.recomputed)
+            some = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            _log.info("%s: %d modules are recomputed (%s)", _RECOMPUTED, len(names), some)
+        elif config.activation_checkpointing.asks:
+            _log.warning(
+                "activation_checkpointing: without `modules` the section applies only to calls of"
+                ' deepspeed.checkpointing.checkpoint; "modules": "units" recomputes every block'
+            )
+
+
 class ParameterPlan(NamedTuple):
     """When a parameter came, and how it is sharded."""
 
@@ -90,6 +126,7 @@ class ParameterPlan(NamedTuple):
 class ModelPlan:
     """The plan of a model."""
 
+    modules: ModulesPlan
     units: list[Unit]
     """All units, and the announced reads of other modules' parameters."""
     buckets: list[BucketPlan]
@@ -98,8 +135,6 @@ class ModelPlan:
     """The `ParameterPlan` of each parameter."""
     limits: Limits
     """As configured, less the elements that stay whole in `buckets`."""
-    recomputed: Mapping[str, nn.Module]
-    """The modules that `activation_checkpointing` recomputes in backward, by full name."""
 
     @property
     def unit_numel(self) -> int:
@@ -107,21 +142,31 @@ class ModelPlan:
         sizes = (sum(m.parameter.numel() for m in unit.members) for unit in self.units)
         return max(sizes, default=0)
 
-    def log_recomputed(self, config: Config) -> None:
-        """Log which modules are recomputed, or that the section waits for calls of the program."""
-        if self.recomputed:
-            names = list(self.recomputed)
-            some = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-            _log.info("%s: %d modules are recomputed (%s)", _RECOMPUTED, len(names), some)
-        elif config.activation_checkpointing.asks:
-            _log.warning(
-                "activation_checkpointing: without `modules` the section applies only to calls of"
-                ' deepspeed.checkpointing.checkpoint; "modules": "units" recomputes every block'
-            )
+
+def plan_modules(model: nn.Module, config: Config, expert_rank: int = 0) -> ModulesPlan:
+    """Plan what the modules of a model become; nothing of it is changed.
+
+    `expert_rank`: this rank's number among those that share the model's experts.
+
+    Raises:
+        ConfigError: patterns match nothing or too much, or keys do not fit the modules.
+        ModelError, NotBuiltYetError: the model does not fit a section.
+    """
+    grouped, faults = _grouped_modules(model, config)
+    raise_faults(faults)
+    return ModulesPlan(
+        _compression(model, config),
+        _experts(model, config, expert_rank),
+        _pattern(model, config),
+        _slices(model, config),
+        _recomputed_modules(model, config),
+        grouped,
+    )
 
 
 def plan_model(
     model: nn.Module,
+    modules: ModulesPlan,
     config: Config,
     device: torch.device,
     counts: RankCounts,
@@ -131,7 +176,8 @@ def plan_model(
     """Plan a model, or what has been added to it since a `known` plan.
 
     Args:
-        model: the model; nothing of it is changed.
+        model: the model, whose modules have been changed; nothing else of it is.
+        modules: the plan of its modules.
         config: the configuration.
         device: the device that computes.
         counts: the ranks.
@@ -139,10 +185,13 @@ def plan_model(
         known: the plan that has been applied to the model.
 
     Raises:
-        ConfigError: a key names modules or classes that do not exist.
+        ConfigError: a key names classes that do not exist.
         UsageError: a parameter belongs to groups of experts that do not exist.
     """
-    policy_of = _policies(model, config, device, counts)
+    grouped = modules.grouped
+    if known is not None:
+        grouped = {**_grouped_modules(model, config)[0], **grouped}
+    policy_of = _policies(model, config, device, counts, grouped)
     # Weak: a parameter outside of all buckets may be removed from the model, and is freed then.
     parameters = WeakIdKeyDictionary() if known is None else known.parameters.copy()
     added = set()
@@ -167,11 +216,11 @@ def plan_model(
         find_tables(model) if config.sparse_gradients else frozenset(),
     )
     return ModelPlan(
+        modules,
         [*units, *announced_uses(model, units)],
         buckets,
         parameters,
         _less(limits, buckets),
-        _recomputed_modules(config, model) if known is None else known.recomputed,
     )
 
 
@@ -190,12 +239,15 @@ def _less(limits: Limits, buckets: Iterable[BucketPlan]) -> Limits:
 
 
 def _policies(
-    model: nn.Module, config: Config, device: torch.device, counts: RankCounts
+    model: nn.Module,
+    config: Config,
+    device: torch.device,
+    counts: RankCounts,
+    grouped: Mapping[str, int],
 ) -> Callable[[str, nn.Parameter], ParameterPolicy]:
     """Return a function from a parameter's full name and itself to its policy."""
     precision_of = precisions_of(config, model, device)
     groups = config.zero_optimization.groups
-    grouped = _grouped_modules(model, config) if groups else {}
     partition = cache(lambda ranks, stage: partition_of(config, ranks, stage, device))
 
     def policy(name: str, parameter: nn.Parameter) -> ParameterPolicy:
@@ -211,7 +263,56 @@ def _policies(
     return policy
 
 
-def _recomputed_modules(config: Config, model: nn.Module) -> dict[str, nn.Module]:
+# ---- what modules become -------------------------------------------------------------------------
+
+
+def _compression(model: nn.Module, config: Config) -> CompressionPlan | None:
+    """Plan the compression, unless the program has called `init_compression` itself."""
+    section, old = config.compression_training, config.quantize_training
+    if not (section.changes_modules or (old and old.enabled)):
+        return None
+    from hadal.plugins.compression import compress  # for this alone
+    from hadal.plugins.compression.layers import is_prepared
+
+    if is_prepared(model) or compress.is_teacher(model):
+        return None
+    return compress.plan_compression(model, compress.with_old_form(section, old))
+
+
+def _experts(model: nn.Module, config: Config, rank: int) -> ExpertsPlan | None:
+    section = config.expert_parallel
+    if not section.enabled:
+        return None
+    from hadal.plugins.moe.blocks import ExpertPlace, plan_experts  # for this alone
+
+    # A stage of a pipeline may have none.
+    whole = getattr(model, "whole_model", model)
+    place = ExpertPlace(section.autoep_size, rank)
+    return plan_experts(whole, section, place, may_have_none=whole is not model)
+
+
+def _pattern(model: nn.Module, config: Config) -> PatternPlan | None:
+    if config.sparse_attention is None:
+        return None
+    from hadal.plugins.sparse_attention import plan_pattern  # for this alone
+
+    return plan_pattern(model, config.sparse_attention)
+
+
+def _slices(model: nn.Module, config: Config) -> CutPlan | None:
+    section = config.tensor_parallel
+    if not section.is_on:
+        return None
+    from hadal.plugins.pipeline.decoder import DecoderModule  # for this alone
+    from hadal.plugins.tensor_parallel.plan import plan_cuts
+
+    if isinstance(model, DecoderModule):
+        whole: CutPlan = model.plan  # planned before the model was split
+        return whole.among(model.whole_model)
+    return plan_cuts(model, section, section.autotp_size)
+
+
+def _recomputed_modules(model: nn.Module, config: Config) -> dict[str, nn.Module]:
     """Return the modules to recompute by full name; none if the configuration names none.
 
     Raises:
@@ -236,12 +337,8 @@ def _recomputed_modules(config: Config, model: nn.Module) -> dict[str, nn.Module
 # ---- zero_optimization.groups --------------------------------------------------------------------
 
 
-def _grouped_modules(model: nn.Module, config: Config) -> dict[str, int]:
-    """Return the modules that `zero_optimization.groups` names, with the number of the group.
-
-    Raises:
-        ConfigError: a pattern matches no module.
-    """
+def _grouped_modules(model: nn.Module, config: Config) -> tuple[dict[str, int], list[Fault]]:
+    """Return the modules of `zero_optimization.groups` with their group's number, and faults."""
     found: dict[str, int] = {}
     faults = []
     for number, group in enumerate(config.zero_optimization.groups):
@@ -250,8 +347,7 @@ def _grouped_modules(model: nn.Module, config: Config) -> dict[str, int]:
             found |= {name: number for name in mine if name not in found}
             if not mine:
                 faults.append(Fault(f"{_GROUPS}[{number}].modules", _unmatched(pattern)))
-    raise_faults(faults)
-    return found
+    return found, faults
 
 
 def _group_above(name: str, grouped: Mapping[str, int]) -> int | None:

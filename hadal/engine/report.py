@@ -241,7 +241,9 @@ def _mib(nbytes: int) -> str:
 def log_state(
     config: Config, model: nn.Module, runtime: ZeroRuntime, batches: BatchSizes, topology: Topology
 ) -> None:
-    """Log the output of `dump_state`."""
+    """Log the configuration and the state of an engine, if `dump_state` is set."""
+    if not config.dump_state:
+        return
     _log.info("configuration: %s", json.dumps(config.as_public_dict(), indent=1, default=str))
     _log.info("%s", "\n".join(_state(model, runtime, batches, topology)))
 

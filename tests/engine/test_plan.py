@@ -6,13 +6,14 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from ranks import RankPools
 from torch import nn
 
 import hadal
 from hadal.config import load_config
-from hadal.engine.plan import ModelPlan, RankCounts, plan_model
+from hadal.engine.plan import ModelPlan, RankCounts, plan_model, plan_modules
 from hadal.zero.estimate import (
     ShardTiers,
     TierBytes,
@@ -58,7 +59,8 @@ def planned(model: nn.Module, raw: dict[str, Any], ranks: int) -> tuple[ModelPla
     config = load_config(raw, world_size=ranks)
     counts = RankCounts.of(config, ranks)
     trained = {p: 0 for p in model.parameters() if p.requires_grad}
-    return plan_model(model, config, torch.device("cpu"), counts, trained), counts
+    modules = plan_modules(model, config)
+    return plan_model(model, modules, config, torch.device("cpu"), counts, trained), counts
 
 
 def on_meta(raw: dict[str, Any], ranks: int) -> tuple[ModelPlan, RankCounts]:
@@ -165,3 +167,32 @@ def test_a_removed_parameter_outside_of_buckets_is_freed() -> None:
     gc.collect()
     assert gone() is None
     engine.destroy()
+
+
+COMPRESSED = {
+    "weight_quantization": {
+        "shared_parameters": {"enabled": True},
+        "different_groups": {
+            "all": {"params": {"start_bits": 8, "target_bits": 8}, "modules": ["*"]}
+        },
+    }
+}
+
+
+def kinds_after_a_refusal(changes: dict[str, Any]) -> tuple[str, set[str]]:
+    model = Tower()
+    raw = config_of(0, compression_training=COMPRESSED, **changes)
+    with pytest.raises(hadal.ConfigError) as refusal:
+        hadal.initialize(model=model, config=raw)
+    return str(refusal.value), {type(module).__name__ for module in model.modules()}
+
+
+def test_a_plan_is_refused_before_the_model_is_changed(ranks: RankPools) -> None:
+    whole = {type(module).__name__ for module in Tower().modules()}
+    for changes, words in (
+        ({"activation_checkpointing": {"modules": ["towers.*"]}}, "towers"),
+        ({"zero": {"groups": [{"modules": ["towers.*"], "stage": 0}]}}, "towers"),
+    ):
+        for said, found in ranks(1).run(kinds_after_a_refusal, changes):
+            assert words in said
+            assert found == whole

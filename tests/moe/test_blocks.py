@@ -18,7 +18,13 @@ from hadal.comm import Ranks, init_distributed
 from hadal.comm.ranks import make_expert_groups
 from hadal.config.parallelism import ExpertParallel
 from hadal.errors import ConfigError, ModelError
-from hadal.plugins.moe.blocks import DistributedExperts, ExpertPlace, distribute, find_blocks
+from hadal.plugins.moe.blocks import (
+    DistributedExperts,
+    ExpertPlace,
+    distribute,
+    find_blocks,
+    plan_experts,
+)
 
 pytestmark = pytest.mark.runs("transformers")
 
@@ -86,7 +92,7 @@ def ids_of(seed: int) -> Tensor:
 def on_one_rank(model: nn.Module, **section: Any) -> nn.Module:
     init_distributed()
     make_expert_groups(1, Ranks.world())
-    distribute(model, ExpertParallel(enabled=True, **section), ExpertPlace(1, 0))
+    distribute(plan_experts(model, ExpertParallel(enabled=True, **section), ExpertPlace(1, 0)))
     return model
 
 
@@ -278,7 +284,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(
         ModelError, match=r"3, which does not divide the 4 experts of model\.layers"
     ):
-        distribute(model_of("mixtral"), ExpertParallel(enabled=True), ExpertPlace(3, 0))
+        plan_experts(model_of("mixtral"), ExpertParallel(enabled=True), ExpertPlace(3, 0))
     with pytest.raises(ModelError, match="and top_k 9 do not fit 4 experts"):
         on_one_rank(model_of("mixtral"), top_k=9)
     with pytest.raises(ModelError, match=r"no block of Linear has a router \('gate'\)"):

@@ -20,7 +20,7 @@ from hadal.plugins.sparse_attention import (
     FixedSparsityConfig,
     SparseAttentionUtils,
     SparseSelfAttention,
-    give_pattern,
+    plan_pattern,
     use_sparse_attention,
 )
 from hadal.plugins.sparse_attention.huggingface import _made
@@ -186,13 +186,13 @@ def test_a_short_prompt_has_fewer_blocks_than_a_window():
 def test_a_section_that_nothing_reads_is_reported(caplog):
     model = nn.Linear(2, 2)
     with caplog.at_level("INFO", logger="hadal"):
-        give_pattern(
+        plan_pattern(
             model, load_config({"train_batch_size": 1, "sparse_attention": {}}).sparse_attention
         )
     assert "no part of Linear uses it" in caplog.text
     caplog.clear()
     with caplog.at_level("INFO", logger="hadal"):
-        give_pattern(
+        plan_pattern(
             nn.Sequential(SparseSelfAttention()),
             load_config({"train_batch_size": 1, "sparse_attention": {}}).sparse_attention,
         )

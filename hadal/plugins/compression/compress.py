@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from hadal.plugins.compression.pruning import (
     prunes_blocks,
     prunings_of,
 )
-from hadal.plugins.compression.relations import cuts_of, mask_features
+from hadal.plugins.compression.relations import CutDimension, cuts_of, mask_features
 from hadal.plugins.compression.report import note_sizes
 from hadal.plugins.compression.rules import ActivationRule, Bits, PruneRule, WeightRule
 from hadal.plugins.compression.shrinking import Cuts, count_heads, make_masks_final, shrink
@@ -91,13 +91,17 @@ def with_old_form(
     return section.model_copy(update={"weight_quantization": found})
 
 
-def prepare(model: nn.Module, section: CompressionTraining, whole: Whole = as_it_is) -> None:
-    """Apply the enabled techniques to a model's modules.
+class CompressionPlan(NamedTuple):
+    """The modules that compression changes, and their rules."""
 
-    Args:
-        model: changed in place.
-        section: the section `compression_training`.
-        whole: makes possibly sharded weights readable.
+    weights: list[tuple[Match, WeightRule]]
+    inputs: list[tuple[Match, ActivationRule]]
+    prunings: list[Pruned]
+    cuts: Mapping[tuple[str, str], tuple[CutDimension, ...]]
+
+
+def plan_compression(model: nn.Module, section: CompressionTraining) -> CompressionPlan:
+    """Plan the enabled techniques of the section `compression_training`; nothing is changed.
 
     Raises:
         ConfigError: groups do not fit the modules; the message lists every fault.
@@ -109,17 +113,26 @@ def prepare(model: nn.Module, section: CompressionTraining, whole: Whole = as_it
     prunings = prunings_of(model, section, faults)
     cuts = cuts_of(model, section, prunings, faults)
     _expect_none(faults, model)
-    for match in weights:
-        change(match.module).compression.weight = _weight_rule(section, match)
-    for match in inputs:
-        rule = _activation_rule(section, match)
+    return CompressionPlan(
+        [(match, _weight_rule(section, match)) for match in weights],
+        [(match, _activation_rule(section, match)) for match in inputs],
+        prunings,
+        cuts,
+    )
+
+
+def compress(model: nn.Module, plan: CompressionPlan, whole: Whole = as_it_is) -> None:
+    """Change a model's modules by a plan; `whole` makes possibly sharded weights readable."""
+    for match, weight_rule in plan.weights:
+        change(match.module).compression.weight = weight_rule
+    for match, rule in plan.inputs:
         changed = change(match.module)
         changed.compression.activation = rule
         if rule.static and changed.activation_quantizer is None:
             changed.activation_quantizer = _range_beside(match.module, rule)
-    for match, pruning in prunings:
+    for match, pruning in plan.prunings:
         begin(match, pruning, whole)
-    mask_features(cuts)
+    mask_features(plan.cuts)
     _keep_calls(model)
     advance(model, 0)
 
@@ -242,7 +255,8 @@ def init_compression(
                 " the third argument"
             )
         student_initialization(model, teacher_model, section)
-    prepare(_inner(model), section)
+    inner = _inner(model)
+    compress(inner, plan_compression(inner, section))
     if teacher_model is not None:
         _teachers.add(_inner(teacher_model))
     return model

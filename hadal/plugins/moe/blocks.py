@@ -66,6 +66,23 @@ class _Setting:
     weights_inputs: bool
 
 
+class BlockPlan(NamedTuple):
+    """The changes of one block."""
+
+    block: ExpertBlock
+    setting: _Setting | None
+    """None: its experts are distributed already."""
+    rule: RouterRule | None
+    """None: its router stays."""
+
+
+class ExpertsPlan(NamedTuple):
+    """The changes of a model's blocks."""
+
+    place: ExpertPlace
+    blocks: list[BlockPlan]
+
+
 class DistributedExperts(nn.Module):
     """A rank's slice of an experts module: a mixin that is added to the module's class."""
 
@@ -203,10 +220,10 @@ def _check_preset(model: nn.Module, preset: str | None) -> None:
         )
 
 
-def distribute(
+def plan_experts(
     model: nn.Module, section: ExpertParallel, place: ExpertPlace, *, may_have_none: bool = False
-) -> list[ExpertBlock]:
-    """Reduce each block to this rank's slice of the experts, marked as expert parameters.
+) -> ExpertsPlan:
+    """Plan the distribution of a model's experts; nothing is changed.
 
     `may_have_none`: the model is a pipeline stage, and the blocks may be on other stages.
 
@@ -214,17 +231,34 @@ def distribute(
         ModelError: blocks or sizes do not fit the section.
     """
     blocks = find_blocks(model, section, may_have_none=may_have_none)
-    for block in blocks:
-        if not isinstance(block.experts, DistributedExperts):
-            _slice_experts(block, model, section, place)
-        _set_router(block, model, section)
-    return blocks
+    return ExpertsPlan(
+        place,
+        [
+            BlockPlan(
+                block, _setting(block, model, section, place.size), _rule(block, model, section)
+            )
+            for block in blocks
+        ],
+    )
 
 
-def _slice_experts(
-    block: ExpertBlock, model: nn.Module, section: ExpertParallel, place: ExpertPlace
-) -> None:
+def distribute(plan: ExpertsPlan) -> None:
+    """Reduce each block to this rank's slice of the experts, marked as expert parameters."""
+    for block, setting, rule in plan.blocks:
+        if setting is not None:
+            _slice_experts(block.experts, setting, plan.place)
+        if rule is not None:
+            block.router._hadal_rule = rule  # type: ignore[assignment]
+            if not isinstance(block.router, SetRouter):
+                _add_class(block.router, SetRouter)
+
+
+def _setting(
+    block: ExpertBlock, model: nn.Module, section: ExpertParallel, size: int
+) -> _Setting | None:
     experts, names = block.experts, _names(section)
+    if isinstance(experts, DistributedExperts):
+        return None
     total = len(getattr(experts, names[0]))
     told = _of_config(model, section.num_experts_attr, "num_experts_attr")
     if told is not None and told != total:
@@ -232,9 +266,9 @@ def _slice_experts(
             f"expert_parallel.num_experts_attr: the model's config has {told} experts, but"
             f" {block.name} has {total}"
         )
-    if total % place.size:
+    if total % size:
         raise ModelError(
-            f"expert_parallel.autoep_size is {place.size}, which does not divide the {total}"
+            f"expert_parallel.autoep_size is {size}, which does not divide the {total}"
             f" experts of {block.name}; choose a divisor"
         )
     for reason in ("has_bias", "is_transposed"):
@@ -243,27 +277,32 @@ def _slice_experts(
                 f"expert_parallel: the experts of {block.name} ({type(experts).__name__}) have"
                 f" {reason} = True, which is not built yet; leave the section out"
             )
-    count = total // place.size
     for parameter in experts.parameters():
         if len(parameter) != total:
             raise ModelError(
                 f"expert_parallel: a parameter of {block.name} has {len(parameter)} rows, but there"
                 f" are {total} experts; a rank's slice is undefined"
             )
-        # Keep the same object: an optimizer may hold it already.
-        parameter.data = parameter.data[place.rank * count : (place.rank + 1) * count].clone()
-        mark_expert(parameter, group_name(place.size))
-    if hasattr(experts, "num_experts"):
-        experts.num_experts = count  # type: ignore[assignment]
-    experts._hadal_setting = _Setting(  # type: ignore[assignment]
-        group_name(place.size),
+    return _Setting(
+        group_name(size),
         total,
         names,
         section.expert_activation,
         section.use_grouped_mm,
         section.score_apply == "pre",
     )
-    experts.load = Load(total)  # type: ignore[assignment]
+
+
+def _slice_experts(experts: nn.Module, setting: _Setting, place: ExpertPlace) -> None:
+    count = setting.num_experts // place.size
+    for parameter in experts.parameters():
+        # Keep the same object: an optimizer may hold it already.
+        parameter.data = parameter.data[place.rank * count : (place.rank + 1) * count].clone()
+        mark_expert(parameter, setting.group)
+    if hasattr(experts, "num_experts"):
+        experts.num_experts = count  # type: ignore[assignment]
+    experts._hadal_setting = setting  # type: ignore[assignment]
+    experts.load = Load(setting.num_experts)  # type: ignore[assignment]
     _add_class(experts, DistributedExperts)
 
 
@@ -287,8 +326,8 @@ def _of_config(model: nn.Module, attribute: str | None, key: str) -> Any:
     return found
 
 
-def _set_router(block: ExpertBlock, model: nn.Module, section: ExpertParallel) -> None:
-    """Replace the router if a key sets it."""
+def _rule(block: ExpertBlock, model: nn.Module, section: ExpertParallel) -> RouterRule | None:
+    """Return the rule of a router that a key sets; None if none does."""
     is_default = {
         "score_func": "auto",
         "route_norm": None,
@@ -300,7 +339,7 @@ def _set_router(block: ExpertBlock, model: nn.Module, section: ExpertParallel) -
         "top_k_attr": None,
     }
     if all(getattr(section, name) == value for name, value in is_default.items()):
-        return
+        return None
     router = block.router
     weight = getattr(router, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
@@ -308,12 +347,10 @@ def _set_router(block: ExpertBlock, model: nn.Module, section: ExpertParallel) -
             f"expert_parallel: keys of the router are set, and {block.name} has a"
             f" {type(router).__name__} without a weight of [experts, width]; leave them out"
         )
-    router._hadal_rule = _rule(router, model, section)  # type: ignore[assignment]
-    if not isinstance(router, SetRouter):
-        _add_class(router, SetRouter)
+    return _settings_of(router, model, section)
 
 
-def _rule(router: nn.Module, model: nn.Module, section: ExpertParallel) -> RouterRule:
+def _settings_of(router: nn.Module, model: nn.Module, section: ExpertParallel) -> RouterRule:
     """Return the section's settings; missing ones come from the router."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     is_sigmoid = hasattr(router, "e_score_correction_bias") or kind in ("minimax_m2",)

@@ -4,6 +4,7 @@ from hadal.plugins.sparse_attention.bert import BertSparseSelfAttention, SparseA
 from hadal.plugins.sparse_attention.blocks import MatMul, Softmax
 from hadal.plugins.sparse_attention.huggingface import (
     give_pattern,
+    plan_pattern,
     register_with_transformers,
     use_sparse_attention,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "from_config",
     "get_sparse_attention_config",
     "give_pattern",
+    "plan_pattern",
     "register_with_transformers",
     "use_sparse_attention",
 ]

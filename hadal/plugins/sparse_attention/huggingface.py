@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -88,14 +88,22 @@ def use_sparse_attention(model: Model, source: Any = None) -> Model:
                 'the configuration has no section "sparse_attention"; add one, such as'
                 ' {"sparse_attention": {"mode": "fixed"}}'
             )
-        _give(model, values)
+        give_pattern(PatternPlan(values, _configs(model)))
     return model
 
 
-def give_pattern(model: nn.Module, section: SparseAttention) -> None:
-    """Set a configuration's pattern on the parts of a model that use `hadal_sparse`."""
-    is_used = _give(model, section.of_the_mode())
-    if not is_used and not any(isinstance(one, SparseSelfAttention) for one in model.modules()):
+class PatternPlan(NamedTuple):
+    """A pattern, and the parts of a model that use `hadal_sparse`."""
+
+    values: dict[str, Any]
+    configs: list[Any]
+    """Their configurations, each once."""
+
+
+def plan_pattern(model: nn.Module, section: SparseAttention) -> PatternPlan:
+    """Find the parts of a model that read a configuration's pattern; nothing is changed."""
+    plan = PatternPlan(section.of_the_mode(), _configs(model))
+    if not plan.configs and not any(isinstance(m, SparseSelfAttention) for m in model.modules()):
         _log.info(
             "sparse_attention: no part of %s uses it; a transformers model does after"
             " hadal.sparse_attention.use_sparse_attention(model), and others read it with"
@@ -103,19 +111,19 @@ def give_pattern(model: nn.Module, section: SparseAttention) -> None:
             type(model).__name__,
         )
 
-
-def _give(model: nn.Module, values: dict[str, Any]) -> bool:
-    configs = {id(config): config for config in _configs(model)}
-    for config in configs.values():
-        config.sparse_attention = dict(values)
-    return bool(configs)
+    return plan
 
 
-def _configs(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", None) == NAME:
-            yield config
+def give_pattern(plan: PatternPlan) -> None:
+    """Set the pattern on the parts of a model that use `hadal_sparse`."""
+    for config in plan.configs:
+        config.sparse_attention = dict(plan.values)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    found = [getattr(module, "config", None) for module in model.modules()]
+    used = [one for one in found if getattr(one, "_attn_implementation", None) == NAME]
+    return list({id(config): config for config in used}.values())
 
 
 def hadal_sparse(
