@@ -143,6 +143,17 @@ def test_imports_no_torch(module: str) -> None:
     assert loaded.strip() == "False"
 
 
+def test_no_command_imports_torch_before_it_runs() -> None:
+    """A subcommand imports what it needs inside its functions: `hadal --help` starts fast."""
+    loaded = python(
+        "import importlib, pkgutil, sys, hadal.cli as cli\n"
+        "for module in pkgutil.iter_modules(cli.__path__, 'hadal.cli.'):\n"
+        "    importlib.import_module(module.name)\n"
+        "print('torch' in sys.modules)"
+    )
+    assert loaded.strip() == "False"
+
+
 @pytest.mark.slow
 def test_initialize_costs_little_compared_with_torch(tmp_path: Path) -> None:
     # Both in processor time, one after the other: other work on the machine slows both alike. And

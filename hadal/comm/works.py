@@ -121,7 +121,7 @@ _IS_GONE = re.compile(
 _IS_ELSEWHERE = re.compile(r"were sent where|came in place of|did not expect")
 
 last_places: dict[int, tuple[str, float]] = {}
-"""What the watchdog has last heard of the place of other ranks, and when (`time.monotonic`)."""
+"""The places of other ranks as the watchdog last heard of them, and when (`time.monotonic`)."""
 
 
 def failure(

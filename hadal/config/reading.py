@@ -33,7 +33,7 @@ _MISTAKES = (
     (re.compile(r"(True|False|None)\b"), "JSON has true, false and null"),
     (re.compile(r"[A-Za-z_]\w*\s*:"), "JSON has keys in double quotes"),
 )
-"""What may be found in the place of an error, and the remedy."""
+"""Mistakes that look like the text at an error, and the remedy of each."""
 _EXCERPT = 60
 
 

@@ -50,7 +50,7 @@ class Feature:
     """The listener's class, or a function that returns one or None; it takes the section and the
     setting. As "module:name" it is imported only if the feature is on."""
     is_on: Callable[[EngineSetting], Any] | None = None
-    """Whether it is on; None: if the section's `enabled` is true."""
+    """Returns True if the section switches it on; None: its `enabled` says so."""
 
 
 def setting_of(

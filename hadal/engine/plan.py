@@ -77,7 +77,7 @@ class RankCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModulesPlan:
-    """What the modules of a model become; None for what the configuration does not request."""
+    """Changes of the modules of a model; None for those that the configuration does not request."""
 
     compression: CompressionPlan | None = None
     experts: ExpertsPlan | None = None

@@ -97,7 +97,7 @@ class GradientCheck:
     culprit: str | None = None
     """The full name of the first parameter whose gradient overflowed; None: just the norm did."""
     sources: str = ""
-    """What else is not finite, as the end of a sentence."""
+    """The end of a sentence about values that are not finite."""
     is_asked: bool = False
     """True if the program asked to skip the update."""
 
