@@ -39,6 +39,7 @@ from hadal.device.compiler import (
     frames_compiled,
     keep_eager,
     spared_import,
+    tells_of_compiling,
 )
 from hadal.device.generator import random_state, set_random_state
 from hadal.device.kernels import (
@@ -149,6 +150,7 @@ __all__ = [
     "spared_import",
     "start_reading",
     "synchronize",
+    "tells_of_compiling",
     "total_memory",
     "transform_running",
     "unforked_memory",

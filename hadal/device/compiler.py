@@ -43,6 +43,23 @@ def spared_import() -> Iterator[None]:
         del plain.__dynamo_disable
 
 
+def tells_of_compiling() -> bool:
+    """Return True if torch's compiler is not imported, or has what the functions below ask for.
+
+    There is no public way to learn when it starts, and what it has compiled.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return True
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    handler = _callbacks()
+    names = ("start_callbacks", "register_start_callback")
+    return hasattr(frames, "FRAME_COUNTER") and all(hasattr(handler, name) for name in names)
+
+
+def _callbacks() -> Any:
+    return getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+
+
 def frames_compiled() -> int:
     """Return how many frames torch's compiler has compiled in this process."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
@@ -117,7 +134,7 @@ def before_compiling(act: Callable[[], None]) -> None:
 
     Resetting the compiler removes the callback.
     """
-    handler: Any = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    handler = _callbacks()
     if handler is not None and _as_callback(act) not in handler.start_callbacks:
         handler.register_start_callback(_as_callback(act))
 

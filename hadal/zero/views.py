@@ -26,6 +26,7 @@ from hadal.device import (
     number_of_users,
     same_bytes,
     side_stream,
+    tells_of_compiling,
     unwatched,
 )
 from hadal.errors import ModelError, ShardedAccessError
@@ -267,7 +268,7 @@ class Refresh:
         `may_last`: it may overlap with the device's later work.
         """
         self.end()
-        self._is_watched = may_last and not _is_read_unseen
+        self._is_watched = may_last and not _is_read_unseen and tells_of_compiling()
         device = self._full.device if self._is_watched else _HOST
         self._beside = side_stream(StreamPurpose.REFRESH, device)
         self._beside.follow_device()

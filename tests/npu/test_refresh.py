@@ -330,3 +330,30 @@ def test_compiled_code_is_entered_with_its_own_weights_there(graph: str, npus: R
             assert (counts, left[1:]) == ([20, 0, 0, 0], [0, 0, 0])
         else:
             assert (counts, left[1:]) == ([20] * 4, [14] * 3)
+
+
+def _left_of_unheard(module: str, name: str) -> tuple[int, int]:
+    """The weights on their way if torch does not tell what it compiles, and if it does again."""
+    importlib.import_module("torch._dynamo")
+    with late():
+        engine = runs.built(runs.config(1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(sys.modules[module], name)
+            runs.advanced(engine, 1)
+            without = len(under_way(engine))
+        runs.advanced(engine, 1, first=1)
+        counts = without, len(under_way(engine))
+        engine.destroy()
+    return counts
+
+
+HEARD = [
+    ("torch._dynamo.callback", "callback_handler"),
+    ("torch._dynamo.convert_frame", "FRAME_COUNTER"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "name"), HEARD)
+def test_without_word_of_the_compiler_steps_wait(module: str, name: str, npus: RankPools) -> None:
+    assert npus(2).run(_left_of_unheard, module, name) == [(0, 20)] * 2
