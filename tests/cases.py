@@ -8,7 +8,6 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from contracts.cover import pairwise_cover
 
 
 def mark_slow_cells(items: Sequence[pytest.Item], *, are_all_there: bool) -> None:
@@ -47,28 +46,6 @@ def rarely(*values: Any, **more: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow, **more)
 
 
-def diagonal(**factors: Sequence[Any]) -> pytest.MarkDecorator:
-    """Every combination of levels; slow but for a few, which have each level once at least."""
-    longest = max(map(len, factors.values()))
-    chosen = {tuple(n % len(levels) for levels in factors.values()) for n in range(longest)}
-    return _combinations(factors, chosen)
-
-
-def pairs(**factors: Sequence[Any]) -> pytest.MarkDecorator:
-    """Every combination of levels; slow but for a few, in which each two levels meet."""
-    numbers = {name: [str(n) for n in range(len(levels))] for name, levels in factors.items()}
-    chosen = {tuple(map(int, cell.values())) for cell in pairwise_cover(numbers)}
-    return _combinations(factors, chosen)
-
-
-def _combinations(
-    factors: dict[str, Sequence[Any]], chosen: set[tuple[int, ...]]
-) -> pytest.MarkDecorator:
-    cases = [
-        pytest.param(
-            *(levels[n] for levels, n in zip(factors.values(), numbers, strict=True)),
-            marks=() if numbers in chosen else pytest.mark.slow,
-        )
-        for numbers in product(*(range(len(levels)) for levels in factors.values()))
-    ]
-    return pytest.mark.parametrize(tuple(factors), cases)
+def every(**factors: Sequence[Any]) -> pytest.MarkDecorator:
+    """Every combination of levels."""
+    return pytest.mark.parametrize(tuple(factors), list(product(*factors.values())))

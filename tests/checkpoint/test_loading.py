@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from engine.logs import logged
 from engine.toys import alone, assert_close, assert_equal, backward, engine_of, model_of, train
 from ranks import RankPools, on_ranks
@@ -80,7 +80,7 @@ def summary(engine: Any) -> dict[str, Any]:
 
 
 @pytest.mark.fast_cells("schedule-3")
-@diagonal(name=list(SETTINGS), stage=[0, 1, 2, 3])
+@every(name=list(SETTINGS), stage=[0, 1, 2, 3])
 @on_ranks(2)
 def test_training_goes_on_bit_for_bit(stage: int, name: str, tmp_path: Path) -> None:
     through = fresh(stage, name)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from engine.toys import TINY, Leaves, assert_equal, engine_of, given_gradients
 from ranks import RankPools
 from safetensors.torch import load_file
@@ -109,7 +109,7 @@ OPTIMIZERS: dict[str, tuple[Any, bool]] = {
 
 
 @pytest.mark.fast_cells("muon-3")
-@diagonal(name=list(OPTIMIZERS), stage=range(4))
+@every(name=list(OPTIMIZERS), stage=range(4))
 def test_updates_are_those_of_contiguous_parameters(
     name: str, stage: int, ranks: RankPools
 ) -> None:

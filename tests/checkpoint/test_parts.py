@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from engine.parts import (
     PARTS,
     ROWS,
@@ -105,7 +105,7 @@ def load_with_fewer_replicas(folder: str, stage: int, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@diagonal(dtype=list(KEYS), stage=[0, 1, 2, 3])
+@every(dtype=list(KEYS), stage=[0, 1, 2, 3])
 def test_parts_go_on_bit_for_bit_and_load_with_fewer_replicas(
     stage: int, dtype: str, ranks: RankPools, tmp_path: Path
 ) -> None:
@@ -203,7 +203,7 @@ def load_in_parts(folder: str, stage: int, dtype: str) -> None:
 
 
 @pytest.mark.fast_cells("fp16-2")
-@diagonal(dtype=list(KEYS), stage=[0, 1, 2, 3])
+@every(dtype=list(KEYS), stage=[0, 1, 2, 3])
 def test_parts_in_boxes_load_whole_and_back(
     stage: int, dtype: str, ranks: RankPools, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from ranks import RankPools, on_ranks
 
 from hadal import comm
@@ -106,7 +106,7 @@ print("end", flush=True)
 
 
 @pytest.mark.slow
-@diagonal(late=[0, 1], destroys=[False, True])
+@every(late=[0, 1], destroys=[False, True])
 def test_a_process_ends_in_order(late: int, destroys: bool) -> None:
     """A thread that looks into a store which is gone, or while Python ends, aborts nothing."""
     with socket.socket() as free:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from ranks import RankPools
 
 from .cells import BY_PARAMETER, NODES
@@ -59,7 +59,7 @@ def test_a_stage_changes_nothing(optimizer: str, model: str, ranks: RankPools) -
 
 
 @pytest.mark.slow
-@diagonal(optimizer=list(BY_PARAMETER), world=NODES)
+@every(optimizer=list(BY_PARAMETER), world=NODES)
 def test_nodes_change_nothing(optimizer: str, world: str, ranks: RankPools) -> None:
     """Each copy has its own owners, who come to the same values.
 

@@ -32,7 +32,7 @@ import os
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from ranks import RankPools
 
 from . import cells, models
@@ -97,7 +97,7 @@ def test_every_stage_trains_as_one_process_does(cell: Cell, ranks: RankPools) ->
     "stage0-bf16-acc1-clip-w2-tied-tiny-adamw-usual-engine.compile",
     "stage3-fp32-acc1-clip-w2-checkpointed-tiny-sgd-usual-engine.compile",
 )
-@diagonal(name=COMPILED, compilation=COMPILATIONS)
+@every(name=COMPILED, compilation=COMPILATIONS)
 def test_a_compiled_model_trains_as_one_process_does(
     name: str, compilation: str, ranks: RankPools
 ) -> None:

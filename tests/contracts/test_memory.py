@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import pairs
+from cases import every
 from ranks import RankPools
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -207,7 +207,7 @@ def most(promised: float) -> float:
 
 
 @pytest.mark.fast_cells("0-1-bf16-40000", "1-1-fp32-40000", "2-3-bf16-40000", "3-1-fp32-80000")
-@pairs(stage=range(4), world_size=[1, 2, 3], precision=["bf16", "fp32"], key=KEYS)
+@every(stage=range(4), world_size=[1, 2, 3], precision=["bf16", "fp32"], key=KEYS)
 def test_a_rank_holds_the_states_of_its_stage(
     stage: int, world_size: int, precision: str, key: int, ranks: RankPools
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -76,14 +76,14 @@ def alike(stage: int, model: str, changes: dict[str, Any]) -> None:
     assert_equal(state, state_again)
 
 
-@pytest.mark.slow_cells("fp32-3")
-@diagonal(dtype=list(DTYPES), stage=STAGES)
+@pytest.mark.fast_cells("fp32-0", "bf16-1", "fp16-2")
+@every(dtype=list(DTYPES), stage=STAGES)
 def test_both_ways_give_the_same(stage: int, dtype: str, ranks: RankPools) -> None:
     ranks(2).run(alike, stage, "plain", {**DTYPES[dtype], "gradient_clipping": 0.5})
 
 
 @pytest.mark.fast_cells("reentrant-1")
-@diagonal(model=["recomputed", "reentrant"], stage=STAGES)
+@every(model=["recomputed", "reentrant"], stage=STAGES)
 def test_recomputation_in_backward_does_too(stage: int, model: str, ranks: RankPools) -> None:
     ranks(2).run(alike, stage, model, DTYPES["bf16"])
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import RankPools, RanksFailed, on_ranks
@@ -160,7 +160,7 @@ def train_later(kind: str, stage: int) -> None:
 
 
 @pytest.mark.fast_cells("2-ByNorm")
-@diagonal(world=[1, 2], kind=list(KINDS))
+@every(world=[1, 2], kind=list(KINDS))
 def test_later_groups_train_as_in_torch(kind: str, world: int, ranks: RankPools) -> None:
     for stage in STAGES:
         ranks(world).run(train_later, kind, stage)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from ranks import RankPools
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -121,7 +121,7 @@ def train_parts(stage: int, dtype: str, maker: Maker, born: bool, names: str) ->
 
 
 @pytest.mark.fast_cells("fp32-3")
-@diagonal(dtype=list(DTYPES), stage=STAGES)
+@every(dtype=list(DTYPES), stage=STAGES)
 def test_parts_of_a_model_train_like_the_whole(stage: int, dtype: str, ranks: RankPools) -> None:
     ranks(4).run(train_parts, stage, dtype, sgd, False, "six")
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from comm.traffic import counted
 from ranks import RankPools, on_ranks
 from torch import Tensor, nn
@@ -718,7 +718,7 @@ EMBEDDINGS: list[tuple[dict[str, bool], dict[str, Any]]] = [
 
 @pytest.mark.fast_cells("1-2")
 @pytest.mark.claims("sparse_gradients")
-@diagonal(world=[2, 3, 1], stage=STAGES)
+@every(world=[2, 3, 1], stage=STAGES)
 @on_ranks("world")
 def test_embeddings_travel_in_rows(stage: int) -> None:
     """The same weights; fewer bytes, unless a head shares the embedding and fills every row."""

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from engine.logs import logged
 from ranks import RankPools
 from torch import Tensor, nn
@@ -263,7 +263,7 @@ def _order_of_collectives(path: str, stage: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.fast_cells("a head unused at first-3")
-@diagonal(path=list(PATHS), stage=[2, 3])
+@every(path=list(PATHS), stage=[2, 3])
 def test_ranks_that_lack_gradients_send_in_one_order(
     path: str, stage: int, npus: RankPools
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import diagonal
+from cases import every
 from engine.toys import engine_of
 from ranks import RankPools
 from zero.test_gathering import CUT, DROPS, blocks, inputs_of
@@ -25,7 +25,7 @@ def _late(*given: Any) -> None:
 
 
 @pytest.mark.slow
-@diagonal(seed=[0, 1, 3], settings=[{}, DROPS])
+@every(seed=[0, 1, 3], settings=[{}, DROPS])
 def test_ranks_may_differ(seed: int, settings: dict[str, Any], npus: RankPools) -> None:
     world = 2 + seed % 2
     meets = bool(settings)

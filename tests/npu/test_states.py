@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from ranks import RankPools
 from torch import Tensor
 from torch.nn import functional as F
@@ -112,7 +112,7 @@ def _allocated() -> int:
 
 
 @pytest.mark.fast_cells("3-how4")
-@diagonal(stage=[1, 3], how=[(True, True), (True, False), (False, True)])
+@every(stage=[1, 3], how=[(True, True), (True, False), (False, True)])
 def test_states_move_out_and_in(
     stage: int, how: tuple[bool, bool], npus: RankPools, ranks: RankPools
 ) -> None:

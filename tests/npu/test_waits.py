@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import diagonal, rarely
+from cases import every, rarely
 from ranks import RankPools, on_ranks
 
 import hadal
@@ -23,7 +23,7 @@ def told(found: dict[str, list[str]]) -> str:
 
 
 @pytest.mark.fast_cells("0-bf16")
-@diagonal(stage=range(4), precision=["bf16", "fp16"])
+@every(stage=range(4), precision=["bf16", "fp16"])
 def test_an_update(stage: int, precision: str, npus: RankPools) -> None:
     """Nothing is read back, except that fp16 must decide about the loss scale first."""
     # Clocks read events: they wait for nothing.

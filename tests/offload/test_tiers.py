@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from ranks import RankPools, RanksFailed, on_ranks
 from torch import Tensor, nn
 
@@ -158,7 +158,7 @@ def compare_places(stage: int, dtype: str, path: str, updates: int) -> None:
     "zero_optimization.offload_optimizer.device",
     "zero_optimization.offload_optimizer.nvme_path",
 )
-@diagonal(stage=[0, 1, 2, 3], dtype=["bf16", "fp16", "fp32"])
+@every(stage=[0, 1, 2, 3], dtype=["bf16", "fp16", "fp32"])
 def test_device_host_and_disk_give_the_same_bits(
     stage: int, dtype: str, ranks: RankPools, tmp_path: Path
 ) -> None:
@@ -186,7 +186,7 @@ def apart() -> Iterator[None]:
 
 
 @pytest.mark.fast_cells("0-fp32")
-@diagonal(stage=[0, 1, 2, 3], dtype=["fp32", "bf16"])
+@every(stage=[0, 1, 2, 3], dtype=["fp32", "bf16"])
 @on_ranks(2)
 def test_host_and_disk_are_equal_where_the_device_has_its_own_memory(
     stage: int, dtype: str, tmp_path: Path

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from engine.toys import Leaves, engine_of, given_gradients, mean_gradients, train
 from hypothesis import given
 from hypothesis import strategies as st
@@ -184,8 +184,8 @@ def step_variants(stage: int, precision: str) -> None:
         step_engine(stage, precision, options)
 
 
-@pytest.mark.slow_cells("1-2")
-@diagonal(stage=[0, 1, 2, 3], world=[1, 2, 3])
+@pytest.mark.fast_cells("0-1", "2-3", "3-1")
+@every(stage=[0, 1, 2, 3], world=[1, 2, 3])
 def test_every_stage_steps_like_whole_tensors(stage: int, world: int, ranks: RankPools) -> None:
     ranks(world).run(step_variants, stage, "fp32")
 

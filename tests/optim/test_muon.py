@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from engine.toys import Leaves, assert_equal, engine_of, given_gradients, mean_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -146,7 +146,7 @@ def train_as_the_reference(stage: int, precision: str, options: dict[str, Any]) 
         assert bool(((found - expected).abs() <= allowed).all()), (stage, name, options)
 
 
-@pytest.mark.slow_cells("1-2")
+@pytest.mark.fast_cells("0-1", "2-3", "3-1")
 @pytest.mark.claims(
     "optimizer.params{type=Muon}.lr",
     "optimizer.params{type=Muon}.momentum",
@@ -157,7 +157,7 @@ def train_as_the_reference(stage: int, precision: str, options: dict[str, Any]) 
     "optimizer.params{type=Muon}.eps",
     "optimizer.params{type=Muon}.ns_method",
 )
-@diagonal(stage=[0, 1, 2, 3], world=[1, 2, 3])
+@every(stage=[0, 1, 2, 3], world=[1, 2, 3])
 @on_ranks("world")
 def test_every_stage_steps_like_one_process(stage: int) -> None:
     for options in OPTIONS:

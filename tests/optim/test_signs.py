@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from engine.toys import Leaves, engine_of
 from ranks import RankPools, on_ranks
 from torch import Tensor
@@ -109,13 +109,13 @@ def as_in_the_paper(kind: str, precision: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.fast_cells("OneBitAdam-1", "OneBitAdam-4")
-@diagonal(kind=list(KINDS), world=[1, 2, 3, 4])
+@every(kind=list(KINDS), world=[1, 2, 3, 4])
 def test_each_update_is_that_of_the_paper(ranks: RankPools, kind: str, world: int):
     ranks(world).run(as_in_the_paper, kind, "fp32", {"weight_decay": 0.1})
 
 
 @pytest.mark.fast_cells("OneBitLamb-fp16")
-@diagonal(kind=list(KINDS), precision=["bf16", "fp16"])
+@every(kind=list(KINDS), precision=["bf16", "fp16"])
 def test_in_16_bits(ranks: RankPools, kind: str, precision: str):
     ranks(2).run(as_in_the_paper, kind, precision, {})
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from engine import toys
 from engine.test_topology import cut_sequences
 from engine.toys import engine_of
@@ -57,7 +57,7 @@ ROUTES = {"hpz": HPZ, "mics": MICS}
 
 
 @pytest.mark.fast_cells("one rank is late-hpz")
-@diagonal(plan=list(PLANS), route=list(ROUTES))
+@every(plan=list(PLANS), route=list(ROUTES))
 def test_gradients_that_come_late_or_not_at_all(plan: str, route: str, ranks: RankPools) -> None:
     rows = [(*row, *row[::-1]) for row in PLANS[plan]]
     ranks(4).run(under, ROUTES[route], train_branches, rows, 3)

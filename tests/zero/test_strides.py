@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import diagonal
+from cases import every
 from engine.toys import TINY, assert_equal, engine_of
 from ranks import RankPools, on_ranks
 from torch import Tensor, nn
@@ -162,7 +162,7 @@ def engine(stage: int, whole: bool, model: nn.Module | None = None, **settings: 
 
 
 @pytest.mark.fast_cells("3-True")
-@diagonal(stage=range(4), whole=[False, True])
+@every(stage=range(4), whole=[False, True])
 @on_ranks(2)
 def test_access_gives_logical_values(stage: int, whole: bool) -> None:
     world = comm.get_world_size()
