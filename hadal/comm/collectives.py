@@ -80,7 +80,9 @@ def sum_into(out: Tensor, pieces: Sequence[Tensor], after: float, accumulate: bo
         if out.data_ptr() != pieces[0].data_ptr():
             out.copy_(pieces[0])
         return
-    if _is_pair(out, pieces) and after == 0.5 and not accumulate:
+    is_mean = len(pieces) == 2 and after == 0.5 and not accumulate
+    has_16_bits = out.dtype in (torch.bfloat16, torch.float16)
+    if is_mean and has_16_bits and all(piece.dtype == out.dtype for piece in pieces):
         # One pass in the commonest case: torch computes 16-bit lerp in float32.
         torch.lerp(pieces[0], pieces[1], 0.5, out=out)
         return
@@ -106,12 +108,6 @@ def sum_into(out: Tensor, pieces: Sequence[Tensor], after: float, accumulate: bo
             part.add_(target)
         if not adds_in_place:
             target.copy_(part)
-
-
-def _is_pair(out: Tensor, pieces: Sequence[Tensor]) -> bool:
-    """Return True for the mean of two 16-bit tensors in their own dtype."""
-    alike = all(piece.dtype == out.dtype for piece in pieces)
-    return len(pieces) == 2 and alike and out.dtype in (torch.bfloat16, torch.float16)
 
 
 # ---- transport: on the host in pairs, on an accelerator by its collectives -----------------------

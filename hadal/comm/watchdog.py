@@ -154,8 +154,11 @@ def place_in_program() -> str:
     """Return the line of the program that the main thread is at, and the function called there."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     inner: list[FrameType] = []
-    while frame is not None and _root_of(frame) in _LIBRARIES:
-        if not frame.f_globals["__name__"].endswith(".c10d_logger"):  # wraps torch's collectives
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in _LIBRARIES:
+            break
+        if not module.endswith(".c10d_logger"):  # wraps torch's collectives
             inner.append(frame)
         frame = frame.f_back
     if frame is None:
@@ -170,10 +173,6 @@ def place_in_program() -> str:
 
 
 _LIBRARIES = sys.stdlib_module_names | {"hadal", "torch"}
-
-
-def _root_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _compared(begun: Begun, found: dict[int, Answer | None]) -> str:

@@ -69,15 +69,12 @@ in_step = _InStep()
 
 def is_from_a_signal(error: BaseException) -> bool:
     """Return True if a signal's handler raised an error, whatever the program was doing."""
-    handlers = (getattr(signal.getsignal(number), "__code__", None) for number in _signals())
+    numbers = (one for one in signal.valid_signals() if isinstance(one, signal.Signals))
+    handlers = (getattr(signal.getsignal(one), "__code__", None) for one in numbers)
     codes, trace = {code for code in handlers if code is not None}, error.__traceback__
     while trace is not None and trace.tb_frame.f_code not in codes:
         trace = trace.tb_next
     return trace is not None
-
-
-def _signals() -> set[signal.Signals]:
-    return {number for number in signal.valid_signals() if isinstance(number, signal.Signals)}
 
 
 def is_cut_short() -> bool:
@@ -235,7 +232,7 @@ def call_at_end(work: dist.Work, ended: Callable[[], None]) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class Letter:
+class PairMessage:
     """One send or receive under way, the rank at its other end, and a callback for its end."""
 
     work: Work
@@ -318,8 +315,8 @@ def unfinished() -> Begun | None:
 def missing_rank(works: Sequence[object]) -> int | None:
     """Return the world's number of the missing rank, if the awaited work knows it."""
     # Waits go in order, so the first one that is not over is the one that hangs.
-    letters = (work for work in works if isinstance(work, Letter))
-    return next((letter.other for letter in letters if not letter.is_over), None)
+    messages = (work for work in works if isinstance(work, PairMessage))
+    return next((message.other for message in messages if not message.is_over), None)
 
 
 def collective_of(works: Sequence[object]) -> Begun | None:

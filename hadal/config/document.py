@@ -104,16 +104,12 @@ def _tidy(schema: Schema, more: list[Schema]) -> Schema:
     outer = {"title", "description", "default", "x-hadal-status"}
     inner = {name: value for name, value in schema.items() if name not in outer}
     kept = {name: schema[name] for name in schema if name in outer - {"title"}}
-    if kept.get("default", ...) is None and not _takes_null(inner):
+    if kept.get("default", ...) is None and {"type": "null"} not in inner.get("anyOf", [inner]):
         del kept["default"]
     if not more or not inner:
         return inner | kept
     choices = inner["anyOf"] if set(inner) == {"anyOf"} else [inner]
     return {"anyOf": [*choices, *more]} | kept
-
-
-def _takes_null(schema: Schema) -> bool:
-    return {"type": "null"} in schema.get("anyOf", [schema])
 
 
 def _typed_params(defs: dict[str, Schema], model: type[Typed]) -> None:

@@ -121,12 +121,12 @@ class Choice(NamedTuple):
 def candidates(wish: Wish) -> set[int]:
     """Return candidate batches: multiples of the micro-batches with many divisors."""
     bases = {*wish.micros, math.lcm(*wish.micros)}
-    return {_filled(base, wish.cap) for base in bases if base <= wish.cap}
-
-
-def _filled(base: int, cap: int) -> int:
-    """Return the base times the largest highly composite number within the cap."""
-    return base * _COMPOSITE[bisect_right(_COMPOSITE, cap // base) - 1]
+    # Each base times the largest highly composite number within the cap.
+    return {
+        base * _COMPOSITE[bisect_right(_COMPOSITE, wish.cap // base) - 1]
+        for base in bases
+        if base <= wish.cap
+    }
 
 
 def ranks_for(train: int, wish: Wish) -> tuple[int, ...]:

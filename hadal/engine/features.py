@@ -134,10 +134,6 @@ def opened_monitor(setting: EngineSetting) -> Monitor:
 # ---- features that need the engine's own parts ---------------------------------------------------
 
 
-def _clocks(_: Any, setting: EngineSetting) -> Listener:
-    return setting.clocks
-
-
 def _recomputed(section: Any, setting: EngineSetting) -> Listener | None:
     modules = setting.plan.modules.recomputed
     if not modules:
@@ -276,10 +272,6 @@ def _is_compressed(setting: EngineSetting) -> bool:
     return section.changes_modules or section.layer_reduction.is_on or is_old
 
 
-def _has_experts(setting: EngineSetting) -> bool:
-    return any(not getattr(p, "allreduce", True) for p in setting.model.parameters())
-
-
 _DATA, _BITS = "hadal.plugins.data_efficiency", "hadal.plugins.compression"
 _SAMPLING = "data_efficiency.data_sampling"
 
@@ -301,7 +293,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature("compression_training", f"{_BITS}.training:techniques_of", _is_compressed),
     Feature("eigenvalue", f"{_BITS}.eigenvalues:BlockEigenvalues", _has_curvature),
     Feature("hybrid_engine", GatheredGenerate),
-    Feature("wall_clock_breakdown", _clocks, lambda setting: setting.clocks.measures),
+    Feature(
+        "wall_clock_breakdown",
+        lambda _, setting: setting.clocks,
+        lambda setting: setting.clocks.measures,
+    ),
     Feature(
         "steps_per_print",
         Reporter,
@@ -310,7 +306,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "expert_parallel",
         "hadal.plugins.moe.load:ExpertLoad",
-        lambda setting: setting.write is not None and _has_experts(setting),
+        lambda setting: (
+            setting.write is not None
+            and any(not getattr(p, "allreduce", True) for p in setting.model.parameters())
+        ),
     ),
     # The report's other records are written before the monitors close their files.
     Feature("jsonl_monitor", _journal, _is_reported),

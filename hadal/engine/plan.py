@@ -215,12 +215,13 @@ def plan_model(
         limits,
         find_tables(model) if config.sparse_gradients else frozenset(),
     )
+    kept = sum(bucket.numel for bucket in buckets if not bucket.partition.weights)
     return ModelPlan(
         modules,
         [*units, *announced_uses(model, units)],
         buckets,
         parameters,
-        _less(limits, buckets),
+        replace(limits, persistent_total_numel=max(0, limits.persistent_total_numel - kept)),
     )
 
 
@@ -230,12 +231,6 @@ def _only(units: Iterable[Unit], wanted: set[nn.Parameter]) -> Iterable[Unit]:
         members = [member for member in unit.members if member.parameter in wanted]
         if members:
             yield replace(unit, members=members)
-
-
-def _less(limits: Limits, buckets: Iterable[BucketPlan]) -> Limits:
-    """Return limits for parameters that come later, where these weights stay whole."""
-    whole = sum(bucket.numel for bucket in buckets if not bucket.partition.weights)
-    return replace(limits, persistent_total_numel=max(0, limits.persistent_total_numel - whole))
 
 
 def _policies(

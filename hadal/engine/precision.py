@@ -19,7 +19,7 @@ from hadal.device import emulates
 from hadal.engine.policies import dtype_named, wire_dtype
 from hadal.errors import Fault, raise_faults
 from hadal.optim.loss_scale import ScaleRule
-from hadal.zero.policy import Precision
+from hadal.zero.policy import STAGES, Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,10 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, (list, tuple)):
         cast = [cast_floats(item, dtype) for item in value]
-        return _like(value, cast) if _differ(value, cast) else value
+        if not _differ(value, cast):
+            return value
+        # A named tuple takes its fields one by one.
+        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
     if isinstance(value, Mapping):
         changed = {key: cast_floats(item, dtype) for key, item in value.items()}
         return _updated(value, changed) if _differ(value.values(), changed.values()) else value
@@ -71,11 +74,6 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 def _differ(before: Any, after: Any) -> bool:
     return any(one is not other for one, other in zip(before, after, strict=True))
-
-
-def _like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    """Return a sequence of the same type; a named tuple takes its fields one by one."""
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def _updated(value: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
@@ -364,7 +362,7 @@ def scale_rule_of(config: Config, device: torch.device) -> ScaleRule:
     fp16 = config.fp16
     if not fp16.enabled and autocast_dtype(config, device) is not torch.float16:
         return ScaleRule()
-    with_zero = config.zero_optimization.stage > 0
+    with_zero = STAGES[config.zero_optimization.stage].optimizer
     return ScaleRule(
         initial=float(fp16.loss_scale) or 2.0**fp16.initial_scale_power,
         dynamic=fp16.loss_scale == 0,

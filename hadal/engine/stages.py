@@ -28,6 +28,7 @@ from hadal.plugins.sequence.loss import whole_value
 from hadal.plugins.sequence.tiles import IGNORED
 from hadal.zero import sharded_init
 from hadal.zero.boxes import Box
+from hadal.zero.policy import STAGES
 from hadal.zero.sharing import Tied
 
 _SECTIONS = ("pipeline", "tensor_parallel", "expert_parallel", "sequence_parallel_size")
@@ -212,7 +213,7 @@ def prepare_stage(module: PipelineModule, config: Config) -> None:
 
 
 def _faults(module: PipelineModule, config: Config) -> Iterator[Fault]:
-    if config.zero_optimization.stage > 2:
+    if STAGES[config.zero_optimization.stage].weights:
         yield Fault(
             "zero_optimization.stage",
             "3, but stages of a pipeline hold their weights whole: each micro-batch would gather"

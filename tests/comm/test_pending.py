@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hadal.comm.pending import Pending, finished, relayed
-from hadal.comm.works import Letter
+from hadal.comm.works import PairMessage
 from hadal.errors import CommunicationError
 
 
@@ -44,7 +44,7 @@ def test_a_fault_names_the_rank() -> None:
         def wait(self) -> None:
             pass
 
-    letters = [Letter(Arrives(), 4), Letter(Failing(RuntimeError("ended")), 3)]
+    letters = [PairMessage(Arrives(), 4), PairMessage(Failing(RuntimeError("ended")), 3)]
     with pytest.raises(CommunicationError, match="a gather failed on rank 0, with rank 3: ended"):
         Pending("a gather", letters).advance()
 
@@ -75,7 +75,7 @@ def test_a_fault_names_the_rank() -> None:
 )
 def test_each_kind_of_fault_has_words_of_its_own(found: str, told: str) -> None:
     with pytest.raises(CommunicationError) as caught:
-        Pending("a gather", [Letter(Failing(RuntimeError(found)), 3)]).wait()
+        Pending("a gather", [PairMessage(Failing(RuntimeError(found)), 3)]).wait()
     assert str(caught.value).startswith(told)
 
 
@@ -92,7 +92,7 @@ def test_the_exception_of_a_signals_handler_is_not_blamed_on_a_rank() -> None:
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with pytest.raises(RuntimeError, match=r"^DataLoader worker") as caught:
-            Pending("a gather", [Letter(Waits(), 3)]).wait()
+            Pending("a gather", [PairMessage(Waits(), 3)]).wait()
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert not isinstance(caught.value, CommunicationError)

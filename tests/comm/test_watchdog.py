@@ -26,7 +26,7 @@ from hadal.comm.local.pairs import exchange
 from hadal.comm.pending import Pending
 from hadal.comm.start import DEFAULT_WATCHDOG_S, watchdog_limit
 from hadal.comm.watchdog import Wait, Watchdog
-from hadal.comm.works import Letter
+from hadal.comm.works import PairMessage
 from hadal.errors import CommunicationError
 
 
@@ -46,7 +46,7 @@ def test_a_wait_is_reported_ever_more_rarely() -> None:
 
 
 def test_the_missing_rank_is_the_first_that_is_not_over() -> None:
-    letters = [Letter(Arrives(), other) for other in (1, 1, 2, 2, 3)]
+    letters = [PairMessage(Arrives(), other) for other in (1, 1, 2, 2, 3)]
     for letter in letters[:3]:
         letter.wait()
     line = Wait("the gather of blocks.1", letters, 0.0).describe(7.0)

@@ -12,7 +12,7 @@ from hadal.comm.comms_log import opened
 from hadal.comm.local.cross_memory import Ended, number_of
 from hadal.comm.ranks import Ranks
 from hadal.comm.start import collective_timeout_s
-from hadal.comm.works import Letter, Work, failure, in_step, is_from_a_signal
+from hadal.comm.works import PairMessage, Work, failure, in_step, is_from_a_signal
 
 # Tags of messages with a purpose are short. The others are below `_WITH_PURPOSE`.
 _TAG_BITS, _PURPOSES, _WITH_PURPOSE = 8, 1 << 22, 1 << 30
@@ -69,7 +69,7 @@ def _begun(
         raise failure(label, error, number) from error
     if ended is not None and isinstance(work, Ended):
         work.then(ended)
-    return Letter(work, number, ended)
+    return PairMessage(work, number, ended)
 
 
 def _start(
