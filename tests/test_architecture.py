@@ -118,6 +118,24 @@ def test_a_plugin_is_one_module_under_its_public_name(folder: str) -> None:
     )
 
 
+def test_type_checkers_find_plugins_under_their_public_names() -> None:
+    stubs = {path.stem: path.read_text() for path in Path(hadal.__file__).parent.glob("*.pyi")}
+    assert stubs == {name: f"from hadal.plugins.{name} import *\n" for name in hadal._PLUGINS}
+
+
+@pytest.mark.slow
+def test_a_program_is_checked_by_mypy(tmp_path: Path) -> None:
+    text = "".join(f"import hadal.{name}\n" for name in hadal._PLUGINS)
+    text += "from hadal.moe import MoE\nMoE('wide')\n"
+    (tmp_path / "program.py").write_text(text)
+    checked = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path)]
+    done = subprocess.run(
+        [*checked, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert 'Argument 1 to "MoE" has incompatible type "str"; expected "int"' in done.stdout
+    assert done.stdout.count("error:") == 2, done.stdout  # and it lacks arguments
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="initialise"):
         hadal.initialise  # noqa: B018

@@ -1,0 +1,1 @@
+from hadal.plugins.activation_checkpointing import *

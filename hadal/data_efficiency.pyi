@@ -1,0 +1,1 @@
+from hadal.plugins.data_efficiency import *

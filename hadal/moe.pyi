@@ -1,0 +1,1 @@
+from hadal.plugins.moe import *

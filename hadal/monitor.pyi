@@ -1,0 +1,1 @@
+from hadal.plugins.monitor import *

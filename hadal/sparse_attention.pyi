@@ -1,0 +1,1 @@
+from hadal.plugins.sparse_attention import *
