@@ -47,7 +47,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hadal
 from hadal.device import current_device, memory_use, reset_peak_memory, synchronize
-from hadal.device.peaks import peak_of_name
+from hadal.device.inventory import peak_of_name
 from hadal.zero import estimate
 
 _GIB = 2**30

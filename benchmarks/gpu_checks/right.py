@@ -38,7 +38,7 @@ from gpu_checks.table import (
 from gpu_checks.training import ALL_ON_HOST, INPUTS_ON_HOST, ON_HOST, config, train
 from hadal.config.activation_checkpointing import ActivationCheckpointing
 from hadal.device import current_device, memory, synchronize
-from hadal.device.peaks import peak_of_name
+from hadal.device.inventory import peak_of_name
 from hadal.plugins.activation_checkpointing import Recomputation
 
 # GPU memory rates in TB/s, bytes read and written.

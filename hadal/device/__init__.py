@@ -8,15 +8,10 @@ from hadal.device.accelerator import (
     device_identity,
     device_thread,
     emulates,
+    random_state,
     rank_device,
+    set_random_state,
     widest_float,
-)
-from hadal.device.attention import (
-    fused_attention,
-    fused_attention_backward,
-    gathered_numel,
-    has_flex_attention,
-    has_fused_attention,
 )
 from hadal.device.autograd import (
     SavedHooks,
@@ -25,7 +20,9 @@ from hadal.device.autograd import (
     graph_task,
     is_in_backward,
     is_in_node,
+    look_at,
     modules_running,
+    number_of_users,
     saved_tensors_hooks_here,
     transform_running,
     unwatched,
@@ -41,14 +38,18 @@ from hadal.device.compiler import (
     spared_import,
     tells_of_compiling,
 )
-from hadal.device.generator import random_state, set_random_state
 from hadal.device.kernels import (
     AdagradRule,
     AdamRule,
     SgdRule,
     fused_adagrad_,
     fused_adam_,
+    fused_attention,
+    fused_attention_backward,
     fused_sgd_,
+    gathered_numel,
+    has_flex_attention,
+    has_fused_attention,
     has_fused_kernels,
 )
 from hadal.device.memory import (
@@ -68,20 +69,24 @@ from hadal.device.memory import (
     total_memory,
     unforked_memory,
 )
-from hadal.device.places import look_at, number_of_users
-from hadal.device.reading import HostCopy, on_device, read_on_host, start_reading
-from hadal.device.stamps import Stamp
 from hadal.device.streams import (
     Event,
+    HostCopy,
     SideStream,
+    Stamp,
     StreamPurpose,
     Upload,
     has_streams,
     is_capturing,
     keep_for_current,
+    on_device,
+    read_on_host,
     side_stream,
+    start_reading,
+    synchronize,
+    waiting_for,
+    watch_waits,
 )
-from hadal.device.waits import synchronize, waiting_for, watch_waits
 
 __all__ = [
     "AdagradRule",

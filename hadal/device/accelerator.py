@@ -1,4 +1,4 @@
-"""Selection of the device that this process computes on, through `torch.accelerator`."""
+"""Selection of the device that this process computes on, its threads and its random state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 import torch.distributed
+from torch import Tensor
 
 from hadal.errors import UsageError
 
@@ -158,3 +159,17 @@ def emulates(dtype: torch.dtype, device: torch.device) -> bool:
     name = "bf16" if dtype is torch.bfloat16 else "fp16"
     is_supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
     return is_supported is not None and not is_supported()
+
+
+def random_state(device: torch.device) -> Tensor | None:
+    """Return the state of the device's default generator (uint8, on the host); None on a CPU."""
+    if device.type == "cpu":
+        return None
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    """Set the state of the device's default generator; do nothing on a CPU."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state, device)

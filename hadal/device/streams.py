@@ -4,29 +4,61 @@ Memory is allocated in the current stream, in which all other work runs. A colle
 stream of its communicator, which follows the stream that starts it; the one that waits follows it.
 Communicators are made in `hadal/comm/ranks.py`: one of each group of ranks, and a twin at stage 3,
 so that gathers of weights, started ahead, do not stand behind reductions of gradients.
+
+The host runs ahead of an accelerator: a collective that never ends is first noticed when the host
+reads a value, or waits for a stream or an event. All such waits in the library go through
+`read_on_host`, `start_reading`, `Event.wait_on_host` or `synchronize`, with a name that a watchdog
+reports.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from hadal.device.waits import waiting_for
-
 Result = TypeVar("Result")
 
-WITHOUT_STREAMS = ("cpu", "mps")
+_WITHOUT_STREAMS = ("cpu", "mps")
+
+# ---- waits of the host ---------------------------------------------------------------------------
+
+# The watcher of waits, if any; `hadal.comm` sets it, because this folder does not import that one.
+_watch: list[Callable[[str], AbstractContextManager[object]]] = [nullcontext]
+
+
+def watch_waits(watch: Callable[[str], AbstractContextManager[object]]) -> None:
+    """Enter `watch(what)` around each later wait of the host for an accelerator."""
+    _watch[:] = [watch]
+
+
+def waiting_for(what: str, device: torch.device | None = None) -> AbstractContextManager[object]:
+    """Return a context around a wait of the host for an accelerator; `what` names the values.
+
+    If the device is given, and a CPU, nothing is watched.
+    """
+    return nullcontext() if device is not None and device.type == "cpu" else _watch[0](what)
+
+
+def synchronize(device: torch.device, what: str = "all work queued on the device") -> None:
+    """Wait for all work queued on `device`; return at once on a CPU."""
+    if device.type != "cpu":
+        with waiting_for(what):
+            torch.accelerator.synchronize(device)
+
+
+# ---- streams and events --------------------------------------------------------------------------
 
 
 def has_streams(device: torch.device) -> bool:
     """Return True if a device can run several streams of work at the same time."""
-    return device.type not in WITHOUT_STREAMS
+    return device.type not in _WITHOUT_STREAMS
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -138,7 +170,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = None if device.type in WITHOUT_STREAMS else torch.Stream(device)
+        self._stream = None if device.type in _WITHOUT_STREAMS else torch.Stream(device)
 
     def follow_device(self) -> None:
         """Make later work of this stream wait for the device's work so far."""
@@ -212,3 +244,92 @@ class Upload:
     def __del__(self) -> None:
         if not self._has_follower:
             self._stream.keep(self._out)
+
+
+# ---- small tensors to and from the host, and times -----------------------------------------------
+
+
+def read_on_host(tensor: Tensor, what: str) -> Tensor:
+    """Return the values of a tensor in host memory, waiting for them.
+
+    On an accelerator the host waits for everything queued before; `what` names the values ("the
+    norm of the gradients") in the report of a wait that takes too long. A tensor in host memory is
+    returned unchanged.
+    """
+    if tensor.device.type == "cpu":
+        return tensor.detach()
+    with waiting_for(what):
+        return tensor.detach().cpu()
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return a small tensor of the host on a device, without a wait of the host.
+
+    torch keeps the pinned copy until the device has read it.
+    """
+    if device.type in _WITHOUT_STREAMS:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A copy of a tensor's values to host memory that is under way."""
+
+    __slots__ = ("_event", "_values", "_what")
+
+    def __init__(self, values: Tensor, event: Event, what: str) -> None:
+        self._values = values
+        self._event = event
+        self._what = what
+
+    @property
+    def is_over(self) -> bool:
+        """True if the values have arrived, so that `values` does not wait."""
+        return self._event.is_over
+
+    def values(self) -> Tensor:
+        """Return the values in host memory, as they were when the copy was started."""
+        self._event.wait_on_host(self._what)
+        return self._values
+
+
+def start_reading(tensor: Tensor, what: str) -> HostCopy:
+    """Start copying a small tensor to pinned host memory, after the work queued on its device.
+
+    The host does not wait, and later changes of the tensor have no effect. `what` names the values
+    in the report of a wait that takes too long.
+    """
+    if tensor.device.type in _WITHOUT_STREAMS:
+        return HostCopy(read_on_host(tensor, what).clone(), Event(), what)
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    values.copy_(tensor.detach(), non_blocking=True)
+    return HostCopy(values, Event.on(tensor.device), what)
+
+
+class Stamp:
+    """A point in time on a CPU; on an accelerator, a point in the work of the current stream.
+
+    Neither recording nor reading it waits for the accelerator.
+    """
+
+    __slots__ = ("_event", "_seconds")
+
+    def __init__(self, device: torch.device) -> None:
+        self._seconds = 0.0
+        self._event: Any = None
+        if device.type == "cpu":
+            self._seconds = time.perf_counter()
+        else:
+            self._event = torch.Event(device, enable_timing=True)
+            self._event.record()
+
+    @property
+    def is_reached(self) -> bool:
+        """True if the device has reached it."""
+        return has_passed(self._event)
+
+    def seconds_since(self, earlier: Stamp) -> float:
+        """Return the seconds between two points of one device that have been reached."""
+        if self._event is None:
+            return self._seconds - earlier._seconds
+        return float(earlier._event.elapsed_time(self._event)) / 1000.0

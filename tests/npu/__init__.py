@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from hadal.device import waits as product
+from hadal.device import streams as product
 from hadal.device import widest_float
 
 _native: list[ModuleType] = []

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hadal.config.monitors import FlopsProfile as Section
 from hadal.device import synchronize
-from hadal.device.peaks import peak_flops
+from hadal.device.inventory import peak_flops
 from hadal.listener import Forward, Listener, Setting, Update
 from hadal.plugins.profiling.counting import Counter, prepare_counting
 from hadal.plugins.profiling.profile import Profile, Trained, tree_of
