@@ -76,7 +76,7 @@ class Engine(Checkpoints, StateOffload, nn.Module):
             None if section is None else Preemption(section, parts.world, self.wait_for_checkpoint)
         )
         state.loss_backward = LossBackward(self._backwards.direct, parts.runtime)
-        place.attend(parts.runtime, self)
+        place.register_trainer(parts.runtime, self)
         for listener in state.listeners:
             listener.on_attach(self)
 

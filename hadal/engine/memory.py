@@ -43,7 +43,7 @@ from hadal.zero.estimate import (
 )
 from hadal.zero.gradients import WAITING_NBYTES
 from hadal.zero.grouping import BucketPlan
-from hadal.zero.planner import Use, peak_of, plan
+from hadal.zero.paths import Use, make_plan, peak_of
 from hadal.zero.policy import STAGES, Tier
 
 GPU = torch.device("cuda")
@@ -239,8 +239,8 @@ def _gathers(planned: ModelPlan, parts: int) -> MemoryKind:
     sizes = [bucket.numel for bucket in cut]
     nbytes = [bucket.numel * bucket.precision.compute.itemsize for bucket in cut]
     forward, backward = _uses(cut), _uses(cut[::-1], len(cut))
-    there = plan(forward, sizes, planned.limits, following=backward)
-    back = plan(backward, sizes, planned.limits, there.kept_at_end)
+    there = make_plan(forward, sizes, planned.limits, following=backward)
+    back = make_plan(backward, sizes, planned.limits, there.kept_at_end)
     most = max(peak_of(there, nbytes), peak_of(back, nbytes))
     return MemoryKind(
         "gathers",

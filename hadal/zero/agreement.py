@@ -50,7 +50,7 @@ _MARKER_BITS = 4
 WORD_LIMIT = 1 << 59
 
 
-class Met(NamedTuple):
+class Meeting(NamedTuple):
     """The announcements of all ranks at one meeting."""
 
     markers: frozenset[Marker]
@@ -101,7 +101,7 @@ class Agreement:
         code = number + len(self.buckets) if exact and bucket.rounds else number
         self._exchange(code, f"the agreement to gather {bucket.name}")
 
-    def finish(self, marker: Marker, word: int = 0) -> Met:
+    def finish(self, marker: Marker, word: int = 0) -> Meeting:
         """Serve shards until every rank reaches the same point; return the announcements there.
 
         `word` is in [0, `WORD_LIMIT`).
@@ -126,7 +126,7 @@ class Agreement:
                     " forward, backward, step, save, load and the optimizer's methods"
                     " on every rank, equally often, with the same boundaries between updates."
                 )
-            return Met(markers, tuple(-code >> _MARKER_BITS for code in codes))
+            return Meeting(markers, tuple(-code >> _MARKER_BITS for code in codes))
 
     def compare_progress(self) -> None:
         """Exchange only the progress, and serve ranks at other points."""

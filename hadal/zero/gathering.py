@@ -31,12 +31,11 @@ from hadal.errors import (
     MismatchError,
     ShardedAccessError,
 )
-from hadal.zero.agreement import Agreement, Marker, Met, Reductions
+from hadal.zero.agreement import Agreement, Marker, Meeting, Reductions
 from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.grouping import Unit
 from hadal.zero.parameters import ReadListener
-from hadal.zero.paths import Paths, Walk
-from hadal.zero.planner import Kind, Plan, kept_until_backward
+from hadal.zero.paths import PassKind, PassRecord, Paths, Plan, kept_until_backward
 from hadal.zero.policy import Divergence, Limits
 
 _log = logging.getLogger(__name__)
@@ -180,7 +179,7 @@ class Gathering:
         self.take_up(buckets)
         self.uses.extend(units)
         self._announces_all = divergence.is_expected
-        self._walk = Walk(Kind.FORWARD)
+        self._record = PassRecord(PassKind.FORWARD)
         self._next: Plan | None = None
         # Buckets in use in the current forward or backward: only these need no check.
         self._open: set[Bucket] = set()
@@ -228,9 +227,9 @@ class Gathering:
             return
         with unwatched():
             if self.phase is not Phase.IDLE:
-                if self._walk.follows:
+                if self._record.follows:
                     self._follow_to(number)
-                self._walk.begin_use(number)
+                self._record.begin_use(number)
             if bucket.state is Weights.ARRIVING:
                 bucket.wait_unshard()
             elif bucket.state is Weights.SHARDED:
@@ -242,7 +241,7 @@ class Gathering:
     @in_step
     def _follow_to(self, number: int) -> None:
         """Take part in the plan up to the next use of a bucket, or leave a plan without one."""
-        position = self._walk.next_use(number)
+        position = self._record.next_use(number)
         if position is not None:
             self._skip_to(position)
             self._start_due()
@@ -251,15 +250,15 @@ class Gathering:
 
     def _skip_to(self, stop: int) -> None:
         """Take part in the plan before position `stop`, whose uses this rank skips."""
-        walk, plan = self._walk, self._walk.plan
+        record, plan = self._record, self._record.plan
         assert plan is not None  # it is followed
-        while walk.position < stop:
-            number, keeps = plan.path[walk.position], plan.keeps[walk.position]
+        while record.position < stop:
+            number, keeps = plan.path[record.position], plan.keeps[record.position]
             bucket = self._buckets[number]
             if bucket.state is Weights.FULL and bucket not in self._open:
                 # Reads of weights that are whole already are not seen: it may have been used.
-                walk.begin_use(number)
-                walk.end_use(number)
+                record.begin_use(number)
+                record.end_use(number)
             self._start_due()
             bucket.wait_unshard()
             is_read = bucket in self._open or self._is_busy(bucket) or bucket.has_other_views
@@ -268,44 +267,44 @@ class Gathering:
 
     def _start_due(self) -> None:
         """Start the collectives that the plan schedules for its next use, and go past it."""
-        walk, plan = self._walk, self._walk.plan
+        record, plan = self._record, self._record.plan
         assert plan is not None  # it is followed
         self._start_due_reductions()
-        for number in plan.gathers[walk.issued : plan.started[walk.position]]:
+        for number in plan.gathers[record.issued : plan.started[record.position]]:
             if self._buckets[number].state is Weights.SHARDED:
                 self._buckets[number].start_unshard()
             else:
                 # It is still in use here, but the other ranks have freed it.
                 self._buckets[number].serve()
-            walk.issued += 1
-        for number in plan.gathers[walk.issued : walk.issued + self._reads_ahead]:
+            record.issued += 1
+        for number in plan.gathers[record.issued : record.issued + self._reads_ahead]:
             self._buckets[number].read_ahead()
-        walk.position += 1
+        record.position += 1
 
     @in_step
     def _leave_plan(self, wanted: int | None = None) -> None:
         """Take part in the rest of the plan's collectives; keep the wanted bucket."""
-        walk, plan = self._walk, self._walk.plan
+        record, plan = self._record, self._record.plan
         assert plan is not None  # it was followed
-        for stop in plan.started[walk.position :]:
+        for stop in plan.started[record.position :]:
             self._start_due_reductions()
-            for number in plan.gathers[walk.issued : stop]:
+            for number in plan.gathers[record.issued : stop]:
                 if number == wanted and self._buckets[number].state is Weights.SHARDED:
                     self._buckets[number].unshard()
                 else:
                     self._buckets[number].serve()
-                walk.issued += 1
-            walk.position += 1
+                record.issued += 1
+            record.position += 1
         if self.phase is Phase.BACKWARD:
-            walk.was_early |= self._reductions.start_due(None)
-        walk.has_left = True
+            record.was_early |= self._reductions.start_due(None)
+        record.has_left = True
 
     def _start_due_reductions(self) -> None:
         """Start the reductions that other ranks may wait for from the next use on."""
-        walk = self._walk
-        if walk.plan is not None and self.phase is Phase.BACKWARD:
-            due = walk.plan.uses[walk.position].reduced
-            walk.was_early |= self._reductions.start_due(due)
+        record = self._record
+        if record.plan is not None and self.phase is Phase.BACKWARD:
+            due = record.plan.uses[record.position].reduced
+            record.was_early |= self._reductions.start_due(due)
 
     def end_use(self, bucket: Bucket) -> None:
         """End a use of a bucket and free it, unless it is used elsewhere or needed again soon."""
@@ -313,13 +312,13 @@ class Gathering:
         if number is None or bucket.state is not Weights.FULL or self._is_busy(bucket):
             return
         self._open.discard(bucket)
-        walk, position = self._walk, self._walk.end_use(number)
+        record, position = self._record, self._record.end_use(number)
         if self.phase is Phase.IDLE:
             stays = False
-        elif walk.plan is not None and walk.follows:
-            stays = position is None or walk.plan.keeps[position]
+        elif record.plan is not None and record.follows:
+            stays = position is None or record.plan.keeps[position]
         else:
-            stays = walk.keeps and bucket in self._kept
+            stays = record.keeps and bucket in self._kept
         # Reads of a view are not announced, so a bucket that has one stays until the pass ends.
         if not stays and (not self.kept_views.note(bucket) or self.phase is Phase.IDLE):
             self._free(bucket)
@@ -345,12 +344,12 @@ class Gathering:
 
     def record_reduction(self, bucket: Bucket) -> None:
         """Record that a reduction of this backward was started on this rank."""
-        self._walk.note_reduction(self.uses.number.get(bucket, -1))
+        self._record.note_reduction(self.uses.number.get(bucket, -1))
 
     @property
     def has_left(self) -> bool:
         """Return True if this rank left this backward's plan and started all its reductions."""
-        return self._walk.has_left
+        return self._record.has_left
 
     def compare_progress(self) -> None:
         """Exchange only the progress of this backward's reductions."""
@@ -365,8 +364,8 @@ class Gathering:
         announces a gather, it might block: a communicator's first collectives, and a device's first
         kernels, may block the host until all ranks have started them.
         """
-        walk = self._walk
-        return self.phase is Phase.BACKWARD and walk.plan is None and bool(self.uses.units)
+        record = self._record
+        return self.phase is Phase.BACKWARD and record.plan is None and bool(self.uses.units)
 
     @property
     def started_everywhere(self) -> int | None:
@@ -376,11 +375,11 @@ class Gathering:
         others. On a plan they are the reductions due before its next use: a rank starts them before
         it takes part in that use's gathers.
         """
-        walk = self._walk
-        if self.phase is not Phase.BACKWARD or walk.has_left or walk.plan is None:
+        record = self._record
+        if self.phase is not Phase.BACKWARD or record.has_left or record.plan is None:
             return None
-        uses = walk.plan.uses
-        return uses[walk.position].reduced if walk.position < len(uses) else None
+        uses = record.plan.uses
+        return uses[record.position].reduced if record.position < len(uses) else None
 
     # ---- units -----------------------------------------------------------------------------------
 
@@ -429,7 +428,7 @@ class Gathering:
         if bucket is None or bucket in self._open:
             return
         if self._running and self.uses.learn(self._running[-1], bucket):
-            self._walk.has_learned = True
+            self._record.has_learned = True
         self.begin_use(bucket)
 
     def freed(self, unit: Unit) -> list[Bucket]:
@@ -459,13 +458,13 @@ class Gathering:
         if self.phase is not Phase.IDLE or (is_whole and not trains):
             return
         expect_in_step()
-        walk = Walk(Kind.FORWARD if trains else Kind.EVALUATION)
-        if self._walk.has_raised:
+        record = PassRecord(PassKind.FORWARD if trains else PassKind.EVALUATION)
+        if self._record.has_raised:
             # The others wait at the end of the forward that raised here, until one ends here too.
-            walk.plan, walk.has_left = self._walk.plan, True
+            record.plan, record.has_left = self._record.plan, True
         elif not self._announces_all:
-            walk.plan, _ = self._meet_before(walk.kind, Marker.BEGINNING, last=False)
-        self._begin(Phase.FORWARD, walk)
+            record.plan, _ = self._meet_before(record.kind, Marker.BEGINNING, last=False)
+        self._begin(Phase.FORWARD, record)
 
     def end_forward(self, error: BaseException | None) -> None:
         """End the model's forward, which may have raised an error on this rank only."""
@@ -475,7 +474,7 @@ class Gathering:
             if error is None:
                 self._end(Marker.END_OF_FORWARD)
             else:
-                self._walk.has_raised = True
+                self._record.has_raised = True
                 self._abandon(error)
 
     def any_fault(self, mine: bool, *, boundary: bool = False) -> bool:
@@ -490,7 +489,7 @@ class Gathering:
         fine = Marker.FINE_AND_LAST if boundary else Marker.FINE
         marker = Marker.AT_FAULT if mine else fine
         with self.meeting:
-            self._next, met = self._meet_before(Kind.BACKWARD, marker, last=boundary)
+            self._next, met = self._meet_before(PassKind.BACKWARD, marker, last=boundary)
         return Marker.AT_FAULT in met.markers
 
     @contextmanager
@@ -501,7 +500,7 @@ class Gathering:
             LossError: the block has raised on another rank.
         """
         plan, self._next = self._next, None
-        self._begin(Phase.BACKWARD, Walk(Kind.BACKWARD, plan, keeps=not boundary))
+        self._begin(Phase.BACKWARD, PassRecord(PassKind.BACKWARD, plan, keeps=not boundary))
         with self._ending():
             try:
                 yield
@@ -514,9 +513,11 @@ class Gathering:
 
     def expect_another_backward(self) -> None:
         """Forget the backward's traces, because gradients will be complete at other moments."""
-        self._paths.forget(Kind.BACKWARD)
+        self._paths.forget(PassKind.BACKWARD)
 
-    def _meet_before(self, kind: Kind, marker: Marker, *, last: bool) -> tuple[Plan | None, Met]:
+    def _meet_before(
+        self, kind: PassKind, marker: Marker, *, last: bool
+    ) -> tuple[Plan | None, Meeting]:
         """Meet the other ranks; return the plan that all of them will follow, if any."""
         plan = None
         if self.uses.units and not self._announces_all:
@@ -525,15 +526,15 @@ class Gathering:
         met = self._meet(marker, 0 if plan is None else 1 + plan.digest)
         return (plan if met.is_alike else None), met
 
-    def _meet(self, marker: Marker, word: int = 0) -> Met:
+    def _meet(self, marker: Marker, word: int = 0) -> Meeting:
         with unwatched():
             return self._agreement.finish(marker, word)
 
-    def _begin(self, phase: Phase, walk: Walk) -> None:
-        self._walk = walk
+    def _begin(self, phase: Phase, record: PassRecord) -> None:
+        self._record = record
         self._open.clear()
-        if walk.plan is not None and walk.follows:
-            held = {self._buckets[number] for number in walk.plan.held}
+        if record.plan is not None and record.follows:
+            held = {self._buckets[number] for number in record.plan.held}
             self.free_all(but=held.union(+self._pins))
         self.kept_views.begin()
         self._listener.start()
@@ -541,12 +542,12 @@ class Gathering:
 
     def _end(self, marker: Marker) -> None:
         """Meet the other ranks at the end; serve until all are there."""
-        walk = self._walk
-        if walk.plan is not None and walk.follows:
+        record = self._record
+        if record.plan is not None and record.follows:
             with unwatched(), in_step:
-                self._skip_to(len(walk.plan.uses))
-        trace = walk.trace()
-        met = self._meet(marker, walk.word(trace))
+                self._skip_to(len(record.plan.uses))
+        trace = record.trace()
+        met = self._meet(marker, record.word(trace))
         self._wait_for_all()
         if Marker.AT_FAULT in met.markers:
             self._reductions.drop()
@@ -555,7 +556,7 @@ class Gathering:
                 " why; the gradients since the last update are dropped on all ranks"
             )
         if self.uses.units and not self._announces_all:
-            self._paths.settle(walk, trace, met)
+            self._paths.settle(record, trace, met)
 
     def _abandon(self, error: BaseException) -> None:
         """Take part in the rest of a pass after an error, because the others rely on it."""
@@ -564,7 +565,7 @@ class Gathering:
         if isinstance(error, (CommunicationError, MismatchError)) or is_cut_short():
             return
         try:
-            if self._walk.plan:
+            if self._record.plan:
                 with unwatched():
                     self._leave_plan()
             self._wait_for_all()
@@ -592,9 +593,9 @@ class Gathering:
             self._listener.stop()
             self._running.clear()
             self._open.clear()
-            walk, kept = self._walk, self._kept if self._walk.keeps else set()
-            if walk.plan is not None and walk.follows:
-                kept = {self._buckets[number] for number in walk.plan.kept_at_end}
+            record, kept = self._record, self._kept if self._record.keeps else set()
+            if record.plan is not None and record.follows:
+                kept = {self._buckets[number] for number in record.plan.kept_at_end}
             try:
                 self.free_all(but=kept.union(+self._pins))  # as in the pass: it reads no disk
             finally:

@@ -237,7 +237,7 @@ def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-class _Kind(NamedTuple):
+class _BucketKind(NamedTuple):
     """The properties that all parameters of a bucket share."""
 
     dtype: torch.dtype
@@ -273,7 +273,7 @@ def plan_buckets(
     persistent = _persistent_parameters(units, policy_of, limits)
     largest = max((sum(m.parameter.numel() for m in unit.members) for unit in units), default=0)
     plans: list[BucketPlan] = []
-    open_plans: dict[_Kind, BucketPlan] = {}
+    open_plans: dict[_BucketKind, BucketPlan] = {}
     for unit in units:
         for kind, members in _kinds(unit, policy_of, persistent, tables).items():
             target = _target(kind, largest, limits)
@@ -301,20 +301,20 @@ def _kinds(
     policy_of: Callable[[nn.Parameter], ParameterPolicy],
     persistent: Set[nn.Parameter],
     tables: Set[nn.Parameter],
-) -> dict[_Kind, list[Member]]:
+) -> dict[_BucketKind, list[Member]]:
     """Return the members of a unit that may share a bucket."""
-    found: dict[_Kind, list[Member]] = defaultdict(list)
+    found: dict[_BucketKind, list[Member]] = defaultdict(list)
     for member in unit.members:
         parameter, trains = member.parameter, member.group >= 0
         policy = policy_of(parameter)
         if parameter in persistent:
             policy = policy._replace(partition=replace(policy.partition, weights=False))
         row_numel = parameter.shape[-1] if trains and parameter in tables else 0
-        found[_Kind(parameter.dtype, trains, policy, row_numel)].append(member)
+        found[_BucketKind(parameter.dtype, trains, policy, row_numel)].append(member)
     return found
 
 
-def _target(kind: _Kind, largest: int, limits: Limits) -> int:
+def _target(kind: _BucketKind, largest: int, limits: Limits) -> int:
     if kind.row_numel:
         return 0  # each table alone
     if kind.policy.holders.tied is not None:

@@ -55,7 +55,7 @@ class Trainer(Protocol):
 _trainers: weakref.WeakKeyDictionary[ZeroRuntime, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
-def attend(runtime: ZeroRuntime, trainer: Trainer) -> None:
+def register_trainer(runtime: ZeroRuntime, trainer: Trainer) -> None:
     """Register the engine that steps the parameters of `runtime`."""
     _trainers[runtime] = weakref.ref(trainer)
 
