@@ -25,11 +25,12 @@ from hadal.checkpoint.storage import Location
 from hadal.checkpoint.together import together
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes
-from hadal.device import current_device, device_thread, host_empty, synchronize
+from hadal.device import current_device, device_thread, host_empty, read_on_host, synchronize
 from hadal.errors import CheckpointError
 from hadal.offload.folder import OwnFolder
 
 _log = logging.getLogger(__name__)
+_WHAT = "what is to be saved"
 _FAILED = 1
 """The exit code of a program whose last save failed."""
 
@@ -120,11 +121,12 @@ class Saver:
         contents = replace(job.contents, tensors=self._copied(job.contents.tensors))
         own, client = (
             Plain(
-                plain.values, {name: value.cpu().clone() for name, value in plain.tensors.items()}
+                plain.values,
+                {name: read_on_host(one, _WHAT).clone() for name, one in plain.tensors.items()},
             )
             for plain in (job.own, job.client)
         )
-        synchronize(current_device(), "what is to be saved")
+        synchronize(current_device(), _WHAT)
         # The end of the program waits for this thread, which then cannot start another one.
         writing = replace(job.rules.writing, is_doubled=False)
         rules = replace(job.rules, writing=writing)

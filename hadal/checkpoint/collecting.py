@@ -29,7 +29,7 @@ from hadal.checkpoint.contents import (
 from hadal.checkpoint.live import Live, plain_name, plain_slots
 from hadal.checkpoint.plain import encoded_known, encoded_state
 from hadal.comm.collectives import max_
-from hadal.device import is_host_memory, same_bytes
+from hadal.device import is_host_memory, same_bytes, waiting_for
 from hadal.errors import CheckpointError
 from hadal.offload.tensors import StoredSlice
 from hadal.optim.pieces import HeldTensor
@@ -310,10 +310,16 @@ def is_rounding(weights: Values, master: Values, *, has_bits: bool = False) -> b
 
     `has_bits`: they are known to be on this device; NaN may differ on others.
     """
+    parts: Iterable[tuple[Tensor, Tensor]]
     if isinstance(weights, Tensor) and isinstance(master, Tensor):
-        return _is_rounding(weights, master, has_bits=has_bits)
-    pairs = zip(_parts(weights), _parts(master), strict=True)
-    return all(_is_rounding(mine, exact, has_bits=False) for mine, exact in pairs)
+        parts = [(weights, master)]
+    else:
+        parts, has_bits = zip(_parts(weights), _parts(master), strict=True), False
+    for mine, exact in parts:
+        with waiting_for("what is to be saved", mine.device):
+            if not _is_rounding(mine, exact, has_bits=has_bits):
+                return False
+    return True
 
 
 def _parts(values: Values) -> Iterator[Tensor]:

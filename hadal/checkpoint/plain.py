@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.checkpoint.shards import DTYPE_OF, DTYPES
+from hadal.device import read_on_host
 from hadal.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -94,7 +95,8 @@ def encoded_known(
 def encoded_state(value: Any, where: str) -> Any:
     """Encode as `encoded`, but a 0-dim tensor keeps its dtype; `decoded_state` reverses it."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in DTYPES:
-        return {"scalar": [DTYPES[value.dtype], encoded(value.item(), where)]}
+        number = read_on_host(value, "what is to be saved").item()
+        return {"scalar": [DTYPES[value.dtype], encoded(number, where)]}
     return encoded(value, where)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from hadal.checkpoint.files import Seal, parsing_errors, storage_of, system_errors, write_file
 from hadal.checkpoint.index import strict_json
 from hadal.checkpoint.storage import Chunk, Location
+from hadal.device import read_on_host
 from hadal.errors import CheckpointError
 from hadal.offload.tensors import StoredSlice
 
@@ -163,4 +164,4 @@ def _row_of(row: Mapping[str, Any], begin: int) -> HeaderRow:
 
 def bytes_of(flat: Tensor) -> memoryview:
     """Return the bytes of a non-empty 1-D tensor."""
-    return flat.cpu().contiguous().view(torch.uint8).numpy().data
+    return read_on_host(flat, "what is to be saved").contiguous().view(torch.uint8).numpy().data

@@ -11,7 +11,7 @@ import torch
 from compression import test_curvature as blocks
 from compression import test_eigenvalues, test_momentum, test_quantize_training, test_training, toys
 from data_efficiency import test_batching, test_layer_drop, test_seqlen, test_token_drop
-from engine import test_pipeline
+from engine import test_generating, test_pipeline
 from engine.toys import engine_of
 from sequence.models import llama, tokens
 from torch import Tensor, nn
@@ -251,6 +251,19 @@ def tiled() -> tuple[Any, Update]:
     return engine, updates(engine, x, y, loss_of=lambda engine, x, y: engine(x, y, tiles=2))
 
 
+def generating(stage: int) -> tuple[Any, Update]:
+    """Each update generates with its weights first, as in training by rewards."""
+    engine = test_generating.hybrid(stage, test_generating.Writer())
+    given = torch.ones(2, 6, device=engine.device)
+    train = updates(engine, given, loss_of=squares)
+
+    def update() -> Tensor:
+        engine.generate(given, 4)
+        return train()
+
+    return engine, update
+
+
 def sparse_attention(length: int) -> tuple[Any, Update]:
     from hadal.plugins.sparse_attention import FixedSparsityConfig, SparseSelfAttention
 
@@ -316,6 +329,7 @@ FEATURES: dict[str, Feature] = {
     "gradient_clipping 0": rare(partial(keys, gradient_clipping=0.0)),
     "max_skipped_updates": rare(partial(keys, max_skipped_updates=3)),
     "sparse_gradients": Feature(partial(keys, 1, sparse_gradients=True), {3}, "comm/rows.py"),
+    "zero_hpz_partition_size": rare(partial(keys, 3, zero={"zero_hpz_partition_size": 2})),
     "mics_shard_size": rare(partial(keys, 3, zero={"mics_shard_size": 2})),
     "ZeRO++": Feature(partial(keys, 3, zero=CODED)),
     "divergent_ranks": rare(partial(keys, 3, zero={"divergent_ranks": True})),
@@ -356,6 +370,7 @@ FEATURES: dict[str, Feature] = {
     "cpu_checkpointing": Feature(
         partial(keys, activation_checkpointing={"modules": "units", "cpu_checkpointing": True})
     ),
+    "memory_budget": rare(partial(keys, activation_checkpointing={"memory_budget": 0.5})),
     "contiguous_memory_optimization": rare(
         partial(
             keys,
@@ -439,6 +454,7 @@ FEATURES: dict[str, Feature] = {
     "DistributedAttention": Feature(heads),
     "ring_attention and losses": Feature(ring),
     "tiles": Feature(tiled),
+    "hybrid_engine": rare(partial(generating, 3), 4, where="zero/offload.py"),
     "sparse_attention": rare(partial(sparse_attention, 2048)),
     "sparse_attention, computed whole": Feature(partial(sparse_attention, 256)),
     **{

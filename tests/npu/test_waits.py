@@ -112,6 +112,25 @@ def test_an_update_that_the_device_skips(
     assert found[0]["lines"] == [f"{start} (or of another parameter in its bucket){end}"]
 
 
+def _saved(folder: str, is_async: bool) -> list[npu.Wait]:
+    with npu.asynchronous(), npu.with_float64():
+        engine = runs.built(runs.config(2, "bf16", checkpoint={"async_save": is_async}))
+        runs.advanced(engine, 1)
+        with npu.waits() as found:
+            noise = torch.rand(3, device=engine.device)
+            engine.save_checkpoint(folder, client_state={"noise": noise})
+            engine.wait_for_checkpoint()
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("is_async", [rarely(False), True])
+def test_waits_of_a_save_have_names(is_async: bool, npus: RankPools, tmp_path: Path) -> None:
+    for found in npus(2).run(_saved, str(tmp_path), is_async):
+        assert found
+        assert {f"{w.what} {w.where}" for w in found if not w.name} == set()
+
+
 def _all_kinds() -> list[str]:
     device = torch.device("npu", 0)
     values, stream = torch.arange(4.0, device=device), torch.Stream(device)
