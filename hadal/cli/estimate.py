@@ -49,7 +49,8 @@ def add_to(group: Any) -> None:
     what.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
-        help="A function that returns the model, which is built without memory, on meta",
+        help="A function that returns the model, or a folder with a Hugging Face config.json; the"
+        " model is built without memory, on meta, and its weights are not read",
     )
     parser.add_argument(
         "--largest-layer",
@@ -102,7 +103,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _model(path: str) -> nn.Module:
-    """Build the model that a function returns, without memory for it.
+    """Build the model of a folder, or that a function returns, without memory for it.
 
     Raises:
         ModelError: the function cannot be found or called, or returns something else.
@@ -110,6 +111,8 @@ def _model(path: str) -> nn.Module:
     import torch
     from torch import nn
 
+    if os.path.isfile(os.path.join(path, "config.json")):
+        return _model_in(path)
     if ":" not in path:
         remedy = f"use --params {path}" if _is_numel(path) else "the function builds the model"
         raise ModelError(f'--model is "{path}", expected "package.module:function"; {remedy}')
@@ -124,6 +127,29 @@ def _model(path: str) -> nn.Module:
         ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"--model {path} returned a {type(model).__name__}, expected a model")
+    return model
+
+
+def _model_in(folder: str) -> nn.Module:
+    """Build the model that a config.json of transformers describes, without memory for it.
+
+    Raises:
+        ModelError: transformers is missing, or cannot build it.
+    """
+    import torch
+
+    try:
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(folder)
+        name = (config.architectures or ["of no class"])[0]
+        with torch.device("meta"):
+            model: nn.Module = getattr(transformers, name)(config)
+    except Exception as error:  # code of the model may raise any error
+        raise ModelError(
+            f"--model {folder} cannot be used: {error!r}; expected a config.json whose"
+            " `architectures` names a class of transformers (pip install transformers)"
+        ) from error
     return model
 
 

@@ -273,29 +273,31 @@ def _reductions(planned: ModelPlan, config: Config, counts: RankCounts, parts: i
     reduced = [bucket for bucket in planned.buckets if bucket.trainable]
     if not reduced:
         return MemoryKind("reductions", TierBytes(), "nothing is trained")
-    sizes = [bucket.numel * bucket.precision.compute.itemsize for bucket in reduced]
-    largest = max(
-        member.parameter.numel() * bucket.precision.compute.itemsize
-        for bucket in reduced
-        for member in bucket.members
-    )
-    buffers = sorted(
-        size for bucket, size in zip(reduced, sizes, strict=True) if bucket.partition.gradients
-    )[-2 if planned.limits.overlap else -1 :]
-    wire = max(_wire_nbytes(bucket, config, counts) for bucket in reduced)
-    waiting = WAITING_NBYTES + largest
-    if buffers or config.gradient_accumulation_steps == 1:
-        most = min(max(sizes), waiting) + sum(buffers) + wire
-    else:
-        # The first backward copies them, and later ones add to the sums in place.
-        most = max(min(sum(sizes), waiting), largest + wire)
+    accumulates = config.gradient_accumulation_steps > 1
+    before = most = own = 0
+    for bucket in reversed(reduced):  # as gradients arrive
+        itemsize = bucket.precision.compute.itemsize
+        largest = itemsize * max(m.parameter.numel() for m in bucket.members)
+        collected = itemsize * bucket.numel
+        buffer = collected * bucket.partition.gradients
+        # Without a buffer of its own, only the first backward copies: the others add in place.
+        waiting = largest + WAITING_NBYTES * (buffer > 0 or not accumulates)
+        in_flight = buffer + _wire_nbytes(bucket, config, counts)
+        most = max(most, before + buffer + min(collected, waiting), in_flight)
+        before = in_flight if planned.limits.overlap else 0
+        own += 0 if buffer else collected
+        if accumulates:
+            # No reduction is between the copies of the first backward.
+            most = max(most, min(own, largest + WAITING_NBYTES))
     dtypes = {str(bucket.precision.reduce).removeprefix("torch.") for bucket in reduced}
-    said = [f"{len(buffers)} whole buckets of gradients"] if buffers else []
-    said += [f"copies of one to send in {' and '.join(sorted(dtypes))}"] if wire else []
+    is_cut = any(bucket.partition.gradients for bucket in reduced)
+    said = ["whole buckets of gradients"] if is_cut else []
+    if any(_wire_nbytes(bucket, config, counts) for bucket in reduced):
+        said.append(f"copies to send in {' and '.join(sorted(dtypes))}")
     return MemoryKind(
         "reductions",
         TierBytes(most // parts),
-        ", ".join([*said, "gradients before their copy into one"]),
+        ", ".join([*said, "gradients before their copy into a bucket"]),
     )
 
 
