@@ -2,19 +2,19 @@
 
 The files of a save are in `<tag>/<mark>/`, and `<tag>/index.json` names the mark. The index is
 written last and atomically, which commits the save: until then the tag has its previous checkpoint,
-or none. Nothing is renamed, so object stores and disks work alike. A later save removes files that
-no index names once their lease is dead (`leases.py`), so several jobs may save into one folder
-under different tags.
+or none. Nothing is renamed, so object stores and disks work alike. A save holds a lease on its tag
+(`leases.py`), and removes what an earlier one that was killed has left under that tag. Several jobs
+may save into one folder under different tags; `clean` removes the leftovers of all of them.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from hadal.checkpoint.files import (
 )
 from hadal.checkpoint.formats.registry import format_of, is_found_by_path
 from hadal.checkpoint.index import INDEX, MARK, mark_in, read_index
-from hadal.checkpoint.leases import Lease, expect_alone, is_alive, lease_of, mark_of
+from hadal.checkpoint.leases import Lease, expect_alone, is_alive, mark_of
 from hadal.checkpoint.local import sync_folder
 from hadal.checkpoint.storage import Location, StorageItem
 from hadal.errors import CheckpointError, few
@@ -48,9 +48,8 @@ _DRAFT = re.compile(r"\..+\.(?P<mark>[0-9a-f]{16})\.partial", re.DOTALL)
 # The number of attempts to find a missing checkpoint, and the seconds between them: another job may
 # be replacing it or `latest`.
 _LOOKS, _PAUSE_S = 3, 0.02
-# Files without a lease count as abandoned after this long without a write. Until then they may
-# belong to an export, or to a checkpoint that is being copied here, whose index comes last.
-_QUIET_S = 3600.0
+QUIET_S = 3600.0
+"""Files without a lease count as abandoned after this long without a write."""
 
 
 def rank_file(rank: int) -> str:
@@ -222,7 +221,7 @@ def _is_tag(item: StorageItem) -> bool:
 
 
 def begin(save_dir: Location, tag: str, mark: str) -> Lease:
-    """Take the lease on a new save, and sweep the leftovers of dead ones.
+    """Take the lease on a new save, and remove the leftovers of dead ones under its tag.
 
     Raises:
         CheckpointError: the folder cannot be created, the tag's name is taken by another file, or
@@ -238,7 +237,12 @@ def begin(save_dir: Location, tag: str, mark: str) -> Lease:
         with system_errors(save_dir, "written"):
             now, began = lease.written_at(), time.monotonic()
             expect_alone(folder, mark, now)
-            sweep(save_dir, now + time.monotonic() - began)
+            now += time.monotonic() - began
+            storage = storage_of(folder)
+            # A request that failed may still commit the files of a save without a lease.
+            quiet_s = -math.inf if isinstance(folder, Path) else QUIET_S
+            for path, _ in _leftovers(folder, storage.items(folder), now, quiet_s):
+                storage.remove(path)
     except CheckpointError:
         end(folder, lease)
         raise
@@ -254,29 +258,10 @@ def end(folder: Location, lease: Lease) -> None:
 
 
 def replaced_by(folder: Location) -> str | None:
-    """Return the mark of the checkpoint that a new index replaces; None if it has none.
-
-    The files of a damaged checkpoint stay until they are swept.
-    """
+    """Return the mark of the checkpoint that a new index replaces; None if it has none."""
     with suppress(CheckpointError):
         return named_by(folder)
     return None
-
-
-@contextmanager
-def replacing(folder: Location, named: str | None) -> Iterator[None]:
-    """Hold a lease on the files that the block replaces, so a sweep removes them after a crash.
-
-    `named` is the mark of the checkpoint that the index names now.
-    """
-    if named is None:
-        yield
-        return
-    lease = Lease(folder, named)
-    try:
-        yield
-    finally:
-        lease.release()
 
 
 def retire(folder: Location, named: str | None, kept: str) -> None:
@@ -301,7 +286,7 @@ def discard(folder: Location, mark: str) -> None:
 def discard_uncommitted(folder: Location, mark: str) -> None:
     """Remove the files of a save whose index could not be written, if no index can name them.
 
-    Behind a URL they stay until they are swept: the request that failed may still come through.
+    Behind a URL they stay for an hour at least: the request that failed may still come through.
     """
     with suppress(CheckpointError):
         if isinstance(folder, Path) and named_by(folder) != mark:
@@ -327,11 +312,11 @@ def latest_tag(save_dir: Location) -> str | None:
         return None
 
 
-def remove(folder: Location, beside: Location | None = None) -> None:
+def remove(folder: Location) -> None:
     """Remove a checkpoint: first its index, so that it is none at once.
 
-    The lease is in `beside`, the folder of another tag. Nothing is written into the folder that is
-    removed: a request that timed out and was repeated may arrive later, and would recreate it.
+    Nothing is written into the folder that is removed: a request that timed out and was repeated
+    may arrive later, and would recreate it.
 
     Raises:
         CheckpointError: another process is saving under this tag.
@@ -341,96 +326,86 @@ def remove(folder: Location, beside: Location | None = None) -> None:
     named = replaced_by(folder)
     if named is not None:
         expect_alone(folder, named, time.time())
-    with replacing(beside or folder, named):
-        storage.remove(folder / INDEX)
-        if isinstance(folder, Path):
-            sync_folder(folder)
-        storage.remove(folder)
+    storage.remove(folder / INDEX)
+    if isinstance(folder, Path):
+        sync_folder(folder)
+    storage.remove(folder)
 
 
 # ---- leftovers -----------------------------------------------------------------------------------
 
 
-class _Leases(NamedTuple):
-    """The marks that the leases in a folder of tags cover, and the places of the dead ones."""
+class Leftover(NamedTuple):
+    """What a killed save or removal has left: files that no index names, a lease, or a draft."""
 
-    alive: set[str]
-    dead: dict[str, Location]
+    path: Location
+    age_s: float
+    """Seconds since the last write, by the storage's clock."""
 
 
-def sweep(save_dir: Location, now: float | None = None) -> None:
-    """Remove what dead saves have left; `now` is the time by the storage's clock.
+def clean(save_dir: Location, quiet_s: float = QUIET_S, *, is_dry: bool = False) -> list[Leftover]:
+    """Remove what killed saves and removals of any job have left, or only list it if `is_dry`.
 
-    Kept are checkpoints, saves whose lease is alive, and files without a lease (an export's, or
-    those of a checkpoint that is being copied) that were written to recently.
+    Kept are checkpoints, saves whose lease is alive, and files without a lease that were written to
+    in the last `quiet_s` seconds: they may be an export's, or those of a checkpoint that is being
+    copied here, whose index comes last.
 
     Raises:
-        OSError: something cannot be removed.
+        CheckpointError: something cannot be read, written or removed.
     """
-    now = time.time() if now is None else now
-    storage = storage_of(save_dir)
-    items = storage.items(save_dir)
-    tags = {
-        save_dir / item.name: storage.items(save_dir / item.name) for item in filter(_is_tag, items)
-    }
-    tags = {folder: listed for folder, listed in tags.items() if _is_suspect(listed)}
-    leases = _leases_in(tags, now)
-    swept = {folder for folder, listed in tags.items() if _sweep_tag(folder, listed, leases, now)}
-    for item, found in _drafts(items):
-        path = save_dir / item.name
-        if found["mark"] in leases.dead or _is_quiet(path, item, now):
-            storage.remove(path)
-    # Last, as they cover files of other tags as well.
-    for lease in leases.dead.values():
-        if lease.parent in swept:
-            storage.remove(lease)
-    for folder in swept:
-        if isinstance(folder, Path) and not items_of(folder):
-            with suppress(OSError):
-                folder.rmdir()
+    with system_errors(save_dir, "cleaned"):
+        # The lease is written for its time: only the storage's clock tells the age of others'.
+        lease = Lease(save_dir, new_mark())
+        try:
+            items, now = storage_of(save_dir).items(save_dir), lease.written_at()
+            found = _leftovers(save_dir, [one for one in items if not one.is_folder], now, quiet_s)
+            for folder in (save_dir / item.name for item in items if _is_tag(item)):
+                found += _leftovers(folder, storage_of(folder).items(folder), now, quiet_s)
+        finally:
+            lease.release()
+        if not is_dry:
+            for one in found:
+                storage_of(one.path).remove(one.path)
+            for folder in {one.path.parent for one in found} - {save_dir}:
+                if isinstance(folder, Path):
+                    with suppress(OSError):
+                        folder.rmdir()  # if it is empty
+    return found
 
 
-def _leases_in(tags: Mapping[Location, list[StorageItem]], now: float) -> _Leases:
-    """Return the leases in these folders, each given with what was listed of it before."""
-    leases = _Leases(set(), {})
-    for folder, listed in tags.items():
-        # A lease is older than the files it covers, so the leases of all listed files are visible
-        # now, unless their saves have ended, which the index then shows.
-        for mark in filter(None, map(mark_of, {*listed, *storage_of(folder).items(folder)})):
-            if is_alive(folder, mark, now):
-                leases.alive.add(mark)
-            else:
-                leases.dead[mark] = lease_of(folder, mark)
-    return leases
+def _leftovers(
+    folder: Location, listed: list[StorageItem], now: float, quiet_s: float
+) -> list[Leftover]:
+    """Return the leftovers among what was listed of a folder, each lease after its files.
 
-
-def _is_suspect(listed: list[StorageItem]) -> bool:
-    """Return whether a tag's folder holds anything but one complete checkpoint."""
-    saves = sum(item.is_folder and bool(MARK.fullmatch(item.name)) for item in listed)
-    has_more = any(mark_of(item) for item in listed) or any(_drafts(listed))
-    return has_more or saves > any(item.name == INDEX for item in listed)
-
-
-def _sweep_tag(folder: Location, listed: list[StorageItem], leases: _Leases, now: float) -> bool:
-    """Sweep what was listed of a tag's folder; return false if its index cannot be read."""
-    storage = storage_of(folder)
+    None if the index cannot be read.
+    """
+    # A lease is older than the files it covers, so the leases of all listed files are visible
+    # now, unless their saves have ended, which the index then shows.
+    leases = set(filter(None, map(mark_of, {*listed, *storage_of(folder).items(folder)})))
+    alive = {mark for mark in leases if is_alive(folder, mark, now)}
     try:
         named = named_by(folder)
     except CheckpointError as error:
         if is_file(folder / INDEX):  # else its own job has removed it
             _log.warning("%s: leftovers are not removed: %s", folder, error)
-        return False
-    marks = {item: item.name for item in listed if item.is_folder and MARK.fullmatch(item.name)}
-    drafts = {item: found["mark"] for item, found in _drafts(listed)}
-    for item, mark in (marks | drafts).items():
-        is_needed = item in marks and (mark in leases.alive or mark == named)
-        if not is_needed and (mark in leases.dead or _is_quiet(folder / item.name, item, now)):
-            storage.remove(folder / item.name)
-    return True
+        return []
+    found = []
+    for item in listed:
+        draft = _DRAFT.fullmatch(item.name)
+        is_save = item.is_folder and MARK.fullmatch(item.name)
+        mark = item.name if is_save else draft["mark"] if draft else mark_of(item)
+        if mark is None or mark in alive or item.name == named:
+            continue
+        inside = items_of(folder / item.name) if item.is_folder else []
+        age_s = now - max(one.modified for one in (item, *inside))
+        if mark in leases or age_s >= quiet_s:
+            found.append(Leftover(folder / item.name, age_s))
+    return found
 
 
 def named_by(folder: Location) -> str | None:
-    """Return the mark that a tag's index names; None if there is no index, or it names none.
+    """Return the mark that a tag's index names; None if there is no index.
 
     Raises:
         CheckpointError: the index cannot be read, so that it may name any.
@@ -439,16 +414,3 @@ def named_by(folder: Location) -> str | None:
         return None
     with parsing_errors(f"{folder / INDEX} is damaged"):
         return mark_in(read_index(folder))
-
-
-def _drafts(items: list[StorageItem]) -> Iterator[tuple[StorageItem, re.Match[str]]]:
-    """Yield the items whose names mark them as drafts, with the parts of each name."""
-    for item in items:
-        if found := _DRAFT.fullmatch(item.name):
-            yield item, found
-
-
-def _is_quiet(path: Location, item: StorageItem, now: float) -> bool:
-    """Return whether a file or folder has had no write for `_QUIET_S`."""
-    inside = storage_of(path).items(path) if item.is_folder else []
-    return now - max([item.modified, *(one.modified for one in inside)]) > _QUIET_S

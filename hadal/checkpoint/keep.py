@@ -51,7 +51,7 @@ def prune(save_dir: Location, saved: str, keep: Keep, jobs: Collection[str]) -> 
         if is_new or is_young or name in spared:
             continue
         try:
-            folders.remove(save_dir / name, save_dir / saved)
+            folders.remove(save_dir / name)
         except (CheckpointError, OSError) as error:
             _log.warning("%s is not removed: %s", save_dir / name, error)
 

@@ -104,8 +104,8 @@ class Lease:
         """
         if storage_of(self._path).find(self._path) is None:
             raise CheckpointError(
-                f"{self._path} was removed: another job took this save for dead, as it had not"
-                f" refreshed it for {DEAD_S:.0f} s; save again"
+                f"{self._path} was removed: another job considered this save abandoned, as it had"
+                f" not been refreshed for {DEAD_S:.0f} s; save again"
             )
 
     def release(self) -> None:

@@ -233,14 +233,13 @@ class SaveJob:
         files = {name: list(seal) for name, seal in seals.items()}
         content = {**self.index, "files": files, "here": here, "parts": parts}
         replaced = folders.replaced_by(self.path)
-        with folders.replacing(self.path, replaced):
-            try:
-                lease.expect_held()
-                write_index(self.path, content)
-            except CheckpointError:
-                folders.discard_uncommitted(self.path, self.mark)
-                raise
-            folders.retire(self.path, replaced, self.mark)
+        try:
+            lease.expect_held()
+            write_index(self.path, content)
+        except CheckpointError:
+            folders.discard_uncommitted(self.path, self.mark)
+            raise
+        folders.retire(self.path, replaced, self.mark)
 
     def _parts(self) -> list[ModelPart]:
         """Return each part of the model, as this folder's index describes it.

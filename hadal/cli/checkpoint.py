@@ -117,6 +117,28 @@ def _add_checks(own: Any) -> None:
     verifying.add_argument("dir", metavar="DIR", help=_DIR)
     verifying.add_argument("tag", metavar="TAG", nargs="?", help="Which one (default: all in DIR)")
     verifying.set_defaults(run=run_verify)
+    cleaning = add_command(
+        own,
+        "clean",
+        help="Remove what killed saves have left",
+        description="List the files that killed jobs have left in a directory of checkpoints, with"
+        " the time since their last write, and remove them with --yes. Checkpoints and saves in"
+        " progress are kept.",
+        examples=("hadal checkpoint clean checkpoints", "hadal checkpoint clean checkpoints --yes"),
+    )
+    cleaning.add_argument(
+        "dir", metavar="DIR", help="The directory or URL given to save_checkpoint"
+    )
+    cleaning.add_argument("--yes", action="store_true", help="Remove them")
+    cleaning.add_argument(
+        "--older-than",
+        type=integer(ge=0),
+        default=1,
+        metavar="HOURS",
+        help="Keep younger files that no save claims, as they may belong to a checkpoint that is"
+        " being copied (default: %(default)s)",
+    )
+    cleaning.set_defaults(run=run_clean)
     scanning = add_command(
         own,
         "scan",
@@ -269,6 +291,22 @@ def run_verify(parsed: argparse.Namespace) -> int:
         for fault in report.faults:
             show(Text.assemble(("damaged: ", "error"), fault))
     return FAILED if any(report.faults for report in reports) else 0
+
+
+def run_clean(parsed: argparse.Namespace) -> int:
+    """List what killed saves have left, and remove it if asked to."""
+    from hadal.checkpoint.files import is_folder, location_of
+    from hadal.checkpoint.folders import clean
+
+    folder = location_of(parsed.dir)
+    if not is_folder(folder):
+        raise CommandError(f"{folder} is not a directory; pass the one given to save_checkpoint")
+    found = clean(folder, parsed.older_than * 3600, is_dry=not parsed.yes)
+    if found:
+        show(aligned([(key(str(path)), f"{age_s / 3600:.1f} h old") for path, age_s in found]))
+    count = f"{len(found)} leftover{'s' * (len(found) != 1)}"
+    show(f"{count} removed" if parsed.yes else f"{count}; add --yes to remove" if found else count)
+    return 0
 
 
 # ---- others' files -------------------------------------------------------------------------------

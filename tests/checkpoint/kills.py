@@ -41,6 +41,7 @@ from engine.toys import engine_of, train
 
 from checkpoint import s3
 from hadal import utils
+from hadal.checkpoint import folders
 from hadal.checkpoint.files import items_of, location_of, read_small
 from hadal.checkpoint.inspection import inspected
 from hadal.checkpoint.storage import Location
@@ -297,6 +298,8 @@ class Series:
             self._live(way, killer, fatal, self.drawn.random() < 0.5)
             self.states.append(leftovers(self.cell))
         self._live("at once", 0, -1, True)
+        assert set(leftovers(self.cell)) <= {"home", "lease", "partial"}
+        in_child(lambda: folders.clean(location_of(self.cell.url), 0))
         left = leftovers(self.cell)
         assert left == [], left
 

@@ -1,4 +1,4 @@
-"""Leases: other jobs' saves are left alone, dead ones are swept, the same tag is refused."""
+"""Leases: other jobs' saves are left alone, dead ones are removed, the same tag is refused."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 from hadal.checkpoint import folders, leases
 from hadal.checkpoint.leases import Lease, holder_of, is_alive, lease_of
 from hadal.checkpoint.storage import StorageItem
+from hadal.cli.main import main
 from hadal.errors import CheckpointError
 
 from .listing import home_of
@@ -65,8 +66,8 @@ def test_a_tag_that_another_process_saves_is_refused(
     with pytest.raises(CheckpointError, match=rf"a is being saved by process {other.pid} on "):
         folders.begin(tmp_path, "a", MARKS[1])
     assert not lease_of(tmp_path / "a", MARKS[1]).exists()
-    # Another tag sweeps, and leaves it alone.
-    folders.end(tmp_path / "b", folders.begin(tmp_path, "b", MARKS[1]))
+    # Nor does a command remove it.
+    assert folders.clean(tmp_path, 0) == []
     assert (tmp_path / "a" / MARKS[0]).is_dir()
     other.kill()
     other.wait()
@@ -117,15 +118,29 @@ def test_a_lease_that_is_not_whole_is_judged_by_its_age(
     assert not is_alive(tmp_path / "a", MARKS[0])
 
 
-def test_a_dead_lease_covers_files_under_another_tag(tmp_path: Path) -> None:
-    """That of a removal is beside a tag that stays."""
-    (tmp_path / "gone" / MARKS[0]).mkdir(parents=True)
+def test_a_dead_lease_and_its_files_are_cleaned_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     here = leases._this_process()
-    path = lease_elsewhere(tmp_path / "kept", machine=here.machine, pid=os.getppid(), start="1")
-    (tmp_path / "kept" / MARKS[1]).mkdir()
-    folders.sweep(tmp_path)
-    assert not path.exists() and not (tmp_path / "gone").exists()
-    assert (tmp_path / "kept" / MARKS[1]).is_dir()
+    dead = {"machine": here.machine, "pid": os.getppid(), "start": "1"}
+    path = lease_elsewhere(tmp_path / "a", **dead)
+    (tmp_path / "a" / MARKS[0]).mkdir()
+    (tmp_path / "a" / MARKS[1]).mkdir()  # has no lease, and is new
+    lease_of(tmp_path, MARKS[1]).write_text(path.read_text())  # of a killed command
+    gone = [lease_of(tmp_path, MARKS[1]), tmp_path / "a" / MARKS[0], path]
+    assert [one.path for one in folders.clean(tmp_path, is_dry=True)] == gone
+    assert all(one.exists() for one in gone)
+    assert [one.path for one in folders.clean(tmp_path)] == gone
+    assert list(tmp_path.rglob("*")) == [tmp_path / "a", tmp_path / "a" / MARKS[1]]
+    os.utime(tmp_path / "a" / MARKS[1], (time.time() - 1800,) * 2)
+    assert main(["checkpoint", "clean", str(tmp_path), "--yes"]) == 0
+    assert main(["checkpoint", "clean", str(tmp_path), "--older-than", "0"]) == 0
+    assert (tmp_path / "a" / MARKS[1]).exists()
+    told = capsys.readouterr().out
+    assert told.startswith("0 leftovers removed\n") and "0.5 h old" in told
+    assert told.endswith("1 leftover; add --yes to remove\n")
+    assert main(["checkpoint", "clean", str(tmp_path), "--older-than", "0", "--yes"]) == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_number_that_was_given_again_is_dead(tmp_path: Path) -> None:
@@ -145,7 +160,7 @@ def test_a_lease_is_refreshed_until_it_is_released(quick: None, tmp_path: Path) 
     lease.expect_held()
     lease.release()
     assert not is_alive(tmp_path / "a", MARKS[0])
-    with pytest.raises(CheckpointError, match="another job took this save for dead"):
+    with pytest.raises(CheckpointError, match="another job considered this save abandoned"):
         lease.expect_held()
     time.sleep(0.1)
     assert list((tmp_path / "a").iterdir()) == []

@@ -66,13 +66,15 @@ def test_two_saves_of_a_process_leave_each_other_alone(tmp_path: Path) -> None:
     leases = [folders.begin(tmp_path, tag, mark) for tag, mark in zip("ab", MARKS, strict=True)]
     homes = [half_saved(tmp_path, tag, mark) for tag, mark in zip("ab", MARKS, strict=True)]
     aged(tmp_path, 10_000)
-    folders.sweep(tmp_path)
+    assert folders.clean(tmp_path) == []
     assert all(home.is_dir() for home in homes)
     for home, lease in zip(homes, leases, strict=True):
         folders.end(home.parent, lease)
     aged(tmp_path, 10_000)
-    # Neither is under way any more.
-    folders.sweep(tmp_path)
+    # Neither is under way any more. A save removes what is left under its own tag only.
+    folders.end(homes[0].parent, folders.begin(tmp_path, "a", "f" * 16))
+    assert [home.is_dir() for home in homes] == [False, True]
+    assert [one.path for one in folders.clean(tmp_path)] == [homes[1]]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -92,7 +94,7 @@ def test_what_has_no_lease_is_kept_for_an_hour(tmp_path: Path) -> None:
         draft.touch()
         aged(draft, age)
         aged(home, age)
-    folders.sweep(tmp_path)
+    folders.clean(tmp_path)
     assert [path.exists() for path in (*drafts, *homes)] == [True, False, True, False]
     assert not (tmp_path / "b").exists()
 
@@ -107,7 +109,7 @@ def test_removal_by_another_process_is_no_error(tmp_path: Path) -> None:
         raise FileNotFoundError(path)
 
     with patch.object(shutil, "rmtree", removed):
-        folders.sweep(tmp_path)
+        folders.clean(tmp_path)
         assert not home.exists()
         folders.remove(complete(tmp_path, "gone"))
     assert list(tmp_path.iterdir()) == []

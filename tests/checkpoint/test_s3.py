@@ -65,11 +65,11 @@ def write_late(address: str, bucket: str) -> None:
     write_index(place / "a", {"save": MARKS[0]})
     time.sleep(STALL_S)
     write_index(place / "b", {"save": MARKS[1]})
-    folders.remove(place / "a", place / "b")
+    folders.remove(place / "a")
     time.sleep(STALL_S)
     assert read_small(place / "latest", 10) == b"two"
     assert [item.name for item in storage.items(place)] == ["b", "latest"]
-    folders.sweep(place)
+    folders.clean(place, 0)
     assert [item.name for item in storage.items(place / "b")] == [INDEX]
 
 
@@ -87,7 +87,7 @@ def save_again(address: str, bucket: str) -> None:
     place = location_of(use(address, bucket))
     write_index(place / "a", {"save": MARKS[0]})
     write_file(place / "a" / MARKS[0] / "file", [b"text"])
-    folders.remove(place / "a", place / "b")
+    folders.remove(place / "a")
     write_index(place / "a", {"save": MARKS[1]})
     write_file(place / "a" / MARKS[1] / "file", [b"text"])
     time.sleep(STALL_S)
