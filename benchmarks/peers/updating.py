@@ -26,8 +26,7 @@ from optimizer import (
 
 import hadal
 from hadal.offload import BufferPool, DiskStore
-from hadal.offload.tensors import DiskTensor, one_update
-from hadal.offload.walk import Stop, walk
+from hadal.offload.tensors import DiskTensor, Stop, one_update, walk
 from hadal.optim.on_disk import DiskSteps
 from hadal.optim.workspace import block_numel
 from hadal.plugins.autotuning.disk import SpeedTest

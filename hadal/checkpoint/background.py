@@ -27,7 +27,7 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes
 from hadal.device import current_device, device_thread, host_empty, read_on_host, synchronize
 from hadal.errors import CheckpointError
-from hadal.offload.folder import OwnFolder
+from hadal.offload.file import OwnFolder
 
 _log = logging.getLogger(__name__)
 _WHAT = "what is to be saved"

@@ -17,11 +17,10 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import xxhash
 
-from hadal.checkpoint.direct import Kept
-from hadal.checkpoint.local import LocalStorage
 from hadal.checkpoint.remote import FsspecStorage, filesystem_of
 from hadal.checkpoint.storage import (
     Chunk,
+    LocalStorage,
     Location,
     RemotePath,
     Storage,
@@ -29,6 +28,7 @@ from hadal.checkpoint.storage import (
     StoredFile,
 )
 from hadal.errors import CheckpointError
+from hadal.offload.direct import Kept
 
 _Folder = TypeVar("_Folder", Path, RemotePath, Location)
 Given = str | os.PathLike[str] | RemotePath

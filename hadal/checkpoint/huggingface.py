@@ -31,9 +31,8 @@ from hadal.checkpoint.files import (
     system_errors,
     write_file,
 )
-from hadal.checkpoint.local import draft_of, sync_folder
 from hadal.checkpoint.shards import bytes_of, header_of
-from hadal.checkpoint.storage import Location
+from hadal.checkpoint.storage import Location, draft_of, sync_folder
 from hadal.errors import CheckpointError
 
 MAX_SHARD = "5GB"

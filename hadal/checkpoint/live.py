@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hadal.checkpoint.keep import Keep
+from hadal.checkpoint.folders import Keep
 from hadal.checkpoint.shards import Writing
 from hadal.comm import Ranks
 from hadal.listener import Listener

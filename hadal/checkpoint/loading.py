@@ -23,17 +23,24 @@ from torch.optim import Optimizer
 from hadal.checkpoint import folders, randomness
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
 from hadal.checkpoint.files import parsing_errors
-from hadal.checkpoint.fitting import Fit, GroupFit, exact_kind, fit_groups, fit_names
 from hadal.checkpoint.formats.registry import open_source
 from hadal.checkpoint.index import INDEX
-from hadal.checkpoint.joined import Asked
 from hadal.checkpoint.live import COUNTERS, LISTENERS, Live, plain_name
-from hadal.checkpoint.moments import StatePlan, plan_state
-from hadal.checkpoint.opening import joined
+from hadal.checkpoint.opening import Asked, joined
+from hadal.checkpoint.reads import (
+    Fit,
+    GroupFit,
+    Reading,
+    StatePlan,
+    exact_kind,
+    fit_groups,
+    fit_names,
+    plan_bucket,
+    plan_state,
+)
 from hadal.checkpoint.source import RankState, Source
 from hadal.checkpoint.storage import Location
 from hadal.checkpoint.together import together
-from hadal.checkpoint.weights import Reading, plan_bucket
 from hadal.comm import Ranks, get_local_world_size
 from hadal.comm.collectives import gather_objects
 from hadal.device.memory import free_host_nbytes

@@ -20,9 +20,9 @@ from functools import cache, partial
 from itertools import islice
 from typing import Any, TypeVar
 
-from hadal.checkpoint.direct import BLOCK_NBYTES, Kept, kept_first
 from hadal.checkpoint.storage import Chunk, RemotePath, StorageItem
 from hadal.errors import CheckpointError
+from hadal.offload.direct import BLOCK_NBYTES, Kept, kept_first
 
 _T = TypeVar("_T")
 

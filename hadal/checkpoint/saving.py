@@ -29,18 +29,22 @@ from hadal.checkpoint.collecting import (
     head_of,
 )
 from hadal.checkpoint.contents import ModelPart, part_as_json
-from hadal.checkpoint.files import Seal, check_file, copy_file, new_mark, system_errors
-from hadal.checkpoint.folders import CLIENT, rank_file
+from hadal.checkpoint.files import (
+    Seal,
+    check_file,
+    copy_file,
+    new_mark,
+    replace_file,
+    system_errors,
+)
+from hadal.checkpoint.folders import CLIENT, JOBS, prune, rank_file
 from hadal.checkpoint.index import write_index
-from hadal.checkpoint.keep import JOBS, prune
 from hadal.checkpoint.leases import Lease
 from hadal.checkpoint.live import LISTENERS, Live, Rules
-from hadal.checkpoint.local import draft_of
 from hadal.checkpoint.plain import encoded, encoded_known
-from hadal.checkpoint.script import place_scripts
 from hadal.checkpoint.shards import write_tensors
 from hadal.checkpoint.source import OWN
-from hadal.checkpoint.storage import Location
+from hadal.checkpoint.storage import Location, draft_of
 from hadal.checkpoint.together import together
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects, gather_objects_at_first
@@ -382,3 +386,43 @@ def _schedule_state(schedule: Any) -> Any:
     name = type(schedule).__name__
     tell = partial(_log.warning, "%s is saved without %s", name)
     return encoded_known(schedule.state_dict(), name, tell)
+
+
+# ---- scripts beside a checkpoint -----------------------------------------------------------------
+
+_TEXT = '''\
+#!/usr/bin/env python
+"""Write the {what} of a checkpoint in this folder: ./{name} . OUTPUT_FOLDER{more}"""
+
+import sys
+
+from hadal.cli.zero_to_fp32 import {main}
+
+sys.exit({main}())
+'''
+SCRIPTS = {
+    "zero_to_fp32.py": _TEXT.format(
+        what="fp32 weights", name="zero_to_fp32.py", more="", main="main"
+    ),
+    "zero_to_torch.py": _TEXT.format(
+        what="weights", name="zero_to_torch.py", more=" --dtype bf16", main="main_torch"
+    ),
+}
+
+
+def place_scripts(save_dir: Location) -> None:
+    """Write the scripts that are missing from a directory of checkpoints; log a warning on failure.
+
+    None are written to a URL, where they cannot run. They are not part of a checkpoint: nothing is
+    read from them, and no checksum covers them.
+    """
+    if not isinstance(save_dir, Path):
+        return
+    for name, text in SCRIPTS.items():
+        path = save_dir / name
+        try:
+            if not path.exists():
+                replace_file(path, text)
+                path.chmod(path.stat().st_mode | 0o100)
+        except (CheckpointError, OSError) as error:
+            _log.warning("%s was not written: %s", path, error)

@@ -23,11 +23,9 @@ from hadal.checkpoint.contents import (
     part_of_json,
     state_key,
 )
-from hadal.checkpoint.direct import Kept
 from hadal.checkpoint.files import Seal, check_file, exists, open_file, parsing_errors
-from hadal.checkpoint.folders import CLIENT, rank_file
+from hadal.checkpoint.folders import CLIENT, JOBS, rank_file
 from hadal.checkpoint.index import INDEX, mark_in, read_index, seals_of, strict_json
-from hadal.checkpoint.keep import JOBS
 from hadal.checkpoint.plain import decoded, decoded_state
 from hadal.checkpoint.shards import DTYPE_OF, DTYPES, Header, HeaderRow, read_header
 from hadal.checkpoint.source import OWN, Entry, RankState, Source
@@ -35,6 +33,7 @@ from hadal.checkpoint.storage import Location, StoredFile
 from hadal.device.memory import is_host_memory
 from hadal.errors import CheckpointError
 from hadal.offload.buffers import memory_of
+from hadal.offload.direct import Kept
 from hadal.zero.layout import Slot
 from hadal.zero.views import shaped
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal import __version__
-from hadal.checkpoint.script import place_scripts
+from hadal.checkpoint.saving import place_scripts
 from hadal.comm import get_local_rank, get_rank, get_world_size
 from hadal.comm.collectives import broadcast_
 from hadal.compat.accessors import Accessors

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hadal.checkpoint.consolidated import consolidated, write_consolidated
+from hadal.checkpoint.consolidated import ShardSource, consolidated, shards_of, write_consolidated
 from hadal.checkpoint.files import location_of
 from hadal.checkpoint.folders import why_none
 from hadal.checkpoint.huggingface import MAX_SHARD, NAME
@@ -20,7 +20,6 @@ from hadal.checkpoint.live import COUNTERS
 from hadal.checkpoint.loading import Wanted, find, load, load_from
 from hadal.checkpoint.saving import SaveRequest
 from hadal.checkpoint.storage import Location
-from hadal.checkpoint.tensor_shards import ShardSource, shards_of
 from hadal.checkpoint.together import common_folder, compare_tags
 from hadal.comm.faults import raised_on_all
 from hadal.comm.works import in_step

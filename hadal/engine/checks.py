@@ -32,7 +32,7 @@ from hadal.errors import (
     few,
     raise_faults,
 )
-from hadal.offload.folder import OwnFolder
+from hadal.offload.file import OwnFolder
 from hadal.plugins.compression.rules import is_score
 from hadal.zero import access, sharded_init
 from hadal.zero.layout import order_of

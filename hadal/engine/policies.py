@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hadal.checkpoint.keep import Keep
+from hadal.checkpoint.folders import Keep
 from hadal.checkpoint.live import Rules, StagingRules
 from hadal.checkpoint.shards import Writing
 from hadal.comm.codecs import Blockwise
@@ -22,7 +22,7 @@ from hadal.device import is_host_memory, total_memory
 from hadal.engine.topology import Topology
 from hadal.errors import ModelError, UsageError
 from hadal.offload import BufferPool, DiskStore
-from hadal.offload.walk import DiskOverlap
+from hadal.offload.tensors import DiskOverlap
 from hadal.optim.on_disk import DiskSteps
 from hadal.zero.grouping import BucketPlan, LeafModules
 from hadal.zero.offload import Offload

@@ -15,7 +15,7 @@ sweep     remove files that dead processes left on a disk
 """
 
 from hadal.offload.buffers import BufferPool, aligned
-from hadal.offload.extents import ALIGNMENT
+from hadal.offload.direct import ALIGNMENT
 from hadal.offload.requests import IoRequest, Region
 from hadal.offload.store import DiskStore
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hadal.device import Event, page_locked
 from hadal.errors import OffloadError, UsageError
-from hadal.offload.direct import pages
-from hadal.offload.extents import ALIGNMENT
+from hadal.offload.direct import ALIGNMENT, pages
 
 
 def aligned(nbytes: int, *, pinned: bool = False) -> Tensor:

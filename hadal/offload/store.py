@@ -14,18 +14,18 @@ from torch import Tensor
 from hadal.config.offload import Aio
 from hadal.errors import OffloadError, UsageError
 from hadal.offload.buffers import check_buffer
-from hadal.offload.extents import ALIGNMENT, Extent, Room, cut, dealt, grouped
-from hadal.offload.file import Act, DiskFile
-from hadal.offload.folder import STATES, OwnFolder
+from hadal.offload.direct import ALIGNMENT, Extent, Room, cut, dealt, grouped
+from hadal.offload.file import STATES, Act, DiskFile, OwnFolder
 from hadal.offload.requests import (
+    CELL_NBYTES,
     IoCall,
     IoRequest,
     OpenRequests,
     Queue,
     Region,
+    Sums,
     blocks_in_a_call,
 )
-from hadal.offload.sums import CELL_NBYTES, Sums
 from hadal.units import rounded_up
 
 _log = logging.getLogger(__name__)

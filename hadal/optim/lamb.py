@@ -35,9 +35,8 @@ from hadal.comm.faults import is_same_everywhere
 from hadal.device import on_device, widest_float
 from hadal.errors import MismatchError, OptimizerError
 from hadal.offload.crossing import Crossing
-from hadal.offload.extents import cut
-from hadal.offload.tensors import DiskTensor
-from hadal.offload.walk import Stop
+from hadal.offload.direct import cut
+from hadal.offload.tensors import DiskTensor, Stop
 from hadal.optim.elementwise import Group, OwnOptimizer, SliceUpdate, State, Zeros
 from hadal.optim.on_disk import (
     Deferred,

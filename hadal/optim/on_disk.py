@@ -14,9 +14,8 @@ from hadal.comm import Ranks
 from hadal.comm.faults import raised_on_all
 from hadal.errors import CommunicationError, OffloadError
 from hadal.offload.buffers import BufferPool, LooseBuffers
-from hadal.offload.extents import cut
-from hadal.offload.tensors import UNIT_NUMEL, DiskTensor, one_update
-from hadal.offload.walk import DiskOverlap, Stop, walk
+from hadal.offload.direct import cut
+from hadal.offload.tensors import UNIT_NUMEL, DiskOverlap, DiskTensor, Stop, one_update, walk
 from hadal.optim.elementwise import Beginner, SliceUpdate, count_up
 from hadal.optim.pieces import Piece
 from hadal.optim.state_on_disk import DiskState, backup_of

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from hadal.errors import OptimizerError
 from hadal.offload.buffers import aligned
 from hadal.offload.store import DiskStore
-from hadal.offload.tensors import DiskTensor, StoredSlice, one_update
-from hadal.offload.walk import Stop
+from hadal.offload.tensors import DiskTensor, Stop, StoredSlice, one_update
 from hadal.optim.elementwise import Beginner, SliceUpdate
 from hadal.optim.pieces import HeldTensor, Piece
 from hadal.zero.bucket import Bucket

@@ -17,7 +17,7 @@ from hadal.device import has_fused_kernels, is_host_memory
 from hadal.errors import OptimizerError
 from hadal.offload.buffers import BufferPool
 from hadal.offload.crossing import Crossing
-from hadal.offload.extents import cut
+from hadal.offload.direct import cut
 from hadal.offload.tensors import StoredSlice
 from hadal.optim.elementwise import Beginner, ElementwiseOptimizer, Group, SliceUpdate, count_up
 from hadal.optim.fused import BEGINNERS

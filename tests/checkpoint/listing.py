@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from hadal.checkpoint.script import SCRIPTS
+from hadal.checkpoint.saving import SCRIPTS
 
 
 def names_in(folder: str | Path) -> list[str]:

@@ -18,8 +18,8 @@ from torch import nn
 
 from checkpoint.listing import home_of, names_in
 from hadal import comm
+from hadal.checkpoint.folders import Keep, prune
 from hadal.checkpoint.index import read_index
-from hadal.checkpoint.keep import Keep, prune
 from hadal.errors import CheckpointError
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hadal.checkpoint import direct
-from hadal.checkpoint.direct import Kept, Output, blocks_of, read_into
+from hadal.offload import direct
+from hadal.offload.direct import Kept, Output, blocks_of, read_into
 
 BLOCK = 8192
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hadal.checkpoint.contents import MASTER, WEIGHT, SavedGroup, state_kind
-from hadal.checkpoint.joined import Asked, JoinedSource
+from hadal.checkpoint.opening import Asked, JoinedSource
 from hadal.checkpoint.source import Entry, Source
 from hadal.errors import CheckpointError
 from hadal.zero.boxes import Box, Placement

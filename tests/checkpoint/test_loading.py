@@ -19,10 +19,11 @@ from torch import nn
 
 from checkpoint.listing import home_of
 from hadal import comm
-from hadal.checkpoint import direct, loading
+from hadal.checkpoint import loading
 from hadal.checkpoint.stored import StoredSource
 from hadal.engine import state_offload
 from hadal.errors import CheckpointError, MismatchError
+from hadal.offload import direct
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {"gradient_accumulation_steps": 2},

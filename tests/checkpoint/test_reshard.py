@@ -17,9 +17,10 @@ from ranks import RankPools
 from torch import Tensor, nn
 
 from hadal import comm
-from hadal.checkpoint import direct, loading
+from hadal.checkpoint import loading
 from hadal.checkpoint.contents import WEIGHT, SavedSlice
 from hadal.checkpoint.stored import slices_between
+from hadal.offload import direct
 from hadal.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 from hadal.zero.place import place_of
 

@@ -15,11 +15,11 @@ from engine.toys import assert_equal, engine_of, train
 from ranks import RankPools
 
 from hadal.checkpoint import remote
-from hadal.checkpoint.direct import BLOCK_NBYTES, Kept
 from hadal.checkpoint.files import check_file, location_of, read_small, storage_of, write_file
 from hadal.checkpoint.inspection import inspected
 from hadal.checkpoint.storage import Location, RemotePath
 from hadal.errors import CheckpointError, ConfigError
+from hadal.offload.direct import BLOCK_NBYTES, Kept
 from hadal.utils import get_fp32_state_dict_from_zero_checkpoint
 
 pytest.importorskip("fsspec")

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from checkpoint.test_dcp import engine_of, train
 from hadal import comm
-from hadal.checkpoint import tensor_shards
-from hadal.checkpoint.tensor_shards import FIELDS, cut_out
+from hadal.checkpoint import consolidated
+from hadal.checkpoint.consolidated import FIELDS, cut_out
 from hadal.errors import CheckpointError
 from hadal.utils import safe_get_full_fp32_param
 
@@ -51,11 +51,11 @@ def test_a_slice_of_nothing_has_no_boxes() -> None:
 
 def sharded(engine: Any) -> dict[str, Tensor]:
     """Return the shards with any torch: the attributes do not depend on it."""
-    since, tensor_shards._SINCE = tensor_shards._SINCE, (2, 0)
+    since, consolidated._SINCE = consolidated._SINCE, (2, 0)
     try:
         return engine.sharded_state_dict()
     finally:
-        tensor_shards._SINCE = since
+        consolidated._SINCE = since
 
 
 def masters_of(engine: Any) -> dict[str, Tensor]:
@@ -104,12 +104,12 @@ def test_shards_load_where_they_came_from(stage: int, dtype: str) -> None:
 @on_ranks(1)
 def test_an_older_torch_is_an_error() -> None:
     engine = engine_of(3, "fp32")
-    tensor_shards._SINCE = (99, 0)
+    consolidated._SINCE = (99, 0)
     try:
         with pytest.raises(CheckpointError, match=r"torch .* from 99\.0 on; use .*--format dcp"):
             engine.sharded_state_dict()
     finally:
-        tensor_shards._SINCE = (2, 14)
+        consolidated._SINCE = (2, 14)
         engine.destroy()
 
 

@@ -117,7 +117,7 @@ def test_a_forked_process_does_not_unmap_the_parents_addresses() -> None:
 def test_a_forked_process_reads_checkpoints_into_blocks_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(1 << 20))
     found = run(f"""
-        from hadal.checkpoint.direct import blocks_of
+        from hadal.offload.direct import blocks_of
         with open({str(tmp_path / "file")!r}, "rb") as file:
             read = lambda: sum(map(len, blocks_of(file.fileno(), 0, 1 << 20)))
             print(json.dumps([read(), *in_child(read)[1:]]))

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as some
 
-from hadal.offload.extents import ALIGNMENT, Extent, Room, cut, dealt, grouped
+from hadal.offload.direct import ALIGNMENT, Extent, Room, cut, dealt, grouped
 from hadal.units import rounded_up
 
 places = some.integers(0, 1 << 20)

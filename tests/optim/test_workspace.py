@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hadal.offload.extents import cut
+from hadal.offload.direct import cut
 from hadal.offload.tensors import UNIT_NUMEL
 from hadal.optim import norm, workspace
 from hadal.optim.fused import begin_adam

@@ -19,8 +19,7 @@ from hadal.checkpoint.files import (
     storage_of,
     system_errors,
 )
-from hadal.checkpoint.local import sync_folder
-from hadal.checkpoint.storage import Location, RemotePath
+from hadal.checkpoint.storage import Location, RemotePath, sync_folder
 from hadal.errors import CheckpointError
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hadal.config.offload import Aio
 from hadal.offload.buffers import aligned
-from hadal.offload.extents import ALIGNMENT
+from hadal.offload.direct import ALIGNMENT
 from hadal.offload.requests import IoRequest, Region
 from hadal.offload.store import DiskStore
 from hadal.units import rounded_up
