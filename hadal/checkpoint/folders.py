@@ -338,7 +338,7 @@ def remove(folder: Location) -> None:
 
 
 class Leftover(NamedTuple):
-    """What a killed save or removal has left: files that no index names, a lease, or a draft."""
+    """A leftover of a killed save or removal: files that no index names, a lease, or a draft."""
 
     path: Location
     age_s: float
