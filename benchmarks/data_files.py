@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from hadal.config import load_config
+from hadal.data.reading import Sharding
 from hadal.plugins.data_efficiency.analysis import analyze
 from hadal.plugins.data_efficiency.indexed import RowsBuilder
 from hadal.plugins.data_efficiency.indexing import (
@@ -33,7 +34,7 @@ from hadal.plugins.data_efficiency.indexing import (
     tokenizer_of,
 )
 from hadal.plugins.data_efficiency.metric_files import Origin, write_single
-from hadal.plugins.data_efficiency.sampler import CurriculumOrder, Taking
+from hadal.plugins.data_efficiency.sampler import CurriculumOrder
 from hadal.plugins.data_efficiency.texts import PlainTexts
 
 
@@ -76,7 +77,7 @@ def start(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"samples": count, "first_percent": options.first, "base_gb": peak_gb()}
     with timed(found, "start"):
         order = CurriculumOrder(
-            config.data_efficiency, Origin(count), Taking(32, 1, 0, 1, drop_last=True)
+            config.data_efficiency, Origin(count), Sharding(32, drop_last=True), 1
         )
         next(order.batches(0, 0))
     return {**found, "peak_gb": peak_gb()}

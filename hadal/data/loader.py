@@ -58,7 +58,7 @@ class Reading:
     worker_init_fn: Callable[[int], None] | None = None
     """Called in each worker with its number before it reads."""
     shards_stream: bool | None = None
-    """Whether to shard an `IterableDataset`; False: it gives each replica its own samples."""
+    """True shards an `IterableDataset`; False: it gives each replica its own samples."""
 
 
 class ShardedLoader:
@@ -198,11 +198,6 @@ class ShardedLoader:
 
     def _order_note(self) -> Mapping[str, Any]:
         return self._order_state if isinstance(self._order_state, Mapping) else {}
-
-    @property
-    def order_state(self) -> Any:
-        """The state of the order after the last batch that was handed out, if it has one."""
-        return self._order_state
 
     def _count(self) -> int:
         given = self._reading.sampler
@@ -422,7 +417,7 @@ class Loading:
     """True if there is a device to which pinned memory is copied faster."""
     seed: int = 0
     shards_stream: bool | None = None
-    """Whether loaders shard an `IterableDataset`; None: one over several replicas is refused."""
+    """True shards an `IterableDataset`; None: one over several replicas is refused."""
     chosen: ChosenOrder | None = None
     """The order of training data, if the configuration has one."""
 

@@ -9,9 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.plugins.autotuning.measuring import numbers_of
-from hadal.plugins.autotuning.memory import Need, fitted, is_exhausted, largest, predicted
 from hadal.plugins.autotuning.runs import Outcome
-from hadal.plugins.autotuning.search import has_gained, is_over, next_trial, score
+from hadal.plugins.autotuning.search import (
+    Need,
+    fitted_need,
+    has_gained,
+    is_exhausted,
+    is_over,
+    largest_that_fits,
+    next_trial,
+    predicted_need,
+    score,
+)
 from hadal.plugins.autotuning.space import TuningTrial
 from hadal.plugins.autotuning.summary import Findings, Result
 
@@ -94,8 +103,8 @@ def test_latency_and_throughput(
 def test_the_largest_micro_batch_just_fits(
     states: int, activations: int, micro: int, memory: int
 ) -> None:
-    need = predicted(states, activations, micro)
-    fits = largest(need, memory)
+    need = predicted_need(states, activations, micro)
+    fits = largest_that_fits(need, memory)
     assert fits is not None
     assert need.at(micro) == pytest.approx(states + activations)
     assert not fits or need.at(fits) <= 0.951 * memory
@@ -103,14 +112,14 @@ def test_the_largest_micro_batch_just_fits(
 
 
 def test_measured_peaks_replace_the_prediction() -> None:
-    assert fitted([(4, 900)]) is None
-    assert fitted([(4, 900), (8, 900)]) is None  # the peak was older than the batch
-    need = fitted([(4, 900), (2, 700), (8, 1300)])
+    assert fitted_need([(4, 900)]) is None
+    assert fitted_need([(4, 900), (8, 900)]) is None  # the peak was older than the batch
+    need = fitted_need([(4, 900), (2, 700), (8, 1300)])
     assert need == Need(500.0, 100.0)
-    assert largest(need, 2000) == 14
-    assert largest(Need(0, 0), 10) is None
-    assert largest(Need(11, 0), 10) == 0
-    assert largest(Need(inf, 0), 10) == 0
+    assert largest_that_fits(need, 2000) == 14
+    assert largest_that_fits(Need(0, 0), 10) is None
+    assert largest_that_fits(Need(11, 0), 10) == 0
+    assert largest_that_fits(Need(inf, 0), 10) == 0
 
 
 def test_out_of_memory_is_recognized() -> None:

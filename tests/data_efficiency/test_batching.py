@@ -17,10 +17,10 @@ from torch.utils.data import Dataset
 import hadal
 from hadal import comm
 from hadal.config import load_config
+from hadal.data.reading import Sharding
 from hadal.errors import ConfigError, UsageError
 from hadal.plugins.data_efficiency.batching import PackedOrder
 from hadal.plugins.data_efficiency.lengths import length_of, lengths_of, path_of
-from hadal.plugins.data_efficiency.sampler import Taking
 
 KEYS = "data_efficiency.data_sampling.dynamic_batching"
 LENGTHS = [int(n) for n in np.random.default_rng(5).integers(1, 12, 60)]
@@ -71,8 +71,8 @@ def engine_with(accumulation: int = 2, **changes: Any) -> Any:
 
 def order_of(replicas: int = 1, replica: int = 0, **changes: Any) -> PackedOrder:
     section = load_config({"train_batch_size": 4, "data_efficiency": section_of(**changes)})
-    taking = Taking(1, replicas, replica, 4 // replicas, drop_last=False)
-    return PackedOrder(section.data_efficiency, np.array(LENGTHS), taking)
+    sharding = Sharding(1, replicas, replica)
+    return PackedOrder(section.data_efficiency, np.array(LENGTHS), sharding, 4 // replicas)
 
 
 def batches_of(engine: Any) -> Any:
@@ -112,8 +112,11 @@ def test_an_epoch_has_each_sample_once_on_any_number_of_ranks(picking: str) -> N
     assert len(whole) % 4 == 0
     assert all(sum(LENGTHS[one] for one in samples) <= 24 for samples in whole)
     for replicas in (2, 4):
-        orders = [order_of(replicas, rank, sequence_picking_order=picking) for rank in (0, 1, 2, 3)]
-        turns = zip(*(one.batches(1, 4) for one in orders[:replicas]), strict=True)
+        orders = [
+            order_of(replicas, replica, sequence_picking_order=picking)
+            for replica in range(replicas)
+        ]
+        turns = zip(*(order.batches(1, 4) for order in orders), strict=True)
         assert [picked.indices for turn in turns for picked in turn] == whole[4:]
     order = order_of(sequence_picking_order=picking, num_epochs=1)
     again = [picked.indices for picked in order_of(sequence_picking_order=picking).batches(0, 0)]
@@ -299,7 +302,7 @@ def test_faults_are_reported(tmp_path: Path) -> None:
     section = load_config({"train_batch_size": 4, "data_efficiency": section_of()})
     longer = r"all 3 samples are longer than max_tokens \(24\), the shortest has 30; raise"
     with pytest.raises(UsageError, match=longer):
-        PackedOrder(section.data_efficiency, np.array([40, 30, 50]), Taking(1, 1, 0, 4, False))
+        PackedOrder(section.data_efficiency, np.array([40, 30, 50]), Sharding(1), 4)
 
 
 @pytest.mark.parametrize(

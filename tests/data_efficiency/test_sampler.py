@@ -18,11 +18,12 @@ import hadal
 from hadal import comm
 from hadal.config import load_config
 from hadal.config.data_efficiency import DataEfficiency
+from hadal.data.reading import Sharding
 from hadal.errors import ConfigError, UsageError
 from hadal.plugins.data_efficiency.analysis import analyze
 from hadal.plugins.data_efficiency.indexed import IndexedRows, RowsBuilder
 from hadal.plugins.data_efficiency.metric_files import Origin, read_rows, write_row
-from hadal.plugins.data_efficiency.sampler import CurriculumOrder, Taking
+from hadal.plugins.data_efficiency.sampler import CurriculumOrder
 
 COUNT = 120
 MEASURES = {
@@ -87,9 +88,7 @@ def order_of(
     source = {"train_batch_size": 4, "data_efficiency": section_of(folder, case, **changes)}
     section: DataEfficiency = load_config(source).data_efficiency
     micro, accumulation = (2, 2) if replicas == 1 else (1, 4 // replicas)
-    return CurriculumOrder(
-        section, Origin(COUNT), Taking(micro, replicas, replica, accumulation, False)
-    )
+    return CurriculumOrder(section, Origin(COUNT), Sharding(micro, replicas, replica), accumulation)
 
 
 def first(order: CurriculumOrder, count: int, done: int = 0) -> list[Any]:
@@ -206,7 +205,7 @@ def test_a_cluster_smaller_than_its_share_is_used_again_and_again(tmp_path: Path
     curriculum = {"enabled": True, "curriculum_metrics": {"x": metric}}
     keys = {"data_sampling": {"curriculum_learning": curriculum}}
     section = load_config({"train_batch_size": 8, "data_efficiency": keys}).data_efficiency
-    order = CurriculumOrder(section, Origin(3), Taking(8, 1, 0, 1, False))
+    order = CurriculumOrder(section, Origin(3), Sharding(8), 1)
     (picked,) = order.batches(0, 0)
     assert sorted(set(picked.indices)) == [0, 1, 2]
     assert len(picked.indices) == 8

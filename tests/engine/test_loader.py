@@ -483,7 +483,7 @@ def test_an_order_resumes_after_the_last_returned_batch(workers: int, taken: int
             if len(found) == taken:
                 state = broken.state_dict()
                 break
-    assert state["order"] == broken.order_state
+    assert state["order"] == broken.state_dict()["order"]
     again = loader_of(items, workers, sampler=Growing())
     again.load_state_dict(state)
     while len(found) < len(batches):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hadal import comm
 from hadal.plugins.moe import MoE
-from hadal.plugins.moe.layer import layers_of
+from hadal.plugins.moe.layer import MOELayer
 
 WIDTH = 6
 EXPERTS = 4
@@ -24,7 +24,8 @@ def filled(model: nn.Module, place: int = 0) -> nn.Module:
         if getattr(parameter, "allreduce", True):
             with torch.no_grad():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
-    for number, (_, layer) in enumerate(layers_of(model)):
+    layers = (module for module in model.modules() if isinstance(module, MOELayer))
+    for number, layer in enumerate(layers):
         first = place * layer.num_local_experts
         for local, expert in enumerate(layer.experts.deepspeed_experts):
             generator.manual_seed(100 * number + first + local)

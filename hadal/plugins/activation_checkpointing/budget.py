@@ -1,4 +1,4 @@
-"""Which modules to recompute so that a step fits into a memory budget: arithmetic on measurements.
+"""The choice of modules to recompute within a memory budget: arithmetic on measurements.
 
 A step is measured while every module is recomputed. Each recomputed call begins a part of backward.
 The peak of each part, and the bytes of its activations, determine the peak of any choice: stored

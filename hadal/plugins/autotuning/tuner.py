@@ -8,11 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hadal.errors import TuningError
-from hadal.plugins.autotuning import memory
 from hadal.plugins.autotuning.files import write_json
-from hadal.plugins.autotuning.memory import Need
 from hadal.plugins.autotuning.runs import METRICS, MODEL_INFO, Outcome, Runner, forget
-from hadal.plugins.autotuning.search import has_gained, is_over, next_trial, score
+from hadal.plugins.autotuning.search import (
+    Need,
+    fitted_need,
+    has_gained,
+    is_exhausted,
+    is_over,
+    largest_that_fits,
+    next_trial,
+    predicted_need,
+    score,
+)
 from hadal.plugins.autotuning.space import (
     ModelSizes,
     Others,
@@ -253,9 +261,9 @@ class Tuner:
         size, before, peaks = start, None, list[tuple[int, int]]()
         least_failed = self._wish.largest + 1
         for _ in range(self._wish.section.tuner_num_trials):
-            result = self._try_if_it_fits(TuningTrial(stage, size, others), memory.fitted(peaks))
+            result = self._try_if_it_fits(TuningTrial(stage, size, others), fitted_need(peaks))
             if result is None or result.value is None:
-                is_short = result is None or memory.is_exhausted(result.outcome.reason)
+                is_short = result is None or is_exhausted(result.outcome.reason)
                 if not is_short:
                     return
                 least_failed = size
@@ -268,14 +276,14 @@ class Tuner:
                 return
             before = now
             peaks.append((size, int((result.outcome.found or {}).get("peak_memory_per_gpu", 0))))
-            size = self._next_size(size, least_failed, memory.fitted(peaks))
+            size = self._next_size(size, least_failed, fitted_need(peaks))
             if any(size == tried for tried, _ in peaks):
                 return
 
     def _next_size(self, size: int, least_failed: int, need: Need | None) -> int:
         most = min(2 * size, least_failed - 1)
         if need is not None and self._look.memory_nbytes is not None:
-            fits = memory.largest(need, self._look.memory_nbytes)
+            fits = largest_that_fits(need, self._look.memory_nbytes)
             most = most if fits is None else min(most, fits)
         return max(size, most)
 
@@ -300,8 +308,8 @@ class Tuner:
             return ""
         if need is None:
             states = self._states_nbytes(config_of(self._wish, trial), look)
-            need = memory.predicted(states, look.activation_nbytes, self._first_micro_batch())
-        fits = memory.largest(need, look.memory_nbytes)
+            need = predicted_need(states, look.activation_nbytes, self._first_micro_batch())
+        fits = largest_that_fits(need, look.memory_nbytes)
         if fits is None or fits >= trial.micro_batch:
             return ""
         wanted = need.at(trial.micro_batch) / _GB

@@ -37,11 +37,6 @@ class CodeLayout:
         """Elements of a row; rows are the first dimension."""
         return prod(self.shape[1:])
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of codes."""
-        return sum(-(-self.columns * width // _BYTE) for width in _widths(self.bits))
-
     def as_tensor(self) -> Tensor:
         """Return the layout as integers, as a state dict holds it: int64, 1-D."""
         return torch.tensor((self.bits, self.first, self.stride, self.groups, *self.shape))

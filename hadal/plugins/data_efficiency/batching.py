@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from hadal.config.data_efficiency import DataEfficiency, DynamicBatching
+from hadal.data.reading import Sharding
 from hadal.errors import UsageError
 from hadal.listener import Listener, Setting, Update
 from hadal.order import Picked
@@ -25,7 +26,6 @@ from hadal.plugins.data_efficiency.packing import (
     scale_of,
     shuffled,
 )
-from hadal.plugins.data_efficiency.sampler import Taking
 
 _log = logging.getLogger(__name__)
 PATH = "data_efficiency.data_sampling.dynamic_batching"
@@ -51,21 +51,24 @@ class PackedOrder:
 
     is_own = False
 
-    def __init__(self, section: DataEfficiency, lengths: Ids, taking: Taking) -> None:
+    def __init__(
+        self, section: DataEfficiency, lengths: Ids, sharding: Sharding, accumulation: int
+    ) -> None:
+        """Create the order; an update has `accumulation` batches of each replica."""
         sampling = section.data_sampling
         self._section = sampling.dynamic_batching
         self._epochs = sampling.num_epochs
         self._seed = section.seed
         self._lengths = lengths
-        self._taking = taking
-        self._update = taking.stride * taking.accumulation
+        self._sharding = sharding
+        self._update = sharding.stride * accumulation
         self._made: tuple[int, Packs] | None = None
         self._expected: Mapping[str, Any] | None = None
         first = self.packs(0)
         if not len(first):
             raise UsageError(f"{PATH}: {self._why_none(first)}")
         _tell_left_out(first, len(lengths), self._section)
-        self._batches = len(first) // taking.stride
+        self._batches = len(first) // sharding.stride
         base = self._section.base_batch_size
         self.base: float = base or len(first.ids) / (len(first) // self._update)
         """The samples of an update with the configured learning rate."""
@@ -97,7 +100,7 @@ class PackedOrder:
         limits = PackLimits(section.max_tokens, least, section.max_batch_size)
         order = picked(self._lengths, section.sequence_picking_order, self._seed + epoch)
         packs = pack(self._lengths, order, limits)
-        made = evened(packs, self._update, least, may_split=not self._taking.drop_last)
+        made = evened(packs, self._update, least, may_split=not self._sharding.drop_last)
         is_new = epoch == 0 or section.sequence_picking_order == "random"
         return made if is_new else shuffled(made, self._seed, epoch)
 
@@ -113,16 +116,16 @@ class PackedOrder:
         """
         if epoch >= self._epochs:
             return
-        packs, taking = self.packs(epoch), self._taking
+        packs, sharding = self.packs(epoch), self._sharding
         self._check(epoch, len(packs), done)
         tokens = packs.tokens(self._lengths)
         state = {"packs": len(packs), "epoch": epoch}
-        for first in range(done, len(packs), taking.stride):
-            begin = first + taking.replica * taking.micro
-            places = packs.starts[[begin, begin + taking.micro]]
+        for first in range(done, len(packs), sharding.stride):
+            begin = first + sharding.replica * sharding.batch_size
+            places = packs.starts[[begin, begin + sharding.batch_size]]
             mine = packs.ids[slice(*places)]
             share = self._share(packs, tokens, first, begin)
-            yield Picked(mine.tolist(), taking.stride, state, share)
+            yield Picked(mine.tolist(), sharding.stride, state, share)
 
     def _check(self, epoch: int, count: int, done: int) -> None:
         before = self._expected
@@ -131,21 +134,22 @@ class PackedOrder:
                 f"{PATH}: epoch {epoch} began with {before['packs']} packs, but has {count}"
                 " now; resume with the max_tokens, train_batch_size and data set of the checkpoint"
             )
-        if (count - done) % self._taking.stride:
+        if (count - done) % self._sharding.stride:
             raise UsageError(
                 f"{PATH}: the checkpoint was saved in the middle of an update, after {done} packs,"
-                f" which {self._taking.replicas} ranks do not divide; resume with as many ranks as"
-                " saved it"
+                f" which {self._sharding.replicas} ranks do not divide; resume with as many ranks"
+                " as saved it"
             )
 
     def _share(self, packs: Packs, tokens: Ids, first: int, begin: int) -> BatchShare:
         """Return the fraction of its update that the batch of a pack makes up."""
         start = first - first % self._update
-        update, mine = slice(start, start + self._update), slice(begin, begin + self._taking.micro)
+        update = slice(start, start + self._update)
+        mine = slice(begin, begin + self._sharding.batch_size)
         weighs = {"tokens": tokens, "samples": packs.sizes}.get(self._section.loss_weighting)
         weight = 1.0
         if weighs is not None:
-            batches = self._update // self._taking.micro
+            batches = self._update // self._sharding.batch_size
             weight = float(weighs[mine].sum()) * batches / max(1, int(weighs[update].sum()))
         return BatchShare(weight, int(packs.sizes[update].sum()), int(tokens[update].sum()))
 

@@ -18,7 +18,7 @@ from hadal.plugins.data_efficiency.lengths import lengths_of
 from hadal.plugins.data_efficiency.metric_files import Origin
 from hadal.plugins.data_efficiency.pacing import CustomPace, Pacer
 from hadal.plugins.data_efficiency.sampler import PATH as CURRICULUM
-from hadal.plugins.data_efficiency.sampler import CurriculumOrder, Taking
+from hadal.plugins.data_efficiency.sampler import CurriculumOrder
 from hadal.plugins.data_efficiency.seqlen import LengthCurriculum
 
 _log = logging.getLogger(__name__)
@@ -64,13 +64,7 @@ def chosen_order(
     expecting = [one for one in listeners if isinstance(one, ExpectsLoader)]
     section = config.data_efficiency
     sampling = section.data_sampling
-    taking = Taking(
-        sharding.batch_size,
-        sharding.replicas,
-        sharding.replica,
-        config.gradient_accumulation_steps,
-        sharding.drop_last,
-    )
+    accumulation = config.gradient_accumulation_steps
 
     def made(order: Order) -> Order:
         for one in expecting:
@@ -78,12 +72,12 @@ def chosen_order(
         return order
 
     def by_metrics(dataset: Any) -> Order:
-        return made(CurriculumOrder(section, Origin.of(dataset), taking))
+        return made(CurriculumOrder(section, Origin.of(dataset), sharding, accumulation))
 
     def in_packs(dataset: Any) -> Order:
         folder = sampling.dynamic_batching.metrics_path
         lengths = lengths_of(dataset, folder, writes=sharding.replica == 0)
-        order = by_tokens.PackedOrder(section, lengths, taking)
+        order = by_tokens.PackedOrder(section, lengths, sharding, accumulation)
         if batching is not None:
             batching.order = order
         return made(order)

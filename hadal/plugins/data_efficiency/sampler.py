@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hadal.config.data_efficiency import CurriculumMetric, DataEfficiency
+from hadal.data.orders import count_batches
+from hadal.data.reading import Sharding
 from hadal.errors import UsageError
 from hadal.order import Picked
 from hadal.plugins.data_efficiency.clusters import Metric, SampleStream
@@ -17,31 +18,6 @@ from hadal.plugins.data_efficiency.metric_files import Origin, read_metric, writ
 from hadal.plugins.data_efficiency.pacing import Pacer, pace_rule_of
 
 PATH = "data_efficiency.data_sampling.curriculum_learning"
-
-
-@dataclass(frozen=True, slots=True)
-class Taking:
-    """Numbers of samples per batch, rank and update."""
-
-    micro: int
-    """Samples of one rank's batch."""
-    replicas: int
-    """Number of ranks that see different samples."""
-    replica: int
-    """This rank's index among them."""
-    accumulation: int
-    """Batches of one update."""
-    drop_last: bool
-    """True if an epoch leaves out samples that do not fill a batch on all ranks."""
-
-    @property
-    def stride(self) -> int:
-        """Samples of one batch on all ranks."""
-        return self.micro * self.replicas
-
-    def batches(self, samples: int) -> int:
-        """Return the number of batches that these samples make."""
-        return samples // self.stride if self.drop_last else -(-samples // self.stride)
 
 
 class CurriculumOrder:
@@ -53,7 +29,10 @@ class CurriculumOrder:
 
     is_own = False
 
-    def __init__(self, section: DataEfficiency, data: Origin, taking: Taking) -> None:
+    def __init__(
+        self, section: DataEfficiency, data: Origin, sharding: Sharding, accumulation: int
+    ) -> None:
+        """Create the order; an update has `accumulation` batches of each replica."""
         sampling = section.data_sampling
         curriculum = sampling.curriculum_learning
         metrics = curriculum.curriculum_metrics or {}
@@ -63,13 +42,13 @@ class CurriculumOrder:
         }
         """The schedules by metric."""
         self._count = data.samples
-        self._taking = taking
+        self._sharding = sharding
         self._epochs = sampling.num_epochs
         folder = curriculum.data_cluster_path
-        self._folder = Path(folder) if folder is not None and taking.replica == 0 else None
+        self._folder = Path(folder) if folder is not None and sharding.replica == 0 else None
         read = [_read(name, metric, data) for name, metric in metrics.items()]
         drawing = np.random.default_rng(section.seed)
-        batch = taking.stride * taking.accumulation
+        batch = sharding.stride * accumulation
         self._stream = SampleStream(read, data.samples, batch, drawing, path=PATH)
         self._pending: list[int] = []
         self._consumed = 0
@@ -77,20 +56,23 @@ class CurriculumOrder:
 
     def __len__(self) -> int:
         """Return this rank's batches in an epoch."""
-        return self._taking.batches(self._count)
+        return count_batches(self._count, self._sharding)
 
     def batches(self, epoch: int, done: int) -> Iterator[Picked]:
         """Yield this rank's batches; none after `num_epochs` epochs."""
-        taking = self._taking
+        sharding = self._sharding
         # Workers may have read ahead of the returned batches: begin after the last of these.
         self._load(self._start)
-        for _ in range(taking.batches(self._count - done) if epoch < self._epochs else 0):
-            while len(self._pending) < taking.stride:
+        left = self._count - done if epoch < self._epochs else 0
+        for _ in range(count_batches(left, sharding)):
+            while len(self._pending) < sharding.stride:
                 self._pending = self._pending + self._drawn()
-            whole, self._pending = self._pending[: taking.stride], self._pending[taking.stride :]
-            first = taking.replica * taking.micro
-            self._consumed += taking.stride
-            yield Picked(whole[first : first + taking.micro], taking.stride, self._state())
+            first = sharding.replica * sharding.batch_size
+            mine = self._pending[first : first + sharding.batch_size]
+            # A new list: states of earlier batches hold the old one.
+            self._pending = self._pending[sharding.stride :]
+            self._consumed += sharding.stride
+            yield Picked(mine, sharding.stride, self._state())
 
     def _drawn(self) -> list[int]:
         step = self._stream.step + 1

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 DropPolicy = Literal["probs", "position"]
-"""Which tokens an expert keeps beyond its capacity: the most probable, or the first."""
+"""The tokens that an expert keeps if its capacity is exceeded: the most probable or the first."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ Names of classes, arguments and parameters are DeepSpeed's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -290,13 +289,6 @@ class MoE(nn.Module):
             share = F.softmax(self.coefficient(hidden_states), dim=-1)
             output = output * share[..., 0:1] + dense * share[..., 1:]
         return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts  # type: ignore[return-value]
-
-
-def layers_of(model: nn.Module) -> Iterator[tuple[str, MOELayer]]:
-    """Return the layers of experts in a model, with their names."""
-    for name, module in model.named_modules():
-        if isinstance(module, MOELayer):
-            yield name, module
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hadal.comm import Ranks, init_distributed
 from hadal.comm.faults import is_same_everywhere, raised_on_all
-from hadal.errors import MismatchError, NotBuiltYetError, UsageError, few
-from hadal.plugins.pipeline import layer_files
+from hadal.errors import CheckpointError, MismatchError, NotBuiltYetError, UsageError, few
 from hadal.plugins.pipeline.grid import PipelineParallelGrid, group_of
 from hadal.plugins.pipeline.partition import cut
 from hadal.plugins.pipeline.specs import (
@@ -329,15 +329,15 @@ class PipelineModule(nn.Module):
 
     def ckpt_prefix(self, checkpoints_path: str | Path, tag: object) -> str:
         """Return the common prefix of the paths of this rank's checkpoint files."""
-        return layer_files.prefix(self._grid, checkpoints_path, tag)
+        return _checkpoint_prefix(self._grid, checkpoints_path, tag)
 
     def ckpt_layer_path(self, ckpt_dir: str | Path, local_layer_idx: int) -> str:
         """Return the path of the file of one of this stage's layers."""
-        return layer_files.path(self._grid, ckpt_dir, self._own_index(local_layer_idx))
+        return _layer_path(self._grid, ckpt_dir, self._own_index(local_layer_idx))
 
     def ckpt_layer_path_list(self, ckpt_dir: str | Path, local_layer_idx: int) -> list[str]:
         """Return the paths of the files of one of this stage's layers, one for each slice of it."""
-        return layer_files.paths(ckpt_dir, self._own_index(local_layer_idx))
+        return _layer_paths(ckpt_dir, self._own_index(local_layer_idx))
 
     def save_state_dict(
         self, save_dir: str | Path, checkpoint_engine: Any, exclude_frozen_params: bool = False
@@ -350,8 +350,8 @@ class PipelineModule(nn.Module):
         if self._grid.data_parallel_id == 0:
             write = torch.save if checkpoint_engine is None else checkpoint_engine.save
             for index, module in self._own_modules():
-                state = layer_files.state_of(module, exclude_frozen=exclude_frozen_params)
-                write(state, layer_files.path(self._grid, save_dir, index))
+                state = _layer_state(module, exclude_frozen=exclude_frozen_params)
+                write(state, _layer_path(self._grid, save_dir, index))
 
     def load_state_dir(
         self, load_dir: str | Path, checkpoint_engine: Any, strict: bool = True
@@ -362,7 +362,7 @@ class PipelineModule(nn.Module):
         `checkpoint_engine` has `load(path, map_location=)`; None uses torch's.
         """
         for index, module in self._own_modules():
-            layer_files.load(self._grid, load_dir, index, module, checkpoint_engine, strict)
+            _load_layer(self._grid, load_dir, index, module, checkpoint_engine, strict)
         begin_equal(self.tied_comms)
 
     def _own_index(self, place: int) -> int:
@@ -444,3 +444,63 @@ def _is_recomputed(module: PipelineModule, layers: Sequence[Callable[..., Any]])
     held = (getattr(layer, "args", (layer,)) for layer in layers)
     modules = (one for each in held for one in each if isinstance(one, nn.Module))
     return any(True for one in modules for _ in one.parameters())
+
+
+# ---- files of single layers, in which DeepSpeed's programs store a pipeline ----------------------
+
+_FILE_END = "model_states.pt"
+
+
+def _checkpoint_prefix(grid: PipelineParallelGrid, folder: str | Path, tag: object) -> str:
+    """Return the common prefix of the paths of one rank's checkpoint files."""
+    place = grid.topology().get_rank_repr(grid.global_rank, omit_axes=("data",))
+    return os.path.join(folder, str(tag), f"module{'-' * bool(place)}{place}")
+
+
+def _layer_path(grid: PipelineParallelGrid, folder: str | Path, index: int) -> str:
+    """Return the path of a layer's file; each rank with a slice of the layer has its own."""
+    place = grid.topology().get_rank_repr(grid.global_rank)
+    return os.path.join(folder, f"layer_{index:02d}{'-' * bool(place)}{place}-{_FILE_END}")
+
+
+def _layer_paths(folder: str | Path, index: int) -> list[str]:
+    """Return the paths of a layer's files that exist, one for each slice of it."""
+    return sorted(map(str, Path(folder).glob(f"layer_{index:02d}-*{_FILE_END}")))
+
+
+def _layer_state(module: nn.Module, *, exclude_frozen: bool) -> dict[str, Tensor]:
+    """Return a copy of a layer's state: views would save the whole memory behind them."""
+    frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
+    return {
+        name: value.detach().clone()
+        for name, value in module.state_dict().items()
+        if not (exclude_frozen and name in frozen)
+    }
+
+
+def _load_layer(
+    grid: PipelineParallelGrid,
+    folder: str | Path,
+    index: int,
+    module: nn.Module,
+    engine: Any,
+    strict: bool,
+) -> None:
+    """Load one layer from the file of this rank's slice of it.
+
+    Raises:
+        CheckpointError: the file does not exist.
+    """
+    file = _layer_path(grid, folder, index)
+    if not os.path.exists(file):
+        found = ", ".join(_layer_paths(folder, index)) or "none"
+        raise CheckpointError(
+            f"{file} does not exist, the file of layer {index} ({type(module).__name__}); files of"
+            f" this layer: {found}. Pass the directory that save_state_dict wrote to, for a model"
+            " with as many slices of each layer"
+        )
+    if engine is None:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    else:
+        state = engine.load(file, map_location="cpu")
+    module.load_state_dict(state, strict=strict)

@@ -24,7 +24,7 @@ _SCORES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Which positions of a sequence attend to which."""
+    """The mask of attention: the positions that each position of a sequence attends to."""
 
     is_causal: bool = True
     documents: Tensor | None = None
