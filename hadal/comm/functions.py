@@ -8,6 +8,7 @@ collective, its message and its ranks.
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from hadal.comm.works import (
     Begun,
     NamedWork,
     Queued,
+    Used,
     begin,
     failure,
     in_step,
@@ -64,7 +66,8 @@ class Call:
             if is_async:
                 with in_step:
                     work = function(*args, **rest)
-                    used = [one for one in (*args, *rest.values()) if isinstance(one, Tensor)]
+                    given = (*args, *rest.values())
+                    used = [weakref.ref(one) for one in given if isinstance(one, Tensor)]
                     return self._handed(work, used, record, begun)
             with in_step, watched(name, () if begun is None else (begun,)):
                 found = function(*args, **rest)
@@ -76,9 +79,7 @@ class Call:
             record.end()
         return found
 
-    def _handed(
-        self, work: Any, used: list[Tensor], record: Record | None, begun: Begun | None
-    ) -> Any:
+    def _handed(self, work: Any, used: Used, record: Record | None, begun: Begun | None) -> Any:
         """Return the work for the caller; it names its own fault, unless the caller does."""
         if work is None:
             return work

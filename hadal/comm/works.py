@@ -275,14 +275,20 @@ def begin(group: dist.ProcessGroup | None, label: str) -> Begun:
     return begun
 
 
-def keep_all(used: list[Tensor]) -> None:
+Used = list[weakref.ref[Tensor]]
+"""The tensors of a call, until the first wait. The backend keeps those alive that it needs."""
+
+
+def keep_all(used: Used) -> None:
     """Let the memory of tensors wait, when it is freed, for the stream that has waited for them.
 
     Backends keep it only until the wait, which may be in another stream than the one that the
     memory was allocated in.
     """
     while used:
-        keep_for_current(used.pop())
+        tensor = used.pop()()
+        if tensor is not None:
+            keep_for_current(tensor)
 
 
 @dataclass(slots=True, eq=False)
@@ -292,8 +298,7 @@ class Queued:
     work: Work
     begun: Begun
     device: torch.device
-    used: list[Tensor]
-    """Its tensors, until the first wait."""
+    used: Used
 
     def wait(self) -> Any:
         """Wait for its end: on an accelerator its stream does."""
