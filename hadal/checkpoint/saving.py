@@ -396,16 +396,16 @@ _TEXT = '''\
 
 import sys
 
-from hadal.cli.zero_to_fp32 import {main}
+from hadal.cli.deepspeed import {main}
 
 sys.exit({main}())
 '''
 SCRIPTS = {
     "zero_to_fp32.py": _TEXT.format(
-        what="fp32 weights", name="zero_to_fp32.py", more="", main="main"
+        what="fp32 weights", name="zero_to_fp32.py", more="", main="zero_to_fp32"
     ),
     "zero_to_torch.py": _TEXT.format(
-        what="weights", name="zero_to_torch.py", more=" --dtype bf16", main="main_torch"
+        what="weights", name="zero_to_torch.py", more=" --dtype bf16", main="zero_to_torch"
     ),
 }
 

@@ -1,20 +1,42 @@
-"""`hadal bench`: its kinds of benchmarks. `hadal bench io PATH` tunes `aio` for a disk."""
+"""`hadal bench`: `io PATH` tunes `aio` for a disk, `comm` measures collectives."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hadal.cli import bench_comm
-from hadal.cli.arguments import number, size
-from hadal.cli.parser import add_actions, add_command
-from hadal.cli.terminal import CommandError, progress, show, table, write_file
+from hadal.cli.parser import add_actions, add_command, integer, number, positive, size
+from hadal.cli.run import start
+from hadal.cli.terminal import (
+    COLOURS,
+    FAINT,
+    CommandError,
+    heading,
+    note,
+    picture_path,
+    progress,
+    show,
+    table,
+    write_file,
+    write_picture,
+)
+from hadal.errors import nearest
 from hadal.units import shown_binary
 
 if TYPE_CHECKING:
+    import torch
+    from matplotlib.figure import Figure
+
+    from hadal.comm import Ranks
+    from hadal.plugins.autotuning.collectives import Trial
     from hadal.plugins.autotuning.disk import MeasuredSettings, Search
 
 
@@ -27,7 +49,7 @@ def add_to(group: Any) -> None:
         description="Measure how fast ranks send to each other, or how fast a disk is.",
         examples=("hadal bench comm", "hadal bench io /nvme"),
     )
-    bench_comm.add_to(own)
+    _add_comm(own)
     disk = add_command(
         own,
         "io",
@@ -77,7 +99,7 @@ def run_io(parsed: argparse.Namespace) -> int:
             found.append(one)
             bar.advance(task)
     assert search.best is not None  # the defaults are always measured
-    _show(found, search)
+    _show_disk(found, search)
     text = json.dumps({"aio": keys_of(search.best.settings)}, indent=2) + "\n"
     if search.best is found[0]:
         show(f"keep the defaults: no other setting is faster beyond the noise, {search.noise:.0%}")
@@ -88,7 +110,7 @@ def run_io(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _show(found: list[MeasuredSettings], search: Search) -> None:
+def _show_disk(found: list[MeasuredSettings], search: Search) -> None:
     from hadal.plugins.autotuning.disk import keys_of
 
     # Long names in two lines, so that all fit side by side.
@@ -104,3 +126,350 @@ def _show(found: list[MeasuredSettings], search: Search) -> None:
         remark = "best" if is_best else "within noise" if search.is_as_good(one) else ""
         made.add_row(*cells, remark, style="best" if is_best else None)
     show(made, "")
+
+
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "pt2pt")
+_USUAL = ("all_gather", "reduce_scatter")
+"""The collectives of ZeRO: the default kinds to measure."""
+_WAYS = {"hadal": "hadal.comm", "torch": "torch.distributed", "training": "as in training"}
+_DEFAULT_RANKS_OF_CPUS = 2
+_LOOK_S = 0.2
+_FIGURES, _PROGRESS = "measured.json", "progress"
+
+
+def _add_comm(group: Any) -> None:
+    """Add the action."""
+    parser = add_command(
+        group,
+        "comm",
+        help="Measure collectives between ranks",
+        description="Measure collectives over messages of several sizes: the median of some calls,"
+        " on the slowest rank. By itself the command starts ranks on this machine; under `hadal run"
+        " --module hadal bench comm`, torchrun, Slurm or MPI it is one of theirs.",
+        examples=(
+            "hadal bench comm",
+            "hadal bench comm all_reduce --dtype bfloat16 --output all_reduce.svg",
+            "hadal bench comm --all --factor 2",
+        ),
+    )
+    kinds = parser.add_argument_group("Collectives")
+    parser.add_argument(
+        "kinds",
+        nargs="*",
+        metavar="KIND",
+        help=f"Some of {', '.join(_KINDS)} (default: {' and '.join(_USUAL)})",
+    )
+    kinds.add_argument("--all", action="store_true", help="Measure every kind")
+    kinds.add_argument(
+        "--minsize",
+        type=integer(ge=0, le=40),
+        default=6,
+        metavar="N",
+        help="The smallest message has 2^N elements (default: %(default)s)",
+    )
+    kinds.add_argument(
+        "--maxsize",
+        type=integer(ge=0, le=40),
+        default=24,
+        metavar="N",
+        help="The largest message has 2^N elements (default: %(default)s)",
+    )
+    kinds.add_argument(
+        "--factor",
+        type=integer(ge=2),
+        default=4,
+        metavar="F",
+        help="Each message is F times as large as the one before (default: %(default)s)",
+    )
+    kinds.add_argument(
+        "--mem-factor",
+        type=number(gt=0, lt=1),
+        metavar="SHARE",
+        help="Measure one size only: the message that takes this share of the free memory",
+    )
+    kinds.add_argument(
+        "--dtype", default="float32", help="The elements' dtype, by torch's name (default: float32)"
+    )
+    how = parser.add_argument_group("How")
+    how.add_argument(
+        "--trials", type=positive, default=20, metavar="N", help="Calls (default: %(default)s)"
+    )
+    how.add_argument(
+        "--warmups",
+        type=integer(ge=0),
+        default=5,
+        metavar="N",
+        help="Calls before them that are not measured (default: %(default)s)",
+    )
+    how.add_argument(
+        "--dist",
+        choices=tuple(_WAYS),
+        default="hadal",
+        help="Calls to measure: hadal.comm's (default), torch's own, or an engine's in training",
+    )
+    how.add_argument("--async-op", action="store_true", help="Start each call, then wait for it")
+    how.add_argument(
+        "--backend", metavar="NAME", help="torch's backend (default: the device's own)"
+    )
+    how.add_argument(
+        "--ranks",
+        type=positive,
+        metavar="N",
+        help="How many ranks to start on this machine (default: one for each accelerator; else 2)",
+    )
+    output = parser.add_argument_group("Output")
+    output.add_argument(
+        "--bw-unit",
+        choices=("GBps", "Gbps"),
+        default="GBps",
+        help="Bytes (default) or bits per second",
+    )
+    output.add_argument(
+        "--raw", action="store_true", help="Print plain numbers, in columns separated by tabs"
+    )
+    output.add_argument("--json", type=Path, metavar="FILE", help="Write the figures to a file")
+    output.add_argument(
+        "--output", type=Path, metavar="FILE", help="Draw them, in the format of the suffix"
+    )
+    parser.add_argument("--hand-over", type=Path, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run_comm)
+
+
+def run_comm(parsed: argparse.Namespace) -> int:
+    """Measure.
+
+    Raises:
+        HadalError: that cannot be done; faults of the command line are found before ranks start.
+    """
+    from hadal.comm.start import env_world_size
+
+    _check(parsed)
+    if env_world_size() is None:
+        return _start_ranks(parsed)
+    return _take_part(parsed)
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    """Refuse flags that contradict each other, and select the kinds to measure."""
+    import torch.distributed as dist
+
+    if parsed.all and parsed.kinds:
+        raise CommandError("--all measures every kind; leave out the names, or --all")
+    for kind in parsed.kinds:
+        if kind not in _KINDS:
+            raise CommandError(f"no kind {kind!r}; {_meant(kind, _KINDS)}")
+    if parsed.dist == "training" and "pt2pt" in parsed.kinds:
+        raise CommandError("training has no pt2pt; measure it with --dist hadal or torch")
+    every = [kind for kind in _KINDS if not (kind == "pt2pt" and parsed.dist == "training")]
+    parsed.kinds = parsed.kinds or (every if parsed.all else list(_USUAL))
+    if parsed.minsize > parsed.maxsize:
+        raise CommandError(f"--minsize {parsed.minsize} is more than --maxsize {parsed.maxsize}")
+    _dtype_of(parsed.dtype)
+    for backend in (parsed.backend or "").split(","):  # or "cpu:gloo,cuda:nccl"
+        name = backend.rpartition(":")[2].lower()
+        if name and not dist.is_backend_available(name):
+            raise CommandError(f"--backend {parsed.backend}: this torch has no {name}")
+    if parsed.output is not None:
+        parsed.output = picture_path(parsed.output)
+    if parsed.json is not None and not parsed.json.parent.is_dir():
+        raise CommandError(f"{parsed.json} cannot be written: there is no such directory")
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    import torch
+
+    bare = name.removeprefix("torch.")
+    dtype = getattr(torch, bare, None)
+    if not isinstance(dtype, torch.dtype):
+        known = [each for each, value in vars(torch).items() if isinstance(value, torch.dtype)]
+        raise CommandError(f"--dtype {name}: torch has no such dtype; {_meant(bare, known)}")
+    return dtype
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    near = nearest(name, known)
+    return f"did you mean {near}?" if near else f"use one of {', '.join(known)}"
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def _start_ranks(parsed: argparse.Namespace) -> int:
+    """Run this command again on several ranks, and show their results."""
+    from hadal.device.inventory import devices
+
+    found = len(devices())
+    ranks = parsed.ranks or found or _DEFAULT_RANKS_OF_CPUS
+    if ranks > found > 0:
+        raise CommandError(f"--ranks {ranks}, but this machine has {found} accelerators")
+    if ranks == 1:
+        note("one rank sends nothing: the figures are the overhead of the calls")
+    started = ["--quiet", "--num_accelerators", str(ranks), "--module"]
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*_words(parsed), "--hand-over", folder]
+        with _followed(Path(folder, _PROGRESS), _count(parsed, ranks)):
+            code = start([*started, "hadal", "bench", "comm", *words])
+        return code or _show(parsed, json.loads(Path(folder, _FIGURES).read_text()))
+
+
+@contextmanager
+def _followed(path: Path, total: int) -> Iterator[None]:
+    """Show how far ranks are: they write a byte to a file with each measurement."""
+    bar, task = progress(total, "measuring")
+    is_over = threading.Event()
+
+    def follow() -> None:
+        while not is_over.wait(_LOOK_S):
+            bar.update(task, completed=path.stat().st_size if path.exists() else 0)
+
+    with bar:
+        follower = threading.Thread(target=follow, daemon=True)
+        follower.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            follower.join()
+
+
+def _words(parsed: argparse.Namespace) -> list[str]:
+    """Return the command line again."""
+    words = list(parsed.kinds)
+    names = ("minsize", "maxsize", "factor", "mem_factor", "trials", "warmups", "dtype", "dist")
+    for name in names:
+        value = getattr(parsed, name)
+        words += [] if value is None else [f"--{name}", str(value)]
+    words += ["--backend", parsed.backend] if parsed.backend else []
+    return words + ["--async_op"] * parsed.async_op
+
+
+def _numels(parsed: argparse.Namespace, ranks: int) -> list[int]:
+    from hadal.plugins.autotuning.collectives import numels_between
+
+    return numels_between(1 << parsed.minsize, 1 << parsed.maxsize, parsed.factor, ranks)
+
+
+def _count(parsed: argparse.Namespace, ranks: int) -> int:
+    """Return the number of measurements."""
+    sizes = 1 if parsed.mem_factor is not None else len(_numels(parsed, ranks))
+    return len(parsed.kinds) * sizes
+
+
+@contextmanager
+def _steps(parsed: argparse.Namespace, ranks: Ranks) -> Iterator[Callable[[], object]]:
+    """Return the receiver of a rank's measurements: the starting command, or people."""
+    if ranks.rank > 0:
+        yield lambda: None
+    elif parsed.hand_over is not None:
+        with Path(parsed.hand_over, _PROGRESS).open("wb", buffering=0) as file:
+            yield lambda: file.write(b".")
+    else:
+        bar, task = progress(_count(parsed, ranks.size), "measuring")
+        with bar:
+            yield lambda: bar.advance(task)
+
+
+def _take_part(parsed: argparse.Namespace) -> int:
+    from hadal import comm
+    from hadal.device import current_device
+    from hadal.plugins.autotuning.collectives import numel_of_memory, sweep
+
+    comm.init_distributed(parsed.backend)
+    trial, ranks = _trial(parsed), comm.Ranks.world()
+    numels = _numels(parsed, ranks.size)
+    if parsed.mem_factor is not None:
+        numels = [numel_of_memory(parsed.mem_factor, trial.dtype, ranks)]
+    found = []
+    with _steps(parsed, ranks) as step:
+        for one in sweep(parsed.kinds, numels, trial):
+            found.append(dataclasses.asdict(one))
+            step()
+    results = {"ranks": ranks.size, "device": current_device().type, "measured": found}
+    comm.destroy_process_group()
+    if ranks.rank > 0:
+        return 0
+    if parsed.hand_over is not None:
+        Path(parsed.hand_over, _FIGURES).write_text(json.dumps(results))
+        return 0
+    return _show(parsed, results)
+
+
+def _trial(parsed: argparse.Namespace) -> Trial:
+    from hadal.plugins.autotuning.collectives import Trial
+
+    dtype = _dtype_of(parsed.dtype)
+    return Trial(dtype, parsed.trials, parsed.warmups, parsed.async_op, parsed.dist)
+
+
+# ---- output --------------------------------------------------------------------------------------
+
+
+def _show(parsed: argparse.Namespace, results: dict[str, Any]) -> int:
+    found = results["measured"]
+    what = f"{results['ranks']} ranks on {results['device']}, {parsed.dtype}, {_WAYS[parsed.dist]}"
+    factor = 8e-9 if parsed.bw_unit == "Gbps" else 1e-9
+    if parsed.raw:
+        for one in found:
+            speeds = [one[name] * factor for name in ("algorithm_bandwidth", "bus_bandwidth")]
+            figures = [f"{value:.6g}" for value in (one["seconds"] * 1e6, *speeds)]
+            print(one["kind"], one["nbytes"], one["numel"], *figures, sep="\t")
+    else:
+        _print_table(found, what, parsed.bw_unit, factor)
+    if parsed.json is not None:
+        choice = {"dtype": parsed.dtype, "way": parsed.dist}
+        write_file(parsed.json, json.dumps({**choice, **results}, indent=1) + "\n")
+    if parsed.output is not None:
+        write_picture(figure_of(found, what, parsed.bw_unit, factor), parsed.output)
+    return 0
+
+
+def _print_table(found: Sequence[dict[str, Any]], what: str, unit: str, factor: float) -> None:
+    numbers = ("message", "elements", "μs", f"algorithm\n{unit}", f"bus\n{unit}")
+    made = table("operation", *numbers, right=numbers)
+    best = {
+        kind: max(one["bus_bandwidth"] for one in found if one["kind"] == kind)
+        for kind in {one["kind"] for one in found}
+    }
+    before = ""
+    for one in found:
+        name, before = "" if one["kind"] == before else one["kind"], one["kind"]
+        made.add_row(
+            name,
+            shown_binary(one["nbytes"]),
+            f"{one['numel']:,}",
+            f"{one['seconds'] * 1e6:,.1f}",
+            *(_speed(one[key] * factor) for key in ("algorithm_bandwidth", "bus_bandwidth")),
+            style="best" if one["bus_bandwidth"] == best[one["kind"]] else None,
+        )
+    show(heading(what), "", made)
+
+
+def _speed(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.005 else "<0.01"
+
+
+def figure_of(found: Sequence[dict[str, Any]], what: str, unit: str, factor: float) -> Figure:
+    """Draw bus bandwidth, and time below it, over the message."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    speed, time = figure.subplots(2, sharex=True)
+    kinds = list(dict.fromkeys(one["kind"] for one in found))
+    for kind, colour in zip(kinds, COLOURS, strict=False):
+        own = [one for one in found if one["kind"] == kind]
+        style: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 3.5, "label": kind}
+        sizes = [one["nbytes"] for one in own]
+        speed.plot(sizes, [one["bus_bandwidth"] * factor for one in own], **style)
+        time.plot(sizes, [one["seconds"] * 1e6 for one in own], **style)
+    speed.set_ylabel(f"bus bandwidth, {unit}")
+    time.set_ylabel("time, μs")
+    time.set_xlabel("message, bytes")
+    time.set_yscale("log")
+    for axis in (speed, time):
+        axis.set_xscale("log", base=2)
+        axis.grid(color=FAINT, linewidth=0.6)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    speed.legend(frameon=False, fontsize=9)
+    figure.suptitle(what, fontsize=12)
+    return figure

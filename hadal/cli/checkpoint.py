@@ -8,8 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hadal.cli.arguments import add_json, integer, size
-from hadal.cli.parser import add_actions, add_command
+from hadal.cli.parser import add_actions, add_command, add_json, integer, size
 from hadal.cli.terminal import (
     FAILED,
     CommandError,

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hadal.cli.arguments import integer
-from hadal.cli.parser import add_actions, add_command
+from hadal.cli.parser import add_actions, add_command, integer
 from hadal.cli.terminal import CommandError, show, table
 from hadal.errors import few
 from hadal.units import shown_nbytes, shown_numel

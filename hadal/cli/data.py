@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hadal.cli.arguments import add_json, integer, positive
-from hadal.cli.parser import add_actions, add_command
-from hadal.cli.pictures import COLOURS, FAINT, INK
+from hadal.cli.parser import add_actions, add_command, add_json, integer, positive
 from hadal.cli.terminal import (
+    COLOURS,
+    FAINT,
+    INK,
     CommandError,
     aligned,
     byte_progress,
@@ -328,7 +329,7 @@ def _summary(values: Any, counts: Any) -> dict[str, Any]:
 
 def _draw(folder: Path, found: Mapping[str, Distribution]) -> list[Path]:
     """Draw each metric's distribution; without matplotlib, say so."""
-    from hadal.cli.pictures import picture_path, save_picture
+    from hadal.cli.terminal import picture_path, save_picture
 
     paths = []
     for name, distribution in found.items():

@@ -1,20 +1,27 @@
-"""The command names that come with DeepSpeed; `compat/deepspeed-stub` installs them."""
+"""The commands and programs of DeepSpeed by name; `compat/deepspeed-stub` installs them."""
 
 from __future__ import annotations
 
 import argparse
 import base64
 import json
+import logging
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hadal.cli.arguments import CONFIG_HELP
 from hadal.cli.flags import divided
 from hadal.cli.main import command_line, main
-from hadal.cli.parser import Parser
+from hadal.cli.parser import CONFIG_HELP, Parser, integer, size
 from hadal.cli.run import pid_file
+from hadal.cli.terminal import FAILED, byte_progress, fail, show
+from hadal.errors import HadalError
+
+if TYPE_CHECKING:
+    from hadal.checkpoint.storage import Location
+
 
 # Switches of ds_report that choose among parts that `hadal report` does not have.
 _REPORT_FLAGS = ("--hide_operator_status", "--hide_errors_and_warnings")
@@ -159,3 +166,152 @@ def bench() -> int:
         flag for flag, is_on in (("--async_op", given.async_op), ("--raw", given.raw)) if is_on
     ]
     return main(["bench", "comm", *words])
+
+
+def ds_to_universal(arguments: Sequence[str] | None = None) -> int:
+    """Convert a checkpoint of Hadal or DeepSpeed; return the exit code."""
+    parsed = _universal_parser().parse_args(arguments)
+    try:
+        written = to_universal(parsed)
+    except HadalError as error:
+        fail(str(error))
+        return FAILED
+    show(str(written))
+    return 0
+
+
+def universal_arguments() -> argparse.Namespace:
+    """Return the flags of the program that runs."""
+    return _universal_parser().parse_args()
+
+
+def _universal_parser() -> Parser:
+    made = Parser(
+        description="Convert a checkpoint of Hadal or DeepSpeed to DeepSpeed's universal format,"
+        " which loads at any stage and number of ranks.",
+        examples=(
+            "python -m deepspeed.checkpoint.ds_to_universal --input_folder run/global_step3"
+            " --output_folder run/global_step3_universal",
+        ),
+    )
+    made.add_argument("--input_folder", required=True, metavar="DIR", help="One checkpoint")
+    made.add_argument(
+        "--output_folder", required=True, metavar="OUT", help="The directory to write to"
+    )
+    made.add_argument(
+        "--no_strict",
+        dest="strict",
+        action="store_false",
+        help="Accept patterns in universal_checkpoint_info that match no parameter",
+    )
+    unused = made.add_argument_group("Accepted and not needed")
+    for flag in ("--num_extract_workers", "--num_merge_workers"):
+        unused.add_argument(flag, type=int, metavar="N", help="One process reads and writes")
+    for flag in ("--keep_temp_folder", "--inject_missing_state"):
+        unused.add_argument(flag, action="store_true", help="Nothing is missing or left over")
+    return made
+
+
+def to_universal(parsed: argparse.Namespace) -> Location:
+    """Convert as the flags say; return the folder.
+
+    Raises:
+        HadalError: the checkpoint cannot be converted.
+    """
+    from hadal.checkpoint.files import location_of
+    from hadal.checkpoint.formats.universal import export_universal, nbytes_of_universal
+    from hadal.checkpoint.opening import opened
+
+    source = opened(parsed.input_folder)
+    with byte_progress(nbytes_of_universal(source), "converting") as progress:
+        written = export_universal(
+            source,
+            location_of(parsed.output_folder),
+            strict=getattr(parsed, "strict", True),
+            progress=progress,
+        )
+    source.close()
+    return written
+
+
+_DTYPES = {
+    **dict.fromkeys(("fp32", "float32"), "F32"),
+    **dict.fromkeys(("fp16", "float16", "half"), "F16"),
+    **dict.fromkeys(("bf16", "bfloat16"), "BF16"),
+}
+
+
+def zero_to_fp32(arguments: Sequence[str] | None = None) -> int:
+    """Write the fp32 weights of a checkpoint; return the exit code."""
+    return _write_weights(_weights_parser("fp32 weights").parse_args(arguments), "F32")
+
+
+def zero_to_torch(arguments: Sequence[str] | None = None) -> int:
+    """Write the weights of a checkpoint in the dtype that is named; return the exit code."""
+    parser = _weights_parser("weights", " --dtype bf16")
+    parser.add_argument(
+        "--dtype", required=True, choices=sorted(_DTYPES), help="dtype of the weights"
+    )
+    parsed = parser.parse_args(arguments)
+    return _write_weights(parsed, _DTYPES[parsed.dtype])
+
+
+def _weights_parser(what: str, more: str = "") -> Parser:
+    parser = Parser(
+        description=f"Write the {what} of a checkpoint in Hugging Face layout.",
+        examples=(f"python {Path(sys.argv[0]).name} . exported{more}",),
+    )
+    parser.add_argument(
+        "checkpoint_dir", metavar="DIR", help="The directory or URL given to save_checkpoint"
+    )
+    parser.add_argument("output_dir", metavar="OUT", help="The directory or URL to write to")
+    parser.add_argument(
+        "--max_shard_size",
+        type=size,
+        default="5GB",
+        metavar="SIZE",
+        help="Size of the largest file (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--safe_serialization",
+        action="store_true",
+        help="Write safetensors files instead of torch.save's",
+    )
+    parser.add_argument("-t", "--tag", help="Which checkpoint (default: the latest)")
+    parser.add_argument(
+        "--exclude_frozen_parameters",
+        action="store_true",
+        help="Leave out parameters that were not trained",
+    )
+    parser.add_argument(
+        "--part",
+        type=integer(ge=0),
+        metavar="N",
+        help="Which part of a model that was trained in model-parallel parts",
+    )
+    parser.add_argument("-d", "--debug", action="store_true", help="Show the log, too")
+    return parser
+
+
+def _write_weights(parsed: argparse.Namespace, dtype: str) -> int:
+    if parsed.debug:
+        logging.basicConfig(level=logging.DEBUG)
+
+    from hadal.checkpoint.fp32 import convert_zero_checkpoint_to_state_dict
+    from hadal.checkpoint.shards import DTYPE_OF
+
+    try:
+        convert_zero_checkpoint_to_state_dict(
+            parsed.checkpoint_dir,
+            parsed.output_dir,
+            DTYPE_OF[dtype],
+            max_shard_size=parsed.max_shard_size,
+            safe_serialization=parsed.safe_serialization,
+            tag=parsed.tag,
+            exclude_frozen_parameters=parsed.exclude_frozen_parameters,
+            part=parsed.part,
+        )
+    except (HadalError, ValueError) as error:
+        fail(str(error))
+        return FAILED
+    return 0

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hadal.cli.arguments import CONFIG_HELP, add_json, device_memory, numel, positive
-from hadal.cli.parser import add_command
+from hadal.cli.parser import CONFIG_HELP, add_command, add_json, device_memory, numel, positive
 from hadal.cli.terminal import aligned, heading, show, show_json, table
 from hadal.errors import ModelError
 from hadal.units import numel_of, shown_nbytes, shown_numel

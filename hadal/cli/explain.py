@@ -1,4 +1,4 @@
-"""`hadal explain CONFIG`: the effective configuration, and the origin of each value."""
+"""Commands about a configuration: `hadal explain`, `hadal schema` and `hadal elastic`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hadal.cli.arguments import add_config, add_json
-from hadal.cli.parser import add_command
-from hadal.cli.terminal import FAILED, fail, heading, show, show_json
+from hadal.cli.parser import CONFIG_HELP, add_command, add_config, add_json, positive
+from hadal.cli.terminal import FAILED, aligned, fail, heading, key, show, show_json, write_file
+from hadal.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
     from hadal.config import Config
+    from hadal.config.elasticity import Elasticity
     from hadal.config.load import Examined
     from hadal.config.section import Section
     from hadal.errors import Fault
+
 
 _LEFT_OPEN = "(default of the type)"
 _USUAL_WIDTH = 40
@@ -340,3 +343,167 @@ def lines_of(node: SectionTree, depth: int = 0) -> Iterator[ExplainedLine]:
 
 def _text_of(value: Any) -> str:
     return _LEFT_OPEN if value is _LEFT_OPEN else json.dumps(value, ensure_ascii=False)
+
+
+# ---- hadal schema --------------------------------------------------------------------------------
+
+
+def add_schema(group: Any) -> None:
+    """Add `hadal schema`."""
+    parser = add_command(
+        group,
+        "schema",
+        help="Print the JSON schema of ds_config.json, for editors",
+        description="Print the JSON schema of ds_config.json, with which editors complete keys,"
+        " show their descriptions and underline mistakes. Set it as the configuration's `$schema`,"
+        " or for a whole project in VS Code's `json.schemas`; Hadal and DeepSpeed ignore that key.",
+        examples=(
+            "hadal schema --output ds_config.schema.json",
+            '# in ds_config.json:  "$schema": "./ds_config.schema.json",',
+            '# in .vscode/settings.json:  "json.schemas": [{"fileMatch": ["ds_config*.json"],',
+            '#                                              "url": "./ds_config.schema.json"}]',
+        ),
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="Write the schema to a file instead"
+    )
+    parser.set_defaults(run=run_schema)
+
+
+def run_schema(parsed: argparse.Namespace) -> int:
+    """Write the schema."""
+    from hadal.config.document import config_schema
+
+    text = json.dumps(config_schema(), indent=2) + "\n"
+    if parsed.output is None:
+        sys.stdout.write(text)
+    else:
+        write_file(parsed.output, text)
+    return 0
+
+
+_NUMBERS = 16
+"""The count of numbers on a line."""
+
+
+# ---- hadal elastic -------------------------------------------------------------------------------
+
+
+def add_elastic(group: Any) -> None:
+    """Add `hadal elastic`."""
+    parser = add_command(
+        group,
+        "elastic",
+        help="Show which batch `elasticity` chooses, and how many ranks can train it",
+        description="Show the batch that the configuration's `elasticity` section chooses, and the"
+        " numbers of ranks that can train it.",
+        examples=("hadal elastic ds_config.json --world-size 64",),
+    )
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    parser.add_argument(
+        "--world-size", type=positive, metavar="N", help="Also show the batch of each of N ranks"
+    )
+    add_json(parser)
+    parser.set_defaults(run=run_elastic)
+
+
+def run_elastic(parsed: argparse.Namespace) -> int:
+    """Show the batch.
+
+    Raises:
+        ConfigError: there is no batch, or none for so many ranks.
+    """
+    result = _elastic_batch(_elastic_section(parsed.config), parsed.world_size)
+    if parsed.json:
+        show_json(result)
+    else:
+        _show_elastic(result)
+    return 0
+
+
+class Bounds(NamedTuple):
+    """Explain the numbers of ranks that an elastic job may have."""
+
+    world_sizes: tuple[int, ...] = ()
+    """Empty: any."""
+    pause_s: float = 0.0
+
+
+def bounds_of(source: str) -> Bounds:
+    """Return the `elasticity` section of a configuration.
+
+    Raises:
+        ConfigError: it has faults.
+    """
+    from hadal.config.elasticity import list_of
+    from hadal.config.reading import read
+
+    result = read(source)[1].get("elasticity")
+    if not isinstance(result, dict) or result.get("enabled") is not True:
+        return Bounds()
+    section = _elastic_section(source)
+    shared = section.model_parallel_size
+    return Bounds(
+        tuple(count * shared for count in list_of(section).ranks), 60.0 * section.min_time
+    )
+
+
+def _elastic_section(source: str) -> Elasticity:
+    """Return the section by itself, whether it is on or not."""
+    from hadal.config import load_config
+    from hadal.config.elasticity import elastic_faults
+    from hadal.config.reading import read
+    from hadal.errors import written
+
+    name, raw = read(source)
+    if not isinstance(raw.get("elasticity"), dict):
+        raise ConfigError(
+            f"{name} has no `elasticity` section; add one with max_train_batch_size and"
+            " micro_batch_sizes"
+        )
+    alone = {"elasticity": {**raw["elasticity"], "enabled": False}, "train_batch_size": 1}
+    section = load_config(alone).elasticity
+    assert section is not None  # it was given
+    faults = elastic_faults(section)
+    if faults:
+        raise ConfigError(written(name, faults), faults)
+    return section
+
+
+def _elastic_batch(section: Elasticity, world_size: int | None) -> dict[str, Any]:
+    from hadal.config.elasticity import choice_of, list_of, sizes_of
+    from hadal.config.general import Sizes
+
+    shared = section.model_parallel_size
+    choice = list_of(section) if world_size is None else choice_of(section, world_size)
+    result: dict[str, Any] = {
+        "train_batch_size": choice.train,
+        "world_sizes": [count * shared for count in choice.ranks],
+        "model_parallel_size": shared,
+    }
+    if world_size is None:
+        return result
+    sizes = sizes_of(section, world_size, world_size // shared)
+    if not isinstance(sizes, Sizes):
+        raise ConfigError(f"{sizes.path}: {sizes.message}", (sizes,))
+    return result | {
+        "world_size": world_size,
+        "train_micro_batch_size_per_gpu": sizes.micro,
+        "gradient_accumulation_steps": sizes.accumulation,
+    }
+
+
+def _show_elastic(result: dict[str, Any]) -> None:
+    counts, shared = result["world_sizes"], result["model_parallel_size"]
+    by = f", {shared} of them for each copy of the model" if shared > 1 else ""
+    rows = [(key("batch"), f"{result['train_batch_size']} samples")]
+    rows.append((key("ranks"), f"{len(counts)} numbers{by}"))
+    for start in range(0, len(counts), _NUMBERS):
+        rows.append((key(""), " ".join(map(str, counts[start : start + _NUMBERS]))))
+    show(aligned(rows))
+    if "world_size" in result:
+        micro, times = (
+            result["train_micro_batch_size_per_gpu"],
+            result["gradient_accumulation_steps"],
+        )
+        show(f"{result['world_size']} ranks: {times} micro-batches of {micro} samples each")

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hadal.cli.arguments import integer, port
-from hadal.cli.parser import underscored
+from hadal.cli.parser import integer, port, underscored
 from hadal.cli.terminal import note, say
 from hadal.errors import LaunchError
 
 if TYPE_CHECKING:
-    from hadal.cli.elastic import Bounds
+    from hadal.cli.explain import Bounds
     from hadal.launcher.choices import Choices
 
 _LEVELS = ("trace", "debug", "info", "warning", "error", "critical")
@@ -266,7 +265,7 @@ def elastic_bounds(program: Sequence[str]) -> Bounds:
     That is the file after `--deepspeed_config` or `--deepspeed`, as programs commonly accept it.
     Without such a file, or without `elasticity` in it, the result has no limits.
     """
-    from hadal.cli.elastic import Bounds, bounds_of
+    from hadal.cli.explain import Bounds, bounds_of
 
     for flag in ("--deepspeed_config", "--deepspeed"):
         for at, word in enumerate(program):

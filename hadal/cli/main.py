@@ -15,14 +15,12 @@ from hadal.cli import (
     completion,
     compress,
     data,
-    elastic,
     estimate,
     explain,
     init,
     plot_schedule,
     report,
     run,
-    schema,
     ssh,
 )
 from hadal.cli.flags import divided
@@ -32,21 +30,22 @@ from hadal.cli.terminal import FAILED, fail
 from hadal.errors import HadalError
 
 SUBCOMMANDS = (
-    init,
-    run,
-    explain,
-    estimate,
-    plot_schedule,
-    schema,
-    checkpoint,
-    data,
-    compress,
-    elastic,
-    bench,
-    report,
-    ssh,
-    completion,
+    init.add_to,
+    run.add_to,
+    explain.add_to,
+    estimate.add_to,
+    plot_schedule.add_to,
+    explain.add_schema,
+    checkpoint.add_to,
+    data.add_to,
+    compress.add_to,
+    explain.add_elastic,
+    bench.add_to,
+    report.add_to,
+    ssh.add_to,
+    completion.add_to,
 )
+"""The functions that add a subcommand, in the order of the help."""
 
 
 def command_line() -> Parser:
@@ -63,8 +62,8 @@ def command_line() -> Parser:
         help="Show the version and exit",
     )
     group = add_group(parser, "command")
-    for subcommand in SUBCOMMANDS:
-        subcommand.add_to(group)
+    for add_to in SUBCOMMANDS:
+        add_to(group)
     parser.set_defaults(whole=parser)
     return parser
 

@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hadal.cli.arguments import add_config, positive
-from hadal.cli.parser import add_command
-from hadal.cli.pictures import COLOURS, FAINT, INK, picture_path, write_picture
-from hadal.cli.terminal import note
+from hadal.cli.parser import add_command, add_config, positive
+from hadal.cli.terminal import COLOURS, FAINT, INK, note, picture_path, write_picture
 from hadal.errors import ConfigError
 
 if TYPE_CHECKING:

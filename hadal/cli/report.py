@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hadal import __version__
-from hadal.cli.arguments import add_json
-from hadal.cli.parser import add_command
+from hadal.cli.parser import add_command, add_json
 from hadal.cli.terminal import aligned, is_colourful, key, show, show_json
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hadal.cli.arguments import port
-from hadal.cli.parser import add_command
+from hadal.cli.parser import add_command, port
 from hadal.cli.terminal import MISUSED, fail
 from hadal.errors import LaunchError
 

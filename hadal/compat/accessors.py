@@ -14,8 +14,7 @@ from hadal.compat.efficiency import (
     RandomLTDScheduler,
     layer_drop_of,
 )
-from hadal.compat.placeholders import placeholder
-from hadal.compat.surface import NameKind, data
+from hadal.compat.surface import NameKind, data, placeholder
 from hadal.config.section import plain
 from hadal.engine.engine import Engine
 

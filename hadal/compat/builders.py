@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hadal.compat.placeholders import unbuilt
+from hadal.compat.surface import unbuilt
 
 TORCH_MAJOR, TORCH_MINOR = (int(part) for part in torch.__version__.split(".")[:2])
 DEFAULT_COMPUTE_CAPABILITIES = "6.0;6.1;7.0"

@@ -1,9 +1,11 @@
-"""The import finder that makes `import deepspeed` find Hadal."""
+"""The modules called `deepspeed`, and the import finder that lets `import deepspeed` find them."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
@@ -13,9 +15,80 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from hadal import __version__
-from hadal.compat.alias import AliasModule, alias
-from hadal.compat.surface import ROOT, VERSION, modules
+from hadal.compat.surface import ROOT, VERSION, Module, homes, modules, placeholder, unbuilt
 from hadal.errors import UsageError
+
+
+class AliasModule(ModuleType):
+    """A module of the surface."""
+
+    def __init__(self, module: Module) -> None:
+        super().__init__(module.name, f"The names of `{module.name}`, led to Hadal.")
+        self.__file__ = __file__
+        self.__path__: list[str] = []
+        self._surface = module
+
+    def __getattr__(self, name: str) -> Any:
+        """Resolve a name of the surface to its home, or to a placeholder."""
+        if name == "__all__":
+            return self._public()
+        full = f"{self._surface.name}.{name}"
+        if name in self._surface.children:
+            return alias(full)
+        value = _resolved(full, self._surface, name)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*self._names(), *self._surface.children, *vars(self)})
+
+    def _names(self) -> set[str]:
+        known = self._surface
+        return {*known.kinds, *known.constants, *known.same, *_housed().get(known.name, ())}
+
+    def _public(self) -> list[str]:
+        """Return the names that `from MODULE import *` imports."""
+        return sorted(name for name in self._names() if not name.startswith("_"))
+
+
+@cache
+def _housed() -> dict[str, list[str]]:
+    """Return the names of each module that have a home."""
+    found: dict[str, list[str]] = {}
+    for full in homes():
+        module, _, name = full.rpartition(".")
+        found.setdefault(module, []).append(name)
+    return found
+
+
+@cache
+def alias(name: str) -> AliasModule:
+    """Return the alias of a module of the surface; one object per name."""
+    return AliasModule(modules()[name])
+
+
+def _resolved(full: str, module: Module, name: str) -> Any:
+    home = homes().get(full)
+    if home is not None:
+        room, _, thing = home.partition(":")
+        if room in modules():
+            return alias(room)
+        value: Any = importlib.import_module(room)
+        for part in thing.split(".") if thing else ():
+            value = getattr(value, part)
+        return value
+    if name in module.constants:
+        return module.constants[name]
+    if name in module.same:
+        room, _, thing = module.same[name].rpartition(".")
+        return getattr(alias(room), thing)
+    if name in module.kinds:
+        return placeholder(full, module.kinds[name])
+    raise AttributeError(f"module {module.name!r} has no attribute {name!r}")
+
+
+# ---- the import finder ---------------------------------------------------------------------------
+
 
 _PROGRAMS = {"deepspeed.launcher.runner": "run", "deepspeed.launcher.launch": "launch"}
 """Modules that are programs, and their names in `hadal.cli.deepspeed`."""
@@ -95,7 +168,7 @@ class _ProgramLoader(Loader):
     def get_code(self, name: str) -> CodeType:
         """Return a call of the program's home."""
         program = name.rpartition(".")[0]
-        text = f"from hadal.compat.programs import start\nraise SystemExit(start({program!r}))\n"
+        text = f"from hadal.compat.install import start\nraise SystemExit(start({program!r}))\n"
         return compile(text, __file__, "exec")
 
 
@@ -137,3 +210,27 @@ class _StubDistribution(Distribution):
 
     def locate_file(self, path: str | PathLike[str]) -> Any:
         return Path(__file__).parent / path
+
+
+# ---- programs: `python -m deepspeed....` ---------------------------------------------------------
+
+
+_HOMES = {
+    "deepspeed.checkpoint.ds_to_universal": "hadal.cli.deepspeed:ds_to_universal",
+    "deepspeed.utils.zero_to_fp32": "hadal.cli.deepspeed:zero_to_fp32",
+    "deepspeed.utils.zero_to_torch": "hadal.cli.deepspeed:zero_to_torch",
+}
+
+
+def start(name: str) -> int:
+    """Run a program; return its exit code.
+
+    Raises:
+        NotBuiltYetError: the program is not built.
+    """
+    home = _HOMES.get(name)
+    if home is None:
+        raise unbuilt(f"python -m {name}")
+    module, _, function = home.partition(":")
+    code: int = getattr(importlib.import_module(module), function)()
+    return code

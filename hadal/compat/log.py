@@ -1,4 +1,4 @@
-"""The logger whose level programs set, and to which they log."""
+"""The logger whose level programs set, and the names of modules and parameters for messages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import logging
 import sys
 from collections.abc import Sequence
 from functools import cache
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.comm import get_rank
 
@@ -96,3 +99,41 @@ def set_log_level_from_string(
 
 
 _open(logger, logging.WARNING)
+
+
+# ---- names of modules and parameters, as programs look them up to log them -----------------------
+
+
+_UNKNOWN = "unknown"
+module_names: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The full name of each module of the newest engine's model."""
+param_names: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The full name of each of its parameters."""
+
+
+def debug_clear_module_and_param_names() -> None:
+    """Forget all names."""
+    module_names.clear()
+    param_names.clear()
+
+
+def debug_extract_module_and_param_names(model: nn.Module) -> None:
+    """Look up the names in a model; an engine does so when it is made."""
+    debug_clear_module_and_param_names()
+    module_names.update({module: name for name, module in model.named_modules()})
+    param_names.update({parameter: name for name, parameter in model.named_parameters()})
+
+
+def debug_module2name(module: nn.Module) -> str:
+    """Return a module's full name, or "unknown"."""
+    return str(module_names.get(module, _UNKNOWN))
+
+
+def debug_module2name_class(module: nn.Module) -> str:
+    """Return a module's full name and its class."""
+    return f"name={debug_module2name(module)} {type(module).__name__}"
+
+
+def debug_param2name(param: Tensor) -> str:
+    """Return a parameter's full name, or "unknown"."""
+    return str(param_names.get(param, _UNKNOWN))

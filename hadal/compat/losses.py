@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hadal.compat.placeholders import unbuilt
+from hadal.compat.surface import unbuilt
 from hadal.errors import SequenceError, UsageError
 from hadal.plugins.sequence import linear_cross_entropy, mean_over_sequence
 from hadal.plugins.sequence import vocab_parallel_cross_entropy as over_split_vocabulary

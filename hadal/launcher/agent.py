@@ -30,8 +30,17 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from hadal.launcher.frames import RoundRequest, encoded
-from hadal.launcher.job import CHANGE, ROUND, HostShare, Round, rank_command, round_in, share_in
+from hadal.launcher.job import (
+    CHANGE,
+    ROUND,
+    HostShare,
+    Round,
+    RoundRequest,
+    encoded,
+    rank_command,
+    round_in,
+    share_in,
+)
 from hadal.launcher.processes import exit_code, follow_parent
 
 _NAME = "hadal"

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from hadal.errors import LaunchError
 from hadal.launcher.cores import read_cores
-from hadal.launcher.hosts import Pool, filtered, narrowed, read_hostfile
+from hadal.launcher.hosts import Pool, filtered, is_here, narrowed, read_hostfile
 from hadal.launcher.job import GRACE_S, JOIN_S, LOST_S, Elastic, Job, Program, ProgramKind
-from hadal.launcher.network import is_here
 from hadal.launcher.start_commands import MPI, StartCommand, by_pdsh, by_slurm, by_ssh, here
 from hadal.launcher.variables import (
     DEEPSPEED_ENV,
@@ -143,7 +142,7 @@ def _job(
     )
 
 
-# ---- refusals --------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def _refuse(choices: Choices) -> None:
@@ -212,7 +211,7 @@ def _without_effect(choices: Choices, is_one: bool) -> list[str]:
     return [flag for flag, is_idle in idle.items() if is_idle]
 
 
-# ---- slots -----------------------------------------------------------------------------------
+# ---- slots ---------------------------------------------------------------------------------------
 
 
 def _hostfile(choices: Choices, folder: Path) -> Pool | None:
@@ -313,7 +312,7 @@ def devices_here() -> int:
     return int(asked.stdout) if asked.stdout.strip().isdecimal() else 0
 
 
-# ---- commands that start hosts -----------------------------------------------------------------
+# ---- commands that start hosts -------------------------------------------------------------------
 
 
 def _is_one(choices: Choices, pool: Pool, *, has_hostfile: bool) -> bool:
@@ -356,7 +355,7 @@ def _own_host(choices: Choices, pool: Pool) -> str:
     return list(pool)[rank]
 
 
-# ---- Slurm -----------------------------------------------------------------------------------
+# ---- Slurm ---------------------------------------------------------------------------------------
 
 
 def _by_slurm(
@@ -400,7 +399,7 @@ def _number(variables: Mapping[str, str], *keys: str) -> int | None:
     return next((int(number) for number in found), None)
 
 
-# ---- programs --------------------------------------------------------------------------------
+# ---- programs ------------------------------------------------------------------------------------
 
 
 def _program(choices: Choices, folder: Path, variables: Mapping[str, str]) -> Program:

@@ -16,18 +16,21 @@ from typing import BinaryIO
 
 from hadal.errors import EXIT_PREEMPTED
 from hadal.launcher.ending import Failure, agents_words, report, runs, worst
-from hadal.launcher.frames import (
+from hadal.launcher.hosts import address_towards, is_loopback
+from hadal.launcher.job import (
     Frame,
     Hello,
     HostEnded,
+    Job,
     RankEnded,
     RankOutput,
     RankStarted,
     RoundRequest,
     decoded,
+    packed,
+    share_of,
+    where_hadal_is,
 )
-from hadal.launcher.job import Job, packed, share_of, where_hadal_is
-from hadal.launcher.network import address_towards, is_loopback
 from hadal.launcher.printing import Printer
 from hadal.launcher.processes import PASSED_ON, exit_code
 from hadal.launcher.start_commands import Reach, StartCommand

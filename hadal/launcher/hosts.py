@@ -1,8 +1,9 @@
-"""Selection of a job's hosts and slots: hostfiles, `--include` and `--exclude` (arithmetic)."""
+"""A job's hosts and slots: hostfiles, `--include` and `--exclude`; and this machine's addresses."""
 
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterable, Mapping
 
 from hadal.errors import LaunchError
@@ -120,3 +121,43 @@ def narrowed(pool: Pool, nodes: int | None = None, slots: int | None = None) -> 
 
 def _listed(pool: Mapping[str, Iterable[int]]) -> str:
     return ", ".join(f"{host}:{','.join(map(str, slots))}" for host, slots in pool.items())
+
+
+# ---- this machine's names and addresses ----------------------------------------------------------
+
+
+def is_here(host: str) -> bool:
+    """Return whether a name is this machine's: its own name, or that of an address it can bind."""
+    name = socket.gethostname()
+    if host in ("localhost", name, name.partition(".")[0]):
+        return True
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, address) for family, _, _, _, address in found)
+
+
+def _can_bind(family: int, address: tuple[object, ...]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as tried:
+            tried.bind((address[0], 0))
+    except OSError:
+        return False
+    return True
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address is empty or loopback, and so useless to other machines."""
+    return not address or address.startswith("127.") or address == "::1"
+
+
+def address_towards(other: str) -> str:
+    """Return this machine's address on the route to another one; empty if there is no route."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as route:
+            route.connect(address)
+            return str(route.getsockname()[0])
+    except OSError:
+        return ""

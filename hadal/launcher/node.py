@@ -18,11 +18,13 @@ import sys
 import time
 from collections.abc import Mapping
 
-from hadal.launcher.frames import Hello, HostEnded, encoded
 from hadal.launcher.job import (
     GRACE_S,
     LOST_S,
+    Hello,
+    HostEnded,
     HostShare,
+    encoded,
     job_in,
     packed,
     rank_command,

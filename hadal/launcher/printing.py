@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from hadal.launcher.ending import ADDED, TRACEBACK, last_lines
-from hadal.launcher.frames import Lines
-from hadal.launcher.tracebacks import error_in
+from hadal.launcher.ending import ADDED, TRACEBACK, error_in, last_lines
+from hadal.launcher.job import Lines
 
 HOLD_S = 10.0
 """A rank that still runs this long after a traceback has survived it: the traceback is shown.

@@ -18,8 +18,15 @@ from typing import BinaryIO
 
 from hadal.errors import LaunchError
 from hadal.launcher.cores import cores_of, near_devices
-from hadal.launcher.frames import RankEnded, RankStarted, encoded, said
-from hadal.launcher.job import Program, ProgramKind, program_in
+from hadal.launcher.job import (
+    Program,
+    ProgramKind,
+    RankEnded,
+    RankStarted,
+    encoded,
+    program_in,
+    said,
+)
 from hadal.launcher.place import RankPlace, find_place, group_of, meeting_host, slots_of
 from hadal.launcher.processes import (
     PASSED_ON,

@@ -13,10 +13,19 @@ from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Any
 
-from hadal.launcher.frames import HostEnded, RankEnded, RoundRequest
 from hadal.launcher.front import HELLO_S, Channel, Front, HostState
-from hadal.launcher.job import CHANGE, ROUND, Elastic, Round, packed, share_of
-from hadal.launcher.network import address_towards, is_loopback
+from hadal.launcher.hosts import address_towards, is_loopback
+from hadal.launcher.job import (
+    CHANGE,
+    ROUND,
+    Elastic,
+    HostEnded,
+    RankEnded,
+    Round,
+    RoundRequest,
+    packed,
+    share_of,
+)
 
 _TRIES = 3
 """The number of attempts to reach a lost host within the time after which hosts count as lost."""

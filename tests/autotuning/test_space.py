@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hadal.compat.alias import alias
+from hadal.compat.install import alias
 from hadal.config import load_config
 from hadal.errors import ConfigError, LaunchError
 from hadal.plugins.autotuning.space import (

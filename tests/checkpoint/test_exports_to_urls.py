@@ -22,8 +22,8 @@ from hadal.checkpoint.files import copy_folder, items_of, location_of, read_smal
 from hadal.checkpoint.formats.drafts import drafted_folder
 from hadal.checkpoint.remote import FsspecStorage
 from hadal.checkpoint.storage import RemotePath
+from hadal.cli.deepspeed import zero_to_fp32
 from hadal.cli.main import main
-from hadal.cli.zero_to_fp32 import main as zero_to_fp32
 from hadal.utils import get_fp32_state_dict_from_zero_checkpoint
 
 from . import s3

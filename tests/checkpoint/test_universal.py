@@ -28,7 +28,7 @@ from hadal.checkpoint.formats.universal import (
     write_named,
 )
 from hadal.checkpoint.opening import opened
-from hadal.cli import ds_to_universal
+from hadal.cli.deepspeed import ds_to_universal
 from hadal.cli.main import main
 from hadal.compat import surface
 from hadal.errors import CheckpointError, NotBuiltYetError
@@ -218,11 +218,11 @@ def test_deepspeeds_command_converts(
     out = tmp_path / "u"
     words = ["--input_folder", str(folder / "global_step3"), "--output_folder", str(out)]
     more = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
-    assert ds_to_universal.main([*words, *more]) == 0
+    assert ds_to_universal([*words, *more]) == 0
     assert capsys.readouterr().out == f"{out}\n"
     assert (tmp_path / "latest_universal").read_text() == "u"
-    assert ds_to_universal.main([*words]) == 0  # again, over it
-    assert ds_to_universal.main([words[0], str(out), words[2], str(tmp_path / "v")]) == 1
+    assert ds_to_universal([*words]) == 0  # again, over it
+    assert ds_to_universal([words[0], str(out), words[2], str(tmp_path / "v")]) == 1
     assert "is in the universal format already" in capsys.readouterr().err
 
 

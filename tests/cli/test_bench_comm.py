@@ -12,7 +12,8 @@ import torch
 from ranks import RankPools
 
 import hadal
-from hadal.cli import bench_comm, deepspeed
+from hadal.cli import bench as bench_comm
+from hadal.cli import deepspeed
 from hadal.cli.main import command_line, main
 from hadal.comm import Ranks
 from hadal.comm.comms_log import bus_factor

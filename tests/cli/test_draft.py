@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hadal.cli.draft import Answers, draft, usual_batch
+from hadal.cli.init import Answers, draft, usual_batch
 from hadal.config import load_config
 
 ANSWERS = Answers(7 * 10**9, 1, 8, 80 * 10**9, "bf16", 256, 4, "cpu")

@@ -8,7 +8,7 @@ import pytest
 from rich.text import Text
 
 from hadal.cli import terminal
-from hadal.cli.arguments import expected, integer, number, numel, size
+from hadal.cli.parser import expected, integer, number, numel, size
 from hadal.errors import ConfigError, Fault, UsageError
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hadal import comm
-from hadal.compat.alias import alias
+from hadal.compat.install import alias
 from hadal.errors import UsageError
 from hadal.plugins.data_efficiency.indexed import IndexedRows
 

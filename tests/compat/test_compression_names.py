@@ -12,7 +12,7 @@ from compression.test_shrinking import ATTENTION
 from compression.toys import TOKENS, Bert, X, config, inputs, section, weights
 from torch import nn
 
-from hadal.compat.alias import alias
+from hadal.compat.install import alias
 from hadal.errors import ConfigError, UsageError
 from hadal.plugins.compression import init_compression
 from hadal.plugins.compression.layers import CompressedLinear, compressed_modules

@@ -7,7 +7,7 @@ from engine.toys import config_of, model_of
 from ranks import on_ranks
 from torch import nn
 
-from hadal.compat import debug
+from hadal.compat import log as debug
 from hadal.compat.engine import initialize
 
 

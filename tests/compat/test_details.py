@@ -11,11 +11,10 @@ from engine.toys import config_of, model_of, train
 from ranks import RankPools
 from torch import nn
 
-from hadal.compat import groups, kinds
+from hadal.compat import groups
 from hadal.compat.accelerator import get_accelerator
-from hadal.compat.alias import alias
 from hadal.compat.engine import initialize
-from hadal.compat.leaves import z3_leaf_parameter
+from hadal.compat.install import alias
 from hadal.compat.log import (
     LoggerFactory,
     get_current_level,
@@ -25,7 +24,7 @@ from hadal.compat.log import (
     warning_once,
 )
 from hadal.compat.optimizer import ParameterOffload
-from hadal.compat.parameters import ZeroParamStatus, ZeroParamType, is_zero_param
+from hadal.compat.parameters import ZeroParamStatus, ZeroParamType, is_zero_param, z3_leaf_parameter
 from hadal.compat.timers import NoopTimer
 from hadal.compat.tools import (
     bwc_pipeline_parallel_group,
@@ -53,7 +52,7 @@ def test_an_engine_tells_its_checked_configuration_and_its_ranks() -> None:
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     assert engine.param_names == names
     assert engine.seq_data_parallel_group is optimizer.dp_process_group
-    assert isinstance(optimizer, kinds.ZeROOptimizer)
+    assert isinstance(optimizer, optimizer.ZeROOptimizer)
     assert optimizer._global_grad_norm is None
     train(engine, range(1))
     assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0

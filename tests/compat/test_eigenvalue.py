@@ -8,7 +8,7 @@ import pytest
 import torch
 from compression.test_curvature import GOLDEN, Net, inputs
 
-from hadal.compat.eigenvalue import Eigenvalue
+from hadal.compat.efficiency import Eigenvalue
 from hadal.errors import UsageError
 
 
@@ -18,7 +18,7 @@ def test_values_are_those_of_deepspeed(caplog: pytest.LogCaptureFixture) -> None
     model(inputs()).backward(create_graph=True)
     torch.manual_seed(0)
     made = Eigenvalue(verbose=True, layer_name="layer", layer_num=2)
-    with caplog.at_level(logging.INFO, "hadal.compat.eigenvalue"):
+    with caplog.at_level(logging.INFO, "hadal.compat.efficiency"):
         found = made.compute_eigenvalue(model)
     assert "block 1: eigenvalue" in caplog.text
     assert isinstance(found, dict)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from hadal.compat.alias import alias
-from hadal.compat.elasticity import (
+from hadal.compat.configuration import (
     ElasticityConfigError,
     ElasticityError,
     ElasticityIncompatibleWorldSize,
     compute_elastic_config,
 )
+from hadal.compat.install import alias
 
 NOW = "0.19.8"
 

@@ -21,8 +21,11 @@ from hadal.comm import get_rank
 from hadal.compat import accessors
 from hadal.compat.checkpointing import checkpoint, configure, is_configured
 from hadal.compat.engine import DeepSpeedEngine, initialize
-from hadal.compat.kinds import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
-from hadal.compat.optimizer import DeepSpeedOptimizer
+from hadal.compat.optimizer import (
+    DeepSpeedOptimizer,
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizer_Stage3,
+)
 from hadal.compat.optimizers import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,

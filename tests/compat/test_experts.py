@@ -11,7 +11,7 @@ import torch
 from ranks import RankPools
 
 from hadal.comm import init_distributed
-from hadal.compat.alias import alias
+from hadal.compat.install import alias
 from hadal.errors import UsageError
 
 GIVEN = json.loads((Path(__file__).parents[1] / "data/experts.json").read_text())

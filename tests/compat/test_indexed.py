@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hadal.compat.alias import alias
+from hadal.compat.install import alias
 from hadal.errors import UsageError
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/mmap.json").read_text())

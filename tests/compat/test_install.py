@@ -60,7 +60,7 @@ _FOUND = [
     "0.19.8 deepspeed",
     "True",
     "False",
-    f"deepspeed 0.19.8 {ROOT / 'hadal/compat/alias.py'}",
+    f"deepspeed 0.19.8 {ROOT / 'hadal/compat/install.py'}",
     "hadal.zero.init ZeroParamStatus.AVAILABLE",
     "True",
     "True DeepSpeed",

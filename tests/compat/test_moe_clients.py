@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hadal import comm
-from hadal.compat.alias import alias
+from hadal.compat.install import alias
 
 CLASSES, EXPERTS, UPDATES = 4, 2, 3
 ADAM = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}

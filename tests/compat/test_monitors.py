@@ -12,8 +12,8 @@ from engine.toys import config_of, model_of, train
 from ranks import RankPools
 
 from hadal.comm import get_rank
-from hadal.compat.alias import alias
 from hadal.compat.engine import initialize
+from hadal.compat.install import alias
 from hadal.errors import ConfigError, UsageError
 
 ds = {name: alias(f"deepspeed.monitor.{name}") for name in ("monitor", "config", "utils")}

@@ -21,22 +21,22 @@ from torch import nn
 import hadal
 from hadal.comm import init_distributed
 from hadal.comm.start import env_timeout
-from hadal.compat import groups, kinds
+from hadal.compat import groups, optimizer
 from hadal.compat.accelerator import get_accelerator, set_accelerator
-from hadal.compat.alias import alias
 from hadal.compat.builders import COMPATIBLE_OPS
 from hadal.compat.comm import TorchBackend
 from hadal.compat.configuration import DeepSpeedConfig, get_gradient_clipping, get_log_level
 from hadal.compat.engine import initialize
 from hadal.compat.files import get_model_state_file, get_model_state_files, get_optim_files
-from hadal.compat.leaves import (
+from hadal.compat.install import alias
+from hadal.compat.log import set_log_level_from_string
+from hadal.compat.optimizers import DynamicLossScaler, LossScaler
+from hadal.compat.parameters import (
     get_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
     set_z3_leaf_modules_by_suffix,
     z3_leaf_module,
 )
-from hadal.compat.log import set_log_level_from_string
-from hadal.compat.loss_scaler import DynamicLossScaler, LossScaler
 from hadal.compat.timers import SynchronizedWallClockTimer, trim_mean
 from hadal.compat.tools import (
     call_to_str,
@@ -399,15 +399,15 @@ def test_a_loss_scaler_moves_as_the_engine_s() -> None:
     ("stage", "changes", "kind"),
     [
         (0, {}, None),
-        (0, {"bf16": {"enabled": True}}, kinds.FP16_Optimizer),
+        (0, {"bf16": {"enabled": True}}, optimizer.FP16_Optimizer),
         (
             0,
             {"fp16": {"enabled": True}, "optimizer": {"type": "Lamb"}},
-            kinds.FP16_UnfusedOptimizer,
+            optimizer.FP16_UnfusedOptimizer,
         ),
-        (1, {}, kinds.DeepSpeedZeroOptimizer),
-        (2, {}, kinds.DeepSpeedZeroOptimizer),
-        (3, {}, kinds.DeepSpeedZeroOptimizer_Stage3),
+        (1, {}, optimizer.DeepSpeedZeroOptimizer),
+        (2, {}, optimizer.DeepSpeedZeroOptimizer),
+        (3, {}, optimizer.DeepSpeedZeroOptimizer_Stage3),
     ],
 )
 def test_an_optimizer_is_of_the_class_that_programs_expect(
@@ -415,15 +415,15 @@ def test_an_optimizer_is_of_the_class_that_programs_expect(
 ) -> None:
     optimizer = initialize(model=model_of(), config=config_of(stage, **changes))[1]
     known = (
-        kinds.FP16_Optimizer,
-        kinds.FP16_UnfusedOptimizer,
-        kinds.DeepSpeedZeroOptimizer,
-        kinds.DeepSpeedZeroOptimizer_Stage3,
+        optimizer.FP16_Optimizer,
+        optimizer.FP16_UnfusedOptimizer,
+        optimizer.DeepSpeedZeroOptimizer,
+        optimizer.DeepSpeedZeroOptimizer_Stage3,
     )
     assert [each for each in known if isinstance(optimizer, each)] == ([kind] if kind else [])
     assert not isinstance(torch.optim.SGD([torch.ones(1)]), known)
     with pytest.raises(UsageError, match="FP16_Optimizer cannot be created by programs"):
-        kinds.FP16_Optimizer(None)
+        optimizer.FP16_Optimizer(None)
 
 
 # ---- configurations ------------------------------------------------------------------------------

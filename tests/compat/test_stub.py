@@ -66,7 +66,7 @@ def test_a_submodule_may_be_the_first_import(site: Path) -> None:
 
 def test_it_combines_with_a_call(site: Path) -> None:
     code = "import hadal; hadal.install_as_deepspeed(); import deepspeed; print(deepspeed.__file__)"
-    assert told(code, path=(site,)) == [str(ROOT / "hadal/compat/alias.py")]
+    assert told(code, path=(site,)) == [str(ROOT / "hadal/compat/install.py")]
 
 
 def test_it_refuses_to_take_the_place_of_deepspeed(tmp_path: Path) -> None:

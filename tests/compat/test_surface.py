@@ -14,9 +14,8 @@ import pytest
 
 from hadal.compat import surface
 from hadal.compat.accessors import _UNBUILT
-from hadal.compat.alias import alias
-from hadal.compat.placeholders import placeholder
-from hadal.compat.surface import NameKind, homes
+from hadal.compat.install import alias
+from hadal.compat.surface import NameKind, homes, placeholder
 from hadal.errors import NotBuiltYetError
 
 ROOT = Path(__file__).parents[2]

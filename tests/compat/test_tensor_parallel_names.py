@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hadal.compat.alias import alias
+from hadal.compat.install import alias
 from hadal.errors import NotBuiltYetError, UsageError
 from hadal.plugins.tensor_parallel.layers import ColumnLinear, RowLinear
 

@@ -26,7 +26,7 @@ from engine.parts import (
     whole_model,
 )
 from hadal import comm
-from hadal.compat.alias import alias
+from hadal.compat.install import alias
 from hadal.plugins.pipeline import LayerSpec, PipelineModule, PipeModelDataParallelTopology
 from hadal.utils import safe_get_full_fp32_param
 

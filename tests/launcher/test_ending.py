@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.launcher.ending import Failure, report, runs, worst
+from hadal.launcher.ending import Failure, error_in, report, runs, worst
 from hadal.launcher.job import where_hadal_is
 from hadal.launcher.printing import HOLD_S, Printer
-from hadal.launcher.tracebacks import error_in
 
 TRACE = "Traceback (most recent call last):\n  File x\nValueError: bad sample"
 

@@ -13,18 +13,24 @@ from hypothesis import strategies as st
 
 from hadal.errors import LaunchError
 from hadal.launcher.cores import cores_of, near_devices, read_cores
-from hadal.launcher.frames import (
+from hadal.launcher.job import (
     Frame,
     Hello,
     HostEnded,
+    Job,
     Lines,
+    Program,
+    ProgramKind,
     RankEnded,
     RankOutput,
     decoded,
     encoded,
+    packed,
+    program_in,
     said,
+    share_in,
+    share_of,
 )
-from hadal.launcher.job import Job, Program, ProgramKind, packed, program_in, share_in, share_of
 from hadal.launcher.node import variables_of
 from hadal.launcher.place import RankPlace, find_place
 from hadal.launcher.variables import (

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hadal.launcher.frames import Hello, decoded
-from hadal.launcher.job import Job, Program, ProgramKind, packed, share_of
+from hadal.launcher.job import Hello, Job, Program, ProgramKind, decoded, packed, share_of
 from launcher.jobs import (
     LIMIT_S,
     alive,
