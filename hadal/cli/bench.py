@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hadal.cli.parser import add_actions, add_command, integer, number, positive, size
+from hadal.cli.parser import add_actions, add_command, add_flag, integer, number, positive, size
 from hadal.cli.run import start
 from hadal.cli.terminal import (
     COLOURS,
@@ -59,24 +59,10 @@ def add_to(group: Any) -> None:
         " than the defaults.",
         examples=("hadal bench io /nvme --seconds 30 --json aio.json",),
     )
-    disk.add_argument(
-        "path", metavar="PATH", type=Path, help="An existing directory on the disk (nvme_path)"
-    )
-    disk.add_argument(
-        "--size",
-        type=size,
-        default="1GB",
-        metavar="SIZE",
-        help="Size of the file (default: %(default)s)",
-    )
-    disk.add_argument(
-        "--seconds",
-        type=number(gt=0),
-        default=60.0,
-        metavar="S",
-        help="How long all measurements take together (default: 60)",
-    )
-    disk.add_argument("--json", type=Path, metavar="FILE", help="Write the JSON to a file too")
+    add_flag(disk, "path PATH", "An existing directory on the disk (nvme_path)", Path)
+    add_flag(disk, "--size SIZE", "Size of the file", size, "1GB")
+    add_flag(disk, "--seconds S", "How long all measurements take together", number(gt=0), "60")
+    add_flag(disk, "--json FILE", "Write the JSON to a file too", Path)
     disk.set_defaults(run=run_io)
 
 
@@ -153,84 +139,54 @@ def _add_comm(group: Any) -> None:
         ),
     )
     kinds = parser.add_argument_group("Collectives")
-    parser.add_argument(
-        "kinds",
+    add_flag(
+        parser,
+        "kinds KIND",
+        f"Some of {', '.join(_KINDS)} (default: {' and '.join(_USUAL)})",
         nargs="*",
-        metavar="KIND",
-        help=f"Some of {', '.join(_KINDS)} (default: {' and '.join(_USUAL)})",
     )
-    kinds.add_argument("--all", action="store_true", help="Measure every kind")
-    kinds.add_argument(
-        "--minsize",
-        type=integer(ge=0, le=40),
-        default=6,
-        metavar="N",
-        help="The smallest message has 2^N elements (default: %(default)s)",
+    add_flag(kinds, "--all", "Measure every kind")
+    add_flag(kinds, "--minsize N", "The smallest message has 2^N elements", integer(ge=0, le=40), 6)
+    add_flag(kinds, "--maxsize N", "The largest message has 2^N elements", integer(ge=0, le=40), 24)
+    add_flag(
+        kinds, "--factor F", "Each message is F times as large as the one before", integer(ge=2), 4
     )
-    kinds.add_argument(
-        "--maxsize",
-        type=integer(ge=0, le=40),
-        default=24,
-        metavar="N",
-        help="The largest message has 2^N elements (default: %(default)s)",
+    add_flag(
+        kinds,
+        "--mem-factor SHARE",
+        "Measure one size only: the message that takes this share of the free memory",
+        number(gt=0, lt=1),
     )
-    kinds.add_argument(
-        "--factor",
-        type=integer(ge=2),
-        default=4,
-        metavar="F",
-        help="Each message is F times as large as the one before (default: %(default)s)",
-    )
-    kinds.add_argument(
-        "--mem-factor",
-        type=number(gt=0, lt=1),
-        metavar="SHARE",
-        help="Measure one size only: the message that takes this share of the free memory",
-    )
-    kinds.add_argument(
-        "--dtype", default="float32", help="The elements' dtype, by torch's name (default: float32)"
-    )
+    add_flag(kinds, "--dtype DTYPE", "The elements' dtype, by torch's name", default="float32")
     how = parser.add_argument_group("How")
-    how.add_argument(
-        "--trials", type=positive, default=20, metavar="N", help="Calls (default: %(default)s)"
-    )
-    how.add_argument(
-        "--warmups",
-        type=integer(ge=0),
-        default=5,
-        metavar="N",
-        help="Calls before them that are not measured (default: %(default)s)",
-    )
-    how.add_argument(
+    add_flag(how, "--trials N", "Calls", positive, 20)
+    add_flag(how, "--warmups N", "Calls before them that are not measured", integer(ge=0), 5)
+    add_flag(
+        how,
         "--dist",
-        choices=tuple(_WAYS),
+        "Calls to measure: hadal.comm's (default), torch's own, or an engine's in training",
         default="hadal",
-        help="Calls to measure: hadal.comm's (default), torch's own, or an engine's in training",
+        choices=tuple(_WAYS),
     )
-    how.add_argument("--async-op", action="store_true", help="Start each call, then wait for it")
-    how.add_argument(
-        "--backend", metavar="NAME", help="torch's backend (default: the device's own)"
-    )
-    how.add_argument(
-        "--ranks",
-        type=positive,
-        metavar="N",
-        help="How many ranks to start on this machine (default: one for each accelerator; else 2)",
+    add_flag(how, "--async-op", "Start each call, then wait for it")
+    add_flag(how, "--backend NAME", "torch's backend (default: the device's own)")
+    add_flag(
+        how,
+        "--ranks N",
+        "How many ranks to start on this machine (default: one for each accelerator; else 2)",
+        positive,
     )
     output = parser.add_argument_group("Output")
-    output.add_argument(
+    add_flag(
+        output,
         "--bw-unit",
-        choices=("GBps", "Gbps"),
+        "Bytes (default) or bits per second",
         default="GBps",
-        help="Bytes (default) or bits per second",
+        choices=("GBps", "Gbps"),
     )
-    output.add_argument(
-        "--raw", action="store_true", help="Print plain numbers, in columns separated by tabs"
-    )
-    output.add_argument("--json", type=Path, metavar="FILE", help="Write the figures to a file")
-    output.add_argument(
-        "--output", type=Path, metavar="FILE", help="Draw them, in the format of the suffix"
-    )
+    add_flag(output, "--raw", "Print plain numbers, in columns separated by tabs")
+    add_flag(output, "--json FILE", "Write the figures to a file", Path)
+    add_flag(output, "--output FILE", "Draw them, in the format of the suffix", Path)
     parser.add_argument("--hand-over", type=Path, help=argparse.SUPPRESS)
     parser.set_defaults(run=run_comm)
 

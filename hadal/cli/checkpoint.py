@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hadal.cli.parser import add_actions, add_command, add_json, integer, size
+from hadal.cli.parser import add_actions, add_command, add_flag, add_json, integer, size
 from hadal.cli.terminal import (
     FAILED,
     CommandError,
@@ -59,20 +59,15 @@ def add_to(group: Any) -> None:
         ),
     )
     _add_output(exporting)
-    exporting.add_argument(
-        "--format", choices=tuple(_EXPORTS), default="hf", help="The format (default: %(default)s)"
-    )
-    exporting.add_argument(
+    add_flag(exporting, "--format", "The format", default="hf", choices=tuple(_EXPORTS))
+    add_flag(
+        exporting,
         "--dtype",
-        choices=_DTYPES,
-        help="dtype of the weights (default: hf: the one they compute in; dcp: exact values, as"
+        "dtype of the weights (default: hf: the one they compute in; dcp: exact values, as"
         " the masters have)",
+        choices=_DTYPES,
     )
-    exporting.add_argument(
-        "--no-optimizer",
-        action="store_true",
-        help="Leave out the optimizer's state (hf never has it)",
-    )
+    add_flag(exporting, "--no-optimizer", "Leave out the optimizer's state (hf never has it)")
     exporting.set_defaults(run=run_export)
     converting = add_command(
         own,
@@ -94,9 +89,7 @@ def add_to(group: Any) -> None:
     )
     _add_input(inspecting)
     add_json(inspecting)
-    inspecting.add_argument(
-        "--quick", action="store_true", help="Do not compare every byte with its checksum"
-    )
+    add_flag(inspecting, "--quick", "Do not compare every byte with its checksum")
     inspecting.set_defaults(run=run_inspect)
     _add_checks(own)
 
@@ -114,7 +107,7 @@ def _add_checks(own: Any) -> None:
         ),
     )
     verifying.add_argument("dir", metavar="DIR", help=_DIR)
-    verifying.add_argument("tag", metavar="TAG", nargs="?", help="Which one (default: all in DIR)")
+    add_flag(verifying, "tag TAG", "Which one (default: all in DIR)", nargs="?")
     verifying.set_defaults(run=run_verify)
     cleaning = add_command(
         own,
@@ -147,37 +140,27 @@ def _add_checks(own: Any) -> None:
         " harmless, or if a file cannot be read.",
         examples=("hadal checkpoint scan downloads", "hadal checkpoint scan model.pt --all"),
     )
-    scanning.add_argument("path", metavar="PATH", type=Path, help="A file or a directory")
-    scanning.add_argument("--all", action="store_true", help="List harmless globals too")
+    add_flag(scanning, "path PATH", "A file or a directory", Path)
+    add_flag(scanning, "--all", "List harmless globals too")
     add_json(scanning)
     scanning.set_defaults(run=run_scan)
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", help=_DIR)
-    parser.add_argument("-t", "--tag", help="Which checkpoint in DIR (default: the latest)")
+    add_flag(parser, "-t --tag TAG", "Which checkpoint in DIR (default: the latest)")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     _add_input(parser)
-    parser.add_argument("out", metavar="OUT", help="The directory or URL to write to")
-    parser.add_argument(
-        "--max-shard-size",
-        type=size,
-        default="5GB",
-        metavar="SIZE",
-        help="Size of the largest file (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--exclude-frozen-parameters",
-        action="store_true",
-        help="Leave out parameters that were not trained",
-    )
-    parser.add_argument(
-        "--part",
-        type=integer(ge=0),
-        metavar="N",
-        help="Which part of a model that was trained in model-parallel parts",
+    add_flag(parser, "out OUT", "The directory or URL to write to")
+    add_flag(parser, "--max-shard-size SIZE", "Size of the largest file", size, "5GB")
+    add_flag(parser, "--exclude-frozen-parameters", "Leave out parameters that were not trained")
+    add_flag(
+        parser,
+        "--part N",
+        "Which part of a model that was trained in model-parallel parts",
+        integer(ge=0),
     )
 
 

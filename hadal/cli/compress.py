@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hadal.cli.parser import add_actions, add_command, integer
+from hadal.cli.parser import add_actions, add_command, add_flag, integer
 from hadal.cli.terminal import CommandError, show, table
 from hadal.errors import few
 from hadal.units import shown_nbytes, shown_numel
@@ -42,38 +42,34 @@ def add_to(group: Any) -> None:
             "hadal compress export exported small --bits 8 --layout compressed-tensors",
         ),
     )
-    exporting.add_argument(
-        "model",
-        metavar="MODEL",
-        type=Path,
-        help="Folder that from_pretrained of transformers reads",
-    )
-    exporting.add_argument("out", metavar="OUT", type=Path, help="The directory to write to")
+    add_flag(exporting, "model MODEL", "Folder that from_pretrained of transformers reads", Path)
+    add_flag(exporting, "out OUT", "The directory to write to", Path)
     how = exporting.add_mutually_exclusive_group(required=True)
-    how.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="The ds_config.json of the training, whose weight_quantization is applied",
+    add_flag(
+        how,
+        "--config FILE",
+        "The ds_config.json of the training, whose weight_quantization is applied",
+        Path,
     )
-    how.add_argument(
-        "--bits",
-        type=integer(ge=1, le=8),
-        metavar="N",
-        help="Quantize all linear layers, convolutions and embeddings of torch to N bits, one scale"
-        " per weight",
+    add_flag(
+        how,
+        "--bits N",
+        "Quantize all linear layers, convolutions and embeddings of torch to N bits, one"
+        " scale per weight",
+        integer(ge=1, le=8),
     )
-    exporting.add_argument(
+    add_flag(
+        exporting,
         "--layout",
-        choices=_LAYOUTS,
+        "Format of the files: for hadal.compression.load_packed, or for from_pretrained of"
+        " transformers with compressed-tensors or torchao",
         default="hadal",
-        help="Format of the files: for hadal.compression.load_packed, or for from_pretrained of"
-        " transformers with compressed-tensors or torchao (default: %(default)s)",
+        choices=_LAYOUTS,
     )
-    exporting.add_argument(
-        "--eval",
-        metavar="MODULE:FUNCTION",
-        help="A function that takes the model and returns its accuracy",
+    add_flag(
+        exporting,
+        "--eval MODULE:FUNCTION",
+        "A function that takes the model and returns its accuracy",
     )
     exporting.set_defaults(run=run_export)
 

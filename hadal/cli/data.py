@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hadal.cli.parser import add_actions, add_command, add_json, integer, positive
+from hadal.cli.parser import add_actions, add_command, add_flag, add_json, integer, positive
 from hadal.cli.terminal import (
     COLOURS,
     FAINT,
@@ -69,54 +69,42 @@ def _add_index(own: Any) -> None:
             "hadal data index roneneldan/TinyStories --format dataset --output stories",
         ),
     )
-    parser.add_argument(
-        "input", metavar="INPUT", nargs="+", help="Files of one format, or the name of a data set"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
+    add_flag(parser, "input INPUT", "Files of one format, or the name of a data set", nargs="+")
+    add_flag(
+        parser,
+        "-o --output PREFIX",
+        "The path of the two files, without .bin and .idx",
+        Path,
         required=True,
-        metavar="PREFIX",
-        help="The path of the two files, without .bin and .idx",
     )
-    parser.add_argument(
-        "--tokenizer",
+    add_flag(
+        parser,
+        "--tokenizer NAME",
+        "A model of the hub, a folder, a tokenizer.json, or bytes, which needs nothing",
         default="bytes",
-        metavar="NAME",
-        help="A model of the hub, a folder, a tokenizer.json, or bytes, which needs nothing"
-        " (default: %(default)s)",
     )
-    parser.add_argument(
-        "--format", choices=_FORMATS, help="The format (default: by the files' suffixes)"
-    )
-    parser.add_argument(
-        "--field",
+    add_flag(parser, "--format", "The format (default: by the files' suffixes)", choices=_FORMATS)
+    add_flag(
+        parser,
+        "--field NAME",
+        "The field or column with the text; not for text files",
         default="text",
-        metavar="NAME",
-        help="The field or column with the text; not for text files (default: %(default)s)",
     )
-    parser.add_argument(
-        "--split",
-        default="train",
-        metavar="NAME",
-        help="The split of a data set (default: %(default)s)",
-    )
-    parser.add_argument(
+    add_flag(parser, "--split NAME", "The split of a data set", default="train")
+    add_flag(
+        parser,
         "--document",
-        choices=_DOCUMENTS,
+        "The part of a text file that is a document",
         default="line",
-        help="The part of a text file that is a document (default: %(default)s)",
+        choices=_DOCUMENTS,
     )
-    parser.add_argument(
-        "--length",
-        type=positive,
-        metavar="N",
-        help="Split documents into rows of at most N tokens (default: a document is a row)",
+    add_flag(
+        parser,
+        "--length N",
+        "Split documents into rows of at most N tokens (default: a document is a row)",
+        positive,
     )
-    parser.add_argument(
-        "--end", action="store_true", help="Append the token for the end to each document"
-    )
+    add_flag(parser, "--end", "Append the token for the end to each document")
     _add_workers(parser)
     add_json(parser)
     parser.set_defaults(run=run_index)
@@ -135,32 +123,29 @@ def _add_analyze(own: Any) -> None:
             "hadal data analyze corpus -o analysis --metrics loss --model gpt2",
         ),
     )
-    parser.add_argument(
-        "dataset", metavar="PREFIX", type=Path, help="The data set, without .bin and .idx"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
+    add_flag(parser, "dataset PREFIX", "The data set, without .bin and .idx", Path)
+    add_flag(
+        parser,
+        "-o --output DIR",
+        "The directory of the files; each metric has its own in it",
+        Path,
         required=True,
-        metavar="DIR",
-        help="The directory of the files; each metric has its own in it",
     )
-    parser.add_argument(
-        "--metrics",
-        type=_names,
-        default=("length", "rarity"),
-        metavar="NAMES",
-        help="Metrics, separated by commas: length (tokens), rarity (the sum of -log of the words'"
-        " frequencies), loss (1000 times a model's mean loss) (default: length,rarity)",
+    add_flag(
+        parser,
+        "--metrics NAMES",
+        "Metrics, separated by commas: length (tokens), rarity (the sum of -log of the"
+        " words' frequencies), loss (1000 times a model's mean loss) (default: length,rarity)",
+        _names,
+        ("length", "rarity"),
     )
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help="The model of the loss: one of transformers for causal language modelling, on the hub"
-        " or in a folder",
+    add_flag(
+        parser,
+        "--model NAME",
+        "The model of the loss: one of transformers for causal language modelling, on the"
+        " hub or in a folder",
     )
-    parser.add_argument("--no-picture", action="store_true", help="Do not draw the distributions")
+    add_flag(parser, "--no-picture", "Do not draw the distributions")
     _add_workers(parser)
     add_json(parser)
     parser.set_defaults(run=run_analyze)
@@ -171,11 +156,11 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--workers",
-        type=integer(ge=0),
-        metavar="N",
-        help="Processes (default: one for each CPU of this process)",
+    add_flag(
+        parser,
+        "--workers N",
+        "Processes (default: one for each CPU of this process)",
+        integer(ge=0),
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hadal.cli.flags import divided
 from hadal.cli.main import command_line, main
-from hadal.cli.parser import CONFIG_HELP, Parser, integer, size
+from hadal.cli.parser import CONFIG_HELP, Parser, add_flag, integer, size
 from hadal.cli.run import pid_file
 from hadal.cli.terminal import FAILED, byte_progress, fail, show
 from hadal.errors import HadalError
@@ -39,10 +39,10 @@ def launch() -> int:
     """`python -m deepspeed.launcher.launch`: one host's share, the others start theirs."""
     own, program = divided(sys.argv[1:], "--world_info", "--save_pid")
     parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch", allow_abbrev=False)
-    parser.add_argument("--world_info", required=True, help="base64 of JSON {host: [slots]}")
-    parser.add_argument("--node_rank", default="0", help="the number of this host")
-    parser.add_argument("--master_addr", default="127.0.0.1", help="address of rank 0's host")
-    parser.add_argument("--save_pid", type=int, help="the name of a file for this number")
+    add_flag(parser, "--world_info WORLD_INFO", "base64 of JSON {host: [slots]}", required=True)
+    add_flag(parser, "--node_rank NODE_RANK", "the number of this host", default="0")
+    add_flag(parser, "--master_addr MASTER_ADDR", "address of rank 0's host", default="127.0.0.1")
+    add_flag(parser, "--save_pid SAVE_PID", "the name of a file for this number", int)
     values, rest = parser.parse_known_args(own)
     slots = json.loads(base64.urlsafe_b64decode(values.world_info))
     include = "@".join(f"{host}:{','.join(map(str, ids))}" for host, ids in slots.items())
@@ -81,22 +81,16 @@ def elastic() -> int:
         examples=("ds_elastic -c ds_config.json -w 64",),
     )
     parser.add_argument("-c", "--config", required=True, metavar="CONFIG", help=CONFIG_HELP)
-    parser.add_argument(
-        "-w",
-        "--world-size",
-        default="0",
-        metavar="N",
-        help="Also show the batch of each of N ranks",
-    )
+    add_flag(parser, "-w --world-size N", "Also show the batch of each of N ranks")
     parsed = parser.parse_args()
-    ranks = [] if parsed.world_size == "0" else ["--world-size", parsed.world_size]
+    ranks = [] if parsed.world_size in (None, "0") else ["--world-size", parsed.world_size]
     return main(["elastic", parsed.config, *ranks])
 
 
 def io() -> int:
     """Run `ds_io` (`ds_nvme_tune`): how fast a disk is, and which `aio` section suits it."""
     parser = argparse.ArgumentParser(prog="ds_io")
-    parser.add_argument("--nvme_dir", required=True, help="a folder on the disk")
+    add_flag(parser, "--nvme_dir NVME_DIR", "a folder on the disk", required=True)
     parsed, rest = parser.parse_known_args()
     return main(["bench", "io", parsed.nvme_dir, *rest])
 
@@ -124,34 +118,23 @@ def bench() -> int:
         kinds.add_argument(
             flag, action="append_const", const=kind, dest="kinds", help=f"Measure {kind}"
         )
-    parser.add_argument("--scan", action="store_true", help="Measure many sizes")
-    parser.add_argument("--trials", default="50", help="Calls (default: 50)", metavar="N")
-    parser.add_argument(
-        "--warmups", default="5", help="Calls before them (default: 5)", metavar="N"
+    add_flag(parser, "--scan", "Measure many sizes")
+    add_flag(parser, "--trials N", "Calls", default="50")
+    add_flag(parser, "--warmups N", "Calls before them", default="5")
+    add_flag(parser, "--maxsize N", "With --scan: up to 2^N elements", default="24")
+    add_flag(parser, "--async-op", "Start each call, then wait for it")
+    add_flag(
+        parser, "--bw_unit", "Bits or bytes per second", default="Gbps", choices=("Gbps", "GBps")
     )
-    parser.add_argument(
-        "--maxsize", default="24", help="With --scan: up to 2^N elements (default: 24)", metavar="N"
+    add_flag(parser, "--backend NAME", "torch's backend (default: the device's own)", default="")
+    add_flag(parser, "--dist", "Whose calls", default="deepspeed", choices=("deepspeed", "torch"))
+    add_flag(parser, "--raw", "Print plain numbers")
+    add_flag(parser, "--dtype DTYPE", "The elements' dtype", default="torch.float")
+    add_flag(
+        parser, "--mem_factor SHARE", "Without --scan: share of the free memory", default="0.1"
     )
-    parser.add_argument("--async-op", action="store_true", help="Start each call, then wait for it")
-    parser.add_argument(
-        "--bw_unit", default="Gbps", choices=("Gbps", "GBps"), help="Bits or bytes per second"
-    )
-    parser.add_argument(
-        "--backend", default="", metavar="NAME", help="torch's backend (default: the device's own)"
-    )
-    parser.add_argument(
-        "--dist", default="deepspeed", choices=("deepspeed", "torch"), help="Whose calls"
-    )
-    parser.add_argument("--raw", action="store_true", help="Print plain numbers")
-    parser.add_argument("--dtype", default="torch.float", help="The elements' dtype")
-    parser.add_argument(
-        "--mem_factor",
-        default="0.1",
-        metavar="SHARE",
-        help="Without --scan: share of the free memory (default: 0.1)",
-    )
-    parser.add_argument("--debug", action="store_true", help="Accepted; changes nothing")
-    parser.add_argument("--local_rank", help="Accepted; changes nothing", metavar="N")
+    add_flag(parser, "--debug", "Accepted; changes nothing")
+    add_flag(parser, "--local_rank N", "Accepted; changes nothing")
     given = parser.parse_args()
     words = [*(given.kinds or ("--all",)), "--trials", given.trials, "--warmups", given.warmups]
     words += ["--bw_unit", given.bw_unit, "--dtype", given.dtype]
@@ -194,15 +177,14 @@ def _universal_parser() -> Parser:
             " --output_folder run/global_step3_universal",
         ),
     )
-    made.add_argument("--input_folder", required=True, metavar="DIR", help="One checkpoint")
-    made.add_argument(
-        "--output_folder", required=True, metavar="OUT", help="The directory to write to"
-    )
-    made.add_argument(
+    add_flag(made, "--input_folder DIR", "One checkpoint", required=True)
+    add_flag(made, "--output_folder OUT", "The directory to write to", required=True)
+    add_flag(
+        made,
         "--no_strict",
+        "Accept patterns in universal_checkpoint_info that match no parameter",
         dest="strict",
         action="store_false",
-        help="Accept patterns in universal_checkpoint_info that match no parameter",
     )
     unused = made.add_argument_group("Accepted and not needed")
     for flag in ("--num_extract_workers", "--num_merge_workers"):
@@ -249,9 +231,7 @@ def zero_to_fp32(arguments: Sequence[str] | None = None) -> int:
 def zero_to_torch(arguments: Sequence[str] | None = None) -> int:
     """Write the weights of a checkpoint in the dtype that is named; return the exit code."""
     parser = _weights_parser("weights", " --dtype bf16")
-    parser.add_argument(
-        "--dtype", required=True, choices=sorted(_DTYPES), help="dtype of the weights"
-    )
+    add_flag(parser, "--dtype", "dtype of the weights", required=True, choices=sorted(_DTYPES))
     parsed = parser.parse_args(arguments)
     return _write_weights(parsed, _DTYPES[parsed.dtype])
 
@@ -261,35 +241,19 @@ def _weights_parser(what: str, more: str = "") -> Parser:
         description=f"Write the {what} of a checkpoint in Hugging Face layout.",
         examples=(f"python {Path(sys.argv[0]).name} . exported{more}",),
     )
-    parser.add_argument(
-        "checkpoint_dir", metavar="DIR", help="The directory or URL given to save_checkpoint"
+    add_flag(parser, "checkpoint_dir DIR", "The directory or URL given to save_checkpoint")
+    add_flag(parser, "output_dir OUT", "The directory or URL to write to")
+    add_flag(parser, "--max_shard_size SIZE", "Size of the largest file", size, "5GB")
+    add_flag(parser, "--safe_serialization", "Write safetensors files instead of torch.save's")
+    add_flag(parser, "-t --tag TAG", "Which checkpoint (default: the latest)")
+    add_flag(parser, "--exclude_frozen_parameters", "Leave out parameters that were not trained")
+    add_flag(
+        parser,
+        "--part N",
+        "Which part of a model that was trained in model-parallel parts",
+        integer(ge=0),
     )
-    parser.add_argument("output_dir", metavar="OUT", help="The directory or URL to write to")
-    parser.add_argument(
-        "--max_shard_size",
-        type=size,
-        default="5GB",
-        metavar="SIZE",
-        help="Size of the largest file (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--safe_serialization",
-        action="store_true",
-        help="Write safetensors files instead of torch.save's",
-    )
-    parser.add_argument("-t", "--tag", help="Which checkpoint (default: the latest)")
-    parser.add_argument(
-        "--exclude_frozen_parameters",
-        action="store_true",
-        help="Leave out parameters that were not trained",
-    )
-    parser.add_argument(
-        "--part",
-        type=integer(ge=0),
-        metavar="N",
-        help="Which part of a model that was trained in model-parallel parts",
-    )
-    parser.add_argument("-d", "--debug", action="store_true", help="Show the log, too")
+    add_flag(parser, "-d --debug", "Show the log, too")
     return parser
 
 

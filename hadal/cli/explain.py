@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hadal.cli.parser import CONFIG_HELP, add_command, add_config, add_json, positive
+from hadal.cli.parser import CONFIG_HELP, add_command, add_config, add_flag, add_json, positive
 from hadal.cli.terminal import FAILED, aligned, fail, heading, key, show, show_json, write_file
 from hadal.errors import ConfigError
 
@@ -80,12 +80,8 @@ def add_to(group: Any) -> None:
     )
     add_config(parser)
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument(
-        "--defaults", action="store_true", help="Show the defaults of the sections in use, too"
-    )
-    shown.add_argument(
-        "--all", action="store_true", help="Show every key, of sections that are off, too"
-    )
+    add_flag(shown, "--defaults", "Show the defaults of the sections in use, too")
+    add_flag(shown, "--all", "Show every key, of sections that are off, too")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -364,9 +360,7 @@ def add_schema(group: Any) -> None:
             '#                                              "url": "./ds_config.schema.json"}]',
         ),
     )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="Write the schema to a file instead"
-    )
+    add_flag(parser, "--output FILE", "Write the schema to a file instead", Path)
     parser.set_defaults(run=run_schema)
 
 
@@ -400,9 +394,7 @@ def add_elastic(group: Any) -> None:
         examples=("hadal elastic ds_config.json --world-size 64",),
     )
     parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    parser.add_argument(
-        "--world-size", type=positive, metavar="N", help="Also show the batch of each of N ranks"
-    )
+    add_flag(parser, "--world-size N", "Also show the batch of each of N ranks", positive)
     add_json(parser)
     parser.set_defaults(run=run_elastic)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hadal.cli.parser import integer, port, underscored
+from hadal.cli.parser import integer, port, spelled, underscored
 from hadal.cli.terminal import note, say
 from hadal.errors import LaunchError
 
@@ -24,8 +24,7 @@ _LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "mvapich", "impi", "slurm")
 class Flag(NamedTuple):
     """One flag of the command."""
 
-    names: tuple[str, ...]
-    help: str
+    names: list[str]
     keywords: dict[str, Any]
 
     @property
@@ -34,12 +33,8 @@ class Flag(NamedTuple):
         return "action" not in self.keywords
 
 
-def _flag(names: str, help: str, **keywords: Any) -> Flag:
-    return Flag(tuple(names.split()), help, keywords)
-
-
-def _switch(names: str, help: str) -> Flag:
-    return _flag(names, help, action="store_true")
+def _flag(words: str, help: str, type: Any = None, default: Any = None, **keywords: Any) -> Flag:
+    return Flag(*spelled(words, help, type, default, **keywords))
 
 
 _count = integer(ge=1)
@@ -63,72 +58,46 @@ def _number(text: str) -> int | None:
 
 _HOSTS = (
     _flag(
-        "-H --hostfile",
+        "-H --hostfile FILE",
         "Lines `NAME slots=N` (default: %(default)s, if it exists)",
-        metavar="FILE",
         default="/job/hostfile",
     ),
+    _flag("-i --include SLOTS", "Use only these slots: NAME[:SLOT,SLOT][@NAME...]", default=""),
+    _flag("-e --exclude SLOTS", "Use all slots except these", default=""),
+    _flag("--num_nodes N", "Use the first N hosts; with --elastic_training also MIN:MAX", _counts),
     _flag(
-        "-i --include",
-        "Use only these slots: NAME[:SLOT,SLOT][@NAME...]",
-        metavar="SLOTS",
-        default="",
-    ),
-    _flag("-e --exclude", "Use all slots except these", metavar="SLOTS", default=""),
-    _flag(
-        "--num_nodes",
-        "Use the first N hosts; with --elastic_training also MIN:MAX",
-        type=_counts,
-        metavar="N",
-    ),
-    _flag(
-        "--num_gpus --num_accelerators",
+        "--num_gpus --num_accelerators N",
         "Start N ranks on each host (default: one for each accelerator)",
+        _count_or_open,
         dest="num_slots",
-        type=_count_or_open,
-        metavar="N",
     ),
 )
 _REACHING = (
-    _flag("--master_addr", "Address of rank 0's host", metavar="HOST", default=""),
+    _flag("--master_addr HOST", "Address of rank 0's host", default=""),
     _flag(
-        "--master_port",
+        "--master_port PORT",
         "Port of rank 0's host (default: 29500; a free one if there is one host)",
-        type=port,
-        metavar="PORT",
+        port,
     ),
     _flag(
-        "--launcher",
+        "--launcher NAME",
         f"How other hosts are started: {', '.join(_LAUNCHERS)} (default: ssh)",
-        metavar="NAME",
-        type=str.lower,
+        str.lower,
+        "ssh",
         choices=_LAUNCHERS,
-        default="ssh",
     ),
-    _flag(
-        "--launcher_args", "More arguments for that program, in quotes", metavar="WORDS", default=""
-    ),
-    _flag("--ssh_port", "Port of sshd on the other hosts", type=port, metavar="PORT"),
-    _switch("--no_ssh", "Start this host's ranks only; each host runs this command itself"),
-    _flag(
-        "--node_rank",
-        "With --no_ssh: which host of the hostfile this is, from 0",
-        type=_number,
-        metavar="N",
-    ),
-    _switch("--no_ssh_check", "Start ranks without waiting for every host to answer"),
-    _switch("--force_multi", "Use ssh even for this machine"),
-    _flag(
-        "--venv_script",
-        "Sourced on other hosts before Python is started",
-        metavar="FILE",
-        default="",
-    ),
+    _flag("--launcher_args WORDS", "More arguments for that program, in quotes", default=""),
+    _flag("--ssh_port PORT", "Port of sshd on the other hosts", port),
+    _flag("--no_ssh", "Start this host's ranks only; each host runs this command itself"),
+    _flag("--node_rank N", "With --no_ssh: which host of the hostfile this is, from 0", _number),
+    _flag("--no_ssh_check", "Start ranks without waiting for every host to answer"),
+    _flag("--force_multi", "Use ssh even for this machine"),
+    _flag("--venv_script FILE", "Sourced on other hosts before Python is started", default=""),
 )
 _PROGRAM = (
-    _switch("--module", "The program is a module, as after python -m"),
-    _switch("--no_python", "The program is not started by Python"),
-    _switch("--as-deepspeed", "`import deepspeed` finds Hadal in every rank; adds --local_rank"),
+    _flag("--module", "The program is a module, as after python -m"),
+    _flag("--no_python", "The program is not started by Python"),
+    _flag("--as-deepspeed", "`import deepspeed` finds Hadal in every rank; adds --local_rank"),
     _flag(
         "--local_rank",
         "Give --local_rank=N as the first argument; LOCAL_RANK is set in any case",
@@ -142,52 +111,35 @@ _PROGRAM = (
         const=False,
         dest="local_rank",
     ),
-    _switch("--bind_cores_to_rank", "Bind each rank to its own cores"),
-    _flag("--bind_core_list", "Which cores, such as 0-3,8", metavar="CORES", default=""),
+    _flag("--bind_cores_to_rank", "Bind each rank to its own cores"),
+    _flag("--bind_core_list CORES", "Which cores, such as 0-3,8", default=""),
+    _flag("--enable_each_rank_log DIR", "Write each rank's output to DIR/rankN.log", default=""),
+    _flag("--save_pid", "Write this process's number to a file in the temporary directory"),
     _flag(
-        "--enable_each_rank_log",
-        "Write each rank's output to DIR/rankN.log",
-        metavar="DIR",
-        default="",
-    ),
-    _switch("--save_pid", "Write this process's number to a file in the temporary directory"),
-    _flag(
-        "--log_level",
+        "--log_level LEVEL",
         f"How much this command reports: {', '.join(_LEVELS)} (default: info)",
-        metavar="LEVEL",
-        choices=_LEVELS,
         default="info",
+        choices=_LEVELS,
     ),
-    _switch("-q --quiet", "Report failures only"),
-    _switch("--dry-run", "Print the commands of each host, and start nothing"),
+    _flag("-q --quiet", "Report failures only"),
+    _flag("--dry-run", "Print the commands of each host, and start nothing"),
 )
 _ELASTIC = (
-    _switch("--elastic_training", "Go on without hosts that are lost, and with those that come"),
+    _flag("--elastic_training", "Go on without hosts that are lost, and with those that come"),
+    _flag("--min_elastic_nodes N", "Wait while there are fewer hosts (default: 1)", _count_or_open),
     _flag(
-        "--min_elastic_nodes",
-        "Wait while there are fewer hosts (default: 1)",
-        type=_count_or_open,
-        metavar="N",
-    ),
-    _flag(
-        "--max_elastic_nodes",
+        "--max_elastic_nodes N",
         "Maximum hosts; others stand by (default: all hosts)",
-        type=_count_or_open,
-        metavar="N",
+        _count_or_open,
     ),
-    _flag(
-        "--max_restarts",
-        "How often ranks that fail are started again (default: 3)",
-        type=_number,
-        metavar="N",
-    ),
+    _flag("--max_restarts N", "How often ranks that fail are started again (default: 3)", _number),
 )
 _SEARCH = (
     _flag(
         "--autotuning",
         "Search for the fastest configuration (tune), then train with it (run)",
-        choices=("tune", "run"),
         default="",
+        choices=("tune", "run"),
     ),
 )
 GROUPS = {

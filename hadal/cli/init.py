@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hadal.cli.parser import add_command, device_memory, expected, numel, positive, size
+from hadal.cli.parser import add_command, add_flag, device_memory, expected, numel, positive, size
 from hadal.cli.terminal import CommandError, aligned, console, fail, key, note, show, write_file
 from hadal.errors import nearest
 from hadal.units import shown_nbytes, shown_numel
@@ -191,45 +191,26 @@ def add_to(group: Any) -> None:
             "hadal init --yes --model 7B --devices-per-node 8 --memory 80GB",
         ),
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("ds_config.json"),
-        metavar="FILE",
-        help="The file to write (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="Overwrite the file if it exists already"
-    )
-    parser.add_argument(
-        "-y",
-        "--yes",
-        action="store_true",
-        help="Ask nothing: use defaults for answers without a flag",
-    )
+    add_flag(parser, "--output FILE", "The file to write", Path, Path("ds_config.json"))
+    add_flag(parser, "--force", "Overwrite the file if it exists already")
+    add_flag(parser, "-y --yes", "Ask nothing: use defaults for answers without a flag")
     answers = parser.add_argument_group("Answers")
-    answers.add_argument(
-        "--model",
-        type=_model,
-        metavar="SIZE",
-        help="Parameters such as 7B, or a model's name that has them: Qwen2.5-7B",
+    add_flag(
+        answers,
+        "--model SIZE",
+        "Parameters such as 7B, or a model's name that has them: Qwen2.5-7B",
+        _model,
     )
-    answers.add_argument("--nodes", type=positive, metavar="N", help="Nodes")
-    answers.add_argument(
-        "--devices-per-node", type=positive, metavar="N", help="Devices of each node"
-    )
-    answers.add_argument(
-        "--memory", type=device_memory, metavar="SIZE", help="Memory of one device"
-    )
-    answers.add_argument("--precision", choices=PRECISIONS, help="dtype of weights and gradients")
-    answers.add_argument("--batch", type=positive, metavar="N", help="Samples per update")
-    answers.add_argument(
-        "--micro-batch", type=positive, metavar="N", help="Samples on a device at a time"
-    )
-    answers.add_argument(
-        "--offload",
-        metavar="WHERE",
-        help="Storage for states that do not fit: nothing, cpu, or a directory on an NVMe disk",
+    add_flag(answers, "--nodes N", "Nodes", positive)
+    add_flag(answers, "--devices-per-node N", "Devices of each node", positive)
+    add_flag(answers, "--memory SIZE", "Memory of one device", device_memory)
+    add_flag(answers, "--precision", "dtype of weights and gradients", choices=PRECISIONS)
+    add_flag(answers, "--batch N", "Samples per update", positive)
+    add_flag(answers, "--micro-batch N", "Samples on a device at a time", positive)
+    add_flag(
+        answers,
+        "--offload WHERE",
+        "Storage for states that do not fit: nothing, cpu, or a directory on an NVMe disk",
     )
     parser.set_defaults(run=run)
 

@@ -209,6 +209,37 @@ def add_actions(parent: Any, name: str, **texts: Any) -> Any:
     return add_group(add_command(parent, name, **texts), "action")
 
 
+def spelled(
+    words: str, help: str, type: Any = None, default: Any = None, **keywords: Any
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the arguments of `add_argument` for a flag: `-o --output FILE`, or a switch `--all`.
+
+    A word that is not a flag is its name and the one shown: `path PATH`. Help ends with the
+    default, unless it mentions that.
+    """
+    names = [word for word in words.split() if word.startswith("-")] or words.split()[:1]
+    value = " ".join(word for word in words.split() if word not in names)
+    if default not in (None, "") and "default" not in help:
+        help += " (default: %(default)s)"
+    shown = {"help": help, "type": type, "default": default, "metavar": value or None}
+    if names[0].startswith("-") and not value and not keywords.keys() & {"action", "choices"}:
+        keywords["action"] = "store_true"
+    return names, {key: each for key, each in shown.items() if each is not None} | keywords
+
+
+def add_flag(
+    to: argparse._ActionsContainer,
+    words: str,
+    help: str,
+    type: Any = None,
+    default: Any = None,
+    **keywords: Any,
+) -> None:
+    """Add a flag or a word to a parser or a group, by its spelling: see `spelled`."""
+    names, its = spelled(words, help, type, default, **keywords)
+    to.add_argument(*names, **its)
+
+
 def underscored(flag: str) -> str:
     """Return a flag with underscores in place of dashes, save those that it begins with."""
     return "--" + flag[2:].replace("-", "_") if flag.startswith("--") else flag

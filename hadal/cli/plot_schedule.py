@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hadal.cli.parser import add_command, add_config, positive
+from hadal.cli.parser import add_command, add_config, add_flag, positive
 from hadal.cli.terminal import COLOURS, FAINT, INK, note, picture_path, write_picture
 from hadal.errors import ConfigError
 
@@ -31,15 +31,13 @@ def add_to(group: Any) -> None:
         examples=("hadal plot-schedule ds_config.json --steps 10000 --output schedule.svg",),
     )
     add_config(parser)
-    parser.add_argument(
-        "--steps", type=positive, required=True, metavar="N", help="How many updates to draw"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("schedule.png"),
-        metavar="FILE",
-        help="The picture, in the format of its suffix (default: %(default)s)",
+    add_flag(parser, "--steps N", "How many updates to draw", positive, required=True)
+    add_flag(
+        parser,
+        "--output FILE",
+        "The picture, in the format of its suffix",
+        Path,
+        Path("schedule.png"),
     )
     parser.set_defaults(run=run)
 

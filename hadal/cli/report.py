@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hadal import __version__
-from hadal.cli.parser import add_command, add_json
+from hadal.cli.parser import add_command, add_flag, add_json
 from hadal.cli.terminal import aligned, is_colourful, key, show, show_json
 
 if TYPE_CHECKING:
@@ -41,20 +41,13 @@ def add_to(group: Any) -> None:
             "hadal report runs/first --output first.html",
         ),
     )
-    parser.add_argument(
-        "folder", nargs="?", type=Path, metavar="RUN", help="Folder of a run, or its events.jsonl"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="HTML file to write (default: report.html in that folder)",
+    add_flag(parser, "folder RUN", "Folder of a run, or its events.jsonl", Path, nargs="?")
+    add_flag(
+        parser, "--output FILE", "HTML file to write (default: report.html in that folder)", Path
     )
     form = parser.add_mutually_exclusive_group()
     add_json(form)
-    form.add_argument(
-        "--markdown", action="store_true", help="Print plain text in a code block, for an issue"
-    )
+    add_flag(form, "--markdown", "Print plain text in a code block, for an issue")
     parser.set_defaults(run=run)
 
 

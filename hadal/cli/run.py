@@ -46,7 +46,7 @@ def add_to(group: Any) -> None:
     for title, flags in GROUPS.items():
         group = parser.add_argument_group(title)
         for flag in flags:
-            group.add_argument(*flag.names, help=flag.help, **flag.keywords)
+            group.add_argument(*flag.names, **flag.keywords)
     parser.set_defaults(run=run)
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hadal.cli.parser import add_command, port
+from hadal.cli.parser import add_command, add_flag, port
 from hadal.cli.terminal import MISUSED, fail
 from hadal.errors import LaunchError
 
@@ -25,24 +25,12 @@ def add_to(group: Any) -> None:
         examples=("hadal ssh -f hosts nvidia-smi -L",),
         words="COMMAND ...",
     )
-    parser.add_argument(
-        "-f",
-        "-H",
-        "--hostfile",
-        type=Path,
-        metavar="FILE",
-        default=Path("/job/hostfile"),
-        help="Lines `NAME slots=N` (default: %(default)s)",
-    )
-    parser.add_argument(
-        "-i", "--include", metavar="HOSTS", default="", help="Use only these: NAME[@NAME...]"
-    )
-    parser.add_argument("-e", "--exclude", metavar="HOSTS", default="", help="Use all except these")
-    parser.add_argument("--ssh_port", type=port, metavar="PORT", help="Port of sshd on the hosts")
-    parser.add_argument(
-        "--ssh_args", metavar="WORDS", default="", help="More arguments for ssh, in quotes"
-    )
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="To be run")
+    add_flag(parser, "-f -H --hostfile FILE", "Lines `NAME slots=N`", Path, Path("/job/hostfile"))
+    add_flag(parser, "-i --include HOSTS", "Use only these: NAME[@NAME...]", default="")
+    add_flag(parser, "-e --exclude HOSTS", "Use all except these", default="")
+    add_flag(parser, "--ssh_port PORT", "Port of sshd on the hosts", port)
+    add_flag(parser, "--ssh_args WORDS", "More arguments for ssh, in quotes", default="")
+    add_flag(parser, "words COMMAND ...", "To be run", nargs=argparse.REMAINDER)
     parser.set_defaults(run=run, parser=parser)
 
 

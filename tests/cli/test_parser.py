@@ -12,7 +12,7 @@ import pytest
 
 from hadal.cli.flags import divided
 from hadal.cli.main import command_line, main
-from hadal.cli.parser import Parser
+from hadal.cli.parser import Parser, spelled
 
 
 def parsers(parser: Parser) -> Iterator[Parser]:
@@ -151,3 +151,14 @@ def test_help_is_coloured_where_colours_are_wanted(
     monkeypatch.setenv("NO_COLOR", "1")
     main([])
     assert capsys.readouterr().out == plain
+
+
+def test_flags_are_declared_by_their_spelling() -> None:
+    assert spelled("-o --output FILE", "The file", Path) == (
+        ["-o", "--output"],
+        {"help": "The file", "type": Path, "metavar": "FILE"},
+    )
+    assert spelled("--all", "All") == (["--all"], {"help": "All", "action": "store_true"})
+    assert spelled("folder RUN", "It", nargs="?")[0] == ["folder"]
+    assert spelled("--size N", "Bytes", int, 4)[1]["help"] == "Bytes (default: %(default)s)"
+    assert spelled("--to N", "Its end (default: none)", int, 4)[1]["help"].count("default") == 1
