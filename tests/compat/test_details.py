@@ -12,6 +12,7 @@ from ranks import RankPools
 from torch import nn
 
 from hadal.compat import groups
+from hadal.compat import optimizer as kinds
 from hadal.compat.accelerator import get_accelerator
 from hadal.compat.engine import initialize
 from hadal.compat.install import alias
@@ -52,7 +53,7 @@ def test_an_engine_tells_its_checked_configuration_and_its_ranks() -> None:
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     assert engine.param_names == names
     assert engine.seq_data_parallel_group is optimizer.dp_process_group
-    assert isinstance(optimizer, optimizer.ZeROOptimizer)
+    assert isinstance(optimizer, kinds.ZeROOptimizer)
     assert optimizer._global_grad_norm is None
     train(engine, range(1))
     assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0

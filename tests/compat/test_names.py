@@ -21,7 +21,8 @@ from torch import nn
 import hadal
 from hadal.comm import init_distributed
 from hadal.comm.start import env_timeout
-from hadal.compat import groups, optimizer
+from hadal.compat import groups
+from hadal.compat import optimizer as kinds
 from hadal.compat.accelerator import get_accelerator, set_accelerator
 from hadal.compat.builders import COMPATIBLE_OPS
 from hadal.compat.comm import TorchBackend
@@ -399,15 +400,15 @@ def test_a_loss_scaler_moves_as_the_engine_s() -> None:
     ("stage", "changes", "kind"),
     [
         (0, {}, None),
-        (0, {"bf16": {"enabled": True}}, optimizer.FP16_Optimizer),
+        (0, {"bf16": {"enabled": True}}, kinds.FP16_Optimizer),
         (
             0,
             {"fp16": {"enabled": True}, "optimizer": {"type": "Lamb"}},
-            optimizer.FP16_UnfusedOptimizer,
+            kinds.FP16_UnfusedOptimizer,
         ),
-        (1, {}, optimizer.DeepSpeedZeroOptimizer),
-        (2, {}, optimizer.DeepSpeedZeroOptimizer),
-        (3, {}, optimizer.DeepSpeedZeroOptimizer_Stage3),
+        (1, {}, kinds.DeepSpeedZeroOptimizer),
+        (2, {}, kinds.DeepSpeedZeroOptimizer),
+        (3, {}, kinds.DeepSpeedZeroOptimizer_Stage3),
     ],
 )
 def test_an_optimizer_is_of_the_class_that_programs_expect(
@@ -415,15 +416,15 @@ def test_an_optimizer_is_of_the_class_that_programs_expect(
 ) -> None:
     optimizer = initialize(model=model_of(), config=config_of(stage, **changes))[1]
     known = (
-        optimizer.FP16_Optimizer,
-        optimizer.FP16_UnfusedOptimizer,
-        optimizer.DeepSpeedZeroOptimizer,
-        optimizer.DeepSpeedZeroOptimizer_Stage3,
+        kinds.FP16_Optimizer,
+        kinds.FP16_UnfusedOptimizer,
+        kinds.DeepSpeedZeroOptimizer,
+        kinds.DeepSpeedZeroOptimizer_Stage3,
     )
     assert [each for each in known if isinstance(optimizer, each)] == ([kind] if kind else [])
     assert not isinstance(torch.optim.SGD([torch.ones(1)]), known)
     with pytest.raises(UsageError, match="FP16_Optimizer cannot be created by programs"):
-        optimizer.FP16_Optimizer(None)
+        kinds.FP16_Optimizer(None)
 
 
 # ---- configurations ------------------------------------------------------------------------------
