@@ -32,8 +32,8 @@ def add_to(group: Any) -> None:
         "estimate",
         help="Estimate the memory that training needs, and the configurations that fit",
         description="Estimate the bytes of weights, gradients and optimizer state on devices, hosts"
-        " and disks, and on devices those of gathers, reductions, communicators and the context."
-        " Activations come on top. Without --config it shows every ZeRO stage, in bf16 with Adam;"
+        " and disks, and on devices those of gathers, reductions, communicators and the context;"
+        " activations come on top. Without --config it shows every ZeRO stage, in bf16 with Adam;"
         " with it, that configuration's memory by kind. With --memory, --host-memory or both it"
         " marks the rows that fit.",
         examples=(
