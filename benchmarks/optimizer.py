@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 import hadal
 from hadal.comm import Ranks
 from hadal.device import current_device, synchronize
-from hadal.optim.fused import UncorrectedAdam
+from hadal.optim.elementwise import UncorrectedAdam
 from hadal.optim.lion import Lion
 from hadal.optim.norm import global_norm
 from hadal.optim.step import FlatStepper

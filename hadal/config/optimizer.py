@@ -335,8 +335,12 @@ _SHAPES = ". Call mup.set_base_shapes on the model before hadal.initialize."
 
 
 def _adam(name: str, other: str) -> OptimizerKind:
-    classes = (f"torch.optim:{name}", f"torch.optim:{other}", "hadal.optim.fused:UncorrectedAdam")
-    made_by = f"hadal.optim.fused:{name.lower()}"
+    classes = (
+        f"torch.optim:{name}",
+        f"torch.optim:{other}",
+        "hadal.optim.elementwise:UncorrectedAdam",
+    )
+    made_by = f"hadal.optim.elementwise:{name.lower()}"
     return OptimizerKind(name, made_by, AdamParams, "blocks", _MOMENTS, _MAX, classes)
 
 

@@ -7,14 +7,27 @@ cache.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from hadal.device import (
+    AdagradRule,
+    AdamRule,
+    SgdRule,
+    current_device,
+    fused_adagrad_,
+    fused_adam_,
+    fused_sgd_,
+)
+from hadal.errors import OptimizerError
 
 State = dict[str, Any]
 Group = dict[str, Any]
@@ -125,3 +138,191 @@ class ElementwiseOptimizer(OwnOptimizer):
         update = self.begin(group, self.state[parameter], partial(torch.zeros_like, values))
         count_up([update])
         update.apply([Block(values, gradient, update.state, update.number)], Scaling())
+
+
+# ---- torch's optimizers: its fused kernels, with its classes' state ------------------------------
+
+_FLAGS = ("decoupled", "maximize", "nesterov")
+
+
+def begin_adam(
+    group: Group,
+    state: State,
+    zeros: Zeros,
+    *,
+    decoupled: bool | None = None,
+    corrected: bool = True,
+) -> SliceUpdate:
+    """Begin an update of Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019).
+
+    The group has `decoupled_weight_decay` if `decoupled` is None.
+    """
+    names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
+    for name in names:
+        if name not in state:
+            state[name] = zeros()
+    beta1, beta2 = group["betas"]
+    decoupled = group.get("decoupled_weight_decay") if decoupled is None else decoupled
+    rule = AdamRule(**_numbers(group, AdamRule, beta1=beta1, beta2=beta2, decoupled=decoupled))
+    count = _count(state, state["exp_avg"].device)
+    return SliceUpdate(tuple(state[name] for name in names), _Adam(rule, corrected), number=count)
+
+
+def begin_sgd(group: Group, state: State, zeros: Zeros) -> SliceUpdate:
+    """Begin an update of SGD, with the momentum of Sutskever et al. 2013 if there is any."""
+    rule = SgdRule(**_numbers(group, SgdRule))
+    is_first = state.get("momentum_buffer") is None
+    if rule.momentum and is_first:
+        state["momentum_buffer"] = zeros()
+
+    momentum = (state["momentum_buffer"],) if rule.momentum else ()
+    # The kernel is wrong for 16 bits on a CPU (torch 2.13): it skips elements.
+    return SliceUpdate(momentum, _Sgd(rule, is_first), in_float32=True)
+
+
+def begin_adagrad(group: Group, state: State, zeros: Zeros) -> SliceUpdate:
+    """Begin an update of Adagrad (Duchi et al. 2011)."""
+    if "sum" not in state:
+        state["sum"] = zeros().fill_(group["initial_accumulator_value"])
+    rule = AdagradRule(**_numbers(group, AdagradRule))
+    count = _count(state, state["sum"].device)
+    return SliceUpdate((state["sum"],), _Adagrad(rule), number=count)
+
+
+def _numbers(
+    group: Group, rule: type[AdamRule | SgdRule | AdagradRule], **more: Any
+) -> dict[str, Any]:
+    """Return the fields of a rule, from a param group, whose rates may be tensors, and `more`."""
+    given = {**group, **more}
+    return {
+        name: bool(given[name]) if name in _FLAGS else float(given[name]) for name in rule._fields
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Adam:
+    rule: AdamRule
+    corrected: bool
+
+    def __call__(self, blocks: Sequence[Block], scaling: Scaling) -> None:
+        values, gradients, state, counts = _lists(blocks)
+        if not self.corrected:
+            # After infinitely many updates there is nothing to correct.
+            counts = [torch.full_like(counts[0], math.inf)] * len(counts)
+        largest = state[2] if len(state) == 3 else None
+        fused_adam_(values, gradients, (state[0], state[1]), largest, counts, self.rule, *scaling)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sgd:
+    rule: SgdRule
+    is_first: bool
+
+    def __call__(self, blocks: Sequence[Block], scaling: Scaling) -> None:
+        values, gradients, state, _ = _lists(blocks)
+        momenta = state[0] if state else None
+        fused_sgd_(values, gradients, momenta, self.rule, self.is_first, *scaling)
+
+
+@dataclass(frozen=True, slots=True)
+class _Adagrad:
+    rule: AdagradRule
+
+    def __call__(self, blocks: Sequence[Block], scaling: Scaling) -> None:
+        values, gradients, (sums,), counts = _lists(blocks)
+        fused_adagrad_(values, gradients, sums, counts, self.rule, *scaling)
+
+
+def _lists(
+    blocks: Sequence[Block],
+) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, ...]], list[Tensor]]:
+    """Return the blocks' values, gradients, kinds of state, and counts, as kernels take them."""
+    return (
+        [block.values for block in blocks],
+        [block.gradient for block in blocks],
+        list(zip(*(block.state for block in blocks), strict=True)),
+        [block.number for block in blocks if block.number is not None],
+    )
+
+
+def _count(state: State, device: torch.device) -> Tensor:
+    """Return the number of updates as a float32 scalar on the kernels' device."""
+    count = state.get("step", 0)
+    if not isinstance(count, Tensor):
+        count = torch.full((), float(count), device=device)
+    counted: Tensor = count.to(device, torch.float32)
+    state["step"] = counted
+    return counted
+
+
+BEGINNERS: Mapping[type[Optimizer], Beginner] = {
+    torch.optim.Adam: begin_adam,
+    torch.optim.AdamW: partial(begin_adam, decoupled=True),
+    torch.optim.Adagrad: begin_adagrad,
+    torch.optim.SGD: begin_sgd,
+}
+
+
+class UncorrectedAdam(ElementwiseOptimizer):
+    """Adam or AdamW without bias correction: moments are not divided by 1 - beta^t.
+
+    Param groups and state have the same names as in torch.optim.Adam.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = True,
+    ) -> None:
+        settings: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        torch.optim.Adam([torch.zeros(1)], **settings)  # validates the numbers
+        super().__init__(params, settings)
+
+    def begin(self, group: Group, state: State, zeros: Zeros) -> SliceUpdate:
+        """Begin an update of one slice."""
+        return begin_adam(group, state, zeros, corrected=False)
+
+
+def adam(
+    groups: Any,
+    *,
+    adam_w_mode: bool = True,
+    torch_adam: bool = False,
+    bias_correction: bool = True,
+    **arguments: Any,
+) -> Optimizer:
+    """Build Adam with decoupled weight decay, unless `adam_w_mode` is false.
+
+    Raises:
+        OptimizerError: `capturable` is set on a CPU.
+    """
+    if not torch_adam:
+        arguments.setdefault("weight_decay", 0.0)
+    if arguments.get("capturable") and current_device().type == "cpu":
+        raise OptimizerError(
+            "optimizer.params.capturable is for updates that an accelerator records and replays,"
+            " but this process computes on a CPU: remove it"
+        )
+    if not bias_correction:
+        return UncorrectedAdam(groups, decoupled_weight_decay=adam_w_mode, **arguments)
+    return (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(groups, **arguments)
+
+
+def adamw(groups: Any, *, adam_w_mode: bool = True, **arguments: Any) -> Optimizer:
+    """Build AdamW, whose weight decay is always decoupled; see `adam`."""
+    return adam(groups, **arguments)

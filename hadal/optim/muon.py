@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from hadal.config.optimizer import MUON_RATES
 from hadal.errors import OptimizerError
-from hadal.optim.elementwise import Block, Group, OwnOptimizer, Scaling, count_up
-from hadal.optim.fused import begin_adam
+from hadal.optim.elementwise import Block, Group, OwnOptimizer, Scaling, begin_adam, count_up
 from hadal.optim.step import OptimizerStepper, as_one_step
 from hadal.optim.workspace import Multiplier, block_numel, scale_
 from hadal.zero.gradients import Gradients

@@ -19,8 +19,14 @@ from hadal.offload.buffers import BufferPool
 from hadal.offload.crossing import Crossing
 from hadal.offload.direct import cut
 from hadal.offload.tensors import StoredSlice
-from hadal.optim.elementwise import Beginner, ElementwiseOptimizer, Group, SliceUpdate, count_up
-from hadal.optim.fused import BEGINNERS
+from hadal.optim.elementwise import (
+    BEGINNERS,
+    Beginner,
+    ElementwiseOptimizer,
+    Group,
+    SliceUpdate,
+    count_up,
+)
 from hadal.optim.on_disk import (
     Deferred,
     DiskSteps,

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hadal.comm import Ranks
 from hadal.errors import OptimizerError
 from hadal.optim import norm, workspace
-from hadal.optim.fused import UncorrectedAdam
+from hadal.optim.elementwise import UncorrectedAdam
 from hadal.optim.lion import Lion
 from hadal.optim.norm import global_norm
 from hadal.optim.step import FlatStepper

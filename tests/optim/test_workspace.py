@@ -11,7 +11,7 @@ from torch import Tensor
 from hadal.offload.direct import cut
 from hadal.offload.tensors import UNIT_NUMEL
 from hadal.optim import norm, workspace
-from hadal.optim.fused import begin_adam
+from hadal.optim.elementwise import begin_adam
 
 CPU = torch.device("cpu")
 NUMEL = (1 << 20) + 3

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import hadal
 from hadal import comm, utils
 from hadal.errors import MismatchError, ModelError
-from hadal.optim.fused import UncorrectedAdam
+from hadal.optim.elementwise import UncorrectedAdam
 from hadal.optim.lamb import Lamb
 from hadal.optim.lion import Lion
 from hadal.zero.place import place_of

@@ -293,9 +293,9 @@ def _exchanged(
         _empty(one, mine[me], all_heads, size, gathers)
         for one, mine, all_heads in zip(tensors, ranges, heads, strict=True)
     ]
-    sent = [list(_pieces(tensors, ranges, rank, me, size, gathers)) for rank in range(size)]
+    sent = [list(_pieces(tensors, ranges, rank, size, gathers)) for rank in range(size)]
     # The received values have the shape that the opposite exchange would send.
-    places = [list(_pieces(outputs, ranges, rank, me, size, not gathers)) for rank in range(size)]
+    places = [list(_pieces(outputs, ranges, rank, size, not gathers)) for rank in range(size)]
     lengths_out = [sum(piece.numel() for piece in pieces) for pieces in sent]
     lengths_in = [sum(piece.numel() for piece in pieces) for pieces in places]
     message = tensors[0].new_empty(sum(lengths_out))
@@ -331,7 +331,6 @@ def _pieces(
     tensors: Sequence[Tensor],
     ranges: Sequence[Ranges],
     rank: int,
-    me: int,
     size: int,
     by_heads: bool,
 ) -> Iterator[Tensor]:
