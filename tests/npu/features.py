@@ -449,7 +449,7 @@ FEATURES: dict[str, Feature] = {
     "sequence_parallel_size": Feature(
         partial(of_transformers, sequence_parallel_size=2),
         range(1, 3),
-        "engine/precision.py sequence/positions.py",
+        "engine/precision.py sequence/huggingface.py",
     ),
     "DistributedAttention": Feature(heads),
     "ring_attention and losses": Feature(ring),
