@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hadal
 from engine.test_pipeline import MICRO, batches, engine_of
+from hadal.comm import adjoint
 from hadal.plugins.moe import dispatch
 from hadal.plugins.pipeline import wires
-from hadal.plugins.tensor_parallel import layers
 
 FILE = Path(__file__).parents[2] / "benchmarks/degrees.py"
 
@@ -103,13 +103,13 @@ def sums(recomputes: bool) -> tuple[int, int]:
     batch = batch_of(0, 0, length=8)
     expected = (2, 8, model.config.hidden_size)
     seen: list[tuple[int, ...]] = []
-    whole = layers.all_reduce
+    whole = adjoint.all_reduce
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **rest: Any) -> Any:
         seen.append(tuple(tensor.shape))
         return whole(tensor, *args, **rest)
 
-    with patch.object(layers, "all_reduce", all_reduce):
+    with patch.object(adjoint, "all_reduce", all_reduce):
         engine.backward(engine(**batch).loss)
     return seen.count(expected), model.config.num_hidden_layers
 

@@ -5,21 +5,18 @@ Each rank has a slice of the weight, which techniques treat as a separate matrix
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from hadal.comm.functions import all_gather_into_tensor, all_reduce, labelled
+from hadal.comm import Ranks
+from hadal.comm.adjoint import Way, across, gathered, own, same, summed
 from hadal.comm.mpu import model_group_of
 from hadal.errors import ModelError
 from hadal.plugins.compression.layers import CompressedLinear
 
-Group = dist.ProcessGroup
 _LABEL = "the exchange of a compressed layer that is split over ranks"
 
 
@@ -48,15 +45,16 @@ class ColumnParallelLinear(CompressedLinear):
         Args:
             input: (..., input_size), the same on all ranks.
         """
-        group = model_group_of(self.mpu)
+        ranks = Ranks.of(model_group_of(self.mpu))
         weight, bias = self.effective()
         found = F.linear(
-            self.effective_input(_across(input, _same, _summed, group)),
+            self.effective_input(across(input, same, lambda x: summed(x, ranks, _LABEL))),
             weight,
             None if self.skip_bias_add else bias,
         )
         if self.gather_output:
-            found = _across(found, _gathered, _own, group)
+            whole, mine = _columns(found.shape[-1], ranks)
+            found = across(found, whole, mine)
         return found, bias if self.skip_bias_add else None
 
 
@@ -86,11 +84,13 @@ class RowParallelLinear(CompressedLinear):
             input: (..., input_size), the same on all ranks; or this rank's slice of its columns, if
                 `input_is_parallel`.
         """
-        group = model_group_of(self.mpu)
+        ranks = Ranks.of(model_group_of(self.mpu))
         if not self.input_is_parallel:
-            input = _across(input, _own, _gathered, group)
+            whole, mine = _columns(input.shape[-1] // ranks.size, ranks)
+            input = across(input, mine, whole)
         weight, bias = self.effective()
-        found = _across(F.linear(self.effective_input(input), weight), _summed, _same, group)
+        found = F.linear(self.effective_input(input), weight)
+        found = across(found, lambda x: summed(x, ranks, _LABEL), same)
         if bias is None or self.skip_bias_add:
             return found, bias
         return found + bias, None
@@ -117,45 +117,10 @@ def _mark(*parameters: Any) -> None:
             parameter.model_parallel = True
 
 
-Way = Callable[[Tensor, Group], Tensor]
-
-
-def _across(x: Tensor, forward: Way, backward: Way, group: Group) -> Tensor:
-    found: Tensor = _Across.apply(x, forward, backward, group)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Across(torch.autograd.Function):
-    """One collective over the ranks in forward, and another for its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Way, backward: Way, group: Group) -> Tensor:
-        ctx.backward_way, ctx.group = backward, group
-        return forward(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return ctx.backward_way(gradient, ctx.group), None, None, None
-
-
-def _same(x: Tensor, group: Group) -> Tensor:
-    del group
-    return x.view_as(x)
-
-
-def _summed(x: Tensor, group: Group) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    labelled(_LABEL, all_reduce, total, group=group)
-    return total
-
-
-def _own(x: Tensor, group: Group) -> Tensor:
-    return x.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)].contiguous()
-
-
-def _gathered(x: Tensor, group: Group) -> Tensor:
-    ranks = dist.get_world_size(group)
-    parts = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    labelled(_LABEL, all_gather_into_tensor, parts, x.contiguous(), group)
-    return torch.cat(parts.chunk(ranks), -1)
+def _columns(width: int, ranks: Ranks) -> tuple[Way, Way]:
+    """Return the gather of all ranks' columns, and the choice of this rank's; each has `width`."""
+    sizes = [width] * ranks.size
+    return (
+        lambda x: gathered(x, -1, sizes, ranks, _LABEL),
+        lambda x: own(x, -1, sizes, ranks),
+    )

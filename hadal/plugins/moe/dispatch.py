@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from hadal.comm import Ranks
-from hadal.comm.functions import all_gather_into_tensor, all_to_all_single, labelled
+from hadal.comm.adjoint import Way, across, own
+from hadal.comm.adjoint import gathered as all_slices
+from hadal.comm.functions import all_to_all_single, labelled
 from hadal.device import start_reading
 from hadal.errors import ModelError
 
@@ -190,8 +192,7 @@ def gathered(tokens: Tensor, ranks: Ranks | None, dim: int = 0) -> Tensor:
     """Return all ranks' tokens, one rank's after another; backward keeps this rank's slice."""
     if ranks is None or ranks.size == 1:
         return tokens
-    found: Tensor = _Gathered.apply(tokens, ranks, dim)  # type: ignore[no-untyped-call]
-    return found
+    return across(tokens, *_token_ways(tokens.shape[dim], ranks, dim))
 
 
 def dropped(tokens: Tensor, ranks: Ranks | None, dim: int = 0) -> Tensor:
@@ -207,39 +208,12 @@ def dropped(tokens: Tensor, ranks: Ranks | None, dim: int = 0) -> Tensor:
             f"drop_tokens: {ranks.size} tensor-parallel ranks do not divide {tokens.shape[dim]}"
             f" tokens (dimension {dim} of {tuple(tokens.shape)}); pad them"
         )
-    found: Tensor = _Dropped.apply(tokens, ranks, dim)  # type: ignore[no-untyped-call]
-    return found
+    whole, mine = _token_ways(tokens.shape[dim] // ranks.size, ranks, dim)
+    return across(tokens, mine, whole)
 
 
-def _all_gather(tokens: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    mine = tokens.contiguous()
-    found = mine.new_empty(ranks.size * mine.numel())
-    group = ranks.group_for(mine)
-    labelled("the gather of tokens", all_gather_into_tensor, found, mine.view(-1), group=group)
-    return torch.cat(found.view(ranks.size, *mine.shape).unbind(0), dim=dim)
-
-
-def _slice(tokens: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    return tokens.chunk(ranks.size, dim=dim)[ranks.rank].contiguous()
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, ranks: Ranks, dim: int) -> Tensor:
-        ctx.choices = (ranks, dim)
-        return _all_gather(tokens, ranks, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return dropped(gradient, *ctx.choices), None, None
-
-
-class _Dropped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, ranks: Ranks, dim: int) -> Tensor:
-        ctx.choices = (ranks, dim)
-        return _slice(tokens, ranks, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gathered(gradient, *ctx.choices), None, None
+def _token_ways(count: int, ranks: Ranks, dim: int) -> tuple[Way, Way]:
+    """Return the gather of all ranks' tokens, and the choice of this rank's; each has `count`."""
+    sizes = [count] * ranks.size
+    label = "the gather of tokens"
+    return lambda x: all_slices(x, dim, sizes, ranks, label), lambda x: own(x, dim, sizes, ranks)

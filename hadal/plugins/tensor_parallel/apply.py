@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hadal.comm import Ranks
+from hadal.comm.adjoint import gathered
 from hadal.comm.collectives import broadcast_
 from hadal.config.parallelism import TensorParallel
 from hadal.device import current_device, random_state, set_random_state
@@ -22,7 +23,6 @@ from hadal.plugins.tensor_parallel.layers import (
     RowLinear,
     TensorGroup,
     VocabularyEmbedding,
-    gathered,
     sum_gradient,
     take_slice,
 )

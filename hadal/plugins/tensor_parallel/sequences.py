@@ -13,16 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hadal.comm.adjoint import across, gathered, own, sum_scattered
 from hadal.errors import ModelError, UsageError
 from hadal.plugins.tensor_parallel.layers import (
     ColumnLinear,
     RowLinear,
     TensorGroup,
-    across,
-    gathered,
-    own,
     sum_gradient,
-    sum_scattered,
 )
 from hadal.plugins.tensor_parallel.plan import CutPlan
 from hadal.plugins.tensor_parallel.rules import blocks_of
