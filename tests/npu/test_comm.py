@@ -28,6 +28,7 @@ from hadal.comm.collectives import (
     start_gather_in_hops,
     start_reduce_scatter,
 )
+from hadal.comm.comms_log import stop_log
 from hadal.device import collective_backend, current_device
 from hadal.errors import CommunicationError
 
@@ -176,6 +177,7 @@ def _logged() -> list[str]:
         runs.advanced(engine, 2)
         rows = comm.log_summary()
     engine.destroy()
+    stop_log()
     assert all(row.seconds > 0 for row in rows)
     return sorted({row.operation for row in rows})
 
@@ -223,6 +225,7 @@ def _messages_of_a_bucket(precision: str) -> dict[str, float]:
     runs.advanced(engine, 2, first=1)
     rows = comm.log_summary()
     engine.destroy()
+    stop_log()
     assert buckets > 2
     large = [row for row in rows if row.nbytes > 64]
     return {
