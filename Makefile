@@ -59,7 +59,7 @@ demo-clean:  ## forget the demo's checkpoint and picture
 
 # ---- checks -----------------------------------------------------------------------------------
 
-test: $(VENV)/.test  ## run the tests, but for the slow ones (7 to 13 minutes on two cores)
+test: $(VENV)/.test  ## run the tests, but for the slow ones (4 to 9 minutes on two cores)
 	$(BIN)/python $(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-quick: $(VENV)/.test  ## run arithmetic, configuration and one pass of the contracts (50 to 95 seconds)
