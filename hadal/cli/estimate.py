@@ -257,7 +257,7 @@ class _Limits(NamedTuple):
 
     device: int | None
     host: int | None
-    """Of a node."""
+    """The host memory of a node."""
     devices_per_node: int
 
     @classmethod

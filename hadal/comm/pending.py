@@ -71,7 +71,7 @@ class Pending:
             self.advance()
 
 
-class Leaving:
+class UnreadSends:
     """Sends that other ranks have not yet read from this rank's memory while it continues.
 
     At most `limit` bytes are kept for them.

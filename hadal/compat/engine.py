@@ -320,6 +320,21 @@ class DeepSpeedEngine(Accessors):
 
     # ---- ranks -----------------------------------------------------------------------------------
 
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Any) -> None:
+        """Set the functions of custom schedules, as `set_custom_schedules` does."""
+        from hadal.plugins.data_efficiency.ordered import set_custom_schedules  # for this alone
+
+        set_custom_schedules(self, schedule_func_dict)
+
+    def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
+        """Change each training batch, as `training_dataloader.set_post_process` does."""
+        if self.training_dataloader is None:
+            raise UsageError(
+                "set_data_post_process_func: the engine has no training loader; pass training_data"
+                " to initialize, or call engine.deepspeed_io first"
+            )
+        self.training_dataloader.set_post_process(post_process_func)
+
     @property
     def local_rank(self) -> int:
         """This process's rank on its host."""

@@ -88,7 +88,7 @@ class CurriculumLearning(Switched):
     schedule_type: Pace | None = key(
         None,
         "Kind of schedule; for custom, pass the function to"
-        " engine.set_custom_curriculum_learning_schedule. Required.",
+        " hadal.data_efficiency.ordered.set_custom_schedules. Required.",
     )
     schedule_config: PaceConfig | None = key(None, "Settings of the schedule.")
     truncate: Boolean | None = key(
@@ -130,14 +130,14 @@ class CurriculumMetric(Section):
     clustering_type: Literal["schedule_based", "single_cluster"] | None = key(
         None,
         "schedule_based admits samples by their difficulty; single_cluster admits all, for a"
-        " difficulty that only engine.set_data_post_process_func uses. Required.",
+        " difficulty that only a function given to loader.set_post_process uses. Required.",
     )
     min_difficulty: Integer | None = key(None, "Difficulty at the start. Required.")
     max_difficulty: Integer | None = key(None, "Difficulty at the end. Required.")
     schedule_type: Pace | None = key(
         None,
         "Kind of schedule; for custom, pass the function to"
-        " engine.set_custom_curriculum_learning_schedule. Required.",
+        " hadal.data_efficiency.ordered.set_custom_schedules. Required.",
     )
     schedule_config: PaceConfig | None = key(None, "Settings of the schedule.")
 

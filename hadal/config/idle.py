@@ -18,7 +18,7 @@ from hadal.config.top_level import Config
 
 
 @dataclass(frozen=True, slots=True)
-class _Walk:
+class _Reports:
     report: Report
     stage: int
     idle: Report
@@ -32,36 +32,36 @@ def report_unbuilt(config: Section, report: Report, *, stage: int, skip: tuple[s
     other stages only, and one below a switch that is not given. A switch that is given and off
     means that silence is wanted.
     """
-    walk = _Walk(report, stage, report)
+    reports = _Reports(report, stage, report)
     for name in type(config).model_fields:
         if name not in skip:
-            _look(walk, config, name, "")
+            _report_key(reports, config, name, "")
 
 
-def _look(walk: _Walk, section: Section, name: str, path: str) -> None:
+def _report_key(reports: _Reports, section: Section, name: str, path: str) -> None:
     field = type(section).model_fields[name]
     mark, value = mark_of(field), getattr(section, name)
     here = f"{path}.{name}" if path else name
-    if value is None or here in walk.report.faults:
+    if value is None or here in reports.report.faults:
         return
     default = default_of(field)
-    if walk.stage not in mark.stages:
+    if reports.stage not in mark.stages:
         is_off = isinstance(value, Section) and not value.is_on
         if mark.asks(value, default) and not is_off:
             only = _stages(mark)
-            walk.idle.note_idle(here, f"has no effect at stage {walk.stage}, only at {only}")
+            reports.idle.note_idle(here, f"has no effect at stage {reports.stage}, only at {only}")
     elif mark.status == "acts":
         child = type(section).child(name, {"type": getattr(section, "type", None)})
         for where, inner in child.sections(here, value) if child is not None else ():
-            _descend(walk, inner, where)
+            _report_section(reports, inner, where)
     elif not mark.asks(value, default):
         return
     elif mark.status == "no effect":
-        walk.idle.note_idle(here, f"{shown(value)} has no effect")
+        reports.idle.note_idle(here, f"{shown(value)} has no effect")
     elif mark.serves:
-        walk.idle.note_idle(here, f"has no effect without {mark.serves}, which is not built yet")
+        reports.idle.note_idle(here, f"has no effect without {mark.serves}, which is not built yet")
     else:
-        walk.report.not_built(here, _refusal(here, value, default))
+        reports.report.not_built(here, _refusal(here, value, default))
 
 
 def _stages(mark: Mark) -> str:
@@ -76,36 +76,36 @@ def _refusal(path: str, value: Any, default: Any) -> str:
     return f"{what} is not built yet{because}; {remedy or f'leave it out or set {shown(default)}'}"
 
 
-def _descend(walk: _Walk, section: Section, path: str) -> None:
+def _report_section(reports: _Reports, section: Section, path: str) -> None:
     """Visit the switch first: a section that is off or refused as a whole requests nothing else."""
     if section.switch is not None:
         owner, _, switch = section.switch.rpartition(".")
-        before = len(walk.report.unbuilt)
+        before = len(reports.report.unbuilt)
         where = f"{path}.{owner}" if owner else path
-        _look(walk, attrgetter(owner)(section) if owner else section, switch, where)
-        if len(walk.report.unbuilt) > before:
+        _report_key(reports, attrgetter(owner)(section) if owner else section, switch, where)
+        if len(reports.report.unbuilt) > before:
             return
         here = f"{path}.{section.switch}"
         if not section.is_on:
-            if not section.is_switched and here not in walk.report.autos:
-                _note_without(walk, section, path, here)
+            if not section.is_switched and here not in reports.report.autos:
+                _note_without(reports, section, path, here)
             return
     elif "enabled" in section.model_fields_set and not section.enabled:  # type: ignore[attr-defined]
-        walk = replace(walk, idle=Report())
+        reports = replace(reports, idle=Report())
     for name in type(section).model_fields:
         if name != section.switch:
-            _look(walk, section, name, path)
+            _report_key(reports, section, name, path)
 
 
-def _note_without(walk: _Walk, section: Section, path: str, switch: str) -> None:
+def _note_without(reports: _Reports, section: Section, path: str, switch: str) -> None:
     """Note each key below that requests something, although the section's switch is not given."""
     for name in [n for n in type(section).model_fields if n in section.model_fields_set]:
         field, value = type(section).model_fields[name], getattr(section, name)
         here = f"{path}.{name}"
         if isinstance(value, Section):
-            _note_without(walk, value, here, switch)
+            _note_without(reports, value, here, switch)
         elif mark_of(field).asks(value, default_of(field)):
-            walk.idle.note_idle(here, f"has no effect without {switch}")
+            reports.idle.note_idle(here, f"has no effect without {switch}")
 
 
 # ---- keys without effect because of other keys ---------------------------------------------------

@@ -101,8 +101,7 @@ class ShardedLoader:
         self._kept: tuple[DataLoader[Any], _Feed] | None = None
         self._trails = self._fresh_trails()
         self._in_turn = True
-        self.post_process: PostProcess | None = None
-        """Changes each batch before it is handed out; it is given the order's state, too."""
+        self._post_process: PostProcess | None = None
         self.on_batch: Callable[[Any], None] | None = None
         """Called with the order's note for each batch that is returned, and with None when an
         iteration begins."""
@@ -199,6 +198,24 @@ class ShardedLoader:
     def _order_note(self) -> Mapping[str, Any]:
         return self._order_state if isinstance(self._order_state, Mapping) else {}
 
+    def set_post_process(self, change: PostProcess) -> None:
+        """Change each batch before it is handed out.
+
+        Args:
+            change: a function of the batch and a dict that describes it. With
+                `data_sampling.curriculum_learning`, that has `current_difficulties` by metric and
+                `curriculum_step`, of this very batch, also if workers read ahead.
+
+        Raises:
+            UsageError: this is no function.
+        """
+        if not callable(change):
+            raise UsageError(
+                "set_post_process: expected a function of the batch and its state, got"
+                f" {type(change).__name__}"
+            )
+        self._post_process = change
+
     def _count(self) -> int:
         given = self._reading.sampler
         counted: Any = self.dataset if given is None or isinstance(given, Order) else given
@@ -211,7 +228,7 @@ class ShardedLoader:
         while True:
             loads, self._resumes = self._loads, False
             for batch in self._stream() if self._is_stream else self._batches():
-                yield batch if self.post_process is None else self._processed(batch)
+                yield batch if self._post_process is None else self._processed(batch)
                 if self._loads != loads:
                     break
             if self._loads == loads:
@@ -219,12 +236,10 @@ class ShardedLoader:
         self._next_epoch()
 
     def _processed(self, batch: Any) -> Any:
-        assert self.post_process is not None
-        changed = self.post_process(batch, self._order_note())
+        assert self._post_process is not None
+        changed = self._post_process(batch, self._order_note())
         if changed is None:
-            raise UsageError(
-                "set_data_post_process_func: post_process_func returned None; return the batch"
-            )
+            raise UsageError("the function given to set_post_process returned None, not a batch")
         return changed
 
     def _next_epoch(self) -> None:

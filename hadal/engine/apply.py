@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_
 from hadal.comm.faults import raised_on_all
-from hadal.comm.pending import Leaving
+from hadal.comm.pending import UnreadSends
 from hadal.comm.ranks import expert_groups
 from hadal.config import Config
 from hadal.device import look_at
@@ -162,12 +162,12 @@ class ShardedModel:
         self.hooks.watch_refreshes(plan.units)
 
     def _buckets(self) -> list[Bucket]:
-        leaving = Leaving(sharded_init.LEAVING_NBYTES)
-        buckets = [self._bucket(plan, leaving) for plan in self.plan.buckets]
-        leaving.wait()
+        sends = UnreadSends(sharded_init.UNREAD_NBYTES)
+        buckets = [self._bucket(plan, sends) for plan in self.plan.buckets]
+        sends.wait()
         return buckets
 
-    def _bucket(self, plan: BucketPlan, leaving: Leaving) -> Bucket:
+    def _bucket(self, plan: BucketPlan, sends: UnreadSends) -> Bucket:
         sharing, config = self._sharings.of(plan.holders), self._config
         shards = sharing.shards.size
         with sharded_init.taking_over(
@@ -180,7 +180,7 @@ class ShardedModel:
                 self._device,
                 self.offloading.of(plan, shards, plan.precision.accumulate),
                 transport_of(config, shards),
-                leaving,
+                sends,
                 detects_data_writes=config.zero_optimization.detect_data_writes,
             )
         bucket.reshard()

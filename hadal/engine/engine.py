@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from hadal.config import Config
-from hadal.data.loader import PostProcess, Reading, ShardedLoader
+from hadal.data.loader import Reading, ShardedLoader
 from hadal.data.reading import Collate
 from hadal.device import give_back_freed_memory
 from hadal.engine.checkpoints import Checkpoints
@@ -38,7 +38,7 @@ from hadal.zero import access, place
 from hadal.zero.hooks import shield_hooks
 
 if TYPE_CHECKING:
-    from hadal.plugins.data_efficiency.pacing import CustomPace
+    pass
 
 # A part of torch's message if a transform of torch.func meets hooks on saved tensors.
 _NO_SAVED_HOOKS = "don't yet support saved tensor hooks"
@@ -363,50 +363,6 @@ class Engine(Checkpoints, StateOffload, nn.Module):
         self._state.skips_next = skips
 
     # ---- checkpoints, weights, memory ------------------------------------------------------------
-
-    def set_custom_curriculum_learning_schedule(
-        self, schedule_func_dict: CustomPace | Mapping[str, CustomPace]
-    ) -> None:
-        """Set the functions of schedules whose `schedule_type` is "custom". All ranks must call it.
-
-        Functions are not saved: call it after a resume, too.
-
-        Args:
-            schedule_func_dict: a function from the update, from 1, to its difficulty, an integer;
-                or such functions by metric ("seqlen" for `curriculum_learning`). A difficulty that
-                has reached `max_difficulty` stays there.
-
-        Raises:
-            UsageError: there is no such curriculum, its schedule is not custom, or a value is no
-                function.
-        """
-        from hadal.plugins.data_efficiency.ordered import set_custom_paces  # for this alone
-
-        set_custom_paces(self._state.loader, self._state.listeners, schedule_func_dict)
-
-    def set_data_post_process_func(self, post_process_func: PostProcess) -> None:
-        """Change each training batch before it is handed out.
-
-        Args:
-            post_process_func: a function of the batch and a dict that describes it. With
-                `data_sampling.curriculum_learning`, that has `current_difficulties` by metric and
-                `curriculum_step`, of this very batch, also if workers read ahead.
-
-        Raises:
-            UsageError: the engine has no training loader, or this is no function.
-        """
-        loader = self._state.loader
-        if loader is None:
-            raise UsageError(
-                "set_data_post_process_func: the engine has no training loader; pass training_data"
-                " to initialize, or call engine.deepspeed_io first"
-            )
-        if not callable(post_process_func):
-            raise UsageError(
-                "set_data_post_process_func: expected a function of the batch and its state, got"
-                f" {type(post_process_func).__name__}"
-            )
-        loader.post_process = post_process_func
 
     @property
     def is_preempted(self) -> bool:

@@ -76,7 +76,7 @@ class Memory:
     states: list[MemoryKind]
     """Weights, gradients and optimizer state, and buffers for a disk."""
     rest: list[MemoryKind]
-    """What is needed beside them at the peak, without activations."""
+    """Kinds that are needed beside them at the peak, without activations."""
     job: JobSize
     stage: int
     optimizer: str

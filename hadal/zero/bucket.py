@@ -19,7 +19,7 @@ from hadal.comm.collectives import (
     start_broadcast,
     start_gather_in_pieces,
 )
-from hadal.comm.pending import Leaving, Pending, finished
+from hadal.comm.pending import Pending, UnreadSends, finished
 from hadal.device import has_streams, keep_for_current, look_at
 from hadal.errors import few
 from hadal.offload.crossing import Crossing
@@ -118,7 +118,7 @@ class Bucket:
         device: torch.device,
         offload: Offload = _ON_DEVICE,
         transport: Transport = _AS_THEY_ARE,
-        leaving: Leaving | None = None,
+        sends: UnreadSends | None = None,
         *,
         detects_data_writes: bool = True,
     ) -> None:
@@ -174,7 +174,7 @@ class Bucket:
         self._arrived: Tensor | None = None
         self.node_copy = NodeCopy(sharing.node)
         self._is_exact = False
-        self._adopt(leaving or Leaving(0), plan.fetch)
+        self._adopt(sends or UnreadSends(0), plan.fetch)
 
     def divided(self, plan: BucketPlan) -> Bucket:
         """Return a bucket like this one, which takes over the parameters of `plan` from it."""
@@ -196,7 +196,7 @@ class Bucket:
 
     # ---- creation --------------------------------------------------------------------------------
 
-    def _adopt(self, leaving: Leaving, fetch: Fetch | None) -> None:
+    def _adopt(self, sends: UnreadSends, fetch: Fetch | None) -> None:
         """Take over the values of the parameters, or my slice of them if sharded.
 
         They are those of rank 0, unless `fetch` gets them. Masters are made from them before any
@@ -226,7 +226,7 @@ class Bucket:
         if is_cut:
             self._views.look_at_placeholders()
             self._full.untyped_storage().resize_(0)
-        leaving.add(sending, given.nbytes)
+        sends.add(sending, given.nbytes)
 
     def _from_rank_0(self) -> tuple[Tensor, Pending]:
         """Return rank 0's values in the layout (at least my shard), and the sends that use them.

@@ -179,7 +179,7 @@ class Init:
                 if module is not None:
                     self._shard(module)
             keeper.gathered.keep(0)
-            keeper.leaving.wait()
+            keeper.sends.wait()
             self._show()
 
     def _shard(self, module: nn.Module) -> None:

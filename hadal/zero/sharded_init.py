@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.comm.collectives import gather_codes, start_all_gather, start_exchange_in_pieces
-from hadal.comm.pending import Leaving, Pending
+from hadal.comm.pending import Pending, UnreadSends
 from hadal.device import current_device, modules_running, unwatched
 from hadal.errors import MismatchError, ModelError
 from hadal.zero import access
@@ -42,7 +42,7 @@ _STAY_WHOLE = 8
 _ALONE_NUMEL = 1 << 16
 
 # The bytes that rank 0 keeps at most until other ranks have received them.
-LEAVING_NBYTES = 1 << 25
+UNREAD_NBYTES = 1 << 25
 
 
 class InitBucket(Bucket):
@@ -56,13 +56,13 @@ class InitBucket(Bucket):
         plan: BucketPlan,
         sharing: Sharing,
         offload: Offload,
-        leaving: Leaving,
+        sends: UnreadSends,
         number: int,
         required: tuple[str, ...],
     ) -> None:
         given = plan.members[0].parameter.dtype
         precision = Precision(given, given, given, given)
-        super().__init__(plan, precision, sharing, current_device(), offload, leaving=leaving)
+        super().__init__(plan, precision, sharing, current_device(), offload, sends=sends)
         self.number = number
         """The same on all ranks."""
         self.required = required
@@ -162,29 +162,29 @@ class InitBucket(Bucket):
         elif parameter.dtype != dtype:
             self.casts[parameter] = parameter.dtype
 
-    def shard_again(self, leaving: Leaving | None = None) -> None:
+    def shard_again(self, sends: UnreadSends | None = None) -> None:
         """Keep the program's writes, including those through `.data`, and hide the full values.
 
-        With `leaving` rank 0's writes are sent to all ranks. The memory of the full values is not
+        With `sends` rank 0's writes are sent to all ranks. The memory of the full values is not
         reused: a new parameter may share it, as in `weight_norm`.
         """
         given, unread = self.given, self.unread or set()
         assert given is not None  # they were shown
         self.given = self.unread = None
         for parameter in self.parameters:
-            self._note_form(parameter, self.shown if leaving is None else given.dtype)
+            self._note_form(parameter, self.shown if sends is None else given.dtype)
         slots = zip(self.parameters, self.layout.slots, self.views_of(given), strict=True)
         written = []
         for parameter, slot, view in slots:
             if parameter not in unread:
                 written.append((slot.offset, slot.stop))
                 _take_edits(parameter, view)
-        if leaving is not None:
+        if sends is not None:
             label = f"the broadcast of rank 0's first values of {self.name}"
-            leaving.add(self.sharing.start_cutting(given, label), given.nbytes)
+            sends.add(self.sharing.start_cutting(given, label), given.nbytes)
         low, high = self.span
         with self.offload.as_one(self.ranks, f"writing {self.name}"):
-            if leaving is not None or not self.holds(given[low:high]):
+            if sends is not None or not self.holds(given[low:high]):
                 with self.present():
                     for start, stop in written if unread else [self.span]:
                         first, last = max(start, low), max(min(stop, high), low)
@@ -221,7 +221,7 @@ class ShardedInit:
     def __init__(self) -> None:
         self.bucket_of = _bucket_of
         self.gathered = access.RecentBuckets(self._bucket_to_gather, _STAY_WHOLE)
-        self.leaving = Leaving(LEAVING_NBYTES)
+        self.sends = UnreadSends(UNREAD_NBYTES)
         # The buckets that a module's call outside of the contexts has gathered, by the module's id;
         # None: they are needed until `initialize`.
         self._called: WeakKeyDictionary[InitBucket, int | None] = WeakKeyDictionary()
@@ -248,7 +248,7 @@ class ShardedInit:
         for number, members in enumerate(alike.values()):
             described = [Member(f"{name}[{number}]", parameter, -1) for parameter in members]
             plan = BucketPlan(name, _CUT_WEIGHTS, described, [])
-            bucket = InitBucket(plan, sharing, offload, self.leaving, next(self._count), required)
+            bucket = InitBucket(plan, sharing, offload, self.sends, next(self._count), required)
             for parameter in bucket.parameters:
                 _bucket_of[parameter] = bucket
             access.register(self, bucket.parameters)
@@ -306,7 +306,7 @@ class ShardedInit:
         try:
             yield
         finally:
-            bucket.shard_again(self.leaving)
+            bucket.shard_again(self.sends)
 
     # ---- before `initialize` ---------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from hadal.compat.efficiency import (
     remove_random_ltd_state_dict,
     save_without_random_ltd,
 )
-from hadal.errors import ConfigError
+from hadal.errors import ConfigError, UsageError
 from hadal.plugins.data_efficiency.token_drop import convert_to_random_ltd
 
 METRIC = {name: value for name, value in SECTION.items() if name[0] != "e"}
@@ -140,3 +140,18 @@ def test_random_token_dropping():
     assert plain.random_ltd_scheduler is None
     plain.random_ltd_initialize()
     plain.destroy()
+
+
+def test_schedules_and_batches_of_a_program_reach_the_loader_and_the_curriculum():
+    custom = {**SECTION, "schedule_type": "custom"}
+    config = {"train_micro_batch_size_per_gpu": 1, "curriculum_learning": custom}
+    engine = compat.initialize(model=Told(), config=config)[0]
+    engine.set_custom_curriculum_learning_schedule(lambda step: 8 * step)
+    with pytest.raises(UsageError, match="for loss; the configuration has seqlen"):
+        engine.set_custom_curriculum_learning_schedule({"loss": int})
+    with pytest.raises(UsageError, match="the engine has no training loader; pass training_data"):
+        engine.set_data_post_process_func(print)
+    loader = engine.deepspeed_io(torch.zeros(4, 2), 1)
+    engine.set_data_post_process_func(lambda batch, state: batch + 1)
+    assert next(iter(loader)).min() == 1
+    engine.destroy()

@@ -23,6 +23,7 @@ from hadal.errors import ConfigError, UsageError
 from hadal.plugins.data_efficiency.analysis import analyze
 from hadal.plugins.data_efficiency.indexed import IndexedRows, RowsBuilder
 from hadal.plugins.data_efficiency.metric_files import Origin, read_rows, write_row
+from hadal.plugins.data_efficiency.ordered import set_custom_schedules
 from hadal.plugins.data_efficiency.sampler import CurriculumOrder
 
 COUNT = 120
@@ -255,7 +256,7 @@ def test_training_follows_the_stream_and_resumes(folder: Path, workers: int) -> 
     engine = engine_with(folder, sampling=sampling)
     assert engine.training_dataloader.num_workers == workers
     told: list[Any] = []
-    engine.set_data_post_process_func(
+    engine.training_dataloader.set_post_process(
         lambda batch, state: told.append(state["current_difficulties"]) or batch
     )
     assert read(engine, 6) == expected["batches"][:6]
@@ -286,7 +287,7 @@ def test_a_custom_schedule_of_a_metric(folder: Path) -> None:
     metrics = metrics_of(folder, "value")
     metrics["ma"]["schedule_type"] = "custom"
     engine = engine_with(folder, sampling={"curriculum": {"curriculum_metrics": metrics}})
-    engine.set_custom_curriculum_learning_schedule({"ma": lambda step: (3 * step + 5) // 5 * 5})
+    set_custom_schedules(engine, {"ma": lambda step: (3 * step + 5) // 5 * 5})
     assert read(engine, 6) == STREAMS["value"]["batches"][:6]
     engine.destroy()
 
@@ -379,7 +380,7 @@ def test_a_falling_difficulty_is_refused(folder: Path) -> None:
     metrics = metrics_of(folder, "value")
     metrics["ma"] |= {"schedule_type": "custom", "max_difficulty": 20}
     engine = engine_with(folder, sampling={"curriculum": {"curriculum_metrics": metrics}})
-    engine.set_custom_curriculum_learning_schedule({"ma": lambda step: [8, 9, 5][step - 1]})
+    set_custom_schedules(engine, {"ma": lambda step: [8, 9, 5][step - 1]})
     batches = iter(engine.training_dataloader)
     with pytest.raises(UsageError, match=r"metrics\.ma: .* falls from 9 to 5 in step 3"):
         for _ in range(12):
@@ -415,17 +416,13 @@ def test_a_stream_has_no_indices(folder: Path) -> None:
 
 def test_batches_are_changed_without_a_curriculum_too() -> None:
     engine = engine_of(0, nn.Linear(1, 1), {"training_data": Numbers()})
-    engine.set_data_post_process_func(lambda batch, state: (batch * 0, dict(state)))
+    engine.training_dataloader.set_post_process(lambda batch, state: (batch * 0, dict(state)))
     assert next(iter(engine.training_dataloader))[0].sum() == 0
-    engine.set_data_post_process_func(lambda batch, state: None)
-    with pytest.raises(UsageError, match=r"post_process_func returned None; return the batch"):
+    engine.training_dataloader.set_post_process(lambda batch, state: None)
+    with pytest.raises(UsageError, match=r"given to set_post_process returned None, not a batch"):
         next(iter(engine.training_dataloader))
     with pytest.raises(UsageError, match=r"expected a function of the batch .*, got Tensor"):
-        engine.set_data_post_process_func(torch.zeros(2))
-    engine.destroy()
-    engine = engine_of(0)
-    with pytest.raises(UsageError, match="the engine has no training loader; pass training_data"):
-        engine.set_data_post_process_func(print)
+        engine.training_dataloader.set_post_process(torch.zeros(2))
     engine.destroy()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hadal import comm
 from hadal.config import load_config
 from hadal.errors import ConfigError, UsageError
+from hadal.plugins.data_efficiency.ordered import set_custom_schedules
 
 SECTION = {
     "enabled": True,
@@ -157,18 +158,18 @@ def test_a_custom_schedule(by_name):
     def eights(step: int) -> int:
         return 8 * step
 
-    engine.set_custom_curriculum_learning_schedule({"seqlen": eights} if by_name else eights)
+    set_custom_schedules(engine, {"seqlen": eights} if by_name else eights)
     train(engine, 3)
     assert engine.module.given == [8, 16, 24]
     with pytest.raises(UsageError, match="for loss; the configuration has seqlen"):
-        engine.set_custom_curriculum_learning_schedule({"loss": eights})
+        set_custom_schedules(engine, {"loss": eights})
     engine.destroy()
 
 
 def test_a_custom_schedule_without_a_curriculum_is_an_error():
     engine = engine_of(0)
     with pytest.raises(UsageError, match="no curriculum; switch on curriculum_learning"):
-        engine.set_custom_curriculum_learning_schedule(lambda step: step)
+        set_custom_schedules(engine, lambda step: step)
     engine.destroy()
 
 
@@ -177,7 +178,7 @@ def test_training_resumes_with_the_length_and_the_tokens(tmp_path: Path, section
     def started():
         engine = engine_with(Told(), section)
         if section is CUSTOM:
-            engine.set_custom_curriculum_learning_schedule(lambda step: 16 * step)
+            set_custom_schedules(engine, lambda step: 16 * step)
         return engine
 
     engine = started()

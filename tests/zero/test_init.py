@@ -23,7 +23,7 @@ from torch.nn.utils import parametrizations
 
 import hadal
 from hadal import comm, utils
-from hadal.comm.pending import Leaving
+from hadal.comm.pending import UnreadSends
 from hadal.errors import (
     ConfigError,
     MismatchError,
@@ -859,8 +859,8 @@ class Weighed(nn.Linear):
         Weighed.peak = max(Weighed.peak, held_nbytes())
 
 
-def build_deep(leaving: int, dtype: torch.dtype | None) -> tuple[int, int]:
-    sharded_init.keeper.leaving = Leaving(leaving)
+def build_deep(sends: int, dtype: torch.dtype | None) -> tuple[int, int]:
+    sharded_init.keeper.sends = UnreadSends(sends)
     gc.collect()
     already, Weighed.peak = held_nbytes(), 0
     with hadal.zero.Init(dtype=dtype):
@@ -871,7 +871,7 @@ def build_deep(leaving: int, dtype: torch.dtype | None) -> tuple[int, int]:
     del model
     gc.collect()
     assert numel == DEPTH * (WIDTH**2 + WIDTH)
-    sharded_init.keeper.leaving = Leaving(sharded_init.LEAVING_NBYTES)
+    sharded_init.keeper.sends = UnreadSends(sharded_init.UNREAD_NBYTES)
     return Weighed.peak - already, held - already
 
 
@@ -883,12 +883,12 @@ def test_the_peak_is_the_shards_and_the_largest_module(
     """And what rank 0 keeps for those that have not taken it yet; whatever dtype is shown."""
     layer = 4 * (WIDTH**2 + WIDTH)
     small = 64 * 1024  # bytes: placeholders, the generator's state, padding
-    leaving = layers_leaving * layer
+    sends = layers_leaving * layer
     for world in (2, 3):
-        for peak, held in ranks(world).run(build_deep, leaving, dtype):
+        for peak, held in ranks(world).run(build_deep, sends, dtype):
             shards = DEPTH * layer / world
             assert shards <= held <= shards + small
-            assert peak <= shards + layer + leaving + small < DEPTH * layer
+            assert peak <= shards + layer + sends + small < DEPTH * layer
 
 
 # ---- what is filled --------------------------------------------------------------------------

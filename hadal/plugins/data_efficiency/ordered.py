@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from hadal.config import Config
 from hadal.config.data_efficiency import DataSampling
@@ -91,27 +91,43 @@ def chosen_order(
     return None
 
 
-def set_custom_paces(
-    loader: ShardedLoader | None,
-    listeners: Iterable[Listener],
-    given: CustomPace | Mapping[str, CustomPace],
-) -> None:
-    """Set the functions of an engine's schedules whose `schedule_type` is "custom".
+class Curricula(Protocol):
+    """What has curricula: an engine."""
+
+    @property
+    def training_dataloader(self) -> ShardedLoader | None:
+        """The loader whose samples have difficulties."""
+
+    @property
+    def listeners(self) -> Sequence[Listener]:
+        """The listeners, of which one may shorten sequences."""
+
+
+def set_custom_schedules(engine: Curricula, given: CustomPace | Mapping[str, CustomPace]) -> None:
+    """Set the functions of schedules whose `schedule_type` is "custom". All ranks must call it.
+
+    Functions are not saved: call it after a resume, too.
+
+    Args:
+        engine: the engine that trains.
+        given: a function from the update, from 1, to its difficulty, an integer; or such functions
+            by metric ("seqlen" for `curriculum_learning`). A difficulty that has reached
+            `max_difficulty` stays there.
 
     Raises:
         UsageError: there is no such curriculum, its schedule is not custom, or a value is no
             function.
     """
-    pacers = _pacers_of(loader, listeners)
+    pacers = _pacers_of(engine.training_dataloader, engine.listeners)
     named = given if isinstance(given, Mapping) else dict.fromkeys(pacers, given)
     if not isinstance(given, Mapping) and len(pacers) > 1:
         raise UsageError(
-            "set_custom_curriculum_learning_schedule got one function for the curricula"
+            "set_custom_schedules got one function for the curricula"
             f" {', '.join(pacers)}; pass a dict with a function for each name"
         )
     if not pacers or not named.keys() <= pacers.keys():
         raise UsageError(
-            "set_custom_curriculum_learning_schedule got functions for"
+            "set_custom_schedules got functions for"
             f" {', '.join(named) or 'a curriculum'}; the configuration has"
             f" {', '.join(pacers) or 'no curriculum; switch on curriculum_learning'}"
         )

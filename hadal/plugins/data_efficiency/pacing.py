@@ -89,12 +89,12 @@ class Pacer:
         """
         if self.rule.kind != "custom":
             raise UsageError(
-                f"set_custom_curriculum_learning_schedule: {self._where}.schedule_type is"
+                f"set_custom_schedules: {self._where}.schedule_type is"
                 f' "{self.rule.kind}"; set it to "custom", or remove the call'
             )
         if not callable(custom):
             raise UsageError(
-                f"set_custom_curriculum_learning_schedule: expected a function of the step for"
+                f"set_custom_schedules: expected a function of the step for"
                 f" {self._where}, got {type(custom).__name__}"
             )
         self._custom = custom
@@ -116,8 +116,8 @@ class Pacer:
         if self._custom is None:
             raise UsageError(
                 f'{self._where}.schedule_type is "custom", but its function is missing; call'
-                " engine.set_custom_curriculum_learning_schedule before the first forward (after a"
-                " resume too)"
+                " hadal.data_efficiency.ordered.set_custom_schedules before the first forward"
+                " (after a resume too)"
             )
         value: Any = self._custom(step)
         if isinstance(value, bool) or not hasattr(value, "__index__"):
