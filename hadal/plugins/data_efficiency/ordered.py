@@ -92,7 +92,7 @@ def chosen_order(
 
 
 class Curricula(Protocol):
-    """What has curricula: an engine."""
+    """An engine, as far as its curricula are concerned."""
 
     @property
     def training_dataloader(self) -> ShardedLoader | None:
