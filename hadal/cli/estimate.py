@@ -31,9 +31,9 @@ def add_to(group: Any) -> None:
         group,
         "estimate",
         help="Estimate the memory that training needs, and the configurations that fit",
-        description="Estimate the bytes of weights, gradients and optimizer state on devices, hosts"
-        " and disks, and on devices those of gathers, reductions, communicators and the context;"
-        " activations come on top. Without --config it shows every ZeRO stage, in bf16 with Adam;"
+        description="Estimate the memory of a training run, without activations: weights, gradients"
+        " and optimizer state on devices, hosts and disks, and on devices gathers, reductions,"
+        " communicators and the context. Without --config it shows every ZeRO stage, in bf16 with Adam;"
         " with it, that configuration's memory by kind. With --memory, --host-memory or both it"
         " marks the rows that fit.",
         examples=(

@@ -111,17 +111,17 @@ Block = Sequence[Tensor]
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class BucketExchange:
     """One bucket with its stepped slices and its exchange."""
 
     gradients: Gradients
     parts: list[Slice]
     mean: CompressedMean | None = None
-    """The compressed exchange; None before the first one."""
+    """The compressed mean; None before the first one."""
 
     @property
     def bucket(self) -> Bucket:
-        """The lane's bucket."""
+        """The bucket whose momenta are exchanged."""
         return self.gradients.bucket
 
     @property
@@ -190,7 +190,7 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
         steps: DiskSteps = DISK_STEPS,
         parts: ModelParts | None = None,
     ) -> None:
-        self._lanes: list[Lane] = []
+        self._exchanges: list[BucketExchange] = []
         refuse_disk(optimizer, gradients)
         _refuse_parts(optimizer, gradients, parts)
         if any(one.bucket.partition.optimizer for one in gradients):
@@ -248,16 +248,18 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
         parameters: Sequence[Sequence[nn.Parameter]],
     ) -> None:
         super()._take_up(gradients, groups, parameters)
-        lanes = {one.bucket: Lane(one, []) for one in gradients}
+        exchanges = {one.bucket: BucketExchange(one, []) for one in gradients}
         for held in self.held():
-            if held.bucket in lanes:
-                lanes[held.bucket].parts.append(Slice(held, _view_of(held, held.values.detach())))
-        self._lanes += lanes.values()
+            if held.bucket in exchanges:
+                exchanges[held.bucket].parts.append(
+                    Slice(held, _view_of(held, held.values.detach()))
+                )
+        self._exchanges += exchanges.values()
 
-    def _all_parts(self) -> Iterator[tuple[Lane, Slice]]:
-        for lane in self._lanes:
-            for part in lane.parts:
-                yield lane, part
+    def _all_parts(self) -> Iterator[tuple[BucketExchange, Slice]]:
+        for exchange in self._exchanges:
+            for part in exchange.parts:
+                yield exchange, part
 
     def _group_of(self, part: Slice) -> Group:
         return self._optimizer.param_groups[part.held.group]
@@ -279,9 +281,9 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
 
     def _learn(self, multiplier: Multiplier) -> None:
         """Update both moments with averaged gradients."""
-        for lane, part in self._all_parts():
+        for exchange, part in self._all_parts():
             group = self._group_of(part)
-            for (_, first, second), gradient in self._with_gradients(lane, part, multiplier):
+            for (_, first, second), gradient in self._with_gradients(exchange, part, multiplier):
                 first.lerp_(gradient, 1 - group["betas"][0])
                 learn_second(second, gradient, group)
 
@@ -300,17 +302,19 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
             one.reduction = replace(one.reduction, stays=stays)
 
     def _with_gradients(
-        self, lane: Lane, part: Slice, multiplier: Multiplier, *rest: Tensor
+        self, exchange: BucketExchange, part: Slice, multiplier: Multiplier, *rest: Tensor
     ) -> Iterator[tuple[Block, Tensor]]:
         """Yield a part in blocks, each with its (disposable) gradient times `multiplier`."""
-        for *block, mean in self._blocks(part, *rest, part.cut(lane.gradients.mean)):
+        for *block, mean in self._blocks(part, *rest, part.cut(exchange.gradients.mean)):
             yield block, scale_(mean.to(block[0].dtype, copy=True), multiplier)
 
     def _owe(self, multiplier: Multiplier) -> None:
         """Add this update's message to the residuals."""
-        for lane, part in self._all_parts():
-            owed, group = part.cut(lane.sending().owed.mine), self._group_of(part)
-            for (_, first, _, debt), gradient in self._with_gradients(lane, part, multiplier, owed):
+        for exchange, part in self._all_parts():
+            owed, group = part.cut(exchange.sending().owed.mine), self._group_of(part)
+            for (_, first, _, debt), gradient in self._with_gradients(
+                exchange, part, multiplier, owed
+            ):
                 self._owe_block(debt, first, gradient, group)
 
     def _owe_block(self, debt: Tensor, first: Tensor, gradient: Tensor, group: Group) -> None:
@@ -329,17 +333,17 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
         It may overwrite the mean, which is zero for elements that must not move (see `_still`).
         """
 
-        def put(lane: Lane, start: int, values: Tensor) -> None:
-            for part, cut, mean in lane.overlaps(start, values):
+        def put(exchange: BucketExchange, start: int, values: Tensor) -> None:
+            for part, cut, mean in exchange.overlaps(start, values):
                 self._still(part, cut, mean)
                 take(part, cut, mean)
 
-        def start(lane: Lane) -> Pending:
-            lane.clear_gaps()
-            label = f"the exchange of signs of {lane.bucket.name}"
-            return lane.sending().start(lambda at, values: put(lane, at, values), label)
+        def start(exchange: BucketExchange) -> Pending:
+            exchange.clear_gaps()
+            label = f"the exchange of signs of {exchange.bucket.name}"
+            return exchange.sending().start(lambda at, values: put(exchange, at, values), label)
 
-        for pending in [start(lane) for lane in self._lanes]:
+        for pending in [start(exchange) for exchange in self._exchanges]:
             pending.wait()
 
     def _still(self, part: Slice, cut: slice, mean: Tensor) -> None:
@@ -352,14 +356,14 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
     def _warn_still(self) -> None:
         """Log a warning when the variance is frozen, if some elements have none."""
         count, first = 0, None
-        for lane, part in self._all_parts():
+        for exchange, part in self._all_parts():
             second = part.flat(self._state(part)["exp_avg_sq"])
-            for one in lane.bucket.layout.fragments(part.start, part.start + second.numel()):
+            for one in exchange.bucket.layout.fragments(part.start, part.start + second.numel()):
                 without = int((second[one.offset : one.offset + one.numel] == 0).sum())
                 count += without
                 if without and first is None:
-                    first = lane.bucket.layout.slots[one.slot].name
-        if count and self._lanes[0].bucket.ranks.rank == 0:
+                    first = exchange.bucket.layout.slots[one.slot].name
+        if count and self._exchanges[0].bucket.ranks.rank == 0:
             _log.warning(
                 "%s freezes its variance now, but %d elements (first in %s) have had no gradient"
                 " so far: without a variance they will not change. A later freeze_step"
@@ -379,16 +383,16 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
         known = self._optimizer.state
         states = [known.get(part.held.values, {}) for _, part in self._all_parts()]
         self._count = max((int(state.get("step", 0)) for state in states), default=0)
-        for lane in self._lanes:
-            lane.mean = None
+        for exchange in self._exchanges:
+            exchange.mean = None
         self._follow()
 
     def memory(self) -> dict[str, Any] | None:
         """Return each bucket's residuals, with its layout; None if nothing was ever sent."""
-        if all(lane.mean is None for lane in self._lanes):
+        if all(exchange.mean is None for exchange in self._exchanges):
             return None
-        owed = [list(lane.sending().owed) for lane in self._lanes]
-        lies = [lane.lies for lane in self._lanes]
+        owed = [list(exchange.sending().owed) for exchange in self._exchanges]
+        lies = [exchange.lies for exchange in self._exchanges]
         return {"lies": lies, "owed": owed, "of": self._kind_owed()}
 
     def _kind_owed(self) -> str:
@@ -397,14 +401,14 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
 
     def fits(self, memory: Any) -> bool:
         """Return whether the saved buckets have the same layout as those here."""
-        return bool(memory["lies"] == [lane.lies for lane in self._lanes])
+        return bool(memory["lies"] == [exchange.lies for exchange in self._exchanges])
 
     def remember(self, memory: Any) -> None:
         """Restore the residuals, unless values of that kind are no longer sent."""
         if memory.get("of", self._kind_owed()) != self._kind_owed():
             return
-        for lane, saved in zip(self._lanes, memory["owed"], strict=True):
-            for owed, values in zip(lane.sending().owed, saved, strict=True):
+        for exchange, saved in zip(self._exchanges, memory["owed"], strict=True):
+            for owed, values in zip(exchange.sending().owed, saved, strict=True):
                 owed.copy_(values)
 
 
@@ -472,24 +476,24 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
     def _step_locally(self, number: int, multiplier: Multiplier) -> None:
         if not self._optimizer.is_local(number - 1):
             # The debt so far is of gradients; from now on it is of updates.
-            for lane in self._lanes:
-                lane.sending().forget()
+            for exchange in self._exchanges:
+                exchange.sending().forget()
         follows = self._optimizer.synchronizes(number)
         if not self._rates and not follows:
             self._anchors = {part: part.values.clone() for _, part in self._all_parts()}
-        for lane, part in self._all_parts():
-            self._step_part(lane, part, multiplier)
+        for exchange, part in self._all_parts():
+            self._step_part(exchange, part, multiplier)
         for index, group in enumerate(self._optimizer.param_groups):
             self._rates[index] = self._rates.get(index, 0.0) + group["lr"]
         if follows:
             self._synchronize()
 
-    def _step_part(self, lane: Lane, part: Slice, multiplier: Multiplier) -> None:
+    def _step_part(self, exchange: BucketExchange, part: Slice, multiplier: Multiplier) -> None:
         """Make a local update and owe it. Without an anchor the values serve as the anchor."""
-        group, owed = self._group_of(part), part.cut(lane.sending().owed.mine)
+        group, owed = self._group_of(part), part.cut(exchange.sending().owed.mine)
         rate, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
         anchor = [self._anchors[part]] if part in self._anchors else []
-        for block, gradient in self._with_gradients(lane, part, multiplier, owed, *anchor):
+        for block, gradient in self._with_gradients(exchange, part, multiplier, owed, *anchor):
             values, first, second, debt, *anchored = block
             first.lerp_(gradient, 1 - group["betas"][0])
             first.masked_fill_(second == 0, 0.0)
@@ -510,19 +514,19 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
         Groups are sent as if they had one learning rate. Otherwise a group that shares a block with
         another would get signs scaled to the other's updates, even at a learning rate of 0.
         """
-        shares = [(lane, part, self._share(part)) for lane, part in self._all_parts()]
-        uneven = [(lane, part, share) for lane, part, share in shares if share != 1.0]
-        for lane, part, share in uneven:
-            lane.rescale(part, 1 / share if share else 0.0)
+        shares = [(exchange, part, self._share(part)) for exchange, part in self._all_parts()]
+        uneven = [(exchange, part, share) for exchange, part, share in shares if share != 1.0]
+        for exchange, part, share in uneven:
+            exchange.rescale(part, 1 / share if share else 0.0)
         self._exchange(self._take_update)
-        for lane, part, share in uneven:
-            lane.rescale(part, share)
-        for lane, part in self._all_parts():
+        for exchange, part, share in uneven:
+            exchange.rescale(part, share)
+        for exchange, part in self._all_parts():
             if not self._rates[part.held.group]:
                 # Nothing was moved from which the momentum could be derived.
                 first = self._state(part)["exp_avg"]
-                sum_(first, lane.bucket.ranks, "the sum of momenta at a learning rate of 0")
-                first.div_(lane.bucket.ranks.size)
+                sum_(first, exchange.bucket.ranks, "the sum of momenta at a learning rate of 0")
+                first.div_(exchange.bucket.ranks.size)
         self._rates.clear()
         self._anchors.clear()
 

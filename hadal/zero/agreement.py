@@ -44,7 +44,7 @@ class Marker(Enum):
 
 _MARKERS = dict(enumerate(Marker, start=1))
 _NUMBERS = {marker: number for number, marker in _MARKERS.items()}
-_OF_BACKWARD = {Marker.FINE, Marker.FINE_AND_LAST, Marker.END_OF_BACKWARD}
+_BACKWARD_MARKERS = {Marker.FINE, Marker.FINE_AND_LAST, Marker.END_OF_BACKWARD}
 _PROGRESS = -_NUMBERS[Marker.PROGRESS]
 _MARKER_BITS = 4
 WORD_LIMIT = 1 << 59
@@ -119,7 +119,7 @@ class Agreement:
             markers = frozenset(reached)
             # A rank with a fault fits the beginning of either kind of backward, and the end.
             others = markers - {Marker.AT_FAULT}
-            if len(others) > 1 or not (others <= _OF_BACKWARD or others == markers):
+            if len(others) > 1 or not (others <= _BACKWARD_MARKERS or others == markers):
                 points = ", ".join(f"rank {r}: {each.value}" for r, each in enumerate(reached))
                 raise MismatchError(
                     f"the ranks' programs differ: they reached different points ({points}). Call"

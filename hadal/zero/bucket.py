@@ -80,7 +80,7 @@ class NodeCopy:
 
 _log = logging.getLogger(__name__)
 _ON_DEVICE = Offload()
-_AS_THEY_ARE = Transport()
+_UNCODED = Transport()
 
 
 class Weights(Enum):
@@ -117,7 +117,7 @@ class Bucket:
         sharing: Sharing,
         device: torch.device,
         offload: Offload = _ON_DEVICE,
-        transport: Transport = _AS_THEY_ARE,
+        transport: Transport = _UNCODED,
         sends: UnreadSends | None = None,
         *,
         detects_data_writes: bool = True,
