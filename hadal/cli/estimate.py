@@ -33,9 +33,9 @@ def add_to(group: Any) -> None:
         help="Estimate the memory that training needs, and the configurations that fit",
         description="Estimate the memory of a training run, without activations: weights, gradients"
         " and optimizer state on devices, hosts and disks, and on devices gathers, reductions,"
-        " communicators and the context. Without --config it shows every ZeRO stage, in bf16 with Adam;"
-        " with it, that configuration's memory by kind. With --memory, --host-memory or both it"
-        " marks the rows that fit.",
+        " communicators and the context. Without --config it shows every ZeRO stage, in bf16 with"
+        " Adam; with it, that configuration's memory by kind. With --memory, --host-memory or both"
+        " it marks the rows that fit.",
         examples=(
             "hadal estimate --params 7B --devices-per-node 8 --memory 80GB",
             "hadal estimate --model package.module:build --config ds_config.json",

@@ -209,16 +209,17 @@ class DataAnalyzer(_Analysis):
         threads = self.specific_threads or range(self.num_threads)
         if self._custom is not None:
             work = [(thread, *parts[thread]) for thread in threads]
-            list(compute_all(self._map_custom, work, len(work)))
+            with compute_all(self._map_custom, work, len(work)) as found:
+                list(found)
             return []
         mapped = {thread: self._mapped(thread, parts[thread]) for thread in threads}
         rest = [(thread, span) for thread, each in mapped.items() for span in each.spans]
         rest = [(thread, span) for thread, span in rest if span not in mapped[thread].kept]
-        found = compute_all(self._work, [span for _, span in rest], len(mapped))
-        for (thread, span), arrays in zip(rest, found, strict=True):
-            mapped[thread].kept.save(span, arrays)
-        for thread, each in mapped.items():
-            self._write_map(thread, each)
+        with compute_all(self._work, [span for _, span in rest], len(mapped)) as arrays:
+            for (thread, span), each in zip(rest, arrays, strict=True):
+                mapped[thread].kept.save(span, each)
+        for thread, one in mapped.items():
+            self._write_map(thread, one)
         return list(mapped.values())
 
     def _write_map(self, thread: int, mapped: _Mapped) -> None:

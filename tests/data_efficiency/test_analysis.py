@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -186,5 +189,23 @@ def test_a_restart_does_only_the_rest(tmp_path: Path, workers: int) -> None:
 def test_processes_leave_the_random_numbers_alone() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    assert [len(each["found"]) for each in compute_all(squares, [(0, 3), (3, 4)], 2)] == [3, 1]
+    with compute_all(squares, [(0, 3), (3, 4)], 2) as found:
+        assert [len(each["found"]) for each in found] == [3, 1]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def deadly(start: int, stop: int) -> dict[str, Any]:
+    if start == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return squares(start, stop)
+
+
+def test_a_killed_worker_is_named_wherever_the_result_is_used(tmp_path: Path) -> None:
+    """torch raises in the main thread when a worker dies, at whatever that does at the time."""
+    kept = KeptChunks(tmp_path / "k", {})
+
+    def busy(done: int) -> None:
+        time.sleep(20)  # until the handler raises; no limit that passes counts
+
+    with pytest.raises(UsageError, match=r"a worker process was killed.*run it again"):
+        compute_kept(deadly, [Span(0, 2), Span(4, 6)], kept, 2, busy)

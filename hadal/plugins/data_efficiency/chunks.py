@@ -7,6 +7,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -60,10 +61,11 @@ class _Computed(Dataset[Any], Generic[Found]):
             return error
 
 
+@contextmanager
 def compute_all(
     compute: Callable[..., Found], work: Sequence[tuple[Any, ...]], workers: int = 0
-) -> Iterator[Found]:
-    """Yield `compute(*each)` for each of `work`, in order.
+) -> Iterator[Iterator[Found]]:
+    """Enter a context in which `compute(*each)` is read for each of `work`, in order.
 
     Args:
         compute: called in the worker processes.
@@ -85,22 +87,22 @@ def compute_all(
             collate_fn=_unchanged,
             generator=torch.Generator(),  # does not advance the program's generator
         )
-        for found in _read(loader):
-            if isinstance(found, HadalError):
-                raise found
-            yield cast(Found, found)
+        try:
+            yield map(_found, loader)
+        # A signal tells of a worker's death: the error appears wherever this process is then.
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error) or "Caught" in str(error):
+                raise
+            raise UsageError(
+                f"a worker process was killed ({error}), perhaps for lack of memory; run it again,"
+                " with fewer workers in that case"
+            ) from error
 
 
-def _read(loader: DataLoader[Any]) -> Iterator[Any]:
-    try:
-        yield from loader
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error) or "Caught" in str(error):
-            raise
-        raise UsageError(
-            f"a worker process was killed ({error}), perhaps for lack of memory; run it again,"
-            " with fewer workers in that case"
-        ) from error
+def _found(result: Any) -> Any:
+    if isinstance(result, HadalError):
+        raise result
+    return result
 
 
 def _unchanged(found: Found) -> Found:
@@ -182,10 +184,11 @@ def compute_kept(
     done = sum(map(_length, spans)) - sum(map(_length, rest))
     if progress is not None and done:
         progress(done)
-    for span, arrays in zip(rest, compute_all(compute, rest, workers), strict=True):
-        kept.save(span, arrays)
-        if progress is not None:
-            progress(_length(span))
+    with compute_all(compute, rest, workers) as found:
+        for span, arrays in zip(rest, found, strict=True):
+            kept.save(span, arrays)
+            if progress is not None:
+                progress(_length(span))
 
 
 def _length(span: Span) -> int:

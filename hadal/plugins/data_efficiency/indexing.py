@@ -218,8 +218,10 @@ def index_texts(
     ranges = source.ranges()
     found = Indexed()
     rows = _RangeRows(source, indexing)
-    with RowsBuilder(prefix, indexing.dtype) as builder:
-        encoded = compute_all(rows, [(span,) for span in ranges], workers)
+    with (
+        RowsBuilder(prefix, indexing.dtype) as builder,
+        compute_all(rows, [(span,) for span in ranges], workers) as encoded,
+    ):
         for span, made in zip(ranges, encoded, strict=True):
             builder.add_joined(made.numbers, made.sizes, made.ends)
             found.documents += len(made.ends)
