@@ -83,8 +83,7 @@ class Counter:
 
     def start(self) -> None:
         """Start counting, on top of earlier counts. Slows each operation down."""
-        formulas = {**flop_registry, **_FORMULAS}
-        mapping = {target: _raw(self, formula) for target, formula in formulas.items()}
+        mapping = {target: _raw(self, formula) for target, formula in FORMULAS.items()}
         self._mode = FlopCounterMode(display=False, custom_mapping=mapping)
         self._mode.__enter__()
 
@@ -240,7 +239,8 @@ _BY_NAMES: tuple[tuple[Formula, str], ...] = (
         " adaptive_max_pool3d",
     ),
 )
-_FORMULAS: Mapping[Any, Formula] = {
+FORMULAS: Mapping[Any, Formula] = {
+    **flop_registry,
     **{
         getattr(_aten, name): formula
         for formula, names in _BY_NAMES
@@ -253,3 +253,4 @@ _FORMULAS: Mapping[Any, Formula] = {
         if target in flop_registry
     },
 }
+"""The formula of each operation that is counted; it takes tensors, and the result as `out_val`."""

@@ -1,0 +1,346 @@
+"""What one forward and backward of a model hold and compute, found without values.
+
+The model runs with fake tensors: their shapes and lifetimes are those of a real micro-step, so
+that activations are what autograd really saves, of any model. They say that they are on a CPU,
+where attention takes the same few tensors as the fused kernels of accelerators.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hadal.engine.precision import Casting
+from hadal.errors import ModelError
+from hadal.zero.grouping import Unit
+
+_HOST = torch.device("cpu")
+_VALUES_NEEDED = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+LossOf = Callable[[Any], Tensor]
+
+
+@dataclass(slots=True)
+class Segment:
+    """The part of a micro-step from the beginning of one unit's use to that of the next."""
+
+    unit: str
+    """The unit's name; empty before the first."""
+    until: int = 0
+    """The number of the segment before which the use ends."""
+    peak: int = 0
+    """The most bytes of activations and temporary tensors, and of gradients that arrive."""
+    products: int = 0
+    """Floating-point operations of matrix products, convolutions and attention."""
+    moved: int = 0
+    """Bytes that all other operations read and write."""
+    kernels: int = 0
+    """Operations on values."""
+    arrived: list[str] = field(default_factory=list)
+    """Parameters whose gradients are complete, by full name, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroStep:
+    """One forward and backward."""
+
+    forward: list[Segment]
+    backward: list[Segment]
+    kept: int
+    """The bytes that are held when backward begins."""
+    inputs_of_recomputed: int
+    """The bytes of the inputs that modules keep which are recomputed."""
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of activations and temporary tensors."""
+        return max(segment.peak for segment in (*self.forward, *self.backward))
+
+
+def trace(
+    model: nn.Module,
+    units: Sequence[Unit],
+    batch: Any,
+    casting: Casting,
+    dtypes: Mapping[nn.Parameter, torch.dtype],
+    recomputed: Mapping[str, nn.Module],
+    loss_of: LossOf | None = None,
+    *,
+    with_values: bool = False,
+) -> MicroStep:
+    """Run one micro-step of a copy of the model.
+
+    Args:
+        model: the model, which may be on meta; it is not changed.
+        units: its units.
+        batch: what a program passes to the model: a mapping of keyword arguments, a sequence of
+            arguments or one tensor. Only shapes and dtypes are used, unless `with_values`.
+        casting: the casts of the forward.
+        dtypes: the dtypes that the parameters are computed in.
+        recomputed: the modules that are recomputed in backward, by full name.
+        loss_of: returns the loss from the model's output; the default is `loss`, or the first
+            tensor of the output.
+        with_values: compute for real, on the CPU; for models whose shapes depend on values.
+
+    Raises:
+        ModelError: the model cannot run without values, or raised an error; or it has no loss.
+    """
+    mode = None if with_values else FakeTensorMode(allow_non_fake_inputs=True)
+    with ExitStack() as stack:
+        if mode is not None:
+            stack.enter_context(mode)
+        copied, names = _copied(model, dtypes, with_values=with_values)
+        recorder = _Recorder(units, names)
+        recorder.watch(copied)
+        inner = dict(copied.named_modules())
+        kept = _Kept()
+        for name in recomputed:
+            kept.watch(inner[name])
+            inner[name].forward = partial(
+                checkpoint, inner[name].forward, use_reentrant=False, preserve_rng_state=False
+            )
+        args, kwargs = _arguments(batch, with_values=with_values)
+        try:
+            recorder.add(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            stack.enter_context(recorder)
+            output = casting.run(copied, _HOST, args, kwargs)
+            loss = _loss(output) if loss_of is None else loss_of(output)
+            del output
+            held = recorder.now
+            recorder.turn()
+            loss.backward()
+        except _VALUES_NEEDED as error:
+            raise ModelError(
+                f"{type(model).__name__} cannot be planned without values: {error}; its shapes"
+                " depend on values. Plan with one real micro-batch on the CPU: with_values=True"
+                " (hadal plan --with-values)"
+            ) from error
+        except Exception as error:  # code of the model may raise any error
+            raise ModelError(
+                f"{type(model).__name__} failed in the planned micro-step: {error!r}; the batch"
+                f" has {_shown(batch)}"
+            ) from error
+    return MicroStep(recorder.forward, recorder.segments, held, kept.nbytes)
+
+
+def _copied(
+    model: nn.Module, dtypes: Mapping[nn.Parameter, torch.dtype], *, with_values: bool
+) -> tuple[nn.Module, dict[int, nn.Module]]:
+    """Return a copy with parameters of these dtypes, and its modules by the originals' ids."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        others = [value for value in vars(module).values() if isinstance(value, Tensor)]
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False), *others):
+            if id(tensor) in memo:
+                continue
+            dtype = dtypes.get(tensor, tensor.dtype)  # type: ignore[call-overload]
+            made = torch.empty(tensor.shape, dtype=dtype, device=_HOST)
+            if with_values and tensor.device.type != "meta":
+                made.copy_(tensor.detach())
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = made
+    copied = copy.deepcopy(model, memo)
+    return copied, {id(module): memo.get(id(module), module) for module in model.modules()}
+
+
+def _arguments(batch: Any, *, with_values: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def made(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if with_values:
+            return value.detach().to(_HOST)
+        return torch.empty(value.shape, dtype=value.dtype, device=_HOST)
+
+    batch = tree_map(made, batch)
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def _loss(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if loss is None:
+        loss = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+    if loss is None:
+        raise TypeError(f"a {type(output).__name__} without a tensor is no loss; pass loss_of")
+    return loss if loss.dim() == 0 else loss.float().sum()
+
+
+def _shown(batch: Any) -> str:
+    shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return f"tensors of shapes {', '.join(map(str, shapes))}" if shapes else "no tensor"
+
+
+class _Kept:
+    """The inputs of modules that are recomputed, counted once each."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def watch(self, module: nn.Module) -> None:
+        """Count the inputs of a module's first call."""
+
+        def count(_: nn.Module, args: Any, kwargs: Any) -> None:
+            handle.remove()
+            own = {id(p) for p in module.parameters()}
+            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            self.nbytes += sum(t.nbytes for t in tensors if t.requires_grad and id(t) not in own)
+
+        handle = module.register_forward_pre_hook(count, with_kwargs=True)
+
+
+class _Recorder(TorchDispatchMode):
+    """Records memory and operations between uses of units.
+
+    A use in backward begins with the gradient of the module's output, or with its recomputation,
+    and ends with the last gradient of its parameters, or if none is trained, with the next use.
+    """
+
+    def __init__(self, units: Sequence[Unit], copies: Mapping[int, nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self.forward: list[Segment] = []
+        self.segments = [Segment("")]
+        self._known = WeakIdKeyDictionary()
+        self._open: dict[str, Segment] = {}
+        self._is_back = False
+        self._units = units
+        self._copies = copies
+        self._missing: dict[str, int] = {}
+
+    # ---- hooks -----------------------------------------------------------------------------------
+
+    def watch(self, copied: nn.Module) -> None:
+        """Watch the units and the gradients of the copy, and leave its own tensors out."""
+        for tensor in (*copied.parameters(), *copied.buffers()):
+            self._known[tensor.untyped_storage()] = True
+        waits: dict[str, list[str]] = {}
+        for unit in self._units:
+            module = self._copies[id(unit.module)]
+            module.register_forward_pre_hook(partial(self._begin, unit.name), prepend=True)
+            module.register_forward_hook(partial(self._end, unit.name))
+            for member in unit.members:
+                if member.parameter.requires_grad:
+                    waits.setdefault(member.name, []).append(unit.name)
+        for name, parameter in copied.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    partial(self._arrive, name, waits.get(name, ()))
+                )
+        self._waits = waits
+
+    def turn(self) -> None:
+        """Begin backward."""
+        self._close_all()
+        self.forward, self.segments, self._is_back = self.segments, [Segment("")], True
+        for units in self._waits.values():
+            for unit in units:
+                self._missing[unit] = self._missing.get(unit, 0) + 1
+
+    def _begin(self, unit: str, *_: Any) -> None:
+        if unit in self._open:
+            return
+        for name in [n for n in self._open if self._is_back and not self._missing.get(n)]:
+            self._close(name)
+        segment = Segment(unit, peak=self.now)
+        self.segments.append(segment)
+        self._open[unit] = segment
+
+    def _end(self, unit: str, module: nn.Module, _: Any, output: Any) -> None:
+        if self._is_back:
+            return
+        self._close(unit)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(self._begin, unit))
+
+    def _arrive(self, name: str, units: Sequence[str], parameter: Tensor) -> None:
+        parameter.grad = None
+        self.segments[-1].arrived.append(name)
+        for unit in units:
+            self._missing[unit] -= 1
+            if not self._missing[unit] and unit in self._open:
+                self._close(unit)
+
+    def _close(self, unit: str) -> None:
+        self._open.pop(unit).until = len(self.segments)
+
+    def _close_all(self) -> None:
+        for name in list(self._open):
+            self._close(name)
+
+    def __exit__(self, *raised: Any) -> None:
+        self._close_all()
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    # ---- operations ------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = operation(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        segment = self.segments[-1]
+        if operation.namespace != "prim" and not _is_view(operation):
+            segment.kernels += 1
+            formula = _formulas().get(operation.overloadpacket)
+            if formula is not None:
+                found = formula(*args, **kwargs, out_val=out)
+                segment.products += int(getattr(found, "products", found))
+            else:
+                read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+                segment.moved += sum(tensor.nbytes for tensor in (*read, *made))
+        self.add(made)
+        return out
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Count the memory of tensors that are new, until it is freed."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage not in self._known:
+                nbytes = storage.nbytes()
+                self._known[storage] = True
+                self.now += nbytes
+                weakref.finalize(storage, self._free, nbytes)
+        segment = self.segments[-1]
+        segment.peak = max(segment.peak, self.now)
+
+    def _free(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+def _is_view(operation: Any) -> bool:
+    return any(result.alias_info is not None for result in operation._schema.returns) and not (
+        operation._schema.is_mutable
+    )
+
+
+def _formulas() -> Mapping[Any, Callable[..., Any]]:
+    from hadal.plugins.profiling.counting import FORMULAS  # for this alone
+
+    return FORMULAS

@@ -1,0 +1,127 @@
+"""`hadal.engine.activations`: what a micro-step holds and computes, without values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hadal.engine.activations import MicroStep, trace
+from hadal.engine.precision import Casting
+from hadal.errors import ModelError
+from hadal.zero.grouping import LeafModules, find_units
+
+WIDTH, ROWS, BLOCKS = 32, 64, 4
+FP32 = 4
+
+
+class Block(nn.Module):
+    """Saves its input for the product's gradient, and the mask's output for ReLU's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + torch.relu(self.inner(values))
+
+
+def traced(model: nn.Module, batch: Any, recomputed: Any = (), **kwargs: Any) -> MicroStep:
+    units = find_units(model, {p: 0 for p in model.parameters()}, LeafModules())
+    named = {name: model.get_submodule(name) for name in recomputed}
+    return trace(model, units, batch, Casting(), {}, named, **kwargs)
+
+
+def blocks(device: str = "meta") -> nn.Module:
+    with torch.device(device):
+        return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+
+ONE = FP32 * ROWS * WIDTH
+INPUT = torch.empty(ROWS, WIDTH, device="meta")
+
+
+@pytest.mark.parametrize("with_values", [False, True])
+def test_what_autograd_saves_is_counted(with_values: bool) -> None:
+    batch = torch.ones(ROWS, WIDTH)
+    found = traced(blocks("cpu"), batch, with_values=with_values)
+    # The batch and each block's output but the last one, and each ReLU's; and the loss.
+    assert found.kept == (BLOCKS + BLOCKS) * ONE + FP32
+    assert [segment.unit for segment in found.forward] == ["", "0", "1", "2", "3"]
+    assert [segment.unit for segment in found.backward] == ["", "3", "2", "1", "0"]
+    assert found.backward[1].arrived == ["3.inner.bias", "3.inner.weight"]
+    product = 2 * ROWS * WIDTH * WIDTH
+    assert [segment.products for segment in found.forward] == [0, *[product] * BLOCKS]
+    # The first block's input needs no gradient.
+    assert [segment.products for segment in found.backward] == [0, *[2 * product] * 3, product]
+    assert [segment.until for segment in found.backward[1:]] == [2, 3, 4, 5]
+
+
+def test_recomputed_blocks_keep_their_inputs() -> None:
+    found = traced(blocks(), INPUT, ["0", "1", "2", "3"])
+    assert found.kept == BLOCKS * ONE + FP32
+    assert found.inputs_of_recomputed == (BLOCKS - 1) * ONE  # the batch needs no gradient
+    assert found.peak < traced(blocks(), INPUT).peak
+    product = 2 * ROWS * WIDTH * WIDTH
+    assert [segment.products for segment in found.backward] == [0, *[3 * product] * 3, 2 * product]
+
+
+def test_a_frozen_block_gets_no_gradients() -> None:
+    model = blocks()
+    model[1].requires_grad_(False)
+    found = traced(model, INPUT)
+    names = [name for segment in found.backward for name in segment.arrived]
+    assert names == [f"{n}.inner.{kind}" for n in (3, 2, 0) for kind in ("bias", "weight")]
+
+
+def test_a_shared_weight_is_complete_at_its_last_use() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, WIDTH)
+            self.blocks = blocks()
+            self.head = nn.Linear(WIDTH, 10, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+            return {"loss": F.cross_entropy(self.head(self.blocks(self.table(tokens))), tokens)}
+
+    with torch.device("meta"):
+        model, tokens = Tied(), torch.zeros(ROWS, dtype=torch.long)
+    found = traced(model, tokens)
+    assert found.backward[-1].arrived[-1] == "table.weight"
+
+
+class Chooses(nn.Module):
+    """A model with shapes that depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.inner(values[values.sum(dim=1) > 0])
+
+
+def test_shapes_that_depend_on_values_are_named() -> None:
+    with pytest.raises(ModelError, match=r"aten.nonzero.*with_values=True"):
+        traced(Chooses(), torch.ones(ROWS, WIDTH))
+    found = traced(Chooses(), torch.ones(ROWS, WIDTH), with_values=True)
+    assert found.forward[-1].products == 2 * ROWS * WIDTH * WIDTH
+
+
+def test_an_error_of_the_model_names_the_batch() -> None:
+    with pytest.raises(ModelError, match=r"Sequential failed in the planned .*\(8, 3\)"):
+        traced(blocks(), torch.empty(8, 3, device="meta"))
+
+
+def test_the_model_itself_is_left_alone() -> None:
+    model = blocks("cpu")
+    before = [(name, type(p), p.device, p.grad) for name, p in model.named_parameters()]
+    traced(model, torch.ones(ROWS, WIDTH), ["0"])
+    assert [(n, type(p), p.device, p.grad) for n, p in model.named_parameters()] == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert "forward" not in vars(model[0])
