@@ -8,6 +8,7 @@ import importlib
 import inspect
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,10 @@ import hadal
 from hadal import errors
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCS = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/tutorials/*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *DOCS, *ROOT.glob("benchmarks/*.md"), *ROOT.glob("examples/*.md")]
+)
 
 
 def python(code: str, **variables: str) -> str:
@@ -295,9 +299,27 @@ def test_the_glossary_is_short_and_has_each_term_once() -> None:
 
 def test_the_index_has_every_page() -> None:
     index = (ROOT / "docs/README.md").read_text()
-    of_the_site = {"README.md", "index.md", "api.md", "examples.md", "benchmarks.md"}
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - of_the_site
-    assert set(re.findall(r"^- \[[^]]+\]\((\w+\.md)\): ", index, re.MULTILINE)) == pages
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in DOCS}
+    listed = re.findall(r"^- \[[^]]+\]\(([\w/]+\.md)\): ", index, re.MULTILINE)
+    assert sorted(listed) == sorted(pages - {"README.md", "index.md"})  # the site makes its index
+
+
+def test_the_pictures_are_as_drawn() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs/pictures/draw.py"))["drawn"]()
+    for name, text in drawn.items():
+        path = ROOT / "docs/pictures" / name
+        assert path.read_text() == text, f"{name} is stale; run: python docs/pictures/draw.py"
+
+
+def test_every_variable_that_is_read_is_documented() -> None:
+    page = (ROOT / "docs/environment.md").read_text()
+    read = r'"((?:HADAL|DS|DEEPSPEED|MALLOC|SLURM|OMPI|PMI|MV2)_[A-Z_]+)"'
+    code = "\n".join(file.read_text() for file in (ROOT / "hadal").rglob("*.py"))
+    names = set(re.findall(read, code))
+    assert len(names) > 20
+    documented = re.findall(r"`([A-Z]\w+?\*?)`", page)
+    patterns = "|".join(name.replace("*", r"\w+") for name in documented)
+    assert [name for name in sorted(names) if not re.fullmatch(patterns, name)] == []
 
 
 def test_the_pages_that_are_promised_are_there() -> None:

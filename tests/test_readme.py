@@ -61,7 +61,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """Its links lead somewhere, and the docstrings of all public names can be read."""
     pytest.importorskip("furo")
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    for name in ("benchmarks", "examples"):
+    for name in ("README.md", "benchmarks", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     command = ["-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "docs", "site"]
     done = subprocess.run(
@@ -73,5 +73,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    reference = (tmp_path / "site" / "api" / "hadal.html").read_text()
-    assert "hadal.initialize" in reference
+    wanted = {
+        "api/hadal": "hadal.initialize",
+        "commands/run": "--num_accelerators",
+        "configuration/zero_optimization": "stage3_max_live_parameters",
+        "errors": "ShardedAccessError",
+        "index": "getting_started.html",
+        "troubleshooting": "By message",
+    }
+    for page, words in wanted.items():
+        assert words in (tmp_path / "site" / f"{page}.html").read_text()
