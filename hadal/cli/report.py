@@ -1,4 +1,4 @@
-"""`hadal report`: versions, devices, available features, and the reasons for missing ones."""
+"""`hadal report`: versions, devices and available features; or the page of runs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hadal import __version__
 from hadal.cli.parser import add_command, add_flag, add_json
 from hadal.cli.terminal import aligned, is_colourful, key, show, show_json
+from hadal.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 _LIBRARIES = ("transformers", "accelerate", "peft", "trl", "lightning", "safetensors", "pydantic")
 _STARTERS = {"ssh": "ssh", "slurm": "srun", "MPI": "mpirun", "pdsh": "pdsh"}
 _AVAILABLE = "available"
+_FOLLOW_S = 10
 
 Section = dict[str, str]
 
@@ -32,18 +35,28 @@ def add_to(group: Any) -> None:
     parser = add_command(
         group,
         "report",
-        help="Show versions, devices and available features; or build a page about a run",
+        help="Show versions, devices and available features; or build a page about runs",
         description="Show the installed versions, the devices of this machine, the available"
-        " features and the reasons for missing ones. With the directory of a run that had"
-        " jsonl_monitor enabled, write one HTML page about the run.",
+        " features and the reasons for missing ones. With directories of runs that had"
+        " jsonl_monitor enabled, write one HTML page that shows them, and compares several.",
         examples=(
             "hadal report --markdown  # to be pasted into an issue",
             "hadal report runs/first --output first.html",
+            "hadal report runs/first runs/second  # compares them in runs/report.html",
+            "hadal report runs --follow  # until they end; the open page loads itself again",
         ),
     )
-    add_flag(parser, "folder RUN", "Folder of a run, or its events.jsonl", Path, nargs="?")
     add_flag(
-        parser, "--output FILE", "HTML file to write (default: report.html in that folder)", Path
+        parser, "runs RUN", "Folder of a run or of several, or an events.jsonl", Path, nargs="*"
+    )
+    add_flag(
+        parser,
+        "--output FILE",
+        "HTML file to write (default: report.html in the folder of all)",
+        Path,
+    )
+    add_flag(
+        parser, "--follow", f"Write the page every {_FOLLOW_S} seconds until all runs have ended"
     )
     form = parser.add_mutually_exclusive_group()
     add_json(form)
@@ -53,11 +66,10 @@ def add_to(group: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Show it."""
-    if parsed.folder is not None:
-        from hadal.plugins.monitor.report import write_page
-
-        show(f"wrote {write_page(parsed.folder, parsed.output)}")
-        return 0
+    if parsed.runs:
+        return _write_page(parsed.runs, parsed.output, follows=parsed.follow)
+    if parsed.output or parsed.follow:
+        raise UsageError("--output and --follow are about a page; pass the directory of a run")
     sections = {
         "versions": versions(),
         "machine": machine(),
@@ -72,6 +84,17 @@ def run(parsed: argparse.Namespace) -> int:
     _show(sections, plain)
     if parsed.markdown:
         sys.stdout.write("```\n")
+    return 0
+
+
+def _write_page(runs: Sequence[Path], output: Path | None, *, follows: bool) -> int:
+    from hadal.plugins.monitor.report import write_page
+
+    path, is_over = write_page(runs, output, _FOLLOW_S if follows else None)
+    show(f"wrote {path}" + ("" if is_over or not follows else "; Ctrl-C ends following"))
+    while follows and not is_over:
+        time.sleep(_FOLLOW_S)
+        _, is_over = write_page(runs, output, _FOLLOW_S)
     return 0
 
 
@@ -152,6 +175,7 @@ def lacking() -> Section:
         "shared memory between local ranks": ""
         if system() is not None
         else "this system has no cross-memory attach; gloo's sends are used",
+        "hadal report RUN": _missing("plotly", "pip install plotly"),
         "hadal plot-schedule": _missing("matplotlib", "pip install matplotlib"),
     }
     for launcher, program in _STARTERS.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from hadal.comm import Ranks
+from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import raised_on_all
 from hadal.comm.summary import end_of_log
 from hadal.config import Config
@@ -118,6 +120,7 @@ def opened_monitor(setting: EngineSetting) -> Monitor:
     topology, world, monitor = setting.topology, setting.world, setting.monitor
     if not monitor.enabled:
         return monitor
+    hosts = gather_objects(socket.gethostname(), world)
     with raised_on_all(world, "initialize", MonitorError):
         if world.rank == 0:
             ranks = {
@@ -126,7 +129,7 @@ def opened_monitor(setting: EngineSetting) -> Monitor:
                 "sequence_parallel": topology.sequence_parallel_size,
                 "model_parallel": topology.model_parallel_size,
             }
-            run = describe_run(setting.config, setting.model, ranks)
+            run = describe_run(setting.config, setting.model, ranks, hosts)
             monitor.open(open_writers(setting.config, run))
     return monitor
 

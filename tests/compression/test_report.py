@@ -74,9 +74,8 @@ def test_a_report_draws_no_random_numbers():
 
 
 @pytest.mark.slow
+@pytest.mark.runs("plotly")
 def test_the_page_of_a_run_has_the_report(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("jinja2")
     from hadal.plugins.monitor.report import write_page
 
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job", "report": True}
@@ -86,7 +85,7 @@ def test_the_page_of_a_run_has_the_report(tmp_path: Path):
         engine.step()
     assert compression_report(engine).rows[0].input_bits == 8
     engine.destroy()
-    text = write_page(tmp_path / "job", tmp_path / "page.html").read_text("utf-8")
-    assert "<h2>Compression</h2>" in text
+    text = write_page([tmp_path / "job"], tmp_path / "page.html")[0].read_text("utf-8")
+    assert "<h3>Compression</h3>" in text
     assert "attention.self.query" in text
     assert "weight_quantization, activation_quantization" in text

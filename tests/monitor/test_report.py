@@ -6,9 +6,12 @@ import json
 import logging
 import math
 import re
+import shlex
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -23,15 +26,18 @@ from ranks import RankPools
 
 from hadal import comm
 from hadal.cli.main import main
+from hadal.config.monitors import JsonlMonitor
 from hadal.errors import UsageError
+from hadal.plugins.monitor.files import JsonlWriter, read_lines
+from hadal.plugins.monitor.opening import _commit
 from hadal.plugins.monitor.report import read_run, write_page
-from hadal.plugins.monitor.report.run import Series, smoothed, thinned
+from hadal.plugins.monitor.report.charts import charts_of
+from hadal.plugins.monitor.report.page import _modules
+from hadal.plugins.monitor.report.run import Series, files_of, smoothed, thinned
 
 
 class Page(HTMLParser):
-    """The tables' rows, the figures, the pictures' titles, and links to elsewhere."""
-
-    VOID = frozenset({"meta", "link", "br", "path", "use", "rect"})
+    """The tables' rows, the figures, the charts, and links to elsewhere."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -39,9 +45,8 @@ class Page(HTMLParser):
         self.words: dict[str, list[str]] = {}
         self.links: list[str] = []
         self._tags: list[str] = []
-        text = path.read_text()
-        assert len(text) < 2 << 20
-        self.feed(text)
+        self.charts: dict[str, list[Any]] = {}
+        self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attributes: Any) -> None:
         self._tags.append(tag)
@@ -56,14 +61,21 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         tag = self._tags[-1] if self._tags else ""
-        if tag in ("td", "th"):
+        if data.startswith('{"runs":'):
+            self.charts = {one["title"]: one["curves"] for one in json.loads(data)["charts"]}
+        elif self.rows and self.rows[-1] and tag in ("td", "th", "wbr"):
             self.rows[-1][-1] += data
         elif tag and data.strip():
             self.words.setdefault(tag, []).append(data.strip())
 
     @property
     def figures(self) -> dict[str, str]:
-        return dict(zip(self.words["dt"], self.words["dd"], strict=True))
+        """Those of the first run."""
+        return dict(zip(self.words["dt"], self.words["dd"][:: self.runs], strict=True))
+
+    @property
+    def runs(self) -> int:
+        return len(self.words["dd"]) // len(self.words["dt"])
 
 
 def keys_of(folder: Path, **others: Any) -> dict[str, Any]:
@@ -83,8 +95,11 @@ def train_and_report(folder: Path, updates: int, others: dict[str, Any]) -> list
     return losses
 
 
+pages = pytest.mark.runs("plotly")
+
+
+@pages
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_page_has_the_figures_of_the_file(ranks: RankPools, tmp_path: Path) -> None:
     others = {
         "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(tmp_path / "p")},
@@ -93,7 +108,7 @@ def test_the_page_has_the_figures_of_the_file(ranks: RankPools, tmp_path: Path) 
     }
     losses = ranks(2).run(train_and_report, tmp_path, 5, others)
     path = tmp_path / "run" / "report.html"
-    page, run = Page(path), read_run(tmp_path / "run")
+    page, run = Page(path), read_run(path.with_name("events.jsonl"))
     means = np.mean(losses, axis=0)
     assert run.series["train_loss"].values == pytest.approx(means, rel=1e-2)
     first, last = (run.series["train_loss"].values[place] for place in (0, -1))
@@ -118,10 +133,13 @@ def test_the_page_has_the_figures_of_the_file(ranks: RankPools, tmp_path: Path) 
     assert any(re.fullmatch(r"1, \d+\.\d\d ms a call", cell) for cell in cells)
     profiled = next(row for row in page.rows if row[:2] == ["Sequential", "Sequential"])
     assert profiled[2:5] == [str(numel), str(3 * (6 * 9 + 9 * 4)), "100.0"]
-    titles = page.words["figcaption"]
-    assert {"Loss", "Learning rate", "Gradient norm", "Samples per second"} <= set(titles)
-    assert "Time of an update by phase" in titles
-    assert all(link.startswith("#") for link in page.links), "nothing is loaded from elsewhere"
+    assert {"Loss", "Learning rate", "Gradient norm", "Samples per second"} <= page.charts.keys()
+    assert "Time of an update by phase, ms" in page.charts
+    assert not page.links, "nothing is loaded from elsewhere"
+    told = dict(row for row in page.rows if len(row) == 2)
+    assert told["hosts"] == f"{socket.gethostname()} (2 ranks)"
+    assert shlex.split(told["command"])[0].endswith("python")
+    assert told["directory"] == str(Path.cwd())
 
 
 PROGRAM = """
@@ -152,13 +170,14 @@ main()
 """
 
 
+@pages
 @pytest.mark.slow
 def test_a_program_that_never_destroys_its_engine_has_a_page(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
     command = [sys.executable, "-m", "hadal", "run", "--num_accelerators", "2"]
     subprocess.run([*command, str(program), str(tmp_path)], check=True)
-    page, run = Page(tmp_path / "run" / "report.html"), read_run(tmp_path / "run")
+    page, run = Page(tmp_path / "run" / "report.html"), read_run(tmp_path / "run" / "events.jsonl")
     assert page.figures["updates"] == "4" and page.figures["state"] == "ended"
     assert run.profile is not None and run.profile["modules"]["class"] == "Linear"
     cells = [cell for row in page.rows for cell in row]
@@ -170,15 +189,15 @@ def test_a_profile_is_in_the_file_before_the_end(tmp_path: Path) -> None:
     profiler = {"enabled": True, "profile_step": 1, "output_file": str(tmp_path / "p")}
     engine = engine_of(0, **keys_of(tmp_path, flops_profiler=profiler))
     train(engine, range(5))
-    profile = read_run(tmp_path / "run").profile
+    profile = read_run(tmp_path / "run" / "events.jsonl").profile
     assert profile is not None and profile["modules"]["parameters"] > 0
     engine.destroy()
 
 
-def a_run(folder: Path, updates: int = 3, **changes: Any) -> Path:
-    """A file as a run writes it, without training."""
+def a_run(folder: Path, updates: int = 3, samples: int = 1, **changes: Any) -> Path:
+    """A file as a run writes it, without training; each update has so many samples."""
     folder.mkdir(parents=True, exist_ok=True)
-    head = {
+    head: dict[str, Any] = {
         "kind": "run",
         "time": 1000.0,
         "world_size": 1,
@@ -186,25 +205,26 @@ def a_run(folder: Path, updates: int = 3, **changes: Any) -> Path:
         "model": {"class": "Net", "tensors": 1, "parameters": 10, "trained": 10},
         "versions": {},
         "machine": {},
-        "config": {"train_batch_size": 1},
+        "config": {"train_batch_size": samples},
         "origins": {},
     }
+    head |= changes.get("head", {})
     lines = [head]
     for step in range(1, updates + 1):
         value: Any = changes.get("loss", lambda step: 1.0 / step)(step)
         name = "Train/Samples/train_loss"
-        lines.append(
-            {"kind": "update", "step": step, "samples": step, "time": 1000.0 + step, name: value}
-        )
+        head = {"kind": "update", "step": step, "samples": step * samples, "time": 1000.0 + step}
+        lines.append({**head, name: value, **changes.get("values", {})})
     path = folder / "events.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
+@pages
 def test_a_run_that_was_killed_has_a_page_too(tmp_path: Path) -> None:
     path = a_run(tmp_path)
     path.write_text(path.read_text() + '{"kind":"update","step":4,"sam')
-    page = Page(write_page(tmp_path, tmp_path / "elsewhere" / "page.html"))
+    page = Page(write_page([tmp_path], tmp_path / "elsewhere" / "page.html")[0])
     assert page.figures["updates"] == "3"
     assert page.figures["state"] == "running, or killed"
 
@@ -225,12 +245,152 @@ def test_values_that_are_not_finite_leave_a_gap(tmp_path: Path) -> None:
 
     run = read_run(a_run(tmp_path, loss=lost))
     assert math.isnan(run.series["train_loss"].values[1])
-    assert Page(write_page(tmp_path)).figures["loss"] == "1 → 1"
+    (curve,) = charts_of([run])[0]["curves"]
+    assert curve["y"] == [1, None, 1]
 
 
+@pages
+def test_figures_that_no_one_measured_are_not_zeros(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    profile = {
+        "name": "Net",
+        "class": "Net",
+        "parameters": 1,
+        "forward_macs": 1,
+        "forward_seconds": None,
+        "children": [],
+    }
+    message = {
+        "operation": "all_reduce",
+        "nbytes": 4,
+        "count": 1,
+        "total_nbytes": 4,
+        "seconds": 0.0,
+        "bus_gb_per_s": 0.0,
+        "straggler": None,
+        "waited_s": 0.0,
+    }
+    with (tmp_path / "events.jsonl").open("a") as file:
+        for line in (
+            {"kind": "profile", "mfu": None, "modules": profile},
+            {"kind": "communication", "rows": [message]},
+            {"kind": "end", "time": 1010.0, "error": "ValueError: bad sample 17"},
+        ):
+            file.write(json.dumps(line) + "\n")
+    page = Page(write_page([tmp_path])[0])
+    unknown = {name for name, value in page.figures.items() if value == "not measured"}
+    assert unknown == {"samples/s", "tokens/s", "peak memory", "MFU (profiled)", "skipped updates"}
+    assert page.figures["state"] == "ended by ValueError"
+    assert ["Net", "Net", "1", "1", "100.0", "not measured"] in page.rows
+    assert ["all_reduce", "4", "1", "4", "not measured", "not measured", ""] in page.rows
+
+
+@pages
+def test_several_runs_are_compared(tmp_path: Path) -> None:
+    """Their curves share charts; ranks that differ, and keys, stand side by side."""
+    a_run(tmp_path / "one", samples=8)
+    a_run(tmp_path / "two", samples=16, updates=5, head={"ranks": {"world": 2}})
+    path, is_over = write_page([tmp_path])
+    page = Page(path)
+    assert path == tmp_path / "report.html" and not is_over
+    assert page.words["h1"] == ["Net, 2 runs"] and page.runs == 2
+    assert [curve["run"] for curve in page.charts["Loss"]] == [0, 1]
+    assert page.charts["Loss"][1]["x"] == {
+        "update": [1, 2, 3, 4, 5],
+        "samples": [16, 32, 48, 64, 80],
+        "seconds": [1, 2, 3, 4, 5],
+    }
+    assert page.rows[0] == ["key", "one", "two"]
+    assert page.rows[1:3] == [["ranks.world", "1", "2"], ["train_batch_size", "8", "16"]]
+
+
+def test_own_scalars_share_the_axes_of_updates(tmp_path: Path) -> None:
+    """And are an axis if they never fall."""
+    rates = {"Train/Samples/samples_per_sec": 4.0, "Train/Samples/tokens_per_sec": 400.0}
+    path = a_run(tmp_path, samples=8, values=rates)
+    with path.open("a") as file:
+        for samples, epoch, loss in ((8, 0.5, 3), (24, 1.5, 2)):
+            line = {"kind": "events", "samples": samples, "time": 1, "epoch": epoch, "Eval": loss}
+            file.write(json.dumps(line) + "\n")
+    run = read_run(path)
+    found = {name: list(at) for name, at in run.places(run.own["Eval"].samples).items()}
+    assert found == {
+        "samples": [8, 24],
+        "update": [1, 3],
+        "seconds": [1, 3],
+        "tokens": [800, 2400],
+        "epoch": [0.5, 1.5],
+    }
+    assert list(run.places(run.series["train_loss"].samples)["epoch"]) == [0.5, 1, 1.5]
+
+
+def test_blocks_of_the_same_form_are_one_row(tmp_path: Path) -> None:
+    def module(name: str, kind: str, *children: Any, seconds: float | None = 1.0) -> Any:
+        numel = sum(child["parameters"] for child in children) or 2
+        return {
+            "name": name,
+            "class": kind,
+            "parameters": numel,
+            "forward_macs": 3 * numel,
+            "forward_seconds": seconds,
+            "children": list(children),
+        }
+
+    blocks = [
+        module(str(n), "Block", module("up", "Linear"), module("down", "Linear")) for n in range(3)
+    ]
+    root = module("Net", "Net", *blocks, module("3", "Head"), seconds=4.0)
+    a_run(tmp_path)
+    run = replace(read_run(tmp_path / "events.jsonl"), profile={"modules": root})
+    rows = [(row["name"], row["class"], row["parameters"], row["time"]) for row in _modules(run)]
+    assert rows == [
+        ("Net", "Net", 14, "100.0"),
+        ("0–2", "3 × Block", 12, "75.0"),
+        ("up", "3 × Linear", 6, "75.0"),
+        ("down", "3 × Linear", 6, "75.0"),
+        ("3", "Head", 2, "25.0"),
+    ]
+
+
+@pages
 def test_long_runs_have_small_pages(tmp_path: Path) -> None:
+    from plotly.offline import get_plotlyjs
+
     a_run(tmp_path, updates=60_000)
-    assert write_page(tmp_path).stat().st_size < 200_000
+    path, _ = write_page([tmp_path])
+    assert path.stat().st_size - len(get_plotlyjs().encode()) < 200_000
+
+
+def fail_and_close(folder: Path) -> None:
+    monitor = JsonlWriter(JsonlMonitor(enabled=True, output_path=str(folder), job_name="run"), {})
+    try:
+        raise ValueError("bad sample 17")
+    finally:
+        monitor.close()
+
+
+def test_the_error_that_ended_a_run_is_recorded(tmp_path: Path) -> None:
+    with pytest.raises(ValueError):
+        fail_and_close(tmp_path)
+    *_, end = read_lines(tmp_path / "run" / "events.jsonl")
+    assert end["error"] == "ValueError: bad sample 17"
+
+
+def test_the_commit_of_the_program_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("")
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert _commit() is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.com"]
+    for words in (["init", "-q"], ["add", "train.py"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    commit = _commit()
+    assert commit is not None and re.fullmatch("[0-9a-f]{40}", commit)
+    program.write_text("changed")
+    assert _commit() == f"{commit}-dirty"
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 40))
@@ -246,14 +406,14 @@ def test_thinning_keeps_the_ends_and_the_extremes(values: list[float], most: int
     series = Series(np.arange(len(values), dtype=float), np.array(values))
     few = thinned(series, most)
     assert few.values.size <= most + 2
-    assert few.steps[0] == 0
-    assert few.steps[-1] == len(values) - 1
+    assert few.samples[0] == 0
+    assert few.samples[-1] == len(values) - 1
     assert (few.values.min(), few.values.max()) == (min(values), max(values))
     assert all(series.values[int(step)] == value for step, value in zip(*few_of(few), strict=True))
 
 
 def few_of(series: Series) -> tuple[Any, Any]:
-    return series.steps, series.values
+    return series.samples, series.values
 
 
 @pytest.mark.parametrize(
@@ -261,17 +421,14 @@ def few_of(series: Series) -> tuple[Any, Any]:
     [
         (lambda folder: folder / "nothing", "does not exist; pass the directory of a run"),
         (lambda folder: folder, r'no events.jsonl; train with "jsonl_monitor"'),
-        (
-            lambda folder: [a_run(folder / name) for name in ("a", "b")].pop().parent.parent,
-            "several runs; pass the directory of one of them: a, b",
-        ),
     ],
 )
 def test_a_directory_that_is_not_a_run_is_refused(make: Any, fault: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=fault):
-        read_run(make(tmp_path))
+        files_of(make(tmp_path))
 
 
+@pages
 @pytest.mark.parametrize(
     "line",
     [
@@ -291,18 +448,38 @@ def test_a_line_of_another_form_is_named(line: dict[str, Any], tmp_path: Path) -
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
     with pytest.raises(UsageError, match=r"events\.jsonl is damaged, or was not written by jsonl_"):
-        write_page(tmp_path)
+        write_page([tmp_path])
     assert not (tmp_path / "report.html").exists()
 
 
+@pages
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a_run(tmp_path / "runs" / "one")
+    path = a_run(tmp_path / "runs" / "one")
     assert main(["report", str(tmp_path / "runs")]) == 0
     assert "report.html" in capsys.readouterr().out
-    assert (tmp_path / "runs" / "one" / "report.html").exists()
-    assert re.search("pass the directory of a run", run_and_fail(tmp_path / "no", capsys))
+    page = path.with_name("report.html")
+    assert "location.reload(), 10000" not in page.read_text()
+    assert re.search("pass the directory of a run", run_and_fail([tmp_path / "no"], capsys))
+    assert re.search("are about a page; pass the", run_and_fail(["--follow"], capsys))
 
 
-def run_and_fail(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["report", str(folder)]) == 1
+@pages
+def test_a_page_is_followed_until_the_run_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = a_run(tmp_path)
+    page, seen = path.with_name("report.html"), []
+
+    def sleep(seconds: float) -> None:
+        seen.append("location.reload(), 10000" in page.read_text())
+        with path.open("a") as file:
+            file.write('{"kind": "end", "time": 1010}\n')
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert main(["report", "--follow", str(tmp_path)]) == 0
+    assert seen == [True] and "location.reload(), 10000" not in page.read_text()
+
+
+def run_and_fail(arguments: list[Any], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["report", *map(str, arguments)]) == 1
     return capsys.readouterr().err

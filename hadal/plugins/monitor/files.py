@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -157,9 +158,17 @@ class JsonlWriter:
         """Do nothing: nothing is buffered."""
 
     def close(self) -> None:
-        """Append the line that distinguishes a normal exit from a kill."""
+        """Append the line that distinguishes an exit from a kill, with the error if one caused it.
+
+        That error is on its way now, or has ended the program. In an interactive interpreter, which
+        outlives errors, the last one says nothing about the run.
+        """
+        error = sys.exc_info()[1]
+        if error is None and not hasattr(sys, "ps1"):
+            error = getattr(sys, "last_value", None)
+        shown = {} if error is None else {"error": f"{type(error).__name__}: {error}"[:500]}
         try:
-            self._write({"kind": "end", "time": time.time()})
+            self._write({"kind": "end", "time": time.time(), **shown})
         finally:
             self._file.close()
 

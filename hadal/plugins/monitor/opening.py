@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,13 +34,16 @@ from hadal.plugins.monitor.services import (
 FORMAT = 1
 
 
-def describe_run(config: Config, model: nn.Module, ranks: dict[str, int]) -> dict[str, Any]:
+def describe_run(
+    config: Config, model: nn.Module, ranks: dict[str, int], hosts: Sequence[str]
+) -> dict[str, Any]:
     """Return the description as plain JSON values, without secrets.
 
     Args:
         config: the effective configuration.
         model: the trained model, or this rank's part of it.
         ranks: the number of ranks, and of each kind of parallelism.
+        hosts: each rank's host.
     """
     origins = {path: origin for path, origin in config.origins.items() if origin != "default"}
     return {
@@ -43,6 +51,10 @@ def describe_run(config: Config, model: nn.Module, ranks: dict[str, int]) -> dic
         "time": time.time(),
         "world_size": ranks["world"],
         "ranks": ranks,
+        "hosts": Counter(hosts),
+        "command": shlex.join(sys.orig_argv),
+        "directory": os.getcwd(),
+        "commit": _commit(),
         "model": _model(model),
         "versions": {
             "hadal": __version__,
@@ -54,6 +66,21 @@ def describe_run(config: Config, model: nn.Module, ranks: dict[str, int]) -> dic
         "config": config.as_public_dict(),
         "origins": origins,
     }
+
+
+def _commit() -> str | None:
+    """Return the commit of the program's repository, with `-dirty` if files have changed since.
+
+    None if the program is in none, or git is missing or takes too long.
+    """
+    program = Path(sys.argv[0]) if sys.argv else Path()
+    folder = program.parent if program.is_file() else Path()
+    git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        run = subprocess.run([*git, "--exclude=*"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return run.stdout.strip() or None
 
 
 def _model(model: nn.Module) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One HTML page about a run, made from only its `events.jsonl`."""
+"""One HTML page about runs, made from only their `events.jsonl`."""
 
 from hadal.plugins.monitor.report.journal import Journal, PageAtEnd, communication_lines
 from hadal.plugins.monitor.report.page import write_page

@@ -101,7 +101,7 @@ class PageAtEnd(Listener):
         from hadal.plugins.monitor.report.page import write_page
 
         try:
-            _log.info("wrote %s", write_page(self._path))
+            _log.info("wrote %s", write_page([self._path])[0])
         except (OSError, HadalError) as error:
             _log.error("the page of %s cannot be written: %s", self._path, error)
 

@@ -1,39 +1,68 @@
-"""The page: figures, plots and tables of a run, in one self-contained file."""
+"""The page: figures, charts and tables of one run or of several, in one self-contained file."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hadal.plugins.monitor.report.pictures import pictures_of
-from hadal.plugins.monitor.report.run import RunRecord, read_run, understood
+from hadal.errors import UsageError
+from hadal.plugins.monitor.report.charts import charts_of
+from hadal.plugins.monitor.report.run import RunRecord, files_of, read_run, understood
+from hadal.units import shown_binary
 
 _MOST_ROWS = 200
+_UNKNOWN = "not measured"
 
 
-def write_page(place: Path, output: Path | None = None) -> Path:
-    """Write the page of a run, next to its file by default, and return its path.
+def write_page(
+    places: Sequence[Path], output: Path | None = None, reload_s: float | None = None
+) -> tuple[Path, bool]:
+    """Write the page of one run or several, and return its path and whether all runs have ended.
+
+    Args:
+        places: the runs' directories, their files, or directories of several runs.
+        output: the page; by default `report.html` in the directory that has all of these runs.
+        reload_s: after how many seconds an open page loads itself again until all runs have ended.
 
     Raises:
-        UsageError: `place` is not a run, or damaged, or matplotlib is not installed.
+        UsageError: there is no run, or one is damaged, or plotly is not installed.
         OSError: the page cannot be written.
     """
-    run = read_run(place)
-    path = output or run.path.with_name("report.html")
+    files = list(dict.fromkeys(file.resolve() for place in places for file in files_of(place)))
+    top = Path(os.path.commonpath([file.parent for file in files]))
+    runs = {_name(file, top): read_run(file) for file in files}
+    is_over = all(run.end is not None for run in runs.values())
+    path = output or top / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with understood(run.path):
-        text = page_of(run)
-    path.write_text(text, encoding="utf-8")
-    return path
+    with ExitStack() as stack:
+        for file in files:
+            stack.enter_context(understood(file))
+        text = page_of(runs, None if is_over else reload_s)
+    written = path.with_name(f".{path.name}.tmp")  # a browser never loads half a page
+    written.write_text(text, encoding="utf-8")
+    written.replace(path)
+    return path, is_over
 
 
-def page_of(run: RunRecord) -> str:
-    """Return the page as HTML, below two megabytes."""
+def _name(file: Path, top: Path) -> str:
+    return file.parent.name if file.parent == top else str(file.parent.relative_to(top))
+
+
+def page_of(runs: Mapping[str, RunRecord], reload_s: float | None) -> str:
+    """Return the page as HTML: plotly.js, which is 4.8 MB, and up to a megabyte."""
     import jinja2
+    from markupsafe import Markup, escape
+
+    try:
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError:
+        raise UsageError("a report needs plotly for its charts: pip install plotly") from None
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -42,51 +71,125 @@ def page_of(run: RunRecord) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    environment.filters["significant"] = _significant
+    # Keys and paths break after dots, underscores and slashes only.
+    environment.filters["breakable"] = lambda text: Markup(
+        "".join(f"{escape(one)}<wbr>" if one in "._/" else escape(one) for one in str(text))
+    )
     return environment.get_template("page.html.j2").render(
-        title=_title(run),
-        figures=dict(_figures(run)),
-        pictures=pictures_of(run),
-        machine=_flat({k: run.description[k] for k in ("machine", "versions", "ranks")}),
-        settings=_settings(run),
-        modules=_modules(run),
-        compression=run.compression[:_MOST_ROWS],
-        communication=run.communication[:_MOST_ROWS],
-        checkpoints=[{**each, "when": _when(each["time"])} for each in run.checkpoints],
-        warnings=[{**each, "when": _when(each["time"])} for each in run.warnings[-_MOST_ROWS:]],
-        starts=[_when(each["time"]) for each in run.starts],
+        title=_title(runs),
+        plotly=Markup(get_plotlyjs()),
+        data=Markup(_data(runs)),
+        reload_s=reload_s,
+        names=list(runs),
+        figures=_side_by_side([dict(_figures(run)) for run in runs.values()]),
+        differences=_differences(list(runs.values())),
+        runs=[{"name": name, **_details(run)} for name, run in runs.items()],
     )
 
 
-def _title(run: RunRecord) -> str:
-    return f"{run.description['model']['class']}, {run.path.parent.name}"
+def _title(runs: Mapping[str, RunRecord]) -> str:
+    classes = dict.fromkeys(run.description["model"]["class"] for run in runs.values())
+    names = next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs"
+    return f"{', '.join(classes)}, {names}"
 
 
-def _figures(run: RunRecord) -> Iterator[tuple[str, str]]:
-    model, series = run.description["model"], run.series
+def _data(runs: Mapping[str, RunRecord]) -> str:
+    content = {"runs": list(runs), "charts": charts_of(list(runs.values()))}
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def _figures(run: RunRecord) -> Iterator[tuple[str, str | None]]:
+    """Yield the figures by name; None if one was not measured."""
+    model, series, about = run.description["model"], run.series, run.description
     yield "parameters", f"{model['parameters']:,}"
-    if model["trained"] != model["parameters"]:
-        yield "trained", f"{model['trained']:,}"
-    yield "ranks", str(run.description["world_size"])
+    yield "trained", f"{model['trained']:,}"
+    yield "ranks", str(about["world_size"])
     yield "updates", f"{run.updates:,}"
-    if "train_loss" in series:
-        losses = series["train_loss"].values
-        yield "loss", f"{losses[0]:.4g} → {losses[-1]:.4g}"
+    losses = series["train_loss"].values if "train_loss" in series else None
+    yield "loss", None if losses is None else f"{losses[0]:.4g} → {losses[-1]:.4g}"
     for label, name in (("samples/s", "samples_per_sec"), ("tokens/s", "tokens_per_sec")):
-        if name in series:
-            yield label, f"{_median(series[name].values):,.1f}"
-    if "peak_memory_bytes" in series:
-        yield "peak memory", f"{max(series['peak_memory_bytes'].values) / (1 << 30):.2f} GiB"
-    if run.profile is not None and run.profile.get("mfu") is not None:
-        yield "MFU (profiled)", f"{100 * run.profile['mfu']:.1f} %"
-    if "skipped_steps" in series:
-        yield "skipped updates", f"{int(series['skipped_steps'].values[-1]):,}"
+        yield label, f"{_median(series[name].values):,.1f}" if name in series else None
+    peak = series.get("peak_memory_bytes")
+    yield "peak memory", None if peak is None else shown_binary(int(max(peak.values)))
+    mfu = (run.profile or {}).get("mfu")
+    yield "MFU (profiled)", None if mfu is None else f"{100 * mfu:.1f} %"
+    skipped = series.get("skipped_steps")
+    yield "skipped updates", None if skipped is None else f"{int(skipped.values[-1]):,}"
     yield "time", str(datetime.timedelta(seconds=round(run.duration_s)))
-    yield "state", "ended" if run.has_ended else "running, or killed"
+    yield "state", _state(run)
+
+
+def _state(run: RunRecord) -> str:
+    if run.end is None:
+        return "running, or killed"
+    error = run.end.get("error")
+    return f"ended by {error.partition(':')[0]}" if error else "ended"
 
 
 def _median(values: Any) -> float:
     ordered = sorted(value for value in values if math.isfinite(value))
     return ordered[len(ordered) // 2] if ordered else math.nan
+
+
+def _side_by_side(rows: Sequence[Mapping[str, str | None]]) -> dict[str, list[str]]:
+    """Return each name that some run has a value of, with every run's value."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) or _UNKNOWN for row in rows] for name in names}
+
+
+def _differences(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
+    """Return what the runs were given that differs: ranks, versions and configuration."""
+    about = ("model", "ranks", "hosts", "versions", "commit", "config")
+    flat = [dict(_flat({name: run.description.get(name) for name in about})) for run in runs]
+    rows = {
+        name: [row.get(name, "–") for row in flat]
+        for name in dict.fromkeys(name for row in flat for name in row)
+    }
+    return {name.removeprefix("config."): row for name, row in rows.items() if len(set(row)) > 1}
+
+
+# ---- one run -------------------------------------------------------------------------------------
+
+
+def _details(run: RunRecord) -> dict[str, Any]:
+    about = run.description
+    return {
+        "starts": [_when(each["time"]) for each in run.starts],
+        "last": None if run.end is None else _when(run.end["time"]),
+        "error": (run.end or {}).get("error"),
+        "warnings": [{**each, "when": _when(each["time"])} for each in run.warnings[-_MOST_ROWS:]],
+        "checkpoints": [{**each, "when": _when(each["time"])} for each in run.checkpoints],
+        "states": {
+            name: shown_binary(n) for name, n in (run.memory or {"bytes": {}})["bytes"].items()
+        },
+        "modules": _modules(run),
+        "compression": run.compression[:_MOST_ROWS],
+        "communication": run.communication[:_MOST_ROWS],
+        "settings": _settings(run),
+        "machine": [
+            ("command", about.get("command") or "not recorded"),
+            ("directory", about.get("directory") or "not recorded"),
+            ("commit", about.get("commit") or "no git repository"),
+            ("hosts", _hosts(about.get("hosts") or {})),
+            *_flat(_readable(about["machine"])),
+            *_flat({name: about[name] for name in ("versions", "ranks")}),
+        ],
+    }
+
+
+def _hosts(ranks: Mapping[str, int]) -> str:
+    names = [f"{host} ({number} ranks)" for host, number in ranks.items()]
+    return ", ".join(names) or "not recorded"
+
+
+def _readable(machine: Mapping[str, Any]) -> dict[str, Any]:
+    nbytes, devices = machine.get("device_memory"), machine.get("devices")
+    changed = {"device_memory": shown_binary(nbytes)} if nbytes else {}
+    return {**machine, **changed, "devices": ", ".join(map(str, devices or ())) or "none"}
 
 
 def _settings(run: RunRecord) -> list[tuple[str, str, str]]:
@@ -111,17 +214,16 @@ def _modules(run: RunRecord) -> list[dict[str, Any]]:
     """Return the profiled modules in order, each with its depth and fractions of the whole."""
     if run.profile is None:
         return []
-    root = run.profile["modules"]
+    root = _folded([run.profile["modules"]])
     rows: list[dict[str, Any]] = []
 
     def add(module: Mapping[str, Any], depth: int) -> None:
-        seconds, whole = module["forward_seconds"], root["forward_seconds"]
         rows.append(
             {
                 **{key: module[key] for key in ("name", "class", "parameters", "forward_macs")},
                 "depth": depth,
                 "macs": _share(module["forward_macs"], root["forward_macs"]),
-                "time": _share(seconds or 0.0, whole or 0.0),
+                "time": _share(module["forward_seconds"], root["forward_seconds"]),
             }
         )
         for child in module["children"]:
@@ -131,9 +233,43 @@ def _modules(run: RunRecord) -> list[dict[str, Any]]:
     return rows[:_MOST_ROWS]
 
 
-def _share(part: float, whole: float) -> float:
-    return round(100 * part / whole, 1) if whole else 0.0
+def _folded(alike: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return modules of the same form as one, the sum of all; so too neighbours below them."""
+    first, last, count = alike[0], alike[-1], len(alike)
+    seconds = [each["forward_seconds"] for each in alike]
+    children: list[list[Mapping[str, Any]]] = []
+    for place, child in enumerate(first["children"]):
+        column = [each["children"][place] for each in alike]
+        is_numbered = child["name"].isdigit()
+        if place and is_numbered and _form(child) == _form(first["children"][place - 1]):
+            children[-1] += column
+        else:
+            children.append(column)
+    return {
+        "name": first["name"]
+        if first["name"] == last["name"]
+        else f"{first['name']}–{last['name']}",
+        "class": first["class"] if count == 1 else f"{count} × {first['class']}",
+        "parameters": sum(each["parameters"] for each in alike),
+        "forward_macs": sum(each["forward_macs"] for each in alike),
+        "forward_seconds": None if None in seconds else sum(seconds),
+        "children": [_folded(each) for each in children],
+    }
+
+
+def _form(module: Mapping[str, Any]) -> tuple[Any, ...]:
+    counts = (module["class"], module["parameters"], module["forward_macs"])
+    return (*counts, *((child["name"], _form(child)) for child in module["children"]))
+
+
+def _share(part: float | None, whole: float | None) -> str:
+    return _UNKNOWN if part is None or not whole else f"{100 * part / whole:.1f}"
+
+
+def _significant(value: float | None) -> str:
+    """Format a figure with three digits; zero is what no clock has measured."""
+    return f"{value:,.3g}" if value and math.isfinite(value) else _UNKNOWN
 
 
 def _when(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+    return datetime.datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")

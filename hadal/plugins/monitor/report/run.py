@@ -1,8 +1,8 @@
-"""A run, read from its file of JSON lines."""
+"""A run as its file of JSON lines describes it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +21,8 @@ Values = NDArray[np.float64]
 class Series:
     """One scalar over the run."""
 
-    steps: Values
-    """Updates so far, at each value."""
+    samples: Values
+    """Samples so far on all ranks, at each value."""
     values: Values
 
 
@@ -33,10 +33,11 @@ class RunRecord:
     path: Path
     starts: tuple[Mapping[str, Any], ...]
     """The description at each start: the first one, then those of resumed runs."""
+    axes: Mapping[str, Values]
+    """Each update's samples, number, tokens (if they were measured) and time in seconds since the
+    start. A repeated update counts once, with its last values."""
     series: Mapping[str, Series]
-    """Curves by name, without the prefix `Train/Samples/`; a repeated update has its last value."""
-    seconds: Values
-    """The time of each update, in seconds since 1970."""
+    """The scalars of updates by name, without the prefix `Train/Samples/`."""
     profile: Mapping[str, Any] | None = None
     """The flops profiler's last profile."""
     memory: Mapping[str, Any] | None = None
@@ -46,10 +47,10 @@ class RunRecord:
     communication: tuple[Mapping[str, Any], ...] = ()
     checkpoints: tuple[Mapping[str, Any], ...] = ()
     warnings: tuple[Mapping[str, Any], ...] = ()
-    has_ended: bool = False
-    """True if the last run ended normally."""
+    end: Mapping[str, Any] | None = None
+    """The line at the end of the last run; None if it still runs or was killed."""
     own: Mapping[str, Series] = field(default_factory=dict)
-    """The program's own scalars, by samples."""
+    """The program's own scalars."""
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -59,44 +60,54 @@ class RunRecord:
     @property
     def updates(self) -> int:
         """The last update's number."""
-        return int(max((each.steps[-1] for each in self.series.values()), default=0))
+        return int(max(self.axes["update"], default=0))
 
     @property
     def duration_s(self) -> float:
         """Seconds from the first start to the last update."""
-        last = self.seconds[-1] if self.seconds.size else self.starts[-1]["time"]
-        return float(last - self.starts[0]["time"])
+        return float(max(self.axes["seconds"], default=0.0))
+
+    def places(self, samples: Values) -> dict[str, Values]:
+        """Return where numbers of samples are on each axis.
+
+        The axes are those of updates, and each own scalar that never falls, such as an epoch.
+        """
+        places = {"samples": samples}
+        knots = self.axes["samples"]
+        for name, values in self.axes.items():
+            if knots.size and name != "samples":
+                places[name] = np.interp(samples, knots, values)
+        for name, own in self.own.items():
+            if own.values.size > 1 and (np.diff(own.values) >= 0).all():
+                places[name] = np.interp(samples, own.samples, own.values, np.nan, np.nan)
+        return places
 
 
-def file_of(place: Path) -> Path:
-    """Return the file of a run: `place` itself, or the one in that directory.
+def files_of(place: Path) -> list[Path]:
+    """Return the files of the runs at `place`: a file, a run's directory, or one of several runs.
 
     Raises:
-        UsageError: there is none, or there are several below it.
+        UsageError: there is none.
     """
     if place.is_file():
-        return place
+        return [place]
     if not place.is_dir():
         raise UsageError(f"{place} does not exist; pass the directory of a run, with {FILE}")
     found = [place / FILE] if (place / FILE).is_file() else sorted(place.glob(f"*/{FILE}"))
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = ", ".join(one.parent.name for one in found)
-        raise UsageError(f"{place} has several runs; pass the directory of one of them: {names}")
-    raise UsageError(
-        f'{place} has no {FILE}; train with "jsonl_monitor": {{"enabled": true}}, which writes it'
-    )
+    if not found:
+        raise UsageError(
+            f'{place} has no {FILE}; train with "jsonl_monitor": {{"enabled": true}}, which'
+            " writes it"
+        )
+    return found
 
 
-def read_run(place: Path) -> RunRecord:
-    """Read a run.
+def read_run(path: Path) -> RunRecord:
+    """Read a run's file.
 
     Raises:
-        UsageError: `place` is neither a run's file nor a directory that has one, or the file is
-            damaged.
+        UsageError: the file is damaged.
     """
-    path = file_of(place)
     with understood(path):
         return _read(path)
 
@@ -124,19 +135,20 @@ def _read(path: Path) -> RunRecord:
     if not by_kind.get("run"):
         raise UsageError(f'{path} has no line of kind "run"; it is not a run\'s file')
     updates = _last_of_each(by_kind.get("update", []))
+    series = _series(updates)
     return RunRecord(
         path=path,
         starts=tuple(by_kind["run"]),
-        series=_series(updates, "step"),
-        seconds=np.array([line["time"] for line in updates], dtype=np.float64),
+        axes=_axes(updates, series, by_kind["run"][0]["time"]),
+        series=series,
         profile=_last(by_kind, "profile"),
         memory=_last(by_kind, "memory"),
         compression=tuple((_last(by_kind, "compression") or {}).get("rows", ())),
         communication=tuple((_last(by_kind, "communication") or {}).get("rows", ())),
         checkpoints=tuple(by_kind.get("checkpoint", ())),
         warnings=tuple(by_kind.get("warning", ())),
-        has_ended=last_kind == "end",
-        own=_series(by_kind.get("events", []), "samples"),
+        end=_last(by_kind, "end") if last_kind == "end" else None,
+        own=_series(by_kind.get("events", [])),
     )
 
 
@@ -155,21 +167,44 @@ def _last_of_each(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 _HEAD = {"kind", "step", "samples", "time"}
 
 
-def _series(lines: Iterable[Mapping[str, Any]], axis: str) -> dict[str, Series]:
-    points: dict[str, list[tuple[float, float]]] = {}
+def _series(lines: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
+    points: dict[str, dict[float, float]] = {}
     for line in lines:
         for name, value in line.items():
             if name not in _HEAD and value is not None:
                 short = name.removeprefix("Train/Samples/")
-                points.setdefault(short, []).append((float(line[axis]), float(value)))
+                # A resumed run may repeat what it wrote: the last value counts.
+                points.setdefault(short, {})[float(line["samples"])] = float(value)
     return {
-        name: Series(*np.array(found, dtype=np.float64).reshape(-1, 2).T)
+        name: Series(*np.array(sorted(found.items()), dtype=np.float64).T)
         for name, found in points.items()
     }
 
 
+def _axes(
+    updates: Sequence[Mapping[str, Any]], series: Mapping[str, Series], start: float
+) -> dict[str, Values]:
+    def column(name: str) -> Values:
+        return np.array([line[name] for line in updates], dtype=np.float64)
+
+    samples = column("samples")
+    axes = {"update": column("step"), "samples": samples, "seconds": column("time") - start}
+    tokens, rate = (series.get(f"{name}_per_sec") for name in ("tokens", "samples"))
+    if tokens is not None and rate is not None:
+        # The first update has no rate: its samples count as many tokens as those of the second.
+        per_sample = np.interp(
+            samples, tokens.samples, tokens.values / np.interp(tokens.samples, *_points(rate))
+        )
+        axes["tokens"] = np.cumsum(per_sample * np.diff(samples, prepend=0.0))
+    return axes
+
+
+def _points(series: Series) -> tuple[Values, Values]:
+    return series.samples, series.values
+
+
 def thinned(series: Series, most: int = 800) -> Series:
-    """Return at most about `most` points: the minimum and maximum of each group of steps."""
+    """Return at most about `most` points: the minimum and maximum of each group."""
     count = series.values.size
     if count <= most:
         return series
@@ -178,7 +213,7 @@ def thinned(series: Series, most: int = 800) -> Series:
         values = np.nan_to_num(series.values[part], nan=-np.inf)
         kept |= {int(part[values.argmin()]), int(part[values.argmax()])}
     order = np.array(sorted(kept))
-    return Series(series.steps[order], series.values[order])
+    return Series(series.samples[order], series.values[order])
 
 
 def smoothed(values: Values, window: int) -> Values:
