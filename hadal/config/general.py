@@ -117,9 +117,9 @@ class General(Section):
         Annotated[Integer, Gt(0)] | None, BeforeValidator(whole_or_never)
     ] = key(
         None,
-        "Updates between two progress lines on rank 0: mean loss, learning rate, gradient norm, "
-        "samples or tokens per second, time of an update, memory, skipped updates, time left if "
-        "the schedule has an end. null or infinity prints none.",
+        "Updates between two progress lines on rank 0: epoch, mean loss, learning rate, gradient "
+        "norm, samples or tokens per second, MFU, time of an update, memory, skipped updates, time "
+        "left, as far as they are known. null or infinity prints none.",
     )
     wall_clock_breakdown: Boolean = key(
         False,

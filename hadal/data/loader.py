@@ -159,6 +159,14 @@ class ShardedLoader:
         return self._epoch
 
     @property
+    def epochs(self) -> float | None:
+        """Epochs read so far, as 1.25; None if the data set has no length."""
+        try:
+            return self._epoch + min(1.0, self._handed / self._count())
+        except (TypeError, ZeroDivisionError):
+            return None
+
+    @property
     def num_workers(self) -> int:
         """Worker processes that read ahead."""
         return self._reading.workers

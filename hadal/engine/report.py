@@ -6,7 +6,8 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TextIO
 
@@ -135,6 +136,21 @@ def _updates_of(config: Config) -> int | None:
     return total if isinstance(total, int) else None
 
 
+class _Columns:
+    """Widths of a log's columns: a value is as wide as the widest of its column so far."""
+
+    def __init__(self) -> None:
+        self._widths: dict[str, int] = {}
+
+    def line(self, cells: Mapping[str, str]) -> str:
+        """Return values in one line; their columns are texts with `{}` where the value goes."""
+        for column, value in cells.items():
+            self._widths[column] = max(len(value), self._widths.get(column, 0))
+        return ", ".join(
+            column.format(f"{value:>{self._widths[column]}}") for column, value in cells.items()
+        )
+
+
 class Reporter(Listener):
     """Logger of progress, times and memory after an update, on one rank only."""
 
@@ -150,9 +166,15 @@ class Reporter(Listener):
         self._total = _updates_of(setting.config)
         self._readers = setting.data_parallel.size
         self._speaks = setting.world.rank == 0
+        self._engine: Callable[[], Any] = lambda: None
+        self._columns, self._phases = _Columns(), _Columns()
         self._losses: list[Tensor] = []
         self._updates = self._tokens = self._samples = 0
         """Counts since the previous line, on this rank."""
+
+    def on_attach(self, engine: Any) -> None:
+        """Keep the engine, which knows the epoch and the profile."""
+        self._engine = weakref.ref(engine)
 
     def before_forward(self, forward: Forward) -> None:
         """Count tokens."""
@@ -181,46 +203,67 @@ class Reporter(Listener):
 
     def _line(self, update: Update) -> str:
         """Return the next line, and reset the counts. Waits for the device."""
+        line = self._columns.line(dict(self._cells(update)))
+        self._losses.clear()
+        self._updates = self._samples = self._tokens = 0
+        return line
+
+    def _cells(self, update: Update) -> Iterator[tuple[str, str]]:
+        """Yield the columns that have a value."""
         momenta = [one[0] if isinstance(one, (tuple, list)) else one for one in update.momenta]
         use = memory_use(self._device)
         nbytes = use.host if is_host_memory(self._device) else use.device_peak
-        rate = self._throughput.take_rate() if self._throughput else None
-        seconds = self._samples / self._updates / rate if rate else None
-        total, number = self._total, update.number
-        parts = [f"step {number}" if total is None else f"step {number}/{total}"]
+        yield self._step(update.number)
+        engine = self._engine()
+        loader = engine.training_dataloader if engine else None
+        if loader is not None and loader.epochs:
+            yield "epoch {}", f"{loader.epochs:.2f}"
         if self._losses:
             loss = read_on_host(torch.stack(self._losses).mean(), "the loss to log")
-            parts.append(f"loss {float(loss):.4g}")
+            yield "loss {}", f"{float(loss):#.4g}"
         if update.rates:
-            parts.append(f"lr {_each(update.rates)}")
+            yield "lr {}", _each(update.rates)
         if any(momenta):
-            parts.append(f"mom {_each(momenta)}")
+            yield "mom {}", _each(momenta)
         if update.norm is not None:
-            parts.append(f"norm {update.norm:.4g}")
-        if rate and self._tokens:
+            yield "norm {}", f"{update.norm:#.4g}"
+        rate = self._throughput.take_rate() if self._throughput else None
+        if rate:
+            yield from self._speed(rate, engine)
+        yield "{} GiB", f"{nbytes / (1 << 30):.2f}"
+        if update.skipped_updates:
+            yield "{} skipped", str(update.skipped_updates)
+        if rate and self._total and self._total > update.number:
+            seconds = self._samples / self._updates / rate
+            yield "{} left", duration((self._total - update.number) * seconds)
+
+    def _step(self, number: int) -> tuple[str, str]:
+        total = self._total
+        if total is None:
+            return "step {}", f"{number:>5}"
+        return "step {}", f"{number:>{len(str(total))}}/{total}"
+
+    def _speed(self, rate: float, engine: Any) -> Iterator[tuple[str, str]]:
+        if self._tokens:
             # Of all ranks, if their batches are like this one's.
             tokens = rate * self._tokens * self._readers / self._samples
-            parts.append(f"{number_of(tokens)} tokens/s")
-        elif rate:
-            parts.append(f"{number_of(rate)} samples/s")
-        if seconds:
-            parts.append(f"{duration(seconds)}/step")
-        parts.append(f"{nbytes / (1 << 30):.2f} GiB")
-        if update.skipped_updates:
-            parts.append(f"{update.skipped_updates} skipped")
-        if seconds and total and total > number:
-            parts.append(f"{duration((total - number) * seconds)} left")
-        self._losses.clear()
-        self._updates = self._samples = self._tokens = 0
-        return ", ".join(parts)
+            yield "{} tokens/s", number_of(tokens)
+        else:
+            yield "{} samples/s", number_of(rate)
+        profiler = engine.flops_profiler if engine else None
+        mfu = profiler.profile.mfu_at(rate) if profiler and profiler.profile else None
+        if mfu is not None:
+            yield "{} % MFU", f"{100 * mfu:.1f}"
+        yield "{}/step", duration(self._samples / self._updates / rate)
 
     def _log_breakdowns(self, number: int) -> None:
+        step = self._columns.line(dict([self._step(number)]))
         means = self._clocks.take_means()
         if means:
-            text = ", ".join(f"{name} {value:.2f}" for name, value in means.items())
-            _log.info("step %d, ms of one update: %s", number, text)
+            times = {f"{name} {{}}": f"{value:.2f}" for name, value in means.items()}
+            _log.info("%s, ms of one update: %s", step, self._phases.line(times))
         for name, gauge in self._clocks.memory.items():
-            _log.info("step %d, memory around %s: %s", number, name, memory_text(gauge))
+            _log.info("%s, memory around %s: %s", step, name, memory_text(gauge))
 
 
 def memory_text(gauge: MemoryGauge) -> str:

@@ -9,6 +9,7 @@ import pty
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ import hadal
 from engine.logs import is_of_this_machine
 from engine.toys import backward, engine_of, model_of, train
 from hadal import comm
-from hadal.engine.report import duration, hush, number_of
+from hadal.engine.report import _Columns, duration, hush, number_of
 
 
 class Ears(logging.Handler):
@@ -60,8 +61,8 @@ def hear(stage: int, updates: int, keys: dict[str, Any], level: int = logging.IN
 
 CYCLE = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 3}
 LINE = re.compile(
-    r"step (\d+), loss (\d\.\d+), lr 0\.01, mom 0\.9, norm (\d\.\d+)"
-    r"(, [\d.k]+ samples/s, [\d.]+ m?s/step)?, (\d+\.\d\d) GiB"
+    r"step +(\d+), loss +(\d\.\d+), lr 0\.01, mom 0\.9, norm +(\d\.\d+)"
+    r"(, +[\d.k]+ samples/s, +[\d.]+ m?s/step)?, +(\d+\.\d\d) GiB"
 )
 
 
@@ -90,8 +91,8 @@ def test_a_line_has_the_mean_loss_and_the_time_left() -> None:
     schedule = {"type": "WarmupDecayLR", "params": params}
     losses, lines = losses_and_lines(6, {"steps_per_print": 3, "scheduler": schedule})
     for line, start in zip(lines, (0, 3), strict=True):
-        assert f"loss {sum(losses[start : start + 3]) / 3:.4g}," in line
-        assert re.search(rf"^step {start + 3}/4000, .*, \d+\.\d\d GiB, .* left$", line)
+        assert f"loss {sum(losses[start : start + 3]) / 3:#.4g}," in line
+        assert re.search(rf"^step    {start + 3}/4000, .*, \d+\.\d\d GiB, .* left$", line)
 
 
 @pytest.mark.parametrize(
@@ -130,11 +131,53 @@ def test_batches_of_tokens_are_measured_in_tokens(named: bool) -> None:
             engine.backward(engine(input_ids=ids) if named else engine(ids))
             engine.step()
         engine.destroy()
-    tokens = re.search(r", ([\d.]+)(k?) tokens/s, ([\d.]+) (m?s)/step", ears.heard[0])
+    tokens = re.search(r", +([\d.]+)(k?) tokens/s, +([\d.]+) (m?s)/step", ears.heard[0])
     assert tokens
     per_second = float(tokens[1]) * (1000 if tokens[2] else 1)
     seconds = float(tokens[3]) / (1000 if tokens[4] == "ms" else 1)
     assert per_second * seconds == pytest.approx(150, rel=0.05)
+
+
+def test_values_of_a_column_end_at_the_same_place() -> None:
+    columns = _Columns()
+    lines = [
+        columns.line({"step {}": step, "{} tokens/s": rate, "{} left": left})
+        for step, rate, left in (("98", "12.3k", "1 h 2 min"), ("99", "9k", "59 s"))
+    ]
+    assert lines == [
+        "step 98, 12.3k tokens/s, 1 h 2 min left",
+        "step 99,    9k tokens/s,      59 s left",
+    ]
+
+
+def test_a_line_has_the_epoch_of_the_engines_loader() -> None:
+    with Ears() as ears:
+        model = nn.Linear(4, 1)
+        data = [torch.ones(4)] * 12
+        config = {"train_batch_size": 3, "steps_per_print": 1, "optimizer": {"type": "SGD"}}
+        engine, _, loader, _ = hadal.initialize(model=model, config=config, training_data=data)
+        for _ in range(2):
+            for batch in loader:
+                engine.backward(engine(batch).mean())
+                engine.step()
+        engine.destroy()
+    epochs = [re.search(r"step +\d, epoch (\d\.\d\d), loss", line) for line in ears.heard]
+    assert [float(found[1]) for found in epochs if found] == [n / 4 for n in range(1, 9)]
+
+
+def test_a_line_has_the_utilisation_once_flops_are_known(tmp_path: Path) -> None:
+    profiler = {"enabled": True, "output_file": str(tmp_path / "profile"), "peak_tflops": 0.001}
+    with Ears() as ears:
+        engine = engine_of(0, steps_per_print=4, flops_profiler=profiler)
+        train(engine, range(12))
+        profile = engine.flops_profiler.profile
+        engine.destroy()
+    lines = [line for line in ears.heard if "samples/s" in line]
+    found = re.search(r"([\d.]+)(k?) samples/s, +([\d.]+) % MFU", lines[-1])
+    assert found
+    rate = float(found[1]) * (1000 if found[2] else 1)
+    assert float(found[3]) == pytest.approx(100 * profile.mfu_at(rate), rel=0.01, abs=0.06)
+    assert profile.mfu_at(profile.samples_per_second) == pytest.approx(profile.mfu)
 
 
 PROGRAM = """
@@ -158,7 +201,7 @@ def test_lines_appear_once_with_any_logging_setup(configured: str) -> None:
         check=True,
         timeout=200,
     )
-    assert len(re.findall(r"step 1, loss", done.stderr)) == 1, done.stderr
+    assert len(re.findall(r"step     1, loss", done.stderr)) == 1, done.stderr
     assert ("INFO:hadal" in done.stderr) == (configured != "never")
 
 
@@ -240,7 +283,7 @@ def test_breakdowns_come_with_the_lines_or_with_each_update(
     times = [line for line in told if "ms of one update" in line]
     assert [re.findall(r"\d+", line)[0] for line in times] == expected
     for line in times:
-        names = re.findall(r"(\w+) \d+\.\d\d", line)
+        names = re.findall(r"(\w+) +\d+\.\d\d", line)
         assert names == ["forward", "backward", "backward_inner", "backward_allreduce", "step"]
     for phase in ("forward", "backward", "step"):
         lines = [line for line in told if f"memory around {phase}:" in line]

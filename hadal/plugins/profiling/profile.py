@@ -140,10 +140,20 @@ class Profile:
         return self.flops_per_second / self.peak_flops if self.peak_flops else None
 
     @property
+    def samples(self) -> int:
+        """Samples of the update on all ranks."""
+        return self.ranks.micro_batch * self.ranks.data_parallel * self.micro_steps
+
+    @property
     def samples_per_second(self) -> float:
         """Samples of all ranks per second, over the phases of the update."""
-        samples = self.ranks.micro_batch * self.ranks.data_parallel * self.micro_steps
-        return samples / self.update_s if self.update_s else 0.0
+        return self.samples / self.update_s if self.update_s else 0.0
+
+    def mfu_at(self, samples_per_second: float) -> float | None:
+        """Return the MFU of updates like this one at another speed; None if no peak is known."""
+        if not self.peak_flops:
+            return None
+        return self.flops / self.samples * samples_per_second / self.peak_flops
 
     def as_dict(self) -> dict[str, Any]:
         """Return the profile as plain values, for a JSON file."""
