@@ -61,7 +61,7 @@ autodoc_typehints = "description"
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-copybutton_prompt_text = r"\$ "
+copybutton_prompt_text = "$ "
 nitpicky = False
 
 # ---- pages that only the site has ----------------------------------------------------------------
