@@ -1,0 +1,274 @@
+"""The speeds that devices, hosts and networks of a cluster reach, for plans of a step's time.
+
+Figures of a named cluster are its makers' peaks times an efficiency; `hadal bench cluster` measures
+those of a machine and writes them as JSON. A cluster says of each figure where it comes from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hadal.errors import ConfigError, nearest
+from hadal.units import shown_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The speed of one collective between ranks."""
+
+    latency: float
+    """Seconds between two ranks, however small the message; in proportion to log2 of more."""
+    bandwidth: float
+    """Bytes per second that each rank sends (the bus bandwidth)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The speed of each collective of training."""
+
+    all_gather: Link
+    reduce_scatter: Link
+    all_reduce: Link
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeCluster:
+    """The speeds of each rank's device, and of what the ranks of a node share."""
+
+    name: str
+    devices_per_node: int
+    computes_on_host: bool
+    """True: the ranks of a node share its cores, also for what they send."""
+    device_nbytes: int
+    host_nbytes: int
+    """Memory of a node's host."""
+    products: Mapping[str, float]
+    """Floating-point operations per second of matrix products, by dtype: fp32, bf16, fp16."""
+    peak_products: Mapping[str, float]
+    """The same as the maker's datasheet promises it, or if measured, the most that was reached."""
+    elementwise: float
+    """Bytes per second that all other operations read and write."""
+    launch: float
+    """Seconds to start an operation."""
+    update: float
+    """Elements per second that AdamW steps in the device's memory."""
+    host_update: float
+    """The same in a host's memory, for all ranks of a node together."""
+    inside: Links
+    """Between the ranks of a node."""
+    between: Links
+    """Between ranks of several nodes."""
+    host_link: float
+    """Bytes per second between a device and its host, in each direction."""
+    disk_read: float
+    """Bytes per second from a node's disk, for all its ranks together."""
+    disk_write: float
+    sources: Mapping[str, str]
+    """For each of these names, whether it is assumed or measured, and from what or when."""
+
+    def rate_of(self, dtype: str) -> float:
+        """Return operations per second of products; dtypes without a figure run as fp32."""
+        return self.products.get(dtype, self.products["fp32"])
+
+    def with_ranks(self, ranks: int) -> ComputeCluster:
+        """Return what each of `ranks` on a node reaches: on a host they have its cores in parts."""
+        if not self.computes_on_host or ranks == self.devices_per_node:
+            return self
+        share = self.devices_per_node / ranks
+        return replace(
+            self,
+            devices_per_node=ranks,
+            products={dtype: rate * share for dtype, rate in self.products.items()},
+            peak_products={dtype: rate * share for dtype, rate in self.peak_products.items()},
+            elementwise=self.elementwise * share,
+            update=self.update * share,
+        )
+
+    def written(self) -> str:
+        """Return it as JSON, as `read_cluster` reads it."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+# ---- named clusters ------------------------------------------------------------------------------
+
+_PRODUCTS, _MEMORY, _LINKS = 0.6, 0.8, 0.8
+_LAUNCH_S = 5e-6
+_INSIDE_S, _BETWEEN_S = 10e-6, 15e-6
+# AdamW in mixed precision: gradient, master and two moments are read in float32, these three and
+# a 16-bit weight are written.
+_UPDATE_NBYTES = 7 * 4 + 2
+_DISK_READ, _DISK_WRITE = 7e9, 5e9
+
+
+class _Kind(NamedTuple):
+    """A device and the usual node around it, in GB, GB/s and TFLOP/s of public datasheets."""
+
+    usual: int
+    memory: float
+    bf16: float
+    """Dense, with sums in float32; 0: the device has none."""
+    fp16: float
+    fp32: float
+    bandwidth: float
+    links: float
+    """To the other devices of a node, in each direction."""
+    network: float
+    """Of a node, in each direction."""
+    host_link: float
+    host: float
+    host_bandwidth: float
+    sheet: str
+
+
+_KINDS = {
+    "b200": _Kind(8, 180, 2250, 2250, 75, 8000, 900, 400, 64, 2048, 717, "NVIDIA DGX B200"),
+    "h200": _Kind(8, 141, 989, 989, 67, 4800, 450, 400, 64, 2048, 614, "NVIDIA H200 SXM"),
+    "h100": _Kind(8, 80, 989, 989, 67, 3350, 450, 400, 64, 2048, 614, "NVIDIA H100 SXM"),
+    "a100-80g": _Kind(8, 80, 312, 312, 19.5, 2039, 300, 200, 32, 2048, 410, "NVIDIA A100 80GB SXM"),
+    "a100-40g": _Kind(8, 40, 312, 312, 19.5, 1555, 300, 200, 32, 1024, 410, "NVIDIA A100 40GB SXM"),
+    "v100": _Kind(8, 32, 0, 125, 15.7, 900, 150, 50, 16, 512, 256, "NVIDIA V100 SXM2 32GB"),
+    "l40s": _Kind(8, 48, 362, 362, 91.6, 864, 32, 50, 32, 1024, 614, "NVIDIA L40S"),
+    "l4": _Kind(1, 24, 121, 121, 30.3, 300, 32, 12.5, 32, 64, 100, "NVIDIA L4"),
+    "a10g": _Kind(1, 24, 70, 70, 35, 600, 32, 12.5, 32, 64, 100, "NVIDIA A10G"),
+    "t4": _Kind(1, 16, 0, 65, 8.1, 320, 16, 12.5, 16, 64, 100, "NVIDIA T4"),
+    "rtx4090": _Kind(1, 24, 165, 165, 82.6, 1008, 32, 1.25, 32, 64, 80, "NVIDIA RTX 4090"),
+    "rtx3090": _Kind(1, 24, 71, 71, 35.6, 936, 32, 1.25, 32, 64, 50, "NVIDIA RTX 3090"),
+    "mi300x": _Kind(8, 192, 1307, 1307, 163.4, 5300, 448, 400, 64, 2048, 614, "AMD MI300X"),
+}
+
+NAMES = tuple(f"{kind}x{row.usual}" for kind, row in _KINDS.items())
+"""The usual clusters; another number of devices per node may stand in the name."""
+
+
+def cluster_named(name: str) -> ComputeCluster:
+    """Return a cluster by the name of its devices and their number in a node, as `h200x8`.
+
+    Raises:
+        ConfigError: no such cluster.
+    """
+    found = re.fullmatch(r"(.+)x([1-9]\d?)", name)
+    if found is None or found[1] not in _KINDS:
+        near = nearest(name, NAMES)
+        meant = f"did you mean {near}? " if near else ""
+        raise ConfigError(
+            f"no cluster {name!r}; {meant}known are {', '.join(NAMES)}, with any number of devices"
+            " in a node; or name a file that `hadal bench cluster --output FILE` has written"
+        )
+    return _assumed(name, _KINDS[found[1]], int(found[2]))
+
+
+def _assumed(name: str, kind: _Kind, devices: int) -> ComputeCluster:
+    peak = {"bf16": kind.bf16, "fp16": kind.fp16, "fp32": kind.fp32}
+    peak = {dtype: rate * 1e12 for dtype, rate in peak.items() if rate}
+    inside = Link(_INSIDE_S, kind.links * 1e9 * _LINKS)
+    between = Link(_BETWEEN_S, kind.network * 1e9 / devices * _LINKS)
+    sheet = f"assumed: {kind.sheet}"
+    return ComputeCluster(
+        name=name,
+        devices_per_node=devices,
+        computes_on_host=False,
+        device_nbytes=int(kind.memory * 1e9),
+        host_nbytes=int(kind.host * 1e9),
+        products={dtype: rate * _PRODUCTS for dtype, rate in peak.items()},
+        peak_products=peak,
+        elementwise=kind.bandwidth * 1e9 * _MEMORY,
+        launch=_LAUNCH_S,
+        update=kind.bandwidth * 1e9 * _MEMORY / _UPDATE_NBYTES,
+        host_update=kind.host_bandwidth * 1e9 * _MEMORY / _UPDATE_NBYTES,
+        inside=Links(inside, inside, inside),
+        between=Links(between, between, between),
+        host_link=kind.host_link * 1e9 * _LINKS,
+        disk_read=_DISK_READ * _MEMORY,
+        disk_write=_DISK_WRITE * _MEMORY,
+        sources={
+            "device_nbytes": sheet,
+            "host_nbytes": f"assumed: the usual host, {shown_nbytes(int(kind.host * 1e9))}",
+            "products": f"{sheet}, {_PRODUCTS:.0%} of dense products",
+            "peak_products": sheet,
+            "elementwise": f"{sheet}, {_MEMORY:.0%} of {kind.bandwidth:g} GB/s",
+            "launch": "assumed: torch starts an operation in 5 μs",
+            "update": f"assumed: AdamW moves {_UPDATE_NBYTES} bytes per element",
+            "host_update": f"assumed: the same at {_MEMORY:.0%} of {kind.host_bandwidth:g} GB/s",
+            "inside": f"{sheet}, {_LINKS:.0%} of {kind.links:g} GB/s; 10 μs between two ranks",
+            "between": f"assumed: {_LINKS:.0%} of a node's {kind.network:g} GB/s; 15 μs",
+            "host_link": f"{sheet}, {_LINKS:.0%} of {kind.host_link:g} GB/s",
+            "disk_read": f"assumed: one NVMe disk, {_MEMORY:.0%} of 7 GB/s",
+            "disk_write": f"assumed: one NVMe disk, {_MEMORY:.0%} of 5 GB/s",
+        },
+    )
+
+
+# ---- clusters that were measured -----------------------------------------------------------------
+
+
+def read_cluster(path: Path) -> ComputeCluster:
+    """Return the cluster that a JSON file describes.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key is missing, unknown or of another type.
+    """
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is no description of a cluster: {error}; write one with"
+            " `hadal bench cluster --output FILE`"
+        ) from error
+    return _Reader(path).cluster(raw)
+
+
+class _Reader:
+    """Checks of a file's values; an error names the file and the key."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def cluster(self, raw: Any) -> ComputeCluster:
+        self._expect_keys(raw, ComputeCluster, "")
+        read: dict[str, Any] = dict(raw)
+        for key in ("name", "computes_on_host"):
+            self._expect(isinstance(raw[key], str if key == "name" else bool), key, raw[key])
+        for key in ("devices_per_node", "device_nbytes", "host_nbytes"):
+            self._expect(type(raw[key]) is int and raw[key] > 0, key, raw[key])
+        for key in ("products", "peak_products"):
+            rates = raw[key]
+            self._expect(isinstance(rates, dict) and "fp32" in rates, key, rates)
+            read[key] = {dtype: self._rate(rates[dtype], f"{key}.{dtype}") for dtype in rates}
+        for key in ("inside", "between"):
+            read[key] = self._links(raw[key], key)
+        self._expect(isinstance(raw["sources"], dict), "sources", raw["sources"])
+        numbers = (field.name for field in fields(ComputeCluster) if field.type == "float")
+        return ComputeCluster(**read | {key: self._rate(raw[key], key) for key in numbers})
+
+    def _links(self, raw: Any, path: str) -> Links:
+        self._expect_keys(raw, Links, path)
+        found = {}
+        for kind, link in raw.items():
+            self._expect_keys(link, Link, f"{path}.{kind}")
+            found[kind] = Link(**{k: self._rate(v, f"{path}.{kind}.{k}") for k, v in link.items()})
+        return Links(**found)
+
+    def _expect_keys(self, raw: Any, kind: Any, path: str) -> None:
+        self._expect(isinstance(raw, dict), path or "the file", raw)
+        known = [field.name for field in fields(kind)]
+        above = f"{path}." if path else ""
+        wrong = [f"{above}{key} is unknown" for key in raw if key not in known]
+        wrong += [f"{above}{key} is missing" for key in known if key not in raw]
+        if wrong:
+            raise ConfigError(f"{self._path}: {', '.join(wrong)}; expected {', '.join(known)}")
+
+    def _rate(self, value: Any, path: str) -> float:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        self._expect(is_number and value > 0, path, value)
+        return float(value)
+
+    def _expect(self, holds: bool, path: str, found: Any) -> None:
+        if not holds:
+            raise ConfigError(
+                f"{self._path}: {path} is {found!r}, which no `hadal bench cluster` writes"
+            )

@@ -1,0 +1,602 @@
+"""The time of one update, by part, found from plans: nothing runs.
+
+A device computes along the segments of a traced micro-step. What else an update needs (collectives,
+copies between device and host, requests to a disk) waits in queues of its own, in the order that
+the engine starts it, and is exposed only as far as computation waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+
+from hadal.comm.codecs import Codec
+from hadal.config import Config
+from hadal.engine.activations import MicroStep, Segment
+from hadal.engine.clusters import ComputeCluster, Link, Links
+from hadal.engine.plan import ModelPlan, RankCounts
+from hadal.engine.policies import disk_steps_of, tiers_of, transport_of
+from hadal.engine.precision import autocast_dtype
+from hadal.engine.topology import model_parts_of
+from hadal.zero.estimate import JobSize
+from hadal.zero.grouping import BucketPlan
+from hadal.zero.offload import Offload
+from hadal.zero.paths import Plan, Use, make_plan
+from hadal.zero.policy import STAGES, Tier, Transport
+
+PARTS = (
+    "forward",
+    "backward",
+    "gathers",
+    "reductions",
+    "update",
+    "refresh",
+    "offload",
+    "pipeline",
+)
+"""Computation of both passes; gathers of weights at stage 3; reductions of gradients; the update
+of masters; gathers of updated weights (stages 1 and 2); traffic with host and disk; waits of a
+pipeline's stages for each other."""
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_MASTER_NBYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PartTime:
+    """One part of an update on one rank."""
+
+    seconds: float
+    """How long its work takes."""
+    exposed: float
+    """How long nothing is computed meanwhile; for computation itself, all of it."""
+    wire_nbytes: int
+    """What the rank sends to others."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The time of one update."""
+
+    parts: Mapping[str, PartTime]
+    """By the names of `PARTS`; what is exposed adds up to `seconds`."""
+    seconds: float
+    samples: int
+    """Samples of all ranks."""
+    utilization: float
+    """MFU: the products of forward and backward, without recomputation, in proportion to the
+    device's peak; for a measured cluster, to the most that it reached."""
+    left_out: tuple[str, ...]
+    """What takes time, but is not counted."""
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples of all ranks per second."""
+        return self.samples / self.seconds
+
+
+def step_time(
+    micro_step: MicroStep,
+    planned: ModelPlan,
+    config: Config,
+    counts: RankCounts,
+    cluster: ComputeCluster,
+    job: JobSize,
+    moments: int = 2,
+) -> StepTime:
+    """Return the time of one update in the midst of many.
+
+    Args:
+        micro_step: one forward and backward of a rank, with the whole model.
+        planned: the plan of the same model.
+        config: the configuration.
+        counts: the ranks.
+        cluster: what devices and networks reach.
+        job: the ranks of each node, and the nodes.
+        moments: the values that the optimizer keeps for each element, beside the master.
+    """
+    update = _Update(micro_step, planned, config, counts, cluster, job, moments)
+    update.run()  # its last gathers may still be under way in the next forward
+    update.queues.forget()
+    update.run()
+    return update.found()
+
+
+# ---- queues --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Event:
+    """Work that is under way, or was."""
+
+    part: str
+    start: float
+    end: float
+    before: _Event | None
+    """The work whose end it began at; None: it began at once."""
+
+
+class _Queues:
+    """The device's own work, and the work beside it.
+
+    Each queue does one thing after the other. If the ranks share a host's cores, the network's
+    queue takes the time of those that compute.
+    """
+
+    def __init__(self, *, shares_cores: bool) -> None:
+        self.now = 0.0
+        """The time until which the device has work, or waits."""
+        self._shares_cores = shares_cores
+        self._last: dict[str, _Event] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin to count anew."""
+        self.began = self.now
+        self.busy: defaultdict[str, float] = defaultdict(float)
+        self.exposed: defaultdict[str, float] = defaultdict(float)
+        self.sent: Counter[str] = Counter()
+
+    def compute(self, part: str, seconds: float) -> None:
+        """Let the device work."""
+        self.now += seconds
+        self.busy[part] += seconds
+        self.exposed[part] += seconds
+
+    def start(self, queue: str, part: str, seconds: float, after: _Event | None = None) -> _Event:
+        """Append work to a queue, which begins no earlier than now and than the end of `after`."""
+        if queue == "network" and self._shares_cores:
+            self.wait(after)
+            self.compute(part, seconds)
+            return _Event(part, self.now - seconds, self.now, None)
+        known = [one for one in (after, self._last.get(queue)) if one is not None]
+        before = max(known, key=lambda one: one.end, default=None)
+        if before is not None and before.end <= self.now:
+            before = None
+        start = self.now if before is None else before.end
+        event = self._last[queue] = _Event(part, start, start + seconds, before)
+        self.busy[part] += seconds
+        return event
+
+    def wait(self, event: _Event | None) -> None:
+        """Let the device wait; each part is charged for its own share of the wait."""
+        if event is None or event.end <= self.now:
+            return
+        end, now, self.now = event.end, self.now, event.end
+        while event is not None and end > now:
+            begin = max(now, event.start)
+            self.exposed[event.part] += end - begin
+            end, event = begin, event.before
+
+
+# ---- the ranks' collectives ----------------------------------------------------------------------
+
+
+class _Group(NamedTuple):
+    """Ranks that make collectives, and the links between them."""
+
+    ranks: int
+    links: Links
+
+    def seconds(self, kind: str, nbytes: int) -> float:
+        """Return the time of a collective over a message."""
+        if self.ranks == 1:
+            return 0.0
+        link: Link = getattr(self.links, kind)
+        return link.latency * math.log2(self.ranks) + self.sent(kind, nbytes) / link.bandwidth
+
+    def sent(self, kind: str, nbytes: int) -> int:
+        """Return the bytes that each rank sends."""
+        rounds = 2 if kind == "all_reduce" else 1
+        return rounds * (nbytes - nbytes // self.ranks)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A bucket, its ranks, and what goes on with it."""
+
+    plan: BucketPlan
+    numel: int
+    """On one rank of those that have parts of the model."""
+    shards: _Group
+    copies: _Group
+    """The ranks with the same shard."""
+    transport: Transport
+    offload: Offload
+    steps: int
+    """Elements that a rank steps."""
+    ready: _Event | None = None
+    """The last event that uses of the weights have to wait for."""
+    is_near: bool = False
+    """True: the node has a copy of the current weights."""
+    missing: int = 0
+    """Gradients that have not arrived in this backward."""
+
+    @property
+    def weight_nbytes(self) -> int:
+        """The bytes of its weights."""
+        return self.numel * self.plan.precision.compute.itemsize
+
+    @property
+    def gather_codec(self) -> Codec | None:
+        """The codec of its weights on the wire."""
+        is_frozen = not self.plan.trainable and self.transport.frozen is not None
+        return self.transport.frozen if is_frozen else self.transport.gather
+
+
+# ---- one update ----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Path:
+    """The uses of sharded buckets along the segments of a pass."""
+
+    segments: Sequence[Segment]
+    uses: list[Use] = field(default_factory=list)
+    begun: list[int] = field(default_factory=list)
+    """For each segment, how many uses have begun."""
+
+
+class _Update:
+    """A simulated update."""
+
+    def __init__(
+        self,
+        micro_step: MicroStep,
+        planned: ModelPlan,
+        config: Config,
+        counts: RankCounts,
+        cluster: ComputeCluster,
+        job: JobSize,
+        moments: int,
+    ) -> None:
+        self._config = config
+        self._cluster = cluster.with_ranks(job.devices_per_node)
+        self._job = job
+        self._micro_step = micro_step
+        self._moments = moments
+        self._parts = model_parts_of(config)
+        self._limits = planned.limits
+        self._dtype = _product_dtype(planned, config, cluster)
+        self._buckets = [self._bucket(plan, counts) for plan in planned.buckets]
+        self._of_gradient = {
+            member.name: bucket
+            for bucket in self._buckets
+            if bucket.plan.trainable
+            for member in bucket.plan.members
+        }
+        self._cut = [bucket for bucket in self._buckets if bucket.plan.partition.weights]
+        self._whole = _by_unit(planned, self._buckets, cut=False)
+        cut = _by_unit(planned, self._buckets, cut=True)
+        self._forward = _path(micro_step.forward, cut, self._cut)
+        self._backward = _path(micro_step.backward, cut, self._cut)
+        self.queues = _Queues(shares_cores=cluster.computes_on_host)
+
+    def _bucket(self, plan: BucketPlan, counts: RankCounts) -> _Bucket:
+        experts = plan.holders.experts
+        ranks = counts.dense if experts is None else counts.holding(experts)
+        shards = counts.shards_of(plan.holders)
+        apart = max(1, self._job.devices // ranks)
+        numel = plan.numel // self._parts
+        return _Bucket(
+            plan,
+            numel,
+            self._group(shards, apart),
+            self._group(max(1, ranks // shards), apart * shards),
+            transport_of(self._config, shards),
+            tiers_of(self._config),
+            math.ceil(numel / shards) if plan.partition.optimizer else numel,
+        )
+
+    def _group(self, ranks: int, apart: int) -> _Group:
+        """Return a group whose neighbours' numbers are so far apart."""
+        is_inside = ranks * apart <= self._job.devices_per_node
+        return _Group(ranks, self._cluster.inside if is_inside else self._cluster.between)
+
+    # ---- passes ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run one update."""
+        steps = self._config.gradient_accumulation_steps
+        for bucket in self._buckets:
+            bucket.is_near = False
+        held: frozenset[int] = frozenset()
+        for step in range(steps):
+            is_last = step == steps - 1
+            sizes = [bucket.plan.numel for bucket in self._cut]
+            there = make_plan(
+                self._forward.uses, sizes, self._limits, held, following=self._backward.uses
+            )
+            following = () if is_last else self._forward.uses
+            back = make_plan(
+                self._backward.uses, sizes, self._limits, there.kept_at_end, following=following
+            )
+            held = back.kept_at_end
+            self._pass("forward", self._forward, there)
+            self._begin_backward(is_last)
+            self._pass("backward", self._backward, back)
+            self._end_backward()
+        stages = self._config.pipeline.stages
+        if self._parts > 1 and isinstance(stages, int) and stages > 1:
+            both = (self._micro_step.forward, self._micro_step.backward)
+            seconds = sum(self._seconds(segment) for segments in both for segment in segments)
+            self.queues.compute("pipeline", seconds * (stages - 1))
+        self._step()
+
+    def _pass(self, part: str, path: _Path, plan: Plan) -> None:
+        arriving: dict[int, _Event] = {}
+        begun = gathered = 0
+        for segment, until in zip(path.segments, path.begun, strict=True):
+            for bucket in self._whole.get(segment.unit, ()):
+                self.queues.wait(bucket.ready)
+            for position in range(begun, until):
+                for number in plan.gathers[gathered : plan.started[position]]:
+                    arriving[number] = self._gather(self._cut[number])
+                gathered = plan.started[position]
+                self.queues.wait(arriving.get(path.uses[position].bucket))
+            begun = until
+            self.queues.compute(part, self._seconds(segment))
+            if part == "backward":
+                self._take(segment.arrived)
+
+    def _seconds(self, segment: Segment) -> float:
+        """Return how long the device computes."""
+        cluster = self._cluster
+        work = segment.products / cluster.rate_of(self._dtype) + segment.moved / cluster.elementwise
+        launches = segment.kernels * cluster.launch
+        # An accelerator computes while its host starts the next operations.
+        both = work + launches if cluster.computes_on_host else max(work, launches)
+        return both / self._parts
+
+    def _gather(self, bucket: _Bucket) -> _Event:
+        """Start to gather sharded weights, which may have to be fetched first."""
+        fetched = self._fetch(bucket)
+        shards = bucket.shards
+        near = self._config.zero_optimization.zero_hpz_partition_size
+        if bucket.is_near:
+            shards = _Group(near, self._cluster.inside)
+        bucket.is_near = 1 < near < bucket.shards.ranks
+        nbytes = bucket.weight_nbytes
+        if bucket.gather_codec is not None:
+            nbytes = bucket.gather_codec.wire_bytes(bucket.numel)
+            self._code("gathers", bucket.weight_nbytes + nbytes)
+        return self._send("gathers", "all_gather", nbytes, shards, fetched)
+
+    def _fetch(self, bucket: _Bucket) -> _Event | None:
+        tier, event = bucket.offload.weights, None
+        nbytes = bucket.weight_nbytes // bucket.shards.ranks
+        if tier is Tier.DISK:
+            event = self._disk(nbytes, writes=False)
+        if tier is not Tier.DEVICE:
+            event = self._cross("to device", nbytes, event)
+        return event
+
+    def _send(
+        self, part: str, kind: str, nbytes: int, group: _Group, after: _Event | None = None
+    ) -> _Event:
+        self.queues.sent[part] += group.sent(kind, nbytes)
+        return self.queues.start("network", part, group.seconds(kind, nbytes), after)
+
+    def _code(self, part: str, nbytes: int) -> None:
+        """Let the device encode or decode a message: it reads and writes so many bytes."""
+        self.queues.compute(part, nbytes / self._cluster.elementwise)
+
+    # ---- reductions ------------------------------------------------------------------------------
+
+    def _begin_backward(self, is_last: bool) -> None:
+        reduced = [bucket for bucket in reversed(self._buckets) if bucket.plan.trainable]
+        for bucket in reduced:
+            bucket.missing = len(bucket.plan.members)
+            self.queues.wait(bucket.ready)
+        self._is_last = is_last
+        self._turns = [one for one in reduced if is_last or one.plan.partition.gradients]
+        is_cut = any(bucket.plan.partition.gradients for bucket in reduced)
+        self._reduces_inside = is_cut or self._config.zero_optimization.grad_hooks
+        self._in_flight: _Event | None = None
+
+    def _take(self, arrived: Sequence[str]) -> None:
+        """Collect gradients, and start every reduction whose turn has come."""
+        for name in arrived:
+            bucket = self._of_gradient.get(name)
+            if bucket is not None:
+                bucket.missing -= 1
+        while self._reduces_inside and self._turns and self._turns[0].missing <= 0:
+            self._reduce(self._turns.pop(0))
+
+    def _end_backward(self) -> None:
+        while self._turns:
+            self._reduce(self._turns.pop(0))
+        self.queues.wait(self._in_flight)
+
+    def _reduce(self, bucket: _Bucket) -> None:
+        """Start a reduction; the one before it must be over."""
+        self.queues.wait(self._in_flight)
+        partition, precision = bucket.plan.partition, bucket.plan.precision
+        nbytes, codec = bucket.numel * precision.reduce.itemsize, bucket.transport.reduce
+        if codec is not None and partition.gradients:
+            nbytes = codec.wire_bytes(bucket.numel)
+            # It is encoded and decoded, each with a pass over values in float32.
+            self._code("reductions", 2 * (nbytes + _MASTER_NBYTES * bucket.numel))
+        kind = "reduce_scatter" if partition.optimizer else "all_reduce"
+        event = self._send("reductions", kind, nbytes, bucket.shards)
+        if bucket.copies.ranks > 1 and self._is_last:
+            shard = bucket.steps * precision.accumulate.itemsize
+            event = self._send("reductions", "all_reduce", shard, bucket.copies, event)
+        self._in_flight = event
+        bucket.ready = event
+        if self._is_last and self._steps_off(bucket):
+            bucket.ready = self._cross("to host", bucket.steps * precision.accumulate.itemsize)
+        if not self._limits.overlap:
+            self.queues.wait(event)
+
+    # ---- the update ------------------------------------------------------------------------------
+
+    def _steps_off(self, bucket: _Bucket) -> bool:
+        """Return whether a bucket is updated in another memory than the device's."""
+        tier = bucket.offload.optimizer
+        return tier is Tier.DISK or (tier is Tier.HOST and not self._cluster.computes_on_host)
+
+    def _step(self) -> None:
+        """Update masters and write the weights, once all gradients have arrived."""
+        stepped = [bucket for bucket in self._buckets if bucket.plan.trainable]
+        # Buckets of the device come first: it works while the host updates the others.
+        off = self._on_host(stepped)
+        for bucket in stepped:
+            if bucket not in off:
+                self.queues.compute("update", self._stepping(bucket, self._cluster.update))
+        for bucket in stepped:
+            if bucket not in off:
+                self._refresh(bucket, None)
+        for bucket in reversed(off):
+            self._step_on_host(bucket)
+        for bucket in off:
+            self.queues.wait(bucket.ready)
+        if not (self._limits.overlap and not self._cluster.computes_on_host):
+            for bucket in stepped:
+                self.queues.wait(bucket.ready)
+
+    def _on_host(self, stepped: Sequence[_Bucket]) -> list[_Bucket]:
+        """Return the buckets that the host updates: a share of them if `ratio` says so."""
+        section = self._config.zero_optimization.offload_optimizer
+        off = [bucket for bucket in stepped if self._steps_off(bucket)]
+        room = sum(b.numel for b in off) * (1.0 if section is None else section.ratio)
+        seen = accumulate(bucket.numel for bucket in off)
+        return [bucket for bucket, numel in zip(off, seen, strict=True) if numel <= room]
+
+    def _stepping(self, bucket: _Bucket, rate: float) -> float:
+        """Return how long an update takes at AdamW's rate, in proportion to what it moves."""
+        return bucket.steps / rate * (3 + 2 * self._moments) / 7
+
+    def _step_on_host(self, bucket: _Bucket) -> None:
+        ranks = self._job.devices_per_node
+        after = bucket.ready
+        nbytes = bucket.steps * _MASTER_NBYTES * (1 + self._moments)
+        is_on_disk = bucket.offload.optimizer is Tier.DISK
+        overlap = disk_steps_of(self._config).overlap
+        if is_on_disk:
+            after = self._disk(nbytes, writes=False, after=after)
+            if not overlap.reads_ahead:
+                self.queues.wait(after)
+        seconds = self._stepping(bucket, self._cluster.host_update / ranks)
+        event: _Event | None = self.queues.start("host", "update", seconds, after)
+        if is_on_disk:
+            written = self._disk(nbytes, writes=True, after=event)
+            if not overlap.writes_behind:
+                self.queues.wait(written)
+        if bucket.offload.weights is Tier.DEVICE:
+            sent = bucket.steps * bucket.plan.precision.compute.itemsize
+            event = self._cross("to device", sent, event)
+        self._refresh(bucket, event)
+
+    def _refresh(self, bucket: _Bucket, after: _Event | None) -> None:
+        """Gather whole weights that were updated in shards."""
+        bucket.ready = after
+        if not bucket.plan.partition.optimizer or bucket.plan.partition.weights:
+            return
+        largest = bucket.transport.refresh_numel
+        for start in range(0, bucket.numel, largest):
+            numel = min(largest, bucket.numel - start)
+            nbytes = numel * bucket.plan.precision.compute.itemsize
+            bucket.ready = self._send("refresh", "all_gather", nbytes, bucket.shards, after)
+
+    # ---- host and disk ---------------------------------------------------------------------------
+
+    def _cross(self, queue: str, nbytes: int, after: _Event | None = None) -> _Event | None:
+        """Copy between device and host, which are one if the host computes."""
+        if self._cluster.computes_on_host:
+            return after
+        return self.queues.start(queue, "offload", nbytes / self._cluster.host_link, after)
+
+    def _disk(self, nbytes: int, *, writes: bool, after: _Event | None = None) -> _Event:
+        rate = self._cluster.disk_write if writes else self._cluster.disk_read
+        seconds = nbytes / rate * self._job.devices_per_node
+        return self.queues.start("writes" if writes else "reads", "offload", seconds, after)
+
+    # ---- the result ------------------------------------------------------------------------------
+
+    def found(self) -> StepTime:
+        """Return what the last update took."""
+        queues, seconds = self.queues, self.queues.now - self.queues.began
+        parts = {
+            part: PartTime(queues.busy[part], queues.exposed[part], queues.sent[part])
+            for part in PARTS
+        }
+        forward = sum(segment.products for segment in self._micro_step.forward)
+        backward = sum(segment.products for segment in self._micro_step.backward)
+        steps = self._config.gradient_accumulation_steps
+        # A backward has twice the products of its forward: more are recomputation.
+        products = min(3 * forward, forward + backward) * steps / self._parts
+        peaks = self._cluster.peak_products
+        peak = peaks.get(self._dtype, peaks["fp32"])
+        micro = self._config.train_micro_batch_size_per_gpu
+        shared = self._parts * self._config.sequence_parallel_size
+        return StepTime(
+            parts,
+            seconds,
+            micro * steps * max(1, self._job.devices // shared),
+            products / seconds / peak,
+            _left_out(self._config),
+        )
+
+
+def _left_out(config: Config) -> tuple[str, ...]:
+    found = []
+    if config.tensor_parallel.is_on:
+        found.append("exchanges between slices of layers (tensor_parallel)")
+    if config.sequence_parallel_size > 1:
+        found.append("exchanges between parts of sequences (sequence_parallel_size)")
+    if config.expert_parallel.enabled:
+        found.append("tokens on their way to experts (expert_parallel)")
+    if STAGES[config.zero_optimization.stage].weights and config.zero_optimization.divergent_ranks:
+        found.append("announcements of gathers (zero_optimization.divergent_ranks)")
+    return tuple(found)
+
+
+def _product_dtype(planned: ModelPlan, config: Config, cluster: ComputeCluster) -> str:
+    """Return the dtype of most products: autocast's, or that of most weights."""
+    device = torch.device("cpu" if cluster.computes_on_host else "cuda")
+    chosen = autocast_dtype(config, device)
+    if chosen is None:
+        numels: Counter[torch.dtype] = Counter()
+        for bucket in planned.buckets:
+            numels[bucket.precision.compute] += bucket.numel
+        chosen = max(numels, key=lambda dtype: numels[dtype], default=torch.float32)
+    return _DTYPES.get(chosen, "fp32")
+
+
+def _by_unit(
+    planned: ModelPlan, buckets: Sequence[_Bucket], *, cut: bool
+) -> dict[str, list[_Bucket]]:
+    """Return the buckets that each unit uses, with sharded weights or with whole ones."""
+    bucket_of = {m.parameter: bucket for bucket in buckets for m in bucket.plan.members}
+    found: dict[str, dict[int, _Bucket]] = defaultdict(dict)
+    for unit in planned.units:
+        for member in unit.members:
+            bucket = bucket_of.get(member.parameter)
+            if bucket is not None and bucket.plan.partition.weights is cut:
+                found[unit.name][id(bucket)] = bucket
+    return {unit: list(used.values()) for unit, used in found.items()}
+
+
+def _path(
+    segments: Sequence[Segment], used: Mapping[str, Sequence[_Bucket]], cut: Sequence[_Bucket]
+) -> _Path:
+    number_of = {id(bucket): number for number, bucket in enumerate(cut)}
+    counts = [len(used.get(segment.unit, ())) for segment in segments]
+    # How many uses begin before each segment.
+    before = [0, *accumulate(counts)]
+    path = _Path(segments)
+    for segment, (first, last) in zip(segments, pairwise(before), strict=True):
+        until = before[min(segment.until, len(segments))] if segment.until else last
+        path.uses += [
+            Use(number_of[id(bucket)], max(until, last)) for bucket in used.get(segment.unit, ())
+        ]
+        path.begun.append(last)
+        assert len(path.uses) == last and first <= last
+    return path
