@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import importlib
 import json
+import logging
 import math
 import os
 import re
@@ -330,6 +331,24 @@ def find_place(
     if not address and not has_init_method:
         address = _first_host(variables, launch)
     return launch._replace(address=address, port=port)
+
+
+def export_place(distributed_port: int = DEFAULT_PORT, verbose: bool = True) -> None:
+    """Set torchrun's variables from those of Slurm or an MPI, for programs that read them.
+
+    Raises:
+        CommunicationError: the variables contradict each other, or rank 0's address is unknown.
+    """
+    place = find_place(os.environ, distributed_port)
+    os.environ |= {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(place.port),
+    }
+    if verbose:
+        logging.getLogger(__name__).info("this process's place, set by %s: %s", place.set_by, place)
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:

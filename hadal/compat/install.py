@@ -33,7 +33,7 @@ class AliasModule(ModuleType):
         if name == "__all__":
             return self._public()
         full = f"{self._surface.name}.{name}"
-        if name in self._surface.children:
+        if name in self._surface.children and full not in homes():
             return alias(full)
         value = _resolved(full, self._surface, name)
         setattr(self, name, value)
@@ -61,9 +61,13 @@ def _housed() -> dict[str, list[str]]:
     return found
 
 
-@cache
 def alias(name: str) -> AliasModule:
-    """Return the alias of a module of the surface; one object per name."""
+    """Return the alias of a module of the surface; one object per module."""
+    return _made(modules()[name].name)
+
+
+@cache
+def _made(name: str) -> AliasModule:
     return AliasModule(modules()[name])
 
 

@@ -15,6 +15,7 @@ from hadal.errors import NotBuiltYetError
 ROOT = "deepspeed"
 VERSION = "0.19.8"
 """The release of DeepSpeed that these names belong to; programs check it."""
+MAJOR, MINOR, PATCH = map(int, VERSION.split("."))
 
 
 class NameKind(Enum):
@@ -55,21 +56,23 @@ class Module:
     constants: dict[str, Any]
     """Names of plain values that are the same in every release."""
     same: dict[str, str]
-    """Second names of objects on the surface."""
+    """Names from other modules of the surface, with their full names there."""
     children: tuple[str, ...]
     """Its submodules."""
 
 
 @cache
 def modules() -> dict[str, Module]:
-    """Return every module of the surface by its full name."""
+    """Return every module of the surface by its full name, and by a second one if it has one."""
     entries = data("surface.json")
     children: dict[str, list[str]] = {name: [] for name in entries}
     for name in entries:
         parent, _, leaf = name.rpartition(".")
         if parent:
             children[parent].append(leaf)
-    return {name: _module(name, entry, children[name]) for name, entry in entries.items()}
+    found = {name: _module(name, entry, children[name]) for name, entry in entries.items()}
+    seconds = {name: entry["is"] for name, entry in entries.items() if "is" in entry}
+    return found | {second: found[first] for second, first in seconds.items()}
 
 
 def _module(name: str, entry: dict[str, Any], children: list[str]) -> Module:
@@ -78,11 +81,15 @@ def _module(name: str, entry: dict[str, Any], children: list[str]) -> Module:
         ("classes", NameKind.CLASS),
         ("values", NameKind.VALUE),
     )
+    same = {}
+    for room, names in entry.get("same", {}).items():
+        for leaf, _, other in (each.partition("=") for each in names.split()):
+            same[leaf] = f"{room}.{other or leaf}"
     return Module(
         name,
         {each: kind for group, kind in groups for each in entry.get(group, "").split()},
         entry.get("constants", {}),
-        entry.get("same", {}),
+        same,
         tuple(children),
     )
 

@@ -1,0 +1,58 @@
+"""The launcher's functions under DeepSpeed's names."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from hadal.compat.install import alias
+
+HOSTS = "worker-0 slots=2\n# a comment\n\nworker-1 slots=4 extra=1\n"
+
+
+def test_a_program_reads_a_hostfile_and_filters_it(tmp_path: Path) -> None:
+    runner = alias("deepspeed.launcher.runner")
+    assert runner.fetch_hostfile(str(tmp_path / "none")) is None
+    (tmp_path / "hosts").write_text(HOSTS)
+    pool = runner.fetch_hostfile(str(tmp_path / "hosts"))
+    assert list(pool.items()) == [("worker-0", 2), ("worker-1", 4)]
+    assert runner._parse_hostfile(HOSTS.splitlines(keepends=True)) == pool
+    for chosen, left in {
+        ("", ""): {"worker-0": [0, 1], "worker-1": [0, 1, 2, 3]},
+        ("worker-1:0,2", ""): {"worker-1": [0, 2]},
+        ("", "worker-0@worker-1:3"): {"worker-1": [0, 1, 2]},
+    }.items():
+        assert runner.parse_inclusion_exclusion(pool, *chosen) == left
+    active = runner.parse_inclusion_exclusion(pool, "", "")
+    assert runner.apply_num_nodes_and_gpus(active, 1, 1) == {"worker-0": [0]}
+    assert runner.apply_num_nodes_and_gpus(active, -1, -1) == active
+    encoded = runner.encode_world_info(active)
+    assert json.loads(base64.urlsafe_b64decode(encoded)) == active
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude"), [("worker-9", ""), ("worker-0:7", ""), ("worker-0", "worker-1")]
+)
+def test_a_wrong_filter_is_a_value_error(include: str, exclude: str) -> None:
+    runner = alias("deepspeed.launcher.runner")
+    with pytest.raises(ValueError, match="worker"):
+        runner.parse_inclusion_exclusion({"worker-0": 2, "worker-1": 2}, include, exclude)
+    with pytest.raises(ValueError, match="listed twice"):
+        runner._parse_hostfile(["a slots=1", "a slots=2"])
+
+
+def test_mpi_discovery_sets_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that the fixture removes it again
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.9")
+    for name, value in {"RANK": 3, "SIZE": 4, "LOCAL_RANK": 1}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    alias("deepspeed.comm").mpi_discovery(distributed_port=29512, verbose=False)
+    set_now = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    assert set_now == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("10.0.0.9", "29512")
