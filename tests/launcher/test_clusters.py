@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +33,51 @@ def test_every_file_is_linked() -> None:
     for path in (*CLUSTERS.iterdir(), ROOT / "examples" / "ray" / "train.py"):
         if path.is_file() and path != CONFIG:
             assert f"](../{path.relative_to(ROOT)})" in page
+
+
+def checked(program: str, *arguments: str | Path) -> None:
+    """Run a checker of files, which is installed beside Python or on the system."""
+    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    found = shutil.which(program, path=places)
+    if found is None:
+        pytest.skip(f"{program} is not installed")
+    done = subprocess.run([found, *arguments], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_scripts_are_sound() -> None:
+    checked(
+        "shellcheck", CLUSTERS / "slurm.sh", *ROOT.glob("benchmarks/*.sh"), ROOT / ".ci" / "run"
+    )
+
+
+def test_the_dockerfile_is_sound() -> None:
+    checked("hadolint", CLUSTERS / "Dockerfile")
+
+
+def test_the_image_has_the_wheel_the_tested_torch_and_the_example() -> None:
+    told = (CLUSTERS / "Dockerfile").read_text()
+    copied = re.findall(r"^COPY (\S+) \S+$", told, re.MULTILINE)
+    allowed = re.findall(
+        r"^!(\S+)$", (CLUSTERS / "Dockerfile.dockerignore").read_text(), re.MULTILINE
+    )
+    assert copied == ["dist/hadal_train-*.whl", "examples/clusters"]
+    assert allowed == ["dist/*.whl", "examples/clusters"]
+    torch = re.findall(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert torch == re.findall(r"torch==\S+", told)
+    command = json.loads(re.findall(r"^CMD (.+)$", told, re.MULTILINE)[0])
+    assert command[:2] == ["hadal", "run"]
+    assert all((ROOT / word).is_file() for word in command if "/" in word)
+
+
+def test_pods_have_the_form_that_kubernetes_expects() -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    yaml = pytest.importorskip("yaml")
+    told = yaml.safe_load((CLUSTERS / "pytorchjob.yaml").read_text())
+    for replica in told["spec"]["pytorchReplicaSpecs"].values():
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}}
+        version = validator.latest_version()
+        validator.validate({**pod, "template": replica["template"]}, version, strict=True)
 
 
 @pytest.mark.slow
