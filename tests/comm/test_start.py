@@ -167,6 +167,7 @@ def test_variables_that_cannot_be(variables, told):
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
         ({"MPI_LOCALNRANKS": "3"}, 3),
         ({"MV2_COMM_WORLD_LOCAL_SIZE": "6"}, 6),
+        ({"LOCAL_SIZE": "4"}, 4),
         ({"SLURM_STEP_TASKS_PER_NODE": "4"}, 4),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x12)"}, 4),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}, None),
