@@ -15,6 +15,12 @@ OTHER  := $(VENV)-torch-$(TORCH)
 # What looks after dependencies has an environment of its own: it is no part of what it looks at.
 AUDIT  := $(VENV)-audit
 
+# Other people's programs, with an environment of their own; checkouts are put where their tests are
+# in no package, such as $(CHECKOUTS)/accelerate.
+SUITES    ?= $(VENV)-suites
+CHECKOUTS ?= .checkouts
+SUITE     ?=
+
 # One process for each GPU, or two processes where there are none.
 NPROC  ?= $(shell $(BIN)/python -c "import torch; print(torch.accelerator.device_count() or 2)" 2>/dev/null || echo 2)
 # Workers that run tests side by side; each starts processes of its own, mostly two to four.
@@ -27,7 +33,7 @@ DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-quick test-slow test-full test-torch test-processors lint types contracts check format wheel audit sbom bench bench-gpu bench-gpu-offload bench-offload bench-optimizer bench-scale docs site tree clean
+.PHONY: help install demo demo-clean test test-quick test-slow test-full test-torch test-processors suites lint types contracts check format wheel audit sbom bench bench-gpu bench-gpu-offload bench-offload bench-optimizer bench-scale docs site tree clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -90,6 +96,15 @@ test-processors: $(VENV)/.test  ## run the contracts and what compares bits as o
 			tests/comm/test_rows.py tests/comm/test_factors.py tests/device/test_kernels.py \
 			$(PYTEST_ARGS) || exit 1; \
 	done
+
+$(SUITES)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(SUITES)
+	$(SUITES)/bin/python -m pip install --quiet -c constraints.txt 'torch==2.13.0' -e '.[compat]' ./compat/deepspeed-stub \
+		trl datasets pytest parameterized==0.9.0 hjson==3.1.0 py-cpuinfo==9.0.0
+	@touch $@
+
+suites: $(SUITES)/.installed  ## run other people's programs and tests on Hadal (SUITE="accelerate trl"; hours for all)
+	$(SUITES)/bin/python benchmarks/suites/run.py --work $(SUITES)/work --checkouts $(CHECKOUTS) $(SUITE)
 
 lint: $(VENV)/.test  ## look at style and layout
 	$(BIN)/ruff check .
@@ -157,5 +172,5 @@ bench-gpu-offload: $(VENV)/.test  ## measure offloading on one GPU, and the larg
 	$(BIN)/python benchmarks/offload_gpu.py --json bench-gpu-offload.json $(BENCH_ARGS)
 
 clean:  ## remove what was built, and .venv
-	rm -rf $(VENV) $(VENV)-torch-* $(AUDIT) sbom.json build dist demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-torch-* $(AUDIT) $(SUITES) sbom.json build dist demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

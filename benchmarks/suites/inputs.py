@@ -1,0 +1,124 @@
+"""Writes what programs load: tiny models of random weights, data sets, and configurations.
+
+`python inputs.py FOLDER` fills FOLDER. Models that a test loads by a name of the hub are put into
+FOLDER/hub, as the hub's cache has them, so that the test finds them offline.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+WORDS = [f"w{number}" for number in range(40)]
+MARKS = ["<unk>", "<s>", "</s>", "<pad>"]
+
+
+def tokenizer() -> Any:
+    """Return a tokenizer of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: place for place, word in enumerate([*MARKS, *WORDS, "yes", "no"])}
+    raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = dict(zip(("unk_token", "bos_token", "eos_token", "pad_token"), MARKS, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=raw, **names)
+
+
+def write_models(folder: Path) -> None:
+    """Write a Llama that continues a text, and one that scores it."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    of_words = tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    marks = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+    for name, kind in (("llama", "LlamaForCausalLM"), ("judge", "LlamaForSequenceClassification")):
+        labels = {"num_labels": 1} if name == "judge" else {}
+        config = transformers.LlamaConfig(
+            vocab_size=len(of_words), **sizes, **heads, **marks, **labels
+        )
+        getattr(transformers, kind)(config).save_pretrained(folder / name)
+        of_words.save_pretrained(folder / name)
+
+
+def write_data(folder: Path) -> None:
+    """Write 32 rows of each kind that a trainer of trl takes, and a plain text."""
+    drawn = random.Random(0)
+
+    def some(count: int) -> str:
+        return " ".join(drawn.choice(WORDS) for _ in range(count))
+
+    rows = {
+        "sentences": lambda: {"text": some(12)},
+        "pairs": lambda: {"prompt": some(4), "chosen": some(4) + " yes", "rejected": some(4)},
+        "scored": lambda: {"chosen": some(6) + " yes", "rejected": some(6) + " no"},
+        "prompts": lambda: {"prompt": some(4)},
+    }
+    for name, row in rows.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(row()) + "\n" for _ in range(32)]
+        (folder / name / "train.jsonl").write_text("".join(lines))
+    (folder / "lines.txt").write_text("".join(some(12) + "\n" for _ in range(200)))
+
+
+def write_configurations(folder: Path) -> None:
+    """Write what the Trainer completes: `auto` for all that its arguments say."""
+    filled = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
+    for stage in (2, 3):
+        zero = {
+            "stage": stage,
+            "stage3_gather_16bit_weights_on_model_save": True,
+            "stage3_param_persistence_threshold": 0,
+        }
+        keys = dict.fromkeys((*filled, "gradient_clipping"), "auto")
+        config = {**keys, "bf16": {"enabled": "auto"}, "zero_optimization": zero}
+        (folder / f"zero{stage}.json").write_text(json.dumps(config, indent=2))
+
+
+def write_hub(home: Path) -> None:
+    """Write the models that accelerate's tests load by name."""
+    import torch
+    import transformers
+
+    def snapshot(name: str) -> Path:
+        place = home / "hub" / ("models--" + name.replace("/", "--"))
+        (place / "refs").mkdir(parents=True, exist_ok=True)
+        (place / "refs" / "main").write_text("0" * 40)
+        return place / "snapshots" / ("0" * 40)
+
+    torch.manual_seed(0)
+    gpt = transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2)
+    for name in ("gpt2", "sshleifer/tiny-gpt2", "hf-internal-testing/tiny-random-gpt2"):
+        transformers.GPT2LMHeadModel(gpt).save_pretrained(snapshot(name))
+    experts = transformers.Qwen2MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    name = "peft-internal-testing/tiny-random-qwen-1.5-MoE"
+    transformers.Qwen2MoeForCausalLM(experts).save_pretrained(snapshot(name))
+    transformers.MobileViTConfig().save_pretrained(snapshot("apple/mobilevit-xx-small"))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for write in (write_models, write_data, write_configurations, write_hub):
+        write(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Runs other people's programs and tests, unmodified, on Hadal, and writes docs/compatibility.md.
+
+Its interpreter is the one of an environment with these programs, Hadal and the distribution
+compat/deepspeed-stub; `make suites` makes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rows import SUITES, Program, Suite
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TABLE = ROOT / "docs/compatibility.md"
+HEAD = "| suite | version | what ran | passed | failed | skipped | why not all | date |"
+LIMIT_S = 240
+
+
+@dataclass(frozen=True)
+class Case:
+    """A test or a program, how it ended (passed, failed, skipped), and why."""
+
+    name: str
+    end: str
+    why: str = ""
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+def environment(work: Path, interpreter: Path) -> dict[str, str]:
+    """Return the variables of a run: CPUs, no network, the interpreter's commands first."""
+    paths = [str(interpreter.parent), os.environ.get("PATH", "")]
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {
+        **kept,
+        "PATH": os.pathsep.join(paths),
+        "PYTHONPATH": str(HERE),
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_SIZE": "4",  # the number of devices that a test of DeepSpeed may use
+        "DS_UNITTEST_TIMEOUT": "60",
+        "HF_HOME": str(work / "inputs"),
+        "HF_HUB_OFFLINE": "1",
+        "INPUTS": str(work / "inputs"),
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_EXTENSIONS_DIR": str(interpreter.parents[1] / "torch_extensions"),
+    }
+
+
+def run(command: list[str], folder: Path, variables: Mapping[str, str]) -> tuple[int | None, str]:
+    """Run a command with all that it starts; return its exit code, None if it hung, and output."""
+    log = folder / "output.txt"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=dict(variables),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+    return code, log.read_text(errors="replace")
+
+
+def last_error(output: str) -> str:
+    """Return the line that names the error of a program; the launcher's own lines say nothing."""
+    named = re.findall(r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)", output, re.M)
+    told = [line for line in named if "ChildFailedError" not in line]
+    return (told[-1] if told else output.strip()[-160:])[:160]
+
+
+def run_tests(suite: Suite, files: str, folder: Path, variables: Mapping[str, str]) -> list[Case]:
+    """Run one file or folder of tests in a pytest of its own."""
+    report = folder / "report.xml"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
+    command += ["-W", "ignore", f"--junitxml={report}", *suite.options, *files.split()]
+    code, output = run(command, folder, variables)
+    if not report.exists():
+        return [Case(files, "failed", "timeout" if code is None else last_error(output))]
+    return list(read_report(report))
+
+
+def read_report(report: Path) -> Iterator[Case]:
+    """Read how each test ended from pytest's report."""
+    for test in ElementTree.parse(report).iter("testcase"):
+        name = f"{test.get('classname')}::{test.get('name')}"
+        told = {part.tag: part for part in test}
+        bad = told.get("failure", told.get("error"))
+        if bad is not None:
+            lines = [line for line in (bad.text or "").splitlines() if line.startswith("E ")]
+            why = (lines or [bad.get("message", "")])[0].removeprefix("E").strip()
+            yield Case(name, "failed", why[:160])
+        elif "skipped" in told:
+            yield Case(name, "skipped", told["skipped"].get("message", "")[:200])
+        else:
+            yield Case(name, "passed")
+
+
+def words_of(program: Program, interpreter: Path, variables: Mapping[str, str]) -> list[str]:
+    launched = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={program.ranks}"]
+    words = [word.format_map({"inputs": variables["INPUTS"]}) for word in program.words.split()]
+    return [str(interpreter), *(launched if program.ranks else []), *words]
+
+
+def run_program(program: Program, folder: Path, variables: Mapping[str, str]) -> Case:
+    code, output = run(words_of(program, Path(sys.executable), variables), folder, variables)
+    if code == 0:
+        return Case(program.name, "passed")
+    return Case(program.name, "failed", "timeout" if code is None else last_error(output))
+
+
+def run_suite(suite: Suite, work: Path, checkouts: Path) -> list[Case]:
+    """Run all of a suite in a folder of its own, which has copies of its files."""
+    folder = work / suite.name
+    folder.mkdir(exist_ok=True)
+    for part in suite.copied:
+        source = checkouts / suite.repository.split("/")[1]
+        (folder / part).parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["cp", "-r", str(source / part), str((folder / part).parent)], check=True)
+    variables = environment(work, Path(sys.executable))
+    cases = [case for files in suite.tests for case in run_tests(suite, files, folder, variables)]
+    for program in suite.programs:
+        cases.append(run_program(program, folder, variables))
+        print(f"  {program.name}: {cases[-1].end} {cases[-1].why}", flush=True)
+    return cases
+
+
+# ---- the same losses as DeepSpeed ----------------------------------------------------------------
+
+
+def losses(program: Program, interpreter: Path, work: Path) -> list[float]:
+    """Return the loss of every step, as the Trainer keeps it in its last checkpoint."""
+    variables = environment(work, interpreter)
+    if interpreter != Path(sys.executable):
+        variables["PYTHONPATH"] = ""
+    with tempfile.TemporaryDirectory(dir=work) as name:
+        code, output = run(words_of(program, interpreter, variables), Path(name), variables)
+        if code != 0:
+            raise SystemExit(f"{program.name} failed in {interpreter}:\n{output[-4000:]}")
+        state = max(Path(name).glob("out/checkpoint-*/trainer_state.json"))
+        history = json.loads(state.read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def compare(work: Path, deepspeed: Path) -> list[Case]:
+    """Train with both libraries, program by program, and compare the loss of every step."""
+    cases = []
+    for program in (p for suite in SUITES for p in suite.programs if p.tolerance):
+        ours = losses(program, Path(sys.executable), work)
+        theirs = losses(program, deepspeed / "bin" / "python", work)
+        apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+        end = "passed" if apart <= program.tolerance else "failed"
+        cases.append(Case(program.name, end, f"{len(ours)} losses, at most {apart:.1e} apart"))
+        print(f"  {program.name}: {cases[-1].end}, {cases[-1].why}", flush=True)
+    return cases
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def reasons(cases: list[Case]) -> str:
+    """Return why not all passed, in a table's cell: the most frequent reasons first."""
+    counted = Counter(case.why for case in cases if case.end != "passed")
+    told = [f"{count} × {why}" for why, count in counted.most_common(4)]
+    if len(counted) > len(told):
+        told.append(f"{len(counted) - len(told)} further reasons")
+    return "; ".join(told).replace("|", "/").replace("\n", " ").replace("<", "&lt;")
+
+
+def row_of(suite: Suite, cases: list[Case], today: str) -> str:
+    ends = Counter(case.end for case in cases)
+    counts = [str(ends[end]) for end in ("passed", "failed", "skipped")]
+    why = suite.why or reasons(cases)
+    cells = [suite.name, suite.version, suite.what, *counts, why, today]
+    return "| " + " | ".join(cells) + " |"
+
+
+def write_row(name: str, row: str) -> None:
+    """Replace a suite's row in the table; rows of suites that did not run stay."""
+    before, head, after = TABLE.read_text().partition(HEAD)
+    lines = after.splitlines()
+    end = next((i for i, line in enumerate(lines[1:], 1) if not line.startswith("|")), len(lines))
+    kept = {line.split("|")[1].strip(): line for line in lines[2:end]}
+    kept[name] = row
+    order = [suite.name for suite in SUITES] + sorted(set(kept) - {s.name for s in SUITES})
+    rows = [kept[name] for name in order if name in kept]
+    TABLE.write_text("\n".join([before + head, lines[1], *rows, *lines[end:]]) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"all if none: {[s.name for s in SUITES]}")
+    parser.add_argument("--work", type=Path, required=True, help="folder for what programs write")
+    parser.add_argument("--checkouts", type=Path, default=ROOT / ".checkouts")
+    parser.add_argument("--deepspeed", type=Path, default=ROOT / ".venv-deepspeed")
+    parser.add_argument("--list", action="store_true", help="print every test and how it ended")
+    arguments = parser.parse_args()
+    work = arguments.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    if not (work / "inputs/lines.txt").exists():
+        subprocess.run([sys.executable, HERE / "inputs.py", work / "inputs"], check=True)
+    today, bad = datetime.date.today().isoformat(), []
+    known = {suite.name: suite for suite in SUITES}
+    for name in arguments.names or [*known, "losses"]:
+        print(name, flush=True)
+        if name == "losses":
+            bad += [c.name for c in compare(work, arguments.deepspeed) if c.end != "passed"]
+            continue
+        suite = known[name]
+        folder = arguments.checkouts / suite.repository.rpartition("/")[2]
+        if suite.repository and not folder.is_dir():
+            print(f"  not run: put {suite.repository}, {suite.version}, into {folder}")
+            continue
+        cases = run_suite(suite, work, arguments.checkouts.resolve())
+        write_row(name, row_of(suite, cases, today))
+        passes = sum(case.end == "passed" for case in cases)
+        for case in cases if arguments.list or passes < suite.passes else ():
+            print(f"  {case.end} {case.name} {case.why}")
+        print(f"  {passes} passed, expected {suite.passes}")
+        bad += [name] * (passes < suite.passes)
+    if bad:
+        raise SystemExit("fewer passed than expected: " + ", ".join(bad))
+
+
+if __name__ == "__main__":
+    main()
