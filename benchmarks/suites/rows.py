@@ -75,7 +75,7 @@ SUITES = (
     Suite(
         name="accelerate",
         version="1.15.0, tests at 16cb6eb8",
-        what="its tests of DeepSpeed, `tests/deepspeed`",
+        what="all its tests of DeepSpeed",
         passes=31,
         repository="huggingface/accelerate",
         copied=("tests",),

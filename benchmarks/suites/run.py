@@ -7,6 +7,7 @@ compat/deepspeed-stub; `make suites` makes it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -79,17 +80,17 @@ def run(command: list[str], folder: Path, variables: Mapping[str, str]) -> tuple
             code: int | None = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             code = None
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
     return code, log.read_text(errors="replace")
 
 
 def last_error(output: str) -> str:
     """Return the line that names the error of a program; the launcher's own lines say nothing."""
-    named = re.findall(r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)", output, re.M)
+    named = re.findall(
+        r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)", output, re.M
+    )
     told = [line for line in named if "ChildFailedError" not in line]
     return (told[-1] if told else output.strip()[-160:])[:160]
 
