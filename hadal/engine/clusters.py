@@ -37,6 +37,32 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
+class Speeds:
+    """The speeds of one rank's device in one dtype."""
+
+    products: float
+    """Floating-point operations per second of matrix products."""
+    peak_products: float
+    """The same as the maker's datasheet promises it, or if measured, the most that was reached."""
+    elementwise: float
+    """Bytes per second that all other operations read and write."""
+    weights: float
+    """Bytes per second of weights that products read, and of their gradients."""
+    launch: float
+    """Seconds to start an operation."""
+
+    def shared(self, share: float) -> Speeds:
+        """Return the speeds with another share of the cores."""
+        return Speeds(
+            self.products * share,
+            self.peak_products * share,
+            self.elementwise * share,
+            self.weights * share,
+            self.launch,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ComputeCluster:
     """The speeds of each rank's device, and of what the ranks of a node share."""
 
@@ -47,14 +73,8 @@ class ComputeCluster:
     device_nbytes: int
     host_nbytes: int
     """Memory of a node's host."""
-    products: Mapping[str, float]
-    """Floating-point operations per second of matrix products, by dtype: fp32, bf16, fp16."""
-    peak_products: Mapping[str, float]
-    """The same as the maker's datasheet promises it, or if measured, the most that was reached."""
-    elementwise: float
-    """Bytes per second that all other operations read and write."""
-    launch: float
-    """Seconds to start an operation."""
+    speeds: Mapping[str, Speeds]
+    """By dtype: fp32, bf16, fp16."""
     update: float
     """Elements per second that AdamW steps in the device's memory."""
     host_update: float
@@ -71,9 +91,9 @@ class ComputeCluster:
     sources: Mapping[str, str]
     """For each of these names, whether it is assumed or measured, and from what or when."""
 
-    def rate_of(self, dtype: str) -> float:
-        """Return operations per second of products; dtypes without a figure run as fp32."""
-        return self.products.get(dtype, self.products["fp32"])
+    def speeds_of(self, dtype: str) -> Speeds:
+        """Return the speeds in a dtype; those without figures run as fp32."""
+        return self.speeds.get(dtype, self.speeds["fp32"])
 
     def with_ranks(self, ranks: int) -> ComputeCluster:
         """Return what each of `ranks` on a node reaches: on a host they have its cores in parts."""
@@ -83,9 +103,7 @@ class ComputeCluster:
         return replace(
             self,
             devices_per_node=ranks,
-            products={dtype: rate * share for dtype, rate in self.products.items()},
-            peak_products={dtype: rate * share for dtype, rate in self.peak_products.items()},
-            elementwise=self.elementwise * share,
+            speeds={dtype: speeds.shared(share) for dtype, speeds in self.speeds.items()},
             update=self.update * share,
         )
 
@@ -164,7 +182,12 @@ def cluster_named(name: str) -> ComputeCluster:
 
 def _assumed(name: str, kind: _Kind, devices: int) -> ComputeCluster:
     peak = {"bf16": kind.bf16, "fp16": kind.fp16, "fp32": kind.fp32}
-    peak = {dtype: rate * 1e12 for dtype, rate in peak.items() if rate}
+    moved = kind.bandwidth * 1e9 * _MEMORY
+    speeds = {
+        dtype: Speeds(rate * 1e12 * _PRODUCTS, rate * 1e12, moved, moved, _LAUNCH_S)
+        for dtype, rate in peak.items()
+        if rate
+    }
     inside = Link(_INSIDE_S, kind.links * 1e9 * _LINKS)
     between = Link(_BETWEEN_S, kind.network * 1e9 / devices * _LINKS)
     sheet = f"assumed: {kind.sheet}"
@@ -174,11 +197,8 @@ def _assumed(name: str, kind: _Kind, devices: int) -> ComputeCluster:
         computes_on_host=False,
         device_nbytes=int(kind.memory * 1e9),
         host_nbytes=int(kind.host * 1e9),
-        products={dtype: rate * _PRODUCTS for dtype, rate in peak.items()},
-        peak_products=peak,
-        elementwise=kind.bandwidth * 1e9 * _MEMORY,
-        launch=_LAUNCH_S,
-        update=kind.bandwidth * 1e9 * _MEMORY / _UPDATE_NBYTES,
+        speeds=speeds,
+        update=moved / _UPDATE_NBYTES,
         host_update=kind.host_bandwidth * 1e9 * _MEMORY / _UPDATE_NBYTES,
         inside=Links(inside, inside, inside),
         between=Links(between, between, between),
@@ -188,10 +208,8 @@ def _assumed(name: str, kind: _Kind, devices: int) -> ComputeCluster:
         sources={
             "device_nbytes": sheet,
             "host_nbytes": f"assumed: the usual host, {shown_nbytes(int(kind.host * 1e9))}",
-            "products": f"{sheet}, {_PRODUCTS:.0%} of dense products",
-            "peak_products": sheet,
-            "elementwise": f"{sheet}, {_MEMORY:.0%} of {kind.bandwidth:g} GB/s",
-            "launch": "assumed: torch starts an operation in 5 μs",
+            "speeds": f"{sheet}, {_PRODUCTS:.0%} of its dense products and {_MEMORY:.0%} of"
+            f" {kind.bandwidth:g} GB/s; torch starts an operation in 5 μs",
             "update": f"assumed: AdamW moves {_UPDATE_NBYTES} bytes per element",
             "host_update": f"assumed: the same at {_MEMORY:.0%} of {kind.host_bandwidth:g} GB/s",
             "inside": f"{sheet}, {_LINKS:.0%} of {kind.links:g} GB/s; 10 μs between two ranks",
@@ -235,23 +253,20 @@ class _Reader:
             self._expect(isinstance(raw[key], str if key == "name" else bool), key, raw[key])
         for key in ("devices_per_node", "device_nbytes", "host_nbytes"):
             self._expect(type(raw[key]) is int and raw[key] > 0, key, raw[key])
-        for key in ("products", "peak_products"):
-            rates = raw[key]
-            self._expect(isinstance(rates, dict) and "fp32" in rates, key, rates)
-            read[key] = {dtype: self._rate(rates[dtype], f"{key}.{dtype}") for dtype in rates}
+        speeds = raw["speeds"]
+        self._expect(isinstance(speeds, dict) and "fp32" in speeds, "speeds", speeds)
+        read["speeds"] = {d: self._rates(speeds[d], Speeds, f"speeds.{d}") for d in speeds}
         for key in ("inside", "between"):
-            read[key] = self._links(raw[key], key)
+            self._expect_keys(raw[key], Links, key)
+            links = {k: self._rates(link, Link, f"{key}.{k}") for k, link in raw[key].items()}
+            read[key] = Links(**links)
         self._expect(isinstance(raw["sources"], dict), "sources", raw["sources"])
         numbers = (field.name for field in fields(ComputeCluster) if field.type == "float")
         return ComputeCluster(**read | {key: self._rate(raw[key], key) for key in numbers})
 
-    def _links(self, raw: Any, path: str) -> Links:
-        self._expect_keys(raw, Links, path)
-        found = {}
-        for kind, link in raw.items():
-            self._expect_keys(link, Link, f"{path}.{kind}")
-            found[kind] = Link(**{k: self._rate(v, f"{path}.{kind}.{k}") for k, v in link.items()})
-        return Links(**found)
+    def _rates(self, raw: Any, kind: Any, path: str) -> Any:
+        self._expect_keys(raw, kind, path)
+        return kind(**{key: self._rate(value, f"{path}.{key}") for key, value in raw.items()})
 
     def _expect_keys(self, raw: Any, kind: Any, path: str) -> None:
         self._expect(isinstance(raw, dict), path or "the file", raw)

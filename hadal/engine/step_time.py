@@ -241,6 +241,8 @@ class _Path:
     uses: list[Use] = field(default_factory=list)
     begun: list[int] = field(default_factory=list)
     """For each segment, how many uses have begun."""
+    seconds: list[float] = field(default_factory=list)
+    """For each segment, how long the device computes."""
 
 
 class _Update:
@@ -264,6 +266,7 @@ class _Update:
         self._parts = model_parts_of(config)
         self._limits = planned.limits
         self._dtype = _product_dtype(planned, config, cluster)
+        self._speeds = self._cluster.speeds_of(self._dtype)
         self._buckets = [self._bucket(plan, counts) for plan in planned.buckets]
         self._of_gradient = {
             member.name: bucket
@@ -276,6 +279,17 @@ class _Update:
         cut = _by_unit(planned, self._buckets, cut=True)
         self._forward = _path(micro_step.forward, cut, self._cut)
         self._backward = _path(micro_step.backward, cut, self._cut)
+        members = {unit.name: unit.members for unit in planned.units}
+        numels = {m.name: m.parameter.numel() for some in members.values() for m in some}
+        self._forward.seconds = [
+            self._seconds(one, sum(numels[m.name] for m in members.get(one.unit, ())))
+            for one in micro_step.forward
+        ]
+        # Each product reads a weight once more, and makes its gradient.
+        self._backward.seconds = [
+            self._seconds(one, 2 * sum(numels.get(name, 0) for name in one.arrived))
+            for one in micro_step.backward
+        ]
         self.queues = _Queues(shares_cores=cluster.computes_on_host)
 
     def _bucket(self, plan: BucketPlan, counts: RankCounts) -> _Bucket:
@@ -324,15 +338,14 @@ class _Update:
             self._end_backward()
         stages = self._config.pipeline.stages
         if self._parts > 1 and isinstance(stages, int) and stages > 1:
-            both = (self._micro_step.forward, self._micro_step.backward)
-            seconds = sum(self._seconds(segment) for segments in both for segment in segments)
+            seconds = sum(self._forward.seconds) + sum(self._backward.seconds)
             self.queues.compute("pipeline", seconds * (stages - 1))
         self._step()
 
     def _pass(self, part: str, path: _Path, plan: Plan) -> None:
         arriving: dict[int, _Event] = {}
         begun = gathered = 0
-        for segment, until in zip(path.segments, path.begun, strict=True):
+        for segment, until, seconds in zip(path.segments, path.begun, path.seconds, strict=True):
             for bucket in self._whole.get(segment.unit, ()):
                 self.queues.wait(bucket.ready)
             for position in range(begun, until):
@@ -341,18 +354,22 @@ class _Update:
                 gathered = plan.started[position]
                 self.queues.wait(arriving.get(path.uses[position].bucket))
             begun = until
-            self.queues.compute(part, self._seconds(segment))
+            self.queues.compute(part, seconds)
             if part == "backward":
                 self._take(segment.arrived)
 
-    def _seconds(self, segment: Segment) -> float:
-        """Return how long the device computes."""
-        cluster = self._cluster
-        work = segment.products / cluster.rate_of(self._dtype) + segment.moved / cluster.elementwise
-        launches = segment.kernels * cluster.launch
-        # An accelerator computes while its host starts the next operations.
-        both = work + launches if cluster.computes_on_host else max(work, launches)
-        return both / self._parts
+    def _seconds(self, segment: Segment, weights: int) -> float:
+        """Return how long the device computes; `weights`: elements of them, and of gradients."""
+        speeds, on_host = self._speeds, self._cluster.computes_on_host
+        nbytes = weights * (4 if self._dtype == "fp32" else 2)
+        read, products = nbytes / speeds.weights, segment.products / speeds.products
+        # A host reads weights into its caches first; an accelerator multiplies meanwhile, and
+        # computes while its host starts the next operations.
+        work = (read + products if on_host else max(read, products)) + (
+            segment.moved / speeds.elementwise
+        )
+        launches = segment.kernels * speeds.launch
+        return (work + launches if on_host else max(work, launches)) / self._parts
 
     def _gather(self, bucket: _Bucket) -> _Event:
         """Start to gather sharded weights, which may have to be fetched first."""
@@ -385,7 +402,7 @@ class _Update:
 
     def _code(self, part: str, nbytes: int) -> None:
         """Let the device encode or decode a message: it reads and writes so many bytes."""
-        self.queues.compute(part, nbytes / self._cluster.elementwise)
+        self.queues.compute(part, nbytes / self._speeds.elementwise)
 
     # ---- reductions ------------------------------------------------------------------------------
 
@@ -532,15 +549,13 @@ class _Update:
         steps = self._config.gradient_accumulation_steps
         # A backward has twice the products of its forward: more are recomputation.
         products = min(3 * forward, forward + backward) * steps / self._parts
-        peaks = self._cluster.peak_products
-        peak = peaks.get(self._dtype, peaks["fp32"])
         micro = self._config.train_micro_batch_size_per_gpu
         shared = self._parts * self._config.sequence_parallel_size
         return StepTime(
             parts,
             seconds,
             micro * steps * max(1, self._job.devices // shared),
-            products / seconds / peak,
+            products / seconds / self._speeds.peak_products,
             _left_out(self._config),
         )
 

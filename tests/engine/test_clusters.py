@@ -19,12 +19,13 @@ def test_each_named_cluster_says_where_its_figures_come_from(name: str) -> None:
     unnamed = {"name", "devices_per_node", "computes_on_host", "sources"}
     assert set(cluster.sources) == set(json.loads(cluster.written())) - unnamed
     assert all(source.startswith("assumed") for source in cluster.sources.values())
-    assert cluster.products["fp32"] == pytest.approx(0.6 * cluster.peak_products["fp32"])
+    speeds = cluster.speeds["fp32"]
+    assert speeds.products == pytest.approx(0.6 * speeds.peak_products)
 
 
 def test_any_number_of_devices_may_be_in_a_node() -> None:
     eight, four = cluster_named("h100x8"), cluster_named("h100x4")
-    assert four.devices_per_node == 4 and four.products == eight.products
+    assert four.devices_per_node == 4 and four.speeds == eight.speeds
     # Fewer devices share a node's network.
     assert four.between.all_gather.bandwidth == 2 * eight.between.all_gather.bandwidth
     assert four.with_ranks(2) == four  # a device has its own cores
@@ -40,7 +41,7 @@ def test_an_unknown_cluster_lists_the_known_ones(name: str) -> None:
 
 def test_dtypes_without_a_figure_run_as_float32() -> None:
     old = cluster_named("v100x8")
-    assert old.rate_of("bf16") == old.products["fp32"] < old.rate_of("fp16")
+    assert old.speeds_of("bf16") == old.speeds["fp32"] != old.speeds_of("fp16")
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -53,13 +54,13 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"lunch": 1.0}, r"lunch is unknown"),
-        ({"launch": None}, r"launch is missing"),
-        ({"launch": 0}, r"launch is 0"),
-        ({"launch": "fast"}, r"launch is 'fast'"),
+        ({"update": None}, r"update is missing"),
+        ({"update": 0}, r"update is 0"),
+        ({"update": "fast"}, r"update is 'fast'"),
         ({"devices_per_node": True}, r"devices_per_node is True"),
         ({"devices_per_node": 2.5}, r"devices_per_node is 2.5"),
-        ({"products": {"bf16": 1.0}}, r"products is \{'bf16'"),
-        ({"peak_products": {"fp32": -1.0}}, r"peak_products.fp32 is -1"),
+        ({"speeds": {"bf16": {}}}, r"speeds is \{'bf16'"),
+        ({"speeds": {"fp32": {"products": -1.0}}}, r"speeds.fp32.launch is missing"),
         ({"inside": {"all_gather": {}}}, r"inside.reduce_scatter is missing"),
         ({"sources": []}, r"sources is \[\]"),
     ],

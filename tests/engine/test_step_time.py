@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hadal.config import Config, load_config
 from hadal.engine.activations import MicroStep, trace
-from hadal.engine.clusters import ComputeCluster, Link, Links, cluster_named
+from hadal.engine.clusters import ComputeCluster, Link, Links, Speeds, cluster_named
 from hadal.engine.plan import ModelPlan, ModulesPlan, RankCounts, plan_model
 from hadal.engine.precision import Casting
 from hadal.engine.step_time import PARTS, StepTime, _Queues, step_time
@@ -28,12 +28,13 @@ GPU = cluster_named("h100x8")
 def cluster(**changes: Any) -> ComputeCluster:
     """A cluster of round figures, in which nothing but what a test sets takes time."""
     fast = Link(1e-30, 1e30)
-    rates = {"fp32": 1e30}
-    quick = dict.fromkeys(("elementwise", "update", "host_update", "host_link"), 1e30)
+    quick = dict.fromkeys(("update", "host_update", "host_link"), 1e30)
     quick |= dict.fromkeys(("disk_read", "disk_write"), 1e30)
     all_fast = Links(fast, fast, fast)
-    quiet = {"launch": 1e-30, "inside": all_fast, "between": all_fast}
-    return replace(GPU, **{"products": rates, **quick, **quiet, **changes})
+    reached = changes.pop("products", 1e30)
+    speeds = Speeds(reached, changes.pop("peak", 1e30), 1e30, 1e30, 1e-30)
+    slow = {"speeds": {"fp32": speeds}, "inside": all_fast, "between": all_fast}
+    return replace(GPU, **{**quick, **slow, **changes})
 
 
 def links(bandwidth: float, latency: float = 1e-30) -> Links:
@@ -212,7 +213,7 @@ def test_reductions_overlap_with_backward_but_for_the_last() -> None:
     # Backward computes 2 products a block, but for the first; a reduction takes half a block.
     product = 2 * ROWS * WIDTH * WIDTH
     one = 2 * 4 * WIDTH * WIDTH * 7 // 8
-    on = cluster(products={"fp32": product}, inside=links(float(one)))
+    on = cluster(products=product, inside=links(float(one)))
     found = time_of(config_of(0), on)
     assert found.parts["forward"].seconds == pytest.approx(BLOCKS)
     assert found.parts["backward"].seconds == pytest.approx(2 * BLOCKS - 1)
@@ -225,7 +226,7 @@ def test_reductions_overlap_with_backward_but_for_the_last() -> None:
 def test_gathers_ahead_of_use_are_hidden_but_for_the_first() -> None:
     product = 2 * ROWS * WIDTH * WIDTH
     one = 4 * WIDTH * WIDTH * 7 // 8
-    on = cluster(products={"fp32": product}, inside=links(float(one)))
+    on = cluster(products=product, inside=links(float(one)))
     found = time_of(config_of(3), on)
     assert found.parts["gathers"].seconds == pytest.approx(BLOCKS)
     assert found.parts["gathers"].exposed == pytest.approx(1.0)
@@ -236,7 +237,7 @@ def test_refreshed_weights_arrive_in_the_next_forward() -> None:
     one = 4 * WIDTH * WIDTH * 7 // 8
     reduced = links(1e30)
     slow = replace(reduced, all_gather=Link(1e-30, one / 0.5))
-    on = cluster(products={"fp32": product}, inside=slow)
+    on = cluster(products=product, inside=slow)
     late = time_of(config_of(1), on).parts["refresh"]
     assert late.seconds == pytest.approx(BLOCKS / 2) and late.exposed == pytest.approx(0.5)
     early = time_of(config_of(1, {"overlap_comm": False}), on).parts["refresh"]
@@ -244,7 +245,7 @@ def test_refreshed_weights_arrive_in_the_next_forward() -> None:
 
 
 def test_a_host_s_ranks_share_its_cores() -> None:
-    host = cluster(computes_on_host=True, devices_per_node=2, products={"fp32": 1e9})
+    host = cluster(computes_on_host=True, devices_per_node=2, products=1e9)
     host = replace(host, inside=links(1e9))
     two, one = (time_of(config_of(0, {}, ranks), host, ranks) for ranks in (2, 1))
     assert two.parts["forward"].seconds == pytest.approx(2 * one.parts["forward"].seconds)
@@ -265,7 +266,7 @@ def test_the_host_updates_while_values_cross() -> None:
 
 
 def test_recomputation_is_not_useful_work() -> None:
-    on = cluster(products={"fp32": 1e9}, peak_products={"fp32": 2e9})
+    on = cluster(products=1e9, peak=2e9)
     plain, again = (time_of(config_of(0), on, recomputed=one) for one in (False, True))
     assert again.seconds > plain.seconds
     assert plain.utilization == pytest.approx(0.5)
@@ -296,17 +297,17 @@ def test_more_speed_is_never_slower(
 ) -> None:
     zero = {key: value for key, value in zero.items() if stage == 3 or "stage3" not in key}
     config = config_of(stage, zero, gradient_accumulation_steps=steps)
-    slow = cluster(products={"fp32": 1e9}, inside=links(bandwidth), host_link=bandwidth)
+    slow = cluster(products=1e9, inside=links(bandwidth), host_link=bandwidth)
     fast = replace(slow, inside=links(bandwidth * factor))
     assert time_of(config, fast).seconds <= time_of(config, slow).seconds * (1 + 1e-9)
     fast = replace(slow, host_link=bandwidth * factor)
     assert time_of(config, fast).seconds <= time_of(config, slow).seconds * (1 + 1e-9)
-    quick = replace(slow, products={"fp32": 1e9 * factor})
+    quick = cluster(products=1e9 * factor, inside=links(bandwidth), host_link=bandwidth)
     assert time_of(config, quick).seconds <= time_of(config, slow).seconds * (1 + 1e-9)
 
 
 @given(st.integers(0, 3), st.floats(1e5, 1e9))
 def test_overlap_is_never_slower(stage: int, bandwidth: float) -> None:
-    on = cluster(products={"fp32": 1e9}, inside=links(bandwidth))
+    on = cluster(products=1e9, inside=links(bandwidth))
     found = [time_of(config_of(stage, {"overlap_comm": one}), on) for one in (True, False)]
     assert found[0].seconds <= found[1].seconds * (1 + 1e-9)
