@@ -33,7 +33,7 @@ DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-quick test-slow test-full test-torch test-processors suites lint types contracts check format wheel audit sbom bench bench-gpu bench-gpu-offload bench-offload bench-optimizer bench-scale docs site tree clean
+.PHONY: help install demo demo-clean test test-quick test-slow test-full test-torch test-processors suites lint types contracts check format wheel release audit sbom bench bench-gpu bench-gpu-offload bench-offload bench-optimizer bench-scale docs site tree clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -134,13 +134,17 @@ tree:  ## print every file of hadal/ with its first line
 # ---- distribution -----------------------------------------------------------------------------
 
 wheel: $(VENV)/.test  ## build dist/: the same commit gives the same bytes
+	rm -rf dist
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation --outdir dist .
 	sha256sum dist/*
 
 $(AUDIT)/.tools: constraints.txt
 	$(PYTHON) -m venv $(AUDIT)
-	$(AUDIT)/bin/python -m pip install --quiet -c constraints.txt pip-audit cyclonedx-bom zizmor
+	$(AUDIT)/bin/python -m pip install --quiet -c constraints.txt pip-audit cyclonedx-bom twine zizmor
 	@touch $@
+
+release: wheel $(AUDIT)/.tools  ## build, check and try a release with each Python on this machine (10 minutes); uploads nothing
+	.ci/release $(VENV) $(AUDIT)
 
 audit: $(AUDIT)/.tools  ## look for known vulnerabilities in constraints.txt, and for faults in workflow files
 	@if [ -d .github/workflows ]; then $(AUDIT)/bin/zizmor .github/workflows; else \

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from .comm import init_distributed
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Engine": "hadal.engine.engine",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -73,6 +74,11 @@ def test_the_same_files_give_the_same_bytes(built: Path, tmp_path: Path) -> None
             copied(str(ROOT / name), str(source / name))
     build(source, other, umask=0o077)
     assert digests(other) == digests(built)
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0].split()[0] == __version__
 
 
 def test_the_sdist_is_enough_to_test_and_to_read(built: Path) -> None:
