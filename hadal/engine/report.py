@@ -41,7 +41,7 @@ class _ErrorsOnly(logging.Filter):
         return record.levelno >= logging.ERROR
 
 
-class _IfAlone(logging.StreamHandler[TextIO]):
+class _IfAlone(logging.StreamHandler):  # type: ignore[type-arg]  # from Python 3.11 on
     """Handler to standard error, silent if the program has its own handlers, now or later."""
 
     def emit(self, record: logging.LogRecord) -> None:
