@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
