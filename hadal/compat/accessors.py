@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from hadal.compat.surface import NameKind, data, placeholder
 from hadal.config.section import plain
 from hadal.engine.engine import Engine
 
+_log = logging.getLogger(__name__)
 _TABLE = data("accessors.json")
 _PATHS: dict[str, str] = _TABLE["paths"]
 """The key that each method returns."""
@@ -40,6 +42,16 @@ class Accessors(Engine):
             return _DTYPES[named]
         trained = (each for each in self._parts.runtime.buckets if each.trainable)
         return next((each.precision.reduce for each in trained), torch.float32)
+
+    @communication_data_type.setter
+    def communication_data_type(self, dtype: torch.dtype) -> None:
+        if dtype != self.communication_data_type:
+            _log.warning(
+                "engine.communication_data_type = %s has no effect: gradients are sent in %s; set"
+                " communication_data_type in the configuration",
+                dtype,
+                self.communication_data_type,
+            )
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
         """Return the dtype of autocast, if the configuration names one."""

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hadal.comm import Ranks, get_world_size, is_initialized
@@ -18,6 +19,7 @@ from hadal.compat.groups import get_tensor_model_parallel_group, get_tensor_mode
 from hadal.compat.tools import bwc_tensor_model_parallel_rank
 from hadal.config import load_config
 from hadal.config.activation_checkpointing import ActivationCheckpointing
+from hadal.device import current_device, random_state, set_random_state
 from hadal.errors import UsageError
 from hadal.plugins.activation_checkpointing import Recomputation, tell_unshared
 from hadal.plugins.activation_checkpointing.random_states import reseed_parts, seed_parts
@@ -158,6 +160,15 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     """Seed only the state to `fork`, differently for each part of the model."""
     reseed_parts(seed, _part())
+
+
+def set_cuda_rng_state(new_state: Tensor, device: int | str | torch.device = -1) -> None:
+    """Set the state of a device's generator, of this rank's by default; on a CPU, the host's."""
+    chosen = current_device() if device == -1 else torch.device(device)
+    if random_state(chosen) is None:
+        torch.set_rng_state(new_state)
+    else:
+        set_random_state(new_state, chosen)
 
 
 def _part() -> int:

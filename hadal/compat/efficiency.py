@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hadal.config import load_config
+from hadal.data.reading import Sharding
 from hadal.engine.engine import Engine
 from hadal.errors import UsageError
 from hadal.plugins.compression.curvature import (
@@ -19,7 +20,9 @@ from hadal.plugins.compression.curvature import (
     relative,
 )
 from hadal.plugins.data_efficiency.layer_drop import LayerDrop, theta_at
+from hadal.plugins.data_efficiency.metric_files import Origin
 from hadal.plugins.data_efficiency.pacing import Pacer, pace_rule_of
+from hadal.plugins.data_efficiency.sampler import CurriculumOrder
 from hadal.plugins.data_efficiency.token_drop import TokenDrop, kept_at, layer_tokens_at
 
 
@@ -91,6 +94,84 @@ class CurriculumScheduler:
         fresh = type(self)(state)
         current.rule, current.current = fresh._pacer.rule, int(state["current_difficulty"])
         self._config = dict(state)
+
+
+class DeepSpeedDataSampler:
+    """Batches of one rank, as lists of samples, in the order of the section `data_efficiency`.
+
+    Args:
+        data_efficiency_config: that section.
+        one_epoch_total_samples: the samples of the data set.
+        micro_batch_size: the samples of a batch of one rank.
+        data_parallel_rank: this rank among those with different samples.
+        data_parallel_size: their number.
+        data_parallel_group: not needed: all ranks draw the same order.
+        gradient_accumulation_steps: the batches of an update.
+        global_rank: not needed.
+        drop_last: leave out a last batch that is not full.
+
+    Raises:
+        ConfigError: the section has faults.
+    """
+
+    def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
+        self,
+        data_efficiency_config: Mapping[str, Any],
+        one_epoch_total_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        data_parallel_group: Any,
+        gradient_accumulation_steps: int,
+        global_rank: int,
+        drop_last: bool = True,
+    ) -> None:
+        given = {"train_batch_size": 1, "data_efficiency": dict(data_efficiency_config)}
+        section = load_config(given).data_efficiency
+        assert section is not None  # given above
+        sharding = Sharding(micro_batch_size, data_parallel_size, data_parallel_rank, drop_last)
+        self._order = CurriculumOrder(
+            section, Origin(one_epoch_total_samples), sharding, gradient_accumulation_steps
+        )
+        self._epochs = section.data_sampling.num_epochs
+        self._one_epoch = one_epoch_total_samples
+        self.consumed_samples = 0
+        """The samples of all ranks so far."""
+        self._state: Any = None
+
+    def __len__(self) -> int:
+        """Return the samples of all epochs and ranks."""
+        return self._one_epoch * self._epochs
+
+    def set_custom_curriculum_learning_schedule(
+        self, schedule_func_dict: Mapping[str, Callable[[int], int]]
+    ) -> None:
+        """Set the functions of custom schedules, by metric."""
+        for name, function in schedule_func_dict.items():
+            if name in self._order.pacers:
+                self._order.pacers[name].set_custom(function)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's batches, from after the last one that was returned."""
+        first, done = divmod(self.consumed_samples, self._one_epoch)
+        for epoch in range(first, self._epochs):
+            for picked in self._order.batches(epoch, done if epoch == first else 0):
+                self.consumed_samples += picked.samples
+                self._state = picked.state
+                yield list(picked.indices)
+            if self._state is not None:
+                self._order.load_state_dict(self._state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place after the last batch."""
+        return {"consumed_samples": self.consumed_samples, "order": self._state}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on after a place that `state_dict` returned."""
+        self.consumed_samples = state_dict["consumed_samples"]
+        self._state = state_dict["order"]
+        if self._state is not None:
+            self._order.load_state_dict(self._state)
 
 
 class ProgressiveLayerDrop:

@@ -34,7 +34,6 @@ from hadal.compat.timers import (
 from hadal.config.reading import read
 from hadal.engine.arguments import choose_config
 from hadal.engine.assemble import initialize as _initialize
-from hadal.engine.pipeline import PipelineEngine as _PipelineEngine
 from hadal.engine.state import Parts
 from hadal.errors import UsageError
 from hadal.zero import GatheredParameters
@@ -433,6 +432,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     An engine that already trains the same parameters is destroyed first, because programs create a
     second one for their model and continue with that.
     """
+    from hadal.compat.pipeline import PipelineEngine
+
     watch_parameters()
     if isinstance(model, nn.Module):
         _destroy_engines_of(model)
@@ -487,45 +488,3 @@ def _destroy_engines_of(model: nn.Module) -> None:
         if not parameters.isdisjoint(engine._parts.runtime.bucket_of):
             logger.info("destroyed the model's engine, because initialize builds a new one")
             engine.destroy()
-
-
-# ---- a model in stages ---------------------------------------------------------------------------
-
-
-class PipelineEngine(_PipelineEngine, DeepSpeedEngine):
-    """An engine of stages with the name and the methods of DeepSpeed's."""
-
-    @property
-    def pipeline_parallelism(self) -> bool:
-        """True: layers are distributed over ranks."""
-        return True
-
-    @property
-    def is_pipe_parallel(self) -> bool:
-        """True if there are several stages."""
-        return self.num_stages > 1
-
-    @property
-    def is_data_parallel(self) -> bool:
-        """True if several ranks have the same layers."""
-        return self.grid.data_parallel_size > 1
-
-    @property
-    def is_model_parallel(self) -> bool:
-        """True if several ranks have slices of the same layers."""
-        return self.grid.slice_parallel_size > 1
-
-    def log_for_device(self, *msg: object) -> None:
-        """Log a message with this stage's place, if debug messages are shown."""
-        logger.debug(
-            "RANK=%d PIPE-ID=%d DATA-ID=%d: %s",
-            self.global_rank,
-            self.stage_id,
-            self.grid.data_parallel_id,
-            " ".join(map(str, msg)),
-        )
-
-    def tput_log(self, *msg: object) -> None:
-        """Log a message on rank 0, in updates that have a progress line."""
-        if self.global_rank == 0 and self.global_steps % self.steps_per_print() == 0:
-            logger.info("%s", " ".join(map(str, msg)))

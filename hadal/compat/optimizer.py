@@ -303,6 +303,21 @@ class ZeROOptimizer(metaclass=_OptimizerClass):
         return engine.zero_optimization()
 
 
+class BF16_Optimizer(metaclass=_OptimizerClass):
+    """The optimizer of a bf16 model at stage 1 that keeps fp32 gradients, or in pipeline stages."""
+
+    @staticmethod
+    def fits(engine: DeepSpeedEngine) -> bool:
+        """Return whether DeepSpeed trains such an engine with it."""
+        if not engine.bfloat16_enabled():
+            return False
+        keeps_fp32 = engine._parts.config.data_types.grad_accum_dtype == "fp32"
+        is_stage_1 = engine.zero_optimization_stage() == 1 and not engine.zero_cpu_offload()
+        return (is_stage_1 and keeps_fp32) or (
+            engine.pipeline_parallelism and not engine.zero_optimization()
+        )
+
+
 class FP16_Optimizer(metaclass=_OptimizerClass):
     """The optimizer of a 16-bit model without ZeRO."""
 

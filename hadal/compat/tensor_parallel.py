@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from hadal.comm import get_rank
+from hadal.comm.adjoint import gathered
+from hadal.config.parallelism import SplitLayer
 from hadal.errors import NotBuiltYetError, UsageError
-from hadal.plugins.tensor_parallel.cut import shard_sizes
-from hadal.plugins.tensor_parallel.rules import PRESETS, LayerRule, preset
+from hadal.plugins.tensor_parallel.cut import key_heads_of, shard_sizes, text_config_of
+from hadal.plugins.tensor_parallel.layers import SlicedLayer
+from hadal.plugins.tensor_parallel.rules import (
+    PRESETS,
+    LayerRule,
+    pattern_of,
+    preset,
+    rules_of_plan,
+)
+from hadal.zero import GatheredParameters
+
+_log = logging.getLogger(__name__)
 
 
 def set_autotp_mode(training: bool = False) -> None:
@@ -45,36 +65,188 @@ class AutoTPPresets:
 
 
 @dataclass
-class _Shards:
-    """Settings that programs set once for all calls of `get_shard_size`."""
+class AutoTPConfig:
+    """Rules for the layers of a model: `tensor_parallel.partition_config` as an object."""
 
-    heads: int | None = None
-    grain: int = 1
+    tp_size: int = 1
+    layer_specs: Sequence[LayerRule] = ()
+    embedding_partition_dim: int = 1
+    lm_head_patterns: list[str] = field(default_factory=lambda: ["lm_head", "embed_out"])
+    use_default_specs: bool = True
+    strict_mode: bool = False
+
+    def find_matching_spec(self, param_name: str, model_type: str | None = None) -> Any:
+        """Return the first rule for a parameter; None if there is none."""
+        found = [rule for rule in self.layer_specs if rule.matches(param_name, model_type)]
+        if len(found) > 1:
+            _log.warning("%d rules match %s; the first applies", len(found), param_name)
+        return found[0] if found else None
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any]) -> AutoTPConfig:
+        """Return the rules of a JSON object.
+
+        Raises:
+            ValueError: a rule has faults.
+        """
+        given = {name: value for name, value in config_dict.items() if name in cls.__annotations__}
+        specs = [SplitLayer(**spec) for spec in given.pop("layer_specs", ())]
+        rules = [LayerRule.of(spec, f"layer_specs[{at}]") for at, spec in enumerate(specs)]
+        return cls(layer_specs=rules, **given)
 
 
-_shards = _Shards()
+class TPPlanConverter:
+    """The tensor-parallel plans of transformers as rules."""
+
+    @staticmethod
+    def convert(hf_tp_plan: Mapping[str, str]) -> list[LayerRule] | None:
+        """Return the rules of a plan; None if it is empty.
+
+        Raises:
+            ModelError: the plan has a style without a rule.
+        """
+        rules = rules_of_plan(hf_tp_plan)
+        return None if rules is None else list(rules)
+
+    @staticmethod
+    def _wildcard_to_regex(pattern: str) -> str:
+        return pattern_of(pattern).removesuffix(r"\.weight$")
+
+
+class GatherReplacedLayerParams:
+    """Inside the context, parameters of layers that were cut are whole, on every rank.
+
+    All ranks of the tensor-parallel group must enter it. Changes are kept, each rank its slice.
+
+    Args:
+        params: one parameter, or several.
+        module: the module that holds them.
+        enabled: False does nothing.
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor] | Tensor, module: nn.Module, enabled: bool = True
+    ) -> None:
+        wanted = {id(each) for each in ([params] if isinstance(params, Tensor) else params)}
+        self._cut: list[tuple[nn.Parameter, SlicedLayer, Tensor | None]] = [
+            (parameter, layer, None)
+            for layer in module.modules()
+            if isinstance(layer, SlicedLayer) and enabled
+            for parameter in layer.parameters(recurse=False)
+            if id(parameter) in wanted and getattr(parameter, "tensor_model_parallel", False)
+        ]
+        self.enabled = bool(self._cut)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        parameters = [parameter for parameter, _, _ in self._cut]
+        self._stack.enter_context(GatheredParameters(parameters, modifier_rank=None))
+        for at, (parameter, layer, _) in enumerate(self._cut):
+            mine, cut = parameter.data, layer.cut
+            ranks = layer.tensor_group.ranks
+            whole = gathered(mine, cut.dim, cut.sizes, ranks, f"{layer.label}: the whole weight")
+            parameter.data = cut.join(whole.split(cut.sizes, cut.dim))
+            self._cut[at] = parameter, layer, mine
+
+    def __exit__(self, *exc_info: object) -> None:
+        for parameter, layer, mine in self._cut:
+            assert mine is not None  # the context was entered
+            changed = layer.cut.take(parameter.data, layer.tensor_group.ranks.rank)
+            parameter.data = mine
+            if not torch.equal(changed, mine):
+                with torch.no_grad():
+                    parameter.copy_(changed)
+        self._stack.close()
+
+
+# ---- sizes of slices -----------------------------------------------------------------------------
+
+
+@dataclass
+class AutoTPMeta:
+    """The numbers of a model between which its layers are cut."""
+
+    num_kv_heads: int | None = None
+    num_attention_heads: int | None = None
+    n_embd: int | None = None
+    tp_grain_size: int = 1
+
+    @classmethod
+    def from_model_config(cls, model_config: Any, tp_grain_size: int = 1) -> AutoTPMeta:
+        """Return the numbers of a model's configuration, or of its text part."""
+        if model_config is None:
+            return cls(tp_grain_size=tp_grain_size)
+        holder = type("Holder", (), {"config": model_config})
+        config = text_config_of(holder)
+        names = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+        heads = (getattr(config, name, None) for name in names)
+        widths = (getattr(config, name, None) for name in ("n_embd", "hidden_size"))
+        return cls(
+            key_heads_of(holder),
+            next((one for one in heads if one is not None), None),
+            next((one for one in widths if one is not None), None),
+            tp_grain_size,
+        )
+
+
+_shards = AutoTPMeta()
+"""The numbers that programs of older releases set once for all calls."""
 
 
 def set_num_kv_heads(num: int | None) -> None:
     """Set the key-value heads between which attentions are cut."""
-    _shards.heads = num
+    _shards.num_kv_heads = num
 
 
 def set_tp_grain_size(num: int) -> None:
     """Set the rows of which slices of other layers are multiples."""
-    _shards.grain = num
+    _shards.tp_grain_size = num
 
 
-def get_shard_size_list(total_size: int, mp_size: int, name: str | None = None) -> list[int]:
-    """Return how many of `total_size` rows each of `mp_size` ranks has."""
-    return shard_sizes(
-        total_size, mp_size, heads=_shards.heads, grain=_shards.grain, name=name or ""
-    )
+def set_n_embd(num: int) -> None:
+    """Set the model's width."""
+    _shards.n_embd = num
+
+
+def get_num_kv_heads() -> int | None:
+    """Return the key-value heads that were set."""
+    return _shards.num_kv_heads
+
+
+def get_n_embd() -> int | None:
+    """Return the width that was set."""
+    return _shards.n_embd
+
+
+def get_shard_size_list(
+    total_size: int,
+    mp_size: int,
+    meta: AutoTPMeta | str | None = None,
+    name: str | None = None,
+) -> list[int]:
+    """Return how many of `total_size` rows each of `mp_size` ranks has.
+
+    In older releases the third argument is the layer's name, and the numbers were set before.
+    """
+    numbers = meta if isinstance(meta, AutoTPMeta) else _shards
+    layer = meta if isinstance(meta, str) else name
+    heads, grain = numbers.num_kv_heads, numbers.tp_grain_size
+    return shard_sizes(total_size, mp_size, heads=heads, grain=grain, name=layer or "")
 
 
 def get_shard_size(
-    total_size: int, mp_size: int, name: str | None = None, rank: int | None = None
+    total_size: int,
+    mp_size: int,
+    meta: AutoTPMeta | str | None = None,
+    name: str | int | None = None,
+    rank: int | None = None,
+    mp_group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Return how many rows a rank has; this one, if none is given."""
-    mine = get_rank() if rank is None else rank
-    return get_shard_size_list(total_size, mp_size, name)[mine]
+    """Return how many rows a rank has; this one, if none is given.
+
+    In older releases the arguments after `mp_size` are the layer's name and the rank.
+    """
+    if isinstance(name, int):
+        name, rank = None, name
+    mine = get_rank(mp_group) if rank is None else rank
+    return get_shard_size_list(total_size, mp_size, meta, name)[mine]

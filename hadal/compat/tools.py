@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce, wraps
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from hadal.comm import Ranks
+from hadal.comm.adjoint import gathered
 from hadal.comm.collectives import max_, sum_
 from hadal.comm.mpu import model_group_of
 from hadal.compat.accelerator import get_accelerator
 from hadal.compat.log import log_dist
 from hadal.device import current_device, memory_use, widest_float
+from hadal.errors import UsageError
+from hadal.plugins.pipeline.partition import partition_uniform
 from hadal.zero.sharing import is_model_part
 
 
@@ -170,6 +174,65 @@ def _from_mpu(mpu: Any, names: str, otherwise: Any) -> Any:
         if hasattr(mpu, f"get_{name}"):
             return getattr(mpu, f"get_{name}")()
     return otherwise
+
+
+class PartitionedTensor:
+    """A tensor of which each rank of a group keeps an even slice of the elements.
+
+    Args:
+        tensor: the whole tensor, the same on all ranks.
+        group: the ranks.
+    """
+
+    def __init__(self, tensor: Tensor, group: Any, partition_meta: Any = None) -> None:
+        self._ranks = Ranks.of(group)
+        self.group, self.num_parts, self.rank = group, self._ranks.size, self._ranks.rank
+        self.orig_size, self.orig_device = list(tensor.shape), tensor.device
+        self.partition = partition_uniform(tensor.numel(), self.num_parts)
+        start, stop = self.partition[self.rank : self.rank + 2]
+        self.local_data = tensor.detach().reshape(-1)[start:stop].clone()
+
+    @classmethod
+    def from_meta(
+        cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None
+    ) -> PartitionedTensor:
+        """Return the tensor that `to_meta` describes, from this rank's slice."""
+        dims, *rest = meta.tolist()
+        size, (parts, rank, *partition) = rest[:dims], rest[dims:]
+        made = cls(local_part.new_empty(0), group)
+        if (parts, rank) != (made.num_parts, made.rank):
+            raise UsageError(
+                f"from_meta: the tensor is in {parts} slices and this one is number {rank}, but the"
+                f" group has {made.num_parts} ranks and this one is {made.rank}; pass the group"
+                " that it was made with"
+            )
+        made.orig_size, made.partition = size, partition
+        made.orig_device = local_part.device if device is None else torch.device(device)
+        made.local_data = local_part.detach()
+        return made
+
+    def to_meta(self) -> Tensor:
+        """Return the shape and the slices as integers, for `from_meta` on this rank."""
+        place = [self.num_parts, self.rank, *self.partition]
+        return torch.tensor([len(self.orig_size), *self.orig_size, *place], device=self.orig_device)
+
+    def full(self, device: Any = None) -> Tensor:
+        """Return the whole tensor. All ranks of the group must call it."""
+        sizes = [stop - start for start, stop in pairwise(self.partition)]
+        whole = gathered(self.local_data, 0, sizes, self._ranks, "the slices of a tensor")
+        return whole.view(self.orig_size).to(self.orig_device if device is None else device)
+
+    def data(self) -> Tensor:
+        """Return this rank's slice."""
+        return self.local_data
+
+    def local_size(self) -> torch.Size:
+        """Return the shape of this rank's slice."""
+        return self.local_data.shape
+
+    def full_size(self) -> list[int]:
+        """Return the shape of the whole tensor."""
+        return self.orig_size
 
 
 def get_only_unique_item(items: Sequence[Any]) -> Any:

@@ -24,7 +24,12 @@ from hadal.plugins.pipeline.executor import Executor, chunks_of
 from hadal.plugins.pipeline.later_weights import Later, LaterWeights
 from hadal.plugins.pipeline.module import PipelineModule
 from hadal.plugins.pipeline.orders import OrderedSchedule, check_schedule, forward_order, order_of
-from hadal.plugins.pipeline.schedule import InferenceSchedule, PipeSchedule, TrainSchedule
+from hadal.plugins.pipeline.schedule import (
+    InferenceSchedule,
+    PipeInstruction,
+    PipeSchedule,
+    TrainSchedule,
+)
 from hadal.plugins.pipeline.wires import DataEndedError
 
 Batch = Any
@@ -146,7 +151,7 @@ class PipelineEngine(Engine):
         self._state.losses = list(means.unbind())
         self._state.boundary = True
         try:
-            super().step()
+            self._update()
         finally:
             self._state.boundary = False
             self._state.micro_steps = 0
@@ -199,6 +204,14 @@ class PipelineEngine(Engine):
             self.monitor.write_events([event])
         return (found, outputs) if return_logits else found
 
+    def _update(self) -> None:
+        """Average the gradients, and update the weights."""
+        super().step()
+
+    def _own_instructions(self) -> Mapping[type[PipeInstruction], Callable[..., Any]]:
+        """Return the program's own functions for kinds of instructions."""
+        return {}
+
     def _training_steps(self) -> PipeSchedule:
         count, stages, stage = self.micro_batches, self.num_stages, self.stage_id
         if self._schedule == "1f1b":
@@ -235,7 +248,7 @@ class PipelineEngine(Engine):
         pipe, fault = self.grid.pipe, None
         found: list[Any] = []
         try:
-            found = self._executor.run(steps, trains=trains)
+            found = self._executor.run(steps, trains=trains, own=self._own_instructions())
         except CommunicationError:
             raise  # a rank is gone, or programs differ: ranks cannot agree any more
         except Exception as error:

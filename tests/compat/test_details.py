@@ -208,3 +208,65 @@ def test_loggers_speak_once_and_from_a_level_on(caplog: pytest.LogCaptureFixture
     assert (made.level, made.propagate) == (logging.ERROR, False)
     with pytest.raises(ValueError, match="name"):
         LoggerFactory.create_logger()
+
+
+def partitioned(numel: int) -> tuple[list[int], list[float]]:
+    group = alias("deepspeed.utils.groups").get_data_parallel_group()
+    kind = alias("deepspeed.runtime.utils").PartitionedTensor
+    whole = torch.arange(float(numel)).view(1, numel)
+    part = kind(whole, group)
+    assert part.full_size() == [1, numel] and part.local_size() == part.data().shape
+    again = kind.from_meta(part.to_meta(), part.data(), group)
+    assert torch.equal(again.full(), whole) and torch.equal(part.full(), whole)
+    meta = part.to_meta()
+    meta[4] = 1 - meta[4]  # the rank
+    with pytest.raises(RuntimeError, match="this one is"):
+        kind.from_meta(meta, part.data(), group)
+    return part.to_meta().tolist(), part.data().tolist()
+
+
+def test_a_tensor_in_slices(ranks: RankPools) -> None:
+    assert ranks(2).run(partitioned, 5) == [
+        ([2, 1, 5, 2, 0, 0, 3, 5], [0.0, 1.0, 2.0]),
+        ([2, 1, 5, 2, 1, 0, 3, 5], [3.0, 4.0]),
+    ]
+
+
+def test_random_states_and_their_name() -> None:
+    names = alias("deepspeed.checkpointing")
+    assert names._MODEL_PARALLEL_RNG_TRACKER_NAME == "model-parallel-rng"
+    before = torch.get_rng_state()
+    drawn = torch.rand(3)
+    names._set_cuda_rng_state(before)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_one"),
+    [
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, True),
+        ({"bf16": {"enabled": True}}, False),
+        ({}, False),
+    ],
+)
+def test_which_engine_has_the_bf16_optimizer(changes: dict[str, Any], is_one: bool) -> None:
+    model = model_of()
+    _, optimizer, _, _ = initialize(model=model, config=config_of(1, **changes))
+    kind = alias("deepspeed.runtime.bf16_optimizer").BF16_Optimizer
+    assert isinstance(optimizer, kind) is is_one
+
+
+def test_counts_of_a_module_while_a_profiler_has_them() -> None:
+    profiler = alias("deepspeed.profiling.flops_profiler.profiler")
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    counter = profiler.FlopsProfiler(model)
+    counter.start_profile()
+    model(torch.ones(3, 4))
+    counter.stop_profile()
+    assert profiler.get_module_macs(model[0]) == 3 * 4 * 8
+    flops = [profiler.get_module_flops(each) for each in (model, *model)]
+    assert flops[0] == sum(flops[1:]) == counter.get_total_flops()
+    assert profiler.get_module_duration(model) > 0
+    counter.end_profile()
+    with pytest.raises(RuntimeError, match="start_profile"):
+        profiler.get_module_flops(model)

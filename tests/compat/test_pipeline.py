@@ -91,3 +91,78 @@ def test_a_program_in_stages(ranks: RankPools, tmp_path: Path) -> None:
     assert [(int(step), float(value)) for step, value in rows["Train_Samples_eval_loss"]] == [
         (24, pytest.approx(first[3]))
     ]
+
+
+def patched_train(batches: int) -> tuple[list[str], list[float]]:
+    """Train with a program's own instructions, schedule and split; return what they saw."""
+    deepspeed, pipe = load("deepspeed"), load("deepspeed.pipe")
+    plan = load("deepspeed.runtime.pipe.schedule")
+    module = load("deepspeed.runtime.pipe.module")
+    engine_type = load("deepspeed.runtime.pipe.engine").PipelineEngine
+    seen: list[str] = []
+
+    class Note(plan.PipeInstruction):  # type: ignore[misc, name-defined]
+        pass
+
+    class Mine(plan.TrainSchedule):  # type: ignore[misc, name-defined]
+        def steps(self) -> Any:
+            yield [Note(text="begin")]
+            yield from super().steps()
+
+    def forward(self: Any, buffer_id: int) -> None:
+        seen.append(f"forward {buffer_id}")
+        self._exec_forward_pass(buffer_id)
+
+    def update(self: Any) -> None:
+        seen.append("update")
+        self._exec_optimizer_step()
+
+    def count(self: Any) -> list[int]:
+        return [2, *[1] * (len(self._layer_specs) - 1)]
+
+    known = plan.TrainSchedule
+    kept = dict(engine_type._INSTRUCTION_MAP), module.PipelineModule._count_layer_params
+    layers = [pipe.LayerSpec(nn.Linear, 4, 4, bias=False) for _ in range(3)]
+    config = {
+        "train_batch_size": 2,
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    try:
+        module.PipelineModule._count_layer_params = count
+        torch.manual_seed(0)
+        net = module.PipelineModule(layers, num_stages=2, loss_fn=loss_of, seed_layers=True)
+        assert net.parts == [0, 1, 3]  # the first layer weighs as much as the others together
+        engine, *_ = deepspeed.initialize(model=net, config=config)
+        engine._INSTRUCTION_MAP.update(
+            {
+                plan.ForwardPass: forward,
+                plan.OptimizerStep: update,
+                plan.ReduceGrads: lambda self: seen.append("reduce"),
+                Note: lambda self, text: seen.append(text),
+            }
+        )
+        plan.TrainSchedule = Mine
+        data = [(torch.ones(1, 4) * number, torch.ones(1, 4)) for number in (1, 2)]
+        losses = [engine.train_batch(iter(data)).item() for _ in range(batches)]
+        del engine._INSTRUCTION_MAP[Note]
+        with pytest.raises(RuntimeError, match=r"Note.*of a kind that this engine does not know"):
+            engine.train_batch(iter(data))
+    finally:
+        engine_type._INSTRUCTION_MAP.clear()
+        engine_type._INSTRUCTION_MAP.update(kept[0])
+        module.PipelineModule._count_layer_params = kept[1]
+        plan.TrainSchedule = known
+    losses.append(engine.train_batch(iter(data)).item())
+    with pytest.raises(RuntimeError, match="zero_bubble"):
+        _ = engine.pipe_buffers
+    engine.destroy()
+    return seen, losses
+
+
+def test_a_program_s_own_instructions_run(ranks: RankPools) -> None:
+    first, second = ranks(2).run(patched_train, 2)
+    batch = ["begin", "forward 0", "forward 1", "reduce", "update"]
+    assert first[0] == second[0] == 2 * batch
+    losses = first[1]
+    assert losses == second[1] and losses[0] > losses[1] > losses[2]

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from engine.toys import config_of
+from ranks import RankPools
+from torch import nn
 
+from hadal.compat.engine import initialize
 from hadal.compat.install import alias
 from hadal.errors import NotBuiltYetError, UsageError
 from hadal.plugins.tensor_parallel.layers import ColumnLinear, RowLinear
@@ -58,3 +64,69 @@ def test_sizes_follow_heads_and_grains() -> None:
     finally:
         SHARDS.set_tp_grain_size(1)
     assert SHARDS.get_shard_size(10, 2) == 5
+
+
+def test_sizes_of_today_s_release_follow_the_model_s_own_numbers() -> None:
+    config = SimpleNamespace(num_key_value_heads=3, num_attention_heads=6, hidden_size=12)
+    meta = SHARDS.AutoTPMeta.from_model_config(SimpleNamespace(text_config=config))
+    assert (meta.num_kv_heads, meta.num_attention_heads, meta.n_embd) == (3, 6, 12)
+    assert SHARDS.get_shard_size_list(12, 4, meta, "self_attn.q_proj") == [4, 4, 4, 0]
+    assert SHARDS.get_shard_size(12, 4, meta, "mlp.up_proj", 1) == 3
+    assert SHARDS.AutoTPMeta.from_model_config(None) == SHARDS.AutoTPMeta()
+
+
+def test_rules_are_made_from_json_and_from_plans() -> None:
+    spec = {"patterns": [r".*\.qkv\.weight$"], "partition_type": "column", "shape": [3, -1]}
+    rules = RULES.AutoTPConfig.from_dict({"tp_size": 2, "layer_specs": [spec], "strict_mode": True})
+    assert (rules.tp_size, rules.strict_mode, rules.use_default_specs) == (2, True, True)
+    assert rules.find_matching_spec("h.0.qkv.weight").shape == (3, -1)
+    assert rules.find_matching_spec("h.0.out.weight") is None
+    with pytest.raises(ValueError, match="partition_type"):
+        RULES.AutoTPConfig.from_dict({"layer_specs": [{**spec, "partition_type": "diagonal"}]})
+    converter = alias("deepspeed.module_inject.tp_plan_converter").TPPlanConverter
+    plan = {"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"}
+    column, row = converter.convert(plan)
+    assert column.matches("model.layers.3.q_proj.weight")
+    assert (column.partition_type, row.partition_type) == (
+        RULES.PartitionType.COLUMN,
+        RULES.PartitionType.ROW,
+    )
+    assert converter.convert({}) is None
+    with pytest.raises(ValueError, match="diagonal"):
+        converter.convert({"q": "diagonal"})
+    made = RULES.TPLayerSpec(patterns=[".*"], partition_type=RULES.PartitionType.ROW)
+    assert made.matches("anything")
+
+
+def gathered_weights(stage: int) -> list[tuple[int, ...]]:
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("up_proj", nn.Linear(4, 6, bias=False))
+    model.add_module("down_proj", nn.Linear(6, 4, bias=False))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    layers = [
+        {"patterns": [r"up_proj\.weight"], "partition_type": "column"},
+        {"patterns": [r"down_proj\.weight"], "partition_type": "row"},
+    ]
+    section = {"use_default_specs": False, "layer_specs": layers}
+    config = config_of(stage, tensor_parallel={"autotp_size": 2, "partition_config": section})
+    engine, *_ = initialize(model=model, config=config)
+    named = dict(engine.module.named_parameters())
+    gather = LAYERS.GatherReplacedLayerParams
+    sizes = []
+    with gather(named.values(), engine.module):
+        for name, parameter in named.items():
+            assert torch.equal(parameter.data, before[name])
+            parameter.data.mul_(2)
+    with gather(named["up_proj.weight"], engine.module, enabled=True):
+        assert torch.equal(named["up_proj.weight"].data, 2 * before["up_proj.weight"])
+        sizes.append(tuple(named["down_proj.weight"].shape))
+    with gather(named.values(), engine.module, enabled=False):
+        sizes.append(tuple(named["up_proj.weight"].shape))
+    engine.destroy()
+    return sizes
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_slices_are_whole_weights_inside_the_context(ranks: RankPools, stage: int) -> None:
+    assert ranks(2).run(gathered_weights, stage) == 2 * [[(4, 3), (3, 4)]]

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import hadal
 from hadal import comm
+from hadal.compat.efficiency import DeepSpeedDataSampler
 from hadal.config import load_config
 from hadal.config.data_efficiency import DataEfficiency
 from hadal.data.reading import Sharding
@@ -124,6 +125,26 @@ def test_streams_are_those_of_deepspeed(folder: Path, case: str) -> None:
     for name, row in expected["clusters"].items():
         assert read_rows(str(written / name), "x").numbers.tolist() == row
     assert len(order) == 60
+
+
+@pytest.mark.parametrize("case", STREAMS)
+def test_a_program_s_own_sampler_draws_these_streams(folder: Path, case: str) -> None:
+    expected = STREAMS[case]["batches"]
+
+    def sampler() -> Any:
+        section = section_of(folder, case)
+        return DeepSpeedDataSampler(section, COUNT, 2, 0, 1, None, 2, global_rank=0)
+
+    made = sampler()
+    batches = iter(made)
+    assert [next(batches) for _ in range(3)] == expected[:3]
+    assert made.consumed_samples == 6
+    resumed = sampler()
+    resumed.load_state_dict(made.state_dict())
+    batches = iter(resumed)
+    assert [next(batches) for _ in expected[3:]] == expected[3:]
+    section = load_config({"train_batch_size": 4, "data_efficiency": section_of(folder, case)})
+    assert len(resumed) == COUNT * section.data_efficiency.data_sampling.num_epochs
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from torch import Tensor
 from hadal.device import current_device, random_state, set_random_state
 from hadal.errors import UsageError
 
-_MODEL_PARALLEL = "model-parallel-rng"
+MODEL_PARALLEL = "model-parallel-rng"
+"""The name of the state that differs between the parts of a model."""
 _OFFSET = 2718  # Megatron's offset, so that seeds of parts differ from nearby seeds of programs
 
 
@@ -53,7 +54,7 @@ class CudaRNGStatesTracker:
         _set_state(before)
 
     @contextmanager
-    def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
         """Draw from a named state inside the context; afterwards the generator is as before.
 
         Raises:
@@ -86,15 +87,15 @@ def seed_parts(seed: int, part: int) -> None:
     """Seed the generator equally on all parts of the model, and one named state per part."""
     TRACKER.reset()
     torch.manual_seed(seed)
-    TRACKER.add(_MODEL_PARALLEL, seed + _OFFSET + part)
+    TRACKER.add(MODEL_PARALLEL, seed + _OFFSET + part)
 
 
 def reseed_parts(seed: int, part: int) -> None:
     """Recreate this part's named state from a seed; every other state is unchanged."""
     states, seeds = TRACKER.get_states(), set(TRACKER.seeds_)
-    states.pop(_MODEL_PARALLEL, None)
+    states.pop(MODEL_PARALLEL, None)
     TRACKER.reset()
-    TRACKER.add(_MODEL_PARALLEL, seed + _OFFSET + part)
+    TRACKER.add(MODEL_PARALLEL, seed + _OFFSET + part)
     TRACKER.set_states({**states, **TRACKER.get_states()})
     TRACKER.seeds_ |= seeds
 

@@ -25,11 +25,15 @@ from hadal.plugins.pipeline.later_weights import Later, gradients_of
 from hadal.plugins.pipeline.schedule import (
     BackwardPass,
     BackwardWeights,
+    CommitP2P,
     ForwardPass,
     LoadMicroBatch,
+    OptimizerStep,
     PipeInstruction,
     RecvActivation,
     RecvGrad,
+    ReduceGrads,
+    ReduceTiedGrads,
     SendActivation,
     SendGrad,
 )
@@ -201,6 +205,7 @@ def _direction_groups(
     return groups
 
 
+_OF_THE_CALLER = (CommitP2P, OptimizerStep, ReduceGrads, ReduceTiedGrads)
 _Place = tuple[int, int]
 """A chunk's index on this stage, and a buffer."""
 
@@ -226,6 +231,7 @@ class Executor:
         self._told: list[Sent] = []
         self._batch, self._trains, self._backwards = 0, True, 0
         self._results: list[Any] = []
+        self._doing = _Doing(work, chunks)
         self._acts: Mapping[
             type[PipeInstruction], Callable[[Chunk, _Place, MessageSubject], None]
         ] = {
@@ -245,36 +251,48 @@ class Executor:
         for chunk in self._chunks:
             chunk.forget(is_training=True)
 
-    def run(self, steps: Iterable[Sequence[PipeInstruction]], *, trains: bool) -> list[Any]:
+    def run(
+        self,
+        steps: Iterable[Sequence[PipeInstruction]],
+        *,
+        trains: bool,
+        own: Mapping[type[PipeInstruction], Callable[..., Any]] | None = None,
+    ) -> list[Any]:
         """Execute the instructions of one batch; return the last stage's losses or outputs.
 
         Instructions that are not about a micro-batch are left to the caller. If it raises, `end`
         must follow, on all ranks.
 
+        Args:
+            steps: the schedule.
+            trains: False runs forwards only.
+            own: the program's functions for kinds of instructions, called with their arguments
+                in place of the executor's action, which `act` does.
+
         Raises:
-            PipelineError: another stage has failed; the text is its error.
+            PipelineError: another stage has failed; the text is its error. Or an instruction is of
+                an unknown kind.
             DataEndedError: another stage's data has ended.
         """
+        own = own or {}
         self._batch += 1
         self._trains, self._results = trains, []
         for chunk in self._chunks:
             chunk.done.clear()
             if not trains:
                 chunk.forget(is_training=False)
-        todo = [one for step in steps for one in step if type(one) in self._acts]
+        todo = self._known(steps, own)
         self._backwards = sum(isinstance(one, BackwardPass | BackwardWeights) for one in todo)
-        doing = _Doing(self._work, self._chunks)
+        self._doing = doing = _Doing(self._work, self._chunks)
         try:
             self._post_ahead(todo)
             for place, one in enumerate(todo):
                 if isinstance(one, ForwardPass | BackwardPass):
                     self._post_ahead(todo[place + 1 :])
-                where = _place_of(one)
-                chunk = self._chunks[where[0]]
-                subject = MessageSubject(self._batch, trains, chunk.done[type(one)])
-                doing.now = one, where[0], subject
-                self._acts[type(one)](chunk, where, subject)
-                chunk.done[type(one)] += 1
+                if type(one) in own:
+                    own[type(one)](**one.kwargs)
+                else:
+                    self.act(one)
             for slot in self._slots.values():
                 _wait(slot.sent)
         except BaseException as error:
@@ -282,6 +300,33 @@ class Executor:
             raise
         self._slots.clear()
         return self._results
+
+    def act(self, one: PipeInstruction) -> None:
+        """Execute an instruction of the current batch."""
+        where = _place_of(one)
+        chunk = self._chunks[where[0]]
+        subject = MessageSubject(self._batch, self._trains, chunk.done[type(one)])
+        self._doing.now = one, where[0], subject
+        self._acts[type(one)](chunk, where, subject)
+        chunk.done[type(one)] += 1
+
+    def _known(
+        self,
+        steps: Iterable[Sequence[PipeInstruction]],
+        own: Mapping[type[PipeInstruction], Callable[..., Any]],
+    ) -> list[PipeInstruction]:
+        """Return the instructions to execute here, in order."""
+        todo = []
+        for one in (one for step in steps for one in step):
+            if type(one) in self._acts or type(one) in own:
+                todo.append(one)
+            elif type(one) not in _OF_THE_CALLER:
+                raise PipelineError(
+                    f"the schedule has {one!r}, of a kind that this engine does not know; expected"
+                    f" {', '.join(kind.__name__ for kind in (*self._acts, *_OF_THE_CALLER))}, or a"
+                    " kind with a function of the program's own (_INSTRUCTION_MAP)"
+                )
+        return todo
 
     def end(self) -> None:
         """Drop everything in progress after a failure. All ranks of the pipeline must call it."""

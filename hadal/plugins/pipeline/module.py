@@ -18,7 +18,7 @@ from hadal.comm import Ranks, init_distributed
 from hadal.comm.faults import is_same_everywhere, raised_on_all
 from hadal.errors import CheckpointError, MismatchError, NotBuiltYetError, UsageError, few
 from hadal.plugins.pipeline.grid import PipelineParallelGrid, group_of
-from hadal.plugins.pipeline.partition import cut
+from hadal.plugins.pipeline.partition import Weigher, cut, matches
 from hadal.plugins.pipeline.specs import (
     Layer,
     LayerSpec,
@@ -117,7 +117,8 @@ class PipelineModule(nn.Module):
         self.curr_layer: int | None = None
         """The layer that is running or ran last."""
         with raised_on_all(world, "PipelineModule"):
-            self.parts = cut(self._layer_specs, self.num_stages * chunks, partition_method)
+            self._parts_wanted = self.num_stages * chunks
+            self._partition_layers(partition_method)
         self._check_same(world)
         own = range(self.stage_id, self.num_stages * chunks, self.num_stages)
         self.chunks = [range(*self.parts[number : number + 2]) for number in own]
@@ -136,6 +137,30 @@ class PipelineModule(nn.Module):
             self._tell()
 
     # ---- building --------------------------------------------------------------------------------
+
+    # Programs replace these two, under DeepSpeed's names, by splits of their own.
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        """Set `parts`: the bounds of each stage's layers."""
+        self.parts = cut(
+            self._layer_specs, self._parts_wanted, method, lambda _: self._count_layer_params()
+        )
+
+    def _count_layer_params(self) -> list[int]:
+        """Return the weights of the layers for "parameters": their trainable elements."""
+        return Weigher().weights(self._layer_specs)
+
+    def _set_bounds(self, start: int | None = None, stop: int | None = None) -> None:
+        """Do nothing: a stage's layers follow from `parts`."""
+
+    def _find_layer_type(self, layername: str) -> list[int]:
+        """Return the layers whose class or function matches a regular expression.
+
+        Raises:
+            UsageError: none does.
+        """
+        weights = matches(self._layer_specs, layername)
+        return [index for index, found in enumerate(weights) if found]
 
     def _check_same(self, world: Ranks) -> None:
         names = [f"{name_of(layer)} {getattr(layer, 'key', '')}" for layer in self._layer_specs]

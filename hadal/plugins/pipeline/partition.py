@@ -7,7 +7,7 @@ A split is a list of bounds: part `i` has the items from `bounds[i]` up to, not 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -16,8 +16,10 @@ from torch import nn
 from hadal.errors import ChoiceError, UsageError
 from hadal.plugins.pipeline.specs import Layer, LayerSpec, name_of
 
+Weigh = Callable[[Sequence[Layer]], Sequence[float]]
 
-def cut(layers: Sequence[Layer], stages: int, method: str) -> list[int]:
+
+def cut(layers: Sequence[Layer], stages: int, method: str, weigh: Weigh | None = None) -> list[int]:
     """Return the bounds of each stage's layers.
 
     Args:
@@ -26,6 +28,7 @@ def cut(layers: Sequence[Layer], stages: int, method: str) -> list[int]:
         method: "uniform" (equally many layers), "parameters" (equally many trainable elements) or
             "type:PATTERN" (equally many layers whose class or function matches the regular
             expression, anywhere in the name and in any case).
+        weigh: the weight of each layer for "parameters"; by default its trainable elements.
 
     Raises:
         ChoiceError: another method.
@@ -40,16 +43,21 @@ def cut(layers: Sequence[Layer], stages: int, method: str) -> list[int]:
     if word.lower() == "uniform":
         return partition_uniform(len(layers), stages)
     if word.lower() == "parameters":
-        return partition_balanced(Weigher().weights(layers), stages)
+        return partition_balanced((weigh or Weigher().weights)(layers), stages)
     if word.lower() == "type":
-        return partition_balanced(_matches(layers, pattern), stages)
+        return partition_balanced(matches(layers, pattern), stages)
     raise ChoiceError(
         f"partition_method is {method!r}; choose 'uniform', 'parameters' or 'type:' and a regular"
         " expression of layers' classes"
     )
 
 
-def _matches(layers: Sequence[Layer], pattern: str) -> list[int]:
+def matches(layers: Sequence[Layer], pattern: str) -> list[int]:
+    """Return 1 for each layer whose class or function matches a regular expression, and else 0.
+
+    Raises:
+        UsageError: none matches, or it is no regular expression.
+    """
     try:
         found = re.compile(pattern, re.IGNORECASE)
     except re.error as error:

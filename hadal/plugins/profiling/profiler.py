@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from hadal.plugins.profiling.profile import (
 )
 from hadal.plugins.profiling.text import ReportLayout, aggregated, standalone_report, write_report
 from hadal.plugins.profiling.times import ModuleTimes
+
+_profilers: WeakSet[FlopsProfiler] = WeakSet()
 
 
 class FlopsProfiler:
@@ -54,6 +57,7 @@ class FlopsProfiler:
         self._tree: Tree | None = None
         self.profile: Profile | None = None
         """The engine's profile of one update, once there is one."""
+        _profilers.add(self)
 
     # ---- start and stop ------------------------------------------------------------------------
 
@@ -165,6 +169,40 @@ class FlopsProfiler:
         """Print the largest modules at each depth. Does nothing if not started."""
         if self.started or self.profile is not None:
             sys.stdout.write(aggregated(self.tree, ReportLayout(module_depth, top_modules)) + "\n")
+
+
+def profiled(module: nn.Module) -> Tree:
+    """Return the counts of a module of a model that a profiler has counted.
+
+    Raises:
+        UsageError: there is no such profiler.
+    """
+    for profiler in [one for one in _profilers if one.started]:
+        for path, each in profiler.model.named_modules():
+            if each is module:
+                tree = profiler.tree
+                for name in path.split(".") if path else ():
+                    tree = next(child for child in tree.children if child.name == name)
+                return tree
+    raise UsageError(
+        f"no FlopsProfiler has counted this {type(module).__name__}; call start_profile() on one of"
+        " its model, run a forward, and ask before end_profile()"
+    )
+
+
+def get_module_flops(module: nn.Module) -> int:
+    """Return the operations of a module's forward, children included, that a profiler counted."""
+    return profiled(module).forward.flops
+
+
+def get_module_macs(module: nn.Module) -> int:
+    """Return the multiply-accumulates of a module's forward."""
+    return profiled(module).forward.macs
+
+
+def get_module_duration(module: nn.Module) -> float:
+    """Return the seconds of a module's forward; 0 if it was not timed."""
+    return profiled(module).seconds or 0.0
 
 
 def get_model_profile(  # noqa: PLR0913 - the signature is DeepSpeed's

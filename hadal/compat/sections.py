@@ -1,0 +1,151 @@
+"""DeepSpeed's configuration classes over Hadal's sections, and the functions that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from hadal.config.section import Section
+from hadal.errors import ConfigError
+
+_OF_KEYS = {
+    "CommsLoggerConfig": "monitors:CommsLogging",
+    "CompileConfig": "not_built:Compile",
+    "DeepSpeedBF16Config": "precision:Bf16",
+    "DeepSpeedFP16Config": "precision:Fp16",
+    "DeepSpeedThroughputTimerConfig": "monitors:ThroughputTiming",
+    "DeepSpeedZeroConfig": "zero_optimization:ZeroOptimization",
+    "DeepSpeedZeroLeafModuleConfig": "zero_optimization:LeafModule",
+    "DeepSpeedZeroOffloadOptimizerConfig": "offload:OffloadOptimizer",
+    "DeepSpeedZeroOffloadParamConfig": "offload:OffloadParam",
+    "HybridEngineConfig": "parallelism:HybridEngine",
+    "TPConfig": "parallelism:TensorParallelDegree",
+    "TPTrainingConfig": "parallelism:TensorParallel",
+    "ZenFlowConfig": "not_built:ZenFlow",
+}
+"""Classes that are called with a section's keys, and the section in `hadal.config`."""
+_OF_CONFIGURATIONS = {
+    "DeepSpeedActivationCheckpointingConfig": "activation_checkpointing",
+    "DeepSpeedAutotuningConfig": "autotuning",
+    "DeepSpeedFlopsProfilerConfig": "flops_profiler",
+}
+"""Classes that are called with a whole configuration, and its section."""
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """The base of programs' own configuration classes: values "auto" count as left out."""
+
+    model_config = ConfigDict(
+        validate_default=True,
+        validate_assignment=True,
+        use_enum_values=True,
+        populate_by_name=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        super().__init__(**(data if strict else _without_auto(data)))
+
+
+def _without_auto(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in data.items() if value != "auto"}
+
+
+def _section(home: str) -> type[Section]:
+    module, _, name = home.partition(":")
+    found: type[Section] = getattr(import_module(f"hadal.config.{module}"), name)
+    return found
+
+
+def _of_keys(name: str, home: str) -> type[Section]:
+    """Return the class of a section that is called with its keys and whose values may be set."""
+    section = _section(home)
+
+    class Keys(section):  # type: ignore[misc, valid-type]
+        model_config = ConfigDict(frozen=False, validate_assignment=True)
+
+        def __init__(self, strict: bool = False, **data: Any) -> None:
+            super().__init__(**(data if strict else _without_auto(data)))
+
+    Keys.__name__ = Keys.__qualname__ = name
+    Keys.__doc__ = section.__doc__
+    return Keys
+
+
+def _read(path: str, param_dict: Mapping[str, Any]) -> Any:
+    """Return the checked section of a configuration, with all its old spellings."""
+    from hadal.config import load_config
+
+    given = {path: param_dict[path]} if path in param_dict else {}
+    config = load_config({"train_batch_size": 1, **given}, allow_unbuilt=True)
+    return getattr(config, path)
+
+
+def _reader(path: str) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda param_dict: _read(path, param_dict)
+
+
+for _name, _home in _OF_KEYS.items():
+    globals()[_name] = _of_keys(_name, _home)
+for _name, _path in _OF_CONFIGURATIONS.items():
+    globals()[_name] = _reader(_path)
+
+get_aio_config = _reader("aio")
+get_bfloat16_config = _reader("bf16")
+get_checkpoint_config = _reader("checkpoint")
+get_data_efficiency_config = _reader("data_efficiency")
+get_expert_parallel_config = _reader("expert_parallel")
+get_float16_config = _reader("fp16")
+get_hybrid_engine_config = _reader("hybrid_engine")
+get_pipeline_config = _reader("pipeline")
+get_tensor_parallel_config = _reader("tensor_parallel")
+get_zero_config = _reader("zero_optimization")
+
+
+class DeepSpeedCommsConfig:
+    """The section `comms_logger` of a configuration, if it has one."""
+
+    def __init__(self, ds_config: Mapping[str, Any]) -> None:
+        self.comms_logger_enabled = "comms_logger" in ds_config
+        if self.comms_logger_enabled:
+            self.comms_logger = _read("comms_logger", ds_config)
+
+
+# ---- helpers of configurations -------------------------------------------------------------------
+
+
+def get_scalar_param(
+    param_dict: Mapping[str, Any], param_name: str, param_default_value: Any
+) -> Any:
+    """Return a key's value, or the default."""
+    return param_dict.get(param_name, param_default_value)
+
+
+def get_config_default(config: type[BaseModel], field_name: str) -> Any:
+    """Return a key's default.
+
+    Raises:
+        ConfigError: there is no such key, or it has no default.
+    """
+    field = config.model_fields.get(field_name)
+    if field is None or field.is_required():
+        raise ConfigError(f"{config.__name__} has no key {field_name!r} with a default")
+    return field.get_default(call_default_factory=True, validated_data={})
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object's keys and values: an `object_pairs_hook`.
+
+    Raises:
+        ConfigError: a key occurs twice.
+    """
+    names = [name for name, _ in ordered_pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"duplicate keys in DeepSpeed config: {twice}; keep one of each")
+    return dict(ordered_pairs)
