@@ -46,9 +46,9 @@ class Case:
 def environment(work: Path, interpreter: Path) -> dict[str, str]:
     """Return the variables of a run: CPUs, no network, the interpreter's commands first."""
     paths = [str(interpreter.parent), os.environ.get("PATH", "")]
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {
-        **kept,
+        "TORCH_EXTENSIONS_DIR": str(interpreter.parents[1] / "torch_extensions"),
+        **os.environ,
         "PATH": os.pathsep.join(paths),
         "PYTHONPATH": str(HERE),
         "CUDA_VISIBLE_DEVICES": "",
@@ -60,7 +60,6 @@ def environment(work: Path, interpreter: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "INPUTS": str(work / "inputs"),
         "TOKENIZERS_PARALLELISM": "false",
-        "TORCH_EXTENSIONS_DIR": str(interpreter.parents[1] / "torch_extensions"),
     }
 
 
@@ -158,12 +157,10 @@ def run_suite(suite: Suite, work: Path, checkouts: Path) -> list[Case]:
 def losses(program: Program, interpreter: Path, work: Path) -> list[float]:
     """Return the loss of every step, as the Trainer keeps it in its last checkpoint."""
     variables = environment(work, interpreter)
-    if interpreter != Path(sys.executable):
-        variables["PYTHONPATH"] = ""
     with tempfile.TemporaryDirectory(dir=work) as name:
         code, output = run(words_of(program, interpreter, variables), Path(name), variables)
         if code != 0:
-            raise SystemExit(f"{program.name} failed in {interpreter}:\n{output[-4000:]}")
+            raise SystemExit(f"{program.name} failed in {interpreter}:\n{last_error(output)}")
         state = max(Path(name).glob("out/checkpoint-*/trainer_state.json"))
         history = json.loads(state.read_text())["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry]

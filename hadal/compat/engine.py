@@ -34,9 +34,11 @@ from hadal.compat.timers import (
 from hadal.config.reading import read
 from hadal.engine.arguments import choose_config
 from hadal.engine.assemble import initialize as _initialize
+from hadal.engine.policies import leaves_of
 from hadal.engine.state import Parts
 from hadal.errors import UsageError
 from hadal.zero import GatheredParameters
+from hadal.zero.leaves import mark
 
 _PREFIX = "module."  # prefix of the names in an engine's state dict
 _engines: WeakSet[DeepSpeedEngine] = WeakSet()
@@ -83,6 +85,8 @@ class DeepSpeedEngine(Accessors):
         parts.runtime.gathering.gives_empty_state = True
         if self.zero_optimization_stage() == 3:
             mark_stage_3(parts.runtime)
+            leaves, modules = leaves_of(parts.config), parts.model.named_modules()
+            mark([each for name, each in modules if leaves.selects(name, each)], True)
         elif self.zero_optimization():
             mark_stage_1_or_2(parts.runtime)
 

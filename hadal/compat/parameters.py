@@ -29,7 +29,7 @@ from hadal.zero.leaves import leaf_parameters, set_z3_leaf_modules, unset_z3_lea
 from hadal.zero.parameters import gather_to_copy
 from hadal.zero.place import place_of
 from hadal.zero.runtime import ZeroRuntime
-from hadal.zero.sharded_init import sharing_at_init
+from hadal.zero.sharded_init import InitBucket, sharing_at_init
 
 NO_GIT = "unknown"
 LAMB_OPTIMIZER = "lamb"
@@ -164,6 +164,12 @@ def _external_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]
     return ((str(number), each) for number, each in enumerate(external_parameters(module)))
 
 
+def _status_of(bucket: Bucket) -> ZeroParamStatus:
+    if isinstance(bucket, InitBucket) and bucket.given is not None:
+        return ZeroParamStatus.AVAILABLE
+    return _STATUS[bucket.state]
+
+
 def _status_of_saved(tensor: Tensor) -> ZeroParamStatus:
     place = tensor.untyped_storage().data_ptr()
     for bucket in (bucket for runtime in _runtimes for bucket in runtime.buckets):
@@ -199,7 +205,7 @@ def _fragment(parameter: nn.Parameter, bucket: Bucket) -> Tensor:
     with torch.no_grad(), bucket.present(writes=False):
         fragment: Any = place.cut(bucket.shard).clone()
     fragment.ds_numel = fragment.numel()
-    fragment.status = _STATUS[bucket.state]
+    fragment.status = _status_of(bucket)
     fragment.final_location = None  # not offloaded
     return fragment  # type: ignore[no-any-return]
 
@@ -246,7 +252,7 @@ _ATTRIBUTES: dict[str, Callable[[nn.Parameter, Bucket], Any]] = {
     "ds_id": _number,
     "ds_shape": lambda parameter, bucket: parameter.shape,
     "ds_numel": lambda parameter, bucket: parameter.numel(),
-    "ds_status": lambda parameter, bucket: _STATUS[bucket.state],
+    "ds_status": lambda parameter, bucket: _status_of(bucket),
     "ds_tensor": _fragment,
     "ds_persist": lambda parameter, bucket: not bucket.partition.weights,
     "ds_active_sub_modules": lambda parameter, bucket: set(),

@@ -37,7 +37,8 @@ def set_z3_leaf_modules(
         The modules that were marked.
 
     Raises:
-        UsageError: none was found, or the model is already in an engine.
+        ModelError: none was found.
+        UsageError: the model is already in an engine.
     """
     found = _find(model, leaf_modules, raise_if_not_found)
     mark(found, True)
@@ -83,7 +84,7 @@ def _find(
         found.update(dict.fromkeys(mine))
     if not found and raises:
         missing = "; ".join(_not_found(each, modules) for each in given) or "none were given"
-        raise UsageError(f"leaf modules: {missing}")
+        raise ModelError(f"leaf modules: {missing}")
     return list(found)
 
 

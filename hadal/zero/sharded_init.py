@@ -240,7 +240,7 @@ class ShardedInit:
         """Shard the values of new parameters over the ranks."""
         alike: dict[tuple[torch.dtype, nn.Parameter | None], list[nn.Parameter]] = {}
         for parameter in dict.fromkeys(parameters):
-            known = parameter in _bucket_of or is_foreign(parameter)
+            known = access.keeper_of(parameter) is not None or is_foreign(parameter)
             if not known and parameter.numel() > 1 and parameter.device.type != "meta":
                 alone = parameter if parameter.numel() >= _ALONE_NUMEL else None
                 alike.setdefault((parameter.dtype, alone), []).append(parameter)
@@ -306,7 +306,8 @@ class ShardedInit:
         try:
             yield
         finally:
-            bucket.shard_again(self.sends)
+            if bucket.given is not None:  # not taken over in the block
+                bucket.shard_again(self.sends)
 
     # ---- before `initialize` ---------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ from hadal.errors import NotBuiltYetError, OptimizerError, UsageError
 from hadal.optim import one_bit
 from hadal.plugins.moe import MoE
 from hadal.utils import safe_get_full_fp32_param
-from hadal.zero import GatheredParameters
+from hadal.zero import GatheredParameters, Init
 
 ROOT = Path(__file__).parents[2]
 
@@ -498,6 +498,16 @@ def test_masters_are_reported_under_the_name_of_their_stage(stage: int) -> None:
 
 
 # ---- parameters ----------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_what_is_gathered_before_initialize_is_available() -> None:
+    with Init():
+        weight: Any = model_of()[0].weight
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    with GatheredParameters([weight], modifier_rank=1):
+        assert weight.ds_status is weight.ds_tensor.status is ZeroParamStatus.AVAILABLE
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
 
 
 def _statuses() -> list[Any]:

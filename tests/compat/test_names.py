@@ -479,9 +479,16 @@ def test_leaf_modules_are_marked_by_name_and_by_name_suffix() -> None:
     assert not z3_leaf_module(model[1])
     assert not model[1]._z3_leaf
     assert set_z3_leaf_modules_by_suffix(model, [".1", "x"]) == ([model[1][1]], ["x"])
-    with pytest.raises(UsageError, match="'nine'"):
+    with pytest.raises(ValueError, match="'nine'"):
         set_z3_leaf_modules_by_name(model, ["nine"])
     assert set_z3_leaf_modules_by_name(model, ["nine"], raise_if_not_found=False) == ([], ["nine"])
+
+
+def test_leaf_modules_of_the_configuration_are_marked() -> None:
+    config = config_of(3)
+    config["zero_optimization"]["leaf_module"] = {"names": ["0"]}
+    engine = initialize(model=model_of(), config=config)[0]
+    assert get_z3_leaf_modules(engine.module) == [engine.module[0]]
 
 
 def test_weights_are_whole_while_a_model_generates() -> None:

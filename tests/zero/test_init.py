@@ -687,6 +687,17 @@ def test_contexts_nest() -> None:
         hadal.zero.Init(config={"zero_optimization": {"stage": 7}})
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_initialize_may_be_called_inside(stage: int) -> None:
+    """The context still holds the last few modules whole, and the engine takes them over."""
+    with hadal.zero.Init():
+        model = model_of()
+        engine = engine_of(stage, model)
+    steps = range(2)
+    assert train(engine, steps) == train(engine_of(stage, model_of()), steps)
+
+
 # ---- moved, cast or frozen before `initialize` ----------------------------------------------
 
 

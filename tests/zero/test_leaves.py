@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hadal
 from hadal import comm
-from hadal.errors import UsageError
+from hadal.errors import ModelError, UsageError
 from hadal.zero.grouping import LeafModules, find_units
 
 from .test_gathering import CUT, watched
@@ -154,7 +154,7 @@ def test_marks_are_set_and_taken_off() -> None:
 
 def test_a_leaf_that_is_nowhere_is_told(caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
-    with pytest.raises(UsageError, match="'Expert_s'; did you mean 'Experts'"):
+    with pytest.raises(ModelError, match="'Expert_s'; did you mean 'Experts'"):
         hadal.set_z3_leaf_modules(model, ["Expert_s"])
     assert hadal.set_z3_leaf_modules(model, ["nowhere"], raise_if_not_found=False) == []
     with caplog.at_level(logging.WARNING):
