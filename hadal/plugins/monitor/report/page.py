@@ -159,7 +159,9 @@ def _details(run: RunRecord) -> dict[str, Any]:
     about = run.description
     return {
         "starts": [_when(each["time"]) for each in run.starts],
-        "last": None if run.end is None else _when(run.end["time"]),
+        "last": ("ended", _when(run.end["time"]))
+        if run.end
+        else ("last update", _when(run.starts[0]["time"] + run.duration_s)),
         "error": (run.end or {}).get("error"),
         "warnings": [{**each, "when": _when(each["time"])} for each in run.warnings[-_MOST_ROWS:]],
         "checkpoints": [{**each, "when": _when(each["time"])} for each in run.checkpoints],
