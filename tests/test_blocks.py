@@ -48,6 +48,11 @@ WHOLE = {
     "docs/getting_started.md": "test_getting_started.py",
     "docs/listeners.md": "engine/test_listeners.py",
     "docs/transformers.md": "test_getting_started.py",
+    **{
+        f"docs/tutorials/{page.name}": "test_getting_started.py"
+        for page in DOCS.glob("tutorials/*.md")
+        if page.stem != "slurm_container"
+    },
 }
 LATE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 CONFIG = {
