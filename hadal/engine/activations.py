@@ -1,4 +1,4 @@
-"""What one forward and backward of a model hold and compute, found without values.
+"""The activations and operations of one forward and backward, without values.
 
 The model runs with fake tensors: their shapes and lifetimes are those of a real micro-step, so
 that activations are what autograd really saves, of any model. They say that they are on a CPU,
@@ -25,11 +25,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.engine.precision import Casting
 from hadal.errors import ModelError
+from hadal.listener import Forward
 from hadal.zero.grouping import Unit
 
 _HOST = torch.device("cpu")
@@ -49,8 +49,6 @@ class Segment:
     """The unit's name; empty before the first."""
     until: int = 0
     """The number of the segment before which the use ends."""
-    peak: int = 0
-    """The most bytes of activations and temporary tensors, and of gradients that arrive."""
     products: int = 0
     """Floating-point operations of matrix products, convolutions and attention."""
     moved: int = 0
@@ -59,6 +57,14 @@ class Segment:
     """Operations on values."""
     arrived: list[str] = field(default_factory=list)
     """Parameters whose gradients are complete, by full name, in their order."""
+    peaks: list[int] = field(default_factory=lambda: [0])
+    """The most bytes of activations and temporary tensors up to each arrival, with the gradient
+    that arrives, and after the last one."""
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of activations and temporary tensors."""
+        return max(self.peaks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +123,9 @@ def trace(
         kept = _Kept()
         for name in recomputed:
             kept.watch(inner[name])
-            inner[name].forward = partial(
-                checkpoint, inner[name].forward, use_reentrant=False, preserve_rng_state=False
-            )
         args, kwargs = _arguments(batch, with_values=with_values)
+        if recomputed:
+            args, kwargs = _recompute(copied, {n: inner[n] for n in recomputed}, args, kwargs)
         try:
             recorder.add(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
             stack.enter_context(recorder)
@@ -142,6 +147,22 @@ def trace(
                 f" has {_shown(batch)}"
             ) from error
     return MicroStep(recorder.forward, recorder.segments, held, kept.nbytes)
+
+
+def _recompute(
+    model: nn.Module, modules: Mapping[str, nn.Module], args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Recompute modules as an engine would; return the arguments of its forward."""
+    from hadal.plugins.activation_checkpointing import (  # for this alone
+        Recomputation,
+        RecomputedModules,
+    )
+
+    listener = RecomputedModules(model, modules, Recomputation())
+    listener.on_attach(None)
+    given = Forward(args, kwargs, updates=0, micro_step=0, is_training=model.training)
+    given = listener.before_forward(given) or given
+    return given.args, given.kwargs
 
 
 def _copied(
@@ -256,7 +277,8 @@ class _Recorder(TorchDispatchMode):
     def turn(self) -> None:
         """Begin backward."""
         self._close_all()
-        self.forward, self.segments, self._is_back = self.segments, [Segment("")], True
+        self.forward, self._is_back = self.segments, True
+        self.segments = [Segment("", peaks=[self.now])]
         for units in self._waits.values():
             for unit in units:
                 self._missing[unit] = self._missing.get(unit, 0) + 1
@@ -266,7 +288,7 @@ class _Recorder(TorchDispatchMode):
             return
         for name in [n for n in self._open if self._is_back and not self._missing.get(n)]:
             self._close(name)
-        segment = Segment(unit, peak=self.now)
+        segment = Segment(unit, peaks=[self.now])
         self.segments.append(segment)
         self._open[unit] = segment
 
@@ -280,7 +302,9 @@ class _Recorder(TorchDispatchMode):
 
     def _arrive(self, name: str, units: Sequence[str], parameter: Tensor) -> None:
         parameter.grad = None
-        self.segments[-1].arrived.append(name)
+        segment = self.segments[-1]
+        segment.arrived.append(name)
+        segment.peaks.append(self.now)
         for unit in units:
             self._missing[unit] -= 1
             if not self._missing[unit] and unit in self._open:
@@ -327,8 +351,8 @@ class _Recorder(TorchDispatchMode):
                 self._known[storage] = True
                 self.now += nbytes
                 weakref.finalize(storage, self._free, nbytes)
-        segment = self.segments[-1]
-        segment.peak = max(segment.peak, self.now)
+        peaks = self.segments[-1].peaks
+        peaks[-1] = max(peaks[-1], self.now)
 
     def _free(self, nbytes: int) -> None:
         self.now -= nbytes

@@ -43,7 +43,7 @@ from hadal.zero.estimate import (
 )
 from hadal.zero.gradients import WAITING_NBYTES
 from hadal.zero.grouping import BucketPlan
-from hadal.zero.paths import Use, make_plan, peak_of
+from hadal.zero.paths import Use, held_along, make_plan
 from hadal.zero.policy import STAGES, Tier
 
 GPU = torch.device("cuda")
@@ -92,14 +92,33 @@ class Memory:
         return _sum(need.held for need in self.states)
 
 
-def memory_of(
+@dataclass(frozen=True, slots=True)
+class PlannedRank:
+    """One rank of a job as `initialize` would make it, with nothing made."""
+
+    config: Config
+    model: nn.Module
+    planned: ModelPlan
+    counts: RankCounts
+    job: JobSize
+    parts: int
+    """The parts of the model, each on other ranks."""
+    device: torch.device
+    optimizer: str
+    moments: int
+    """How many values the optimizer keeps for each element."""
+    whose: str
+    """Where the layers' sizes come from."""
+
+
+def plan_rank(
     config: Config,
     model: nn.Module | Model,
     devices_per_node: int,
     nodes: int,
     device: torch.device = GPU,
-) -> Memory:
-    """Return the memory of one rank.
+) -> PlannedRank:
+    """Plan one rank.
 
     Args:
         config: the configuration.
@@ -119,26 +138,44 @@ def memory_of(
     modules = ModulesPlan() if isinstance(model, Model) else plan_modules(model, config)
     planned = plan_model(module, modules, config, device, counts, trained)
     name, moments = _optimizer_of(config)
+    whose = _assumed(model) if isinstance(model, Model) else "the model's plan"
+    return PlannedRank(config, module, planned, counts, job, parts, device, name, moments, whose)
+
+
+def memory_of(
+    config: Config,
+    model: nn.Module | Model,
+    devices_per_node: int,
+    nodes: int,
+    device: torch.device = GPU,
+) -> Memory:
+    """Return the memory of one rank; arguments and errors are those of `plan_rank`."""
+    return memory_of_rank(plan_rank(config, model, devices_per_node, nodes, device))
+
+
+def memory_of_rank(rank: PlannedRank) -> Memory:
+    """Return the memory of a planned rank."""
+    parts, job, planned, config = rank.parts, rank.job, rank.planned, rank.config
     portions = [
         one._replace(trained=one.trained // parts, frozen=one.frozen // parts)
-        for one in portions_of(planned.buckets, counts.shards_of, moments)
+        for one in portions_of(planned.buckets, rank.counts.shards_of, rank.moments)
     ]
-    states = states_of_portions(portions, _shard_tiers(config, moments), job.second_copy_devices)
-    whose = _assumed(model) if isinstance(model, Model) else "the model's plan"
+    tiers = _shard_tiers(config, rank.moments)
+    states = states_of_portions(portions, tiers, job.second_copy_devices)
     shared = f", in {parts} equal parts" if parts > 1 else ""
     kinds = {
-        "weights": f"{whose}{shared}",
+        "weights": f"{rank.whose}{shared}",
         "gradients": "once the gradients of an update are complete",
-        "optimizer": f"{name}: {moments} values per element, beside masters",
+        "optimizer": f"{rank.optimizer}: {rank.moments} values per element, beside masters",
         "buffers": "host memory through which a disk is read and written",
     }
     held = [MemoryKind(kind, nbytes, kinds[kind]) for kind, nbytes in states._asdict().items()]
     rest = [
         _gathers(planned, parts),
-        _reductions(planned, config, counts, parts),
-        *([] if device.type == "cpu" else _of_libraries(planned, config, job)),
+        _reductions(planned, config, rank.counts, parts),
+        *([] if rank.device.type == "cpu" else _of_libraries(planned, config, job)),
     ]
-    return Memory(held, rest, job, config.zero_optimization.stage, name)
+    return Memory(held, rest, job, config.zero_optimization.stage, rank.optimizer)
 
 
 def _sum(found: Iterable[TierBytes]) -> TierBytes:
@@ -241,7 +278,7 @@ def _gathers(planned: ModelPlan, parts: int) -> MemoryKind:
     forward, backward = _uses(cut), _uses(cut[::-1], len(cut))
     there = make_plan(forward, sizes, planned.limits, following=backward)
     back = make_plan(backward, sizes, planned.limits, there.kept_at_end)
-    most = max(peak_of(there, nbytes), peak_of(back, nbytes))
+    most = max([0, *held_along(there, nbytes), *held_along(back, nbytes)])
     return MemoryKind(
         "gathers",
         TierBytes(most // parts),
@@ -282,7 +319,7 @@ def _reductions(planned: ModelPlan, config: Config, counts: RankCounts, parts: i
         buffer = collected * bucket.partition.gradients
         # Without a buffer of its own, only the first backward copies: the others add in place.
         waiting = largest + WAITING_NBYTES * (buffer > 0 or not accumulates)
-        in_flight = buffer + _wire_nbytes(bucket, config, counts)
+        in_flight = buffer + wire_nbytes(bucket, config, counts)
         most = max(most, before + buffer + min(collected, waiting), in_flight)
         before = in_flight if planned.limits.overlap else 0
         own += 0 if buffer else collected
@@ -292,7 +329,7 @@ def _reductions(planned: ModelPlan, config: Config, counts: RankCounts, parts: i
     dtypes = {str(bucket.precision.reduce).removeprefix("torch.") for bucket in reduced}
     is_cut = any(bucket.partition.gradients for bucket in reduced)
     said = ["whole buckets of gradients"] if is_cut else []
-    if any(_wire_nbytes(bucket, config, counts) for bucket in reduced):
+    if any(wire_nbytes(bucket, config, counts) for bucket in reduced):
         said.append(f"copies to send in {' and '.join(sorted(dtypes))}")
     return MemoryKind(
         "reductions",
@@ -301,7 +338,7 @@ def _reductions(planned: ModelPlan, config: Config, counts: RankCounts, parts: i
     )
 
 
-def _wire_nbytes(bucket: BucketPlan, config: Config, counts: RankCounts) -> int:
+def wire_nbytes(bucket: BucketPlan, config: Config, counts: RankCounts) -> int:
     """Return the bytes that a bucket's reduction takes beside its gradients and their mean."""
     experts = bucket.holders.experts
     ranks = counts.dense if experts is None else counts.holding(experts)

@@ -288,15 +288,19 @@ def _occupy(gathered: list[int], interval: _Interval) -> None:
         gathered[position] += interval.numel
 
 
-def peak_of(made: Plan, sizes: Sequence[int]) -> int:
-    """Return the most of what is gathered at a time along a plan, in the unit of `sizes`."""
-    here, begun, most = set(made.held), 0, 0
+def held_along(made: Plan, sizes: Sequence[int]) -> list[int]:
+    """Return what is gathered while each use of a plan begins, in the unit of `sizes`."""
+    freed: dict[int, set[int]] = {}
+    for use, stays in zip(made.uses, made.keeps, strict=True):
+        if not stays:
+            freed.setdefault(use.until, set()).add(use.bucket)
+    here, begun, found = set(made.held), 0, []
     for position, started in enumerate(made.started):
-        earlier = zip(made.uses[:position], made.keeps, strict=False)
-        here -= {use.bucket for use, stays in earlier if use.until == position and not stays}
+        here -= freed.get(position, set())
         here.update(made.gathers[begun:started])
-        begun, most = started, max(most, sum(sizes[bucket] for bucket in here))
-    return most
+        begun = started
+        found.append(sum(sizes[bucket] for bucket in here))
+    return found
 
 
 # ---- passes and predictions ----------------------------------------------------------------------

@@ -14,9 +14,9 @@ from hadal.zero.paths import (
     Trace,
     Use,
     describe_parting,
+    held_along,
     kept_until_backward,
     make_plan,
-    peak_of,
 )
 from hadal.zero.policy import Limits
 
@@ -252,7 +252,7 @@ def test_a_plan_is_true_to_every_use_and_limit(uses, sizes, limits, held, follow
         assert live <= limits.live_numel or live == used
         assert live + on_the_way <= limits.live_numel or not ahead or is_one_unit
     end(len(uses))
-    assert peak_of(made, sizes) == most
+    assert max(held_along(made, sizes), default=0) == most
     assert issued == len(made.gathers)
     assert not ahead
     assert not in_use
