@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -112,7 +113,7 @@ class Convolutions(nn.Module):
         widths = (3, 32, 64, 128, 128)
         self.blocks = nn.ModuleList(
             nn.Sequential(Convolution(a, b), nn.BatchNorm2d(b), nn.ReLU())
-            for a, b in zip(widths, widths[1:], strict=False)
+            for a, b in pairwise(widths)
         )
         self.head = nn.Linear(128, 10)
 
@@ -146,7 +147,10 @@ class Experts(nn.Module):
         values = self.table(input_ids)
         for gate, experts in zip(self.gates, self.experts, strict=True):
             shares = gate(values).softmax(-1)
-            parts = [share * each(values) for share, each in zip(shares.split(1, -1), experts)]
+            parts = [
+                share * each(values)
+                for share, each in zip(shares.split(1, -1), experts, strict=True)
+            ]
             values = values + torch.stack(parts).sum(0)
         return nn.functional.cross_entropy(
             (values @ self.table.weight.T).flatten(0, 1), labels.flatten()
@@ -232,13 +236,12 @@ CASES = {
 
 def planned(case: Case) -> dict[str, Any]:
     """Return the bytes of each kind on the device at the peak, without values."""
-    from hadal.config import load_config
-    from hadal.engine.foresight import foresee
+    import hadal
 
     with torch.device("meta"):
         model, batch = case.build()
-    config = load_config(case.config, world_size=case.ranks)
-    found = foresee(config, model, batch, case.ranks, 1)
+    found = hadal.plan(model, case.config, batch, cluster=f"h100x{case.ranks}")
+    assert found.peak is not None
     return {need.kind: need.held.device for need in found.kinds} | {
         "moment": f"{found.peak.phase} {found.peak.unit}"
     }

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from hadal.engine.assemble import initialize
     from hadal.engine.engine import Engine
+    from hadal.engine.foresight import plan
     from hadal.errors import (
         CheckpointError,
         ChoiceError,
@@ -70,6 +71,7 @@ _HOMES = {
     "init_distributed": "hadal.comm",
     "initialize": "hadal.engine.assemble",
     "install_as_deepspeed": "hadal.compat.install",
+    "plan": "hadal.engine.foresight",
     "set_z3_leaf_modules": "hadal.zero.leaves",
     "unset_z3_leaf_modules": "hadal.zero.leaves",
 }
@@ -124,6 +126,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "install_as_deepspeed",
+    "plan",
     "schedule_from_args",
     "set_z3_leaf_modules",
     "unset_z3_leaf_modules",

@@ -95,6 +95,7 @@ def test_the_face_is_exactly_this() -> None:
         "init_distributed",
         "initialize",
         "install_as_deepspeed",
+        "plan",
         "schedule_from_args",
         "set_z3_leaf_modules",
         "unset_z3_leaf_modules",

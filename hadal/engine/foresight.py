@@ -1,6 +1,6 @@
-"""The memory of one rank along an update, before the run: `memory.py` and `activations.py` in one.
+"""`hadal.plan`: the memory of one rank along an update and its time, before the run.
 
-Its moments follow the real micro-step of the model, segment by segment. At each one, the states,
+The moments follow the real micro-step of the model, segment by segment. At each one, the states,
 the gradients that have arrived, the gathered weights, the reductions under way and the activations
 are added up, so that the peak is that of one moment and not the sum of every kind's own.
 """
@@ -8,15 +8,19 @@ are added up, so that the peak is that of one moment and not the sum of every ki
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
-from hadal.config import Config
+from hadal.config import Config, load_config
+from hadal.config.reading import read
 from hadal.engine.activations import LossOf, MicroStep, Segment, trace
+from hadal.engine.clusters import ComputeCluster, cluster_named, read_cluster
 from hadal.engine.memory import (
     GPU,
     Memory,
@@ -28,6 +32,7 @@ from hadal.engine.memory import (
 )
 from hadal.engine.policies import tiers_of, transport_of
 from hadal.engine.precision import casting_of
+from hadal.engine.step_time import StepTime, step_time
 from hadal.errors import NotBuiltYetError
 from hadal.optim.workspace import block_numel
 from hadal.zero.estimate import TierBytes
@@ -58,28 +63,38 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """The memory of one rank along the last micro-step of an update, and the update."""
+    """The memory of one rank and the time of one update, before the run."""
 
     rank: PlannedRank
     memory: Memory
     """The memory without activations, each kind at its own peak."""
-    micro_step: MicroStep
+    cluster: ComputeCluster
+    micro_step: MicroStep | None
+    """One forward and backward; None if no batch was given."""
     moments: list[Moment]
+    """The memory along the last micro-step of an update, and in the update; empty without batch."""
+    time: StepTime | None
+    """The time of one update; None without a batch."""
+    raw: Mapping[str, Any]
+    """The configuration as it was given."""
+    batch: Any
 
     @property
-    def peak(self) -> Moment:
-        """The moment with the most memory on the device."""
-        return max(self.moments, key=lambda moment: moment.total)
+    def peak(self) -> Moment | None:
+        """The moment with the most memory on the device; None without a batch."""
+        return max(self.moments, key=lambda moment: moment.total, default=None)
 
     @property
     def kinds(self) -> list[MemoryKind]:
-        """Every kind at the peak; host and disk as they are held between updates."""
-        peak = self.peak.held
+        """Every kind: on the device at the peak, on host and disk as held between updates."""
         known = {need.kind: need for need in (*self.memory.states, *self.memory.rest)}
+        peak = self.peak
+        if peak is None or self.micro_step is None:
+            return list(known.values())
         found = []
-        for kind in dict.fromkeys((*known, *peak)):
+        for kind in dict.fromkeys((*known, *peak.held)):
             before = known.get(kind, MemoryKind(kind, TierBytes(), _HOW.get(kind, "")))
-            held = before.held._replace(device=peak.get(kind, 0))
+            held = before.held._replace(device=peak.held.get(kind, 0))
             found.append(before._replace(held=held))
         kept = self.micro_step.inputs_of_recomputed * _keeps_inputs_on_host(self.rank.config)
         if kept:
@@ -95,6 +110,22 @@ class Foresight:
             total = total.plus(need.held)
         return total
 
+    @property
+    def lacks(self) -> TierBytes:
+        """The bytes that a device and a node's host have too few; the disk is not limited."""
+        total, cluster = self.total, self.cluster
+        if cluster.computes_on_host:
+            total = TierBytes(0, total.device + total.host)
+        return TierBytes(
+            max(0, total.device - cluster.device_nbytes) * (not cluster.computes_on_host),
+            max(0, self.rank.job.devices_per_node * total.host - cluster.host_nbytes),
+        )
+
+    @property
+    def fits(self) -> bool:
+        """True if device and host have the memory."""
+        return not any(self.lacks)
+
 
 _HOW = {
     "activations": "saved for backward, and temporary tensors of operations, by a trace",
@@ -103,55 +134,232 @@ _HOW = {
 }
 
 
-def foresee(
-    config: Config,
+def plan(
     model: nn.Module,
-    batch: Any,
-    devices_per_node: int,
-    nodes: int,
-    device: torch.device = GPU,
-    loss_of: LossOf | None = None,
+    config: Any,
+    batch: Any = None,
     *,
+    cluster: str | ComputeCluster = "h100x8",
+    nodes: int = 1,
+    devices_per_node: int | None = None,
+    loss_of: LossOf | None = None,
     with_values: bool = False,
 ) -> Foresight:
-    """Return the memory of one rank along an update.
+    """Foresee the memory of each rank and the time of an update, without any device.
 
     Args:
-        config: the configuration.
-        model: the model, which may be on meta.
-        batch: one micro-batch of one rank (see `activations.trace`).
-        devices_per_node: devices, and so ranks, of each node.
+        model: the model, which may be on the meta device; neither weights nor values are needed.
+        config: the configuration, as `initialize` takes it.
+        batch: one micro-batch of one rank: a mapping of keyword arguments, a sequence of arguments
+            or one tensor, on meta too; None: activations and time are left out.
+        cluster: its name, such as "h200x8", or the path of a file that `hadal bench cluster` wrote.
         nodes: the nodes.
-        device: the kind of device that computes.
-        loss_of: returns the loss from the model's output.
-        with_values: compute one micro-step on the CPU.
+        devices_per_node: the devices of each node; by default those of the cluster.
+        loss_of: returns the loss from the model's output; by default its `loss`.
+        with_values: compute one micro-step on the CPU, for models whose shapes depend on values.
 
     Raises:
         ConfigError, ModelError: the configuration does not fit the model, as in `initialize`, or
             the model cannot run.
-        NotBuiltYetError: the model is split over ranks.
+        NotBuiltYetError: the model is split over ranks, and a batch is given.
     """
-    rank = plan_rank(config, model, devices_per_node, nodes, device)
-    if rank.parts > 1:
-        raise NotBuiltYetError(
-            f"activations of a model in {rank.parts} parts (tensor_parallel, pipeline) are not"
-            " built yet; without a batch, all other memory is planned"
+    if isinstance(cluster, str):
+        is_file = cluster.endswith(".json")
+        cluster = read_cluster(Path(cluster)) if is_file else cluster_named(cluster)
+    cluster = cluster.with_ranks(devices_per_node or cluster.devices_per_node)
+    cluster = replace(cluster, devices_per_node=devices_per_node or cluster.devices_per_node)
+    _, raw = read(config)
+    return _Foreseer(model, cluster, nodes, loss_of, with_values).plan(raw, batch)
+
+
+class _Foreseer:
+    """Plans of one model; what is traced once is known for all configurations alike."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cluster: ComputeCluster,
+        nodes: int,
+        loss_of: LossOf | None = None,
+        with_values: bool = False,
+    ) -> None:
+        self._model = model
+        self._cluster = cluster
+        self._nodes = nodes
+        self._loss_of = loss_of
+        self._with_values = with_values
+        self._known: dict[Any, MicroStep] = {}
+
+    def plan(self, raw: Mapping[str, Any], batch: Any) -> Foresight:
+        """Plan a configuration; arguments and errors are those of `plan`."""
+        cluster, nodes = self._cluster, self._nodes
+        on_node = cluster.devices_per_node
+        config = load_config(dict(raw), world_size=on_node * nodes, allow_unbuilt=True)
+        device = torch.device("cpu") if cluster.computes_on_host else GPU
+        rank = plan_rank(config, self._model, on_node, nodes, device)
+        memory = memory_of_rank(rank)
+        if batch is None:
+            return Foresight(rank, memory, cluster, None, [], None, raw, None)
+        if rank.parts > 1:
+            raise NotBuiltYetError(
+                f"activations of a model in {rank.parts} parts (tensor_parallel, pipeline) are not"
+                " built yet; without a batch, all other memory is planned"
+            )
+        step = self._trace(rank, batch)
+        time = step_time(step, rank.planned, config, rank.counts, cluster, rank.job, rank.moments)
+        moments = _moments(rank, memory, step)
+        return Foresight(rank, memory, cluster, step, moments, time, raw, batch)
+
+    def _trace(self, rank: PlannedRank, batch: Any) -> MicroStep:
+        planned, casting = rank.planned, casting_of(rank.config, rank.device)
+        plans = planned.parameters.items()
+        dtypes = {p: one.policy.precision.compute for p, one in plans if one.policy}
+        recomputed = planned.modules.recomputed
+        shapes = [t.shape for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
+        key = (*shapes, casting, tuple(recomputed), tuple(dtypes.values()))
+        if key not in self._known:
+            self._known[key] = trace(
+                self._model,
+                planned.units,
+                batch,
+                casting,
+                dtypes,
+                recomputed,
+                self._loss_of,
+                with_values=self._with_values,
+            )
+        return self._known[key]
+
+
+# ---- what to change ------------------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """A change of the configuration that saves memory."""
+
+    what: str
+    patch: Mapping[str, Any]
+    """Keys to merge into the configuration."""
+    after: Foresight
+    """The plan with this change and those before it."""
+    saved: TierBytes
+    """What it saves; negative where memory moves."""
+
+
+def _zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": keys}
+
+
+_OFFLOADED = {"device": "cpu", "pin_memory": True}
+_SMALL_BUCKETS = {
+    "reduce_bucket_size": 50_000_000,
+    "allgather_bucket_size": 50_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_max_live_parameters": 200_000_000,
+    "stage3_max_reuse_distance": 200_000_000,
+}
+_CHANGES: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("shard the optimizer's state", _zero(stage=1)),
+    ("shard gradients too", _zero(stage=2)),
+    ("shard weights too", _zero(stage=3)),
+    ("smaller buckets, fewer weights at a time", _zero(**_SMALL_BUCKETS)),
+    ("recompute every block in backward", {"activation_checkpointing": {"modules": "units"}}),
+    ("keep the optimizer's state on the host", _zero(offload_optimizer=_OFFLOADED)),
+    ("keep weights on the host", _zero(stage=3, offload_param=_OFFLOADED)),
+)
+"""In order of what they usually cost in time."""
+_MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+_WORTH = 0.01
+
+
+def advise(found: Foresight, model: nn.Module, loss_of: LossOf | None = None) -> list[Change]:
+    """Return the changes that make a plan fit, in order of their cost; all that help if none does.
+
+    Each change that saves at least 1 % of the device's memory is kept and the next is tried on top
+    of it. Micro-batches are halved, with twice the micro-steps, before anything leaves the device.
+    In the end, those without which it fits as well are left out.
+    """
+    planner = _Foreseer(model, found.cluster, found.rank.job.nodes, loss_of)
+    kept: list[_Trial] = []
+    now, may_halve = found, True
+    steps = [_Trial(*change) for change in _CHANGES]
+    while steps and not now.fits:
+        half = _halved(now) if steps[0].leaves_device and may_halve else None
+        step = half or steps.pop(0)
+        if not _is_new(now, step.patch):
+            continue
+        after = planner.plan(merged(now.raw, step.patch), step.batch_of(now.batch))
+        if now.total.device - after.total.device >= _WORTH * now.total.device:
+            kept.append(step)
+            now = after
+        elif step is half:
+            may_halve = False
+    for step in kept[-2::-1] if now.fits else ():
+        others = [one for one in kept if one is not step]
+        if _applied(found, others, planner)[-1].fits:
+            kept = others
+    plans = [found, *_applied(found, kept, planner)]
+    return [
+        Change(step.what, step.patch, after, _difference(before.total, after.total))
+        for step, (before, after) in zip(kept, pairwise(plans), strict=True)
+    ]
+
+
+class _Trial(NamedTuple):
+    what: str
+    patch: Mapping[str, Any]
+    halves: bool = False
+    """True: it halves the batch."""
+
+    @property
+    def leaves_device(self) -> bool:
+        return any("offload" in key for key in self.patch.get("zero_optimization", ()))
+
+    def batch_of(self, batch: Any) -> Any:
+        if not self.halves:
+            return batch
+        return tree_map(lambda t: t[: len(t) // 2] if isinstance(t, torch.Tensor) else t, batch)
+
+
+def _applied(found: Foresight, steps: Sequence[_Trial], planner: _Foreseer) -> list[Foresight]:
+    plans, raw, batch = [], found.raw, found.batch
+    for step in steps:
+        raw, batch = merged(raw, step.patch), step.batch_of(batch)
+        plans.append(planner.plan(raw, batch))
+    return plans
+
+
+def _difference(one: TierBytes, other: TierBytes) -> TierBytes:
+    return TierBytes(*(a - b for a, b in zip(one, other, strict=True)))
+
+
+def _is_new(now: Foresight, patch: Mapping[str, Any]) -> bool:
+    """Return whether a patch changes anything, and lowers no stage."""
+    if patch.get("zero_optimization", {}).get("stage", 4) < now.memory.stage:
+        return False
+    if "activation_checkpointing" in patch:
+        return not now.rank.planned.modules.recomputed
+    return merged(now.raw, patch) != now.raw
+
+
+def _halved(now: Foresight) -> _Trial | None:
+    config = now.rank.config
+    micro, accumulation = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    if micro % 2 or now.batch is None:
+        return None
+    patch = {_MICRO: micro // 2, _ACCUMULATION: 2 * accumulation}
+    return _Trial(f"micro-batches of {micro // 2}, twice as many", patch, halves=True)
+
+
+def merged(raw: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with a patch: sections are merged, other values replaced."""
+    found = dict(raw)
+    for key, value in patch.items():
+        old = found.get(key)
+        found[key] = (
+            merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
         )
-    planned, memory = rank.planned, memory_of_rank(rank)
-    dtypes = {
-        p: one.policy.precision.compute for p, one in planned.parameters.items() if one.policy
-    }
-    step = trace(
-        model,
-        planned.units,
-        batch,
-        casting_of(config, device),
-        dtypes,
-        planned.modules.recomputed,
-        loss_of,
-        with_values=with_values,
-    )
-    return Foresight(rank, memory, step, _moments(rank, memory, step))
+    return found
 
 
 # ---- the moments ---------------------------------------------------------------------------------

@@ -1,0 +1,163 @@
+"""`hadal.plan`: memory along an update, and what to change if it does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from sequence.models import llama, tokens
+from torch import Tensor, nn
+
+import hadal
+from hadal.engine.foresight import Foresight, advise, merged
+from hadal.errors import ConfigError, NotBuiltYetError
+
+WIDTH, BLOCKS, ROWS = 512, 6, 4096
+
+
+class Block(nn.Module):
+    """A block with a wide layer, of whose output all is kept for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + self.narrow(torch.relu(self.widen(values)))
+
+
+def model() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+
+BATCH = torch.empty(ROWS, WIDTH, dtype=torch.bfloat16, device="meta")
+PSI = BLOCKS * (8 * WIDTH * WIDTH + 5 * WIDTH)
+
+
+def planned(stage: int = 0, batch: Any = BATCH, **keys: Any) -> Foresight:
+    raw = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "optimizer": {"type": "AdamW"},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+    }
+    return hadal.plan(model(), merged(raw, keys), batch, cluster="h100x4")
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_peak_is_that_of_one_moment(stage: int) -> None:
+    found = planned(stage)
+    peak = found.peak
+    assert peak is not None and found.micro_step is not None
+    assert peak.phase == "backward"
+    # When it begins, everything is saved, and no gradient has arrived.
+    begun = next(moment for moment in found.moments if moment.phase == "backward")
+    assert begun.held["gradients"] == 0
+    assert 1 <= begun.held["activations"] / found.micro_step.kept < 1.05
+    cuts = [4 if stage >= first else 1 for first in (3, 1)]
+    assert peak.held["weights"] == pytest.approx(2 * PSI / cuts[0], rel=0.01)
+    assert peak.held["optimizer"] == pytest.approx(12 * PSI / cuts[1], rel=0.01)
+    # Each layer's input, of which ReLU's output is one; and the loss.
+    assert found.micro_step.kept == 2 * ROWS * BLOCKS * (WIDTH + 4 * WIDTH) + 4
+    assert found.total.device == peak.total
+    assert [m.phase for m in found.moments].count("step") == 1
+
+
+def test_gradients_of_earlier_micro_steps_are_there_in_forward() -> None:
+    one, many = planned(2), planned(2, gradient_accumulation_steps=4)
+    first = next(moment for moment in one.moments if moment.phase == "forward")
+    later = next(moment for moment in many.moments if moment.phase == "forward")
+    assert first.held["gradients"] == 0
+    assert later.held["gradients"] == pytest.approx(2 * PSI / 4, rel=0.01)
+
+
+def test_inputs_of_recomputed_modules_may_be_on_the_host() -> None:
+    units = {"activation_checkpointing": {"modules": "units", "cpu_checkpointing": True}}
+    found = planned(3, **units)
+    plain = planned(3, activation_checkpointing={"modules": "units"})
+    moved = plain.total.device - found.total.device
+    assert next(need.held.host for need in found.kinds if need.kind == "inputs") > 0
+    assert 0 < moved <= found.micro_step.inputs_of_recomputed * 1.02  # type: ignore[union-attr]
+
+
+def test_without_a_batch_all_but_activations_is_planned() -> None:
+    found = planned(3, None)
+    assert found.moments == [] and found.time is None and found.peak is None
+    assert {need.kind for need in found.kinds} >= {"weights", "optimizer", "gathers", "reductions"}
+
+
+def test_the_time_of_an_update_comes_with_it() -> None:
+    found = planned(3)
+    assert found.time is not None
+    assert found.time.samples == 4 * ROWS and 0 < found.time.utilization < 1
+    again = planned(3, activation_checkpointing={"modules": "units"})
+    assert again.time is not None and again.time.seconds > found.time.seconds
+
+
+def tight(found: Foresight, share: float) -> Foresight:
+    """The same plan on devices that have only a share of what it needs beside the libraries."""
+    libraries = sum(
+        need.held.device for need in found.kinds if need.kind in ("communicators", "context")
+    )
+    room = int(libraries + share * (found.total.device - libraries))
+    cluster = dataclasses.replace(found.cluster, device_nbytes=room)
+    return hadal.plan(found.rank.model, found.raw, found.batch, cluster=cluster)
+
+
+def test_changes_come_in_the_order_of_their_cost() -> None:
+    whole = planned(0)
+    assert whole.fits and advise(whole, whole.rank.model) == []
+    # A little less than there is: the optimizer's shards are enough.
+    (only,) = advise(tight(whole, 0.99), whole.rank.model)
+    assert only.patch == {"zero_optimization": {"stage": 1}} and only.after.fits
+    assert only.saved.device == pytest.approx(12 * PSI * 3 / 4, rel=0.05)
+    # Much less: activations go first, as nothing else is as large; and each change is needed.
+    some = advise(tight(whole, 0.3), whole.rank.model)
+    assert some[-1].after.fits
+    patches = [change.patch for change in some]
+    assert {"activation_checkpointing": {"modules": "units"}} in patches
+    for left_out in range(len(some)):
+        raw = dict(whole.raw)
+        for number, patch in enumerate(patches):
+            raw = raw if number == left_out else merged(raw, patch)
+        assert not hadal.plan(whole.rank.model, raw, BATCH, cluster=some[-1].after.cluster).fits
+
+
+def test_smaller_micro_batches_come_before_the_host() -> None:
+    whole = planned(3, activation_checkpointing={"modules": "units"})
+    some = advise(tight(whole, 0.8), whole.rank.model)
+    assert some[-1].after.fits
+    assert some[0].patch == {
+        "train_micro_batch_size_per_gpu": ROWS // 2,
+        "gradient_accumulation_steps": 2,
+    }
+    assert some[0].after.time.samples == 4 * ROWS  # type: ignore[union-attr]
+
+
+def test_what_never_fits_is_told_as_far_as_it_goes() -> None:
+    whole = planned(0)
+    some = advise(tight(whole, -0.1), whole.rank.model)
+    assert some and not some[-1].after.fits
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no cluster 'h10x8'; did you mean h100x8\?"):
+        hadal.plan(model(), {"train_micro_batch_size_per_gpu": 1}, cluster="h10x8")
+    raw = {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 2}}
+    with pytest.raises(NotBuiltYetError, match="without a batch"):
+        hadal.plan(llama(), raw, tokens(0), cluster="h100x4")
+    assert hadal.plan(llama(), raw, cluster="h100x4").total.device > 0
+
+
+def test_a_patch_is_merged_into_sections() -> None:
+    raw = {"a": 1, "b": {"c": 1, "d": {"e": 1}}}
+    assert merged(raw, {"b": {"d": {"f": 2}}, "g": 3}) == {
+        "a": 1,
+        "b": {"c": 1, "d": {"e": 1, "f": 2}},
+        "g": 3,
+    }
+    assert raw == {"a": 1, "b": {"c": 1, "d": {"e": 1}}}
