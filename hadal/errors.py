@@ -75,8 +75,8 @@ class LossError(HadalError, ValueError):
     """The argument of `backward` is not a loss."""
 
 
-class OptimizerError(HadalError, ValueError):
-    """The optimizer or the learning-rate schedule cannot be used as requested."""
+class OptimizerError(HadalError, ValueError, TypeError):
+    """The optimizer or the learning-rate schedule cannot be used (DeepSpeed: also TypeError)."""
 
 
 class LossScaleError(HadalError, ArithmeticError):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from hadal import comm
 from hadal.compat.efficiency import (
     CurriculumScheduler,
     ProgressiveLayerDrop,
@@ -18,6 +22,7 @@ from hadal.compat.efficiency import (
 from hadal.compat.surface import NameKind, data, placeholder
 from hadal.config.section import plain
 from hadal.engine.engine import Engine
+from hadal.errors import UsageError
 
 _log = logging.getLogger(__name__)
 _TABLE = data("accessors.json")
@@ -155,6 +160,97 @@ class Accessors(Engine):
         """Return the loss scale of the first update."""
         return self._parts.scale_rule.initial
 
+    def dynamic_loss_scale_args(self) -> dict[str, Any] | None:
+        """Return the keys of a dynamic loss scale, under DeepSpeed's names; None without one."""
+        section = self._parts.config.fp16
+        if not section.enabled or section.loss_scale:
+            return None
+        return {
+            "init_scale": 2.0**section.initial_scale_power,
+            "scale_window": section.loss_scale_window,
+            "delayed_shift": section.hysteresis,
+            "consecutive_hysteresis": section.consecutive_hysteresis,
+            "min_scale": section.min_loss_scale,
+        }
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtype of the weights, and that in which gradients are added up."""
+        config = self._parts.config
+        named = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+        return _DTYPES[named], _DTYPES[config.data_types.grad_accum_dtype or named]
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Return the milliseconds of each phase that was timed (`wall_clock_breakdown`)."""
+        timers = getattr(self, "timers", None)
+        means: dict[str, float] = (
+            {} if timers is None else timers.get_mean(timers.get_timers(), reset=False)
+        )
+        return means
+
+    def is_first_weights_partition_group(self) -> bool:
+        """Return whether this rank is in the first group over which weights are sharded."""
+        return self._parts.config.zero_optimization.stage == 3
+
+    def get_compile_time(self) -> list[Any]:
+        """Return the times of DeepSpeed's compiler passes: none, as there are none."""
+        return []
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of one rank's micro-step; the micro-steps of an update stay.
+
+        Raises:
+            UsageError: it is no positive number, or this is the middle of an update.
+        """
+        if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
+            raise UsageError(
+                f"set_train_micro_batch_size({micro_batch_size!r}): expected a number from 1 on"
+            )
+        if self._state.is_inside_accumulation or self._state.backwards:
+            raise UsageError(
+                "set_train_micro_batch_size was called inside an accumulation; step first"
+            )
+        self._state.batches = replace(self._state.batches, micro=micro_batch_size)
+
+    def zero_partial_offload(self) -> float:
+        """Return the fraction of the optimizer's state that is offloaded, if any is."""
+        section = self._parts.config.zero_optimization.offload_optimizer
+        return 1.0 if section is None else section.ratio
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Return whether the optimizer's state is on a disk."""
+        section = self._parts.config.zero_optimization.offload_optimizer
+        return section is not None and section.device == "nvme"
+
+    def collect_python_gc(self) -> int:
+        """Collect Python's garbage now; return the number of objects found."""
+        return gc.collect()
+
+    def all_gather_scalar(self, value: Tensor, dp_group: Any) -> list[Tensor]:
+        """Return a small tensor of every rank of a group. All of them must call it."""
+        found = [torch.empty_like(value) for _ in range(comm.get_world_size(dp_group))]
+        comm.all_gather(found, value, group=dp_group)
+        return found
+
+    # Programs that call these do so before `step`. What replaces them would never be called.
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Do nothing: gradients are averaged in backward, or at the latest in the update."""
+
+    def clip_fp32_gradients(self) -> None:
+        """Do nothing: the update clips gradients (`gradient_clipping`)."""
+
+    def warn_of_replaced(self) -> None:
+        """Warn if the program has replaced a method that nothing here calls."""
+        for name in ("allreduce_gradients", "clip_fp32_gradients"):
+            if getattr(type(self), name) is not getattr(Accessors, f"_own_{name}"):
+                _log.warning(
+                    "the program has replaced DeepSpeedEngine.%s, which is never called: gradients"
+                    " are averaged and clipped (gradient_clipping) in backward and in the update",
+                    name,
+                )
+
+    _own_allreduce_gradients, _own_clip_fp32_gradients = allreduce_gradients, clip_fp32_gradients
+
     def empty_partition_cache(self) -> None:
         """Free gathered weights, for example between training and generation."""
         self._parts.runtime.reshard_all()
@@ -184,7 +280,18 @@ def _accessor(name: str, path: str) -> Callable[[Engine], Any]:
     return read
 
 
+def _constant(name: str, value: Any) -> Callable[[Engine], Any]:
+    def read(engine: Engine) -> Any:
+        return value
+
+    read.__name__ = name
+    read.__doc__ = f"Return {value}: the feature does not exist here."
+    return read
+
+
 for _name, _path in _PATHS.items():
     setattr(Accessors, _name, _accessor(_name, _path))
+for _name, _value in _TABLE["constants"].items():
+    setattr(Accessors, _name, _constant(_name, _value))
 for _name in _UNBUILT:
     setattr(Accessors, _name, placeholder(f"deepspeed.DeepSpeedEngine.{_name}", NameKind.FUNCTION))

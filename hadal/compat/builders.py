@@ -99,6 +99,11 @@ class OpBuilder:
         """Return False: no kernel is converted to SYCL."""
         return False
 
+    @staticmethod
+    def is_sycl_supported() -> bool:
+        """Return False, as `is_sycl_enabled`."""
+        return False
+
     def is_compatible(self, verbose: bool = False) -> bool:
         """Return whether the functionality is available."""
         return self.is_there

@@ -8,6 +8,7 @@ from packaging.version import Version
 
 from hadal.comm import get_world_size
 from hadal.comm.start import env_world_size
+from hadal.compat.kinds import also
 from hadal.compat.monitors import DeepSpeedMonitorConfig
 from hadal.config import Config, load_config
 from hadal.config.elasticity import Elasticity, choice_of, elastic_faults, micro_for
@@ -48,6 +49,7 @@ class DeepSpeedConfig:
         ConfigError: the configuration has faults; the message lists all of them.
     """
 
+    @also(AssertionError)
     def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
         ranks = None
         if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):

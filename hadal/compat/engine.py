@@ -21,7 +21,8 @@ from hadal.compat.accessors import Accessors
 from hadal.compat.checkpointing import use_section
 from hadal.compat.configuration import DeepSpeedConfig
 from hadal.compat.groups import remember_groups
-from hadal.compat.log import debug_extract_module_and_param_names, logger
+from hadal.compat.kinds import also
+from hadal.compat.log import debug_extract_module_and_param_names, log_dist, logger
 from hadal.compat.monitors import MonitorMaster
 from hadal.compat.optimizer import DeepSpeedOptimizer, ParameterOffload, PlainOptimizer
 from hadal.compat.parameters import mark_stage_1_or_2, mark_stage_3, unmark, watch_parameters
@@ -77,6 +78,7 @@ class DeepSpeedEngine(Accessors):
         self.client_lr_scheduler: Any = None
         self.collate_fn: Any = None
         _engines.add(self)
+        self.warn_of_replaced()
         remember_groups(parts.topology)
         use_section(parts.config.activation_checkpointing)
         debug_extract_module_and_param_names(parts.model)
@@ -174,9 +176,29 @@ class DeepSpeedEngine(Accessors):
         if self.global_steps == before:
             return
         self._was_applied = True
+        if self.global_steps % self.steps_per_print() == 0 and self._reports_itself():
+            self._report_progress(self.global_steps)
         if isinstance(self._outer, PlainOptimizer):
             self._outer._opt_called = True  # an attached schedule checks it
         self.tput_timer.end_update(self.train_batch_size())
+
+    def _report_progress(self, step: int) -> None:
+        """Log the step and the learning rates; a program's own is called at `steps_per_print`.
+
+        Hadal's progress lines say more, and are logged in any case.
+        """
+        lr, momenta = self.get_lr(), self.get_mom()
+        log_dist(f"step={step}, skipped={self.skipped_steps}, lr={lr}, mom={momenta}", ranks=[0])
+
+    def _reports_itself(self) -> bool:
+        return type(self)._report_progress is not _REPORT_PROGRESS
+
+    load_checkpoint = also(AssertionError)(Accessors.load_checkpoint)
+
+    @also(ValueError)
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Do as `hadal.Engine.set_train_batch_size`."""
+        super().set_train_batch_size(train_batch_size)
 
     def was_step_applied(self) -> bool:
         """Return whether the last `step` changed the weights: at a boundary, and not skipped."""
@@ -416,6 +438,10 @@ class DeepSpeedEngine(Accessors):
         return None if shared is None else shared.group
 
 
+_REPORT_PROGRESS = DeepSpeedEngine._report_progress
+
+
+@also(AssertionError)
 def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     args: Any = None,
     model: nn.Module | None = None,

@@ -6,14 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from hadal.comm import Ranks, init_distributed
-from hadal.comm.ranks import (
-    Table,
-    expert_group_names,
-    expert_groups,
-    expert_tables,
-    make_expert_groups,
-)
+from hadal.comm import Ranks, init_distributed, ranks
+from hadal.comm.ranks import Table, expert_group_names, expert_tables, make_expert_groups
+from hadal.compat.kinds import also
 from hadal.compat.surface import unbuilt
 from hadal.errors import UsageError
 
@@ -21,6 +16,7 @@ if TYPE_CHECKING:
     from hadal.engine.topology import Topology
 
 
+expert_groups = also(AssertionError)(ranks.expert_groups)
 _newest: list[tuple[Topology, dist.ProcessGroup | None]] = []
 
 

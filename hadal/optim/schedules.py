@@ -41,7 +41,7 @@ class Schedule(ABC):
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
         # Groups that are added later keep their own rates, as under a constant schedule.
-        self._known = len(optimizer.param_groups)
+        self._known = len(groups_of(optimizer))
         self.last_batch_iteration = last_batch_iteration
         self._write()
 
@@ -83,9 +83,24 @@ class Schedule(ABC):
         self._write()
 
 
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Return an optimizer's param groups.
+
+    Raises:
+        OptimizerError: it has none.
+    """
+    groups: list[dict[str, Any]] | None = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        raise OptimizerError(
+            f"a schedule was given a {type(optimizer).__name__}, which has no param_groups; pass"
+            " the optimizer that initialize returns, or torch's own"
+        )
+    return groups
+
+
 def _per_group(optimizer: Optimizer, value: Rates, key: str) -> list[float]:
     """Return one value for each param group."""
-    groups = len(optimizer.param_groups)
+    groups = len(groups_of(optimizer))
     if not isinstance(value, (list, tuple)):
         return [float(value)] * groups  # type: ignore[arg-type]
     if len(value) != groups:
@@ -137,7 +152,7 @@ class WarmupLR(_WarmUp):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        own = [float(group["lr"]) for group in optimizer.param_groups]
+        own = [float(group["lr"]) for group in groups_of(optimizer)]
         self._low = _per_group(optimizer, warmup_min_lr, "warmup_min_lr")
         high = own if warmup_max_lr is None else warmup_max_lr
         self._high = _per_group(optimizer, high, "warmup_max_lr")
@@ -201,7 +216,7 @@ class WarmupCosineLR(_WarmUp):
         self._first_ratio = warmup_min_ratio
         self._last_ratio = cos_min_ratio
         self._set_warm_up(warmup_num_steps, warmup_type)
-        self._own = [float(group["lr"]) for group in optimizer.param_groups]
+        self._own = [float(group["lr"]) for group in groups_of(optimizer)]
         super().__init__(optimizer, last_batch_iteration)
 
     def ratio(self, t: int) -> float:
@@ -274,7 +289,7 @@ class OneCycle(Schedule):
         self._high_momentum = _per_group(optimizer, cycle_max_mom, "cycle_max_mom")
         self._decay = (decay_step_size, decay_lr_rate, decay_mom_rate)
         self._cycles_momentum = cycle_momentum
-        if cycle_momentum and not all("betas" in group for group in optimizer.param_groups):
+        if cycle_momentum and not all("betas" in group for group in groups_of(optimizer)):
             _log.warning(
                 "scheduler.params.cycle_momentum has no effect: %s has no betas; set it to false to"
                 " silence this warning",

@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.comm import Ranks, init_distributed
 from hadal.comm.mpu import sharing_group_of
@@ -89,6 +90,9 @@ class Init:
     """
 
     _contexts: ClassVar[list[Init]] = []
+    _is_paused: ClassVar[bool] = False
+    _left_out: ClassVar[WeakIdKeyDictionary] = WeakIdKeyDictionary()
+    """Parameters created while sharding was paused."""
     _watching: ClassVar[ExitStack] = ExitStack()
 
     def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
@@ -170,6 +174,7 @@ class Init:
             return
         Init._contexts.remove(self)
         if not Init._contexts:
+            Init._is_paused = False
             Init._watching.close()
         begun, self._begun = self._begun, []
         if kind is None:
@@ -183,7 +188,8 @@ class Init:
             self._show()
 
     def _shard(self, module: nn.Module) -> None:
-        fresh = [p for p in module.parameters() if p not in keeper.bucket_of]
+        known = keeper.bucket_of, Init._left_out
+        fresh = [p for p in module.parameters() if not any(p in table for table in known)]
         name = type(module).__name__
         with unwatched():
             self._buckets += keeper.shard(fresh, name, self._sharing, self._offload, self._required)
@@ -239,15 +245,29 @@ def _sharing_of(group: Any, near_group: Any) -> Sharing:
 
 def _on_attach(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     """Shard a module that has been built and becomes part of another one."""
-    if child is not None:
+    if child is not None and not Init._is_paused:
         keeper.gathered.keep(0)
         Init._contexts[-1]._shard(child)
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
     """Note a module that has been given a parameter of its own."""
-    if parameter is not None:
+    if parameter is None:
+        return
+    if Init._is_paused:
+        Init._left_out[parameter] = True
+    else:
         Init._contexts[-1]._begun.append(weakref.ref(module))
+
+
+def shutdown_init_context() -> None:
+    """Create parameters whole from now on, although `Init` is entered."""
+    Init._is_paused = bool(Init._contexts)
+
+
+def restore_init_context() -> None:
+    """Create parameters sharded again."""
+    Init._is_paused = False
 
 
 # Stores of parameters that no engine owns yet; they are removed when the program ends.

@@ -165,8 +165,8 @@ def test_accessors_tell_the_configuration() -> None:
     engine.empty_partition_cache()
     assert engine.is_map_style_dataset([1])
     assert not engine.is_iterable_style_dataset([1])
-    with pytest.raises(NotImplementedError, match=r"DeepSpeedEngine\.allreduce_gradients is not"):
-        engine.allreduce_gradients()
+    with pytest.raises(NotImplementedError, match=r"DeepSpeedEngine\.allreduce_bucket is not"):
+        engine.allreduce_bucket()
 
 
 def test_the_engine_counts_the_experts_of_each_layer() -> None:

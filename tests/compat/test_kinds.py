@@ -1,0 +1,219 @@
+"""What a program can tell of an engine: kinds of errors, identities, attributes, schedules."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.toys import config_of, model_of, train
+from torch import nn
+
+from hadal.compat.engine import initialize
+from hadal.compat.install import alias
+from hadal.compat.kinds import also
+from hadal.errors import CheckpointError, ConfigError, HadalError, UsageError
+
+DS = alias("deepspeed")
+STAGES = (0, 1, 2, 3)
+
+
+def begin(**changes: Any) -> Any:
+    return initialize(model=model_of(), config=config_of(1, **changes))[0]
+
+
+def missing_tag(folder: Path) -> None:
+    engine = begin()
+    engine.save_checkpoint(folder, tag="there")
+    engine.load_checkpoint(folder, tag="elsewhere")
+
+
+WRONG: dict[str, tuple[type[Exception], Callable[[Path], Any]]] = {
+    "batches that contradict": (AssertionError, lambda _: begin(train_batch_size=7)),
+    "an unknown schedule": (AssertionError, lambda _: begin(scheduler={"type": "Nope"})),
+    "two precisions": (
+        AssertionError,
+        lambda _: begin(fp16={"enabled": True}, bf16={"enabled": True}),
+    ),
+    "no model": (AssertionError, lambda _: initialize(config=config_of(1))),
+    "no configuration": (AssertionError, lambda _: initialize(model=model_of())),
+    "no file": (ValueError, lambda _: initialize(model=model_of(), config="/none.json")),
+    "an unknown key": (ValueError, lambda _: begin(zero_optimization={"stge": 1})),
+    "a batch that does not divide": (ValueError, lambda _: begin().set_train_batch_size(4)),
+    "a tag that is not there": (AssertionError, missing_tag),
+    "groups of no experts": (
+        AssertionError,
+        lambda _: alias("deepspeed.utils.groups")._get_expert_parallel_group("nope"),
+    ),
+    "no optimizer": (
+        TypeError,
+        lambda _: alias("deepspeed.runtime.lr_schedules").WarmupLR(object()),
+    ),
+    "an unknown random state": (
+        Exception,
+        lambda _: alias("deepspeed.checkpointing").get_cuda_rng_tracker().fork("x").__enter__(),
+    ),
+}
+"""What is wrong -> the kind of error that DeepSpeed 0.19.8 raises, and a program that does it."""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_error_is_of_deepspeed_s_kind_and_of_hadal_s(name: str, tmp_path: Path) -> None:
+    kind, program = WRONG[name]
+    with pytest.raises(kind) as found:
+        program(tmp_path)
+    assert isinstance(found.value, HadalError | ValueError)
+
+
+def test_configuration_errors_have_deepspeed_s_name() -> None:
+    with pytest.raises(DS.DeepSpeedConfigError) as found:
+        begin(train_batch_size=7)
+    assert type(found.value).__name__ == "ConfigError" and found.value.faults
+
+
+def test_kinds_are_added_without_changing_the_error() -> None:
+    @also(AssertionError, ValueError)
+    def fails(error: Exception) -> None:
+        """Fail."""
+        raise error
+
+    given = ConfigError("wrong", ())
+    with pytest.raises(AssertionError) as found:
+        fails(given)
+    assert found.value is given and fails.__doc__ == "Fail."
+    assert type(pickle.loads(pickle.dumps(given))) is ConfigError
+    with pytest.raises(KeyError):
+        fails(KeyError("x"))
+    with pytest.raises(CheckpointError) as kept:
+        also(OSError)(fails)(CheckpointError("gone"))
+    assert isinstance(kept.value, ValueError)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_param_groups_stay_the_program_s(stage: int) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.mine = "kept"  # type: ignore[attr-defined]
+    groups, first = optimizer.param_groups, optimizer.param_groups[0]
+    config = config_of(stage)
+    config.pop("optimizer")
+    engine, outer, _, _ = initialize(model=model, optimizer=optimizer, config=config)
+    assert outer is engine.optimizer and outer.param_groups is optimizer.param_groups is groups
+    assert outer.param_groups[0] is first and outer.mine == "kept"
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1))
+    seen = []
+    for number in range(3):
+        train(engine, range(number, number + 1))
+        schedule.step()
+        seen.append(engine.get_lr()[0])
+    assert seen == pytest.approx([1 / 2, 1 / 3, 1 / 4])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_schedule_runs_on_the_engine_s_optimizer(stage: int) -> None:
+    engine, optimizer, _, given = initialize(model=model_of(), config=config_of(stage))
+    warm_up = alias("deepspeed.runtime.lr_schedules").WarmupLR
+    schedule = warm_up(optimizer, warmup_max_lr=0.4, warmup_num_steps=4, warmup_type="linear")
+    seen = []
+    for number in range(3):
+        train(engine, range(number, number + 1))
+        schedule.step()
+        seen.append(engine.get_lr()[0])
+    assert given is None and seen == pytest.approx([0.0, 0.1, 0.2])
+    assert schedule.get_last_lr() == [seen[-1]]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_attributes_of_the_program_s_own_stay(stage: int) -> None:
+    model = model_of()
+    weight = next(model.parameters())
+    weight.tag = "mine"  # type: ignore[attr-defined]
+    engine, optimizer, _, _ = initialize(model=model, config=config_of(stage))
+    engine.mine, optimizer.mine, weight.late = 1, 2, 3  # type: ignore[attr-defined]
+    assert engine.module is model and next(engine.module.parameters()) is weight
+    assert (weight.tag, weight.late) == ("mine", 3)  # type: ignore[attr-defined]
+    assert (engine.mine, engine.optimizer.mine) == (1, 2)
+    assert not hasattr(weight, "_hp_mapping")
+
+
+def test_a_progress_line_of_the_program_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(
+        DS.DeepSpeedEngine, "_report_progress", lambda self, step: seen.append(step)
+    )
+    engine = begin(steps_per_print=2)
+    train(engine, range(4))
+    assert seen == [2, 4]
+    monkeypatch.undo()
+    train(engine, range(2))
+    assert seen == [2, 4]
+    engine._report_progress(6)
+
+
+def test_what_is_replaced_and_never_called_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin()
+    assert "never called" not in caplog.text
+    monkeypatch.setattr(DS.DeepSpeedEngine, "clip_fp32_gradients", lambda self: None)
+    engine = begin()
+    assert "clip_fp32_gradients, which is never called" in caplog.text
+    engine.communication_data_type = torch.float32
+    assert "has no effect" not in caplog.text
+    engine.communication_data_type = torch.bfloat16
+    assert "gradients are sent in torch.float32" in caplog.text
+
+
+def test_what_an_engine_tells_of_itself() -> None:
+    engine = begin(bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"})
+    assert engine.get_data_types() == (torch.bfloat16, torch.float32)
+    assert engine.dynamic_loss_scale_args() is None and engine.get_compile_time() == []
+    assert not engine.is_first_weights_partition_group() and engine.zero_partial_offload() == 1.0
+    assert not engine.zero_nvme_offload_optimizer() and not engine.compile_autosp()
+    assert engine.checkpoint_serialization_enabled() and not engine.optimizer_legacy_fusion()
+    assert engine.allreduce_gradients() is None and engine.clip_fp32_gradients() is None
+    [value] = engine.all_gather_scalar(torch.ones(1), None)
+    assert value == 1 and engine.collect_python_gc() >= 0
+    scaled = begin(fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 3})
+    told = scaled.dynamic_loss_scale_args()
+    assert (told["init_scale"], told["delayed_shift"]) == (16.0, 3)
+    micro, steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    engine.set_train_micro_batch_size(micro + 1)
+    assert engine.get_batch_info() == ((micro + 1) * steps, micro + 1, steps)
+    with pytest.raises(UsageError, match="from 1 on"):
+        engine.set_train_micro_batch_size(0)
+
+
+def test_a_curriculum_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(UsageError, match="curriculum"):
+        begin().set_custom_curriculum_learning_schedule({"seqlen": lambda step: step})
+
+
+def test_an_existing_module_is_shown_in_the_configured_dtype() -> None:
+    config = config_of(3, bf16={"enabled": True})
+    module = nn.Linear(4, 4)
+    DS.zero.Init(module=module, config_dict_or_path=config)
+    assert module.weight.dtype is torch.bfloat16
+
+
+def test_sharding_pauses_inside_init() -> None:
+    names = alias("deepspeed.runtime.zero.partition_parameters")
+    config = config_of(3)
+    names.shutdown_init_context()  # no effect: no context is entered
+    with DS.zero.Init(config_dict_or_path=config):
+        before = nn.Linear(4, 4)
+        names.shutdown_init_context()
+        paused = nn.Sequential(nn.Linear(4, 4))
+        names.restore_init_context()
+        after = nn.Sequential(nn.Linear(4, 4), paused)
+    outside = nn.Linear(4, 4)
+    assert hasattr(before.weight, "ds_id") and hasattr(after[0].weight, "ds_id")
+    assert not hasattr(paused[0].weight, "ds_id") and not hasattr(outside.weight, "ds_id")
+    with DS.zero.Init(config_dict_or_path=config):
+        names.shutdown_init_context()
+    with DS.zero.Init(config_dict_or_path=config):
+        again = nn.Linear(4, 4)
+    assert hasattr(again.weight, "ds_id")
