@@ -143,7 +143,7 @@ $(AUDIT)/.tools: constraints.txt
 	$(AUDIT)/bin/python -m pip install --quiet -c constraints.txt pip-audit cyclonedx-bom twine zizmor
 	@touch $@
 
-release: wheel $(AUDIT)/.tools  ## build, check and try a release with each Python on this machine (10 minutes); uploads nothing
+release: wheel $(AUDIT)/.tools  ## build, check and try a release with each Python on this machine (10 to 20 minutes); uploads nothing
 	.ci/release $(VENV) $(AUDIT)
 
 audit: $(AUDIT)/.tools  ## look for known vulnerabilities in constraints.txt, and for faults in workflow files

@@ -178,11 +178,22 @@ def env_timeout(variables: Mapping[str, str]) -> timedelta:
 
 @cache
 def _end_with_program() -> None:
-    """End the process group when the program ends, whoever started it: see `_end`."""
-    atexit.register(_end)
+    """End the process group when the program ends, whoever started it: see `_end`.
+
+    From Python 3.12 on, a program that ends starts no threads: this one waits until then.
+    """
+    is_over = threading.Event()
+    ending = threading.Thread(target=_destroy_after, args=(is_over,), name="hadal-end", daemon=True)
+    ending.start()
+    atexit.register(_end, is_over, ending)
 
 
-def _end() -> None:
+def _destroy_after(is_over: threading.Event) -> None:
+    is_over.wait()
+    dist.destroy_process_group()
+
+
+def _end(is_over: threading.Event, ending: threading.Thread) -> None:
     """End the process group, and let gloo's threads free the tensors of the last collective.
 
     That takes the interpreter's lock. An interpreter that shuts down kills a thread that requests
@@ -191,8 +202,7 @@ def _end() -> None:
     """
     has_failed = hasattr(sys, "last_value")
     if dist.is_initialized() and not (has_failed and dist.get_backend() != "gloo"):
-        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        ending.start()
+        is_over.set()
         ending.join(_ENDING_S)  # a program may also end in its middle, by sys.exit
     time.sleep(_GIVING_BACK_S)
 
