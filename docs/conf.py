@@ -50,7 +50,10 @@ html_title = "Hadal"
 html_static_path = ["sources/site.css"]
 html_css_files = ["site.css"]
 html_theme_options = {"navigation_with_keys": True}
+html_show_copyright = False
+pygments_dark_style = "github-dark"
 root_doc = "index"
+default_role = "code"
 smartquotes = False
 exclude_patterns = ["README.md", "sources"]
 suppress_warnings = ["ref.ref"]  # labels in docstrings of torch
@@ -100,8 +103,9 @@ def _of_module(name: str) -> str:
     from hadal import errors
 
     title, others = f"{name}\n{'=' * len(name)}\n", ", ".join(vars(errors))
-    automodule = f".. automodule:: {name}\n   :members:\n   :imported-members:\n"
-    return f"{title}\n{automodule}   :exclude-members: {others}\n"
+    first = ".. autofunction:: hadal.initialize\n\n" if name == "hadal" else ""
+    module = f".. automodule:: {name}\n   :members:\n   :imported-members:\n"
+    return f"{title}\n{first}{module}   :exclude-members: initialize, {others}\n"
 
 
 def _examples(app: Sphinx) -> Iterator[tuple[str, str]]:
@@ -222,7 +226,7 @@ def _read(app: Sphinx, name: str, source: list[str]) -> None:
             up = os.path.relpath(ROOT / "docs" / "configuration", folder)
             return f"[{text}]({up}/{homes[anchor[1:]]}.md{anchor})"
         if file.is_relative_to(ROOT / "docs"):
-            return match[0]
+            return match[0].replace("README.md", "index.md")
         inside = os.path.relpath(ROOT / "docs" / os.path.relpath(file, ROOT), folder)
         if file.name == "README.md":
             return f"[{text}]({Path(inside).parent}.md{anchor})"
