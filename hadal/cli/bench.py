@@ -1,10 +1,11 @@
-"""`hadal bench`: `io PATH` tunes `aio` for a disk, `comm` measures collectives."""
+"""`hadal bench`: `io PATH` tunes `aio` for a disk; `comm` and `cluster` measure a machine."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import platform
 import sys
 import tempfile
 import threading
@@ -45,11 +46,13 @@ def add_to(group: Any) -> None:
     own = add_actions(
         group,
         "bench",
-        help="Measure collectives or a disk",
-        description="Measure how fast ranks send to each other, or how fast a disk is.",
-        examples=("hadal bench comm", "hadal bench io /nvme"),
+        help="Measure collectives, a disk or a whole machine",
+        description="Measure how fast ranks send to each other, how fast a disk is, or all that a"
+        " plan of a step's time needs.",
+        examples=("hadal bench comm", "hadal bench cluster", "hadal bench io /nvme"),
     )
     _add_comm(own)
+    _add_cluster(own)
     disk = add_command(
         own,
         "io",
@@ -252,12 +255,7 @@ def _meant(name: str, known: Sequence[str]) -> str:
 
 def _start_ranks(parsed: argparse.Namespace) -> int:
     """Run this command again on several ranks, and show their results."""
-    from hadal.device.inventory import devices
-
-    found = len(devices())
-    ranks = parsed.ranks or found or _DEFAULT_RANKS_OF_CPUS
-    if ranks > found > 0:
-        raise CommandError(f"--ranks {ranks}, but this machine has {found} accelerators")
+    ranks = _ranks_of(parsed)
     if ranks == 1:
         note("one rank sends nothing: the figures are the overhead of the calls")
     started = ["--quiet", "--num_accelerators", str(ranks), "--module"]
@@ -266,6 +264,17 @@ def _start_ranks(parsed: argparse.Namespace) -> int:
         with _followed(Path(folder, _PROGRESS), _count(parsed, ranks)):
             code = start([*started, "hadal", "bench", "comm", *words])
         return code or _show(parsed, json.loads(Path(folder, _FIGURES).read_text()))
+
+
+def _ranks_of(parsed: argparse.Namespace) -> int:
+    """Return how many ranks to start."""
+    from hadal.device.inventory import devices
+
+    found = len(devices())
+    ranks: int = parsed.ranks or found or _DEFAULT_RANKS_OF_CPUS
+    if ranks > found > 0:
+        raise CommandError(f"--ranks {ranks}, but this machine has {found} accelerators")
+    return ranks
 
 
 @contextmanager
@@ -355,6 +364,86 @@ def _trial(parsed: argparse.Namespace) -> Trial:
 
     dtype = _dtype_of(parsed.dtype)
     return Trial(dtype, parsed.trials, parsed.warmups, parsed.async_op, parsed.dist)
+
+
+# ---- a whole machine -----------------------------------------------------------------------------
+
+
+def _add_cluster(group: Any) -> None:
+    """Add the action."""
+    parser = add_command(
+        group,
+        "cluster",
+        help="Measure a machine for plans of a step's time",
+        description="Measure what the ranks of this machine reach together: computation by dtype,"
+        " updates, collectives, and copies between devices and host. The file that is written is"
+        " what plans of a step's time read.",
+        examples=("hadal bench cluster --output cluster.json", "hadal bench cluster --ranks 1"),
+    )
+    add_flag(parser, "--output FILE", "Write the figures to a file, as JSON", Path)
+    add_flag(parser, "--name NAME", "The cluster's name (default: the host's)")
+    add_flag(
+        parser,
+        "--folder PATH",
+        "An existing directory on a disk, which is measured too (default: the disk is assumed)",
+        Path,
+    )
+    add_flag(
+        parser,
+        "--ranks N",
+        "How many ranks to start (default: one for each accelerator; else 2)",
+        positive,
+    )
+    parser.add_argument("--hand-over", type=Path, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run_cluster)
+
+
+def run_cluster(parsed: argparse.Namespace) -> int:
+    """Measure this machine.
+
+    Raises:
+        HadalError: that cannot be done.
+    """
+    if parsed.hand_over is not None:
+        return _measure_machine(parsed)
+    if parsed.folder is not None and not parsed.folder.is_dir():
+        raise CommandError(f"{parsed.folder} is no directory; name an existing one on the disk")
+    ranks = _ranks_of(parsed)
+    started = ["--quiet", "--num_accelerators", str(ranks), "--module"]
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--hand-over", folder, "--name", parsed.name or platform.node()]
+        words += [] if parsed.folder is None else ["--folder", str(parsed.folder.absolute())]
+        code = start([*started, "hadal", "bench", "cluster", *words])
+        text = "" if code else Path(folder, _FIGURES).read_text()
+    if code:
+        return code
+    _show_cluster(json.loads(text))
+    if parsed.output is not None:
+        write_file(parsed.output, text)
+    return 0
+
+
+def _measure_machine(parsed: argparse.Namespace) -> int:
+    from hadal import comm
+    from hadal.engine.calibration import measure_cluster
+
+    comm.init_distributed()
+    text = measure_cluster(parsed.name, parsed.folder)
+    if comm.Ranks.world().rank == 0:
+        Path(parsed.hand_over, _FIGURES).write_text(text)
+    comm.destroy_process_group()
+    return 0
+
+
+def _show_cluster(found: dict[str, Any]) -> None:
+    made = table("", "", right=("",))
+    for dtype, one in found["speeds"].items():
+        made.add_row(f"products in {dtype}", f"{one['products'] * 1e-12:,.3g} TFLOP/s")
+        made.add_row(f"other operations in {dtype}", f"{one['elementwise'] * 1e-9:,.2f} GB/s")
+        made.add_row(f"updates of {dtype}", f"{one['update'] * 1e-6:,.0f} M elements/s")
+    for kind, link in found["inside"].items():
+        made.add_row(kind, f"{link['bandwidth'] * 1e-9:,.2f} GB/s, {link['latency'] * 1e6:,.0f} μs")
+    show(heading(f"{found['name']}, {found['sources']['speeds']}"), "", made)
 
 
 # ---- output --------------------------------------------------------------------------------------

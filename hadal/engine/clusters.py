@@ -41,25 +41,24 @@ class Speeds:
     """The speeds of one rank's device in one dtype."""
 
     products: float
-    """Floating-point operations per second of matrix products."""
+    """Floating-point operations per second of matrix products and attention."""
+    convolutions: float
+    """The same of convolutions, counted as if each output were computed by itself."""
     peak_products: float
     """The same as the maker's datasheet promises it, or if measured, the most that was reached."""
     elementwise: float
     """Bytes per second that all other operations read and write."""
     weights: float
     """Bytes per second of weights that products read, and of their gradients."""
+    update: float
+    """Elements of this dtype per second that AdamW steps in the device's memory."""
     launch: float
     """Seconds to start an operation."""
 
     def shared(self, share: float) -> Speeds:
         """Return the speeds with another share of the cores."""
-        return Speeds(
-            self.products * share,
-            self.peak_products * share,
-            self.elementwise * share,
-            self.weights * share,
-            self.launch,
-        )
+        rates = {name: rate * share for name, rate in asdict(self).items()}
+        return replace(Speeds(**rates), launch=self.launch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +74,10 @@ class ComputeCluster:
     """Memory of a node's host."""
     speeds: Mapping[str, Speeds]
     """By dtype: fp32, bf16, fp16."""
-    update: float
-    """Elements per second that AdamW steps in the device's memory."""
     host_update: float
-    """The same in a host's memory, for all ranks of a node together."""
+    """Elements per second that AdamW steps in a host's memory, for all ranks of a node together."""
+    update_start: float
+    """Seconds of an update, however few elements it steps."""
     inside: Links
     """Between the ranks of a node."""
     between: Links
@@ -104,7 +103,6 @@ class ComputeCluster:
             self,
             devices_per_node=ranks,
             speeds={dtype: speeds.shared(share) for dtype, speeds in self.speeds.items()},
-            update=self.update * share,
         )
 
     def written(self) -> str:
@@ -115,7 +113,7 @@ class ComputeCluster:
 # ---- named clusters ------------------------------------------------------------------------------
 
 _PRODUCTS, _MEMORY, _LINKS = 0.6, 0.8, 0.8
-_LAUNCH_S = 5e-6
+_LAUNCH_S, _UPDATE_S = 5e-6, 1e-3
 _INSIDE_S, _BETWEEN_S = 10e-6, 15e-6
 # AdamW in mixed precision: gradient, master and two moments are read in float32, these three and
 # a 16-bit weight are written.
@@ -183,8 +181,17 @@ def cluster_named(name: str) -> ComputeCluster:
 def _assumed(name: str, kind: _Kind, devices: int) -> ComputeCluster:
     peak = {"bf16": kind.bf16, "fp16": kind.fp16, "fp32": kind.fp32}
     moved = kind.bandwidth * 1e9 * _MEMORY
+    update = moved / _UPDATE_NBYTES
     speeds = {
-        dtype: Speeds(rate * 1e12 * _PRODUCTS, rate * 1e12, moved, moved, _LAUNCH_S)
+        dtype: Speeds(
+            rate * 1e12 * _PRODUCTS,
+            rate * 1e12 * _PRODUCTS,
+            rate * 1e12,
+            moved,
+            moved,
+            update,
+            _LAUNCH_S,
+        )
         for dtype, rate in peak.items()
         if rate
     }
@@ -198,7 +205,7 @@ def _assumed(name: str, kind: _Kind, devices: int) -> ComputeCluster:
         device_nbytes=int(kind.memory * 1e9),
         host_nbytes=int(kind.host * 1e9),
         speeds=speeds,
-        update=moved / _UPDATE_NBYTES,
+        update_start=_UPDATE_S,
         host_update=kind.host_bandwidth * 1e9 * _MEMORY / _UPDATE_NBYTES,
         inside=Links(inside, inside, inside),
         between=Links(between, between, between),
@@ -210,8 +217,9 @@ def _assumed(name: str, kind: _Kind, devices: int) -> ComputeCluster:
             "host_nbytes": f"assumed: the usual host, {shown_nbytes(int(kind.host * 1e9))}",
             "speeds": f"{sheet}, {_PRODUCTS:.0%} of its dense products and {_MEMORY:.0%} of"
             f" {kind.bandwidth:g} GB/s; torch starts an operation in 5 μs",
-            "update": f"assumed: AdamW moves {_UPDATE_NBYTES} bytes per element",
-            "host_update": f"assumed: the same at {_MEMORY:.0%} of {kind.host_bandwidth:g} GB/s",
+            "update_start": "assumed: 1 ms",
+            "host_update": f"assumed: AdamW moves {_UPDATE_NBYTES} bytes per element, at"
+            f" {_MEMORY:.0%} of {kind.host_bandwidth:g} GB/s",
             "inside": f"{sheet}, {_LINKS:.0%} of {kind.links:g} GB/s; 10 μs between two ranks",
             "between": f"assumed: {_LINKS:.0%} of a node's {kind.network:g} GB/s; 15 μs",
             "host_link": f"{sheet}, {_LINKS:.0%} of {kind.host_link:g} GB/s",

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from hadal.comm.codecs import Codec
 from hadal.config import Config
@@ -25,7 +26,7 @@ from hadal.engine.policies import disk_steps_of, tiers_of, transport_of
 from hadal.engine.precision import autocast_dtype
 from hadal.engine.topology import model_parts_of
 from hadal.zero.estimate import JobSize
-from hadal.zero.grouping import BucketPlan
+from hadal.zero.grouping import BucketPlan, Unit
 from hadal.zero.offload import Offload
 from hadal.zero.paths import Plan, Use, make_plan
 from hadal.zero.policy import STAGES, Tier, Transport
@@ -281,6 +282,7 @@ class _Update:
         self._backward = _path(micro_step.backward, cut, self._cut)
         members = {unit.name: unit.members for unit in planned.units}
         numels = {m.name: m.parameter.numel() for some in members.values() for m in some}
+        self._convolving = {unit.name for unit in planned.units if _convolves(unit)}
         self._forward.seconds = [
             self._seconds(one, sum(numels[m.name] for m in members.get(one.unit, ())))
             for one in micro_step.forward
@@ -362,7 +364,8 @@ class _Update:
         """Return how long the device computes; `weights`: elements of them, and of gradients."""
         speeds, on_host = self._speeds, self._cluster.computes_on_host
         nbytes = weights * (4 if self._dtype == "fp32" else 2)
-        read, products = nbytes / speeds.weights, segment.products / speeds.products
+        rate = speeds.convolutions if segment.unit in self._convolving else speeds.products
+        read, products = nbytes / speeds.weights, segment.products / rate
         # A host reads weights into its caches first; an accelerator multiplies meanwhile, and
         # computes while its host starts the next operations.
         work = (read + products if on_host else max(read, products)) + (
@@ -462,11 +465,12 @@ class _Update:
     def _step(self) -> None:
         """Update masters and write the weights, once all gradients have arrived."""
         stepped = [bucket for bucket in self._buckets if bucket.plan.trainable]
+        self.queues.compute("update", self._cluster.update_start)
         # Buckets of the device come first: it works while the host updates the others.
         off = self._on_host(stepped)
         for bucket in stepped:
             if bucket not in off:
-                self.queues.compute("update", self._stepping(bucket, self._cluster.update))
+                self.queues.compute("update", self._stepping(bucket, self._speeds.update))
         for bucket in stepped:
             if bucket not in off:
                 self._refresh(bucket, None)
@@ -583,6 +587,15 @@ def _product_dtype(planned: ModelPlan, config: Config, cluster: ComputeCluster) 
             numels[bucket.precision.compute] += bucket.numel
         chosen = max(numels, key=lambda dtype: numels[dtype], default=torch.float32)
     return _DTYPES.get(chosen, "fp32")
+
+
+def _convolves(unit: Unit) -> bool:
+    """Return True if convolutions have the most weights of a unit."""
+    numels: Counter[bool] = Counter()
+    for module in unit.module.modules():
+        own = sum(p.numel() for p in module.parameters(recurse=False))
+        numels[isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))] += own
+    return numels[True] > numels[False]
 
 
 def _by_unit(

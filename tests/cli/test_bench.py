@@ -1,4 +1,4 @@
-"""`hadal bench io`: measurements, output and files."""
+"""`hadal bench io` and `cluster`: measurements, output and files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import hadal.plugins.autotuning.disk
 from hadal.cli.main import main
 from hadal.config import load_config
 from hadal.config.offload import Aio
+from hadal.engine.clusters import cluster_named, read_cluster
 from hadal.plugins.autotuning.disk import MeasuredSettings, Search, Speed
 from hadal.units import shown_binary
 
@@ -104,3 +105,27 @@ def test_no_folder_and_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str
         with pytest.raises(SystemExit):
             main(["bench", "io", str(tmp_path), *words])
         assert told in capsys.readouterr().err
+
+
+def test_a_measured_machine_is_shown_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(words: list[str]) -> int:
+        started.extend(words)
+        folder = Path(words[words.index("--hand-over") + 1])
+        (folder / "measured.json").write_text(cluster_named("h100x2").written())
+        return 0
+
+    started: list[str] = []
+    monkeypatch.setattr("hadal.cli.bench.start", start)
+    out = tmp_path / "cluster.json"
+    words = ["bench", "cluster", "--ranks", "2", "--name", "mine", "--folder", str(tmp_path)]
+    assert main([*words, "--output", str(out)]) == 0
+    assert read_cluster(out) == cluster_named("h100x2")
+    assert started[started.index("--name") + 1] == "mine"
+    assert started[started.index("--folder") + 1] == str(tmp_path)
+    shown = capsys.readouterr().out
+    for words in (["products in bf16", "593 TFLOP/s"], ["all_gather", "360.00 GB/s"]):
+        assert all(word in shown for word in words)
+    assert main(["bench", "cluster", "--folder", str(tmp_path / "none")]) == 1
+    assert "name an existing one" in capsys.readouterr().err

@@ -54,9 +54,9 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"lunch": 1.0}, r"lunch is unknown"),
-        ({"update": None}, r"update is missing"),
-        ({"update": 0}, r"update is 0"),
-        ({"update": "fast"}, r"update is 'fast'"),
+        ({"update_start": None}, r"update_start is missing"),
+        ({"update_start": 0}, r"update_start is 0"),
+        ({"update_start": "fast"}, r"update_start is 'fast'"),
         ({"devices_per_node": True}, r"devices_per_node is True"),
         ({"devices_per_node": 2.5}, r"devices_per_node is 2.5"),
         ({"speeds": {"bf16": {}}}, r"speeds is \{'bf16'"),

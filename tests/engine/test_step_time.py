@@ -28,11 +28,14 @@ GPU = cluster_named("h100x8")
 def cluster(**changes: Any) -> ComputeCluster:
     """A cluster of round figures, in which nothing but what a test sets takes time."""
     fast = Link(1e-30, 1e30)
-    quick = dict.fromkeys(("update", "host_update", "host_link"), 1e30)
-    quick |= dict.fromkeys(("disk_read", "disk_write"), 1e30)
+    quick = dict.fromkeys(("host_update", "host_link"), 1e30)
+    quick |= dict.fromkeys(("disk_read", "disk_write"), 1e30) | {"update_start": 1e-30}
     all_fast = Links(fast, fast, fast)
     reached = changes.pop("products", 1e30)
-    speeds = Speeds(reached, changes.pop("peak", 1e30), 1e30, 1e30, 1e-30)
+    rates = dict.fromkeys(("elementwise", "weights", "update"), 1e30)
+    rates |= dict.fromkeys(("products", "convolutions"), reached)
+    rates["peak_products"] = changes.pop("peak", 1e30)
+    speeds = Speeds(**rates, launch=1e-30)
     slow = {"speeds": {"fp32": speeds}, "inside": all_fast, "between": all_fast}
     return replace(GPU, **{**quick, **slow, **changes})
 

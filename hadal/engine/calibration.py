@@ -1,0 +1,420 @@
+"""The measurement of a machine's speeds, as `clusters` describes them. All ranks take part.
+
+Ranks measure at the same time, as they share memory, cores and links in training too, and the
+slowest counts. Computation is measured as passes of small transformers, and each speed is the one
+that fits all of them best: alone, an operation finds its values in the caches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial, reduce
+from itertools import combinations
+from pathlib import Path
+from statistics import quantiles
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import max_
+from hadal.comm.comms_log import bus_factor
+from hadal.comm.functions import barrier
+from hadal.config.offload import Aio
+from hadal.device import current_device, host_empty, is_host_memory, synchronize, total_memory
+from hadal.engine.activations import trace
+from hadal.engine.assemble import initialize
+from hadal.engine.clusters import ComputeCluster, Link, Links, Speeds, cluster_named
+from hadal.engine.engine import Engine
+from hadal.engine.precision import Casting
+from hadal.plugins.autotuning.collectives import Trial, measure
+from hadal.plugins.autotuning.disk import measurer
+from hadal.zero.grouping import LeafModules, find_units
+
+# A speed that no measurement shows is this much time per unit.
+_LEAST = 1e-15
+_CHAIN = 100
+_KINDS = ("products", "moved", "kernels")
+_MEASURED = ("device_nbytes", "host_nbytes", "speeds", "update_start")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Shape(NamedTuple):
+    """A small transformer and its batch."""
+
+    width: int
+    vocabulary: int
+    samples: int
+    length: int
+    is_composed: bool = False
+    """True: norms and activations are written in many operations, as models often do."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationSizes:
+    """The sizes of all measurements."""
+
+    shapes: Sequence[Shape]
+    convolution: int
+    """The width of a convolution."""
+    numels: tuple[int, int]
+    """Elements of messages and of updates: few, and many."""
+    seconds: float
+    """The time of one measurement."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> CalibrationSizes:
+        """Return the sizes that suit a device."""
+        if device.type == "cpu":
+            shapes = [
+                Shape(256, 1024, 4, 128),
+                Shape(256, 1024, 2, 128, is_composed=True),
+                Shape(512, 1024, 1, 64),
+                Shape(512, 2048, 4, 128),
+                Shape(512, 2048, 2, 128, is_composed=True),
+                Shape(768, 8192, 1, 64),
+                Shape(768, 8192, 4, 64),
+            ]
+            return cls(shapes, 64, (1 << 12, 1 << 22), 0.3)
+        shapes = [
+            Shape(1024, 32768, 4, 512),
+            Shape(1024, 32768, 4, 512, is_composed=True),
+            Shape(2048, 32768, 1, 256),
+            Shape(2048, 32768, 4, 1024),
+            Shape(4096, 32768, 2, 2048),
+        ]
+        return cls(shapes, 512, (1 << 12, 1 << 26), 0.2)
+
+
+def measure_cluster(
+    name: str, folder: Path | None = None, sizes: CalibrationSizes | None = None
+) -> str:
+    """Measure this machine with all ranks, which are on it; return a cluster as JSON.
+
+    Args:
+        name: the cluster's.
+        folder: where its disk is measured; None: the disk is assumed.
+        sizes: of the measurements, if others than the device's.
+
+    Raises:
+        OffloadError: the disk is full or has a fault.
+    """
+    return (
+        _Measurement(sizes or CalibrationSizes.of(current_device())).cluster(name, folder).written()
+    )
+
+
+class _Measurement:
+    """One measurement after the other."""
+
+    def __init__(self, sizes: CalibrationSizes) -> None:
+        self._sizes = sizes
+        self._ranks = Ranks.world()
+        self._device = current_device()
+        self._on_host = is_host_memory(self._device)
+        when = datetime.now(UTC).date().isoformat()
+        self._source = f"measured: {when}, {self._ranks.size} ranks on {self._device.type}"
+        self._sources: dict[str, str] = {}
+
+    def cluster(self, name: str, folder: Path | None) -> ComputeCluster:
+        ranks, device = self._ranks.size, self._device
+        links = self._links()
+        speeds = self._speeds()
+        start, on_host = self._update({"stage": 0}, torch.float32)
+        if not self._on_host:
+            offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+            on_host = self._update(offload, torch.bfloat16)[1]
+        disk = self._disk(folder)
+        measured = dict.fromkeys((*_MEASURED, "host_update"), self._source)
+        return ComputeCluster(
+            name=name,
+            devices_per_node=ranks,
+            computes_on_host=self._on_host,
+            device_nbytes=total_memory(device).total // (ranks if self._on_host else 1),
+            host_nbytes=total_memory(torch.device("cpu")).total,
+            speeds=speeds,
+            update_start=start,
+            host_update=on_host * ranks,
+            inside=links,
+            between=links,
+            host_link=self._host_link(),
+            disk_read=disk[0],
+            disk_write=disk[1],
+            sources=measured | self._sources,
+        )
+
+    def _slowest(self, seconds: Sequence[float]) -> list[float]:
+        found = torch.tensor(seconds, dtype=torch.float64)
+        max_(found, self._ranks, "the slowest rank")
+        return list(found.tolist())
+
+    def _times(self, *acts: Callable[[], object]) -> list[float]:
+        """Return how long each act takes; they are called in turn."""
+        spent: list[list[float]] = [[] for _ in acts]
+        barrier(self._ranks.group)
+        begun = time.perf_counter()
+        while len(spent[0]) < 4 or time.perf_counter() - begun < self._sizes.seconds:
+            for act, found in zip(acts, spent, strict=True):
+                start = time.perf_counter()
+                act()
+                synchronize(self._device)
+                found.append(time.perf_counter() - start)
+        # The first one warms up. Other work on the machine delays some: a quarter is faster.
+        return self._slowest([quantiles(found[1:], n=4)[0] for found in spent])
+
+    # ---- computation -----------------------------------------------------------------------------
+
+    def _speeds(self) -> dict[str, Speeds]:
+        kinds = ["fp32", "bf16"] if self._on_host else list(_DTYPES)
+        return {kind: self._speeds_in(_DTYPES[kind]) for kind in kinds}
+
+    def _speeds_in(self, dtype: torch.dtype) -> Speeds:
+        launch = self._launch(dtype)
+        rows = [
+            row
+            for shape in self._sizes.shapes
+            for row in self._passes(
+                _Transformer(shape), torch.zeros(shape.samples, shape.length).long(), dtype
+            )
+        ]
+        # An accelerator computes while its host starts the next operations.
+        started = launch if self._on_host else 0.0
+        products, elementwise, weights = _fitted(rows, started)
+        peak = max(row.work[0] / row.seconds for row in rows)
+        side = torch.zeros(4, self._sizes.convolution, 64, 64, dtype=dtype)
+        rows = self._passes(_Convolutions(self._sizes.convolution), side, dtype)
+        convolved = sum(row.work[0] for row in rows) / sum(row.seconds for row in rows)
+        return Speeds(
+            products=1 / products,
+            convolutions=convolved,
+            peak_products=max(peak, 1 / products),
+            elementwise=1 / elementwise,
+            weights=1 / weights,
+            update=self._update({"stage": 0}, dtype)[1],
+            launch=launch,
+        )
+
+    def _launch(self, dtype: torch.dtype) -> float:
+        """Return the time of an operation on a few values, in forward and backward."""
+        values = torch.zeros(16, dtype=dtype, device=self._device, requires_grad=True)
+        chains: list[Tensor] = []
+
+        def forward() -> None:
+            chains.append(reduce(lambda chain, _: chain * values, range(_CHAIN), values))
+
+        spent = self._times(forward, lambda: chains.pop().sum().backward())
+        return sum(spent) / (4 * _CHAIN)  # a backward multiplies twice, and adds
+
+    def _passes(self, model: nn.Module, batch: Tensor, dtype: torch.dtype) -> list[_TimedPass]:
+        """Return the work and the time of a forward, and of a backward."""
+        model, batch = model.to(self._device, dtype), batch.to(self._device)
+        parameters = dict.fromkeys(model.parameters(), 0)
+        units = find_units(model, parameters, LeafModules())
+        traced = trace(model, units, batch, Casting(), dict.fromkeys(parameters, dtype), {})
+        losses: list[Tensor] = []
+
+        def backward() -> None:
+            losses.pop().backward()
+            model.zero_grad()
+
+        spent = self._times(lambda: losses.append(model(batch)), backward)
+        weights = dtype.itemsize * sum(p.numel() for p in parameters)
+        found = []
+        for segments, times, seconds in zip(
+            (traced.forward, traced.backward), (1, 2), spent, strict=True
+        ):
+            products, moved, kernels = (
+                sum(getattr(one, kind) for one in segments) for kind in _KINDS
+            )
+            found.append(_TimedPass((products, moved, times * weights), kernels, seconds))
+        return found
+
+    # ---- updates ---------------------------------------------------------------------------------
+
+    def _update(self, zero: dict[str, Any], dtype: torch.dtype) -> tuple[float, float]:
+        """Return the time of a small update, and the elements that a rank steps per second."""
+        few, many = (self._engine(numel, zero, dtype) for numel in self._sizes.numels)
+        _, small, _, large = self._times(
+            partial(_backward, few), few.step, partial(_backward, many), many.step
+        )
+        for engine in (few, many):
+            engine.destroy()
+        first, last = self._sizes.numels
+        return small, (last - first) / max(large - small, _LEAST)
+
+    def _engine(self, numel: int, zero: dict[str, Any], dtype: torch.dtype) -> Engine:
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.0}},
+            "zero_optimization": zero,
+        }
+        if dtype != torch.float32:
+            # Updates of fp16 take as long, but for the loss scale.
+            config["bf16"] = {"enabled": True}
+        return initialize(model=_OneParameter(numel), config=config)[0]
+
+    # ---- links and the disk ----------------------------------------------------------------------
+
+    def _links(self) -> Links:
+        ranks = self._ranks.size
+        if ranks == 1:
+            self._sources |= dict.fromkeys(("inside", "between"), "assumed: there was one rank")
+            return cluster_named("l4x1").inside
+        self._sources |= {
+            "inside": self._source,
+            "between": "assumed: as between the ranks of this node",
+        }
+        found = {}
+        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            trial = Trial(trials=10, warmups=2, way="training")
+            few, many = (
+                measure(kind, numel // ranks * ranks, trial, self._ranks)
+                for numel in self._sizes.numels
+            )
+            sent = (many.nbytes - few.nbytes) * bus_factor(kind, ranks)
+            hops = (ranks - 1).bit_length()
+            found[kind] = Link(few.seconds / hops, sent / max(many.seconds - few.seconds, _LEAST))
+        return Links(**found)
+
+    def _host_link(self) -> float:
+        if self._on_host:
+            self._sources["host_link"] = "assumed: the ranks compute in the host's memory"
+            return cluster_named("l4x1").host_link
+        self._sources["host_link"] = self._source
+        numel = self._sizes.numels[1]
+        there = torch.empty(numel, device=self._device)
+        here = host_empty(numel, there.dtype, pinned=True)
+        spent = self._times(
+            lambda: there.copy_(here, non_blocking=True),
+            lambda: here.copy_(there, non_blocking=True),
+        )
+        return there.nbytes / max(spent)
+
+    def _disk(self, folder: Path | None) -> tuple[float, float]:
+        named = cluster_named("l4x1")
+        kinds = ("disk_read", "disk_write")
+        if folder is None:
+            self._sources |= {kind: named.sources[kind] for kind in kinds}
+            return named.disk_read, named.disk_write
+        self._sources |= dict.fromkeys(kinds, f"{self._source}, in {folder}")
+        found = measurer(folder, 1 << 30, 4.0, 1)(Aio())
+        times = [one.seconds / one.nbytes for one in (found.read, found.write)]
+        read, write = self._slowest(times)
+        return self._ranks.size / read, self._ranks.size / write
+
+
+# ---- what is measured ----------------------------------------------------------------------------
+
+
+class _TimedPass(NamedTuple):
+    """A pass: its products, bytes moved and bytes of weights; its operations; and its time."""
+
+    work: tuple[int, ...]
+    kernels: int
+    seconds: float
+
+
+def _fitted(rows: Sequence[_TimedPass], launch: float) -> list[float]:
+    """Return the seconds of each unit of work, none below 0, with the least relative errors."""
+    scaled = torch.tensor([[w / row.seconds for w in row.work] for row in rows]).double()
+    rest = torch.tensor([[1 - launch * row.kernels / row.seconds] for row in rows]).double()
+    units = scaled.amax(dim=0)
+    scaled = scaled / units
+    numbers = range(len(units))
+    best, least = [_LEAST] * len(units), float("inf")
+    for some in (s for count in numbers for s in combinations(numbers, count + 1)):
+        columns = scaled[:, list(some)]
+        found = torch.linalg.lstsq(columns, rest, driver="gelsd").solution
+        error = float((columns @ found - rest).square().sum())
+        if bool((found >= 0).all()) and error < least:
+            known = dict(zip(some, (found.view(-1) / units[list(some)]).tolist(), strict=True))
+            best, least = [max(_LEAST, known.get(n, 0.0)) for n in numbers], error
+    return best
+
+
+class _ComposedNorm(nn.Module):
+    """A norm in many operations."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        exact = hidden.float()
+        exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * exact.to(hidden.dtype)
+
+
+def _composed_gelu(hidden: Tensor) -> Tensor:
+    inner = 0.8 * (hidden + 0.04 * torch.pow(hidden, 3.0))
+    whole: Tensor = F.dropout(0.5 * hidden * (1.0 + torch.tanh(inner)), 0.1)
+    return whole
+
+
+class _Block(nn.Module):
+    """A block with attention and a perceptron."""
+
+    def __init__(self, width: int, is_composed: bool) -> None:
+        super().__init__()
+        self.heads = max(1, width // 64)
+        norm = _ComposedNorm if is_composed else nn.LayerNorm
+        self.activation = _composed_gelu if is_composed else F.gelu
+        self.norm, self.attention = norm(width), nn.Linear(width, 3 * width)
+        self.projection, self.last_norm = nn.Linear(width, width), norm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        samples, length, width = hidden.shape
+        parts = self.attention(self.norm(hidden)).view(samples, length, 3, self.heads, -1)
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.projection(mixed.transpose(1, 2).reshape(samples, length, width))
+        down: Tensor = self.down(self.activation(self.up(self.last_norm(hidden))))
+        return hidden + down
+
+
+class _Transformer(nn.Module):
+    """Two blocks between an embedding and a head; it returns its loss."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.Sequential(*(_Block(shape.width, shape.is_composed) for _ in range(2)))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.norm(self.blocks(self.embedding(tokens))))
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+class _Convolutions(nn.Module):
+    """Convolutions of one width; they return a loss."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Conv2d(width, width, 3, padding=1) for _ in range(3)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        loss: Tensor = self.blocks(images).mean()
+        return loss
+
+
+class _OneParameter(nn.Module):
+    """One parameter."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(numel))
+
+    def forward(self) -> Tensor:
+        return self.values.sum()
+
+
+def _backward(engine: Engine) -> None:
+    engine.backward(engine())

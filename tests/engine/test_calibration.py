@@ -1,0 +1,57 @@
+"""`hadal.engine.calibration`: the measurement of a machine, and the fit of its speeds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import RankPools
+
+from hadal.engine.calibration import CalibrationSizes, Shape, _fitted, _TimedPass, measure_cluster
+from hadal.engine.clusters import read_cluster
+
+_TINY = CalibrationSizes(
+    [Shape(16, 32, 1, 8), Shape(32, 32, 1, 16, is_composed=True)], 4, (64, 4096), 0.01
+)
+
+
+def rows(speeds: tuple[float, float, float], launch: float) -> list[_TimedPass]:
+    """Passes that take exactly what these speeds say."""
+    works = [(10**6, 10**3, 10**4), (10**8, 10**6, 10**4), (10**7, 10**3, 10**6), (10**9, 10**6, 9)]
+    found = []
+    for work in works:
+        seconds = sum(one / speed for one, speed in zip(work, speeds, strict=True))
+        found.append(_TimedPass(work, 50, seconds + 50 * launch))
+    return found
+
+
+def test_speeds_are_recovered_from_times() -> None:
+    speeds = (1e11, 1e10, 2e10)
+    for launch in (0.0, 1e-6):
+        found = _fitted(rows(speeds, launch), launch)
+        assert [1 / seconds for seconds in found] == pytest.approx(speeds)
+
+
+def test_what_takes_no_time_has_no_negative_speed() -> None:
+    found = _fitted(rows((1e11, 1e40, 2e10), 0.0), 0.0)
+    assert [1 / seconds for seconds in found[::2]] == pytest.approx((1e11, 2e10), rel=1e-3)
+    assert 0 < found[1] < 1e-13
+
+
+def measured(folder: str) -> Any:
+    return json.loads(measure_cluster("here", None, _TINY))
+
+
+def test_ranks_measure_the_machine_together(ranks: RankPools, tmp_path: Path) -> None:
+    first, second = ranks(2).run(measured, str(tmp_path))
+    assert first["speeds"]["fp32"]["products"] == second["speeds"]["fp32"]["products"]
+    file = tmp_path / "cluster.json"
+    file.write_text(json.dumps(first))
+    found = read_cluster(file)
+    assert (found.name, found.devices_per_node, found.computes_on_host) == ("here", 2, True)
+    assert set(found.speeds) == {"fp32", "bf16"}
+    assert found.inside.all_gather.latency > 0
+    assert found.sources["speeds"].startswith("measured: 20")
+    assert found.sources["disk_read"].startswith("assumed")
