@@ -393,3 +393,56 @@ def set_accelerator(accel_obj: object) -> None:
 def is_current_accelerator_supported() -> bool:
     """Return whether Hadal supports the device: all of torch.accelerator's are."""
     return True
+
+
+class _Kind(type):
+    """A class of accelerators by name: `get_accelerator()` is one of the device's kind."""
+
+    kind: str
+
+    def __instancecheck__(cls, thing: Any) -> bool:
+        """Return whether an accelerator is of this kind."""
+        return isinstance(thing, Accelerator) and thing.device_name() == cls.kind
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return the accelerator, which must be of this kind.
+
+        Raises:
+            UsageError: it is of another.
+        """
+        if not isinstance(get_accelerator(), cls):
+            raise UsageError(
+                f"{cls.__name__}() was called, but the device is {get_accelerator().device_name()};"
+                " use get_accelerator(), and DS_ACCELERATOR=cpu to choose the CPU"
+            )
+        return get_accelerator()
+
+
+class CPU_Accelerator(metaclass=_Kind):
+    """The accelerator of a job on CPUs."""
+
+    kind = "cpu"
+
+
+class CUDA_Accelerator(metaclass=_Kind):
+    """The accelerator of a job on NVIDIA's or AMD's devices."""
+
+    kind = "cuda"
+
+
+class MPS_Accelerator(metaclass=_Kind):
+    """The accelerator of a job on Apple's devices."""
+
+    kind = "mps"
+
+
+class NPU_Accelerator(metaclass=_Kind):
+    """The accelerator of a job on Huawei's devices."""
+
+    kind = "npu"
+
+
+class XPU_Accelerator(metaclass=_Kind):
+    """The accelerator of a job on Intel's devices."""
+
+    kind = "xpu"

@@ -240,6 +240,32 @@ def _release(parameter: nn.Parameter, bucket: Bucket) -> Callable[..., None]:
     return partition
 
 
+def _aligned(parameter: nn.Parameter, bucket: Bucket) -> Callable[[], int]:
+    """Return the elements of a parameter with the padding to an even share of each rank."""
+    size = bucket.ranks.size
+    return lambda: -(-parameter.numel() // size) * size
+
+
+def _padding(parameter: nn.Parameter, bucket: Bucket) -> Callable[[], int]:
+    return lambda: _aligned(parameter, bucket)() - parameter.numel()
+
+
+def _summary(parameter: nn.Parameter, bucket: Bucket) -> Callable[..., dict[str, Any]]:
+    def ds_summary(slice_shape: bool = False, use_debug_name: bool = False) -> dict[str, Any]:
+        """Return what is known of a parameter, for messages."""
+        return {
+            "id": _number(parameter, bucket),
+            "status": _status_of(bucket).name,
+            "numel": parameter.numel(),
+            "shape": tuple(parameter.shape),
+            "requires_grad": parameter.requires_grad,
+            "grad_shape": None if parameter.grad is None else tuple(parameter.grad.shape),
+            "persist": not bucket.partition.weights,
+        }
+
+    return ds_summary
+
+
 def _kind(parameter: nn.Parameter, bucket: Bucket) -> ZeroParamType:
     return ZeroParamType.PARTITIONED if bucket.partition.weights else ZeroParamType.NORMAL
 
@@ -263,6 +289,10 @@ _ATTRIBUTES: dict[str, Callable[[nn.Parameter, Bucket], Any]] = {
     "all_gather": _gather,
     "partition": _release,
     "partition_numel": _count,
+    "aligned_size": _aligned,
+    "padding_size": _padding,
+    "ds_summary": _summary,
+    "all_gather_coalesced": _gather,
 }
 
 

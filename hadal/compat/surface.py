@@ -1,4 +1,8 @@
-"""The surface as data: the names of DeepSpeed that programs use, their homes, and placeholders."""
+"""The surface as data: the names of DeepSpeed that programs use, their homes, and placeholders.
+
+`surface.json` has the names, `homes.json` the home of each that is built, and `instead.json` the
+replacements of the others, by the beginning of their names.
+"""
 
 from __future__ import annotations
 
@@ -97,27 +101,10 @@ def _module(name: str, entry: dict[str, Any], children: list[str]) -> Module:
 # ---- placeholders for names that are not built yet: importable, but they raise when used ---------
 
 
-_WHOLE_SEQUENCES = (
-    "The key sequence_parallel_size splits the sequences of transformers' models; other attention"
-    " can be wrapped in hadal.sequence.DistributedAttention"
-)
-_INSTEAD = {
-    "deepspeed.sequence.fpdt_layer.": (
-        "For long sequences use sequence_parallel_size (a ring if ranks outnumber heads),"
-        " hadal.sequence.TiledMLP, hadal.sequence.linear_cross_entropy and"
-        " activation_checkpointing.cpu_checkpointing"
-    ),
-    "deepspeed.sequence.auto": _WHOLE_SEQUENCES,
-    "deepspeed.compile.init_sp.": _WHOLE_SEQUENCES,
-    "deepspeed.compile.passes.sp_compile.": _WHOLE_SEQUENCES,
-}
-"""Prefix of a name -> Hadal's replacement for it."""
-
-
 def unbuilt(name: str, instead: str | None = None) -> NotBuiltYetError:
     """Return the error for a name that has no home yet; it names a replacement if there is one."""
     if instead is None:
-        found = (remedy for start, remedy in _INSTEAD.items() if name.startswith(start))
+        found = (remedy for start, remedy in data("instead.json").items() if name.startswith(start))
         instead = next(found, "Do without it")
     return NotBuiltYetError(
         f"{name} is not built yet: the name can be imported, but has no implementation."

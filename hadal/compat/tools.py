@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from functools import reduce, wraps
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
 
@@ -130,14 +132,30 @@ def clip_grad_norm_(
     given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if mpu is None:
         return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
-    total = _norm_over_parts(given, float(norm_type), Ranks.of(model_group_of(mpu)))
+    gradients = [(p, p.grad) for p in given if p.grad is not None]
+    total = _norm_over_parts(gradients, float(norm_type), Ranks.of(model_group_of(mpu)))
     nn.utils.clip_grads_with_norm_(given, max_norm, total)
     return total
 
 
-def _norm_over_parts(parameters: Sequence[Any], norm_type: float, ranks: Ranks) -> Tensor:
-    counted = [p.grad for p in parameters if ranks.rank == 0 or is_model_part(p)]
-    norm = nn.utils.get_total_norm([g for g in counted if g is not None], norm_type)
+def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
+    """Return the norm of parameters; with `mpu`, over all parts of the model.
+
+    All ranks that hold the parts must call it.
+    """
+    given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if mpu is None:
+        return float(nn.utils.get_total_norm([p.detach() for p in given], norm_type))
+    weights = [(p, p.detach()) for p in given]
+    return float(_norm_over_parts(weights, float(norm_type), Ranks.of(model_group_of(mpu))))
+
+
+def _norm_over_parts(
+    values: Sequence[tuple[Any, Tensor]], norm_type: float, ranks: Ranks
+) -> Tensor:
+    """Return the norm of values of parameters over the parts of a model."""
+    counted = [value for p, value in values if ranks.rank == 0 or is_model_part(p)]
+    norm = nn.utils.get_total_norm(counted, norm_type)
     total = norm.to(current_device(), widest_float(current_device()))
     if math.isinf(norm_type):
         max_(total, ranks, "the norm of gradients over the model's parts")
@@ -174,6 +192,70 @@ def _from_mpu(mpu: Any, names: str, otherwise: Any) -> Any:
         if hasattr(mpu, f"get_{name}"):
             return getattr(mpu, f"get_{name}")()
     return otherwise
+
+
+class ActivationFuncType(IntEnum):
+    """Activation functions by number."""
+
+    UNKNOWN = 0
+    GELU = 1
+    ReLU = 2
+    GATED_GELU = 3
+    GATED_SILU = 4
+
+
+class NormType(IntEnum):
+    """Norms by number."""
+
+    UNKNOWN = 0
+    LayerNorm = 1
+    GroupNorm = 2
+    RMSNorm = 3
+
+
+class CheckOverflow:
+    """Looks for gradients that are not finite, in parameters that no engine trains.
+
+    Args:
+        param_groups: the groups that `check` looks at.
+        mpu: gives the ranks that hold the parts of the model.
+    """
+
+    def __init__(
+        self,
+        param_groups: Sequence[Any] | None = None,
+        mpu: Any = None,
+        zero_reduce_scatter: bool = False,
+        deepspeed: Any = None,
+    ) -> None:
+        self.mpu = mpu
+        self.params = [p for group in param_groups or () for p in _parameters_of(group)]
+
+    def check(self, param_groups: Sequence[Any] | None = None) -> bool:
+        """Return whether a gradient is not finite on any rank. All ranks must call it."""
+        groups = param_groups or ()
+        return self.has_overflow([p for group in groups for p in group] or self.params)
+
+    def has_overflow(self, params: Sequence[Any], has_moe_params: bool | None = None) -> bool:
+        """Return whether one of their gradients is not finite on any rank."""
+        found = torch.tensor(float(self.has_overflow_serial(params)), device=current_device())
+        if dist.is_initialized():
+            group = None if self.mpu is None else model_group_of(self.mpu)
+            max_(found, Ranks.world() if group is None else Ranks.of(group), "overflows")
+        return bool(found)
+
+    @staticmethod
+    def has_overflow_serial(params: Sequence[Any]) -> bool:
+        """Return whether one of their gradients is not finite here."""
+        return any(p.grad is not None and not p.grad.isfinite().all() for p in params)
+
+
+def _parameters_of(group: Any) -> Sequence[Any]:
+    found: Sequence[Any] = group["params"] if isinstance(group, Mapping) else group
+    return found
+
+
+GATED_ACTIVATION_TYPES = [ActivationFuncType.GATED_GELU, ActivationFuncType.GATED_SILU]
 
 
 class PartitionedTensor:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 
 import torch
 from torch import Tensor, nn
 
 from hadal.compat.parameters import watch_parameters
+from hadal.device import accelerator_kind
 from hadal.zero import (
     GatheredParameters,
     Init,
@@ -55,6 +57,19 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     """Gather a model's weights inside the block, so that generation needs no gathers."""
     with GatheredParameters(model.parameters()):
         yield model
+
+
+class LinearFunctionForZeroStage3:
+    """A linear function in the form of an autograd function; torch's own keeps no weight copies."""
+
+    @staticmethod
+    def apply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return `torch.nn.functional.linear` of the arguments."""
+        return nn.functional.linear(input, weight, bias)
+
+
+autocast_custom_fwd = partial(torch.amp.custom_fwd, device_type=accelerator_kind() or "cpu")
+autocast_custom_bwd = partial(torch.amp.custom_bwd, device_type=accelerator_kind() or "cpu")
 
 
 class OnDevice:

@@ -627,3 +627,77 @@ def test_tools_match_their_names() -> None:
     part.model_parallel = True  # type: ignore[attr-defined]
     assert is_model_part(part)
     init_distributed()
+
+
+def test_an_accelerator_s_class_is_the_device_s() -> None:
+    kind = alias("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator
+    other = alias("deepspeed.accelerator.npu_accelerator").NPU_Accelerator
+    present = get_accelerator()
+    assert isinstance(present, kind) == (present.device_name() == "cpu")
+    assert not isinstance(present, other) and not isinstance(3, kind)
+    assert isinstance(present, alias("deepspeed.accelerator").DeepSpeedAccelerator)
+    if isinstance(present, kind):
+        assert kind() is present
+    with pytest.raises(UsageError, match="get_accelerator"):
+        other()
+
+
+def test_linear_functions_of_stage_3_are_torch_s() -> None:
+    linear = alias("deepspeed.runtime.zero.linear")
+    x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3)
+    expected = nn.functional.linear(x, weight)
+    assert torch.equal(linear.LinearFunctionForZeroStage3.apply(x, weight), expected)
+    assert torch.equal(linear.zero3_linear_wrap(x, weight), expected)
+    assert issubclass(linear.LinearModuleForZeroStage3, nn.Module)
+    assert linear.autocast_custom_fwd.func is torch.amp.custom_fwd
+    kinds = alias("deepspeed.utils.types")
+    assert kinds.GATED_ACTIVATION_TYPES == [3, 4] and kinds.ActivationFuncType.GELU == 1
+
+
+def checked_for_overflow(first: float) -> tuple[bool, bool, float]:
+    weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    rank = torch.distributed.get_rank()
+    weight.grad = torch.tensor([1.0, first if rank == 0 else 1.0])
+    names = alias("deepspeed.runtime.utils")
+    checker = names.CheckOverflow([{"params": [weight]}])
+    norm = names.get_weight_norm(weight)
+    return checker.check(), checker.has_overflow_serial([weight]), norm
+
+
+def test_gradients_that_are_not_finite_on_any_rank(ranks: RankPools) -> None:
+    found = ranks(2).run(checked_for_overflow, float("inf"))
+    assert found == [(True, True, 5.0), (True, False, 5.0)]
+    assert ranks(2).run(checked_for_overflow, 2.0) == 2 * [(False, False, 5.0)]
+
+
+def test_a_leaf_module_is_marked_and_sharded_weights_describe_themselves() -> None:
+    model = nn.Sequential(nn.Linear(3, 5))
+    DS = alias("deepspeed")
+    DS.utils.set_z3_leaf_modules(model, [nn.Linear])
+    assert model[0]._z3_leaf is True and not hasattr(model, "_z3_leaf")
+    engine, *_ = initialize(model=model, config=config_of(3))
+    weight: Any = engine.module[0].weight
+    assert weight.aligned_size() - weight.padding_size() == weight.numel() == 15
+    told = weight.ds_summary()
+    assert (told["id"], told["shape"], told["numel"]) == (weight.ds_id, (5, 3), 15)
+    weight.all_gather_coalesced([weight])
+    weight.partition([weight])
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("init_inference", "hybrid_engine"),
+        ("DeepSpeedTransformerLayer", "TransformerEncoderLayer"),
+        ("replace_transformer_layer", "engine.compile"),
+        ("runtime.domino.transformer.DominoTransformer", "tp_overlap_comm"),
+        ("compile.passes.prefetch.schedule_prefetch", "stage3_prefetch_bucket_size"),
+        ("module_inject.auto_ep.AutoEP", "expert_parallel"),
+        ("linear.OptimizedLinear", "peft"),
+        ("checkpoint.DeepSpeedCheckpoint", "hadal checkpoint"),
+    ],
+)
+def test_names_that_are_not_built_say_what_to_use(name: str, instead: str) -> None:
+    module, _, leaf = f"deepspeed.{name}".rpartition(".")
+    with pytest.raises(NotImplementedError, match=instead):
+        getattr(alias(module), leaf)()
