@@ -453,6 +453,15 @@ def test_a_line_of_another_form_is_named(line: dict[str, Any], tmp_path: Path) -
 
 
 @pages
+def test_a_damaged_run_among_others_is_named(tmp_path: Path) -> None:
+    paths = [a_run(tmp_path / name) for name in ("a", "b")]
+    with paths[0].open("a") as file:
+        file.write('{"kind": "checkpoint", "tag": "a"}\n')
+    with pytest.raises(UsageError, match=f"{paths[0]} or {paths[1]} is damaged, or was not writt"):
+        write_page(paths)
+
+
+@pages
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = a_run(tmp_path / "runs" / "one")
     assert main(["report", str(tmp_path / "runs")]) == 0

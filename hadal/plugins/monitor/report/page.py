@@ -7,7 +7,6 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +39,7 @@ def write_page(
     is_over = all(run.end is not None for run in runs.values())
     path = output or top / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        for file in files:
-            stack.enter_context(understood(file))
+    with understood(*files):
         text = page_of(runs, None if is_over else reload_s)
     written = path.with_name(f".{path.name}.tmp")  # a browser never loads half a page
     written.write_text(text, encoding="utf-8")

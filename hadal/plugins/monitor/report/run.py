@@ -113,16 +113,16 @@ def read_run(path: Path) -> RunRecord:
 
 
 @contextmanager
-def understood(path: Path) -> Iterator[None]:
-    """Re-raise the errors of a block that uses the contents of a run's file as UsageError."""
+def understood(*paths: Path) -> Iterator[None]:
+    """Re-raise the errors of a block that uses the contents of runs' files as UsageError."""
     try:
         yield
     except (HadalError, ImportError, OSError):
         raise
     except Exception as error:  # lines of another form may raise any kind
         raise UsageError(
-            f"{path} is damaged, or was not written by jsonl_monitor: {type(error).__name__}:"
-            f" {error}; pass the directory of another run"
+            f"{' or '.join(map(str, paths))} is damaged, or was not written by jsonl_monitor:"
+            f" {type(error).__name__}: {error}; pass the directory of another run"
         ) from error
 
 
