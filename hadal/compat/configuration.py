@@ -13,6 +13,7 @@ from hadal.compat.monitors import DeepSpeedMonitorConfig
 from hadal.config import Config, load_config
 from hadal.config.elasticity import Elasticity, choice_of, elastic_faults, micro_for
 from hadal.config.reading import Source, read
+from hadal.engine.precision import SAFE
 from hadal.errors import ConfigError
 
 # The JSON key for each DeepSpeed attribute with another name.
@@ -123,6 +124,11 @@ def get_log_level(param_dict: dict[str, Any]) -> str | None:
     """Return the configured log level, or the default."""
     level: str | None = param_dict.get("log_level", _default("log_level"))
     return level
+
+
+def get_default_autocast_lower_precision_modules() -> list[str]:
+    """Return the classes whose gradients are sent in autocast's dtype by default."""
+    return [f"{kind.__module__}.{kind.__name__}" for kind in SAFE]
 
 
 def _default(name: str) -> Any:

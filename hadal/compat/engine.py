@@ -18,6 +18,7 @@ from hadal.checkpoint.saving import place_scripts
 from hadal.comm import get_local_rank, get_rank, get_world_size
 from hadal.comm.collectives import broadcast_
 from hadal.compat.accessors import Accessors
+from hadal.compat.checkpoint_engines import TorchCheckpointEngine
 from hadal.compat.checkpointing import use_section
 from hadal.compat.configuration import DeepSpeedConfig
 from hadal.compat.groups import remember_groups
@@ -192,6 +193,20 @@ class DeepSpeedEngine(Accessors):
 
     def _reports_itself(self) -> bool:
         return type(self)._report_progress is not _REPORT_PROGRESS
+
+    @property
+    def checkpoint_engine(self) -> TorchCheckpointEngine:
+        """An object that writes and reads files of torch; Hadal writes checkpoints itself."""
+        return TorchCheckpointEngine()
+
+    @checkpoint_engine.setter
+    def checkpoint_engine(self, engine: Any) -> None:
+        if type(engine) is not TorchCheckpointEngine:
+            raise UsageError(
+                f"engine.checkpoint_engine was set to a {type(engine).__name__}, which would never"
+                " be called: Hadal writes its checkpoints itself. To save in the background set"
+                " checkpoint.async_save; to choose where, checkpoint.staging"
+            )
 
     load_checkpoint = also(AssertionError)(Accessors.load_checkpoint)
 

@@ -213,6 +213,60 @@ class NormType(IntEnum):
     RMSNorm = 3
 
 
+class SparseTensor:
+    """The rows of a matrix that are not zero, from a sparse gradient of an embedding.
+
+    Args:
+        dense_tensor: a sparse tensor of torch.
+
+    Raises:
+        UsageError: it is not sparse.
+    """
+
+    def __init__(self, dense_tensor: Tensor | None = None) -> None:
+        self.orig_dense_tensor = dense_tensor
+        self.indices: Any = None
+        self.values: Any = None
+        self.dense_size: list[int] = []
+        if dense_tensor is None:
+            return
+        if not dense_tensor.is_sparse:
+            raise UsageError("SparseTensor got a dense tensor; pass the gradient of sparse=True")
+        rows = dense_tensor.coalesce()
+        self.is_sparse, self.dtype = True, rows.dtype
+        self.indices, self.values = rows.indices().flatten(), rows.values()
+        self.dense_size = list(rows.shape)
+
+    def to_coo_tensor(self) -> Tensor:
+        """Return the sparse tensor of torch; rows that occur twice are added."""
+        where, size = self.indices[None], self.dense_size
+        return torch.sparse_coo_tensor(where, self.values, size, check_invariants=True)
+
+    def to_dense(self) -> Tensor:
+        """Return the matrix."""
+        return self.to_coo_tensor().to_dense()
+
+    @staticmethod
+    def type() -> str:
+        """Return the name that DeepSpeed gives it."""
+        return "deepspeed.SparseTensor"
+
+    def sparse_size(self) -> tuple[int, int]:
+        """Return the numbers of elements that are stored, and of the matrix."""
+        return self.indices.numel() + self.values.numel(), math.prod(self.dense_size)
+
+    def add(self, b: SparseTensor) -> None:
+        """Add the rows of another tensor of the same size.
+
+        Raises:
+            UsageError: it has another size.
+        """
+        if self.dense_size != b.dense_size:
+            raise UsageError(f"rows of {b.dense_size} cannot be added to {self.dense_size}")
+        self.indices = torch.cat([self.indices, b.indices])
+        self.values = torch.cat([self.values, b.values])
+
+
 class CheckOverflow:
     """Looks for gradients that are not finite, in parameters that no engine trains.
 

@@ -88,7 +88,7 @@ def _updated(value: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
 
 _log = logging.getLogger(__name__)
 
-_SAFE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+SAFE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Torch requires their running statistics in their weights' dtype.
 _WITH_STATISTICS = (*_BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -293,7 +293,7 @@ def _safe_classes(config: Config) -> tuple[type[nn.Module], ...]:
     autocast = config.torch_autocast
     paths = None if autocast is None else autocast.lower_precision_safe_modules
     if paths is None:
-        return _SAFE
+        return SAFE
     classes, faults = [], []
     for index, path in enumerate(paths):
         try:

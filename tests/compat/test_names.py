@@ -701,3 +701,26 @@ def test_names_that_are_not_built_say_what_to_use(name: str, instead: str) -> No
     module, _, leaf = f"deepspeed.{name}".rpartition(".")
     with pytest.raises(NotImplementedError, match=instead):
         getattr(alias(module), leaf)()
+
+
+def test_rows_of_a_sparse_gradient() -> None:
+    kind = alias("deepspeed.runtime.sparse_tensor").SparseTensor
+    table = nn.Embedding(6, 2, sparse=True)
+    table(torch.tensor([1, 4, 1])).sum().backward()
+    rows = kind(table.weight.grad)
+    assert rows.indices.tolist() == [1, 4] and rows.sparse_size() == (2 + 4, 12)
+    assert torch.equal(rows.to_dense(), table.weight.grad.to_dense())
+    rows.add(kind(table.weight.grad))
+    assert torch.equal(rows.to_dense(), 2 * table.weight.grad.to_dense())
+    with pytest.raises(UsageError, match="dense tensor"):
+        kind(torch.ones(2))
+
+
+def test_an_engine_writes_its_checkpoints_itself() -> None:
+    engine, *_ = initialize(model=model_of(), config=config_of(1))
+    own = engine.checkpoint_engine
+    engine.checkpoint_engine = own
+    with pytest.raises(UsageError, match=r"checkpoint\.async_save"):
+        engine.checkpoint_engine = object()
+    names = alias("deepspeed.runtime.torch_autocast").get_default_autocast_lower_precision_modules()
+    assert "torch.nn.modules.linear.Linear" in names
