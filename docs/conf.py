@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import sys
@@ -23,16 +24,21 @@ MODULES = (
     "hadal.comm",
     "hadal.utils",
     "hadal.activation_checkpointing",
-    "hadal.autotuning",
+    "hadal.compat.analyzers",
+    "hadal.compat.trainer",
     "hadal.compression",
-    "hadal.data_efficiency",
+    "hadal.data_efficiency.analysis",
+    "hadal.data_efficiency.indexed",
+    "hadal.data_efficiency.layer_drop",
+    "hadal.data_efficiency.ordered",
+    "hadal.data_efficiency.seqlen",
+    "hadal.data_efficiency.token_drop",
     "hadal.moe",
-    "hadal.monitor",
+    "hadal.monitor.files",
     "hadal.pipeline",
     "hadal.profiling",
     "hadal.sequence",
     "hadal.sparse_attention",
-    "hadal.tensor_parallel",
 )
 """The modules of the reference."""
 
@@ -99,13 +105,23 @@ def _index() -> str:
 
 
 def _of_module(name: str) -> str:
-    """Return the page of a module; errors have one of their own."""
-    from hadal import errors
+    """Return the page of a module's public names; errors and modules have pages of their own."""
+    module = importlib.import_module(name)
+    own = [key for key, value in vars(module).items() if _is_of(value, module.__name__)]
+    names = [
+        key
+        for key in getattr(module, "__all__", own)
+        if key[0] != "_" and not _is_of(getattr(module, key), "hadal.errors")
+    ]
+    names.sort(key=lambda key: key != "initialize")
+    described = f".. automodule:: {name}\n   :imported-members:\n   :members: {', '.join(names)}\n"
+    return f"{name}\n{'=' * len(name)}\n\n{described}"
 
-    title, others = f"{name}\n{'=' * len(name)}\n", ", ".join(vars(errors))
-    first = ".. autofunction:: hadal.initialize\n\n" if name == "hadal" else ""
-    module = f".. automodule:: {name}\n   :members:\n   :imported-members:\n"
-    return f"{title}\n{first}{module}   :exclude-members: initialize, {others}\n"
+
+def _is_of(value: object, module: str) -> bool:
+    return not str(getattr(value, "__name__", "_")).startswith("_") and (
+        getattr(value, "__module__", "") == module
+    )
 
 
 def _examples(app: Sphinx) -> Iterator[tuple[str, str]]:

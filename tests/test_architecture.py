@@ -19,6 +19,7 @@ import pytest
 
 import hadal
 from hadal import errors
+from hadal.config.document import anchor
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/tutorials/*.md")])
@@ -240,9 +241,14 @@ def test_docstrings_begin_with_their_subject() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if re.match(r"[a-z]+:", target) or target.startswith("#"):
+        if re.match(r"[a-z]+:", target):
             continue
-        assert (page.parent / target.split("#")[0]).exists(), f"{page.name} links to {target}"
+        path, _, heading = target.partition("#")
+        there = page.parent / path if path else page
+        assert there.exists(), f"{page.name} links to {target}"
+        if heading:
+            headings = re.findall(r"^#+ (.*)", there.read_text(), re.MULTILINE)
+            assert heading in map(anchor, headings), f"{page.name} links to {target}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

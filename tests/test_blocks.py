@@ -47,6 +47,7 @@ WHOLE = {
     "docs/from_pytorch.md": "test_getting_started.py",
     "docs/getting_started.md": "test_getting_started.py",
     "docs/listeners.md": "engine/test_listeners.py",
+    "docs/scaling.md": "test_getting_started.py",
     "docs/transformers.md": "test_getting_started.py",
     **{
         f"docs/tutorials/{page.name}": "test_getting_started.py"
@@ -82,6 +83,13 @@ def test_every_page_with_python_is_run() -> None:
     assert found == WHOLE.keys() | {f"docs/{name}.md" for name in PARTS}
     for page, test in WHOLE.items():
         assert page.removeprefix("docs/").removesuffix(".md") in (ROOT / "tests" / test).read_text()
+
+
+def test_the_reference_has_every_module_that_pages_import() -> None:
+    code = "\n".join(part for page in PAGES for part in blocks_of(page, "python"))
+    imported = set(re.findall(r"^(?:from|import) (hadal[\w.]*)", code, re.MULTILINE))
+    (modules,) = re.findall(r"MODULES = \((.*?)\n\)", (DOCS / "conf.py").read_text(), re.DOTALL)
+    assert imported <= set(re.findall(r'"(\S+)"', modules))
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ FILES = {
         "trainer_config.json",
         "prefer.py",
     ),
+    "scaling": ("compare.py",),
     "tutorials/continue_from_deepspeed": ("go_on.py",),
     "tutorials/large_models": ("ds_config.json", "load.py"),
     "tutorials/lightning": ("fit.py", "loop.py"),
@@ -204,6 +205,14 @@ def assert_shown(page: str, said: str) -> None:
     for line in lines:
         pattern = r"[-\d.]+".join(map(re.escape, re.split(r"\d+\.\d+", line)))
         assert re.search(pattern, said), f"{page} shows {line!r}, and its programs say\n{said}"
+
+
+def test_one_process_and_two_print_the_same_losses(tmp_path: Path) -> None:
+    one, two = (run(tmp_path, line).strip() for line in pasted(tmp_path, "scaling"))
+    assert two.replace("[rank 0] ", "") == one
+    (shown,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs/scaling.md").read_text(), re.DOTALL)
+    losses, expected = (re.findall(r"\d+\.\d+", text) for text in (one, shown))
+    assert [*map(float, losses)] == pytest.approx([*map(float, expected)], rel=1e-3)
 
 
 def test_the_trainer_reads_a_data_set(tmp_path: Path) -> None:

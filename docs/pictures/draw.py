@@ -97,6 +97,25 @@ def _between(y: float, words: str, below: str = "") -> str:
     )
 
 
+def stages() -> tuple[int, str]:
+    """What one of four ranks holds between steps, at each ZeRO stage, with Adam in bf16."""
+    kinds = (("weights", 2, "c0"), ("gradients", 2, "c1"), ("optimizer state", 12, "c2"))
+    scale, parts = 22, list[str]()
+    for number, (name, nbytes, kind) in enumerate(kinds):
+        x = LEFT + 84 + number * 122
+        parts += [_box(x, 20, 14, 14, f"{kind} edge"), _note(x + 20, 31, f"{name}, {nbytes} B")]
+    for stage in range(4):
+        y, x, held = 50 + stage * 44, float(LEFT + 84), 0.0
+        parts.append(_text(LEFT, y + 19, f"stage {stage}", "", "start"))
+        for number, (_, nbytes, kind) in enumerate(kinds):
+            kept = nbytes / RANKS if stage >= len(kinds) - number else nbytes
+            parts.append(_box(x, y, kept * scale, 30, f"{kind} edge"))
+            x, held = x + kept * scale, held + kept
+        parts.append(_note(x + 8, y + 19, f"{held:g} B"))
+    parts.append(_note(LEFT, 240, "bytes of each parameter of the model, on one of four ranks"))
+    return 256, "".join(parts)
+
+
 def gather() -> tuple[int, str]:
     """A unit's weights at stage 3: from shards to whole values, and back."""
     rank0 = LEFT + BAR / 2
@@ -234,7 +253,7 @@ def layers() -> tuple[int, str]:
     return 392, "".join(parts)
 
 
-PICTURES = (gather, reduction, update, save, layers)
+PICTURES = (stages, gather, reduction, update, save, layers)
 
 
 def drawn() -> dict[str, str]:
