@@ -24,7 +24,7 @@ class RolloutConfig:
 
 @dataclass
 class SamplingConfig:
-    """Options for choosing tokens. A temperature of 0 takes the likeliest; `top_k` below 1 takes all."""
+    """Options for choosing tokens. Temperature 0 takes the likeliest; `top_k` below 1 all."""
 
     max_new_tokens: int
     temperature: float = 1.0
