@@ -176,5 +176,6 @@ bench-gpu-offload: $(VENV)/.test  ## measure offloading on one GPU, and the larg
 	$(BIN)/python benchmarks/offload_gpu.py --json bench-gpu-offload.json $(BENCH_ARGS)
 
 clean:  ## remove what was built, and .venv
-	rm -rf $(VENV) $(VENV)-torch-* $(AUDIT) $(SUITES) sbom.json build dist demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-torch-* $(AUDIT) $(SUITES) sbom.json build dist demo site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf docs/api docs/commands docs/configuration docs/examples docs/index.md
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -334,7 +334,7 @@ PARTS: dict[str, list[Part]] = {
         Part(a_trainer, needs=("transformers",), is_slow=True),
         Part(an_engine, sizes=(("s3://", "memory://"),), needs=("fsspec",)),
         Part(a_checkpoint_of_deepspeed, ranks=2),
-        Part(a_checkpoint),
+        Part(a_checkpoint, is_slow=True),
         Part(an_engine, needs=() if LATE else ("torch 2.14",)),
         Part(a_checkpoint),
     ],
@@ -357,7 +357,7 @@ PARTS: dict[str, list[Part]] = {
     "metrics": [Part(an_engine), Part(pictures)],
     "parallelism": [
         Part(experts, ranks=4, sizes=HUGE),
-        Part(stages, ranks=2, sizes=(*HUGE, ("num_stages=4", "num_stages=2"))),
+        Part(stages, ranks=2, sizes=(*HUGE, ("num_stages=4", "num_stages=2")), is_slow=True),
     ],
     "troubleshooting": [Part(a_sharded_model)],
 }
