@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial, reduce
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
-from statistics import quantiles
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +61,7 @@ class CalibrationSizes:
 
     shapes: Sequence[Shape]
     convolution: int
-    """The width of a convolution."""
+    """The channels of the first convolution."""
     numels: tuple[int, int]
     """Elements of messages and of updates: few, and many."""
     seconds: float
@@ -80,7 +80,7 @@ class CalibrationSizes:
                 Shape(768, 8192, 1, 64),
                 Shape(768, 8192, 4, 64),
             ]
-            return cls(shapes, 64, (1 << 12, 1 << 22), 0.3)
+            return cls(shapes, 32, (1 << 12, 1 << 22), 0.3)
         shapes = [
             Shape(1024, 32768, 4, 512),
             Shape(1024, 32768, 4, 512, is_composed=True),
@@ -88,7 +88,7 @@ class CalibrationSizes:
             Shape(2048, 32768, 4, 1024),
             Shape(4096, 32768, 2, 2048),
         ]
-        return cls(shapes, 512, (1 << 12, 1 << 26), 0.2)
+        return cls(shapes, 64, (1 << 12, 1 << 26), 0.2)
 
 
 def measure_cluster(
@@ -164,8 +164,7 @@ class _Measurement:
                 act()
                 synchronize(self._device)
                 found.append(time.perf_counter() - start)
-        # The first one warms up. Other work on the machine delays some: a quarter is faster.
-        return self._slowest([quantiles(found[1:], n=4)[0] for found in spent])
+        return self._slowest([median(found[1:]) for found in spent])  # the first one warms up
 
     # ---- computation -----------------------------------------------------------------------------
 
@@ -186,8 +185,8 @@ class _Measurement:
         started = launch if self._on_host else 0.0
         products, elementwise, weights = _fitted(rows, started)
         peak = max(row.work[0] / row.seconds for row in rows)
-        side = torch.zeros(4, self._sizes.convolution, 64, 64, dtype=dtype)
-        rows = self._passes(_Convolutions(self._sizes.convolution), side, dtype)
+        images = torch.zeros(8, 3, 96, 96, dtype=dtype)
+        rows = self._passes(_Convolutions(self._sizes.convolution), images, dtype)
         convolved = sum(row.work[0] for row in rows) / sum(row.seconds for row in rows)
         return Speeds(
             products=1 / products,
@@ -394,11 +393,14 @@ class _Transformer(nn.Module):
 
 
 class _Convolutions(nn.Module):
-    """Convolutions of one width; they return a loss."""
+    """Convolutions of smaller and smaller images with more and more channels; it returns a loss."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(nn.Conv2d(width, width, 3, padding=1) for _ in range(3)))
+        widths = [3, *(width << level for level in range(4))]
+        self.blocks = nn.Sequential(
+            *(nn.Conv2d(few, many, 3, stride=2, padding=1) for few, many in pairwise(widths))
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         loss: Tensor = self.blocks(images).mean()

@@ -282,6 +282,7 @@ class _Update:
         self._backward = _path(micro_step.backward, cut, self._cut)
         members = {unit.name: unit.members for unit in planned.units}
         numels = {m.name: m.parameter.numel() for some in members.values() for m in some}
+        self._numels = numels
         self._convolving = {unit.name for unit in planned.units if _convolves(unit)}
         self._forward.seconds = [
             self._seconds(one, sum(numels[m.name] for m in members.get(one.unit, ())))
@@ -335,7 +336,7 @@ class _Update:
             )
             held = back.kept_at_end
             self._pass("forward", self._forward, there)
-            self._begin_backward(is_last)
+            self._begin_backward(step == 0, is_last)
             self._pass("backward", self._backward, back)
             self._end_backward()
         stages = self._config.pipeline.stages
@@ -385,7 +386,7 @@ class _Update:
         nbytes = bucket.weight_nbytes
         if bucket.gather_codec is not None:
             nbytes = bucket.gather_codec.wire_bytes(bucket.numel)
-            self._code("gathers", bucket.weight_nbytes + nbytes)
+            self._pass_over("gathers", bucket.weight_nbytes + nbytes)
         return self._send("gathers", "all_gather", nbytes, shards, fetched)
 
     def _fetch(self, bucket: _Bucket) -> _Event | None:
@@ -403,18 +404,18 @@ class _Update:
         self.queues.sent[part] += group.sent(kind, nbytes)
         return self.queues.start("network", part, group.seconds(kind, nbytes), after)
 
-    def _code(self, part: str, nbytes: int) -> None:
-        """Let the device encode or decode a message: it reads and writes so many bytes."""
+    def _pass_over(self, part: str, nbytes: int) -> None:
+        """Let the device read and write so many bytes."""
         self.queues.compute(part, nbytes / self._speeds.elementwise)
 
     # ---- reductions ------------------------------------------------------------------------------
 
-    def _begin_backward(self, is_last: bool) -> None:
+    def _begin_backward(self, is_first: bool, is_last: bool) -> None:
         reduced = [bucket for bucket in reversed(self._buckets) if bucket.plan.trainable]
         for bucket in reduced:
             bucket.missing = len(bucket.plan.members)
             self.queues.wait(bucket.ready)
-        self._is_last = is_last
+        self._is_first, self._is_last = is_first, is_last
         self._turns = [one for one in reduced if is_last or one.plan.partition.gradients]
         is_cut = any(bucket.plan.partition.gradients for bucket in reduced)
         self._reduces_inside = is_cut or self._config.zero_optimization.grad_hooks
@@ -426,6 +427,10 @@ class _Update:
             bucket = self._of_gradient.get(name)
             if bucket is not None:
                 bucket.missing -= 1
+                # It is copied into the bucket, or added to what is there.
+                touched = 2 if self._is_first or bucket.plan.partition.gradients else 3
+                nbytes = self._numels[name] * bucket.plan.precision.compute.itemsize
+                self._pass_over("backward", touched * nbytes // self._parts)
         while self._reduces_inside and self._turns and self._turns[0].missing <= 0:
             self._reduce(self._turns.pop(0))
 
@@ -442,7 +447,7 @@ class _Update:
         if codec is not None and partition.gradients:
             nbytes = codec.wire_bytes(bucket.numel)
             # It is encoded and decoded, each with a pass over values in float32.
-            self._code("reductions", 2 * (nbytes + _MASTER_NBYTES * bucket.numel))
+            self._pass_over("reductions", 2 * (nbytes + _MASTER_NBYTES * bucket.numel))
         kind = "reduce_scatter" if partition.optimizer else "all_reduce"
         event = self._send("reductions", kind, nbytes, bucket.shards)
         if bucket.copies.ranks > 1 and self._is_last:

@@ -35,6 +35,7 @@ def cluster(**changes: Any) -> ComputeCluster:
     rates = dict.fromkeys(("elementwise", "weights", "update"), 1e30)
     rates |= dict.fromkeys(("products", "convolutions"), reached)
     rates["peak_products"] = changes.pop("peak", 1e30)
+    rates["elementwise"] = changes.pop("elementwise", 1e30)
     speeds = Speeds(**rates, launch=1e-30)
     slow = {"speeds": {"fp32": speeds}, "inside": all_fast, "between": all_fast}
     return replace(GPU, **{**quick, **slow, **changes})
@@ -275,6 +276,17 @@ def test_recomputation_is_not_useful_work() -> None:
     assert plain.utilization == pytest.approx(0.5)
     # Of a forward, a backward without the first block's input gradient, and a second forward.
     assert again.utilization == pytest.approx(0.5 * 3 * BLOCKS / (4 * BLOCKS - 1))
+
+
+def test_gradients_are_copied_and_later_ones_added() -> None:
+    on = cluster(elementwise=4.0 * PSI)
+    moved = sum(segment.moved for segment in traced()[0].backward) / (4 * PSI)
+    once, twice = (
+        time_of(config_of(0, gradient_accumulation_steps=steps), on).parts["backward"].seconds
+        for steps in (1, 2)
+    )
+    assert once == pytest.approx(moved + 2)
+    assert twice == pytest.approx(2 * moved + 2 + 3)
 
 
 def test_samples_are_those_of_all_ranks() -> None:
