@@ -38,7 +38,7 @@ from hadal.zero.grouping import LeafModules, find_units
 
 # A speed that no measurement shows is this much time per unit.
 _LEAST = 1e-15
-_CHAIN = 100
+_CHAIN, _LEAST_CALLS, _MOST_CALLS = 100, 4, 100
 _KINDS = ("products", "moved", "kernels")
 _MEASURED = ("device_nbytes", "host_nbytes", "speeds", "update_start")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -154,17 +154,22 @@ class _Measurement:
         return list(found.tolist())
 
     def _times(self, *acts: Callable[[], object]) -> list[float]:
-        """Return how long each act takes; they are called in turn."""
-        spent: list[list[float]] = [[] for _ in acts]
+        """Return how long each act takes; they are called in turn, as often on every rank."""
+        warm = sum(self._slowest(self._called(acts)))
+        spent = []
         barrier(self._ranks.group)
-        begun = time.perf_counter()
-        while len(spent[0]) < 4 or time.perf_counter() - begun < self._sizes.seconds:
-            for act, found in zip(acts, spent, strict=True):
-                start = time.perf_counter()
-                act()
-                synchronize(self._device)
-                found.append(time.perf_counter() - start)
-        return self._slowest([median(found[1:]) for found in spent])  # the first one warms up
+        for _ in range(min(_MOST_CALLS, max(_LEAST_CALLS, round(self._sizes.seconds / warm)))):
+            spent.append(self._called(acts))
+        return self._slowest([median(each) for each in zip(*spent, strict=True)])
+
+    def _called(self, acts: Sequence[Callable[[], object]]) -> list[float]:
+        found = []
+        for act in acts:
+            start = time.perf_counter()
+            act()
+            synchronize(self._device)
+            found.append(time.perf_counter() - start)
+        return found
 
     # ---- computation -----------------------------------------------------------------------------
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ranks import RankPools
 
-from hadal.engine.calibration import CalibrationSizes, Shape, _fitted, _TimedPass, measure_cluster
+from hadal.engine.calibration import (
+    CalibrationSizes,
+    Shape,
+    _fitted,
+    _Measurement,
+    _TimedPass,
+    measure_cluster,
+)
 from hadal.engine.clusters import read_cluster
 
 _TINY = CalibrationSizes(
@@ -55,3 +64,20 @@ def test_ranks_measure_the_machine_together(ranks: RankPools, tmp_path: Path) ->
     assert found.inside.all_gather.latency > 0
     assert found.sources["speeds"].startswith("measured: 20")
     assert found.sources["disk_read"].startswith("assumed")
+
+
+def calls() -> int:
+    called: list[int] = []
+    measurement = _Measurement(replace(_TINY, seconds=0.1))
+
+    def act() -> None:
+        called.append(0)
+        time.sleep(0.01 * measurement._ranks.rank)
+
+    measurement._times(act)
+    return len(called)
+
+
+def test_a_slow_rank_makes_as_many_calls_as_the_others(ranks: RankPools) -> None:
+    first, second = ranks(2).run(calls)
+    assert first == second > 4
