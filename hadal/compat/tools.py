@@ -398,6 +398,23 @@ def empty_cache() -> None:
     get_accelerator().empty_cache()
 
 
+def get_val_by_key(d: Mapping[str, Any], k: str) -> Any:
+    """Return the value of a key at any depth of a configuration; None if it has none."""
+    if k in d:
+        return d[k]
+    found = (get_val_by_key(below, k) for below in d.values() if isinstance(below, Mapping))
+    return next((value for value in found if value is not None), None)
+
+
+def set_val_by_key(d: dict[str, Any], k: str, vv: Any) -> None:
+    """Set a key wherever a configuration has it, at any depth."""
+    if k in d:
+        d[k] = vv
+    for below in d.values():
+        if isinstance(below, dict):
+            set_val_by_key(below, k, vv)
+
+
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     """Format a call: `f(1, x=2)`."""
     given = [repr(value) for value in args]

@@ -693,7 +693,7 @@ def test_a_leaf_module_is_marked_and_sharded_weights_describe_themselves() -> No
         ("runtime.domino.transformer.DominoTransformer", "tp_overlap_comm"),
         ("compile.passes.prefetch.schedule_prefetch", "stage3_prefetch_bucket_size"),
         ("module_inject.auto_ep.AutoEP", "expert_parallel"),
-        ("linear.OptimizedLinear", "peft"),
+        ("linear.Init", "peft"),
         ("checkpoint.DeepSpeedCheckpoint", "hadal checkpoint"),
     ],
 )
@@ -724,3 +724,15 @@ def test_an_engine_writes_its_checkpoints_itself() -> None:
         engine.checkpoint_engine = object()
     names = alias("deepspeed.runtime.torch_autocast").get_default_autocast_lower_precision_modules()
     assert "torch.nn.modules.linear.Linear" in names
+
+
+def test_a_key_at_any_depth() -> None:
+    utils = alias("deepspeed.autotuning.utils")
+    config = {"a": 1, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
+    assert [utils.get_val_by_key(config, key) for key in ("stage", "device", "x")] == [
+        2,
+        "cpu",
+        None,
+    ]
+    utils.set_val_by_key(config, "device", "none")
+    assert config["zero_optimization"] == {"stage": 2, "offload_param": {"device": "none"}}

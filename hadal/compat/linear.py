@@ -1,0 +1,158 @@
+"""`deepspeed.linear`: linear layers with a frozen weight and a trained low-rank update (LoRA)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hadal.compat.surface import unbuilt
+from hadal.errors import UsageError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class LoRAConfig:
+    """The rank and the scale of the update, and the layers of a model that have one."""
+
+    lora_r: int = 64
+    lora_alpha: float = 16.0
+    base_weight_sharding: int = 1
+    offload: bool = False
+    offload_ratio: float = 0.0
+    delay_lora_init: bool = False
+    target_mods: list[str] = field(
+        default_factory=lambda: [
+            *("q_proj", "k_proj", "v_proj", "o_proj"),
+            *("gate_proj", "up_proj", "down_proj"),
+        ]
+    )
+
+
+@dataclass
+class QuantizationConfig:
+    """The format of a quantized frozen weight; there are no layers of it here."""
+
+    q_bits: int = 8
+    mantissa_bits: int = 3
+    group_size: int = 512
+    q_dtype: torch.dtype = torch.uint8
+
+
+class LoRAOptimizedLinear(nn.Module):
+    """A frozen weight, and the trained product of two thin matrices beside it."""
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        bias: bool = False,
+        lora_config: LoRAConfig | None = None,
+        quantization_config: QuantizationConfig | None = None,
+        device: Any = None,
+        dtype: torch.dtype = torch.bfloat16,
+        linear_cls: Callable[..., Any] = nn.Linear,
+    ) -> None:
+        super().__init__()
+        if bias or lora_config is None:
+            raise UsageError(
+                f"LoRAOptimizedLinear(bias={bias}, lora_config={lora_config}): expected bias=False"
+                " and a LoRAConfig"
+            )
+        if quantization_config is not None:
+            raise unbuilt(
+                "LoRAOptimizedLinear(quantization_config=)",
+                "Leave it out and set zero_optimization.zero_quantized_nontrainable_weights",
+            )
+        if lora_config.base_weight_sharding > 1 or lora_config.offload:
+            _log.warning(
+                "LoRAConfig.base_weight_sharding and .offload have no effect: stage 3 shards frozen"
+                " weights, and zero_optimization.offload_param offloads them"
+            )
+        self.input_dim, self.output_dim, self.bias = input_dim, output_dim, False
+        self.lora_config, self.linear_cls = lora_config, linear_cls
+        self.device, self.dtype, self.disabled = device, dtype, False
+        weight = torch.empty(output_dim, input_dim, dtype=dtype, device=device)
+        self.weight = nn.Parameter(nn.init.xavier_uniform_(weight), requires_grad=False)
+        if not lora_config.delay_lora_init:
+            self.init_lora()
+
+    def disable(self) -> None:
+        """Make this a layer without an update; call it before `init_lora`."""
+        self.disabled = True
+
+    def init_lora(self) -> None:
+        """Create the update, which begins as zero."""
+        if self.disabled:
+            return
+        rank, options = self.lora_config.lora_r, {"device": self.device, "dtype": self.dtype}
+        self.lora_scaling_factor = self.lora_config.lora_alpha / rank
+        self.lora_weight_1 = self.linear_cls(self.input_dim, rank, bias=False, **options)
+        self.lora_weight_2 = self.linear_cls(rank, self.output_dim, bias=False, **options)
+        nn.init.kaiming_uniform_(self.lora_weight_1.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_weight_2.weight)
+
+    def full_weight(self) -> Tensor:
+        """Return the frozen weight."""
+        return self.weight
+
+    def forward(self, input_tensor: Tensor) -> Tensor:
+        """Return the frozen layer's outputs plus the scaled update's.
+
+        Raises:
+            UsageError: `init_lora` was not called.
+        """
+        frozen = nn.functional.linear(input_tensor, self.weight)
+        if self.disabled:
+            return frozen
+        if not hasattr(self, "lora_weight_1"):
+            raise UsageError("init_lora() was not called; call it on the model before training")
+        update: Tensor = self.lora_weight_2(self.lora_weight_1(input_tensor))
+        return frozen + self.lora_scaling_factor * update
+
+
+class OptimizedLinear(nn.Module):
+    """A layer of the kind that the arguments need: torch's own, or one with an update."""
+
+    def __new__(
+        cls,
+        input_dim: int,
+        output_dim: int,
+        bias: bool = False,
+        lora_config: LoRAConfig | None = None,
+        quantization_config: QuantizationConfig | None = None,
+        device: Any = None,
+        dtype: torch.dtype = torch.bfloat16,
+        linear_cls: Callable[..., Any] = nn.Linear,
+    ) -> Any:
+        """Return the layer; see `LoRAOptimizedLinear` for the arguments."""
+        if lora_config is None and quantization_config is None:
+            return linear_cls(input_dim, output_dim, bias=bias, dtype=dtype, device=device)
+        if lora_config is None:
+            raise unbuilt(
+                "OptimizedLinear(quantization_config=)", "Use the section compression_training"
+            )
+        return LoRAOptimizedLinear(
+            input_dim,
+            output_dim,
+            bias,
+            lora_config,
+            quantization_config,
+            device,
+            dtype,
+            linear_cls,
+        )
+
+
+def init_lora(model: nn.Module) -> None:
+    """Create the updates of a model's layers, and train nothing else."""
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, LoRAOptimizedLinear):
+            module.init_lora()
