@@ -7,7 +7,8 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from hadal import comm
 from hadal.comm import ReduceOp, Row
@@ -67,6 +68,26 @@ def reduce_scatter_fn(
 ) -> Any:
     """Call `hadal.comm.reduce_scatter_tensor`."""
     return comm.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+
+
+def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
+    """Return this rank's slice of the mean of each tensor over the ranks, in one message.
+
+    A tensor is cut into slices of equal length, of which the last may be shorter or empty.
+    """
+    ranks, mine = comm.get_world_size(group), comm.get_rank(group)
+    lengths = [-(-tensor.numel() // ranks) for tensor in tensors]
+    padded = [
+        nn.functional.pad(tensor.reshape(-1), (0, length * ranks - tensor.numel())).view(ranks, -1)
+        for tensor, length in zip(tensors, lengths, strict=True)
+    ]
+    whole = torch.cat(padded, dim=1) / ranks
+    found = torch.empty_like(whole[mine])
+    comm.reduce_scatter_tensor(found, whole.view(-1), group=group)
+    return [
+        piece[: max(0, min(length, tensor.numel() - mine * length))]
+        for piece, tensor, length in zip(found.split(lengths), tensors, lengths, strict=True)
+    ]
 
 
 class TorchBackend:

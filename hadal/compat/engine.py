@@ -453,6 +453,25 @@ class DeepSpeedEngine(Accessors):
         return None if shared is None else shared.group
 
 
+def is_autocast_initialized() -> bool:
+    """Return whether an engine of this process computes under `torch_autocast`."""
+    return any(engine.torch_autocast_enabled() for engine in _engines)
+
+
+def has_comm_dtype(param: nn.Parameter) -> bool:
+    """Return whether `torch_autocast` gives a parameter's gradient a dtype of its own when sent."""
+    return get_comm_dtype(param) != param.dtype
+
+
+def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
+    """Return the dtype in which `torch_autocast` sends a parameter's gradient."""
+    for engine in _engines:
+        bucket = engine._parts.runtime.bucket_of.get(param)
+        if bucket is not None and engine.torch_autocast_enabled():
+            return bucket.precision.reduce
+    return param.dtype
+
+
 _REPORT_PROGRESS = DeepSpeedEngine._report_progress
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from hadal.comm.adjoint import gathered
 from hadal.config.parallelism import SplitLayer
 from hadal.errors import NotBuiltYetError, UsageError
 from hadal.plugins.tensor_parallel.cut import key_heads_of, shard_sizes, text_config_of
-from hadal.plugins.tensor_parallel.layers import SlicedLayer
+from hadal.plugins.tensor_parallel.layers import ColumnLinear, RowLinear, SlicedLayer
 from hadal.plugins.tensor_parallel.rules import (
     PRESETS,
     LayerRule,
@@ -157,6 +157,40 @@ class GatherReplacedLayerParams:
                 with torch.no_grad():
                     parameter.copy_(changed)
         self._stack.close()
+
+
+class _SlicedKind(type):
+    """A class of layers that were cut, by how: those of `base` with fused parts, or without."""
+
+    base: type[SlicedLayer]
+
+    def __instancecheck__(cls, thing: Any) -> bool:
+        """Return whether a layer is of this kind."""
+        return isinstance(thing, cls.base) and len(thing.cut.parts) > 1
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise: `initialize` makes these layers.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"{cls.__name__} cannot be created by programs: tensor_parallel.autotp_size cuts the"
+            " layers of a model, and a rule of tensor_parallel.partition_config.layer_specs with a"
+            " shape cuts a fused one"
+        )
+
+
+class SubParamLinearLayer(metaclass=_SlicedKind):
+    """A layer with fused parts, each cut by its outputs."""
+
+    base = ColumnLinear
+
+
+class SubParamLinearAllreduce(metaclass=_SlicedKind):
+    """A layer with fused parts, each cut by its inputs."""
+
+    base = RowLinear
 
 
 # ---- sizes of slices -----------------------------------------------------------------------------

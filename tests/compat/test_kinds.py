@@ -217,3 +217,18 @@ def test_sharding_pauses_inside_init() -> None:
     with DS.zero.Init(config_dict_or_path=config):
         again = nn.Linear(4, 4)
     assert hasattr(again.weight, "ds_id")
+
+
+def test_dtypes_of_gradients_that_autocast_sends() -> None:
+    names = alias("deepspeed.runtime.torch_autocast")
+    loose = nn.Parameter(torch.ones(2))
+    assert names.get_comm_dtype(loose) is torch.float32 and not names.has_comm_dtype(loose)
+    section = {"enabled": True, "dtype": "bfloat16"}
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    engine = initialize(model=model, config=config_of(1, torch_autocast=section))[0]
+    weight, scale = model[0].weight, model[1].weight
+    assert names.is_autocast_initialized() and names.has_comm_dtype(weight)
+    assert names.get_comm_dtype(weight) is torch.bfloat16
+    assert not names.has_comm_dtype(scale)
+    engine.destroy()
+    assert names.get_comm_dtype(weight) is torch.float32

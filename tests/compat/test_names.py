@@ -736,3 +736,17 @@ def test_a_key_at_any_depth() -> None:
     ]
     utils.set_val_by_key(config, "device", "none")
     assert config["zero_optimization"] == {"stage": 2, "offload_param": {"device": "none"}}
+
+
+def scattered() -> list[list[float]]:
+    names = alias("deepspeed.runtime.comm.coalesced_collectives")
+    rank = torch.distributed.get_rank()
+    tensors = [torch.arange(5.0) * (rank + 1), torch.full((2, 2), float(rank)), torch.ones(1)]
+    return [part.tolist() for part in names.reduce_scatter_coalesced(tensors)]
+
+
+def test_means_of_several_tensors_in_slices(ranks: RankPools) -> None:
+    assert ranks(2).run(scattered) == [
+        [[0.0, 1.5, 3.0], [0.5, 0.5], [1.0]],
+        [[4.5, 6.0], [0.5, 0.5], []],
+    ]

@@ -16,6 +16,7 @@ from torch import nn
 from hadal.compat.engine import initialize
 from hadal.compat.install import alias
 from hadal.errors import NotBuiltYetError, UsageError
+from hadal.plugins.tensor_parallel.cut import WeightCut
 from hadal.plugins.tensor_parallel.layers import ColumnLinear, RowLinear
 
 GOLDEN: dict[str, Any] = json.loads(
@@ -31,6 +32,21 @@ def test_layers_that_were_cut_have_deepspeed_s_names() -> None:
     assert issubclass(ColumnLinear, LAYERS.LinearLayer)
     assert issubclass(ColumnLinear, LAYERS.TensorParallel_Layer)
     assert alias("deepspeed").tp_model_init.__name__ == "tp_model_init"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(ColumnLinear, "SubParamLinearLayer"), (RowLinear, "SubParamLinearAllreduce")],
+)
+def test_fused_layers_have_a_class_of_their_own(kind: type[nn.Module], name: str) -> None:
+    layer: Any = kind.__new__(kind)
+    layer.__dict__["cut"] = WeightCut.of(0, [[2, 2], [1, 1]])
+    plain: Any = kind.__new__(kind)
+    plain.__dict__["cut"] = WeightCut.of(0, [[2, 2]])
+    found = getattr(LAYERS, name)
+    assert isinstance(layer, found) and not isinstance(plain, found)
+    with pytest.raises(UsageError, match="layer_specs"):
+        found(layer, None)
 
 
 def test_layers_are_cut_for_training() -> None:
