@@ -40,7 +40,7 @@ from hadal.zero.grouping import LeafModules, find_units
 _LEAST = 1e-15
 _CHAIN, _LEAST_CALLS, _MOST_CALLS = 100, 4, 100
 _KINDS = ("products", "moved", "kernels")
-_MEASURED = ("device_nbytes", "host_nbytes", "speeds", "update_start")
+_MEASURED = ("device_nbytes", "host_nbytes", "speeds", "micro_step_start", "update_start")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -125,10 +125,10 @@ class _Measurement:
         ranks, device = self._ranks.size, self._device
         links = self._links()
         speeds = self._speeds()
-        start, on_host = self._update({"stage": 0}, torch.float32)
+        micro_step, start, on_host = self._update({"stage": 0}, torch.float32)
         if not self._on_host:
             offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-            on_host = self._update(offload, torch.bfloat16)[1]
+            on_host = self._update(offload, torch.bfloat16)[-1]
         disk = self._disk(folder)
         measured = dict.fromkeys((*_MEASURED, "host_update"), self._source)
         return ComputeCluster(
@@ -138,6 +138,7 @@ class _Measurement:
             device_nbytes=total_memory(device).total // (ranks if self._on_host else 1),
             host_nbytes=total_memory(torch.device("cpu")).total,
             speeds=speeds,
+            micro_step_start=micro_step,
             update_start=start,
             host_update=on_host * ranks,
             inside=links,
@@ -199,7 +200,7 @@ class _Measurement:
             peak_products=max(peak, 1 / products),
             elementwise=1 / elementwise,
             weights=1 / weights,
-            update=self._update({"stage": 0}, dtype)[1],
+            update=self._update({"stage": 0}, dtype)[-1],
             launch=launch,
         )
 
@@ -240,16 +241,16 @@ class _Measurement:
 
     # ---- updates ---------------------------------------------------------------------------------
 
-    def _update(self, zero: dict[str, Any], dtype: torch.dtype) -> tuple[float, float]:
-        """Return the time of a small update, and the elements that a rank steps per second."""
+    def _update(self, zero: dict[str, Any], dtype: torch.dtype) -> tuple[float, float, float]:
+        """Return the times of a small micro-step and update, and elements stepped per second."""
         few, many = (self._engine(numel, zero, dtype) for numel in self._sizes.numels)
-        _, small, _, large = self._times(
+        micro_step, small, _, large = self._times(
             partial(_backward, few), few.step, partial(_backward, many), many.step
         )
         for engine in (few, many):
             engine.destroy()
         first, last = self._sizes.numels
-        return small, (last - first) / max(large - small, _LEAST)
+        return micro_step, small, (last - first) / max(large - small, _LEAST)
 
     def _engine(self, numel: int, zero: dict[str, Any], dtype: torch.dtype) -> Engine:
         config: dict[str, Any] = {

@@ -76,6 +76,8 @@ class ComputeCluster:
     """By dtype: fp32, bf16, fp16."""
     host_update: float
     """Elements per second that AdamW steps in a host's memory, for all ranks of a node together."""
+    micro_step_start: float
+    """Seconds of a forward and backward, however little they compute."""
     update_start: float
     """Seconds of an update, however few elements it steps."""
     inside: Links
@@ -113,7 +115,7 @@ class ComputeCluster:
 # ---- named clusters ------------------------------------------------------------------------------
 
 _PRODUCTS, _MEMORY, _LINKS = 0.6, 0.8, 0.8
-_LAUNCH_S, _UPDATE_S = 5e-6, 1e-3
+_LAUNCH_S, _MICRO_STEP_S, _UPDATE_S = 5e-6, 1e-3, 1e-3
 _INSIDE_S, _BETWEEN_S = 10e-6, 15e-6
 # AdamW in mixed precision: gradient, master and two moments are read in float32, these three and
 # a 16-bit weight are written.
@@ -205,6 +207,7 @@ def _assumed(name: str, kind: _Kind, devices: int) -> ComputeCluster:
         device_nbytes=int(kind.memory * 1e9),
         host_nbytes=int(kind.host * 1e9),
         speeds=speeds,
+        micro_step_start=_MICRO_STEP_S,
         update_start=_UPDATE_S,
         host_update=kind.host_bandwidth * 1e9 * _MEMORY / _UPDATE_NBYTES,
         inside=Links(inside, inside, inside),
@@ -217,6 +220,7 @@ def _assumed(name: str, kind: _Kind, devices: int) -> ComputeCluster:
             "host_nbytes": f"assumed: the usual host, {shown_nbytes(int(kind.host * 1e9))}",
             "speeds": f"{sheet}, {_PRODUCTS:.0%} of its dense products and {_MEMORY:.0%} of"
             f" {kind.bandwidth:g} GB/s; torch starts an operation in 5 μs",
+            "micro_step_start": "assumed: 1 ms",
             "update_start": "assumed: 1 ms",
             "host_update": f"assumed: AdamW moves {_UPDATE_NBYTES} bytes per element, at"
             f" {_MEMORY:.0%} of {kind.host_bandwidth:g} GB/s",

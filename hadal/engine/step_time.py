@@ -335,6 +335,7 @@ class _Update:
                 self._backward.uses, sizes, self._limits, there.kept_at_end, following=following
             )
             held = back.kept_at_end
+            self.queues.compute("forward", self._cluster.micro_step_start)
             self._pass("forward", self._forward, there)
             self._begin_backward(step == 0, is_last)
             self._pass("backward", self._backward, back)
@@ -384,6 +385,8 @@ class _Update:
             shards = _Group(near, self._cluster.inside)
         bucket.is_near = 1 < near < bucket.shards.ranks
         nbytes = bucket.weight_nbytes
+        # This rank's own shard is copied into the whole.
+        self._pass_over("gathers", 2 * nbytes // shards.ranks)
         if bucket.gather_codec is not None:
             nbytes = bucket.gather_codec.wire_bytes(bucket.numel)
             self._pass_over("gathers", bucket.weight_nbytes + nbytes)
