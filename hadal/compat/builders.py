@@ -7,6 +7,7 @@ They report whether their functionality is available. It is found under the name
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -130,7 +131,24 @@ def builder_of(class_name: str) -> type[OpBuilder] | None:
     return _BUILDERS.get(class_name)
 
 
-def __getattr__(name: str) -> type[OpBuilder]:
+def __getattr__(name: str) -> Any:
+    if name == "TORCH_INFO":
+        return _torch_info()
     if name not in _BUILDERS:
         raise AttributeError(f"module 'hadal.compat.builders' has no attribute {name!r}")
     return _BUILDERS[name]
+
+
+@cache
+def _torch_info() -> dict[str, Any]:
+    """Return the versions that DeepSpeed's build writes down: torch's, and its libraries'."""
+    cuda, hip = torch.version.cuda, torch.version.hip
+    has_nccl = torch.cuda.is_available() and hip is None
+    nccl = ".".join(map(str, torch.cuda.nccl.version()[:2])) if has_nccl else "0.0"
+    return {
+        "version": f"{TORCH_MAJOR}.{TORCH_MINOR}",
+        "bf16_support": torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
+        "cuda_version": cuda or "0.0",
+        "nccl_version": nccl,
+        "hip_version": hip or "0.0",
+    }

@@ -750,3 +750,11 @@ def test_means_of_several_tensors_in_slices(ranks: RankPools) -> None:
         [[0.0, 1.5, 3.0], [0.5, 0.5], [1.0]],
         [[4.5, 6.0], [0.5, 0.5], []],
     ]
+
+
+def test_versions_are_this_machine_s() -> None:
+    told = alias("deepspeed.git_version_info")
+    assert told.version == alias("deepspeed").__version__ == "0.19.8"
+    assert told.torch_info["version"] == ".".join(torch.__version__.split(".")[:2])
+    assert told.torch_info["cuda_version"] == (torch.version.cuda or "0.0")
+    assert told.installed_ops == COMPATIBLE_OPS

@@ -32,6 +32,8 @@ _INFERENCE = (
     "deepspeed.module_inject.containers.",
     "deepspeed.ops.transformer.inference.",
 )
+_OF_THE_BUILD = "deepspeed.git_version_info_installed"
+"""A module that a build writes: its values are those of one machine."""
 _LETTERS = {"f": "function", "c": "class", "a": "value"}
 _KINDS = {"function": "functions", "class": "classes", "value": "values"}
 _DEEPEST = 20  # imports between a name and its definition; modules may import each other
@@ -205,7 +207,7 @@ def _add_listed(table: dict[str, dict[str, Any]], listed: dict[str, str]) -> Non
 
 def _entry(release: _Release, module: str, name: str) -> tuple[Any, ...] | None:
     one = release.names(module)[name]
-    kind = release.origin(one)
+    kind = ("value",) if module == _OF_THE_BUILD else release.origin(one)
     if kind[0] == "nothing":
         return None
     home = release.home(module, name)
