@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from functools import partial, reduce
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -117,7 +117,7 @@ class _Measurement:
         self._ranks = Ranks.world()
         self._device = current_device()
         self._on_host = is_host_memory(self._device)
-        when = datetime.now(UTC).date().isoformat()
+        when = datetime.now(timezone.utc).date().isoformat()
         self._source = f"measured: {when}, {self._ranks.size} ranks on {self._device.type}"
         self._sources: dict[str, str] = {}
 

@@ -116,8 +116,9 @@ def _gathered(values: Tensor, group: Group, heads: int, block: int) -> Tensor:
     sample, head = which // heads % batch, which % heads % own
     rows, columns = group.rows % count, group.columns % count
     index = (sample[:, None, None], head[:, None, None], rows[:, :, None])
+    place = (*index, slice(None), columns[:, None, :])
     # The indexed dimensions come first: [entries, R, C, block, block].
-    found = tiled[(*index, slice(None), columns[:, None, :])]
+    found = tiled[place]
     entries, height, width = found.shape[:3]
     return found.transpose(2, 3).reshape(entries, 1, height * block, width * block)
 
