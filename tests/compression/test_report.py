@@ -74,8 +74,8 @@ def test_a_report_draws_no_random_numbers():
 
 
 @pytest.mark.slow
-@pytest.mark.runs("plotly")
 def test_the_page_of_a_run_has_the_report(tmp_path: Path):
+    pytest.importorskip("plotly")
     from hadal.plugins.monitor.report import write_page
 
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job", "report": True}
