@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from hadal.compat.surface import unbuilt
 
 TORCH_MAJOR, TORCH_MINOR = (int(part) for part in torch.__version__.split(".")[:2])
+HAS_TRITON = find_spec("triton") is not None
 DEFAULT_COMPUTE_CAPABILITIES = "6.0;6.1;7.0"
 
 # class name -> (name of the operator, whether its functionality is available)

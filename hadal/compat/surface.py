@@ -1,7 +1,8 @@
 """The surface as data: the names of DeepSpeed that programs use, their homes, and placeholders.
 
-`surface.json` has the names, `homes.json` the home of each that is built, and `instead.json` the
-replacements of the others, by the beginning of their names.
+`surface.json` has the names (`tests/compat/write_surface.py` makes it from copies of DeepSpeed),
+`homes.json` the home of each that is built, and `instead.json` the replacements of the others, by
+the beginning of their names.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
 import os
 import sys
@@ -758,3 +759,4 @@ def test_versions_are_this_machine_s() -> None:
     assert told.torch_info["version"] == ".".join(torch.__version__.split(".")[:2])
     assert told.torch_info["cuda_version"] == (torch.version.cuda or "0.0")
     assert told.installed_ops == COMPATIBLE_OPS
+    assert alias("deepspeed").HAS_TRITON is (importlib.util.find_spec("triton") is not None)

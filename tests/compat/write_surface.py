@@ -59,8 +59,12 @@ class _Release:
             self._known[module] = found = {}
             path = self.files[module]
             package = module if path.stem == "__init__" else module.rpartition(".")[0]
-            for statement in _top_level(ast.parse(path.read_text("utf-8")).body):
+            body = ast.parse(path.read_text("utf-8")).body
+            for statement in _top_level(body):
                 self._read(statement, package, found)
+            for name in _depends_on_the_machine(body):
+                if found[name] in (("constant", True), ("constant", False), ("constant", None)):
+                    found[name] = ("value",)
         return self._known[module]
 
     def _read(self, statement: ast.stmt, package: str, found: Found) -> None:
@@ -164,6 +168,14 @@ def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _top_level(handler.body)
             yield from _top_level(getattr(statement, "orelse", []))
             yield from _top_level(statement.body)
+
+
+def _depends_on_the_machine(body: list[ast.stmt]) -> set[str]:
+    """Return the names that are assigned inside `if` and `try`: is a package installed, ..."""
+    inside = [one for one in body if isinstance(one, ast.If | ast.Try)]
+    assigned = [one for one in _top_level(inside) if isinstance(one, ast.Assign)]
+    targets = [(target, one.value) for one in assigned for target in one.targets]
+    return {name for pair in targets for name, _ in _pairs(*pair)}
 
 
 def surface(folders: list[Path], listed: dict[str, str]) -> dict[str, Any]:
