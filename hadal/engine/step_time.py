@@ -24,7 +24,6 @@ from hadal.engine.clusters import ComputeCluster, Link, Links
 from hadal.engine.plan import ModelPlan, RankCounts
 from hadal.engine.policies import disk_steps_of, tiers_of, transport_of
 from hadal.engine.precision import autocast_dtype
-from hadal.engine.topology import model_parts_of
 from hadal.zero.estimate import JobSize
 from hadal.zero.grouping import BucketPlan, Unit
 from hadal.zero.offload import Offload
@@ -39,11 +38,9 @@ PARTS = (
     "update",
     "refresh",
     "offload",
-    "pipeline",
 )
 """Computation of both passes; gathers of weights at stage 3; reductions of gradients; the update
-of masters; gathers of updated weights (stages 1 and 2); traffic with host and disk; waits of a
-pipeline's stages for each other."""
+of masters; gathers of updated weights (stages 1 and 2); traffic with host and disk."""
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MASTER_NBYTES = 4
@@ -94,8 +91,8 @@ def step_time(
     """Return the time of one update in the midst of many.
 
     Args:
-        micro_step: one forward and backward of a rank, with the whole model.
-        planned: the plan of the same model.
+        micro_step: one forward and backward of a rank.
+        planned: the plan of the model, which every rank computes whole.
         config: the configuration.
         counts: the ranks.
         cluster: what devices and networks reach.
@@ -203,8 +200,6 @@ class _Bucket:
     """A bucket, its ranks, and what goes on with it."""
 
     plan: BucketPlan
-    numel: int
-    """On one rank of those that have parts of the model."""
     shards: _Group
     copies: _Group
     """The ranks with the same shard."""
@@ -222,7 +217,7 @@ class _Bucket:
     @property
     def weight_nbytes(self) -> int:
         """The bytes of its weights."""
-        return self.numel * self.plan.precision.compute.itemsize
+        return self.plan.numel * self.plan.precision.compute.itemsize
 
     @property
     def gather_codec(self) -> Codec | None:
@@ -264,7 +259,6 @@ class _Update:
         self._job = job
         self._micro_step = micro_step
         self._moments = moments
-        self._parts = model_parts_of(config)
         self._limits = planned.limits
         self._dtype = _product_dtype(planned, config, cluster)
         self._speeds = self._cluster.speeds_of(self._dtype)
@@ -300,15 +294,13 @@ class _Update:
         ranks = counts.dense if experts is None else counts.holding(experts)
         shards = counts.shards_of(plan.holders)
         apart = max(1, self._job.devices // ranks)
-        numel = plan.numel // self._parts
         return _Bucket(
             plan,
-            numel,
             self._group(shards, apart),
             self._group(max(1, ranks // shards), apart * shards),
             transport_of(self._config, shards),
             tiers_of(self._config),
-            math.ceil(numel / shards) if plan.partition.optimizer else numel,
+            math.ceil(plan.numel / shards) if plan.partition.optimizer else plan.numel,
         )
 
     def _group(self, ranks: int, apart: int) -> _Group:
@@ -340,10 +332,6 @@ class _Update:
             self._begin_backward(step == 0, is_last)
             self._pass("backward", self._backward, back)
             self._end_backward()
-        stages = self._config.pipeline.stages
-        if self._parts > 1 and isinstance(stages, int) and stages > 1:
-            seconds = sum(self._forward.seconds) + sum(self._backward.seconds)
-            self.queues.compute("pipeline", seconds * (stages - 1))
         self._step()
 
     def _pass(self, part: str, path: _Path, plan: Plan) -> None:
@@ -374,7 +362,7 @@ class _Update:
             segment.moved / speeds.elementwise
         )
         launches = segment.kernels * speeds.launch
-        return (work + launches if on_host else max(work, launches)) / self._parts
+        return work + launches if on_host else max(work, launches)
 
     def _gather(self, bucket: _Bucket) -> _Event:
         """Start to gather sharded weights, which may have to be fetched first."""
@@ -388,7 +376,7 @@ class _Update:
         # This rank's own shard is copied into the whole.
         self._pass_over("gathers", 2 * nbytes // shards.ranks)
         if bucket.gather_codec is not None:
-            nbytes = bucket.gather_codec.wire_bytes(bucket.numel)
+            nbytes = bucket.gather_codec.wire_bytes(bucket.plan.numel)
             self._pass_over("gathers", bucket.weight_nbytes + nbytes)
         return self._send("gathers", "all_gather", nbytes, shards, fetched)
 
@@ -433,7 +421,7 @@ class _Update:
                 # It is copied into the bucket, or added to what is there.
                 touched = 2 if self._is_first or bucket.plan.partition.gradients else 3
                 nbytes = self._numels[name] * bucket.plan.precision.compute.itemsize
-                self._pass_over("backward", touched * nbytes // self._parts)
+                self._pass_over("backward", touched * nbytes)
         while self._reduces_inside and self._turns and self._turns[0].missing <= 0:
             self._reduce(self._turns.pop(0))
 
@@ -446,11 +434,11 @@ class _Update:
         """Start a reduction; the one before it must be over."""
         self.queues.wait(self._in_flight)
         partition, precision = bucket.plan.partition, bucket.plan.precision
-        nbytes, codec = bucket.numel * precision.reduce.itemsize, bucket.transport.reduce
+        nbytes, codec = bucket.plan.numel * precision.reduce.itemsize, bucket.transport.reduce
         if codec is not None and partition.gradients:
-            nbytes = codec.wire_bytes(bucket.numel)
+            nbytes = codec.wire_bytes(bucket.plan.numel)
             # It is encoded and decoded, each with a pass over values in float32.
-            self._pass_over("reductions", 2 * (nbytes + _MASTER_NBYTES * bucket.numel))
+            self._pass_over("reductions", 2 * (nbytes + _MASTER_NBYTES * bucket.plan.numel))
         kind = "reduce_scatter" if partition.optimizer else "all_reduce"
         event = self._send("reductions", kind, nbytes, bucket.shards)
         if bucket.copies.ranks > 1 and self._is_last:
@@ -494,8 +482,8 @@ class _Update:
         """Return the buckets that the host updates: a share of them if `ratio` says so."""
         section = self._config.zero_optimization.offload_optimizer
         off = [bucket for bucket in stepped if self._steps_off(bucket)]
-        room = sum(b.numel for b in off) * (1.0 if section is None else section.ratio)
-        seen = accumulate(bucket.numel for bucket in off)
+        room = sum(b.plan.numel for b in off) * (1.0 if section is None else section.ratio)
+        seen = accumulate(bucket.plan.numel for bucket in off)
         return [bucket for bucket, numel in zip(off, seen, strict=True) if numel <= room]
 
     def _stepping(self, bucket: _Bucket, rate: float) -> float:
@@ -529,8 +517,8 @@ class _Update:
         if not bucket.plan.partition.optimizer or bucket.plan.partition.weights:
             return
         largest = bucket.transport.refresh_numel
-        for start in range(0, bucket.numel, largest):
-            numel = min(largest, bucket.numel - start)
+        for start in range(0, bucket.plan.numel, largest):
+            numel = min(largest, bucket.plan.numel - start)
             nbytes = numel * bucket.plan.precision.compute.itemsize
             bucket.ready = self._send("refresh", "all_gather", nbytes, bucket.shards, after)
 
@@ -560,13 +548,12 @@ class _Update:
         backward = sum(segment.products for segment in self._micro_step.backward)
         steps = self._config.gradient_accumulation_steps
         # A backward has twice the products of its forward: more are recomputation.
-        products = min(3 * forward, forward + backward) * steps / self._parts
+        products = min(3 * forward, forward + backward) * steps
         micro = self._config.train_micro_batch_size_per_gpu
-        shared = self._parts * self._config.sequence_parallel_size
         return StepTime(
             parts,
             seconds,
-            micro * steps * max(1, self._job.devices // shared),
+            micro * steps * (self._job.devices // self._config.sequence_parallel_size),
             products / seconds / self._speeds.peak_products,
             _left_out(self._config),
         )
@@ -574,8 +561,6 @@ class _Update:
 
 def _left_out(config: Config) -> tuple[str, ...]:
     found = []
-    if config.tensor_parallel.is_on:
-        found.append("exchanges between slices of layers (tensor_parallel)")
     if config.sequence_parallel_size > 1:
         found.append("exchanges between parts of sequences (sequence_parallel_size)")
     if config.expert_parallel.enabled:
