@@ -75,6 +75,7 @@ def _tuner(parsed: argparse.Namespace, said: CommandOutput) -> Tuner:
         plan.job.world_size,
         wish.ranks,
         len(plan.job.pool),
+        wish.section.experiment_timeout,
     )
     return Tuner(wish, runner, _states_of(wish, plan.job), said.note)
 

@@ -7,7 +7,7 @@ from annotated_types import MinLen
 from pydantic import BeforeValidator
 
 from hadal.config.section import NULL_IS_DEFAULT, Section, Switched, key, rule
-from hadal.config.values import Boolean, Integer, Spelled, Text
+from hadal.config.values import Boolean, Integer, Number, Spelled, Text
 from hadal.errors import Fault
 
 METRIC_PATH, MODEL_INFO_PATH = "autotuning_metric.json", "autotuning_model_info.json"
@@ -26,6 +26,12 @@ class ModelInfo(Section):
         None,
         "Number of elements in all parameters of the model; if given, the first run is skipped.",
         ge=0,
+    )
+    candidates: Text | None = key(
+        None,
+        "File with a JSON list of configurations to plan with the model and the first micro-batch, "
+        "each as the keys that differ from this one; model_info_path gets the memory and time of "
+        "each. The search sets this.",
     )
     hidden_size: Integer | None = key(
         None,
@@ -86,10 +92,23 @@ class Autotuning(Switched):
     )
     start_profile_step: Integer = key(3, "First measured update.", ge=1)
     end_profile_step: Integer = key(5, "Last measured update; the experiment ends after it.", ge=1)
+    experiment_timeout: Number | None = key(
+        None,
+        "Seconds after which an experiment is ended, and counts as failed; null: it may take as "
+        "long as it needs.",
+        gt=0,
+    )
+    value_to_beat: Number | None = key(
+        None,
+        "Best value of the metric so far: an experiment whose first measured update is worse by "
+        "more than 25 % ends after it. The search sets this.",
+        gt=0,
+    )
     fast: Boolean = key(
         True,
-        "Search the stage and the micro-batch only. If false, also search each stage's buckets "
-        "and limits. A key given as a list under zero_optimization is searched either way.",
+        "Search the stage and the micro-batch only, in at most 3 measured experiments. If false, "
+        "also search each stage's buckets and limits, offload, recomputation and overlap_comm, in "
+        "at most 8. A key given as a list under zero_optimization is searched either way.",
     )
     max_train_batch_size: Integer | None = key(
         None, "Largest train_batch_size to try; null: as large as memory allows.", gt=0
@@ -101,7 +120,8 @@ class Autotuning(Switched):
     )
     num_tuning_micro_batch_sizes: Integer = key(
         3,
-        "Number of micro-batches (the fastest ones) with which a stage's other settings are tried.",
+        "Number of micro-batches (the fastest ones, as planned) with which a stage's other "
+        "settings are tried.",
         ge=1,
     )
     mp_size: Integer = key(
@@ -112,9 +132,10 @@ class Autotuning(Switched):
     )
     tuner_type: Literal["gridsearch", "random", "model_based"] = key(
         "model_based",
-        "Order in which a stage's settings are tried: gridsearch takes them as listed, random "
-        "shuffles them (the same way each time), model_based tries next the settings that a linear "
-        "model of the results so far predicts to be best.",
+        "Order in which settings are tried: gridsearch takes them all as listed, random "
+        "shuffles them (the same way each time), model_based tries next those that are the best by "
+        "a plan of the model, corrected by the results so far, and ends when none is left that may "
+        "win.",
     )
     tuner_early_stopping: Integer = key(
         5, "Leave a stage after this many experiments without an improvement.", ge=1

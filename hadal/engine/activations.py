@@ -165,8 +165,17 @@ def _recompute(
     return given.args, given.kwargs
 
 
+def without_values(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device."""
+    return _copied(model, {}, with_values=False, device=torch.device("meta"))[0]
+
+
 def _copied(
-    model: nn.Module, dtypes: Mapping[nn.Parameter, torch.dtype], *, with_values: bool
+    model: nn.Module,
+    dtypes: Mapping[nn.Parameter, torch.dtype],
+    *,
+    with_values: bool,
+    device: torch.device = _HOST,
 ) -> tuple[nn.Module, dict[int, nn.Module]]:
     """Return a copy with parameters of these dtypes, and its modules by the originals' ids."""
     memo: dict[int, Any] = {}
@@ -176,7 +185,7 @@ def _copied(
             if id(tensor) in memo:
                 continue
             dtype = dtypes.get(tensor, tensor.dtype)  # type: ignore[call-overload]
-            made = torch.empty(tensor.shape, dtype=dtype, device=_HOST)
+            made = torch.empty(tensor.shape, dtype=dtype, device=device)
             if with_values and tensor.device.type != "meta":
                 made.copy_(tensor.detach())
             if isinstance(tensor, nn.Parameter):

@@ -13,6 +13,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from hadal.device import is_host_memory, total_memory
+from hadal.device.inventory import peak_flops
 from hadal.errors import ConfigError, nearest
 from hadal.units import shown_nbytes
 
@@ -230,6 +234,49 @@ def _assumed(name: str, kind: _Kind, devices: int) -> ComputeCluster:
             "disk_read": f"assumed: one NVMe disk, {_MEMORY:.0%} of 7 GB/s",
             "disk_write": f"assumed: one NVMe disk, {_MEMORY:.0%} of 5 GB/s",
         },
+    )
+
+
+# A core with vectors of 256 bits, and what ranks of one host reach through its memory.
+_CORE = Speeds(
+    products=5e10,
+    convolutions=5e10,
+    peak_products=8e10,
+    elementwise=5e9,
+    weights=5e9,
+    update=2e8,
+    launch=5e-6,
+)
+_CORE_LINK = Link(1e-4, 2e9)
+
+
+def cluster_here(device: torch.device, ranks: int) -> ComputeCluster:
+    """Return the assumed speeds of this machine with `ranks`: those of its devices, or cores.
+
+    Unknown devices are taken for an H100. Use it where only the ranking of plans matters.
+    """
+    host = total_memory(torch.device("cpu")).total
+    if not is_host_memory(device):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        name = re.sub(r"[^a-z0-9]", "", name.lower())
+        nbytes = total_memory(device).total
+        alike = [kind for kind in _KINDS if kind.split("-")[0] in name]
+        alike.sort(key=lambda k: (-len(k.split("-")[0]), abs(_KINDS[k].memory * 1e9 - nbytes)))
+        found = cluster_named(f"{alike[0] if alike else 'h100'}x{ranks}")
+        return replace(found, device_nbytes=nbytes, host_nbytes=host)
+    peak = peak_flops(device, torch.float32) or _CORE.peak_products
+    core, links = _CORE.shared(peak / _CORE.peak_products), Links(*[_CORE_LINK] * 3)
+    return replace(
+        cluster_named(f"l4x{ranks}"),
+        name="this host",
+        computes_on_host=True,
+        device_nbytes=host // ranks,
+        host_nbytes=host,
+        speeds={"fp32": core},
+        host_update=core.update * ranks,
+        inside=links,
+        between=links,
+        sources=dict.fromkeys(("speeds", "host_update", "inside", "between"), "assumed: a host"),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from torch import nn
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import raised_on_all
+from hadal.comm.start import get_local_world_size
 from hadal.comm.summary import end_of_log
 from hadal.config import Config
 from hadal.config.autotuning import Autotuning
 from hadal.config.monitors import JsonlMonitor
 from hadal.config.parallelism import HybridEngine
 from hadal.engine.clocks import Clocks
+from hadal.engine.clusters import cluster_here
 from hadal.engine.listeners import EngineSetting
 from hadal.engine.plan import ModelPlan
 from hadal.engine.policies import budget_of
@@ -30,7 +33,7 @@ from hadal.engine.topology import Topology
 from hadal.errors import MonitorError, UsageError
 from hadal.listener import Listener, Setting
 from hadal.optim.loss_scale import ScaleRule
-from hadal.plugins.autotuning.measuring import Experiment
+from hadal.plugins.autotuning.measuring import Experiment, PlansOf
 from hadal.plugins.monitor.files import path_of
 from hadal.plugins.monitor.monitor import Monitor
 from hadal.plugins.monitor.opening import describe_run, open_writers, sections_on
@@ -39,6 +42,7 @@ from hadal.zero.access import GatheredParameters
 from hadal.zero.policy import STAGES
 from hadal.zero.state import ParameterValues
 
+_log = logging.getLogger(__name__)
 Build = Callable[[Any, EngineSetting], Listener | None]
 
 
@@ -154,8 +158,24 @@ def _recomputed(section: Any, setting: EngineSetting) -> Listener | None:
 
 
 def _experiment(section: Autotuning, setting: EngineSetting) -> Listener:
+    plans = None
+    if section.model_info and section.model_info.candidates and setting.world.rank == 0:
+        plans = _planner_of(setting)
     largest = setting.plan.unit_numel
-    return Experiment(section, setting.model, largest, setting.world, setting.device)
+    return Experiment(section, setting.model, largest, setting.world, setting.device, plans)
+
+
+def _planner_of(setting: EngineSetting) -> PlansOf | None:
+    """Return the planner of configurations for a search; None if the model cannot be copied."""
+    from hadal.engine.foresight import CandidatePlanner  # for this alone
+
+    ranks = get_local_world_size() or setting.world.size
+    cluster, nodes = cluster_here(setting.device, ranks), setting.world.size // ranks
+    try:
+        return CandidatePlanner(setting.model, setting.config, cluster, nodes).plan
+    except Exception as error:  # modules may hold anything, which may refuse copies
+        _log.warning("autotuning: no plans, since the model cannot be copied: %r", error)
+        return None
 
 
 def _scalars(_: Any, setting: EngineSetting) -> Listener:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hadal.config import Config, load_config
 from hadal.config.reading import read
-from hadal.engine.activations import LossOf, MicroStep, Segment, trace
+from hadal.config.section import leaves
+from hadal.engine.activations import LossOf, MicroStep, Segment, trace, without_values
 from hadal.engine.clusters import ComputeCluster, cluster_named, read_cluster
 from hadal.engine.memory import (
     GPU,
@@ -33,7 +35,7 @@ from hadal.engine.memory import (
 from hadal.engine.policies import tiers_of, transport_of
 from hadal.engine.precision import casting_of
 from hadal.engine.step_time import StepTime, step_time
-from hadal.errors import NotBuiltYetError
+from hadal.errors import HadalError, NotBuiltYetError
 from hadal.optim.workspace import block_numel
 from hadal.zero.estimate import TierBytes
 from hadal.zero.gradients import WAITING_NBYTES
@@ -229,6 +231,76 @@ class _Foreseer:
                 with_values=self._with_values,
             )
         return self._known[key]
+
+
+# ---- the same model under many configurations ----------------------------------------------------
+
+
+class CandidatePlanner:
+    """Plans of a model under changed configurations, with batches of other sizes."""
+
+    def __init__(self, model: nn.Module, config: Config, cluster: ComputeCluster, nodes: int):
+        self._config = config
+        # The engine is about to shard the model's own parameters.
+        self._planner = _Foreseer(without_values(model), cluster, nodes)
+
+    def plan(self, batch: Any, patches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return bytes, seconds and samples of an update under each patch; or `failure`.
+
+        Once no patch of a micro-batch fits, larger ones are not planned.
+
+        Args:
+            batch: a micro-batch of this configuration; dimension 0 of its tensors counts samples.
+            patches: keys to merge into the configuration, micro-batches among them.
+        """
+        raw = _as_given(self._config)
+        found: list[dict[str, Any]] = [{"failure": "smaller micro-batches do not fit"}] * len(
+            patches
+        )
+        by_size: dict[int, list[int]] = {}
+        for number, patch in enumerate(patches):
+            by_size.setdefault(patch[_MICRO], []).append(number)
+        for micro, numbers in sorted(by_size.items()):
+            given = _resized(batch, self._config.train_micro_batch_size_per_gpu, micro)
+            plans = [self._planned(merged(raw, patches[n]), given) for n in numbers]
+            for number, (told, _) in zip(numbers, plans, strict=True):
+                found[number] = told
+            if not any(fits for _, fits in plans):
+                break
+        return found
+
+    def _planned(self, raw: dict[str, Any], batch: Any) -> tuple[dict[str, Any], bool]:
+        try:
+            made = self._planner.plan(raw, batch)
+        except HadalError as error:
+            return {"failure": " ".join(str(error).split())}, False
+        assert made.time is not None  # there is a batch
+        total, time = made.total, made.time
+        nbytes = total.device + made.cluster.computes_on_host * total.host
+        told = {"memory": nbytes, "seconds": time.seconds, "samples": time.samples}
+        return told, made.fits
+
+
+def _as_given(config: Config) -> dict[str, Any]:
+    """Return the keys of a configuration that its user, or a program, has set."""
+    found: dict[str, Any] = {}
+    for path, value in leaves(config.as_dict()):
+        if config.origins.get(path) in ("you", "auto"):
+            *sections, key = path.split(".")
+            reduce(lambda inner, name: inner.setdefault(name, {}), sections, found)[key] = value
+    return found
+
+
+def _resized(batch: Any, size: int, new: int) -> Any:
+    """Return a batch without values, with `new` samples where there are `size`."""
+
+    def made(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        rows = [new] if value.dim() and len(value) == size else list(value.shape[:1])
+        return torch.empty([*rows, *value.shape[1:]], dtype=value.dtype, device="meta")
+
+    return tree_map(made, batch)
 
 
 # ---- what to change ------------------------------------------------------------------------------

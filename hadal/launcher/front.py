@@ -123,6 +123,8 @@ class Front:
         full_tracebacks: bool = False,
     ) -> None:
         self._job = job
+        self.limit_s: float | None = None
+        """The seconds that the job may take; None: it may take as long as it needs."""
         self._full_tracebacks = full_tracebacks
         self._printer = printer
         self._say, self._note = (_on_its_line(each, printer) for each in (say, note))
@@ -364,12 +366,15 @@ class Front:
             self._kill()
 
     def _wait_on(self, now: float) -> None:
-        """Give up on hosts that do not answer."""
+        """Give up on hosts that do not answer, and on a job beyond its time."""
         if now - self._began_at > HELLO_S:
             silent = [c.host for c in self._channels.values() if c.state is HostState.REACHED_FOR]
             if silent:
                 self._lost += [f"host {host} has not answered in {HELLO_S:g} s" for host in silent]
                 self._stop(signal.SIGTERM)
+        if self.limit_s is not None and now - self._began_at > self.limit_s:
+            self._lost.append(f"not at its end after {self.limit_s:g} s, the time limit")
+            self._stop(signal.SIGTERM)
 
     def _stop(self, sent: signal.Signals) -> None:
         """Ask every process on every host to end, once."""

@@ -14,12 +14,11 @@ from hadal.compat.install import alias
 from hadal.config import load_config
 from hadal.errors import ConfigError, LaunchError
 from hadal.plugins.autotuning.space import (
-    ModelSizes,
     SearchRequest,
     TuningTrial,
     combinations,
     config_of,
-    distinct,
+    levers,
     read_request,
 )
 from hadal.plugins.autotuning.words import config_flag, found_at, mapped, value_of, with_value
@@ -186,28 +185,43 @@ def test_the_default_spaces_have_deepspeeds_names(wish: Reader) -> None:
         space["stage"] = stage
 
 
+def test_levers_are_settings_of_one_kind(wish: Reader) -> None:
+    assert levers(wish({})) == []
+    slow = {"autotuning": {**ON, "fast": False}}
+    assert [TuningTrial(2, 4, others).name(1) for others in levers(wish(slow))] == [
+        "z2_tmbspg4_gas1_octrue",
+        "z2_tmbspg4_gas1_ocfalse",
+        "z2_tmbspg4_gas1_acmunits",
+        "z2_tmbspg4_gas1_oocpu",
+        "z2_tmbspg4_gas1_acmunits_oocpu",
+    ]
+    # What the user sets stays.
+    own = {
+        "zero_optimization": {"offload_optimizer": None, "reduce_bucket_size": [1, 2]},
+        "activation_checkpointing": {"number_checkpoints": 2},
+    }
+    given = wish(slow | own)
+    assert [TuningTrial(2, 4, others).name(1) for others in levers(given)] == [
+        "z2_tmbspg4_gas1_rbs1_octrue",
+        "z2_tmbspg4_gas1_rbs1_ocfalse",
+        "z2_tmbspg4_gas1_rbs1_acmunits",
+    ]
+    found = config_of(given, TuningTrial(2, 4, levers(given)[-1]))
+    assert found["activation_checkpointing"] == {"number_checkpoints": 2, "modules": "units"}
+
+
 @pytest.mark.parametrize(
-    ("stage", "sizes", "kept"),
+    ("micro", "section", "sizes"),
     [
-        (1, ModelSizes(2_000_000, 9), 1),  # small modules share buckets of a million elements
-        (1, ModelSizes(200_000_000, 60_000_000), 4),
-        (1, ModelSizes(2_000_000_000, 1_500_000_000), 9),
-        (0, ModelSizes(200_000_000, 60_000_000), 2),
-        (3, ModelSizes(500_000, 300_000), 2 * 2 * 2),
-        (3, ModelSizes(2_000_000_000, 600_000_000), 3 * 3 * 2),
-        (3, ModelSizes(9, 9), 1),
+        (4, {"max_train_micro_batch_size_per_gpu": 20}, (1, 2, 3, 4, 6, 8, 12, 16, 20)),
+        ([9, 2, 4], {"max_train_micro_batch_size_per_gpu": 8}, (2, 4)),
+        (None, {"max_train_batch_size": 16}, (1, 2, 4, 8)),
+        (None, {"max_train_batch_size": 24}, (1, 2, 3, 4, 6, 12)),
     ],
 )
-def test_settings_with_the_same_effect_are_one(
-    wish: Reader, stage: int, sizes: ModelSizes, kept: int
-) -> None:
-    slow = {**ON, "fast": False, "model_info": {"hidden_size": 100}}
-    left = distinct(combinations(wish({"autotuning": slow}), stage), sizes, ())
-    assert (len(left), left[0]) == (kept, ())
-    # What the user lists is tried.
-    lists = {"overlap_comm": [True, False], "reduce_bucket_size": [1e9, 2e9]}
-    four = combinations(wish({"zero_optimization": lists}), stage)
-    assert distinct(four, sizes, lists) == four
+def test_sizes(wish: Reader, micro: object, section: dict[str, Any], sizes: list[int]) -> None:
+    config = {} if micro is None else {"train_micro_batch_size_per_gpu": micro}
+    assert wish({**config, "autotuning": {**ON, **section}}).sizes == sizes
 
 
 def test_the_configuration_of_a_trial(wish: Reader) -> None:

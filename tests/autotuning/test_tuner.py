@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -30,6 +30,8 @@ class Formulas:
     """Samples a second of a stage and a micro-batch, and of a name if there is a third argument."""
     hidden: int = 0
     """Bytes that no prediction sees."""
+    planned: Callable[[dict[str, Any]], float] | None = None
+    """Samples a second as a plan of these settings has them."""
     world_size: int = 2
     made: list[str] = field(default_factory=list)
 
@@ -46,15 +48,22 @@ class Formulas:
         return " ".join(words)
 
     def run(
-        self, name: str, config: Mapping[str, Any], section: Mapping[str, Any], answer: str
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        section: Mapping[str, Any],
+        answer: str,
+        candidates: Sequence[Mapping[str, Any]] = (),
+        to_beat: float | None = None,
     ) -> Outcome:
         stage, size = config["zero_optimization"]["stage"], config["train_micro_batch_size_per_gpu"]
         if answer != METRICS and self.hidden > MEMORY:
             return Outcome(name, None, OUT_OF_MEMORY, "e.log")
         if answer != METRICS:
             sizes = {"num_params": 2 * 10**8, "largest_unit_num_params": 6 * 10**7}
-            info = {**sizes, "trainable_num_params": 9, "memory_per_gpu": MEMORY}
-            return Outcome(name, {**info, "activation_mem_per_gpu": SAMPLE * size})
+            info: dict[str, Any] = {**sizes, "trainable_num_params": 9, "memory_per_gpu": MEMORY}
+            info |= {"activation_mem_per_gpu": SAMPLE * size}
+            return Outcome(name, info | {"plans": [self.plan(each) for each in candidates]})
         self.made.append(name.removesuffix("_gas1"))
         peak = STATES + self.hidden + SAMPLE * size
         if peak > MEMORY:
@@ -65,6 +74,13 @@ class Formulas:
             return Outcome(name, None, "rank 0: KeyError: 'labels'", "e.log")
         found = {"throughput": speed, "latency": 1000 * size / speed, "peak_memory_per_gpu": peak}
         return Outcome(name, {**found, "memory_per_gpu": MEMORY})
+
+    def plan(self, patch: Mapping[str, Any]) -> dict[str, Any]:
+        if self.planned is None:
+            return {"failure": "ModelError: its shapes depend on values"}
+        size, samples = patch["train_micro_batch_size_per_gpu"], patch["train_batch_size"]
+        speed = self.planned(dict(patch["zero_optimization"]) | {"micro": size} | dict(patch))
+        return {"memory": STATES + SAMPLE * size, "seconds": samples / speed, "samples": samples}
 
 
 @pytest.fixture
@@ -79,6 +95,7 @@ def searched(tmp_path: Path) -> Callable[..., tuple[Tuner, list[str]]]:
         fails: bool = False,
         accumulation: int | None = 1,
         zero: dict[str, Any] | None = None,
+        planned: Callable[[dict[str, Any]], float] | None = None,
         **section: Any,
     ) -> tuple[Tuner, list[str]]:
         path = tmp_path / "ds.json"
@@ -89,7 +106,7 @@ def searched(tmp_path: Path) -> Callable[..., tuple[Tuner, list[str]]]:
             "autotuning": {"enabled": True, **section},
         }
         path.write_text(json.dumps(config))
-        runner: Any = Formulas(tmp_path, speed, hidden)
+        runner: Any = Formulas(tmp_path, speed, hidden, planned)
         wish = read_request(("t.py", "--deepspeed", str(path)), 2)
         tuner = Tuner(wish, runner, lambda *_: STATES, lambda _: None)
         if fails:
@@ -103,41 +120,132 @@ def searched(tmp_path: Path) -> Callable[..., tuple[Tuner, list[str]]]:
     return search
 
 
-def test_the_micro_batch_grows_while_it_gains_and_fits(searched: Any) -> None:
-    # (0.95 x 2000 - 1000) / 100: 9 samples fit, which two peaks tell without a failure.
-    tuner, made = searched(lambda stage, size: 10.0 * size)
-    assert made == ["z0_tmbspg1", "z0_tmbspg2", "z0_tmbspg4", "z0_tmbspg8", "z0_tmbspg9"]
-    assert tuner.findings.best().outcome.name == "z0_tmbspg9_gas1"
-    # Where it gains less than 5 %, it is doubled no more.
-    assert searched(lambda stage, size: min(size, 2))[1] == [
-        "z0_tmbspg1",
-        "z0_tmbspg2",
-        "z0_tmbspg4",
+# ---- with plans ----------------------------------------------------------------------------------
+
+
+@pytest.mark.claims("autotuning.tuner_type")
+def test_each_order_of_planned_trials(searched: Any) -> None:
+    def speed(stage: int, size: int) -> float:
+        return float(size)
+
+    three = {"micro": [2, 4, 8], "planned": lambda told: 1.0 * told["micro"]}
+    grid = [f"z0_tmbspg{size}" for size in (2, 4, 8)]
+    assert searched(speed, **three, tuner_type="gridsearch")[1] == grid
+    assert sorted(searched(speed, **three, tuner_type="random")[1]) == grid
+    assert searched(speed, **three)[1] == grid[2:]
+
+
+def test_the_best_by_plan_is_found_in_three_runs(searched: Any) -> None:
+    def plan(told: dict[str, Any]) -> float:
+        return 50.0 * told["micro"] / (told["micro"] + 4) / (1 + 0.1 * told["stage"])
+
+    # A machine of a third of the planned speed: the first run is the best.
+    tuner, made = searched(lambda stage, size: plan({"micro": size, "stage": stage}) / 3, "all")
+    assert made == ["z0_tmbspg1", "z0_tmbspg2", "z0_tmbspg4", *made[3:]]  # without plans
+    tuner, made = searched(
+        lambda stage, size: plan({"micro": size, "stage": stage}) / 3, "all", planned=plan
+    )
+    assert (made[0], len(made)) == ("z0_tmbspg8", 3)
+    assert tuner.findings.best().outcome.name == "z0_tmbspg8_gas1"
+    (rest,) = [line for line in tuner.findings.failures() if "others was not run" in line]
+    assert "z2_tmbspg8_gas1" in rest
+    # Stage 0 is slower than planned: the next one is tried, wins and is confirmed.
+    tuner, made = searched(
+        lambda stage, size: plan({"micro": size, "stage": stage}) / (2 - (stage == 1)),
+        stage=[0, 1],
+        micro=[8],
+        planned=plan,
+    )
+    assert made == ["z0_tmbspg8", "z1_tmbspg8", "z1_tmbspg8_gas1_again"]
+    # What cannot win by its corrected plan does not run.
+    _, made = searched(
+        lambda stage, size: 10.0, micro=[1, 8], planned=lambda told: 1.0 * told["micro"]
+    )
+    assert made == ["z0_tmbspg8"]
+
+
+def test_the_best_of_all_settings_is_found_in_eight_runs(searched: Any) -> None:
+    def truth(stage: int, size: int, name: str) -> float:
+        recomputes = "acmunits" in name
+        faster = 1 + 0.05 * ("rbs5e7" in name) + 0.02 * ("abs5e8" in name)
+        return faster * size / (size + 4) * (0.75 if recomputes else 1.0) / (1 + 0.02 * stage)
+
+    def plan(told: dict[str, Any]) -> float:
+        recomputes = "activation_checkpointing" in told
+        faster = 1 + 0.03 * (told.get("reduce_bucket_size") == 50_000_000)
+        size, stage = told["micro"], told["stage"]
+        return 7 * faster * size / (size + 5) * (0.7 if recomputes else 1.0) / (1 + 0.03 * stage)
+
+    tuner, made = searched(truth, "all", fast=False, planned=plan)
+    assert len(made) <= 8
+    every = [
+        (truth(t.stage, t.micro_batch, t.name(1)), t.name(1))
+        for t in tuner._space
+        if not tuner._lack(t)
     ]
+    best = tuner.findings.best()
+    assert best.value >= 0.98 * max(every)[0]
+    assert any("acmunits" in name for _, name in every)
+
+
+def test_plans_leave_out_what_lacks_memory_or_does_the_same(searched: Any) -> None:
+    tuner, made = searched(lambda stage, size: 10.0 * size, micro=[4, 16], planned=lambda _: 1.0)
+    assert made == ["z0_tmbspg4"]
+    told = "z0_tmbspg16_gas1 was not run: it needs 2.6e-06 GB, but a rank has 2e-06 GB"
+    assert told in tuner.findings.failures()
+    # Bucket sizes that make no difference to the plan are tried once; all that a user lists are.
+    slow = {"stage": 1, "micro": [4], "fast": False, "tuner_type": "gridsearch"}
+    tuner, made = searched(lambda stage, size: 10.0, **slow, planned=lambda _: 1.0)
+    assert made == ["z1_tmbspg4"]
+    assert any(
+        line.startswith("each of 13 more of 14 was not run") for line in tuner.findings.failures()
+    )
+    zero = {"reduce_bucket_size": [1e6, 1e9], "overlap_comm": True, "offload_optimizer": None}
+    _, made = searched(lambda stage, size: 10.0, **slow, zero=zero, planned=lambda _: 1.0)
+    assert [name.split("_")[-1] for name in made] == ["rbs1e6", "rbs1e9"]
+
+
+def test_what_runs_out_of_memory_leaves_out_what_needs_as_much(searched: Any) -> None:
+    # 4 samples fit where 9 were foreseen.
+    tuner, made = searched(
+        lambda stage, size: 10.0 * size,
+        stage=[0, 1],
+        hidden=450,
+        planned=lambda told: 10.0 * told["micro"] - told["stage"],
+    )
+    assert made == ["z0_tmbspg8", "z0_tmbspg6", "z0_tmbspg4", "z1_tmbspg4"]
+    assert tuner.findings.best().outcome.name == "z0_tmbspg4_gas1"
+
+
+def test_a_program_that_always_fails_is_not_tried_for_ever(searched: Any) -> None:
+    _, made = searched(lambda *_: 0.0, "all", planned=lambda t: 1.0 * t["micro"], fails=True)
+    assert len(made) == 5 + 1
+
+
+# ---- without plans -------------------------------------------------------------------------------
+
+
+def test_the_micro_batch_grows_while_it_gains_and_fits(searched: Any) -> None:
+    # (0.95 x 2000 - 1000) / 100: 9 samples fit.
+    tuner, made = searched(lambda stage, size: 10.0 * size)
+    assert made == ["z0_tmbspg1", "z0_tmbspg2", "z0_tmbspg4", "z0_tmbspg8"]
+    assert tuner.findings.best().outcome.name == "z0_tmbspg8_gas1"
+    assert searched(lambda stage, size: min(size, 2))[1] == made[:3]
     # Less latency is better: the smallest wins, and the search has looked once beyond it.
     tuner, made = searched(lambda stage, size: 10 + size, metric="latency", micro=2)
     assert made == ["z0_tmbspg2", "z0_tmbspg4"]
     assert tuner.findings.best().outcome.name == "z0_tmbspg2_gas1"
-
-
-def test_trials_that_do_not_fit_are_skipped_and_reported(searched: Any) -> None:
-    tuner, made = searched(lambda stage, size: 10.0 * size, micro=[4, 16])
-    assert made == ["z0_tmbspg4"]
-    told = "z0_tmbspg16_gas1 was not run: it needs 2.6e-06 GB, but a rank has 2e-06 GB"
-    assert told in tuner.findings.failures()
     # The first one does not fit: smaller ones are tried.
-    _, made = searched(lambda stage, size: 10.0 * size, micro=24)
-    assert made == ["z0_tmbspg6", "z0_tmbspg8", "z0_tmbspg9"]
+    assert searched(lambda stage, size: 10.0 * size, micro=24)[1] == ["z0_tmbspg9"]
 
 
 def test_unpredicted_memory_use_lowers_the_micro_batch(searched: Any) -> None:
-    # 5 samples fit where 9 were foreseen: two jobs fail, then two peaks tell the rest.
-    tuner, made = searched(lambda stage, size: 10.0 * size, micro=8, hidden=400)
-    assert made == ["z0_tmbspg8", "z0_tmbspg4", "z0_tmbspg7", "z0_tmbspg5"]
-    assert tuner.findings.best().outcome.name == "z0_tmbspg5_gas1"
-    # What fails for another reason is not tried smaller.
+    # 4 samples fit where 9 were foreseen.
+    tuner, made = searched(lambda stage, size: 10.0 * size, micro=8, hidden=450)
+    assert made == ["z0_tmbspg8", "z0_tmbspg6", "z0_tmbspg4"]
+    assert tuner.findings.best().outcome.name == "z0_tmbspg4_gas1"
     _, made = searched(lambda stage, size: size if size < 4 else 0.0, micro=2)
-    assert made == ["z0_tmbspg2", "z0_tmbspg4"]
+    assert made == ["z0_tmbspg2", "z0_tmbspg4", "z0_tmbspg3"]
 
 
 def test_later_stages_are_skipped_without_a_gain(searched: Any) -> None:
@@ -170,19 +278,6 @@ def test_pairs_of_micro_batch_and_accumulation_fill_the_batch(searched: Any) -> 
     assert f"{told} 16" in tuner.findings.failures()
 
 
-def test_settings_that_do_the_same_are_not_tried(searched: Any) -> None:
-    # The largest module has 60 M elements: buckets of 500 M and 1 G are those of 60 M.
-    slow = {"stage": 1, "micro": [4], "fast": False, "tuner_type": "gridsearch"}
-    tuner, made = searched(lambda stage, size: 10.0, **slow)
-    pairs = ("5e7_abs5e7", "5e7_abs5e8", "5e8_abs5e7")
-    assert made == ["z1_tmbspg4", *(f"z1_tmbspg4_gas1_rbs{pair}" for pair in pairs)]
-    (told,) = tuner.findings.failures()
-    assert told.startswith("z1 with 5 of 9 other settings was not run: they do the same as")
-    assert told.endswith(
-        "the largest module of this model has 60,000,000 elements, all have 200,000,000"
-    )
-
-
 def test_a_gain_is_measured_again_before_it_counts(searched: Any) -> None:
     lucky = iter([20.0, 8.0])
 
@@ -192,10 +287,10 @@ def test_a_gain_is_measured_again_before_it_counts(searched: Any) -> None:
     both = {"zero": {"overlap_comm": [True, False]}, "stage": 1, "micro": [4]}
     tuner, made = searched(speed, **both)
     own, other = "z1_tmbspg4_gas1_octrue", "z1_tmbspg4_gas1_ocfalse"
-    assert made == [own, other, f"{own}_again", f"{other}_again"]
+    assert made == [own, other, f"{other}_again"]
     best = tuner.findings.best()
     assert (best.outcome.name, best.value) == (own, 15.0)  # the other's mean is 14
-    assert "Total number of experiments: 4" in (tuner.runner.results / "summary.txt").read_text()
+    assert "Total number of experiments: 3" in (tuner.runner.results / "summary.txt").read_text()
     # A gain that is there again counts.
     better = searched(lambda stage, size, name: 20.0 if "false" in name else 15.0, **both)[0]
     assert better.findings.best().outcome.name == other

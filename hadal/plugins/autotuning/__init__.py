@@ -7,5 +7,5 @@ trial        one set of settings: a stage, a micro-batch, and the other settings
 experiment   a trial run as a job of its own: a short run of the user's command
 outcome      the result of an experiment: its numbers, or the reason why there are none
 space        all trials of one stage
-climb        the search for the micro-batch: upwards, as long as the metric improves
+lever        a setting that a search adds: overlap, offload or recomputation
 """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+PlansOf = Callable[[Any, Sequence[Mapping[str, Any]]], list[dict[str, Any]]]
+"""Plans a batch under configurations, each given as the keys that differ from this one."""
+MARGIN = 0.25
+"""An experiment ends if its first measured update is worse than the best by this fraction."""
+
 
 class Experiment(Listener):
     """A training run that measures some updates, writes its results and exits.
@@ -48,7 +55,10 @@ class Experiment(Listener):
         unit_numel: int,
         world: Ranks,
         device: torch.device,
+        plans_of: PlansOf | None = None,
     ) -> None:
+        self._plans_of = plans_of
+        self._batch: Any = None
         self._profiles = section.model_info is not None and section.model_info.profile
         self._operations: Counter | None = None
         if section.metric == "FLOPS_per_gpu":
@@ -82,6 +92,7 @@ class Experiment(Listener):
         if self._profiles and torch.is_grad_enabled():
             reset_peak_memory(self._device)
             self._in_use = memory_in_use(self._device)
+            self._batch = _batch_of(self._model, forward)
         self._count()
 
     def after_forward(self, output: Any) -> None:
@@ -128,8 +139,19 @@ class Experiment(Listener):
                 "memory_per_gpu": memory_of_a_rank(self._device),
                 "hidden_size": info.hidden_size,
                 "num_layers": info.num_layers,
+                "plans": self._plans(info.candidates),
             },
         )
+
+    def _plans(self, path: str | None) -> list[dict[str, Any]]:
+        """Return the plan of each candidate; none if there is no planner. The others wait."""
+        if path is None or self._plans_of is None or self._world.rank:
+            return []
+        try:
+            return self._plans_of(self._batch, json.loads(Path(path).read_text(encoding="utf-8")))
+        except Exception as error:  # the search goes on without plans
+            _log.warning("autotuning: no plans of this model: %r", error)
+            return []
 
     # ---- some updates --------------------------------------------------------------------------
 
@@ -146,12 +168,21 @@ class Experiment(Listener):
         for name, spent in times.items():
             self._spent[name] = self._spent.get(name, 0.0) + spent
         self._samples += update.samples
-        if number >= last:
-            count = last - first + 1
+        if number >= last or (number == first and self._has_lost()):
             self._leave(
                 self._section.metric_path or METRIC_PATH,
-                self._metrics(count, skipped - self._skipped_before),
+                self._metrics(number - first + 1, skipped - self._skipped_before),
             )
+
+    def _has_lost(self) -> bool:
+        """Return on all ranks whether rank 0's first measured update is far from the best."""
+        best, metric = self._section.value_to_beat, self._section.metric
+        if best is None:
+            return False
+        value = self._metrics(1, 0)[metric]
+        is_latency = metric == "latency"
+        has_lost = value > (1 + MARGIN) * best if is_latency else value < (1 - MARGIN) * best
+        return gather_codes(int(has_lost), self._world)[0] == 1
 
     def _metrics(self, count: int, skipped: int) -> dict[str, Any]:
         means = {name: spent / count for name, spent in self._spent.items()}
@@ -183,6 +214,14 @@ class Experiment(Listener):
         code = max(gather_codes(fault, self._world))
         _log.info("autotuning: measured; the results are in %s", path)
         sys.exit(code)
+
+
+def _batch_of(model: nn.Module, forward: Forward) -> Any:
+    """Return the arguments of a forward as a plan takes them."""
+    if not forward.kwargs:
+        return forward.args
+    bound = inspect.signature(model.forward).bind_partial(*forward.args).arguments
+    return {**bound, **forward.kwargs}
 
 
 def numbers_of(means: Mapping[str, float], samples: float) -> tuple[float, float]:

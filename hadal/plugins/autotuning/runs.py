@@ -8,7 +8,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ CMD, CONFIG, DESCRIPTION, METRICS, MODEL_INFO = (
     "metrics.json",
     "model_info.json",
 )
-_OUT, _ERROR = "stdout.log", "stderr.log"
+_OUT, _ERROR, _CANDIDATES = "stdout.log", "stderr.log", "candidates.json"
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -79,6 +79,8 @@ class Runner:
     readers: int
     """The ranks that see different samples: one for each copy of the model."""
     hosts: int
+    limit_s: float | None = None
+    """The seconds that an experiment may take."""
     _numbers: dict[str, int] = field(default_factory=dict)
 
     def words_with(self, config: Mapping[str, Any], file: Path) -> tuple[str, ...]:
@@ -98,7 +100,13 @@ class Runner:
         return shlex.join(["hadal", "run", *self.flags, *words])
 
     def run(
-        self, name: str, config: Mapping[str, Any], section: Mapping[str, Any], answer: str
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        section: Mapping[str, Any],
+        answer: str,
+        candidates: Sequence[Mapping[str, Any]] = (),
+        to_beat: float | None = None,
     ) -> Outcome:
         """Run an experiment, or reuse the outcome of the same one in an earlier search.
 
@@ -107,13 +115,19 @@ class Runner:
             config: the configuration without the autotuning section.
             section: the experiment's autotuning section.
             answer: the file that the experiment must write, METRICS or MODEL_INFO.
+            candidates: what else it plans, as the keys that differ from `config`.
+            to_beat: the best value so far; one with another is the same experiment.
 
         Raises:
             Stopped: a signal stopped the search; the experiment's processes have ended.
         """
         folder = self.results / name
         path_key = "metric_path" if answer == METRICS else "model_info_path"
-        config = {**config, "autotuning": {**section, path_key: str(folder / answer)}}
+        section = {**section, path_key: str(folder / answer)}
+        if candidates:
+            info = {**section.get("model_info", {}), "candidates": str(folder / _CANDIDATES)}
+            section = {**section, "model_info": info}
+        config = {**config, "autotuning": section}
         words = self.words_with(config, folder / CONFIG)
         description = {
             "name": name,
@@ -124,6 +138,8 @@ class Runner:
         }
         write_json(self.experiments / f"{name}.json", description)
         description |= {"result_dir": str(folder), "command": list(words)}
+        if candidates:
+            description["candidates"] = list(candidates)
         earlier = read_json(folder / DESCRIPTION)
         number = self._numbers.setdefault(name, len(self._numbers))
         if (
@@ -136,6 +152,11 @@ class Runner:
         for file in (METRICS, MODEL_INFO, _OUT, _ERROR):
             (folder / file).unlink(missing_ok=True)
         write_json(folder / DESCRIPTION, {**description, "exp_id": number})
+        if to_beat is not None:
+            config = {**config, "autotuning": {**section, "value_to_beat": to_beat}}
+            words = self.words_with(config, folder / CONFIG)
+        if candidates:
+            (folder / _CANDIDATES).write_text(json.dumps(candidates), encoding="utf-8")
         write_json(folder / CONFIG, config)
         (folder / CMD).write_text(self.command(words) + "\n", encoding="utf-8")
         try:
@@ -163,6 +184,7 @@ class Runner:
                 address=plan.address,
                 waits_for_all=waits,
             )
+            front.limit_s = self.limit_s
             code = front.run()
         if front.interrupted_by is not None:
             raise Stopped(front.interrupted_by)
@@ -183,7 +205,7 @@ class Runner:
 def forget(results: Path, experiments: Path, *also: str) -> None:
     """Remove the files of earlier searches from their folders; `also` names further files."""
     for description in results.glob(f"*/{DESCRIPTION}"):
-        for name in (CMD, CONFIG, METRICS, MODEL_INFO, _OUT, _ERROR, DESCRIPTION):
+        for name in (CMD, CONFIG, METRICS, MODEL_INFO, _OUT, _ERROR, _CANDIDATES, DESCRIPTION):
             description.with_name(name).unlink(missing_ok=True)
         if not any(description.parent.iterdir()):
             description.parent.rmdir()

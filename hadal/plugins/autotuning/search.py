@@ -1,31 +1,34 @@
-"""The order of trials, when to stop, and the micro-batches that fit in memory. Pure."""
+"""The next trial: by plans that results correct, or without plans upwards. Pure."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from hadal.plugins.autotuning.space import TuningTrial
 
-GAIN = 0.05
-"""The relative gain that a larger micro-batch must bring for the climb to continue."""
+TRUST = 0.2
+"""The error of a plan, corrected by the runs so far, up to which a trial may still win."""
 _SEED = 0
 
 Scores = Mapping[TuningTrial, float | None]
 """The score of each finished trial; more is better, None is a failure."""
 
 
+class PlannedTrial(NamedTuple):
+    """The plan of a trial."""
+
+    value: float | None
+    """The metric's value; None: unknown."""
+    nbytes: float | None
+    """The bytes of a rank at the peak; None: unknown."""
+
+
 def score(metric: str, value: float) -> float:
     """Return a metric's value such that more is better: latency is negated."""
     return -value if metric == "latency" else value
-
-
-def has_gained(now: float, before: float) -> bool:
-    """Return whether a score improves on another by enough for the climb to continue."""
-    return now - before > GAIN * abs(before)
 
 
 def is_over(scores: Sequence[float | None], patience: int, most: int) -> bool:
@@ -45,91 +48,68 @@ def is_over(scores: Sequence[float | None], patience: int, most: int) -> bool:
     return len(scores) >= most or since >= patience
 
 
-def next_trial(kind: str, space: Sequence[TuningTrial], done: Scores) -> TuningTrial | None:
-    """Return the next trial of a space in the order of `tuner_type`; None if all are done."""
-    left = [trial for trial in space if trial not in done]
-    if not left:
-        return None
-    if kind == "random":
-        order = random.Random(_SEED).sample(range(len(space)), len(space))
-        return next(space[at] for at in order if space[at] in left)
-    if kind == "model_based":
-        return _promising(left, {t: s for t, s in done.items() if s is not None})
-    return left[0]
+def shuffled(space: Sequence[TuningTrial]) -> list[TuningTrial]:
+    """Return a space in the order of `tuner_type` random, which is always the same."""
+    return random.Random(_SEED).sample(space, len(space))
 
 
-def _promising(left: Sequence[TuningTrial], scores: Mapping[TuningTrial, float]) -> TuningTrial:
-    """Return the best trial by a linear model of the scores; with too few, the first or last."""
-    if len(scores) < 2:
-        return left[-1] if scores else left[0]
-    features = np.array(_features([*scores, *left]))
-    spread = features.std(axis=0)
-    features = (features - features.mean(axis=0)) / np.where(spread > 0, spread, 1.0)
-    features = np.hstack([features, np.ones((len(features), 1))])
-    known, wanted = features[: len(scores)], features[len(scores) :]
-    # A ridge penalty keeps weights at zero that the results do not determine.
-    matrix = known.T @ known + 0.1 * np.eye(known.shape[1])
-    weights = np.linalg.solve(matrix, known.T @ np.array(list(scores.values())))
-    return left[int(np.argmax(wanted @ weights))]
+def nearest(trial: TuningTrial, measured: Sequence[TuningTrial]) -> TuningTrial | None:
+    """Return the measured trial that is most like another: in stage, settings, and size."""
+
+    def likeness(other: TuningTrial) -> tuple[bool, int, float]:
+        differing = len(set(trial.others) ^ set(other.others))
+        distance = abs(math.log(trial.micro_batch / other.micro_batch))
+        return trial.stage == other.stage, -differing, -distance
+
+    return max(measured, key=likeness, default=None)
 
 
-def _features(trials: Sequence[TuningTrial]) -> list[list[float]]:
-    """Return features of trials: logarithms, as the effect of sizes depends on their ratios."""
-    keys = sorted({key for trial in trials for key, _ in trial.others})
-    return [
-        [float(np.log2(trial.micro_batch)), *(_feature(trial.value_of(key)) for key in keys)]
-        for trial in trials
-    ]
+def corrected(
+    trial: TuningTrial,
+    plans: Mapping[TuningTrial, float],
+    measured: Mapping[TuningTrial, float],
+) -> float:
+    """Return what a trial's plan says, in the proportion that was measured of the nearest one."""
+    near = nearest(trial, [one for one in measured if one in plans])
+    if near is None:
+        return plans[trial]
+    return plans[trial] * measured[near] / plans[near]
 
 
-def _feature(value: object) -> float:
-    if isinstance(value, int | float):
-        return float(np.log2(1 + value))
-    return float(value is not None and value != {"device": "none"})
+def corrected_nbytes(
+    trial: TuningTrial,
+    plans: Mapping[TuningTrial, float],
+    measured: Mapping[TuningTrial, float],
+) -> float:
+    """Return the bytes of a trial's plan, and those that the nearest one took beyond its own."""
+    near = nearest(trial, [one for one in measured if one in plans])
+    return plans[trial] + (0.0 if near is None else max(0.0, measured[near] - plans[near]))
 
 
-# ---- memory ------------------------------------------------------------------------------------
+def next_upwards(ladder: Sequence[TuningTrial], start: int, scores: Scores) -> TuningTrial | None:
+    """Return the next trial of a stage without plans; None if no other size promises more.
 
-# A rank's memory has a part that is independent of the micro-batch (model states), and one that is
-# proportional to it (activations).
+    From `start` or the largest below it, micro-batches are about doubled while the score grows.
 
-_USABLE = 0.95
-"""The usable fraction of the memory; fragmentation takes the rest."""
-
-
-class Need(NamedTuple):
-    """The memory that one rank needs, in bytes."""
-
-    fixed: float
-    per_sample: float
-
-    def at(self, micro_batch: int) -> float:
-        """Return the bytes needed with a micro-batch."""
-        return self.fixed + self.per_sample * micro_batch
-
-
-def predicted_need(states_nbytes: int, activation_nbytes: int, micro_batch: int) -> Need:
-    """Predict the need from model states and the activations of a forward with `micro_batch`."""
-    return Need(states_nbytes, activation_nbytes / micro_batch)
-
-
-def fitted_need(peaks: Sequence[tuple[int, int]]) -> Need | None:
-    """Fit the need to the (micro-batch, peak bytes) of two or more runs; None if inconclusive."""
-    if len(peaks) < 2:
-        return None
-    (small, low), *_, (large, high) = sorted(peaks)
-    if large == small or high <= low:
-        return None
-    per_sample = (high - low) / (large - small)
-    return Need(high - per_sample * large, per_sample)
-
-
-def largest_that_fits(need: Need, memory_nbytes: int) -> int | None:
-    """Return the largest micro-batch that fits, 0 if none does, or None if there is no limit."""
-    room = _USABLE * memory_nbytes - need.fixed
-    if room < need.per_sample:
-        return 0
-    return int(room // need.per_sample) if need.per_sample else None
+    Args:
+        ladder: trials with the same other settings, micro-batches upwards.
+        start: the first micro-batch.
+        scores: of the finished trials.
+    """
+    usable = [trial for trial in ladder if scores.get(trial, 0.0) is not None]
+    below = [trial for trial in usable if trial.micro_batch < start]
+    here = next((t for t in usable if t.micro_batch >= start), below[-1] if below else None)
+    best = float("-inf")
+    while here is not None:
+        now = scores.get(here)
+        if now is None:
+            return here
+        if now <= best:
+            return None
+        best, larger = now, usable[usable.index(here) + 1 :]
+        near = [t for t in larger if t.micro_batch <= 2 * here.micro_batch]
+        here = near[-1] if near else next(iter(larger), None)
+    return None
 
 
 def is_exhausted(reason: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -16,7 +16,6 @@ from hadal.config.section import default_of, mark_of, shown
 from hadal.config.zero_optimization import ZeroOptimization
 from hadal.errors import Fault, raise_faults
 from hadal.plugins.autotuning.words import config_flag, value_of
-from hadal.zero.policy import Limits
 
 TRAIN, MICRO, ACCUMULATION = (
     "train_batch_size",
@@ -49,8 +48,19 @@ _SPACES = (
     DEFAULT_TUNING_SPACE_ZERO_3,
 )
 
+_RECOMPUTED = "activation_checkpointing.modules"
+_OFFLOADED = {"device": "cpu", "pin_memory": True}
+_LEVERS: tuple[dict[str, Any], ...] = (
+    {"overlap_comm": True},
+    {"overlap_comm": False},
+    {_RECOMPUTED: "units"},
+    {"offload_optimizer": _OFFLOADED},
+    {_RECOMPUTED: "units", "offload_optimizer": _OFFLOADED},
+)
+
 Others = tuple[tuple[str, str], ...]
-"""Settings under zero_optimization other than the stage: keys, and values as JSON."""
+"""Settings other than stage and micro-batch: keys under zero_optimization, or paths with dots, and
+values as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,22 @@ class SearchRequest:
             return most
         return min(most, self.section.max_train_batch_size // self.samples_of_one)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The micro-batches to try, upwards; those that fill the batch exactly if they may."""
+        least, most = self.smallest, self.largest
+        if self.micro_batches:
+            return tuple(sorted(size for size in self.micro_batches if least <= size <= most))
+        whole = self.section.max_train_batch_size
+        if self.fills and whole is not None:
+            samples = whole // self.ranks
+            return tuple(s for s in range(least, most + 1) if samples % s == 0)
+        # Twice as many, and the half between; the other way likewise.
+        steps = range(-20, 21)
+        rough = {self.start * 2.0**step * part for step in steps for part in (1, 1.5)}
+        found = {int(size) for size in rough if least <= size <= most}
+        return tuple(sorted(found | {max(least, min(self.start, most)), most}))
+
 
 @dataclass(frozen=True, slots=True)
 class TuningTrial:
@@ -119,11 +145,6 @@ class TuningTrial:
         """Return the name of the trial and its files."""
         tail = "".join(f"_{_short(key)}{_letters(json.loads(text))}" for key, text in self.others)
         return f"z{self.stage}_tmbspg{self.micro_batch}_gas{accumulation}{tail}"
-
-    def value_of(self, key: str) -> Any:
-        """Return the trial's value of a key under zero_optimization, or the default."""
-        text = dict(self.others).get(key)
-        return default_at(key) if text is None else json.loads(text)
 
 
 def default_at(key: str) -> Any:
@@ -293,65 +314,53 @@ def _usual(stage: int, section: Autotuning) -> dict[str, tuple[Any, ...]]:
     return usual
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """Sizes of a model, beyond which a limit under zero_optimization changes nothing."""
+def levers(wish: SearchRequest) -> list[Others]:
+    """Return changes of one kind each: overlap, offload and recomputation, which are not fast.
 
-    numel: int
-    """Elements of all parameters."""
-    unit_numel: int
-    """Elements of the largest module that is gathered at once."""
-
-    def effect_of(self, key: str, value: Any) -> Any:
-        """Return the smallest value of a key that has the same effect as this one."""
-        # Neighbouring modules share a bucket up to `shared_numel`, or the largest module.
-        bucket = min(self.numel, max(self.unit_numel, Limits().shared_numel))
-        most = {
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
-            "stage3_prefetch_bucket_size": self.numel,
-            "stage3_max_live_parameters": self.numel,
-            "stage3_param_persistence_threshold": self.numel + 1,
-        }.get(ZeroOptimization.aliases.get(key, key))
-        return min(value, most) if most is not None and isinstance(value, int | float) else value
-
-
-def distinct(
-    settings: Sequence[Others], sizes: ModelSizes, listed: Collection[str]
-) -> list[Others]:
-    """Return the settings without those that do the same as earlier ones in a model.
-
-    Values of `listed` keys, which the user requests, are all kept.
+    Keys that the configuration sets are left alone.
     """
-    keys = dict.fromkeys(key for others in settings for key, _ in others)
-    first: dict[str, Others] = {}
-    for others in settings:
-        values = {key: TuningTrial(0, 1, others).value_of(key) for key in keys}
-        for key in values.keys() - listed:
-            values[key] = sizes.effect_of(key, values[key])
-        first.setdefault(json.dumps(values), others)
-    return list(first.values())
+    if wish.section.fast:
+        return []
+    own = combinations(wish, 0)[0]
+    zero, recomputes = wish.raw["zero_optimization"], _RECOMPUTED in found_sections(wish.raw)
+    found = []
+    for changes in _LEVERS:
+        is_set = any(key in zero or (key == _RECOMPUTED and recomputes) for key in changes)
+        if not is_set:
+            found.append((*own, *((key, json.dumps(value)) for key, value in changes.items())))
+    return found
+
+
+def found_sections(raw: Mapping[str, Any]) -> set[str]:
+    """Return the paths of the keys in the sections of a configuration."""
+    sections = {name: inner for name, inner in raw.items() if isinstance(inner, Mapping)}
+    return {f"{name}.{key}" for name, inner in sections.items() for key in inner}
+
+
+def patch_of(wish: SearchRequest, trial: TuningTrial) -> dict[str, Any]:
+    """Return the keys of a trial's configuration that its settings decide."""
+    patch: dict[str, Any] = {"zero_optimization": {"stage": trial.stage}, MICRO: trial.micro_batch}
+    for key, text in trial.others:
+        section, _, inner = key.rpartition(".")
+        patch.setdefault(section or "zero_optimization", {})[inner] = json.loads(text)
+    # If only the program knows its accumulation steps, it fills in both.
+    accumulation = wish.accumulation_of(trial.micro_batch)
+    if accumulation is not None:
+        patch[ACCUMULATION] = accumulation
+        patch[TRAIN] = wish.batch_of(trial.micro_batch)
+    return patch
 
 
 def config_of(wish: SearchRequest, trial: TuningTrial) -> dict[str, Any]:
     """Return the configuration of a trial, without an autotuning section."""
     config = {key: value for key, value in wish.raw.items() if key != "autotuning"}
-    config["zero_optimization"] = {
-        **wish.raw["zero_optimization"],
-        "stage": trial.stage,
-        **{key: json.loads(text) for key, text in trial.others},
-    }
-    config[MICRO] = trial.micro_batch
-    # If only the program knows its accumulation steps, it fills in both.
-    accumulation = wish.accumulation_of(trial.micro_batch)
-    if accumulation is not None:
-        config[ACCUMULATION] = accumulation
-        config[TRAIN] = wish.batch_of(trial.micro_batch)
+    for key, value in patch_of(wish, trial).items():
+        config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
     return config
 
 
 def _short(key: str) -> str:
-    return "".join(word[0] for word in key.removeprefix("stage3_").split("_"))
+    return "".join(word[0] for word in re.split(r"[._]", key.removeprefix("stage3_")))
 
 
 def _letters(value: Any) -> str:

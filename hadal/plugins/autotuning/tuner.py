@@ -1,34 +1,35 @@
-"""The search: profile the model, then try stage by stage, micro-batch by micro-batch."""
+"""The search: profile and plan the model, then run what may be the best by its plan."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 from hadal.errors import TuningError
 from hadal.plugins.autotuning.files import write_json
 from hadal.plugins.autotuning.runs import METRICS, MODEL_INFO, Outcome, Runner, forget
 from hadal.plugins.autotuning.search import (
-    Need,
-    fitted_need,
-    has_gained,
+    TRUST,
+    PlannedTrial,
+    corrected,
+    corrected_nbytes,
     is_exhausted,
     is_over,
-    largest_that_fits,
-    next_trial,
-    predicted_need,
+    next_upwards,
     score,
+    shuffled,
 )
 from hadal.plugins.autotuning.space import (
-    ModelSizes,
     Others,
     SearchRequest,
     TuningTrial,
     combinations,
     config_of,
-    distinct,
+    levers,
+    patch_of,
 )
 from hadal.plugins.autotuning.summary import (
     BEST_COMMAND,
@@ -42,6 +43,10 @@ from hadal.plugins.autotuning.summary import (
 
 PROFILE = "profile_model_info"
 _GB = 1e9
+_USABLE = 0.95
+"""The usable fraction of the memory; fragmentation takes the rest."""
+_RUNS, _RUNS_IF_SLOW = 3, 8
+"""The measured experiments in which ranking by plans must find the best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +55,11 @@ class ModelProfile:
 
     num_params: int
     trainable: int
-    unit_numel: int
-    """Elements of the largest module that is gathered at once; if unknown, of all."""
     activation_nbytes: int = 0
     """The activations of one forward with the first micro-batch."""
     memory_nbytes: int | None = None
+    plans: Sequence[Mapping[str, Any]] = ()
+    """The plan of each candidate; none if the model cannot be planned."""
 
 
 StatesNbytes = Callable[[Mapping[str, Any], ModelProfile], int]
@@ -77,7 +82,9 @@ class Tuner:
         self._states_nbytes = states_nbytes
         self._say = say
         self._began = time.monotonic()
-        self._look = ModelProfile(0, 0, 0)
+        self._look = ModelProfile(0, 0)
+        self._plans: dict[TuningTrial, PlannedTrial] = {}
+        self._space: list[TuningTrial] = []
         self._scores: dict[TuningTrial, float | None] = {}
 
     def run(self) -> Result:
@@ -103,23 +110,25 @@ class Tuner:
         return best
 
     def _search(self) -> None:
-        wish = self._wish
         self._say(
             f"experiments run one after the other, each on all {self.runner.world_size} ranks of"
             " the command"
         )
+        self._space = self._candidates()
         self._look = self._look_at_model()
-        before: Result | None = None
-        start = wish.start
-        for stage in self._stages():
-            start = self._search_stage(stage, start)
-            now = self.findings.best(stage)
-            if now is None:
-                continue
-            if before is not None and not wish.are_chosen and not self._is_better(now, before):
-                return
-            before = now
+        self._plan()
+        self._leave_out()
+        while True:
+            trial = self._next() if self._may_try else None
+            if trial is not None:
+                self._try(trial)
+            elif (winner := self._unconfirmed()) is not None:
+                self._repeat(winner)
+            else:
+                break
+        self._tell_rest()
 
+    @cached_property
     def _stages(self) -> tuple[int, ...]:
         """Return the stages to try: a single rank has nothing to shard."""
         wish = self._wish
@@ -127,10 +136,6 @@ class Tuner:
             return wish.stages
         self._say("1 rank: nothing to shard, so only stage 0 is tried; list other stages to try")
         return wish.stages[:1]
-
-    def _is_better(self, one: Result, other: Result) -> bool:
-        metric = self.findings.metric
-        return score(metric, one.value or 0.0) > score(metric, other.value or 0.0)
 
     # ---- the model's profile --------------------------------------------------------------------
 
@@ -142,14 +147,16 @@ class Tuner:
         wish, info = self._wish, self._wish.section.model_info
         if info is not None and info.num_params is not None:
             num_params = info.num_params // wish.section.mp_size
-            return ModelProfile(num_params, num_params, num_params)
-        trial = TuningTrial(max(self._stages()), self._first_micro_batch())
+            return ModelProfile(num_params, num_params)
+        others = combinations(wish, 0)[0]
+        trial = TuningTrial(max(self._stages), self._first_micro_batch, others)
         section: dict[str, Any] = {"profile": True}
         if info is not None:
             section |= {"hidden_size": info.hidden_size, "num_layers": info.num_layers}
         self._say(f"{PROFILE}: one forward of {trial.micro_batch} samples")
         section = {"enabled": True, "model_info": section}
-        outcome = self.runner.run(PROFILE, config_of(wish, trial), section, MODEL_INFO)
+        patches = [patch_of(wish, each) for each in self._space]
+        outcome = self.runner.run(PROFILE, config_of(wish, trial), section, MODEL_INFO, patches)
         if outcome.found is None:
             self.findings.left_out[PROFILE] = outcome.failure
             raise TuningError(f"the model cannot be profiled: {outcome.failure}")
@@ -157,9 +164,9 @@ class Tuner:
         look = ModelProfile(
             found["num_params"],
             found["trainable_num_params"],
-            found.get("largest_unit_num_params", found["num_params"]),
             found["activation_mem_per_gpu"],
             found["memory_per_gpu"],
+            found.get("plans", ()),
         )
         self._say(
             f"{PROFILE}: {look.num_params:,} parameters per rank,"
@@ -168,137 +175,84 @@ class Tuner:
         )
         return look
 
+    @property
     def _first_micro_batch(self) -> int:
         wish = self._wish
-        return min(wish.micro_batches or (self._within(wish.start),))
+        return min(wish.micro_batches or (max(wish.smallest, min(wish.start, wish.largest)),))
 
-    def _within(self, micro_batch: int) -> int:
-        return max(self._wish.smallest, min(micro_batch, self._wish.largest))
+    # ---- candidates and their plans ------------------------------------------------------------
 
-    # ---- a stage -------------------------------------------------------------------------------
-
-    def _search_stage(self, stage: int, start: int) -> int:
-        """Search a stage; return the micro-batch at which the next one starts."""
-        wish, section = self._wish, self._wish.section
-        others = self._settings(stage)
-        if wish.micro_batches:
-            sizes = [m for m in wish.micro_batches if self._is_admitted(stage, m)]
-        else:
-            self._climb(stage, self._within(start), others[0])
-            sizes = self._fastest(stage)
-        space = [TuningTrial(stage, size, settings) for settings in others for size in sizes]
-        while True:
-            scores = [self._scores[r.trial] for r in self.findings.of(stage)]
-            done = is_over(scores, section.tuner_early_stopping, section.tuner_num_trials)
-            trial = None if done else next_trial(section.tuner_type, space, self._scores)
-            if trial is None:
-                break
-            self._try(trial)
-        self._confirm(stage, others[0])
-        best = self.findings.best(stage)
-        return start if best is None else best.trial.micro_batch
-
-    def _settings(self, stage: int) -> list[Others]:
-        """Return the other settings to try; the first are the user's own."""
-        every, look = combinations(self._wish, stage), self._look
-        sizes = ModelSizes(look.num_params, look.unit_numel)
-        kept = distinct(every, sizes, self._wish.ranges.keys())
-        if len(kept) < len(every):
-            name = f"z{stage} with {len(every) - len(kept)} of {len(every)} other settings"
-            why = (
-                "they do the same as the ones that are tried: the largest module of this model has"
-                f" {look.unit_numel:,} elements, all have {look.num_params:,}"
-            )
-            self.findings.left_out[name] = why
-            self._say(f"{name} is left out: {why}")
-        return kept
-
-    def _confirm(self, stage: int, own: Others) -> None:
-        """Measure settings that seem better than the user's own once more, and these as well.
-
-        The best of many measurements is partly luck. Repeated ones count by their mean, so others
-        may be the best then.
-        """
-        while True:
-            best = self.findings.best(stage)
-            if best is None or best.trial.others == own or best.runs > 1:
-                return
-            usual = replace(best.trial, others=own)
-            for result in self.findings.of(stage):
-                if result.trial in (best.trial, usual) and result.value is not None:
-                    self._repeat(result)
-
-    def _is_admitted(self, stage: int, micro_batch: int) -> bool:
-        """Return whether to try a micro-batch of the user's list; if not, record the reason."""
-        wish = self._wish
-        why = ""
-        if not wish.smallest <= micro_batch <= wish.largest:
-            why = f"the limits allow micro-batches from {wish.smallest} to {wish.largest}"
-        else:
-            why = self._lack(TuningTrial(stage, micro_batch))
-        if why:
-            name = self._name(TuningTrial(stage, micro_batch))
-            self.findings.left_out[name] = why
-            self._say(f"{name} is left out: {why}")
-        return not why
-
-    def _fastest(self, stage: int) -> list[int]:
-        """Return the fastest micro-batches, with which to try a stage's other settings."""
-        metric = self.findings.metric
-        known = [r for r in self.findings.of(stage) if r.value is not None]
-        known.sort(key=lambda r: score(metric, r.value or 0.0), reverse=True)
+    def _candidates(self) -> list[TuningTrial]:
+        """Return all trials: the user's own settings of a stage first, micro-batches upwards."""
+        settings = {stage: [*combinations(self._wish, stage)] for stage in self._stages}
         return [
-            r.trial.micro_batch for r in known[: self._wish.section.num_tuning_micro_batch_sizes]
+            TuningTrial(stage, size, others)
+            for stage, made in settings.items()
+            for others in dict.fromkeys([*made, *levers(self._wish)])
+            for size in self._wish.sizes
         ]
 
-    # ---- the micro-batch -----------------------------------------------------------------------
+    def _plan(self) -> None:
+        """Read the plans; without any, memory is that of states and measured activations."""
+        look, wish = self._look, self._wish
+        if len(look.plans) == len(self._space) and any("seconds" in p for p in look.plans):
+            for trial, told in zip(self._space, look.plans, strict=True):
+                if "seconds" in told:
+                    self._plans[trial] = PlannedTrial(self._value_of(told), told["memory"])
+                else:
+                    self.findings.left_out[self._name(trial)] = told["failure"]
+            self._space = self._distinct()
+            return
+        if wish.section.tuner_type == "model_based":
+            self._say("no plan of this model: micro-batches are tried upwards, stage by stage")
+        per_sample = look.activation_nbytes / self._first_micro_batch
+        for trial in self._space:
+            states = self._states_nbytes(config_of(wish, trial), look)
+            self._plans[trial] = PlannedTrial(None, states + per_sample * trial.micro_batch)
 
-    def _climb(self, stage: int, start: int, others: Others) -> None:
-        """Double the micro-batch while the metric improves and it fits in memory.
+    def _value_of(self, told: Mapping[str, Any]) -> float:
+        is_latency = self.findings.metric == "latency"
+        return float(told["seconds"] * 1000 if is_latency else told["samples"] / told["seconds"])
 
-        If the first one does not fit, halve it instead.
+    def _distinct(self) -> list[TuningTrial]:
+        """Return the planned trials, without those of added settings that have the same plan.
+
+        Settings that the user lists are all kept: a plan does not know all that they do.
         """
-        size, before, peaks = start, None, list[tuple[int, int]]()
-        least_failed = self._wish.largest + 1
-        for _ in range(self._wish.section.tuner_num_trials):
-            result = self._try_if_it_fits(TuningTrial(stage, size, others), fitted_need(peaks))
-            if result is None or result.value is None:
-                is_short = result is None or is_exhausted(result.outcome.reason)
-                if not is_short:
-                    return
-                least_failed = size
-                size = (max(r[0] for r in peaks) + size) // 2 if peaks else size // 2
-                if size < self._wish.smallest or any(size == tried for tried, _ in peaks):
-                    return
-                continue
-            now = score(self.findings.metric, result.value)
-            if before is not None and not has_gained(now, before):
-                return
-            before = now
-            peaks.append((size, int((result.outcome.found or {}).get("peak_memory_per_gpu", 0))))
-            size = self._next_size(size, least_failed, fitted_need(peaks))
-            if any(size == tried for tried, _ in peaks):
-                return
+        first: dict[Any, TuningTrial] = {}
+        planned = [trial for trial in self._space if trial in self._plans]
+        for trial in planned:
+            listed = [pair for pair in trial.others if pair[0] in self._wish.ranges]
+            same = trial.stage, trial.micro_batch, tuple(listed), self._plans[trial]
+            first.setdefault(same, trial)
+        left = len(planned) - len(first)
+        if left:
+            why = "its plan is that of another one"
+            self.findings.left_out[f"each of {left} more of {len(planned)}"] = why
+        return list(first.values())
 
-    def _next_size(self, size: int, least_failed: int, need: Need | None) -> int:
-        most = min(2 * size, least_failed - 1)
-        if need is not None and self._look.memory_nbytes is not None:
-            fits = largest_that_fits(need, self._look.memory_nbytes)
-            most = most if fits is None else min(most, fits)
-        return max(size, most)
+    @property
+    def _is_planned(self) -> bool:
+        return any(plan.value is not None for plan in self._plans.values())
 
-    # ---- one experiment ------------------------------------------------------------------------
+    def _leave_out(self) -> None:
+        """Leave out what lacks memory or samples; the smallest of each row is told."""
+        told: set[tuple[int, Others]] = set()
+        for trial in self._space:
+            why = self._lack(trial)
+            row = trial.stage, trial.others
+            if why and row not in told:
+                told.add(row)
+                self.findings.left_out[self._name(trial)] = why
+                self._say(f"{self._name(trial)} is left out: {why}")
+        wish = self._wish
+        for size in wish.micro_batches:
+            if size not in wish.sizes:
+                why = f"the limits allow micro-batches from {wish.smallest} to {wish.largest}"
+                name = f"micro-batch {size}"
+                self.findings.left_out[name] = why
 
-    def _try_if_it_fits(self, trial: TuningTrial, need: Need | None) -> Result | None:
-        why = self._lack(trial, need)
-        if not why:
-            return self._try(trial)
-        name = self._name(trial)
-        self.findings.left_out[name] = why
-        self._say(f"{name} is left out: {why}")
-        return None
-
-    def _lack(self, trial: TuningTrial, need: Need | None = None) -> str:
+    def _lack(self, trial: TuningTrial) -> str:
         """Describe the memory or samples that a trial lacks; empty if it fits, or if unknown."""
         look, batch = self._look, self._wish.batch_of(trial.micro_batch)
         least = self._wish.section.min_train_batch_size
@@ -306,14 +260,143 @@ class Tuner:
             return f"its update has {batch} samples, fewer than min_train_batch_size {least}"
         if look.memory_nbytes is None:
             return ""
-        if need is None:
-            states = self._states_nbytes(config_of(self._wish, trial), look)
-            need = predicted_need(states, look.activation_nbytes, self._first_micro_batch())
-        fits = largest_that_fits(need, look.memory_nbytes)
-        if fits is None or fits >= trial.micro_batch:
+        plans = {t: p.nbytes for t, p in self._plans.items() if p.nbytes is not None}
+        peaks = {
+            result.trial: (result.outcome.found or {}).get("peak_memory_per_gpu", 0)
+            for result in self.findings.results
+            if result.value is not None
+        }
+        wanted = corrected_nbytes(trial, plans, peaks)
+        if wanted <= _USABLE * look.memory_nbytes:
             return ""
-        wanted = need.at(trial.micro_batch) / _GB
-        return f"it needs {wanted:.3g} GB, but a rank has {look.memory_nbytes / _GB:.3g} GB"
+        has = f"{look.memory_nbytes / _GB:.3g} GB"
+        return f"it needs {wanted / _GB:.3g} GB, but a rank has {has}"
+
+    # ---- the next trial ------------------------------------------------------------------------
+
+    @property
+    def _most(self) -> int | None:
+        """The measured experiments of a search by plans; None: its order has other limits."""
+        section = self._wish.section
+        if not self._is_planned or section.tuner_type != "model_based":
+            return None
+        return _RUNS if section.fast else _RUNS_IF_SLOW
+
+    @property
+    def _may_try(self) -> bool:
+        """Return whether another trial may run: one run is kept to confirm an unexpected winner."""
+        section, results = self._wish.section, self.findings.results
+        if self.findings.best() is None:
+            broken = [r for r in results if not is_exhausted(r.outcome.reason)]
+            return len(broken) < section.tuner_early_stopping
+        runs = sum(r.runs for r in results if r.value is not None)
+        kept = self._unconfirmed() is not None
+        return self._most is None or runs + kept < self._most
+
+    def _next(self) -> TuningTrial | None:
+        """Return the trial that is the most promising, or the next in order; None at the end."""
+        left = self._left()
+        kind = self._wish.section.tuner_type
+        if kind != "model_based":
+            order = shuffled(self._space) if kind == "random" else self._space
+            return next((trial for trial in order if trial in left), None)
+        if not self._is_planned:
+            return self._next_unplanned(left)
+        trial = max(left, key=self._promise, default=None)
+        best = self.findings.best()
+        if trial is None or best is None:
+            return trial
+        now = self._score(best)
+        return trial if self._promise(trial) > now - TRUST * abs(now) else None
+
+    def _score(self, result: Result) -> float:
+        return score(self.findings.metric, result.value or 0.0)
+
+    def _promise(self, trial: TuningTrial) -> float:
+        """Return a trial's score by its plan, corrected by what was measured."""
+        plans = {t: p.value for t, p in self._plans.items() if p.value is not None}
+        measured = {r.trial: r.value for r in self.findings.results if r.value is not None}
+        return score(self.findings.metric, corrected(trial, plans, measured))
+
+    def _left(self) -> list[TuningTrial]:
+        """Return the trials that may still run."""
+        section, left = self._wish.section, []
+        for stage in self._stages:
+            scores = [self._scores[r.trial] for r in self.findings.of(stage)]
+            if not is_over(scores, section.tuner_early_stopping, section.tuner_num_trials):
+                left += [t for t in self._space if t.stage == stage and t not in self._scores]
+        left = [trial for trial in left if not self._lack(trial) and not self._has_failed(trial)]
+        own = combinations(self._wish, 0)[0]
+        return [t for t in left if t.others == own or t.micro_batch in self._fastest(t, left)]
+
+    def _has_failed(self, trial: TuningTrial) -> bool:
+        """Return whether a like trial failed, with no larger a batch, or by plan no more memory."""
+        for result in self.findings.results:
+            failed, reason = result.trial, result.outcome.reason
+            if result.value is not None:
+                continue
+            is_alike = (failed.stage, failed.others) == (trial.stage, trial.others)
+            if is_alike and failed.micro_batch <= trial.micro_batch:
+                return True
+            needs = self._plans[trial].nbytes or 0
+            if is_exhausted(reason) and needs >= (self._plans[failed].nbytes or 0) > 0:
+                return True
+        return False
+
+    def _fastest(self, trial: TuningTrial, left: Sequence[TuningTrial]) -> list[int]:
+        """Return the fastest micro-batches with a trial's settings; measured ones without plans."""
+        if self._is_planned:
+            row = [t for t in left if (t.stage, t.others) == (trial.stage, trial.others)]
+            row.sort(key=self._promise, reverse=True)
+            sizes = [t.micro_batch for t in row]
+        else:
+            known = [r for r in self.findings.of(trial.stage) if r.value is not None]
+            known.sort(key=self._score, reverse=True)
+            sizes = list(dict.fromkeys(r.trial.micro_batch for r in known))
+        return sizes[: self._wish.section.num_tuning_micro_batch_sizes]
+
+    def _next_unplanned(self, left: Sequence[TuningTrial]) -> TuningTrial | None:
+        """Return the next trial, stage by stage, until one is no better than the one before it."""
+        own, before = combinations(self._wish, 0)[0], cast("Result | None", None)
+        for stage in self._stages:
+            ladder = [t for t in self._space if t.stage == stage and t.others == own]
+            ladder = [t for t in ladder if t in left or t in self._scores]
+            start = self._first_micro_batch if before is None else before.trial.micro_batch
+            if self._wish.micro_batches:
+                found = next((trial for trial in ladder if trial not in self._scores), None)
+            else:
+                found = next_upwards(ladder, start, self._scores)
+            rest = [t for t in left if t.stage == stage and t.others != own]
+            if found is not None or rest:
+                return found or rest[0]
+            now = self.findings.best(stage)
+            if now is None:
+                continue
+            has_gained = before is None or self._score(now) > self._score(before)
+            if not has_gained and not self._wish.are_chosen:
+                return None
+            before = now
+        return None
+
+    def _unconfirmed(self) -> Result | None:
+        """Return a winner that is not what was expected: with little measured it may be luck."""
+        best = self.findings.best()
+        if best is None or best.runs > 1:
+            return None
+        first = next(r.trial for r in self.findings.results if r.value is not None)
+        is_expected = best.trial == first if self._most else best.trial.others == first.others
+        return None if is_expected else best
+
+    def _tell_rest(self) -> None:
+        """Say how many trials were left, and what the best of them promises."""
+        rest = self._left()
+        if rest and self._is_planned:
+            best = max(rest, key=self._promise)
+            value = abs(self._promise(best))
+            why = f"the best by plan is {self._name(best)} with {value:.6g}"
+            self.findings.left_out[f"each of {len(rest)} others"] = why
+
+    # ---- one experiment ------------------------------------------------------------------------
 
     def _name(self, trial: TuningTrial) -> str:
         return trial.name(self._wish.accumulation_of(trial.micro_batch) or 1)
@@ -348,7 +431,14 @@ class Tuner:
             "start_profile_step": section.start_profile_step,
             "end_profile_step": section.end_profile_step,
         }
-        outcome = self.runner.run(name, config_of(self._wish, trial), experiment, METRICS)
+        best = self.findings.best()
+        outcome = self.runner.run(
+            name,
+            config_of(self._wish, trial),
+            experiment,
+            METRICS,
+            to_beat=None if best is None else best.value,
+        )
         return outcome, value_in(outcome.found, section.metric)
 
     def _summary_of(self, outcome: Outcome, value: float | None) -> str:

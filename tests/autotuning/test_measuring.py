@@ -1,0 +1,104 @@
+"""Experiments in the ranks' processes: plans of candidates, and the end of what cannot win."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+
+import hadal
+from hadal.engine.clusters import cluster_here
+
+FEW, MANY = 2, 6
+
+
+class Block(nn.Module):
+    """A model whose loss is its output, called with positional and keyword arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.Linear(64, 256)
+        self.narrow = nn.Linear(256, 64)
+
+    def forward(self, values: Tensor, wanted: Tensor) -> Tensor:
+        return (self.narrow(torch.relu(self.widen(values))) - wanted).square().mean()
+
+
+class ByValue(Block):
+    """A model whose shapes depend on values."""
+
+    def forward(self, values: Tensor, wanted: Tensor) -> Tensor:
+        kept = values.sum(dim=1) > -1e9
+        return super().forward(values[kept], wanted)
+
+
+def trained(model: nn.Module, stage: int, **section: Any) -> int:
+    """Train until the experiment ends; return the updates."""
+    config = {
+        "train_micro_batch_size_per_gpu": FEW,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": stage},
+        "autotuning": {"enabled": True, "start_profile_step": 2, "end_profile_step": 4, **section},
+    }
+    engine, *_ = hadal.initialize(model=model, config=config)
+    with pytest.raises(SystemExit) as left:
+        for _ in range(9):
+            values = torch.ones(FEW, 64)
+            engine.backward(engine(values, wanted=values))
+            engine.step()
+    assert left.value.code == 0
+    updates = int(engine.global_steps)
+    engine.destroy()
+    return updates
+
+
+def patch(stage: int, micro: int) -> dict[str, Any]:
+    sizes = {"train_batch_size": 2 * micro, "train_micro_batch_size_per_gpu": micro}
+    return {**sizes, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": stage}}
+
+
+@on_ranks(2)
+def test_a_profile_plans_candidates_as_hadal_plan_does(tmp_path: Path) -> None:
+    asked = [patch(1, FEW), patch(3, MANY), patch(2, MANY) | {"train_batch_size": 1}]
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    info = {"profile": True, "candidates": str(tmp_path / "asked.json")}
+    told = tmp_path / "told.json"
+    for model in (Block(), ByValue()):
+        trained(model, 3, model_info=info, model_info_path=str(told))
+        plans = json.loads(told.read_text())["plans"]
+        if isinstance(model, ByValue):
+            assert "depend on values" in plans[0]["failure"]
+            continue
+        for (stage, micro), found in zip(((1, FEW), (3, MANY)), plans, strict=False):
+            batch = torch.empty(micro, 64, device="meta")
+            config = {**patch(stage, micro), "optimizer": {"type": "AdamW"}}
+            cluster = cluster_here(torch.device("cpu"), 2)
+            same = hadal.plan(Block(), config, (batch, batch), cluster=cluster)
+            assert found["memory"] == same.total.device + same.total.host
+            assert (found["samples"], found["seconds"] > 0) == (2 * micro, True)
+        assert "train_batch_size" in plans[2]["failure"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "best", "updates"),
+    [
+        ("throughput", 1e12, 2),
+        ("throughput", 1e-6, 4),
+        ("latency", 1e-6, 2),
+        ("latency", 1e12, 4),
+    ],
+)
+@on_ranks(2)
+def test_what_cannot_win_ends_after_its_first_measured_update(
+    tmp_path: Path, metric: str, best: float, updates: int
+) -> None:
+    told = tmp_path / f"{metric}{best:g}.json"
+    made = trained(Block(), 1, metric=metric, value_to_beat=best, metric_path=str(told))
+    found = json.loads(told.read_text())
+    assert found["measured_steps"] == updates - 1
+    assert made in (updates - 1, updates)
