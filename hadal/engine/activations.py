@@ -101,7 +101,8 @@ def trace(
         model: the model, which may be on meta; it is not changed.
         units: its units.
         batch: what a program passes to the model: a mapping of keyword arguments, a sequence of
-            arguments or one tensor. Only shapes and dtypes are used, unless `with_values`.
+            arguments, one tensor, or a `Forward` with both. Only shapes and dtypes are used, unless
+            `with_values`.
         casting: the casts of the forward.
         dtypes: the dtypes that the parameters are computed in.
         recomputed: the modules that are recomputed in backward, by full name.
@@ -114,6 +115,8 @@ def trace(
     """
     mode = None if with_values else FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))  # wherever the caller asks
+        stack.enter_context(torch.enable_grad())
         if mode is not None:
             stack.enter_context(mode)
         copied, names = _copied(model, dtypes, with_values=with_values)
@@ -166,7 +169,7 @@ def _recompute(
 
 
 def without_values(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the meta device."""
+    """Return a copy of a model on meta; an engine's hooks and shards stay behind."""
     return _copied(model, {}, with_values=False, device=torch.device("meta"))[0]
 
 
@@ -204,6 +207,8 @@ def _arguments(batch: Any, *, with_values: bool) -> tuple[tuple[Any, ...], dict[
         return torch.empty(value.shape, dtype=value.dtype, device=_HOST)
 
     batch = tree_map(made, batch)
+    if isinstance(batch, Forward):
+        return batch.args, dict(batch.kwargs)
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}

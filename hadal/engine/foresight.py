@@ -45,6 +45,8 @@ from hadal.zero.policy import Tier
 _MOVING = ("gradients", "gathers", "reductions")
 """Kinds of memory that change along an update, like activations."""
 _FRAGMENTED = 0.02
+LIBRARIES = ("communicators", "context")
+"""Kinds of memory that are not tensors, of which the plan has to assume the bytes."""
 
 
 class Moment(NamedTuple):
@@ -152,8 +154,8 @@ def plan(
     Args:
         model: the model, which may be on the meta device; neither weights nor values are needed.
         config: the configuration, as `initialize` takes it.
-        batch: one micro-batch of one rank: a mapping of keyword arguments, a sequence of arguments
-            or one tensor, on meta too; None: activations and time are left out.
+        batch: one micro-batch of one rank: a mapping of keyword arguments, a sequence of arguments,
+            one tensor or a `Forward`, on meta too; None: activations and time are left out.
         cluster: its name, such as "h200x8", or the path of a file that `hadal bench cluster` wrote.
         nodes: the nodes.
         devices_per_node: the devices of each node; by default those of the cluster.
@@ -360,7 +362,11 @@ def advise(found: Foresight, model: nn.Module, loss_of: LossOf | None = None) ->
         step = half or steps.pop(0)
         if not _is_new(now, step.patch):
             continue
-        after = planner.plan(merged(now.raw, step.patch), step.batch_of(now.batch))
+        try:
+            after = planner.plan(merged(now.raw, step.patch), step.batch_of(now.batch))
+        except HadalError:  # it does not fit this model, as one without repeated blocks
+            may_halve = may_halve and step is not half
+            continue
         if now.total.device - after.total.device >= _WORTH * now.total.device:
             kept.append(step)
             now = after
@@ -390,7 +396,9 @@ class _Trial(NamedTuple):
     def batch_of(self, batch: Any) -> Any:
         if not self.halves:
             return batch
-        return tree_map(lambda t: t[: len(t) // 2] if isinstance(t, torch.Tensor) else t, batch)
+        return tree_map(
+            lambda t: t[: len(t) // 2] if isinstance(t, torch.Tensor) and t.dim() else t, batch
+        )
 
 
 def _applied(found: Foresight, steps: Sequence[_Trial], planner: _Foreseer) -> list[Foresight]:

@@ -138,6 +138,21 @@ def test_smaller_micro_batches_come_before_the_host() -> None:
     assert some[0].after.time.samples == 4 * ROWS  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_plan_does_not_depend_on_where_it_is_asked_for(context: Any) -> None:
+    with context():
+        found = planned(2)
+    assert found.total == planned(2).total
+
+
+def test_a_change_that_does_not_fit_the_model_is_left_out() -> None:
+    raw = {"train_micro_batch_size_per_gpu": ROWS, "optimizer": {"type": "AdamW"}}
+    one = model()[0]  # no repeated blocks, of which "units" could be recomputed
+    whole = hadal.plan(one, raw, BATCH.float(), cluster="h100x4")
+    assert advise(tight(whole, 0.9), one)[-1].after.fits
+    assert not advise(tight(whole, -0.1), one)[-1].after.fits
+
+
 def test_what_never_fits_is_told_as_far_as_it_goes() -> None:
     whole = planned(0)
     some = advise(tight(whole, -0.1), whole.rank.model)
