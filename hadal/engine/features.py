@@ -321,6 +321,12 @@ FEATURES: tuple[Feature, ...] = (
         lambda _, setting: setting.clocks,
         lambda setting: setting.clocks.measures,
     ),
+    # After the clocks, which measure what it compares; always, as memory may run out.
+    Feature(
+        "memory_breakdown",
+        "hadal.engine.planned_memory:PlannedMemory",
+        lambda setting: setting.device.type != "cpu",
+    ),
     Feature(
         "steps_per_print",
         Reporter,

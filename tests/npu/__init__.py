@@ -96,6 +96,16 @@ def with_float64() -> Iterator[None]:
         widest_float.cache_clear()
 
 
+@contextmanager
+def with_memory(nbytes: int) -> Iterator[None]:
+    """Each device has so many bytes inside."""
+    _native[0].set_total(nbytes)
+    try:
+        yield
+    finally:
+        _native[0].set_total(4 << 30)
+
+
 class Wait(NamedTuple):
     """A wait of the host for the device: what for, and which line of the product caused it."""
 

@@ -47,9 +47,9 @@ using Clock = std::chrono::steady_clock;
 
 constexpr c10::DeviceIndex DEVICES = 2;
 constexpr int STREAMS = 1024; // of each device, so that none is shared; 0 is the default one
-constexpr size_t TOTAL = size_t(4) << 30;
 constexpr auto TYPE = c10::DeviceType::PrivateUse1;
 
+std::atomic<int64_t> total{int64_t(4) << 30}; // bytes of each device
 std::atomic<bool> is_asynchronous{false};
 std::atomic<double> longest_delay{0.02};
 std::atomic<int64_t> late_tasks{0};
@@ -251,6 +251,10 @@ void set_asynchronous(bool is_on) {
   is_asynchronous = is_on;
 }
 
+void set_total(int64_t nbytes) {
+  total = nbytes;
+}
+
 void set_delay(double seconds) {
   longest_delay = seconds;
 }
@@ -319,7 +323,7 @@ class Pool {
       auto& used = used_[device];
       TORCH_CHECK_WITH(
           OutOfMemoryError,
-          used.current + int64_t(nbytes) <= int64_t(TOTAL),
+          used.current + int64_t(nbytes) <= total,
           "npu out of memory: tried to allocate ", nbytes, " bytes beside ", used.current);
       used.increase(nbytes);
       counts_[device].increase(1);
@@ -516,7 +520,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     pool.reset(device, true);
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
-    return {TOTAL - pool.used(device), TOTAL};
+    return {std::max<int64_t>(0, total - int64_t(pool.used(device))), total};
   }
 };
 

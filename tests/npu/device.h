@@ -43,6 +43,7 @@ const at::Generator& default_generator(c10::DeviceIndex device);
 
 // What tests switch and ask.
 void set_asynchronous(bool is_on);
+void set_total(int64_t nbytes); // of each device
 void set_delay(double seconds);
 std::vector<std::string> faults();
 void sleep(double seconds); // of the current stream

@@ -415,6 +415,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("default_generator", &npu::default_generator);
   m.def("current_device", &npu::current_device);
   m.def("set_asynchronous", &npu::set_asynchronous, free);
+  m.def("set_total", &npu::set_total);
   m.def("set_delay", &npu::set_delay);
   m.def("sleep", &npu::sleep, free);
   m.def("faults", &npu::faults);

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import json
+import logging
+import re
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from engine.logs import logged
 from ranks import RankPools
 from torch import Tensor, nn
 
@@ -18,6 +22,7 @@ import npu
 from hadal.comm import functions
 from hadal.comm.comms_log import numbers_of
 from hadal.config import load_config
+from hadal.engine.foresight import merged
 from hadal.engine.topology import communicators_of
 
 from .features import experts, in_stages, keys, of_transformers
@@ -91,6 +96,112 @@ def test_the_peak_of_an_update_is_known_before(
     said = sum(need.held.device for need in found.kinds if need.kind not in others)
     for peak in npus(2).run(peak_of_an_update, config):
         assert 0.99 * peak <= said <= 1.05 * peak
+
+
+# ---- while it trains -----------------------------------------------------------------------------
+
+
+class Scattered(Tower):
+    """Its shapes depend on values."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(values[values.sum(1).nonzero()[:, 0]])
+
+
+def train(engine: Any, updates: int) -> None:
+    dtype = next(engine.module.parameters()).dtype
+    values = torch.ones(ROWS, WIDTH, device=engine.device, dtype=dtype)
+    for _ in range(updates):
+        engine.backward(engine(values).float().sum())
+        engine.step()
+
+
+def out_of_memory(config: dict[str, Any], kind: type[Tower], share: float) -> tuple[int, str]:
+    """Return the peak of an update, and the error with `share` of that.
+
+    The changes that the error tells are made, and the model trains in the same memory.
+    """
+    peak = peak_of_an_update(config)
+    gc.collect()
+    room = torch.accelerator.memory_allocated() + int(share * peak)
+    with npu.with_memory(room):
+        engine = hadal.initialize(model=kind(), config=config)[0]
+        try:
+            train(engine, 3)
+        except torch.OutOfMemoryError as error:
+            said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    engine.destroy()
+    del engine
+    gc.collect()
+    patches = [json.loads(patch) for patch in re.findall(r": (\{.*\}) saves", said)]
+    if patches:
+        with npu.with_memory(room):
+            engine = hadal.initialize(model=kind(), config=reduce(merged, patches, config))[0]
+            train(engine, 3)
+        engine.destroy()
+    return peak, said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_out_of_memory_tells_the_plan_and_what_would_fit(stage: int, npus: RankPools) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, **LIMITS},
+        "bf16": {"enabled": True},
+    }
+    for rank, (peak, said) in enumerate(npus(2).run(out_of_memory, config, Tower, 0.9)):
+        first, needs, remedy, *changes = said.splitlines()
+        assert re.fullmatch(r"npu out of memory: tried to allocate \d+ bytes beside \d+", first)
+        found = re.fullmatch(
+            rf"rank {rank}: the plan of this batch needs (\S+) MB of the device at its peak, in"
+            r" (step|backward of blocks\.\d\.\d): (.*)\. Of its (\S+) MB, (\S+) MB are for"
+            r" tensors, which held \S+ MB when the error was caught",
+            needs,
+        )
+        assert found is not None
+        assert 0.99 * peak <= 1e6 * float(found[1]) <= 1.05 * peak
+        kinds = re.findall(r"(\w+) ([\d.]+) ([kM])B", found[3])
+        assert {kind for kind, *_ in kinds} >= {"weights", "gradients", "optimizer"}
+        said_of_each = sum(float(number) * {"k": 1e3, "M": 1e6}[unit] for _, number, unit in kinds)
+        assert said_of_each == pytest.approx(1e6 * float(found[1]), rel=0.01)
+        assert found[4] == found[5]
+        assert remedy.endswith("each on top of those before, it fits:")
+        assert 1 <= len(changes) <= 2
+
+
+def test_a_plan_that_fails_leaves_the_error_alone(npus: RankPools) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    for _, said in npus(2).run(out_of_memory, config, Scattered, 0.9):
+        assert re.fullmatch(r"npu out of memory: tried to allocate \d+ bytes beside \d+", said)
+
+
+def compared(kept: int) -> list[str]:
+    """Return what is logged of the plan, where the program keeps bytes of its own."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 2},
+        "memory_breakdown": True,
+    }
+    gc.collect()
+    assert torch.accelerator.memory_allocated() < 4096  # of the backward before
+    with logged(logging.INFO) as lines:
+        engine = hadal.initialize(model=Tower(), config=config)[0]
+        mine = torch.zeros(kept, dtype=torch.uint8, device=engine.device)
+        train(engine, 3)
+        engine.destroy()
+    del mine
+    return [line for line in lines if "planned" in line]
+
+
+@pytest.mark.claims("memory_breakdown")
+def test_memory_that_is_not_as_planned_is_told_once(npus: RankPools) -> None:
+    assert npus(2).run(compared, 0) == [[], []]
+    (line,), silent = npus(2).run(compared, 10_000_000)
+    assert silent == []
+    assert line.count(", planned ") == 4
+    assert line.startswith("memory of update 2 is not as planned: before forward ")
 
 
 # ---- communicators -------------------------------------------------------------------------------
