@@ -40,6 +40,7 @@ from hadal.engine.policies import leaves_of
 from hadal.engine.state import Parts
 from hadal.errors import UsageError
 from hadal.zero import GatheredParameters
+from hadal.zero.grouping import find_tables
 from hadal.zero.leaves import mark
 
 _PREFIX = "module."  # prefix of the names in an engine's state dict
@@ -126,6 +127,12 @@ class DeepSpeedEngine(Accessors):
             kind = PlainOptimizer if is_plain else DeepSpeedOptimizer
             self._outer = kind(inner, self, stage=stage, moves_scale=moves)
         return self._outer
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """The names of embeddings' weights, if `sparse_gradients` sends their rows only."""
+        tables = find_tables(self.module) if self._parts.config.sparse_gradients else frozenset()
+        return {name for name, each in self.module.named_parameters() if each in tables}
 
     @property
     def monitor(self) -> MonitorMaster:  # type: ignore[override]

@@ -492,6 +492,14 @@ def test_leaf_modules_of_the_configuration_are_marked() -> None:
     assert get_z3_leaf_modules(engine.module) == [engine.module[0]]
 
 
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_embeddings_with_sparse_gradients_are_named(is_sparse: bool) -> None:
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2))
+    config = {**config_of(0), "sparse_gradients": is_sparse}
+    engine = initialize(model=model, config=config)[0]
+    assert engine.sparse_tensor_module_names == ({"0.weight"} if is_sparse else set())
+
+
 def test_weights_are_whole_while_a_model_generates() -> None:
     engine = initialize(model=model_of(), config=config_of(3))[0]
     with unwrap_model_for_generation(engine.module) as model:
