@@ -6,19 +6,19 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hadal.cli.flags import CommandOutput, choices_of
-from hadal.cli.terminal import FAILED, MISUSED, fail, show, table
+from hadal.cli.terminal import COLOURS, FAILED, MISUSED, fail, save_picture, show, table
 from hadal.errors import HadalError, LaunchError
 
 if TYPE_CHECKING:
     from hadal.launcher.choices import Choices
-    from hadal.launcher.job import Job
-    from hadal.plugins.autotuning.space import SearchRequest
-    from hadal.plugins.autotuning.tuner import ModelProfile, Tuner
+    from hadal.plugins.autotuning.summary import Findings
+    from hadal.plugins.autotuning.tuner import Tuner
 
 
 def tune(parsed: argparse.Namespace) -> tuple[int, list[str]]:
@@ -77,7 +77,7 @@ def _tuner(parsed: argparse.Namespace, said: CommandOutput) -> Tuner:
         len(plan.job.pool),
         wish.section.experiment_timeout,
     )
-    return Tuner(wish, runner, _states_of(wish, plan.job), said.note)
+    return Tuner(wish, runner, said.note)
 
 
 def _refuse(choices: Choices, is_dry: bool) -> None:
@@ -107,41 +107,43 @@ def _without_search(own: Sequence[str]) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def _states_of(wish: SearchRequest, job: Job) -> Any:
-    """Return the memory estimate of a rank's model states; on CPUs with the host's part."""
-    from hadal.launcher.choices import devices_here
-
-    nodes = len(job.pool)
-    devices = max(1, job.world_size // nodes // wish.section.mp_size)
-    on_host = not devices_here()
-
-    def states_nbytes(config: Mapping[str, Any], look: ModelProfile) -> int:
-        import torch
-
-        from hadal.config import load_config
-        from hadal.engine.memory import GPU, memory_of
-        from hadal.zero.estimate import Model
-
-        checked = load_config(config, world_size=job.world_size, data_parallel_size=wish.ranks)
-        model = Model(look.trainable, look.num_params - look.trainable)
-        device = torch.device("cpu") if on_host else GPU
-        held = memory_of(checked, model, devices, nodes, device).total
-        return held.device + on_host * held.host
-
-    return states_nbytes
-
-
 def _show(tuner: Tuner) -> None:
     """Show the table, the reasons for missing results, and the path of the best configuration."""
-    from hadal.plugins.autotuning.summary import BEST_COMMAND, BEST_CONFIG, SUMMARY, TITLES
+    from hadal.plugins.autotuning.summary import (
+        BEST_COMMAND,
+        BEST_CONFIG,
+        PICTURE,
+        SUMMARY,
+        TITLES,
+    )
 
     findings, folder = tuner.findings, tuner.runner.results
     if findings.results:
         made = table(*TITLES, right=TITLES[1:3])
         for row in findings.rows():
             made.add_row(*row, style="best" if row[0] == "global" else None)
-        show(made, *findings.failures())
+        show(made, *findings.notes())
     if findings.best() is not None:
         show(f"best configuration: {folder / BEST_CONFIG}, its command: {folder / BEST_COMMAND}")
+        if find_spec("matplotlib") is not None:
+            _draw(findings, folder / PICTURE)
+            show(f"speed against memory: {folder / PICTURE}")
     show(f"all of it: {folder / SUMMARY}")
     sys.stdout.flush()
+
+
+def _draw(findings: Findings, path: Path) -> None:
+    """Draw samples per second against memory, with the front as a line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    known = [r for r in findings.results if r.value is not None]
+    for results, colour, style in ((known, COLOURS[5], "o"), (findings.front(), COLOURS[0], "o-")):
+        peaks = [result.peak / 1e9 for result in results]
+        axes.plot(peaks, [result.speed for result in results], style, color=colour)
+    for result in known:
+        axes.annotate(result.outcome.name, (result.peak / 1e9, result.speed), fontsize=7)
+    axes.set_xlabel("memory of a rank at the peak, GB")
+    axes.set_ylabel("samples per second")
+    save_picture(figure, path)

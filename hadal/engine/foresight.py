@@ -7,6 +7,7 @@ are added up, so that the peak is that of one moment and not the sum of every ki
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -35,13 +36,14 @@ from hadal.engine.memory import (
 from hadal.engine.policies import tiers_of, transport_of
 from hadal.engine.precision import casting_of
 from hadal.engine.step_time import StepTime, step_time
-from hadal.errors import HadalError, NotBuiltYetError
+from hadal.errors import HadalError, ModelError, NotBuiltYetError
 from hadal.optim.workspace import block_numel
 from hadal.zero.estimate import TierBytes
 from hadal.zero.gradients import WAITING_NBYTES
 from hadal.zero.paths import Use, held_along, make_plan
 from hadal.zero.policy import Tier
 
+_log = logging.getLogger(__name__)
 _MOVING = ("gradients", "gathers", "reductions")
 """Kinds of memory that change along an update, like activations."""
 _FRAGMENTED = 0.02
@@ -245,11 +247,13 @@ class CandidatePlanner:
         self._config = config
         # The engine is about to shard the model's own parameters.
         self._planner = _Foreseer(without_values(model), cluster, nodes)
+        self._runs = True
 
     def plan(self, batch: Any, patches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return bytes, seconds and samples of an update under each patch; or `failure`.
 
-        Once no patch of a micro-batch fits, larger ones are not planned.
+        A model that cannot run without values has bytes alone, without activations. Once no patch
+        of a micro-batch fits, larger ones are not planned.
 
         Args:
             batch: a micro-batch of this configuration; dimension 0 of its tensors counts samples.
@@ -273,14 +277,23 @@ class CandidatePlanner:
 
     def _planned(self, raw: dict[str, Any], batch: Any) -> tuple[dict[str, Any], bool]:
         try:
-            made = self._planner.plan(raw, batch)
+            made = self._made(raw, batch)
         except HadalError as error:
             return {"failure": " ".join(str(error).split())}, False
-        assert made.time is not None  # there is a batch
         total, time = made.total, made.time
-        nbytes = total.device + made.cluster.computes_on_host * total.host
-        told = {"memory": nbytes, "seconds": time.seconds, "samples": time.samples}
+        told: dict[str, Any] = {"memory": total.device + made.cluster.computes_on_host * total.host}
+        if time is not None:
+            told |= {"seconds": time.seconds, "samples": time.samples}
         return told, made.fits
+
+    def _made(self, raw: dict[str, Any], batch: Any) -> Foresight:
+        if self._runs:
+            try:
+                return self._planner.plan(raw, batch)
+            except (ModelError, NotBuiltYetError) as error:
+                self._runs = False
+                _log.warning("autotuning: neither times nor activations are planned: %s", error)
+        return self._planner.plan(raw, None)
 
 
 def _as_given(config: Config) -> dict[str, Any]:

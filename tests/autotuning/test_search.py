@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hadal.cli import tuning
 from hadal.plugins.autotuning.measuring import numbers_of
 from hadal.plugins.autotuning.runs import Outcome
 from hadal.plugins.autotuning.search import (
@@ -128,9 +131,32 @@ def test_the_summary_lists_the_best_and_every_failure() -> None:
         "| global       |               3 |         87.3017 | z1_tmbspg3_gas1 |",
         "",
         "throughput in samples/s, more is better",
+        "z0_tmbspg3_gas1: 59.0229, 0 GB",
+        "z1_tmbspg3_gas1: 87.3017, 0 GB, front",
         "z3_tmbspg3_gas1 failed: rank 0: OSError: no (see z.log)",
         "z2_tmbspg9_gas1 was not run: it would take 9 GB",
         "Tuning completed in 0:27:33.988447. Total number of experiments: 3.",
     ]
     slow = Findings("latency", results, {}).best()
     assert slow is not None and slow.value == 59.0229
+
+
+def test_the_second_best_with_less_memory_is_named(tmp_path: Path) -> None:
+    def result(size: int, value: float, peak: int) -> Result:
+        found = {"peak_memory_per_gpu": peak, "throughput": value}
+        return Result(TuningTrial(0, size), Outcome(f"m{size}", found), value)
+
+    results = [result(8, 100.0, 9 * 10**9), result(4, 98.5, 6 * 10**9), result(2, 50.0, 7 * 10**9)]
+    findings = Findings("throughput", [*results, result(1, 40.0, 10**9)], {})
+    assert [r.outcome.name for r in findings.front()] == ["m8", "m4", "m1"]
+    assert findings.notes() == [
+        "m4 is within 2% of the best (98.5) with 3 GB less memory",
+    ]
+    findings.results.pop(1)
+    assert findings.notes() == []
+    # Of latencies less is better.
+    slow = [result(1, 98.5, 6 * 10**9), result(2, 100.0, 5 * 10**9)]
+    assert "m2 is within 2%" in Findings("latency", slow, {}).notes()[0]
+    pytest.importorskip("matplotlib")
+    tuning._draw(findings, tmp_path / "summary.png")
+    assert (tmp_path / "summary.png").stat().st_size > 1000

@@ -12,6 +12,8 @@ from hadal.plugins.autotuning.search import score
 from hadal.plugins.autotuning.space import TuningTrial
 
 SUMMARY, BEST_CONFIG, BEST_COMMAND = "summary.txt", "ds_config_optimal.json", "cmd_optimal.txt"
+PICTURE = "summary.png"
+_CLOSE = 0.02
 TITLES = ("tuning_space", "num_experiments", "best_metric_val", "best_exp_name")
 UNITS = {"throughput": "samples/s", "latency": "ms", "FLOPS_per_gpu": "operations/s"}
 
@@ -25,6 +27,16 @@ class Result:
     value: float | None
     """The metric's value, the mean of all runs; None if the experiment failed."""
     runs: int = 1
+
+    @property
+    def peak(self) -> int:
+        """The bytes of a rank at the peak; 0 if unknown."""
+        return int((self.outcome.found or {}).get("peak_memory_per_gpu", 0))
+
+    @property
+    def speed(self) -> float:
+        """Samples of all ranks per second; 0 if unknown."""
+        return float((self.outcome.found or {}).get("throughput", 0.0))
 
 
 @dataclass(slots=True)
@@ -63,6 +75,25 @@ class Findings:
             return name, count, "failed" if self.of(stage) else "-", "-"
         return name, count, f"{best.value:.6g}", best.outcome.name
 
+    def front(self) -> list[Result]:
+        """Return the results that are better than all with as little memory, the best first."""
+        known = [r for r in self.results if r.value is not None]
+        known.sort(key=lambda r: (-score(self.metric, r.value or 0.0), r.peak))
+        return [r for n, r in enumerate(known) if all(r.peak < better.peak for better in known[:n])]
+
+    def notes(self) -> list[str]:
+        """Return what else to know of the results: a second best with less memory, and failures."""
+        notes, front = [], self.front()
+        worths = [score(self.metric, result.value or 0.0) for result in front]
+        near = [r for r, worth in zip(front, worths, strict=True) if _is_close(worth, worths[0])]
+        if len(near) > 1:
+            saved = (near[0].peak - near[-1].peak) / 1e9
+            notes.append(
+                f"{near[-1].outcome.name} is within {_CLOSE:.0%} of the best"
+                f" ({near[-1].value:.6g}) with {saved:.3g} GB less memory"
+            )
+        return notes + self.failures()
+
     def failures(self) -> list[str]:
         """Return a line for each trial without a result, with the reason."""
         failed = [r.outcome for r in self.results if r.value is None]
@@ -78,8 +109,18 @@ class Findings:
         )
         metric = f"{self.metric} in {UNITS[self.metric]},"
         metric += " less is better" if self.metric == "latency" else " more is better"
-        lines = [*_aligned(self.rows()), "", metric, *self.failures(), end]
+        front = self.front()
+        peaks = [
+            f"{r.outcome.name}: {r.value:.6g}, {r.peak / 1e9:.3g} GB" + ", front" * (r in front)
+            for r in self.results
+            if r.value is not None
+        ]
+        lines = [*_aligned(self.rows()), "", metric, *peaks, *self.notes(), end]
         return "\n".join(lines) + "\n"
+
+
+def _is_close(one: float, best: float) -> bool:
+    return best - one <= _CLOSE * abs(best)
 
 
 def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:

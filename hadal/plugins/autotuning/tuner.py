@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 from hadal.errors import TuningError
 from hadal.plugins.autotuning.files import write_json
@@ -34,6 +34,7 @@ from hadal.plugins.autotuning.space import (
 from hadal.plugins.autotuning.summary import (
     BEST_COMMAND,
     BEST_CONFIG,
+    PICTURE,
     SUMMARY,
     UNITS,
     Findings,
@@ -49,23 +50,6 @@ _RUNS, _RUNS_IF_SLOW = 3, 8
 """The measured experiments in which ranking by plans must find the best."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelProfile:
-    """The profile of the model, and a rank's memory."""
-
-    num_params: int
-    trainable: int
-    activation_nbytes: int = 0
-    """The activations of one forward with the first micro-batch."""
-    memory_nbytes: int | None = None
-    plans: Sequence[Mapping[str, Any]] = ()
-    """The plan of each candidate; none if the model cannot be planned."""
-
-
-StatesNbytes = Callable[[Mapping[str, Any], ModelProfile], int]
-"""A function that returns the bytes of a rank's model states under a configuration."""
-
-
 class Tuner:
     """A search. Its findings are valid at any time, even after it was stopped."""
 
@@ -73,19 +57,22 @@ class Tuner:
         self,
         wish: SearchRequest,
         runner: Runner,
-        states_nbytes: StatesNbytes,
         say: Callable[[str], None],
     ) -> None:
         self.findings = Findings(wish.section.metric, [], {})
         self._wish = wish
         self.runner = runner
-        self._states_nbytes = states_nbytes
         self._say = say
         self._began = time.monotonic()
-        self._look = ModelProfile(0, 0)
+        self._look: dict[str, Any] = {}
+        """What the profile has found; empty without one."""
+        self._memory: int | None = None
+        """The bytes of a rank, once known."""
         self._plans: dict[TuningTrial, PlannedTrial] = {}
         self._space: list[TuningTrial] = []
         self._scores: dict[TuningTrial, float | None] = {}
+        self._own = combinations(wish, 0)[0]
+        """The user's own settings."""
 
     def run(self) -> Result:
         """Search, write the findings, and return the best result.
@@ -95,7 +82,7 @@ class Tuner:
             Stopped: a signal stopped the search. In any case the measurements are written.
         """
         if self._wish.section.overwrite:
-            files = (SUMMARY, BEST_CONFIG, BEST_COMMAND)
+            files = (SUMMARY, BEST_CONFIG, BEST_COMMAND, PICTURE)
             forget(self.runner.results, self.runner.experiments, *files)
         is_whole = False
         try:
@@ -115,7 +102,7 @@ class Tuner:
             " the command"
         )
         self._space = self._candidates()
-        self._look = self._look_at_model()
+        self._look_at_model()
         self._plan()
         self._leave_out()
         while True:
@@ -139,17 +126,15 @@ class Tuner:
 
     # ---- the model's profile --------------------------------------------------------------------
 
-    def _look_at_model(self) -> ModelProfile:
-        """Measure one forward, unless the configuration gives the model's size.
+    def _look_at_model(self) -> None:
+        """Measure one forward and plan the candidates, unless the model's size is given.
 
         It uses the stage that shards most, which is the most likely to fit.
         """
         wish, info = self._wish, self._wish.section.model_info
         if info is not None and info.num_params is not None:
-            num_params = info.num_params // wish.section.mp_size
-            return ModelProfile(num_params, num_params)
-        others = combinations(wish, 0)[0]
-        trial = TuningTrial(max(self._stages), self._first_micro_batch, others)
+            return
+        trial = TuningTrial(max(self._stages), self._first_micro_batch, self._own)
         section: dict[str, Any] = {"profile": True}
         if info is not None:
             section |= {"hidden_size": info.hidden_size, "num_layers": info.num_layers}
@@ -160,20 +145,13 @@ class Tuner:
         if outcome.found is None:
             self.findings.left_out[PROFILE] = outcome.failure
             raise TuningError(f"the model cannot be profiled: {outcome.failure}")
-        found = outcome.found
-        look = ModelProfile(
-            found["num_params"],
-            found["trainable_num_params"],
-            found["activation_mem_per_gpu"],
-            found["memory_per_gpu"],
-            found.get("plans", ()),
-        )
+        look = self._look = outcome.found
+        self._memory = look["memory_per_gpu"]
         self._say(
-            f"{PROFILE}: {look.num_params:,} parameters per rank,"
-            f" {look.activation_nbytes / _GB:.3g} GB of activations,"
-            f" {(look.memory_nbytes or 0) / _GB:.3g} GB of memory, {outcome.seconds:.1f} s"
+            f"{PROFILE}: {look['num_params']:,} parameters per rank,"
+            f" {look['activation_mem_per_gpu'] / _GB:.3g} GB of activations,"
+            f" {look['memory_per_gpu'] / _GB:.3g} GB of memory, {outcome.seconds:.1f} s"
         )
-        return look
 
     @property
     def _first_micro_batch(self) -> int:
@@ -193,22 +171,25 @@ class Tuner:
         ]
 
     def _plan(self) -> None:
-        """Read the plans; without any, memory is that of states and measured activations."""
-        look, wish = self._look, self._wish
-        if len(look.plans) == len(self._space) and any("seconds" in p for p in look.plans):
-            for trial, told in zip(self._space, look.plans, strict=True):
-                if "seconds" in told:
-                    self._plans[trial] = PlannedTrial(self._value_of(told), told["memory"])
-                else:
-                    self.findings.left_out[self._name(trial)] = told["failure"]
+        """Read the plans; those without activations get the measured ones, in proportion."""
+        told = self._look.get("plans", ())
+        if len(told) != len(self._space):
+            self._plans = dict.fromkeys(self._space, PlannedTrial(None, None))
+        for trial, plan in zip(self._space, told, strict=False):
+            if "seconds" in plan:
+                self._plans[trial] = PlannedTrial(self._value_of(plan), plan["memory"])
+            elif "memory" in plan:
+                per_sample = self._look["activation_mem_per_gpu"] / self._first_micro_batch
+                nbytes = plan["memory"] + per_sample * trial.micro_batch
+                self._plans[trial] = PlannedTrial(None, nbytes)
+            else:
+                self.findings.left_out[self._name(trial)] = plan["failure"]
+        if self._is_planned:
             self._space = self._distinct()
             return
-        if wish.section.tuner_type == "model_based":
+        self._space = [trial for trial in self._space if trial in self._plans]
+        if self._wish.section.tuner_type == "model_based":
             self._say("no plan of this model: micro-batches are tried upwards, stage by stage")
-        per_sample = look.activation_nbytes / self._first_micro_batch
-        for trial in self._space:
-            states = self._states_nbytes(config_of(wish, trial), look)
-            self._plans[trial] = PlannedTrial(None, states + per_sample * trial.micro_batch)
 
     def _value_of(self, told: Mapping[str, Any]) -> float:
         is_latency = self.findings.metric == "latency"
@@ -254,11 +235,11 @@ class Tuner:
 
     def _lack(self, trial: TuningTrial) -> str:
         """Describe the memory or samples that a trial lacks; empty if it fits, or if unknown."""
-        look, batch = self._look, self._wish.batch_of(trial.micro_batch)
+        batch = self._wish.batch_of(trial.micro_batch)
         least = self._wish.section.min_train_batch_size
         if batch < least:
             return f"its update has {batch} samples, fewer than min_train_batch_size {least}"
-        if look.memory_nbytes is None:
+        if self._memory is None or self._plans[trial].nbytes is None:
             return ""
         plans = {t: p.nbytes for t, p in self._plans.items() if p.nbytes is not None}
         peaks = {
@@ -267,10 +248,9 @@ class Tuner:
             if result.value is not None
         }
         wanted = corrected_nbytes(trial, plans, peaks)
-        if wanted <= _USABLE * look.memory_nbytes:
+        if wanted <= _USABLE * self._memory:
             return ""
-        has = f"{look.memory_nbytes / _GB:.3g} GB"
-        return f"it needs {wanted / _GB:.3g} GB, but a rank has {has}"
+        return f"it needs {wanted / _GB:.3g} GB, but a rank has {self._memory / _GB:.3g} GB"
 
     # ---- the next trial ------------------------------------------------------------------------
 
@@ -326,8 +306,7 @@ class Tuner:
             if not is_over(scores, section.tuner_early_stopping, section.tuner_num_trials):
                 left += [t for t in self._space if t.stage == stage and t not in self._scores]
         left = [trial for trial in left if not self._lack(trial) and not self._has_failed(trial)]
-        own = combinations(self._wish, 0)[0]
-        return [t for t in left if t.others == own or t.micro_batch in self._fastest(t, left)]
+        return [t for t in left if t.others == self._own or t.micro_batch in self._fastest(t, left)]
 
     def _has_failed(self, trial: TuningTrial) -> bool:
         """Return whether a like trial failed, with no larger a batch, or by plan no more memory."""
@@ -357,16 +336,16 @@ class Tuner:
 
     def _next_unplanned(self, left: Sequence[TuningTrial]) -> TuningTrial | None:
         """Return the next trial, stage by stage, until one is no better than the one before it."""
-        own, before = combinations(self._wish, 0)[0], cast("Result | None", None)
+        before: Result | None = None
         for stage in self._stages:
-            ladder = [t for t in self._space if t.stage == stage and t.others == own]
+            ladder = [t for t in self._space if t.stage == stage and t.others == self._own]
             ladder = [t for t in ladder if t in left or t in self._scores]
             start = self._first_micro_batch if before is None else before.trial.micro_batch
             if self._wish.micro_batches:
                 found = next((trial for trial in ladder if trial not in self._scores), None)
             else:
                 found = next_upwards(ladder, start, self._scores)
-            rest = [t for t in left if t.stage == stage and t.others != own]
+            rest = [t for t in left if t.stage == stage and t.others != self._own]
             if found is not None or rest:
                 return found or rest[0]
             now = self.findings.best(stage)
@@ -407,9 +386,6 @@ class Tuner:
         result = Result(trial, outcome, value)
         self.findings.results.append(result)
         self._scores[trial] = None if value is None else score(section.metric, value)
-        if self._look.memory_nbytes is None and outcome.found is not None:
-            known = outcome.found.get("memory_per_gpu")
-            self._look = replace(self._look, memory_nbytes=known)
         self._say(self._summary_of(outcome, value))
         return result
 
@@ -463,7 +439,7 @@ class Tuner:
         (runner.results / SUMMARY).write_text(text, encoding="utf-8")
         best = self.findings.best()
         if best is None:  # an earlier search's files would be mistaken for the best of this one
-            for name in (BEST_CONFIG, BEST_COMMAND):
+            for name in (BEST_CONFIG, BEST_COMMAND, PICTURE):
                 (runner.results / name).unlink(missing_ok=True)
             return
         config = config_of(self._wish, best.trial)
