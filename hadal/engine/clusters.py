@@ -39,6 +39,17 @@ class Links:
     reduce_scatter: Link
     all_reduce: Link
 
+    def joined(self, ranks: int, inside: Links) -> Links:
+        """Return the speed between nodes if so many ranks of each take part, whose links are these.
+
+        Each byte enters a node once, through the share of the network of one of them.
+        """
+        found = {}
+        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            own, near = getattr(self, kind), getattr(inside, kind)
+            found[kind] = Link(own.latency, min(own.bandwidth * ranks, near.bandwidth))
+        return Links(**found)
+
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
@@ -87,7 +98,7 @@ class ComputeCluster:
     inside: Links
     """Between the ranks of a node."""
     between: Links
-    """Between ranks of several nodes."""
+    """Between ranks of several nodes, each with its share of its node's network."""
     host_link: float
     """Bytes per second between a device and its host, in each direction."""
     disk_read: float

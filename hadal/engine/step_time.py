@@ -305,8 +305,10 @@ class _Update:
 
     def _group(self, ranks: int, apart: int) -> _Group:
         """Return a group whose neighbours' numbers are so far apart."""
-        is_inside = ranks * apart <= self._job.devices_per_node
-        return _Group(ranks, self._cluster.inside if is_inside else self._cluster.between)
+        inside, on_node = self._cluster.inside, self._job.devices_per_node
+        if ranks * apart <= on_node:
+            return _Group(ranks, inside)
+        return _Group(ranks, self._cluster.between.joined(max(1, on_node // apart), inside))
 
     # ---- passes ----------------------------------------------------------------------------------
 

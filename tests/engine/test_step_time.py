@@ -204,6 +204,15 @@ def test_a_copy_per_node_keeps_gathers_inside() -> None:
     assert node["gathers"].seconds * again == pytest.approx(whole["gathers"].seconds)
 
 
+def test_ranks_of_a_node_share_the_network() -> None:
+    slow = cluster(between=links(1e9))
+    found = time_of(config_of(0, ranks=16), slow, 8, 2).parts["reductions"]
+    assert found.seconds == pytest.approx(2 * 4 * PSI * 15 / 16 / 8e9)
+    near = cluster(between=links(1e9), inside=links(2e9))  # no faster than inside a node
+    found = time_of(config_of(0, ranks=16), near, 8, 2).parts["reductions"]
+    assert found.seconds == pytest.approx(2 * 4 * PSI * 15 / 16 / 2e9)
+
+
 def test_copies_of_the_model_meet_in_the_last_reduction() -> None:
     slow = cluster(between=links(1e9))
     config = config_of(3, {"mics_shard_size": 8}, 16, gradient_accumulation_steps=2)
