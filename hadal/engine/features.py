@@ -170,8 +170,8 @@ def _planner_of(setting: EngineSetting) -> PlansOf | None:
     from hadal.engine.foresight import CandidatePlanner  # for this alone
 
     ranks = get_local_world_size() or setting.world.size
-    cluster, nodes = cluster_here(setting.device, ranks), setting.world.size // ranks
     try:
+        cluster, nodes = cluster_here(setting.device, ranks), setting.world.size // ranks
         return CandidatePlanner(setting.model, setting.config, cluster, nodes).plan
     except Exception as error:  # modules may hold anything, which may refuse copies
         _log.warning("autotuning: no plans, since the model cannot be copied: %r", error)

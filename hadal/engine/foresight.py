@@ -259,7 +259,8 @@ class CandidatePlanner:
             batch: a micro-batch of this configuration; dimension 0 of its tensors counts samples.
             patches: keys to merge into the configuration, micro-batches among them.
         """
-        raw = _as_given(self._config)
+        steps = self._config.gradient_accumulation_steps
+        raw = _as_given(self._config) | {_ACCUMULATION: steps}
         found: list[dict[str, Any]] = [{"failure": "smaller micro-batches do not fit"}] * len(
             patches
         )
@@ -268,7 +269,11 @@ class CandidatePlanner:
             by_size.setdefault(patch[_MICRO], []).append(number)
         for micro, numbers in sorted(by_size.items()):
             given = _resized(batch, self._config.train_micro_batch_size_per_gpu, micro)
-            plans = [self._planned(merged(raw, patches[n]), given) for n in numbers]
+            # Their train_batch_size follows from the rest, for ranks that only the program knows.
+            changed = [merged(raw, patches[n]) for n in numbers]
+            for one in changed:
+                one.pop(_TRAIN, None)
+            plans = [self._planned(one, given) for one in changed]
             for number, (told, _) in zip(numbers, plans, strict=True):
                 found[number] = told
             if not any(fits for _, fits in plans):
@@ -355,7 +360,8 @@ _CHANGES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("keep weights on the host", _zero(stage=3, offload_param=_OFFLOADED)),
 )
 """In order of what they usually cost in time."""
-_MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+_TRAIN, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
+_ACCUMULATION = "gradient_accumulation_steps"
 _WORTH = 0.01
 
 

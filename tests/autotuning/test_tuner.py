@@ -157,6 +157,14 @@ def test_the_best_by_plan_is_found_in_three_runs(searched: Any) -> None:
         planned=plan,
     )
     assert made == ["z0_tmbspg8", "z1_tmbspg8", "z1_tmbspg8_gas1_again"]
+    # A winner in the last run stands as it is.
+    _, made = searched(
+        lambda stage, size: {0: 9.0, 1: 8.0, 2: 10.0}[stage],
+        stage=[0, 1, 2],
+        micro=[8],
+        planned=lambda told: 10.0 - told["stage"] / 10,
+    )
+    assert made == ["z0_tmbspg8", "z1_tmbspg8", "z2_tmbspg8"]
     # What cannot win by its corrected plan does not run.
     _, made = searched(
         lambda stage, size: 10.0, micro=[1, 8], planned=lambda told: 1.0 * told["micro"]
@@ -333,3 +341,27 @@ def test_an_experiment_is_checked_with_the_ranks_that_read(tmp_path: Path) -> No
 
     assert reason_with(1) == ""
     assert "2 (micro-batch) x 1 (accumulation) x 2 ranks = 4" in reason_with(2)
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2}
+    choices = Choices(("t.py", "--deepspeed", "ds.json"))
+    runner = Runner(choices, (), {}, tmp_path, tmp_path, tmp_path, {}, 2, 2, hosts=1)
+    launched: list[Any] = []
+
+    def launch(self: Runner, name: str, words: object, folder: Path, answer: str) -> Outcome:
+        launched.append(json.loads((folder / "ds_config.json").read_text())["autotuning"])
+        (folder / answer).write_text("{}")
+        return Outcome(name, {})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "_launched", launch)
+        for best in (None, 7.0, 9.0):  # another best so far makes no other experiment
+            outcome = runner.run("one", config, {"enabled": True}, METRICS, to_beat=best)
+            assert outcome.is_new == (best is None)
+        assert "value_to_beat" not in launched.pop()
+        runner.run("two", config, {"enabled": True}, METRICS, to_beat=9.0)
+        assert launched.pop()["value_to_beat"] == 9.0
+        for sizes in ([1], [1], [1, 2]):  # other candidates do
+            runner.run("three", config, {"enabled": True}, METRICS, [{"micro": s} for s in sizes])
+        assert len(launched) == 2

@@ -58,7 +58,7 @@ class Experiment(Listener):
         plans_of: PlansOf | None = None,
     ) -> None:
         self._plans_of = plans_of
-        self._batch: Any = None
+        self._forward: Forward | None = None
         self._profiles = section.model_info is not None and section.model_info.profile
         self._operations: Counter | None = None
         if section.metric == "FLOPS_per_gpu":
@@ -92,7 +92,7 @@ class Experiment(Listener):
         if self._profiles and torch.is_grad_enabled():
             reset_peak_memory(self._device)
             self._in_use = memory_in_use(self._device)
-            self._batch = _batch_of(self._model, forward)
+            self._forward = forward
         self._count()
 
     def after_forward(self, output: Any) -> None:
@@ -145,10 +145,11 @@ class Experiment(Listener):
 
     def _plans(self, path: str | None) -> list[dict[str, Any]]:
         """Return the plan of each candidate; none if there is no planner. The others wait."""
-        if path is None or self._plans_of is None or self._world.rank:
+        if path is None or self._plans_of is None or self._forward is None:
             return []
         try:
-            return self._plans_of(self._batch, json.loads(Path(path).read_text(encoding="utf-8")))
+            batch = _batch_of(self._model, self._forward)
+            return self._plans_of(batch, json.loads(Path(path).read_text(encoding="utf-8")))
         except Exception as error:  # the search goes on without plans
             _log.warning("autotuning: no plans of this model: %r", error)
             return []

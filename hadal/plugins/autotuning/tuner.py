@@ -173,7 +173,8 @@ class Tuner:
     def _plan(self) -> None:
         """Read the plans; those without activations get the measured ones, in proportion."""
         told = self._look.get("plans", ())
-        if len(told) != len(self._space):
+        if not any("memory" in plan for plan in told):
+            told = ()
             self._plans = dict.fromkeys(self._space, PlannedTrial(None, None))
         for trial, plan in zip(self._space, told, strict=False):
             if "seconds" in plan:
@@ -269,9 +270,12 @@ class Tuner:
         if self.findings.best() is None:
             broken = [r for r in results if not is_exhausted(r.outcome.reason)]
             return len(broken) < section.tuner_early_stopping
-        runs = sum(r.runs for r in results if r.value is not None)
         kept = self._unconfirmed() is not None
-        return self._most is None or runs + kept < self._most
+        return self._most is None or self._measured + kept < self._most
+
+    @property
+    def _measured(self) -> int:
+        return sum(result.runs for result in self.findings.results if result.value is not None)
 
     def _next(self) -> TuningTrial | None:
         """Return the trial that is the most promising, or the next in order; None at the end."""
@@ -360,7 +364,7 @@ class Tuner:
     def _unconfirmed(self) -> Result | None:
         """Return a winner that is not what was expected: with little measured it may be luck."""
         best = self.findings.best()
-        if best is None or best.runs > 1:
+        if best is None or best.runs > 1 or self._measured == self._most:
             return None
         first = next(r.trial for r in self.findings.results if r.value is not None)
         is_expected = best.trial == first if self._most else best.trial.others == first.others
