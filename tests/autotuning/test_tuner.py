@@ -133,6 +133,9 @@ def test_each_order_of_planned_trials(searched: Any) -> None:
     assert searched(speed, **three, tuner_type="gridsearch")[1] == grid
     assert sorted(searched(speed, **three, tuner_type="random")[1]) == grid
     assert searched(speed, **three)[1] == grid[2:]
+    # Where all are tried, a failure of the smallest leaves the others.
+    fails = searched(lambda stage, size: size - 2.0, **three, tuner_type="gridsearch")[1]
+    assert fails == grid
 
 
 def test_the_best_by_plan_is_found_in_three_runs(searched: Any) -> None:

@@ -313,13 +313,17 @@ class Tuner:
         return [t for t in left if t.others == self._own or t.micro_batch in self._fastest(t, left)]
 
     def _has_failed(self, trial: TuningTrial) -> bool:
-        """Return whether a like trial failed, with no larger a batch, or by plan no more memory."""
+        """Return whether one failed that needs no more memory by plan, or is alike and smaller.
+
+        Only memory counts where the user has asked for all: a small batch may fail alone.
+        """
+        is_ranked = self._wish.section.tuner_type == "model_based"
         for result in self.findings.results:
             failed, reason = result.trial, result.outcome.reason
             if result.value is not None:
                 continue
             is_alike = (failed.stage, failed.others) == (trial.stage, trial.others)
-            if is_alike and failed.micro_batch <= trial.micro_batch:
+            if is_ranked and is_alike and failed.micro_batch <= trial.micro_batch:
                 return True
             needs = self._plans[trial].nbytes or 0
             if is_exhausted(reason) and needs >= (self._plans[failed].nbytes or 0) > 0:
