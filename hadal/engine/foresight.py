@@ -253,7 +253,7 @@ class CandidatePlanner:
         """Return bytes, seconds and samples of an update under each patch; or `failure`.
 
         A model that cannot run without values has bytes alone, without activations. Once no patch
-        of a micro-batch fits, larger ones are not planned.
+        of a micro-batch fits, larger ones are not planned, and have nothing.
 
         Args:
             batch: a micro-batch of this configuration; dimension 0 of its tensors counts samples.
@@ -261,9 +261,7 @@ class CandidatePlanner:
         """
         steps = self._config.gradient_accumulation_steps
         raw = _as_given(self._config) | {_ACCUMULATION: steps}
-        found: list[dict[str, Any]] = [{"failure": "smaller micro-batches do not fit"}] * len(
-            patches
-        )
+        found: list[dict[str, Any]] = [{} for _ in patches]
         by_size: dict[int, list[int]] = {}
         for number, patch in enumerate(patches):
             by_size.setdefault(patch[_MICRO], []).append(number)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from hadal.plugins.autotuning.space import TuningTrial
 
@@ -15,15 +14,6 @@ _SEED = 0
 
 Scores = Mapping[TuningTrial, float | None]
 """The score of each finished trial; more is better, None is a failure."""
-
-
-class PlannedTrial(NamedTuple):
-    """The plan of a trial."""
-
-    value: float | None
-    """The metric's value; None: unknown."""
-    nbytes: float | None
-    """The bytes of a rank at the peak; None: unknown."""
 
 
 def score(metric: str, value: float) -> float:

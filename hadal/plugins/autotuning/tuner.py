@@ -13,7 +13,6 @@ from hadal.plugins.autotuning.files import write_json
 from hadal.plugins.autotuning.runs import METRICS, MODEL_INFO, Outcome, Runner, forget
 from hadal.plugins.autotuning.search import (
     TRUST,
-    PlannedTrial,
     corrected,
     corrected_nbytes,
     is_exhausted,
@@ -68,7 +67,9 @@ class Tuner:
         """What the profile has found; empty without one."""
         self._memory: int | None = None
         """The bytes of a rank, once known."""
-        self._plans: dict[TuningTrial, PlannedTrial] = {}
+        self._values: dict[TuningTrial, float] = {}
+        self._nbytes: dict[TuningTrial, float] = {}
+        """The metric's value and a rank's bytes by plan, as far as they are known."""
         self._space: list[TuningTrial] = []
         self._scores: dict[TuningTrial, float | None] = {}
         self._own = combinations(wish, 0)[0]
@@ -173,23 +174,21 @@ class Tuner:
     def _plan(self) -> None:
         """Read the plans; those without activations get the measured ones, in proportion."""
         told = self._look.get("plans", ())
-        if not any("memory" in plan for plan in told):
-            told = ()
-            self._plans = dict.fromkeys(self._space, PlannedTrial(None, None))
         for trial, plan in zip(self._space, told, strict=False):
             if "seconds" in plan:
-                self._plans[trial] = PlannedTrial(self._value_of(plan), plan["memory"])
+                self._values[trial] = self._value_of(plan)
+                self._nbytes[trial] = plan["memory"]
             elif "memory" in plan:
                 per_sample = self._look["activation_mem_per_gpu"] / self._first_micro_batch
-                nbytes = plan["memory"] + per_sample * trial.micro_batch
-                self._plans[trial] = PlannedTrial(None, nbytes)
-            else:
-                self.findings.left_out[self._name(trial)] = plan["failure"]
-        if self._is_planned:
+                self._nbytes[trial] = plan["memory"] + per_sample * trial.micro_batch
+        if self._nbytes:
+            for trial, plan in zip(self._space, told, strict=False):
+                if "failure" in plan:
+                    self.findings.left_out[self._name(trial)] = plan["failure"]
+            self._space = [trial for trial in self._space if trial in self._nbytes]
+        if self._values:
             self._space = self._distinct()
-            return
-        self._space = [trial for trial in self._space if trial in self._plans]
-        if self._wish.section.tuner_type == "model_based":
+        elif self._wish.section.tuner_type == "model_based":
             self._say("no plan of this model: micro-batches are tried upwards, stage by stage")
 
     def _value_of(self, told: Mapping[str, Any]) -> float:
@@ -202,20 +201,17 @@ class Tuner:
         Settings that the user lists are all kept: a plan does not know all that they do.
         """
         first: dict[Any, TuningTrial] = {}
-        planned = [trial for trial in self._space if trial in self._plans]
+        planned = [trial for trial in self._space if trial in self._values]
         for trial in planned:
             listed = [pair for pair in trial.others if pair[0] in self._wish.ranges]
-            same = trial.stage, trial.micro_batch, tuple(listed), self._plans[trial]
+            plan = self._values[trial], self._nbytes[trial]
+            same = trial.stage, trial.micro_batch, tuple(listed), plan
             first.setdefault(same, trial)
         left = len(planned) - len(first)
         if left:
             why = "its plan is that of another one"
             self.findings.left_out[f"each of {left} more of {len(planned)}"] = why
         return list(first.values())
-
-    @property
-    def _is_planned(self) -> bool:
-        return any(plan.value is not None for plan in self._plans.values())
 
     def _leave_out(self) -> None:
         """Leave out what lacks memory or samples; the smallest of each row is told."""
@@ -240,15 +236,14 @@ class Tuner:
         least = self._wish.section.min_train_batch_size
         if batch < least:
             return f"its update has {batch} samples, fewer than min_train_batch_size {least}"
-        if self._memory is None or self._plans[trial].nbytes is None:
+        if self._memory is None or trial not in self._nbytes:
             return ""
-        plans = {t: p.nbytes for t, p in self._plans.items() if p.nbytes is not None}
         peaks = {
             result.trial: (result.outcome.found or {}).get("peak_memory_per_gpu", 0)
             for result in self.findings.results
             if result.value is not None
         }
-        wanted = corrected_nbytes(trial, plans, peaks)
+        wanted = corrected_nbytes(trial, self._nbytes, peaks)
         if wanted <= _USABLE * self._memory:
             return ""
         return f"it needs {wanted / _GB:.3g} GB, but a rank has {self._memory / _GB:.3g} GB"
@@ -259,7 +254,7 @@ class Tuner:
     def _most(self) -> int | None:
         """The measured experiments of a search by plans; None: its order has other limits."""
         section = self._wish.section
-        if not self._is_planned or section.tuner_type != "model_based":
+        if not self._values or section.tuner_type != "model_based":
             return None
         return _RUNS if section.fast else _RUNS_IF_SLOW
 
@@ -284,7 +279,7 @@ class Tuner:
         if kind != "model_based":
             order = shuffled(self._space) if kind == "random" else self._space
             return next((trial for trial in order if trial in left), None)
-        if not self._is_planned:
+        if not self._values:
             return self._next_unplanned(left)
         trial = max(left, key=self._promise, default=None)
         best = self.findings.best()
@@ -298,9 +293,8 @@ class Tuner:
 
     def _promise(self, trial: TuningTrial) -> float:
         """Return a trial's score by its plan, corrected by what was measured."""
-        plans = {t: p.value for t, p in self._plans.items() if p.value is not None}
         measured = {r.trial: r.value for r in self.findings.results if r.value is not None}
-        return score(self.findings.metric, corrected(trial, plans, measured))
+        return score(self.findings.metric, corrected(trial, self._values, measured))
 
     def _left(self) -> list[TuningTrial]:
         """Return the trials that may still run."""
@@ -325,14 +319,14 @@ class Tuner:
             is_alike = (failed.stage, failed.others) == (trial.stage, trial.others)
             if is_ranked and is_alike and failed.micro_batch <= trial.micro_batch:
                 return True
-            needs = self._plans[trial].nbytes or 0
-            if is_exhausted(reason) and needs >= (self._plans[failed].nbytes or 0) > 0:
+            needs = self._nbytes.get(trial, 0)
+            if is_exhausted(reason) and needs >= self._nbytes.get(failed, 0) > 0:
                 return True
         return False
 
     def _fastest(self, trial: TuningTrial, left: Sequence[TuningTrial]) -> list[int]:
         """Return the fastest micro-batches with a trial's settings; measured ones without plans."""
-        if self._is_planned:
+        if self._values:
             row = [t for t in left if (t.stage, t.others) == (trial.stage, trial.others)]
             row.sort(key=self._promise, reverse=True)
             sizes = [t.micro_batch for t in row]
@@ -377,7 +371,7 @@ class Tuner:
     def _tell_rest(self) -> None:
         """Say how many trials were left, and what the best of them promises."""
         rest = self._left()
-        if rest and self._is_planned:
+        if rest and self._values:
             best = max(rest, key=self._promise)
             value = abs(self._promise(best))
             why = f"the best by plan is {self._name(best)} with {value:.6g}"
