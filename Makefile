@@ -33,7 +33,7 @@ DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-quick test-slow test-full test-torch test-processors suites lint types contracts check format wheel release audit sbom bench bench-gpu bench-gpu-offload bench-offload bench-optimizer bench-scale docs site tree clean
+.PHONY: help install demo demo-clean test test-quick test-slow test-full test-torch test-processors suites lint types contracts check format wheel release audit sbom bench bench-gpu bench-gpu-offload bench-offload bench-optimizer bench-scale foresight docs site tree clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -165,6 +165,10 @@ bench-optimizer: $(VENV)/.test  ## measure the optimizers beside a plain copy of
 
 bench-scale: $(VENV)/.test  ## measure what one rank holds and sends among up to 1024
 	$(BIN)/python benchmarks/scale.py $(BENCH_ARGS)
+
+foresight: $(VENV)/.test  ## compare `hadal plan` with real runs: memory in 34 configurations, time in 12 (6 minutes)
+	$(BIN)/python benchmarks/foresight.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/foresight_time.py
 
 bench-offload: $(VENV)/.test  ## measure updates of offloaded state beside torch, DeepSpeed and a copy of memory
 	$(BIN)/python benchmarks/offload.py --step $(BENCH_ARGS)

@@ -93,7 +93,7 @@ def run(parsed: argparse.Namespace) -> int:
 
     model: nn.Module | Model = Model(parsed.params or 0, largest=parsed.largest_layer)
     if parsed.model is not None:
-        model = _model(parsed.model)
+        model, _ = model_at(parsed.model)
     if parsed.config is None:
         _show_stages(model, parsed)
     else:
@@ -101,8 +101,10 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _model(path: str) -> nn.Module:
+def model_at(path: str) -> tuple[nn.Module, Any]:
     """Build the model of a folder, or that a function returns, without memory for it.
+
+    The function may return a batch beside it; None if there is none.
 
     Raises:
         ModelError: the function cannot be found or called, or returns something else.
@@ -111,7 +113,7 @@ def _model(path: str) -> nn.Module:
     from torch import nn
 
     if os.path.isfile(os.path.join(path, "config.json")):
-        return _model_in(path)
+        return _model_in(path), None
     if ":" not in path:
         remedy = f"use --params {path}" if _is_numel(path) else "the function builds the model"
         raise ModelError(f'--model is "{path}", expected "package.module:function"; {remedy}')
@@ -124,9 +126,10 @@ def _model(path: str) -> nn.Module:
             f'--model {path} cannot be used: {error!r}; pass "package.module:function", a'
             " function without arguments that returns a model"
         ) from error
+    model, batch = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
     if not isinstance(model, nn.Module):
         raise ModelError(f"--model {path} returned a {type(model).__name__}, expected a model")
-    return model
+    return model, batch
 
 
 def _model_in(folder: str) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from weakref import WeakSet
 
 import torch
@@ -508,7 +508,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     watch_parameters()
     if isinstance(model, nn.Module):
         _destroy_engines_of(model)
-    engine, _, loader, schedule = _initialize(
+    made, _, loader, schedule = _initialize(
         args,
         model,
         optimizer,
@@ -525,7 +525,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         engine_type=DeepSpeedEngine,
         pipeline_engine_type=PipelineEngine,
     )
-    assert isinstance(engine, DeepSpeedEngine)  # the class requested above
+    engine = cast(DeepSpeedEngine, made)  # as requested above, or a plan's stand-in
     given = choose_config(args, config, config_params)
     engine._given_config = given if isinstance(given, Mapping) else read(given)[1]
     engine.mpu, engine.collate_fn = mpu, collate_fn

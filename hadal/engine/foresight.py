@@ -368,7 +368,7 @@ def advise(found: Foresight, model: nn.Module, loss_of: LossOf | None = None) ->
 
     Each change that saves at least 1 % of the device's memory is kept and the next is tried on top
     of it. Micro-batches are halved, with twice the micro-steps, before anything leaves the device.
-    In the end, those without which it fits as well are left out.
+    In the end, those without which it fits as well and is not slower are left out.
     """
     planner = _Foreseer(model, found.cluster, found.rank.job.nodes, loss_of)
     kept: list[_Trial] = []
@@ -384,20 +384,27 @@ def advise(found: Foresight, model: nn.Module, loss_of: LossOf | None = None) ->
         except HadalError:  # it does not fit this model, as one without repeated blocks
             may_halve = may_halve and step is not half
             continue
-        if now.total.device - after.total.device >= _WORTH * now.total.device:
+        fixed = sum(need.held.device for need in now.kinds if need.kind in LIBRARIES)
+        saved = now.total.device - after.total.device
+        if saved >= _WORTH * (now.total.device - fixed):
             kept.append(step)
             now = after
         elif step is half:
             may_halve = False
     for step in kept[-2::-1] if now.fits else ():
         others = [one for one in kept if one is not step]
-        if _applied(found, others, planner)[-1].fits:
-            kept = others
+        without = _applied(found, others, planner)[-1]
+        if without.fits and _seconds(without) <= _seconds(now):
+            kept, now = others, without
     plans = [found, *_applied(found, kept, planner)]
     return [
         Change(step.what, step.patch, after, _difference(before.total, after.total))
         for step, (before, after) in zip(kept, pairwise(plans), strict=True)
     ]
+
+
+def _seconds(found: Foresight) -> float:
+    return 0.0 if found.time is None else found.time.seconds
 
 
 class _Trial(NamedTuple):

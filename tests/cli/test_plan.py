@@ -1,0 +1,159 @@
+"""`hadal plan`: the answer for a folder, a function and a program, as table, JSON and picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hadal.cli.main import main
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 0},
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    (tmp_path / "ds_config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return ["plan", "--model", str(tmp_path), "--config", str(tmp_path / "ds_config.json")]
+
+
+def planned(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    code = main([*words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_folder_fits_or_is_told_what_to_change(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, roomy = planned([*words, "--cluster", "h200x8"], capsys)
+    assert code == 0 and roomy["fits"] and roomy["changes"] == []
+    assert roomy["kinds"]["activations"]["device"] > 0 and roomy["time"]["samples_per_second"] > 0
+    code, tight = planned([*words, "--cluster", "l4x8"], capsys)
+    assert code == 1 and tight["lacks"]["device"] > 0
+    assert tight["changes"][0]["patch"]["zero_optimization"]["stage"] > 0
+    assert tight["changes"][-1]["fits"]
+    # The patches make it fit.
+    path = Path(words[-1])
+    raw: dict[str, Any] = dict(CONFIG)
+    for change in tight["changes"]:
+        for key, value in change["patch"].items():
+            raw[key] = {**raw.get(key, {}), **value} if isinstance(value, dict) else value
+    path.write_text(json.dumps(raw))
+    assert planned([*words, "--cluster", "l4x8"], capsys)[0] == 0
+
+
+def test_the_table_and_the_picture(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "memory.svg"
+    assert main([*words, "--cluster", "l4x8", "--output", str(picture)]) == 1
+    told = capsys.readouterr().out
+    assert "LlamaForCausalLM, 1.9 B parameters, on 1 x 8 devices of l4x8, stage 0" in told
+    assert "does not fit: " in told and "What would make it fit, in the order of its cost:" in told
+    assert "The peak is in" in told and "samples per second" in told
+    assert "<svg" in picture.read_text()
+
+
+def test_more_tokens_take_more_activations(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = [
+        planned([*words, "--sequence-length", str(n), "--cluster", "h200x8"], capsys)[1]
+        for n in (1024, 2048)
+    ]
+    one, two = (
+        max(moment["held"].get("activations", 0) for moment in found["moments"]) for found in held
+    )
+    assert 1.8 < two / one < 2.1
+
+
+def test_a_function_may_return_a_batch(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "planned_models.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    return torch.nn.Linear(64, 64), torch.ones(8, 64)\n"
+        "def alone():\n"
+        "    return torch.nn.Linear(64, 64)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words[2] = "planned_models:build"
+    assert "moments" in planned(words, capsys)[1]
+    words[2] = "planned_models:alone"
+    assert "moments" not in planned(words, capsys)[1]
+    assert main(words) == 0
+    assert "Without a batch, activations and time are left out." in capsys.readouterr().out
+
+
+PROGRAM = """
+import sys
+import torch
+from torch import nn
+import hadal
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+rows = [(torch.ones(64),) for _ in range(8)]
+engine, _, loader, _ = hadal.initialize(model=model, config=sys.argv[1], training_data=rows)
+assert engine.train_micro_batch_size_per_gpu() == 2
+for (row,) in loader:
+    engine.backward(engine(row).float().sum())
+    raise SystemExit("trained")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_program_is_planned_up_to_its_first_forward(ends: bool, tmp_path: Path) -> None:
+    program = PROGRAM.replace("for (row,) in loader:", "for (row,) in []:") if ends else PROGRAM
+    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "ds_config.json").write_text(json.dumps(CONFIG))
+    words = ["plan", "--cluster", "h100x4", "--json", "train.py", "ds_config.json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hadal", *words],
+        cwd=tmp_path,
+        env={**os.environ, "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if ends:
+        assert done.returncode == 1 and "ended without a forward of an engine" in done.stderr
+    else:
+        found = json.loads(done.stdout)
+        assert done.returncode == 0 and found["peak"]["phase"] == "backward"
+        assert found["time"]["samples_per_second"] > 0
+
+
+def test_bad_words_are_told(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--cluster", "h100"]) == 1
+    assert "no cluster 'h100'; did you mean h100x8?" in capsys.readouterr().err
+    assert main(["plan", "--model", "a:b"]) == 1
+    assert "expected --model and --config, or a program" in capsys.readouterr().err
+    assert main([*words, "train.py"]) == 1
+    assert "a program has its own model and configuration" in capsys.readouterr().err
+    assert main(["plan", "nothing.py"]) == 1
+    assert "nothing.py is no file" in capsys.readouterr().err
