@@ -146,7 +146,9 @@ def a_checkpoint() -> dict[str, Any]:
 
 
 def a_checkpoint_of_deepspeed() -> dict[str, Any]:
-    unpack("stage2_bf16_world2", Path("their_checkpoints"))
+    if hadal.comm.get_rank() == 0:  # the ranks share the folder
+        unpack("stage2_bf16_world2", Path("their_checkpoints"))
+    hadal.comm.barrier()
     model = toy.Toy()
     engine, *_ = hadal.initialize(
         model=model, model_parameters=toy.groups_of(model), config=toy.config_of(2, "bf16")
