@@ -166,9 +166,8 @@ bench-optimizer: $(VENV)/.test  ## measure the optimizers beside a plain copy of
 bench-scale: $(VENV)/.test  ## measure what one rank holds and sends among up to 1024
 	$(BIN)/python benchmarks/scale.py $(BENCH_ARGS)
 
-foresight: $(VENV)/.test  ## compare `hadal plan` with real runs: memory in 34 configurations, time in 12 (6 minutes)
-	$(BIN)/python benchmarks/foresight.py $(BENCH_ARGS)
-	$(BIN)/python benchmarks/foresight_time.py
+foresight: $(VENV)/.test  ## compare `hadal plan` with real runs and write docs/foresight.md (7 minutes)
+	$(BIN)/python benchmarks/foresight.py --page docs/foresight.md $(BENCH_ARGS)
 
 bench-offload: $(VENV)/.test  ## measure updates of offloaded state beside torch, DeepSpeed and a copy of memory
 	$(BIN)/python benchmarks/offload.py --step $(BENCH_ARGS)

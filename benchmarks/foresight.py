@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -324,19 +325,61 @@ def measure(names: list[str]) -> dict[str, int]:
     return dict(map(json.loads, lines))
 
 
+def page(memory: list[str], known: Path | None) -> str:
+    """Return both tables as a page."""
+    from foresight_time import times
+
+    rows = json.loads(known.read_text()) if known else times()
+    lines = [
+        f"| {row['case']} | {1e3 * row['real']['seconds']:.0f}"
+        f" | {1e3 * row['planned']['seconds']:.0f} | {row['error']:+.1%} |"
+        for row in rows
+    ]
+    device = torch.accelerator.current_accelerator() or "the test device, whose allocator counts"
+    said = f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} cores"
+    return "\n".join(
+        [
+            "# Plans and real runs",
+            "",
+            "`make foresight` compares what [`hadal plan`](will_it_fit.md) says with what happens"
+            f" then, and writes this page. {said}; memory on {device}.",
+            "",
+            "## Memory",
+            "",
+            "The most MiB that the allocator had given out in an update, beside libraries.",
+            "",
+            "| case | measured | planned | error | planned peak |",
+            "|---|---|---|---|---|",
+            *memory,
+            "",
+            "## Time",
+            "",
+            "Milliseconds of an update on CPUs, after `hadal bench cluster` on the same ranks.",
+            "",
+            "| case | measured | planned | error |",
+            "|---|---|---|---|",
+            *lines,
+            "",
+        ]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="some cases (default: all)")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="write what was measured to a file")
     parser.add_argument("--measured", type=Path, help="such a file, instead of measuring")
+    parser.add_argument("--page", type=Path, help="compare times too, and write both tables")
+    parser.add_argument("--times", type=Path, help="a file of foresight_time.py, instead of timing")
     parsed = parser.parse_args()
     if parsed.work:
         work(parsed.names, parsed.work)
         return
+    sys.path.insert(0, str(ROOT / "benchmarks"))
     chosen = parsed.names or list(CASES)
     found = json.loads(parsed.measured.read_text()) if parsed.measured else measure(chosen)
-    errors = []
+    errors, rows = [], []
     print(f"{'case':44} {'measured':>9} {'planned':>9} {'error':>7}  at the peak, MiB")
     for name in chosen:
         kinds = planned(CASES[name])
@@ -352,10 +395,14 @@ def main() -> None:
             f"{name:44} {found[name] / _MIB:9.1f} {said / _MIB:9.1f} {errors[-1]:+7.1%}"
             f"  {moment}: {parts}"
         )
+        sizes = f"{found[name] / _MIB:.1f} | {said / _MIB:.1f} | {errors[-1]:+.1%}"
+        rows.append(f"| {name} | {sizes} | {moment.strip()} |")
     print(
         f"{len(errors)} cases: {min(errors):+.1%} to {max(errors):+.1%}, median of the error"
         f" {median(map(abs, errors)):.1%}"
     )
+    if parsed.page:
+        parsed.page.write_text(page(rows, parsed.times))
     if parsed.json:
         parsed.json.write_text(json.dumps(found, indent=1) + "\n")
     if min(errors) < -_MOST_UNDER or max(errors) > _MOST_OVER:
