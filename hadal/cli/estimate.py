@@ -116,7 +116,10 @@ def model_at(path: str) -> tuple[nn.Module, Any]:
         return _model_in(path), None
     if ":" not in path:
         remedy = f"use --params {path}" if _is_numel(path) else "the function builds the model"
-        raise ModelError(f'--model is "{path}", expected "package.module:function"; {remedy}')
+        raise ModelError(
+            f'--model is "{path}", expected a folder with a config.json, of which there is none,'
+            f' or "package.module:function"; {remedy}'
+        )
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         with torch.device("meta"):

@@ -205,7 +205,7 @@ def _show(found: Foresight, changes: Sequence[Change]) -> None:
     show(heading(f"{said} {stage}"), "", made, "")
     if found.peak is not None:
         unit = f" of {found.peak.unit}" if found.peak.unit else ""
-        show(f"The peak is in {found.peak.phase}{unit}.", "")
+        show(f"The peak is in {found.peak.phase}{unit}, with {_batch(found.batch)} a rank.", "")
     else:
         show("Without a batch, activations and time are left out.", "")
     if found.time is not None:
@@ -214,6 +214,14 @@ def _show(found: Foresight, changes: Sequence[Change]) -> None:
         _show_changes(changes)
     elif not found.fits:
         show("No change of the configuration that saves memory is left; use more devices.")
+
+
+def _batch(batch: Any) -> str:
+    from torch.utils._pytree import tree_leaves
+
+    shapes = (getattr(leaf, "shape", None) for leaf in tree_leaves(batch))
+    known = dict.fromkeys(" x ".join(map(str, shape)) for shape in shapes if shape is not None)
+    return f"a micro-batch of {' and '.join(known)}"
 
 
 def _verdict(found: Foresight) -> str:

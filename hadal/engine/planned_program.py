@@ -48,6 +48,13 @@ class PlannedEngine(nn.Module):
             raw.pop("train_batch_size", None)
         self._forwarded(self.module, raw, kwargs or args)
 
+    def deepspeed_io(
+        self, dataset: Any, batch_size: int | None = None, *others: Any, **rest: Any
+    ) -> DataLoader[Any]:
+        """Return a loader of micro-batches."""
+        size = batch_size or self._raw.get(MICRO, 1)
+        return DataLoader(dataset, size, collate_fn=rest.get("collate_fn"))
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -60,7 +67,10 @@ class PlannedEngine(nn.Module):
 
 
 def _not_yet(name: str, *_: Any, **__: Any) -> NoReturn:
-    raise UsageError(f"engine.{name}() before the first forward: a plan has no answer")
+    raise UsageError(
+        f"engine.{name}() before the first forward: a plan has no answer; call it later, or plan"
+        " the model alone (hadal plan --model)"
+    )
 
 
 def plan_instead(forwarded: Forwarded) -> None:

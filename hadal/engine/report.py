@@ -177,8 +177,8 @@ class Reporter(Listener):
         self._engine = weakref.ref(engine)
 
     def before_forward(self, forward: Forward) -> None:
-        """Count tokens."""
-        if self._speaks and forward.is_training:
+        """Count tokens; models from a file are in evaluation mode until somebody changes that."""
+        if self._speaks and torch.is_grad_enabled():
             self._tokens += forward.tokens
 
     def after_update(self, update: Update) -> None:

@@ -185,7 +185,7 @@ def test_faults_are_reported(module: str, written: Any, capsys: pytest.CaptureFi
         assert main(["estimate", "--model", f"{module}:{function}"]) == 1
         assert reason in capsys.readouterr().err
     assert main(["estimate", "--model", module]) == 1
-    assert 'expected "package.module:function"; the function' in capsys.readouterr().err
+    assert 'or "package.module:function"; the function' in capsys.readouterr().err
     assert main(["estimate", "--model", "7B"]) == 1
     assert "use --params 7B" in capsys.readouterr().err
     assert main(["estimate", "--params", "1M", "--config", written(bf16={"enabled": 3})]) == 1

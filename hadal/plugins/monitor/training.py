@@ -114,7 +114,7 @@ class TrainingEvents(Listener):
 
     def before_forward(self, forward: Forward) -> None:
         """Count tokens."""
-        if self._scope.extra and forward.is_training:
+        if self._scope.extra and torch.is_grad_enabled():
             self._forwarded += forward.tokens
 
     def after_backward(self, loss: Tensor | None) -> None:
