@@ -53,6 +53,36 @@ def transformer(attention: str, layers: int = 2) -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
+class Elementwise(nn.Module):
+    """Operations that torch can also compose of others, which then round otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.by_channel = nn.RMSNorm(9), nn.BatchNorm2d(4)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        x = F.mish(F.silu(self.by_channel(self.norm(pictures))))
+        x = F.channel_shuffle(F.dropout(x, 0.5), 2)
+        return F.interpolate(F.interpolate(x, scale_factor=3.7), size=(5, 5), mode="bilinear")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_counting_changes_no_bit(dtype: torch.dtype) -> None:
+    model = Elementwise().to(dtype)
+    pictures = torch.randn(3, 4, 7, 9, dtype=dtype)
+
+    def results() -> list[Tensor]:
+        torch.manual_seed(0)
+        model.zero_grad()
+        out = model(pictures)
+        out.float().square().sum().backward()
+        return [out, *(each.grad for each in model.parameters())]
+
+    plain, others = results(), []
+    counted(lambda: others.extend(results()))
+    assert all(a.equal(b) for a, b in zip(plain, others, strict=True))
+
+
 TOKENS = torch.arange(32).reshape(2, 16)
 
 
