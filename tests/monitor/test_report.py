@@ -15,6 +15,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,15 @@ from engine.toys import engine_of, train
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import RankPools
+from torch import nn
 
 from hadal import comm
 from hadal.cli.main import main
+from hadal.config import load_config
 from hadal.config.monitors import JsonlMonitor
 from hadal.errors import UsageError
 from hadal.plugins.monitor.files import JsonlWriter, read_lines
-from hadal.plugins.monitor.opening import _commit
+from hadal.plugins.monitor.opening import _commit, describe_run
 from hadal.plugins.monitor.report import read_run, write_page
 from hadal.plugins.monitor.report.charts import charts_of
 from hadal.plugins.monitor.report.page import _modules
@@ -375,6 +378,17 @@ def test_the_error_that_ended_a_run_is_recorded(tmp_path: Path) -> None:
         fail_and_close(tmp_path)
     *_, end = read_lines(tmp_path / "run" / "events.jsonl")
     assert end["error"] == "ValueError: bad sample 17"
+
+
+def test_versions_of_libraries_that_the_program_imported_are_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "trl", ModuleType("trl"))
+    sys.modules["trl"].__dict__["__version__"] = "1.2"
+    monkeypatch.delitem(sys.modules, "peft", raising=False)
+    config = load_config({"train_batch_size": 1})
+    versions = describe_run(config, nn.Linear(1, 1), {"world": 1}, ["here"])["versions"]
+    assert versions["trl"] == "1.2" and "peft" not in versions
 
 
 def test_the_commit_of_the_program_is_recorded(

@@ -32,6 +32,8 @@ from hadal.plugins.monitor.services import (
 )
 
 FORMAT = 1
+# Their versions are part of the description if the program has imported them.
+_LIBRARIES = ("transformers", "accelerate", "lightning", "trl", "peft", "diffusers", "datasets")
 
 
 def describe_run(
@@ -61,6 +63,11 @@ def describe_run(
             "torch": str(torch.__version__),
             "built_for": built_with(),
             "python": platform.python_version(),
+            **{
+                name: str(getattr(sys.modules[name], "__version__", "of unknown version"))
+                for name in _LIBRARIES
+                if name in sys.modules
+            },
         },
         "machine": _machine(),
         "config": config.as_public_dict(),

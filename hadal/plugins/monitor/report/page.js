@@ -33,13 +33,25 @@ function traceOf(chart, curve, place) {
   };
 }
 
-// The first updates may take a hundred times as long as others: the axis ends above nearly all.
-function topOf(chart) {
+// The first updates may take a hundred times as long as others: the axis ends above nearly all, and
+// a note tells how many are higher. A rate that is always the same lies in the middle.
+function limitsOf(chart) {
+  const values = chart.curves.flatMap((curve) => curve.y).filter((y) => y !== null);
+  if (!chart.is_of_phases)
+    return { range: values[0] && values.every((y) => y === values[0]) ? [0, 2 * values[0]] : undefined, notes: [] };
   const [first, ...others] = chart.curves;
   const heights = isAlone
     ? first.y.map((y, place) => others.reduce((sum, curve) => sum + (curve.y[place] ?? 0), y))
-    : chart.curves.flatMap((curve) => curve.y);
-  return 1.4 * heights.sort((a, b) => a - b)[Math.floor(0.95 * (heights.length - 1))];
+    : values;
+  heights.sort((a, b) => a - b);
+  const top = 1.4 * heights[Math.floor(0.95 * (heights.length - 1))];
+  const higher = heights.filter((height) => height > top).length;
+  const text = `${higher} higher, up to ${Number(heights.at(-1).toPrecision(3))} (double click: all)`;
+  return { range: [0, top], notes: higher ? [note(text, 1)] : [] };
+}
+
+function note(text, y) {
+  return { text, y, x: 0.5, showarrow: false, xref: "paper", yref: "paper" };
 }
 
 function draw() {
@@ -47,6 +59,7 @@ function draw() {
   const grid = { gridcolor: "rgba(136,136,136,.25)", zerolinecolor: "rgba(136,136,136,.4)" };
   for (const chart of content.charts) {
     const shown = chart.curves.filter((curve) => axis.value in curve.x);
+    const limits = log.checked ? { notes: [] } : limitsOf(chart);
     const traces = shown.map((curve, place) => traceOf(chart, curve, place));
     Plotly.react(chart.place, traces, {
       font: { color: text, family: "system-ui, sans-serif", size: 11 },
@@ -63,9 +76,9 @@ function draw() {
       yaxis: {
         ...grid,
         type: log.checked ? "log" : "linear",
-        ...(chart.is_of_phases && !log.checked ? { range: [0, topOf(chart)] } : {}),
+        range: limits.range,
       },
-      annotations: traces.length ? [] : [{ text: "not measured", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }],
+      annotations: traces.length ? limits.notes : [note("not measured", 0.5)],
     }, { responsive: true, displaylogo: false, modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]] });
   }
 }
