@@ -573,7 +573,7 @@ class Gathering:
                 self._reductions.start_rest()
                 self._meet(Marker.AT_FAULT)
                 self._reductions.drop()
-        except HadalError as second:
+        except (HadalError, torch.OutOfMemoryError) as second:
             # `error` is being raised already. Messages are matched by their order, so this rank
             # cannot take part in later ones either.
             _log.warning("other ranks wait for this one, which cannot go on: %s", second)

@@ -130,6 +130,7 @@ def out_of_memory(config: dict[str, Any], kind: type[Tower], share: float) -> tu
             train(engine, 3)
         except torch.OutOfMemoryError as error:
             said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            assert not isinstance(error.__context__, torch.OutOfMemoryError)  # the first is told
     engine.destroy()
     del engine
     gc.collect()
