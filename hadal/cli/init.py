@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +17,8 @@ from hadal.errors import nearest
 from hadal.units import shown_nbytes, shown_numel
 
 if TYPE_CHECKING:
-    from hadal.engine.memory import Memory, MemoryPlan
+    from hadal.engine.foresight import Foresight
+    from hadal.engine.stage_plans import MemoryPlan
 
 
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -81,12 +82,18 @@ def usual_batch(ranks: int) -> tuple[int, int]:
 
 def draft(answers: Answers) -> Draft:
     """Choose the fastest plan that fits, or the smallest one, and write its configuration."""
-    from hadal.engine.memory import best_plan, memory_of_plans
-    from hadal.zero.estimate import Model
+    from hadal.engine.clusters import cluster_of
+    from hadal.engine.foresight import Planner
+    from hadal.engine.memory import SizedModel
+    from hadal.engine.stage_plans import best_plan, plan_stages
 
-    found = memory_of_plans(Model(answers.numel), answers.devices, answers.nodes, answers.precision)
+    cluster = replace(
+        cluster_of("h100x8", answers.devices), device_nbytes=answers.memory, host_nbytes=sys.maxsize
+    )
+    planner = Planner(SizedModel(answers.numel), cluster, answers.nodes)
+    found = plan_stages(planner, precision=answers.precision)
     allowed = {plan: found[plan] for plan in _allowed(answers)}
-    best = best_plan(allowed, answers.memory)
+    best = best_plan(allowed)
     plan = best or min(allowed, key=lambda plan: allowed[plan].total.device)
     summary = _summary(answers, plan, found[plan])
     config = {
@@ -108,7 +115,7 @@ def draft(answers: Answers) -> Draft:
 
 def _allowed(answers: Answers) -> list[MemoryPlan]:
     """Return the plans that offload to the allowed storage, the fastest first."""
-    from hadal.engine.memory import PLANS
+    from hadal.engine.stage_plans import PLANS
     from hadal.zero.policy import Tier
 
     tiers = {Tier.DEVICE}
@@ -138,8 +145,8 @@ def _zero(plan: MemoryPlan, offload: str) -> dict[str, Any]:
     return section
 
 
-def _summary(answers: Answers, plan: MemoryPlan, memory: Memory) -> str:
-    held = memory.total
+def _summary(answers: Answers, plan: MemoryPlan, found: Foresight) -> str:
+    held = found.total
     where = f"{answers.devices} device{'s' * (answers.devices > 1)}"
     where = where if answers.nodes == 1 else f"{answers.nodes} nodes of {where}"
     on_host = f", {shown_nbytes(held.host * answers.devices)} of a node's host" * (held.host > 0)
@@ -151,10 +158,10 @@ def _summary(answers: Answers, plan: MemoryPlan, memory: Memory) -> str:
     )
 
 
-def _stage_note(answers: Answers, plan: MemoryPlan, found: Mapping[MemoryPlan, Memory]) -> str:
+def _stage_note(answers: Answers, plan: MemoryPlan, found: Mapping[MemoryPlan, Foresight]) -> str:
     text = f"Stage {plan.stage}: {_STAGES[plan.stage]}."
     if plan.stage < 3 and answers.ranks > 1:
-        more = next(memory.total.device for other, memory in found.items() if other.stage == 3)
+        more = next(one.total.device for other, one in found.items() if other.stage == 3)
         text += f" Stage 3 would take {shown_nbytes(more)} per device, and send more."
     if plan.stage == 3:
         text += (

@@ -1,19 +1,31 @@
-"""`hadal plan`: whether a model fits, what holds the memory, and how long an update takes."""
+"""`hadal plan`: whether a model fits, what holds the memory, and how long an update takes.
+
+`hadal estimate` is the same for a model of which no micro-batch is known: without activations.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import pkgutil
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hadal.cli.estimate import model_at
-from hadal.cli.parser import CONFIG_HELP, add_command, add_flag, add_json, positive
+from hadal.cli.parser import (
+    CONFIG_HELP,
+    add_command,
+    add_flag,
+    add_json,
+    device_memory,
+    numel,
+    positive,
+)
 from hadal.cli.terminal import (
     COLOURS,
     FAINT,
@@ -26,13 +38,16 @@ from hadal.cli.terminal import (
     table,
     write_picture,
 )
-from hadal.units import shown_numel
+from hadal.errors import ModelError
+from hadal.units import numel_of, shown_nbytes, shown_numel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import nn
 
+    from hadal.engine.clusters import ComputeCluster
     from hadal.engine.foresight import Change, Foresight
+    from hadal.engine.stage_plans import MemoryPlan
 
 _GB = 1e9
 _LENGTH = 4096
@@ -48,8 +63,9 @@ def add_to(group: Any) -> None:
         description="Foresee the memory of each rank at its peak, by kind, and the time of an"
         " update, by part, on a cluster that need not be here: the model is built without weights"
         " and runs once without values. If it does not fit, show the changes of the configuration"
-        " that make it fit, in the order of their cost. In place of --model and --config, a program"
-        " may be given with its arguments, which runs up to its first forward.",
+        " that make it fit, in the order of their cost; without --config, compare the ZeRO stages."
+        " In place of --model and --config, a program may be given with its arguments, which runs"
+        " up to its first forward.",
         examples=(
             "hadal plan --model meta-llama/ --config ds_config.json --cluster h100x8",
             "hadal plan --model package.module:build --config ds_config.json --nodes 4",
@@ -57,11 +73,68 @@ def add_to(group: Any) -> None:
         ),
         words="[PROGRAM [ARGUMENT ...]]",
     )
+    _add_model(parser, is_required=False)
+    how = parser.add_argument_group("How")
     add_flag(
-        parser,
+        how,
+        "--sequence-length N",
+        f"Tokens of a row, for a model of transformers (default: {_LENGTH}, or the model's most)",
+        positive,
+    )
+    add_flag(how, "--with-values", "Compute on the CPU: for models whose shapes depend on values")
+    add_flag(parser, "--output FILE", "Draw the memory of an update, by kind", Path)
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run, has_batch=True)
+
+
+def add_estimate_to(group: Any) -> None:
+    """Add the subcommand that plans without activations."""
+    parser = add_command(
+        group,
+        "estimate",
+        help="Estimate the memory that training needs beside activations",
+        description="Plan the memory of a training run, as `hadal plan` does, without activations:"
+        " weights, gradients and optimizer state on devices, hosts and disks, and on devices"
+        " gathers, reductions, communicators and the context. Without --config it compares the"
+        " ZeRO stages, in bf16 with Adam; with it, it shows that configuration's memory by kind.",
+        examples=(
+            "hadal estimate --params 7B --devices-per-node 8 --memory 80GB",
+            "hadal estimate --model package.module:build --config ds_config.json",
+        ),
+    )
+    _add_model(parser, is_required=True)
+    parser.set_defaults(
+        run=lambda parsed: run(parsed) * 0,
+        has_batch=False,
+        devices_per_node=1,
+        with_values=False,
+        output=None,
+        program=[],
+    )
+
+
+def _add_model(parser: Any, *, is_required: bool) -> None:
+    what = parser.add_mutually_exclusive_group(required=is_required)
+    add_flag(
+        what,
+        "--params N",
+        "In place of a model, the elements of all its parameters: 1300000000 or 7B; without"
+        " activations",
+        numel,
+    )
+    add_flag(
+        what,
         "--model MODEL",
         "A folder with a Hugging Face config.json, or MODULE:FUNCTION, a function that returns the"
         " model, or the model and one micro-batch of a rank",
+    )
+    add_flag(
+        parser,
+        "--largest-layer N",
+        "With --params: elements of each layer, which is gathered and reduced as a whole (default:"
+        " as transformers of the size have; 7B: a 32nd)",
+        numel,
+        0,
     )
     parser.add_argument("--config", metavar="CONFIG", help=CONFIG_HELP)
     where = parser.add_argument_group("Where")
@@ -73,18 +146,9 @@ def add_to(group: Any) -> None:
     )
     add_flag(where, "--nodes N", "Nodes", positive, 1)
     add_flag(where, "--devices-per-node N", "Devices of each node, if not all", positive)
-    how = parser.add_argument_group("How")
-    add_flag(
-        how,
-        "--sequence-length N",
-        f"Tokens of a row, for a model of transformers (default: {_LENGTH}, or the model's most)",
-        positive,
-    )
-    add_flag(how, "--with-values", "Compute on the CPU: for models whose shapes depend on values")
-    add_flag(parser, "--output FILE", "Draw the memory of an update, by kind", Path)
+    add_flag(where, "--memory SIZE", "Memory of one device, such as 80GB", device_memory)
+    add_flag(where, "--host-memory SIZE", "Memory of a node's host, such as 512GB", device_memory)
     add_json(parser)
-    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -93,12 +157,36 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         HadalError: the model, the configuration or the cluster has faults.
     """
-    from hadal.engine.foresight import advise
+    cluster = _cluster(parsed)  # a wrong name is an error before torch is imported
+
+    from hadal.engine.foresight import Planner, advise, plan
+    from hadal.engine.stage_plans import best_plan, plan_stages
 
     if parsed.output is not None:
         parsed.output = picture_path(parsed.output)
-    model, found = _of_program(parsed) if parsed.program else _of_model(parsed)
-    changes = [] if found.fits or found.batch is None else advise(found, model)
+    if parsed.program:
+        model, found = _of_program(parsed, cluster)
+    else:
+        model, batch = _model(parsed)
+        if parsed.config is None:
+            planner = Planner(model, cluster, parsed.nodes, with_values=parsed.with_values)
+            plans = plan_stages(planner, batch)
+            best = best_plan(plans)
+            if parsed.json:
+                show_json([{**of.named(), **_plain(one, [])} for of, one in plans.items()])
+                return best is None
+            _show_stages(plans, best)
+            found = plans[best or next(of for of in plans if of.stage == 3)]
+        else:
+            found = plan(
+                model,
+                parsed.config,
+                batch,
+                cluster=cluster,
+                nodes=parsed.nodes,
+                with_values=parsed.with_values,
+            )
+    changes = [] if found.fits else advise(found, model)
     if parsed.json:
         show_json(_plain(found, changes))
     else:
@@ -111,24 +199,96 @@ def run(parsed: argparse.Namespace) -> int:
 # ---- what is planned -----------------------------------------------------------------------------
 
 
-def _of_model(parsed: argparse.Namespace) -> tuple[nn.Module, Foresight]:
-    from hadal.engine.foresight import plan
+def _cluster(parsed: argparse.Namespace) -> ComputeCluster:
+    from hadal.engine.clusters import cluster_of
 
-    if parsed.model is None or parsed.config is None:
-        raise CommandError("expected --model and --config, or a program with its arguments")
+    found = cluster_of(parsed.cluster, parsed.devices_per_node)
+    if parsed.memory is not None:
+        name = f"{found.name} with {shown_nbytes(parsed.memory)}"
+        found = replace(found, name=name, device_nbytes=parsed.memory)
+    return replace(found, host_nbytes=parsed.host_memory or found.host_nbytes)
+
+
+def _model(parsed: argparse.Namespace) -> tuple[nn.Module, Any]:
+    """Return the model and a micro-batch of it; None if none is known.
+
+    Raises:
+        CommandError: no model is named.
+    """
+    if parsed.params is not None:
+        from hadal.engine.memory import SizedModel
+
+        return SizedModel(parsed.params, parsed.largest_layer), None
+    if parsed.model is None:
+        raise CommandError("expected --model or --params, or a program with its arguments")
     model, batch = model_at(parsed.model)
-    if batch is None:
-        batch = _tokens(model, parsed)
-    return model, plan(model, parsed.config, batch, **_where(parsed))
+    if not parsed.has_batch:
+        return model, None
+    return model, _tokens(model, parsed) if batch is None else batch
 
 
-def _where(parsed: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "cluster": parsed.cluster,
-        "nodes": parsed.nodes,
-        "devices_per_node": parsed.devices_per_node,
-        "with_values": parsed.with_values,
-    }
+def model_at(path: str) -> tuple[nn.Module, Any]:
+    """Build the model of a folder, or that a function returns, without memory for it.
+
+    The function may return a batch beside it; None if there is none.
+
+    Raises:
+        ModelError: the function cannot be found or called, or returns something else.
+    """
+    import torch
+    from torch import nn
+
+    if os.path.isfile(os.path.join(path, "config.json")):
+        return _model_in(path), None
+    if ":" not in path:
+        remedy = f"use --params {path}" if _is_numel(path) else "the function builds the model"
+        raise ModelError(
+            f'--model is "{path}", expected a folder with a config.json, of which there is none,'
+            f' or "package.module:function"; {remedy}'
+        )
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        with torch.device("meta"):
+            model = pkgutil.resolve_name(path)()
+    except Exception as error:  # the user's module may raise any error
+        raise ModelError(
+            f'--model {path} cannot be used: {error!r}; pass "package.module:function", a'
+            " function without arguments that returns a model"
+        ) from error
+    model, batch = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"--model {path} returned a {type(model).__name__}, expected a model")
+    return model, batch
+
+
+def _model_in(folder: str) -> nn.Module:
+    """Build the model that a config.json of transformers describes, without memory for it.
+
+    Raises:
+        ModelError: transformers is missing, or cannot build it.
+    """
+    import torch
+
+    try:
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(folder)
+        name = (config.architectures or ["of no class"])[0]
+        with torch.device("meta"):
+            model: nn.Module = getattr(transformers, name)(config)
+    except Exception as error:  # code of the model may raise any error
+        raise ModelError(
+            f"--model {folder} cannot be used: {error!r}; expected a config.json whose"
+            " `architectures` names a class of transformers (pip install transformers)"
+        ) from error
+    return model
+
+
+def _is_numel(text: str) -> bool:
+    try:
+        return bool(numel_of(text))
+    except ValueError:
+        return False
 
 
 def _tokens(model: nn.Module, parsed: argparse.Namespace) -> Any:
@@ -142,7 +302,7 @@ def _tokens(model: nn.Module, parsed: argparse.Namespace) -> Any:
         return None
     most = getattr(known, "max_position_embeddings", None) or _LENGTH
     length = parsed.sequence_length or min(_LENGTH, most)
-    rows = read(parsed.config)[1].get("train_micro_batch_size_per_gpu", 1)
+    rows = read(parsed.config or {})[1].get("train_micro_batch_size_per_gpu", 1)
     ids = torch.zeros(rows if isinstance(rows, int) else 1, length, dtype=torch.long, device="meta")
     return {"input_ids": ids, "labels": ids}
 
@@ -156,7 +316,7 @@ class _Planned(BaseException):
         self.found = found
 
 
-def _of_program(parsed: argparse.Namespace) -> tuple[nn.Module, Foresight]:
+def _of_program(parsed: argparse.Namespace, cluster: ComputeCluster) -> tuple[nn.Module, Foresight]:
     """Run a program, as one rank, up to the first forward of its engine.
 
     Raises:
@@ -165,14 +325,16 @@ def _of_program(parsed: argparse.Namespace) -> tuple[nn.Module, Foresight]:
     from hadal.engine.foresight import plan
     from hadal.engine.planned_program import plan_instead
 
-    if parsed.model is not None or parsed.config is not None:
+    if any(value is not None for value in (parsed.params, parsed.model, parsed.config)):
         raise CommandError("a program has its own model and configuration; leave out the flags")
     name, *words = parsed.program
     if not Path(name).is_file():
         raise CommandError(f"{name} is no file; expected a Python program")
 
     def forwarded(model: nn.Module, raw: dict[str, Any], batch: Any) -> NoReturn:
-        raise _Planned(model, plan(model, raw, batch, **_where(parsed)))
+        nodes, with_values = parsed.nodes, parsed.with_values
+        found = plan(model, raw, batch, cluster=cluster, nodes=nodes, with_values=with_values)
+        raise _Planned(model, found)
 
     plan_instead(forwarded)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -190,24 +352,56 @@ def _of_program(parsed: argparse.Namespace) -> tuple[nn.Module, Foresight]:
 # ---- output --------------------------------------------------------------------------------------
 
 
+def _said(found: Foresight) -> str:
+    """Return the model and the devices."""
+    from hadal.engine.memory import SizedModel
+    from hadal.zero.estimate import counted
+
+    model, job, sizes = found.rank.model, found.rank.job, counted(found.rank.model)
+    name = "" if isinstance(model, SizedModel) else f"{type(model).__name__}, "
+    frozen = f" ({shown_numel(sizes.frozen)} frozen)" if sizes.frozen else ""
+    devices = f"{job.nodes} x {job.devices_per_node} devices of {found.cluster.name}"
+    return f"{name}{shown_numel(sizes.numel)} parameters{frozen}, on {devices}"
+
+
+def _show_stages(plans: Mapping[MemoryPlan, Foresight], best: MemoryPlan | None) -> None:
+    one = next(iter(plans.values()))
+    room = f"on {shown_nbytes(one.cluster.device_nbytes)},"
+    title = f"{room}\nhost {shown_nbytes(one.cluster.host_nbytes)}"
+    numbers = ("device,\nstates", "device", "host", "disk", "host of\na node")
+    made = table("stage", "offload_\noptimizer", "offload_\nparam", *numbers, title, right=numbers)
+    for chosen, found in plans.items():
+        in_node = found.cluster.devices_per_node * found.total.host
+        sizes = map(_gb, (found.memory.held.device, *found.total, in_node))
+        end, style = (", best", "best") if chosen == best else ("", None)
+        cells = (*map(str, chosen.named().values()), *sizes, _verdict(found) + end)
+        made.add_row(*cells, style=style)
+    show(heading(f"{_said(one)}, bf16 or fp16 with Adam, GB per rank"), "", made, "")
+
+
 def _show(found: Foresight, changes: Sequence[Change]) -> None:
-    rank, cluster = found.rank, found.cluster
-    numel = sum(p.numel() for p in rank.model.parameters())
-    nodes = f"{rank.job.nodes} x {rank.job.devices_per_node}"
-    said = f"{type(rank.model).__name__}, {shown_numel(numel)} parameters, on {nodes} devices of"
-    stage = f"{cluster.name}, stage {found.memory.stage} with {found.memory.optimizer}"
+    from hadal.zero.estimate import counted, host_nbytes
+
+    stage = f"stage {found.memory.stage} with {found.memory.optimizer}"
     numbers = ("device", "host", "disk")
     made = table("GB per rank", *numbers, "", right=numbers)
     for need in found.kinds:
         if any(need.held):
             made.add_row(need.kind, *map(_gb, need.held), need.how)
     made.add_row("total", *map(_gb, found.total), _verdict(found), style="heading")
-    show(heading(f"{said} {stage}"), "", made, "")
+    show(heading(f"{_said(found)}, {stage}"), "", made, "")
     if found.peak is not None:
         unit = f" of {found.peak.unit}" if found.peak.unit else ""
         show(f"The peak is in {found.peak.phase}{unit}, with {_batch(found.batch)} a rank.", "")
     else:
         show("Without a batch, activations and time are left out.", "")
+    sizes, job = counted(found.rank.model), found.rank.job
+    whole, parts = (_gb(host_nbytes(sizes, job, born_sharded=born)) for born in (False, True))
+    show(
+        f"While every process builds the model in fp32, a node's host holds {whole} GB; inside"
+        f" zero.Init {parts} GB.",
+        "",
+    )
     if found.time is not None:
         _show_time(found)
     if changes:
@@ -217,22 +411,29 @@ def _show(found: Foresight, changes: Sequence[Change]) -> None:
 
 
 def _batch(batch: Any) -> str:
-    from torch.utils._pytree import tree_leaves
-
-    shapes = (getattr(leaf, "shape", None) for leaf in tree_leaves(batch))
-    known = dict.fromkeys(" x ".join(map(str, shape)) for shape in shapes if shape is not None)
+    known = (" x ".join(map(str, shape)) for shape in _shapes(batch))
     return f"a micro-batch of {' and '.join(known)}"
 
 
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of a micro-batch's tensors, each once."""
+    from torch.utils._pytree import tree_leaves
+
+    shapes = (getattr(leaf, "shape", None) for leaf in tree_leaves(batch))
+    return list(dict.fromkeys(tuple(shape) for shape in shapes if shape is not None))
+
+
 def _verdict(found: Foresight) -> str:
-    room, lacks = found.cluster.device_nbytes, found.lacks
-    if lacks.device:
-        return f"does not fit: {_gb(lacks.device)} GB more than a device has"
-    if lacks.host:
-        return f"does not fit: {_gb(lacks.host)} GB more than a node's host has"
+    from hadal.engine.stage_plans import MemoryFit
+
+    for lacks, whose in zip(found.lacks, ("a device", "a node's host"), strict=False):
+        if lacks:
+            return f"does not fit: {whose} lacks {_gb(lacks)} GB"
     if found.cluster.computes_on_host:
         return "fits"
-    return f"fits, {_gb(room - found.total.device)} of {_gb(room)} GB left"
+    room = found.cluster.device_nbytes
+    left = _gb(room - found.total.device)
+    return f"{MemoryFit.of(found).value}, {left} of {_gb(room)} GB left"
 
 
 def _show_time(found: Foresight) -> None:
@@ -274,6 +475,10 @@ def _plain(found: Foresight, changes: Sequence[Change]) -> dict[str, Any]:
     """Return the plan for JSON; bytes and seconds."""
     plain: dict[str, Any] = {
         "fits": found.fits,
+        "stage": found.memory.stage,
+        "optimizer": found.memory.optimizer,
+        "micro_batch": _shapes(found.batch),
+        "states": found.memory.held._asdict(),
         "total": found.total._asdict(),
         "lacks": found.lacks._asdict(),
         "kinds": {n.kind: {**n.held._asdict(), "how": n.how} for n in found.kinds},
@@ -286,14 +491,7 @@ def _plain(found: Foresight, changes: Sequence[Change]) -> dict[str, Any]:
             "seconds": time.seconds,
             "samples_per_second": time.samples_per_second,
             "utilization": time.utilization,
-            "parts": {
-                name: {
-                    "seconds": part.seconds,
-                    "exposed": part.exposed,
-                    "wire_nbytes": part.wire_nbytes,
-                }
-                for name, part in time.parts.items()
-            },
+            "parts": {name: asdict(part) for name, part in time.parts.items()},
         }
     plain["changes"] = [
         {
@@ -335,7 +533,9 @@ def figure_of(found: Foresight) -> Figure:
     )
     if not found.cluster.computes_on_host:
         axis.axhline(found.cluster.device_nbytes / _GB, color="black", linewidth=1)
-    _mark_phases(axis, [moment.phase for moment in moments])
+    phases = [moment.phase for moment in moments]
+    starts = [at for at, name in enumerate(phases) if not at or phases[at - 1] != name]
+    axis.set_xticks(starts, [phases[at] for at in starts], ha="left")
     axis.set_ylabel("GB on the device")
     axis.set_xlim(0, len(moments) - 1)
     axis.grid(axis="y", color=FAINT, linewidth=0.6)
@@ -346,8 +546,3 @@ def figure_of(found: Foresight) -> Figure:
     )
     figure.suptitle(f"{type(found.rank.model).__name__} on {found.cluster.name}", fontsize=12)
     return figure
-
-
-def _mark_phases(axis: Any, phases: Sequence[str]) -> None:
-    starts = [at for at, name in enumerate(phases) if not at or phases[at - 1] != name]
-    axis.set_xticks(starts, [phases[at] for at in starts], ha="left")

@@ -11,14 +11,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from hadal.device import is_host_memory, total_memory
-from hadal.device.inventory import peak_flops
 from hadal.errors import ConfigError, nearest
 from hadal.units import shown_nbytes
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +177,18 @@ NAMES = tuple(f"{kind}x{row.usual}" for kind, row in _KINDS.items())
 """The usual clusters; another number of devices per node may stand in the name."""
 
 
+def cluster_of(given: str | ComputeCluster, devices_per_node: int | None = None) -> ComputeCluster:
+    """Return a cluster by its name or its file, of whose nodes so many devices are used.
+
+    Raises:
+        ConfigError: there is no such cluster, or its file cannot be read.
+    """
+    if isinstance(given, str):
+        given = read_cluster(Path(given)) if given.endswith(".json") else cluster_named(given)
+    devices = devices_per_node or given.devices_per_node
+    return replace(given.with_ranks(devices), devices_per_node=devices)
+
+
 def cluster_named(name: str) -> ComputeCluster:
     """Return a cluster by the name of its devices and their number in a node, as `h200x8`.
 
@@ -266,6 +277,12 @@ def cluster_here(device: torch.device, ranks: int) -> ComputeCluster:
 
     Unknown devices are taken for an H100. Use it where only the ranking of plans matters.
     """
+    # A wrong name is an error before these are imported.
+    import torch
+
+    from hadal.device import is_host_memory, total_memory
+    from hadal.device.inventory import peak_flops
+
     host = total_memory(torch.device("cpu")).total
     if not is_host_memory(device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""

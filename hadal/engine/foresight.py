@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +22,13 @@ from hadal.config import Config, load_config
 from hadal.config.reading import read
 from hadal.config.section import leaves
 from hadal.engine.activations import LossOf, MicroStep, Segment, trace, without_values
-from hadal.engine.clusters import ComputeCluster, cluster_named, read_cluster
+from hadal.engine.clusters import ComputeCluster, cluster_of
 from hadal.engine.memory import (
     GPU,
     Memory,
     MemoryKind,
     PlannedRank,
-    memory_of_rank,
+    memory_of,
     plan_rank,
     wire_nbytes,
 )
@@ -169,16 +168,11 @@ def plan(
             the model cannot run.
         NotBuiltYetError: the model is split over ranks, and a batch is given.
     """
-    if isinstance(cluster, str):
-        is_file = cluster.endswith(".json")
-        cluster = read_cluster(Path(cluster)) if is_file else cluster_named(cluster)
-    cluster = cluster.with_ranks(devices_per_node or cluster.devices_per_node)
-    cluster = replace(cluster, devices_per_node=devices_per_node or cluster.devices_per_node)
-    _, raw = read(config)
-    return _Foreseer(model, cluster, nodes, loss_of, with_values).plan(raw, batch)
+    cluster = cluster_of(cluster, devices_per_node)
+    return Planner(model, cluster, nodes, loss_of, with_values).plan(config, batch)
 
 
-class _Foreseer:
+class Planner:
     """Plans of one model; what is traced once is known for all configurations alike."""
 
     def __init__(
@@ -196,14 +190,15 @@ class _Foreseer:
         self._with_values = with_values
         self._known: dict[Any, MicroStep] = {}
 
-    def plan(self, raw: Mapping[str, Any], batch: Any) -> Foresight:
+    def plan(self, given: Any, batch: Any) -> Foresight:
         """Plan a configuration; arguments and errors are those of `plan`."""
+        _, raw = read(given)
         cluster, nodes = self._cluster, self._nodes
         on_node = cluster.devices_per_node
-        config = load_config(dict(raw), world_size=on_node * nodes, allow_unbuilt=True)
+        config = load_config(given, world_size=on_node * nodes, allow_unbuilt=True)
         device = torch.device("cpu") if cluster.computes_on_host else GPU
         rank = plan_rank(config, self._model, on_node, nodes, device)
-        memory = memory_of_rank(rank)
+        memory = memory_of(rank)
         if batch is None:
             return Foresight(rank, memory, cluster, None, [], None, raw, None)
         if rank.parts > 1:
@@ -246,7 +241,7 @@ class CandidatePlanner:
     def __init__(self, model: nn.Module, config: Config, cluster: ComputeCluster, nodes: int):
         self._config = config
         # The engine is about to shard the model's own parameters.
-        self._planner = _Foreseer(without_values(model), cluster, nodes)
+        self._planner = Planner(without_values(model), cluster, nodes)
         self._runs = True
 
     def plan(self, batch: Any, patches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -370,7 +365,7 @@ def advise(found: Foresight, model: nn.Module, loss_of: LossOf | None = None) ->
     of it. Micro-batches are halved, with twice the micro-steps, before anything leaves the device.
     In the end, those without which it fits as well and is not slower are left out.
     """
-    planner = _Foreseer(model, found.cluster, found.rank.job.nodes, loss_of)
+    planner = Planner(model, found.cluster, found.rank.job.nodes, loss_of)
     kept: list[_Trial] = []
     now, may_halve = found, True
     steps = [_Trial(*change) for change in _CHANGES]
@@ -425,7 +420,7 @@ class _Trial(NamedTuple):
         )
 
 
-def _applied(found: Foresight, steps: Sequence[_Trial], planner: _Foreseer) -> list[Foresight]:
+def _applied(found: Foresight, steps: Sequence[_Trial], planner: Planner) -> list[Foresight]:
     plans, raw, batch = [], found.raw, found.batch
     for step in steps:
         raw, batch = merged(raw, step.patch), step.batch_of(batch)

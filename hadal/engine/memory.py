@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from hadal.comm.ranks import size_in_name
-from hadal.config import Config, load_config
+from hadal.config import Config
 from hadal.config.optimizer import KINDS
 from hadal.engine.plan import ModelPlan, ModulesPlan, RankCounts, plan_model, plan_modules
 from hadal.engine.policies import (
@@ -35,7 +34,6 @@ from hadal.units import shown_binary, shown_numel
 from hadal.zero.estimate import (
     Buffers,
     JobSize,
-    Model,
     ShardTiers,
     TierBytes,
     portions_of,
@@ -44,15 +42,13 @@ from hadal.zero.estimate import (
 from hadal.zero.gradients import WAITING_NBYTES
 from hadal.zero.grouping import BucketPlan
 from hadal.zero.paths import Use, held_along, make_plan
-from hadal.zero.policy import STAGES, Tier
+from hadal.zero.policy import STAGES
 
 GPU = torch.device("cuda")
 
 # The weights of a layer of which only the size is known: buckets end between weights.
 _WEIGHTS = 4
 _CONTEXT_NBYTES = 500_000_000
-# The fraction of a device's memory that is for all but activations.
-_ROOM = 0.8
 # NCCL (src/include/device.h, src/transport): a connection has 10 MiB of buffers at the receiver,
 # which are NCCL_BUFFSIZE of 4 MiB, 4.7 MiB for LL128 and 0.5 MiB for LL in units of 2 MiB, and one
 # such unit at the sender. Between GPUs with NVLink a ring uses 24 channels, and a pair of ranks 32.
@@ -77,7 +73,6 @@ class Memory:
     """Weights, gradients and optimizer state, and buffers for a disk."""
     rest: list[MemoryKind]
     """Kinds that are needed beside them at the peak, without activations."""
-    job: JobSize
     stage: int
     optimizer: str
 
@@ -113,7 +108,7 @@ class PlannedRank:
 
 def plan_rank(
     config: Config,
-    model: nn.Module | Model,
+    model: nn.Module,
     devices_per_node: int,
     nodes: int,
     device: torch.device = GPU,
@@ -122,7 +117,7 @@ def plan_rank(
 
     Args:
         config: the configuration.
-        model: the model, which may be on meta, or the sizes of one.
+        model: the model, which may be on meta.
         devices_per_node: devices, and so ranks, of each node.
         nodes: the nodes.
         device: the kind of device that computes; on a CPU, all its memory is the host's.
@@ -132,28 +127,17 @@ def plan_rank(
     """
     job = _job_of(config, devices_per_node, nodes)
     parts = model_parts_of(config)
-    module = _stand_in(model) if isinstance(model, Model) else model
-    trained = {p: 0 for p in module.parameters() if p.requires_grad}
+    trained = {p: 0 for p in model.parameters() if p.requires_grad}
     counts = RankCounts.of(config, max(1, job.devices // parts))
-    modules = ModulesPlan() if isinstance(model, Model) else plan_modules(model, config)
-    planned = plan_model(module, modules, config, device, counts, trained)
+    is_real = not isinstance(model, SizedModel)
+    modules = plan_modules(model, config) if is_real else ModulesPlan()
+    planned = plan_model(model, modules, config, device, counts, trained)
     name, moments = _optimizer_of(config)
-    whose = _assumed(model) if isinstance(model, Model) else "the model's plan"
-    return PlannedRank(config, module, planned, counts, job, parts, device, name, moments, whose)
+    whose = "the model's plan" if is_real else str(model.assumed)
+    return PlannedRank(config, model, planned, counts, job, parts, device, name, moments, whose)
 
 
-def memory_of(
-    config: Config,
-    model: nn.Module | Model,
-    devices_per_node: int,
-    nodes: int,
-    device: torch.device = GPU,
-) -> Memory:
-    """Return the memory of one rank; arguments and errors are those of `plan_rank`."""
-    return memory_of_rank(plan_rank(config, model, devices_per_node, nodes, device))
-
-
-def memory_of_rank(rank: PlannedRank) -> Memory:
+def memory_of(rank: PlannedRank) -> Memory:
     """Return the memory of a planned rank."""
     parts, job, planned, config = rank.parts, rank.job, rank.planned, rank.config
     portions = [
@@ -175,7 +159,7 @@ def memory_of_rank(rank: PlannedRank) -> Memory:
         _reductions(planned, config, rank.counts, parts),
         *([] if rank.device.type == "cpu" else _of_libraries(planned, config, job)),
     ]
-    return Memory(held, rest, job, config.zero_optimization.stage, rank.optimizer)
+    return Memory(held, rest, config.zero_optimization.stage, rank.optimizer)
 
 
 def _sum(found: Iterable[TierBytes]) -> TierBytes:
@@ -199,37 +183,27 @@ def _job_of(config: Config, devices_per_node: int, nodes: int) -> JobSize:
 # ---- a model of which only the size is known -----------------------------------------------------
 
 
-class _Layer(nn.Module):
-    """A layer of equal weights."""
+class SizedModel(nn.Sequential):
+    """A model of which only the size is known: equal layers of four weights, on meta."""
 
-    def __init__(self, numel: int, *, trains: bool) -> None:
+    def __init__(self, numel: int, largest: int = 0) -> None:
+        """Make it; `largest`: the elements of a layer, 0: as transformers of the size have."""
         super().__init__()
-        first, remainder = divmod(numel, _WEIGHTS)
-        for number in range(_WEIGHTS):
-            values = torch.empty(first + (number < remainder), device="meta")
-            self.register_parameter(f"weight{number}", nn.Parameter(values, requires_grad=trains))
-
-
-def _stand_in(sizes: Model) -> nn.Module:
-    """Return layers of the largest one's size, on meta; equal ones if that is not known."""
-    layers = []
-    size = sizes.largest or math.ceil(sizes.numel / _usual_depth(sizes.numel))
-    for numel, trains in ((sizes.frozen, False), (sizes.trained, True)):
-        whole, remainder = divmod(numel, max(1, size))
-        layers += [_Layer(size, trains=trains) for _ in range(whole)]
-        layers += [_Layer(remainder, trains=trains)] * bool(remainder)
-    return nn.Sequential(*layers)
-
-
-def _usual_depth(numel: int) -> int:
-    """Return about as many layers as transformers of this size have: 32 of 7 B, 80 of 70 B."""
-    return max(12, round(32 * math.pow(numel / 7e9, 0.4)))
-
-
-def _assumed(sizes: Model) -> str:
-    if sizes.largest:
-        return f"layers of {shown_numel(sizes.largest)} elements"
-    return f"assumed: {_usual_depth(sizes.numel)} equal layers"
+        # About as many layers as transformers have: 32 of 7 B, 80 of 70 B.
+        depth = max(12, round(32 * math.pow(numel / 7e9, 0.4)))
+        self.assumed = (
+            f"layers of {shown_numel(largest)} elements"
+            if largest
+            else f"assumed: {depth} equal layers"
+        )
+        size = largest or max(1, math.ceil(numel / depth))
+        for start in range(0, numel, size):
+            layer = nn.Module()
+            first, remainder = divmod(min(size, numel - start), _WEIGHTS)
+            for number in range(_WEIGHTS):
+                values = torch.empty(first + (number < remainder), device="meta")
+                layer.register_parameter(f"weight{number}", nn.Parameter(values))
+            self.append(layer)
 
 
 # ---- the states ----------------------------------------------------------------------------------
@@ -390,78 +364,3 @@ def _of_libraries(planned: ModelPlan, config: Config, job: JobSize) -> list[Memo
             "context", TierBytes(_CONTEXT_NBYTES), "assumed: CUDA's context and loaded kernels"
         ),
     ]
-
-
-# ---- what fits -----------------------------------------------------------------------------------
-
-
-class MemoryPlan(NamedTuple):
-    """A ZeRO stage, and the tiers of the optimizer and of the weights."""
-
-    stage: int
-    optimizer: Tier = Tier.DEVICE
-    weights: Tier = Tier.DEVICE
-
-    def section(self, folder: str) -> dict[str, Any]:
-        """Return `zero_optimization` for it; `folder` is on the disk."""
-        section: dict[str, Any] = {"stage": self.stage}
-        for name, tier in (("offload_optimizer", self.optimizer), ("offload_param", self.weights)):
-            if tier is Tier.HOST:
-                section[name] = {"device": "cpu", "pin_memory": True}
-            elif tier is Tier.DISK:
-                section[name] = {"device": "nvme", "nvme_path": folder, "pin_memory": True}
-        return section
-
-
-PLANS = (
-    *(MemoryPlan(stage) for stage in range(4)),
-    *(MemoryPlan(stage, Tier.HOST) for stage in range(4)),
-    *(MemoryPlan(stage, Tier.DISK) for stage in (1, 2, 3)),
-    MemoryPlan(3, Tier.HOST, Tier.HOST),
-    MemoryPlan(3, Tier.DISK, Tier.DISK),
-)
-"""The usual plans, fastest first."""
-
-
-def memory_of_plans(
-    model: nn.Module | Model,
-    devices_per_node: int,
-    nodes: int,
-    precision: str = "bf16",
-    plans: Iterable[MemoryPlan] = PLANS,
-) -> dict[MemoryPlan, Memory]:
-    """Return the memory of one rank under each plan, with Adam and default keys."""
-    found = {}
-    for chosen in plans:
-        raw: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
-        raw["zero_optimization"] = chosen.section("/")
-        raw |= {} if precision == "fp32" else {precision: {"enabled": True}}
-        config = load_config(raw, world_size=devices_per_node * nodes)
-        found[chosen] = memory_of(config, model, devices_per_node, nodes)
-    return found
-
-
-class MemoryFit(Enum):
-    """A classification of how a rank's memory fits into its device."""
-
-    GOOD = "fits"
-    TIGHT = "tight"
-    """Less than a fifth of the device is left for activations."""
-    NONE = "does not fit"
-
-    @classmethod
-    def of(cls, nbytes: int, device_nbytes: int) -> MemoryFit:
-        """Return how `nbytes` fit into a device's memory."""
-        if nbytes > device_nbytes:
-            return cls.NONE
-        return cls.GOOD if nbytes <= _ROOM * device_nbytes else cls.TIGHT
-
-
-def best_plan(found: Mapping[MemoryPlan, Memory], device_nbytes: int) -> MemoryPlan | None:
-    """Return the first plan that fits, else the first that fits tightly, or None."""
-    fits = {chosen: MemoryFit.of(m.total.device, device_nbytes) for chosen, m in found.items()}
-    for wanted in (MemoryFit.GOOD, MemoryFit.TIGHT):
-        for chosen, fit in fits.items():
-            if fit is wanted:
-                return chosen
-    return None

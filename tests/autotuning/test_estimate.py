@@ -19,7 +19,7 @@ from torch import nn
 import hadal
 from hadal import zero
 from hadal.config import load_config
-from hadal.engine.memory import memory_of
+from hadal.engine.memory import memory_of, plan_rank
 from hadal.offload import buffers
 from hadal.zero.estimate import (
     FULL,
@@ -132,7 +132,8 @@ def buffers_of_a_rank(config: dict[str, Any], path: str) -> tuple[int, int]:
     buffers.BufferPool._made = made  # type: ignore[method-assign]
     try:
         with small_blocks():
-            found = memory_of(load_config(config, world_size=2), model_of(), **NODE).states
+            rank = plan_rank(load_config(config, world_size=2), model_of(), **NODE)
+            found = memory_of(rank).states
             engine, *_ = hadal.initialize(model=model_of(), config=config)
             train(engine, 3)
             engine.destroy()

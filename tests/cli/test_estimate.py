@@ -1,4 +1,4 @@
-"""`hadal estimate`: the output for a number of parameters, a model and a configuration."""
+"""`hadal estimate` and `hadal plan` for a number of parameters, a model and a configuration."""
 
 from __future__ import annotations
 
@@ -24,13 +24,11 @@ def nothing():
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[tuple[str, ...], list[str]]:
-    """The cells of device, host and disk, by those before; a node's host comes after them.
-
-    Of a whole plan the device's model states are among those before.
-    """
+    """Return the cells of device, host and disk by kind, or by stage, tiers and model states."""
     assert main(["estimate", *arguments]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    return {tuple(line[:-4]): line[-4:-1] for line in lines if len(line) > 4}
+    stages = {tuple(line[:4]): line[4:7] for line in lines if len(line) > 7}
+    return {tuple(line[:1]): line[1:4] for line in lines if len(line) > 3} | stages
 
 
 @pytest.fixture
@@ -68,21 +66,28 @@ def test_plans_that_fit_are_reported(capsys: pytest.CaptureFixture[str]) -> None
     words = ["--params", "7.5B", "--largest-layer", "100M", "--devices-per-node", "8"]
     assert main(["estimate", *words, "--memory", "40GB"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("7.5 B parameters on 8 devices, bf16 or fp16 with Adam, GB per rank")
+    assert shown.startswith(
+        "7.5 B parameters, on 1 x 8 devices of h100x8 with 40.0 GB, bf16 or fp16 with Adam"
+    )
     fits = {
         tuple(line.split()[:3]): line.split("  ")[-1].strip()
         for line in shown.splitlines()
         if line[:1].isdigit()
     }
-    assert fits["1", "none", "none"] == "does not fit"  # 41.25
-    assert fits["2", "none", "none"] == "fits, 10.2 GB left, best"
-    assert fits["3", "none", "none"] == "fits, 21.6 GB left"
-    assert [text for text in fits.values() if "best" in text] == ["fits, 10.2 GB left, best"]
+    assert fits["1", "none", "none"] == "does not fit: a device lacks 2.59 GB"  # 41.25
+    best = "fits, 10.16 of 40.00 GB left, best"
+    assert fits["2", "none", "none"] == best
+    assert fits["3", "none", "none"] == "fits, 21.59 of 40.00 GB left"
+    assert [text for text in fits.values() if "best" in text] == [best]
+    assert "stage 2 with Adam (none is named)" in shown  # by kind
     assert main(["estimate", *words, "--memory", "30GB"]) == 0
     shown = capsys.readouterr().out
-    assert "tight, 0.2 GB left" in shown and "fits, 11.6 GB left, best" in shown
+    assert "tight, 0.16 of 30.00 GB left" in shown
+    assert "fits, 11.59 of 30.00 GB left, best" in shown
     assert main(["estimate", *words, "--memory", "100MB"]) == 0
     assert "best" not in capsys.readouterr().out
+    assert main(["plan", *words, "--memory", "100MB"]) == 1
+    assert "What would help, though it does not suffice" in capsys.readouterr().out
 
 
 def test_the_host_of_a_node_is_judged(capsys: pytest.CaptureFixture[str], written: Any) -> None:
@@ -91,19 +96,18 @@ def test_the_host_of_a_node_is_judged(capsys: pytest.CaptureFixture[str], writte
     shown = capsys.readouterr().out.splitlines()
     (row,) = (line.split() for line in shown if line.startswith("3      cpu        none"))
     assert row[3:8] == ["17.50", "26.18", "122.50", "-", "980.00"]
-    assert row[8:] == ["fits,", "13.8", "GB", "left,", "best"]
+    assert " ".join(row[8:]) == "fits, 13.82 of 40.00 GB left, best"
     assert "on 40.0 GB," in shown[2] and shown[3].endswith("a node  host 1.0 TB")
     assert main(["estimate", *words, "--memory", "40GB", "--host-memory", "512GB"]) == 0
     shown = capsys.readouterr().out.splitlines()
     (row,) = (line for line in shown if line.startswith("3      cpu        none"))
-    assert row.endswith("host too small")
+    assert row.endswith("does not fit: a node's host lacks 468.00 GB")
     (row,) = (line for line in shown if line.endswith("best"))
     assert row.split()[:3] == ["3", "nvme", "none"]
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     config = written(bf16={"enabled": True}, zero_optimization=zero)
     assert main(["estimate", *words, "--config", config, "--host-memory", "512GB"]) == 0
-    (total,) = (line for line in capsys.readouterr().out.splitlines() if "total" in line)
-    assert total.endswith("980.00  host too small")
+    assert "does not fit: a node's host lacks 468.00 GB" in capsys.readouterr().out
 
 
 def test_a_configuration_and_a_model(
@@ -138,8 +142,9 @@ def test_a_configuration_and_a_model(
     assert table["total",] == ["2.20", "0.56", "1.20"]
     words = ["--model", f"{module}:build", "--config", config, "--devices-per-node", "2"]
     assert main(["estimate", *words, "--memory", "4GB"]) == 0
-    (total,) = (line for line in capsys.readouterr().out.splitlines() if "total" in line)
-    assert total.endswith("fits, 1.8 GB left")
+    shown = capsys.readouterr().out
+    assert "Sequential, 200.0 M parameters (100.0 M frozen), on 1 x 2 devices of h100x8" in shown
+    assert "fits, 1.80 of 4.00 GB left" in shown and "a node's host holds 1.60 GB" in shown
     assert main(["estimate", *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["stage"], found["optimizer"]) == (3, "AdamW")
@@ -156,6 +161,7 @@ def test_every_stage_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found[4]["offload_optimizer"] == "cpu" and found[4]["offload_param"] == "none"
     assert found[0]["states"]["device"] == 16 * 7_000_000_000
     assert found[0]["kinds"]["communicators"]["device"] == 0  # there is one rank
+    assert not found[0]["fits"] and found[3]["micro_batch"] == []
 
 
 @pytest.mark.parametrize(

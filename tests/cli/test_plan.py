@@ -50,6 +50,7 @@ def test_a_folder_fits_or_is_told_what_to_change(
     code, roomy = planned([*words, "--cluster", "h200x8"], capsys)
     assert code == 0 and roomy["fits"] and roomy["changes"] == []
     assert roomy["kinds"]["activations"]["device"] > 0 and roomy["time"]["samples_per_second"] > 0
+    assert roomy["micro_batch"] == [[2, 4096]] and roomy["stage"] == 0
     code, tight = planned([*words, "--cluster", "l4x8"], capsys)
     assert code == 1 and tight["lacks"]["device"] > 0
     assert tight["changes"][0]["patch"]["zero_optimization"]["stage"] > 0
@@ -87,6 +88,34 @@ def test_more_tokens_take_more_activations(
         max(moment["held"].get("activations", 0) for moment in found["moments"]) for found in held
     )
     assert 1.8 < two / one < 2.1
+
+
+def test_stages_are_compared_with_activations(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, stages = planned([*words[:3], "--memory", "30GB", "--sequence-length", "1024"], capsys)
+    assert code == 0 and [found["stage"] for found in stages[:4]] == [0, 1, 2, 3]
+    assert not stages[0]["fits"] and stages[3]["fits"]
+    alone = planned(["estimate", *words[1:3], "--devices-per-node", "8"], capsys)[1]
+    for found, other in zip(stages, alone, strict=True):
+        assert found["states"] == other["states"] and "activations" not in other["kinds"]
+        assert found["kinds"]["activations"]["device"] > 0 and found["micro_batch"] == [[1, 1024]]
+
+
+def test_a_misspelt_cluster_is_an_error_at_once(words: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from hadal.cli.main import main\n"
+        "code = main(sys.argv[1:])\n"
+        "assert 'torch' not in sys.modules\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words, "--cluster", "h10x8"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "did you mean h100x8?" in done.stderr, done.stderr
 
 
 def test_a_function_may_return_a_batch(
@@ -151,8 +180,8 @@ def test_a_program_is_planned_up_to_its_first_forward(ends: bool, tmp_path: Path
 def test_bad_words_are_told(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--cluster", "h100"]) == 1
     assert "no cluster 'h100'; did you mean h100x8?" in capsys.readouterr().err
-    assert main(["plan", "--model", "a:b"]) == 1
-    assert "expected --model and --config, or a program" in capsys.readouterr().err
+    assert main(["plan"]) == 1
+    assert "expected --model or --params, or a program" in capsys.readouterr().err
     assert main([*words, "train.py"]) == 1
     assert "a program has its own model and configuration" in capsys.readouterr().err
     assert main(["plan", "nothing.py"]) == 1
