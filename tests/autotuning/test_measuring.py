@@ -43,7 +43,7 @@ def trained(model: nn.Module, stage: int, **section: Any) -> int:
         "train_micro_batch_size_per_gpu": FEW,
         "optimizer": {"type": "AdamW"},
         "zero_optimization": {"stage": stage},
-        "autotuning": {"enabled": True, "start_profile_step": 2, "end_profile_step": 4, **section},
+        "autotuning": {"enabled": True, "start_step": 2, "end_step": 4, **section},
     }
     engine, *_ = hadal.initialize(model=model, config=config)
     with pytest.raises(SystemExit) as left:
@@ -62,6 +62,7 @@ def patch(stage: int, micro: int) -> dict[str, Any]:
     return {**sizes, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": stage}}
 
 
+@pytest.mark.claims("autotuning.model_info.candidates")
 @on_ranks(2)
 def test_a_profile_plans_candidates_as_hadal_plan_does(tmp_path: Path) -> None:
     asked = [patch(1, FEW), patch(3, MANY), patch(9, MANY)]
@@ -84,6 +85,7 @@ def test_a_profile_plans_candidates_as_hadal_plan_does(tmp_path: Path) -> None:
         assert "zero_optimization.stage" in plans[2]["failure"]
 
 
+@pytest.mark.claims("autotuning.value_to_beat", "autotuning.start_step", "autotuning.end_step")
 @pytest.mark.parametrize(
     ("metric", "best", "updates"),
     [

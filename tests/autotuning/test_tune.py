@@ -182,6 +182,7 @@ def test_an_interrupt_between_two_experiments_stops_the_search(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.claims("autotuning.experiment_timeout")
 def test_an_experiment_has_a_time_limit(tmp_path: Path) -> None:
     configure(tmp_path, micro=[2], **SECTION, experiment_timeout=2)
     (tmp_path / "for_ever").touch()

@@ -39,7 +39,7 @@ EVERYDAY = {
     *("comms_logger", "disable_python_gc", "compile", "checkpoint", "datastates_ckpt"),
     "sparse_attention",
     "compression_training",
-    "tensor_parallel",
+    *("tensor_parallel", "autotuning"),
     *("data_efficiency", "curriculum_learning", "progressive_layer_drop", "eigenvalue"),
 }
 # Rows of these sections that belong to a feature of its own, by the feature.
