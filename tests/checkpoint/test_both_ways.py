@@ -1,4 +1,4 @@
-"""A run goes on from DeepSpeed to Hadal, and back at stages 1 and 2, with the same losses.
+"""A run goes on from DeepSpeed to Hadal, and back, with the same losses.
 
 These tests train with a real DeepSpeed, on CPUs. `HADAL_DEEPSPEED` is the folder of its environment
 (default: `.venv-deepspeed`, which `benchmarks/step.py --install-deepspeed` makes).
@@ -37,13 +37,21 @@ get_accelerator().is_fp16_supported = lambda: True  # it refuses before it tries
 model = toy.Toy()
 config = toy.config_of(int(stage), dtype)
 config["optimizer"]["params"]["torch_adam"] = True  # its own is compiled first, for minutes
+config["zero_optimization"]["memory_efficient_linear"] = False  # it rounds before it adds the bias
 if not saves:
     config["checkpoint"] = {"load_universal": True}
 engine, *_ = deepspeed.initialize(
     model=model, model_parameters=toy.groups_of(model), config=config
 )
 if not saves:
+    inner = engine.optimizer.optimizer
+    decays = [group["weight_decay"] for group in inner.param_groups]
     engine.load_checkpoint(folder)
+    if int(stage) == 3:  # its load makes one of all groups; docs/from_deepspeed.md
+        for group, decay in zip(inner.param_groups, decays):
+            group["weight_decay"] = decay
+        for state in inner.state.values():
+            state["step"] = state["step"].clone()
 losses = []
 for step in range(int(first), int(last)):
     if step == 3 and saves:
@@ -139,8 +147,6 @@ def test_a_run_goes_on_there_and_back(
         args = (str(first), other, dtype, rows, range(3, 9), f"{second}{world}")
         ours = ranks(world).run(with_hadal, *args)[0]
         assert ours[:3] == pytest.approx(theirs, abs=ALLOWED[dtype]), (other, world)
-    if stage == 3:
-        return  # the state that DeepSpeed loads there is compared in test_universal.py
     second = Path(f"{second}{saved_by}")
     tag = (second / "latest").read_text()
     export_universal(opened(second / tag), second / f"{tag}_universal")
