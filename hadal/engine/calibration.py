@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial, reduce
 from itertools import combinations, pairwise
@@ -26,10 +26,10 @@ from hadal.comm.collectives import max_
 from hadal.comm.comms_log import bus_factor
 from hadal.comm.functions import barrier
 from hadal.config.offload import Aio
-from hadal.device import current_device, host_empty, is_host_memory, synchronize, total_memory
+from hadal.device import current_device, host_empty, is_host_memory, synchronize
 from hadal.engine.activations import trace
 from hadal.engine.assemble import initialize
-from hadal.engine.clusters import ComputeCluster, Link, Links, Speeds, cluster_named
+from hadal.engine.clusters import ComputeCluster, Link, Links, Speeds, cluster_here
 from hadal.engine.engine import Engine
 from hadal.engine.precision import Casting
 from hadal.plugins.autotuning.collectives import Trial, measure
@@ -40,7 +40,6 @@ from hadal.zero.grouping import LeafModules, find_units
 _LEAST = 1e-15
 _CHAIN, _LEAST_CALLS, _MOST_CALLS = 100, 4, 100
 _KINDS = ("products", "moved", "kernels")
-_MEASURED = ("device_nbytes", "host_nbytes", "speeds", "micro_step_start", "update_start")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -119,35 +118,14 @@ class _Measurement:
         self._on_host = is_host_memory(self._device)
         when = datetime.now(timezone.utc).date().isoformat()
         self._source = f"measured: {when}, {self._ranks.size} ranks on {self._device.type}"
-        self._sources: dict[str, str] = {}
 
     def cluster(self, name: str, folder: Path | None) -> ComputeCluster:
-        ranks, device = self._ranks.size, self._device
-        links = self._links()
-        speeds = self._speeds()
-        micro_step, start, on_host = self._update({"stage": 0}, torch.float32)
-        if not self._on_host:
-            offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-            on_host = self._update(offload, torch.bfloat16)[-1]
-        disk = self._disk(folder)
-        measured = dict.fromkeys((*_MEASURED, "host_update"), self._source)
-        return ComputeCluster(
-            name=name,
-            devices_per_node=ranks,
-            computes_on_host=self._on_host,
-            device_nbytes=total_memory(device).total // (ranks if self._on_host else 1),
-            host_nbytes=total_memory(torch.device("cpu")).total,
-            speeds=speeds,
-            micro_step_start=micro_step,
-            update_start=start,
-            host_update=on_host * ranks,
-            inside=links,
-            between=links,
-            host_link=self._host_link(),
-            disk_read=disk[0],
-            disk_write=disk[1],
-            sources=measured | self._sources,
-        )
+        measured = self._links() | self._computation() | self._host_link() | self._disk(folder)
+        assumed = cluster_here(self._device, self._ranks.size)
+        sources = {**assumed.sources, **dict.fromkeys(measured, self._source)}
+        if "between" in measured:
+            sources["between"] = "assumed: as between the ranks of this node"
+        return replace(assumed, name=name, sources=sources, **measured)
 
     def _slowest(self, seconds: Sequence[float]) -> list[float]:
         found = torch.tensor(seconds, dtype=torch.float64)
@@ -174,9 +152,19 @@ class _Measurement:
 
     # ---- computation -----------------------------------------------------------------------------
 
-    def _speeds(self) -> dict[str, Speeds]:
+    def _computation(self) -> dict[str, Any]:
         kinds = ["fp32", "bf16"] if self._on_host else list(_DTYPES)
-        return {kind: self._speeds_in(_DTYPES[kind]) for kind in kinds}
+        speeds = {kind: self._speeds_in(_DTYPES[kind]) for kind in kinds}
+        micro_step, update, on_host = self._update({"stage": 0}, torch.float32)
+        if not self._on_host:
+            offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+            on_host = self._update(offload, torch.bfloat16)[-1]
+        return {
+            "speeds": speeds,
+            "micro_step_start": micro_step,
+            "update_start": update,
+            "host_update": on_host * self._ranks.size,
+        }
 
     def _speeds_in(self, dtype: torch.dtype) -> Speeds:
         launch = self._launch(dtype)
@@ -265,15 +253,10 @@ class _Measurement:
 
     # ---- links and the disk ----------------------------------------------------------------------
 
-    def _links(self) -> Links:
+    def _links(self) -> dict[str, Links]:
         ranks = self._ranks.size
         if ranks == 1:
-            self._sources |= dict.fromkeys(("inside", "between"), "assumed: there was one rank")
-            return cluster_named("l4x1").inside
-        self._sources |= {
-            "inside": self._source,
-            "between": "assumed: as between the ranks of this node",
-        }
+            return {}
         found = {}
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
             trial = Trial(trials=10, warmups=2, way="training")
@@ -284,33 +267,26 @@ class _Measurement:
             sent = (many.nbytes - few.nbytes) * bus_factor(kind, ranks)
             hops = (ranks - 1).bit_length()
             found[kind] = Link(few.seconds / hops, sent / max(many.seconds - few.seconds, _LEAST))
-        return Links(**found)
+        return dict.fromkeys(("inside", "between"), Links(**found))
 
-    def _host_link(self) -> float:
+    def _host_link(self) -> dict[str, float]:
         if self._on_host:
-            self._sources["host_link"] = "assumed: the ranks compute in the host's memory"
-            return cluster_named("l4x1").host_link
-        self._sources["host_link"] = self._source
-        numel = self._sizes.numels[1]
-        there = torch.empty(numel, device=self._device)
-        here = host_empty(numel, there.dtype, pinned=True)
+            return {}
+        there = torch.empty(self._sizes.numels[1], device=self._device)
+        here = host_empty(there.numel(), there.dtype, pinned=True)
         spent = self._times(
             lambda: there.copy_(here, non_blocking=True),
             lambda: here.copy_(there, non_blocking=True),
         )
-        return there.nbytes / max(spent)
+        return {"host_link": there.nbytes / max(spent)}
 
-    def _disk(self, folder: Path | None) -> tuple[float, float]:
-        named = cluster_named("l4x1")
-        kinds = ("disk_read", "disk_write")
+    def _disk(self, folder: Path | None) -> dict[str, float]:
         if folder is None:
-            self._sources |= {kind: named.sources[kind] for kind in kinds}
-            return named.disk_read, named.disk_write
-        self._sources |= dict.fromkeys(kinds, f"{self._source}, in {folder}")
+            return {}
         found = measurer(folder, 1 << 30, 4.0, 1)(Aio())
         times = [one.seconds / one.nbytes for one in (found.read, found.write)]
         read, write = self._slowest(times)
-        return self._ranks.size / read, self._ranks.size / write
+        return {"disk_read": self._ranks.size / read, "disk_write": self._ranks.size / write}
 
 
 # ---- what is measured ----------------------------------------------------------------------------

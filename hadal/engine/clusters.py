@@ -9,24 +9,32 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from hadal.errors import ConfigError, nearest
 from hadal.units import shown_nbytes
 
 if TYPE_CHECKING:
     import torch
+    from pydantic_core import ErrorDetails
+
+_EXACT = ConfigDict(extra="forbid")
+_Rate = Annotated[float, Field(gt=0)]
+_Count = Annotated[int, Field(gt=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """The speed of one collective between ranks."""
 
-    latency: float
+    __pydantic_config__ = _EXACT
+    latency: _Rate
     """Seconds between two ranks, however small the message; in proportion to log2 of more."""
-    bandwidth: float
+    bandwidth: _Rate
     """Bytes per second that each rank sends (the bus bandwidth)."""
 
 
@@ -34,6 +42,7 @@ class Link:
 class Links:
     """The speed of each collective of training."""
 
+    __pydantic_config__ = _EXACT
     all_gather: Link
     reduce_scatter: Link
     all_reduce: Link
@@ -44,7 +53,7 @@ class Links:
         Each byte enters a node once, through the share of the network of one of them.
         """
         found = {}
-        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        for kind in self.__slots__:
             own, near = getattr(self, kind), getattr(inside, kind)
             found[kind] = Link(own.latency, min(own.bandwidth * ranks, near.bandwidth))
         return Links(**found)
@@ -54,19 +63,20 @@ class Links:
 class Speeds:
     """The speeds of one rank's device in one dtype."""
 
-    products: float
+    __pydantic_config__ = _EXACT
+    products: _Rate
     """Floating-point operations per second of matrix products and attention."""
-    convolutions: float
+    convolutions: _Rate
     """The same of convolutions, counted as if each output were computed by itself."""
-    peak_products: float
+    peak_products: _Rate
     """The same as the maker's datasheet promises it, or if measured, the most that was reached."""
-    elementwise: float
+    elementwise: _Rate
     """Bytes per second that all other operations read and write."""
-    weights: float
+    weights: _Rate
     """Bytes per second of weights that products read, and of their gradients."""
-    update: float
+    update: _Rate
     """Elements of this dtype per second that AdamW steps in the device's memory."""
-    launch: float
+    launch: _Rate
     """Seconds to start an operation."""
 
     def shared(self, share: float) -> Speeds:
@@ -79,30 +89,31 @@ class Speeds:
 class ComputeCluster:
     """The speeds of each rank's device, and of what the ranks of a node share."""
 
+    __pydantic_config__ = _EXACT
     name: str
-    devices_per_node: int
+    devices_per_node: _Count
     computes_on_host: bool
     """True: the ranks of a node share its cores, also for what they send."""
-    device_nbytes: int
-    host_nbytes: int
+    device_nbytes: _Count
+    host_nbytes: _Count
     """Memory of a node's host."""
     speeds: Mapping[str, Speeds]
     """By dtype: fp32, bf16, fp16."""
-    host_update: float
+    host_update: _Rate
     """Elements per second that AdamW steps in a host's memory, for all ranks of a node together."""
-    micro_step_start: float
+    micro_step_start: _Rate
     """Seconds of a forward and backward, however little they compute."""
-    update_start: float
+    update_start: _Rate
     """Seconds of an update, however few elements it steps."""
     inside: Links
     """Between the ranks of a node."""
     between: Links
     """Between ranks of several nodes, each with its share of its node's network."""
-    host_link: float
+    host_link: _Rate
     """Bytes per second between a device and its host, in each direction."""
-    disk_read: float
+    disk_read: _Rate
     """Bytes per second from a node's disk, for all its ranks together."""
-    disk_write: float
+    disk_write: _Rate
     sources: Mapping[str, str]
     """For each of these names, whether it is assumed or measured, and from what or when."""
 
@@ -283,19 +294,22 @@ def cluster_here(device: torch.device, ranks: int) -> ComputeCluster:
     from hadal.device import is_host_memory, total_memory
     from hadal.device.inventory import peak_flops
 
-    host = total_memory(torch.device("cpu")).total
+    host, nbytes = total_memory(torch.device("cpu")).total, total_memory(device).total
+    sources = dict.fromkeys(("device_nbytes", "host_nbytes"), "measured: of this machine")
     if not is_host_memory(device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         name = re.sub(r"[^a-z0-9]", "", name.lower())
-        nbytes = total_memory(device).total
         alike = [kind for kind in _KINDS if kind.split("-")[0] in name]
         alike.sort(key=lambda k: (-len(k.split("-")[0]), abs(_KINDS[k].memory * 1e9 - nbytes)))
         found = cluster_named(f"{alike[0] if alike else 'h100'}x{ranks}")
-        return replace(found, device_nbytes=nbytes, host_nbytes=host)
+        sources = {**found.sources, **sources}
+        return replace(found, device_nbytes=nbytes, host_nbytes=host, sources=sources)
     peak = peak_flops(device, torch.float32) or _CORE.peak_products
     core, links = _CORE.shared(peak / _CORE.peak_products), Links(*[_CORE_LINK] * 3)
+    found = cluster_named(f"l4x{ranks}")
+    sources |= dict.fromkeys(("speeds", "host_update", "inside", "between"), "assumed: a host")
     return replace(
-        cluster_named(f"l4x{ranks}"),
+        found,
         name="this host",
         computes_on_host=True,
         device_nbytes=host // ranks,
@@ -304,7 +318,7 @@ def cluster_here(device: torch.device, ranks: int) -> ComputeCluster:
         host_update=core.update * ranks,
         inside=links,
         between=links,
-        sources=dict.fromkeys(("speeds", "host_update", "inside", "between"), "assumed: a host"),
+        sources={**found.sources, **sources},
     )
 
 
@@ -318,59 +332,26 @@ def read_cluster(path: Path) -> ComputeCluster:
         ConfigError: the file cannot be read, or a key is missing, unknown or of another type.
     """
     try:
-        raw = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} is no description of a cluster: {error}; write one with"
-            " `hadal bench cluster --output FILE`"
-        ) from error
-    return _Reader(path).cluster(raw)
+        found = TypeAdapter(ComputeCluster).validate_json(path.read_bytes(), strict=True)
+        found.speeds["fp32"]
+    except ValidationError as error:
+        raise _no_cluster(path, ", ".join(map(_fault, error.errors()))) from None
+    except KeyError:
+        raise _no_cluster(path, "speeds.fp32 is missing") from None
+    except OSError as error:
+        raise _no_cluster(path, str(error)) from error
+    return found
 
 
-class _Reader:
-    """Checks of a file's values; an error names the file and the key."""
+def _fault(error: ErrorDetails) -> str:
+    path = ".".join(map(str, error["loc"])) or "the file"
+    if error["type"] in ("missing", "unexpected_keyword_argument"):
+        return f"{path} is {'missing' if error['type'] == 'missing' else 'unknown'}"
+    return f"{path} is {error['input']!r}: {error['msg']}"
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
 
-    def cluster(self, raw: Any) -> ComputeCluster:
-        self._expect_keys(raw, ComputeCluster, "")
-        read: dict[str, Any] = dict(raw)
-        for key in ("name", "computes_on_host"):
-            self._expect(isinstance(raw[key], str if key == "name" else bool), key, raw[key])
-        for key in ("devices_per_node", "device_nbytes", "host_nbytes"):
-            self._expect(type(raw[key]) is int and raw[key] > 0, key, raw[key])
-        speeds = raw["speeds"]
-        self._expect(isinstance(speeds, dict) and "fp32" in speeds, "speeds", speeds)
-        read["speeds"] = {d: self._rates(speeds[d], Speeds, f"speeds.{d}") for d in speeds}
-        for key in ("inside", "between"):
-            self._expect_keys(raw[key], Links, key)
-            links = {k: self._rates(link, Link, f"{key}.{k}") for k, link in raw[key].items()}
-            read[key] = Links(**links)
-        self._expect(isinstance(raw["sources"], dict), "sources", raw["sources"])
-        numbers = (field.name for field in fields(ComputeCluster) if field.type == "float")
-        return ComputeCluster(**read | {key: self._rate(raw[key], key) for key in numbers})
-
-    def _rates(self, raw: Any, kind: Any, path: str) -> Any:
-        self._expect_keys(raw, kind, path)
-        return kind(**{key: self._rate(value, f"{path}.{key}") for key, value in raw.items()})
-
-    def _expect_keys(self, raw: Any, kind: Any, path: str) -> None:
-        self._expect(isinstance(raw, dict), path or "the file", raw)
-        known = [field.name for field in fields(kind)]
-        above = f"{path}." if path else ""
-        wrong = [f"{above}{key} is unknown" for key in raw if key not in known]
-        wrong += [f"{above}{key} is missing" for key in known if key not in raw]
-        if wrong:
-            raise ConfigError(f"{self._path}: {', '.join(wrong)}; expected {', '.join(known)}")
-
-    def _rate(self, value: Any, path: str) -> float:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        self._expect(is_number and value > 0, path, value)
-        return float(value)
-
-    def _expect(self, holds: bool, path: str, found: Any) -> None:
-        if not holds:
-            raise ConfigError(
-                f"{self._path}: {path} is {found!r}, which no `hadal bench cluster` writes"
-            )
+def _no_cluster(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is no description of a cluster: {why}; write one with"
+        " `hadal bench cluster --output FILE`"
+    )
