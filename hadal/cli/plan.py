@@ -11,8 +11,9 @@ import os
 import pkgutil
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -45,13 +46,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import nn
 
+    from hadal.engine.activations import BlockMemory
     from hadal.engine.clusters import ComputeCluster
-    from hadal.engine.foresight import Change, Foresight
+    from hadal.engine.foresight import Change, Foresight, Planner
     from hadal.engine.stage_plans import MemoryPlan
 
 _GB = 1e9
 _LENGTH = 4096
-_STACKED = ("weights", "optimizer", "gradients", "gathers", "reductions", "activations")
+_STACKED = ("weights", "optimizer", "gradients", "gathers", "activations", "logits")
 
 
 def add_to(group: Any) -> None:
@@ -159,38 +161,35 @@ def run(parsed: argparse.Namespace) -> int:
     """
     cluster = _cluster(parsed)  # a wrong name is an error before torch is imported
 
-    from hadal.engine.foresight import Planner, advise, plan
+    from hadal.engine.foresight import Planner, advise
     from hadal.engine.stage_plans import best_plan, plan_stages
 
     if parsed.output is not None:
         parsed.output = picture_path(parsed.output)
+    planner_of = partial(
+        Planner, cluster=cluster, nodes=parsed.nodes, with_values=parsed.with_values
+    )
     if parsed.program:
-        model, found = _of_program(parsed, cluster)
+        planner, found = _of_program(parsed, planner_of)
     else:
         model, batch = _model(parsed)
+        planner = planner_of(model)
         if parsed.config is None:
-            planner = Planner(model, cluster, parsed.nodes, with_values=parsed.with_values)
             plans = plan_stages(planner, batch)
             best = best_plan(plans)
             if parsed.json:
-                show_json([{**of.named(), **_plain(one, [])} for of, one in plans.items()])
+                show_json([{**one.named(), **_plain(found)} for one, found in plans.items()])
                 return best is None
             _show_stages(plans, best)
-            found = plans[best or next(of for of in plans if of.stage == 3)]
+            found = plans[best or next(one for one in plans if one.stage == 3)]
         else:
-            found = plan(
-                model,
-                parsed.config,
-                batch,
-                cluster=cluster,
-                nodes=parsed.nodes,
-                with_values=parsed.with_values,
-            )
-    changes = [] if found.fits else advise(found, model)
+            found = planner.plan(parsed.config, batch)
+    changes = [] if found.fits else advise(found, planner.model)
+    blocks = planner.blocks(found)
     if parsed.json:
-        show_json(_plain(found, changes))
+        show_json(_plain(found, changes, blocks))
     else:
-        _show(found, changes)
+        _show(found, changes, blocks)
     if parsed.output is not None:
         write_picture(figure_of(found), parsed.output)
     return 0 if found.fits else 1
@@ -310,19 +309,15 @@ def _tokens(model: nn.Module, parsed: argparse.Namespace) -> Any:
 class _Planned(BaseException):
     """The end of a program that has been planned, at the first forward of its engine."""
 
-    def __init__(self, model: nn.Module, found: Foresight) -> None:
-        super().__init__()
-        self.model = model
-        self.found = found
 
-
-def _of_program(parsed: argparse.Namespace, cluster: ComputeCluster) -> tuple[nn.Module, Foresight]:
+def _of_program(
+    parsed: argparse.Namespace, planner_of: Callable[[nn.Module], Planner]
+) -> tuple[Planner, Foresight]:
     """Run a program, as one rank, up to the first forward of its engine.
 
     Raises:
         CommandError: it ended before that.
     """
-    from hadal.engine.foresight import plan
     from hadal.engine.planned_program import plan_instead
 
     if any(value is not None for value in (parsed.params, parsed.model, parsed.config)):
@@ -332,9 +327,8 @@ def _of_program(parsed: argparse.Namespace, cluster: ComputeCluster) -> tuple[nn
         raise CommandError(f"{name} is no file; expected a Python program")
 
     def forwarded(model: nn.Module, raw: dict[str, Any], batch: Any) -> NoReturn:
-        nodes, with_values = parsed.nodes, parsed.with_values
-        found = plan(model, raw, batch, cluster=cluster, nodes=nodes, with_values=with_values)
-        raise _Planned(model, found)
+        planner = planner_of(model)
+        raise _Planned(planner, planner.plan(raw, batch))
 
     plan_instead(forwarded)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -345,7 +339,8 @@ def _of_program(parsed: argparse.Namespace, cluster: ComputeCluster) -> tuple[nn
     try:
         runpy.run_path(name, run_name="__main__")
     except _Planned as end:
-        return end.model, end.found
+        planner, found = end.args
+        return planner, found
     raise CommandError(f"{name} ended without a forward of an engine that `initialize` returned")
 
 
@@ -379,7 +374,7 @@ def _show_stages(plans: Mapping[MemoryPlan, Foresight], best: MemoryPlan | None)
     show(heading(f"{_said(one)}, bf16 or fp16 with Adam, GB per rank"), "", made, "")
 
 
-def _show(found: Foresight, changes: Sequence[Change]) -> None:
+def _show(found: Foresight, changes: Sequence[Change], blocks: Sequence[BlockMemory]) -> None:
     from hadal.zero.estimate import counted, host_nbytes
 
     stage = f"stage {found.memory.stage} with {found.memory.optimizer}"
@@ -390,6 +385,12 @@ def _show(found: Foresight, changes: Sequence[Change]) -> None:
             made.add_row(need.kind, *map(_gb, need.held), need.how)
     made.add_row("total", *map(_gb, found.total), _verdict(found), style="heading")
     show(heading(f"{_said(found)}, {stage}"), "", made, "")
+    rows = []
+    for (kind, kept, recomputed), same in groupby(blocks, lambda block: block[1:]):
+        each = f"{_gb(kept)} GB each until backward, with recomputation {_gb(recomputed)} GB"
+        rows.append((f"{len([*same])} x {kind}", each))
+    if rows:
+        show(aligned(rows), "")
     if found.peak is not None:
         unit = f" of {found.peak.unit}" if found.peak.unit else ""
         show(f"The peak is in {found.peak.phase}{unit}, with {_batch(found.batch)} a rank.", "")
@@ -471,7 +472,9 @@ def _gb(nbytes: int) -> str:
     return f"{nbytes / _GB:,.2f}" if nbytes else "-"
 
 
-def _plain(found: Foresight, changes: Sequence[Change]) -> dict[str, Any]:
+def _plain(
+    found: Foresight, changes: Sequence[Change] = (), blocks: Sequence[BlockMemory] = ()
+) -> dict[str, Any]:
     """Return the plan for JSON; bytes and seconds."""
     plain: dict[str, Any] = {
         "fits": found.fits,
@@ -486,6 +489,7 @@ def _plain(found: Foresight, changes: Sequence[Change]) -> dict[str, Any]:
     if found.peak is not None and found.time is not None:
         time = found.time
         plain["peak"] = {"phase": found.peak.phase, "unit": found.peak.unit}
+        plain["units"] = [block._asdict() for block in blocks]
         plain["moments"] = [{**m._asdict(), "held": dict(m.held)} for m in found.moments]
         plain["time"] = {
             "seconds": time.seconds,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hadal.engine.precision import Casting
 from hadal.errors import ModelError
 from hadal.listener import Forward
-from hadal.zero.grouping import Unit
+from hadal.zero.grouping import Unit, repeated_blocks
 
 _HOST = torch.device("cpu")
 _VALUES_NEEDED = (
@@ -39,6 +39,26 @@ _VALUES_NEEDED = (
     UnsupportedOperatorException,
 )
 LossOf = Callable[[Any], Tensor]
+
+
+class Held(NamedTuple):
+    """Bytes of activations and temporary tensors."""
+
+    total: int = 0
+    logits: int = 0
+    """Those of tensors over the vocabulary among them: logits, and the loss's own."""
+
+
+class BlockMemory(NamedTuple):
+    """The bytes that the use of one repeated block leaves behind for backward."""
+
+    name: str
+    kind: str
+    """The name of its class."""
+    kept: int
+    """What it saves, its output included."""
+    recomputed: int
+    """The same if it is recomputed in backward: its output, which the next block saves."""
 
 
 @dataclass(slots=True)
@@ -57,13 +77,12 @@ class Segment:
     """Operations on values."""
     arrived: list[str] = field(default_factory=list)
     """Parameters whose gradients are complete, by full name, in their order."""
-    peaks: list[int] = field(default_factory=lambda: [0])
-    """The most bytes of activations and temporary tensors up to each arrival, with the gradient
-    that arrives, and after the last one."""
+    peaks: list[Held] = field(default_factory=lambda: [Held()])
+    """The most bytes up to each arrival, with the gradient that arrives, and after the last one."""
 
     @property
-    def peak(self) -> int:
-        """The most bytes of activations and temporary tensors."""
+    def peak(self) -> Held:
+        """The most bytes."""
         return max(self.peaks)
 
 
@@ -77,11 +96,13 @@ class MicroStep:
     """The bytes that are held when backward begins."""
     inputs_of_recomputed: int
     """The bytes of the inputs that modules keep which are recomputed."""
+    blocks: list[BlockMemory]
+    """Each use of a repeated block."""
 
     @property
     def peak(self) -> int:
         """The most bytes of activations and temporary tensors."""
-        return max(segment.peak for segment in (*self.forward, *self.backward))
+        return max(segment.peak.total for segment in (*self.forward, *self.backward))
 
 
 def trace(
@@ -135,7 +156,7 @@ def trace(
             output = casting.run(copied, _HOST, args, kwargs)
             loss = _loss(output) if loss_of is None else loss_of(output)
             del output
-            held = recorder.now
+            held = recorder.now.total
             recorder.turn()
             loss.backward()
         except _VALUES_NEEDED as error:
@@ -149,7 +170,7 @@ def trace(
                 f"{type(model).__name__} failed in the planned micro-step: {error!r}; the batch"
                 f" has {_shown(batch)}"
             ) from error
-    return MicroStep(recorder.forward, recorder.segments, held, kept.nbytes)
+    return MicroStep(recorder.forward, recorder.segments, held, kept.nbytes, recorder.blocks)
 
 
 def _recompute(
@@ -257,7 +278,8 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, units: Sequence[Unit], copies: Mapping[int, nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = 0
+        self.now = Held()
+        self.blocks: list[BlockMemory] = []
         self.forward: list[Segment] = []
         self.segments = [Segment("")]
         self._known = WeakIdKeyDictionary()
@@ -266,6 +288,8 @@ class _Recorder(TorchDispatchMode):
         self._units = units
         self._copies = copies
         self._missing: dict[str, int] = {}
+        self._vocabulary = 0
+        self._begun: dict[str, int] = {}
 
     # ---- hooks -----------------------------------------------------------------------------------
 
@@ -273,6 +297,11 @@ class _Recorder(TorchDispatchMode):
         """Watch the units and the gradients of the copy, and leave its own tensors out."""
         for tensor in (*copied.parameters(), *copied.buffers()):
             self._known[tensor.untyped_storage()] = True
+        self._vocabulary = _vocabulary(copied)
+        for name in repeated_blocks(copied):
+            block = copied.get_submodule(name)
+            block.register_forward_pre_hook(partial(self._enter, name))
+            block.register_forward_hook(partial(self._leave, name))
         waits: dict[str, list[str]] = {}
         for unit in self._units:
             module = self._copies[id(unit.module)]
@@ -287,6 +316,15 @@ class _Recorder(TorchDispatchMode):
                     partial(self._arrive, name, waits.get(name, ()))
                 )
         self._waits = waits
+
+    def _enter(self, name: str, *_: Any) -> None:
+        self._begun[name] = self.now.total
+
+    def _leave(self, name: str, block: nn.Module, _: Any, output: Any) -> None:
+        own = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        kept = self.now.total - self._begun[name]
+        if not self._is_back:
+            self.blocks.append(BlockMemory(name, type(block).__name__, kept, own))
 
     def turn(self) -> None:
         """Begin backward."""
@@ -362,14 +400,24 @@ class _Recorder(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage not in self._known:
                 nbytes = storage.nbytes()
+                logits = nbytes * (tensor.dim() > 1 and tensor.shape[-1] == self._vocabulary)
                 self._known[storage] = True
-                self.now += nbytes
-                weakref.finalize(storage, self._free, nbytes)
+                self._count(nbytes, logits)
+                weakref.finalize(storage, self._count, -nbytes, -logits)
         peaks = self.segments[-1].peaks
         peaks[-1] = max(peaks[-1], self.now)
 
-    def _free(self, nbytes: int) -> None:
-        self.now -= nbytes
+    def _count(self, nbytes: int, logits: int) -> None:
+        self.now = Held(self.now.total + nbytes, self.now.logits + logits)
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """Return the last dimension of logits: the outputs of the last linear layer that has as many
+    as an embedding has rows, else the most rows of one; 0 without embeddings.
+    """
+    rows = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
+    heads = [one.out_features for one in model.modules() if isinstance(one, nn.Linear)]
+    return [0, *sorted(rows), *(width for width in heads if width in rows)][-1]
 
 
 def _is_view(operation: Any) -> bool:

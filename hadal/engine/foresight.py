@@ -21,7 +21,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hadal.config import Config, load_config
 from hadal.config.reading import read
 from hadal.config.section import leaves
-from hadal.engine.activations import LossOf, MicroStep, Segment, trace, without_values
+from hadal.engine.activations import (
+    BlockMemory,
+    Held,
+    LossOf,
+    MicroStep,
+    Segment,
+    trace,
+    without_values,
+)
 from hadal.engine.clusters import ComputeCluster, cluster_of
 from hadal.engine.memory import (
     GPU,
@@ -45,6 +53,7 @@ from hadal.zero.policy import Tier
 _log = logging.getLogger(__name__)
 _MOVING = ("gradients", "gathers", "reductions")
 """Kinds of memory that change along an update, like activations."""
+_USED = ("activations", "logits", "workspace")
 _FRAGMENTED = 0.02
 LIBRARIES = ("communicators", "context")
 """Kinds of memory that are not tensors, of which the plan has to assume the bytes."""
@@ -134,6 +143,7 @@ class Foresight:
 
 _HOW = {
     "activations": "saved for backward, and temporary tensors of operations, by a trace",
+    "logits": "tensors whose last dimension is the vocabulary's, and the loss's own over it",
     "workspace": "blocks of gradients in float32, and weights that are gathered in pieces",
     "fragments": f"assumed: {_FRAGMENTED:.0%} of what is allocated and freed in every update",
 }
@@ -183,7 +193,7 @@ class Planner:
         loss_of: LossOf | None = None,
         with_values: bool = False,
     ) -> None:
-        self._model = model
+        self.model = model
         self._cluster = cluster
         self._nodes = nodes
         self._loss_of = loss_of
@@ -197,7 +207,7 @@ class Planner:
         on_node = cluster.devices_per_node
         config = load_config(given, world_size=on_node * nodes, allow_unbuilt=True)
         device = torch.device("cpu") if cluster.computes_on_host else GPU
-        rank = plan_rank(config, self._model, on_node, nodes, device)
+        rank = plan_rank(config, self.model, on_node, nodes, device)
         memory = memory_of(rank)
         if batch is None:
             return Foresight(rank, memory, cluster, None, [], None, raw, None)
@@ -211,6 +221,14 @@ class Planner:
         moments = _moments(rank, memory, step)
         return Foresight(rank, memory, cluster, step, moments, time, raw, batch)
 
+    def blocks(self, found: Foresight) -> list[BlockMemory]:
+        """Return what each block of a plan keeps if none is recomputed; empty without a batch."""
+        step = found.micro_step
+        if found.rank.planned.modules.recomputed:
+            raw = {k: value for k, value in found.raw.items() if k != "activation_checkpointing"}
+            step = self.plan(raw, found.batch).micro_step
+        return [] if step is None else step.blocks
+
     def _trace(self, rank: PlannedRank, batch: Any) -> MicroStep:
         planned, casting = rank.planned, casting_of(rank.config, rank.device)
         plans = planned.parameters.items()
@@ -220,7 +238,7 @@ class Planner:
         key = (*shapes, casting, tuple(recomputed), tuple(dtypes.values()))
         if key not in self._known:
             self._known[key] = trace(
-                self._model,
+                self.model,
                 planned.units,
                 batch,
                 casting,
@@ -476,22 +494,22 @@ def _moments(rank: PlannedRank, memory: Memory, step: MicroStep) -> list[Moment]
     if accumulates:
         arrivals.append(_arrive(rank, step.backward, needs["gradients"], first=True))
     found = [
-        Moment("forward", s.unit, still | {"gradients": stays, "gathers": g, "activations": s.peak})
+        Moment("forward", s.unit, still | {"gradients": stays, "gathers": g} | _used(s.peak))
         for s, g in zip(step.forward, there, strict=True)
     ]
     for gradients in arrivals:
         for segment, gathers, some in zip(step.backward, back, gradients, strict=True):
             for activations, (landed, sent) in zip(segment.peaks, some, strict=True):
-                held = {
-                    "gradients": landed,
-                    "gathers": gathers,
-                    "reductions": sent,
-                    "activations": activations,
-                }
+                held = {"gradients": landed, "gathers": gathers, "reductions": sent}
+                held |= _used(activations)
                 found.append(Moment("backward", segment.unit, still | held))
     work = _workspace_nbytes(rank)
     found.append(Moment("step", "", still | {"gradients": needs["gradients"], "workspace": work}))
     return [_with_fragments(rank, _less(moment, host_inputs)) for moment in found]
+
+
+def _used(held: Held) -> dict[str, int]:
+    return {"activations": held.total - held.logits, "logits": held.logits}
 
 
 def _less(moment: Moment, nbytes: int) -> Moment:
@@ -505,7 +523,7 @@ def _less(moment: Moment, nbytes: int) -> Moment:
 def _with_fragments(rank: PlannedRank, moment: Moment) -> Moment:
     if rank.device.type == "cpu":
         return moment
-    moving = sum(moment.held.get(kind, 0) for kind in (*_MOVING, "activations", "workspace"))
+    moving = sum(moment.held.get(kind, 0) for kind in (*_MOVING, *_USED))
     return moment._replace(held={**moment.held, "fragments": round(_FRAGMENTED * moving)})
 
 

@@ -51,6 +51,8 @@ def test_a_folder_fits_or_is_told_what_to_change(
     assert code == 0 and roomy["fits"] and roomy["changes"] == []
     assert roomy["kinds"]["activations"]["device"] > 0 and roomy["time"]["samples_per_second"] > 0
     assert roomy["micro_batch"] == [[2, 4096]] and roomy["stage"] == 0
+    assert roomy["kinds"]["logits"]["device"] > 2 * 4096 * 128256 * 4
+    assert [unit["kind"] for unit in roomy["units"]] == ["LlamaDecoderLayer"] * 4
     code, tight = planned([*words, "--cluster", "l4x8"], capsys)
     assert code == 1 and tight["lacks"]["device"] > 0
     assert tight["changes"][0]["patch"]["zero_optimization"]["stage"] > 0
@@ -73,6 +75,7 @@ def test_the_table_and_the_picture(
     told = capsys.readouterr().out
     assert "LlamaForCausalLM, 1.9 B parameters, on 1 x 8 devices of l4x8, stage 0" in told
     assert "does not fit: " in told and "What would make it fit, in the order of its cost:" in told
+    assert "4 x LlamaDecoderLayer  1.71 GB each until backward, with recomputation 0.07 GB" in told
     assert "The peak is in" in told and "samples per second" in told
     assert "<svg" in picture.read_text()
 
@@ -85,7 +88,8 @@ def test_more_tokens_take_more_activations(
         for n in (1024, 2048)
     ]
     one, two = (
-        max(moment["held"].get("activations", 0) for moment in found["moments"]) for found in held
+        max(sum(m["held"].get(kind, 0) for kind in ("activations", "logits")) for m in moments)
+        for moments in (found["moments"] for found in held)
     )
     assert 1.8 < two / one < 2.1
 

@@ -77,22 +77,53 @@ def test_a_frozen_block_gets_no_gradients() -> None:
     assert names == [f"{n}.inner.{kind}" for n in (3, 2, 0) for kind in ("bias", "weight")]
 
 
-def test_a_shared_weight_is_complete_at_its_last_use() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(10, WIDTH)
-            self.blocks = blocks()
-            self.head = nn.Linear(WIDTH, 10, bias=False)
-            self.head.weight = self.table.weight
+WORDS = 500
 
-        def forward(self, tokens: Tensor) -> dict[str, Tensor]:
-            return {"loss": F.cross_entropy(self.head(self.blocks(self.table(tokens))), tokens)}
 
+class Tied(nn.Module):
+    """A language model; its positions are as many as a block's features, and no vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.places = nn.Embedding(WIDTH, WIDTH)
+        self.blocks = blocks()
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        values = self.table(tokens) + self.places(tokens)
+        return {"loss": F.cross_entropy(self.head(self.blocks(values)), tokens)}
+
+
+def tied() -> MicroStep:
     with torch.device("meta"):
-        model, tokens = Tied(), torch.zeros(ROWS, dtype=torch.long)
-    found = traced(model, tokens)
-    assert found.backward[-1].arrived[-1] == "table.weight"
+        return traced(Tied(), torch.zeros(ROWS, dtype=torch.long))
+
+
+def test_a_shared_weight_is_complete_at_its_last_use() -> None:
+    found = tied()
+    assert "table.weight" in found.backward[-1].arrived
+
+
+def test_logits_are_counted_apart() -> None:
+    found = tied()
+    one = FP32 * ROWS * WORDS
+    held = [segment.peak.logits for segment in found.forward]
+    assert held == [0] * (len(held) - 1) + [2 * one]  # the product, and the softmax's logarithm
+    # The latter, and the gradients of both.
+    held = [segment.peak.logits for segment in found.backward]
+    assert max(held) == 3 * one and held[-1] == 0
+    # Without an embedding there is no vocabulary.
+    assert all(segment.peak.logits == 0 for segment in traced(blocks(), INPUT).backward)
+
+
+def test_what_each_block_keeps_with_and_without_recomputation() -> None:
+    found = traced(blocks(), INPUT).blocks
+    # The mask's output, and its own: the next block's input.
+    assert found == [(str(number), "Block", 2 * ONE, ONE) for number in range(BLOCKS)]
+    again = traced(blocks(), INPUT, [str(number) for number in range(BLOCKS)]).blocks
+    assert [block.kept for block in again] == [ONE] * BLOCKS
 
 
 class Chooses(nn.Module):

@@ -11,7 +11,8 @@ from sequence.models import llama, tokens
 from torch import Tensor, nn
 
 import hadal
-from hadal.engine.foresight import Foresight, advise, merged
+from hadal.engine.clusters import cluster_named
+from hadal.engine.foresight import Foresight, Planner, advise, merged
 from hadal.errors import ConfigError, NotBuiltYetError
 
 WIDTH, BLOCKS, ROWS = 512, 6, 4096
@@ -82,6 +83,19 @@ def test_inputs_of_recomputed_modules_may_be_on_the_host() -> None:
     moved = plain.total.device - found.total.device
     assert next(need.held.host for need in found.kinds if need.kind == "inputs") > 0
     assert 0 < moved <= found.micro_step.inputs_of_recomputed * 1.02  # type: ignore[union-attr]
+
+
+def test_blocks_are_told_as_if_none_was_recomputed() -> None:
+    planner = Planner(model(), cluster_named("h100x4"), 1)
+    plain = planned(3)
+    units = planned(3, activation_checkpointing={"modules": "units"})
+    (first, *others) = planner.blocks(units)
+    assert [first, *others] == planner.blocks(plain)
+    assert (first.kept, first.recomputed) == (2 * ROWS * 5 * WIDTH, 2 * ROWS * WIDTH)
+    saved = sum(block.kept - block.recomputed for block in (first, *others))
+    steps = plain.micro_step, units.micro_step
+    assert saved == steps[0].kept - steps[1].kept  # type: ignore[union-attr]
+    assert planner.blocks(planned(3, None)) == []
 
 
 def test_without_a_batch_all_but_activations_is_planned() -> None:
