@@ -125,14 +125,14 @@ def plan_rank(
     Raises:
         ConfigError, ModelError: the configuration does not fit the model, as in `initialize`.
     """
-    job = _job_of(config, devices_per_node, nodes)
+    job = job_of(config, devices_per_node, nodes)
     parts = model_parts_of(config)
     trained = {p: 0 for p in model.parameters() if p.requires_grad}
     counts = RankCounts.of(config, max(1, job.devices // parts))
     is_real = not isinstance(model, SizedModel)
     modules = plan_modules(model, config) if is_real else ModulesPlan()
     planned = plan_model(model, modules, config, device, counts, trained)
-    name, moments = _optimizer_of(config)
+    name, moments = optimizer_of(config)
     whose = "the model's plan" if is_real else str(model.assumed)
     return PlannedRank(config, model, planned, counts, job, parts, device, name, moments, whose)
 
@@ -144,7 +144,7 @@ def memory_of(rank: PlannedRank) -> Memory:
         one._replace(trained=one.trained // parts, frozen=one.frozen // parts)
         for one in portions_of(planned.buckets, rank.counts.shards_of, rank.moments)
     ]
-    tiers = _shard_tiers(config, rank.moments)
+    tiers = shard_tiers(config, rank.moments)
     states = states_of_portions(portions, tiers, job.second_copy_devices)
     shared = f", in {parts} equal parts" if parts > 1 else ""
     kinds = {
@@ -169,7 +169,8 @@ def _sum(found: Iterable[TierBytes]) -> TierBytes:
     return total
 
 
-def _job_of(config: Config, devices_per_node: int, nodes: int) -> JobSize:
+def job_of(config: Config, devices_per_node: int, nodes: int) -> JobSize:
+    """Return the devices that share the states."""
     zero = config.zero_optimization
     is_cut = STAGES[zero.stage].weights
     return JobSize(
@@ -209,8 +210,8 @@ class SizedModel(nn.Sequential):
 # ---- the states ----------------------------------------------------------------------------------
 
 
-def _shard_tiers(config: Config, moments: int) -> ShardTiers:
-    """Return where shards are stored, and the host memory through which a disk is used."""
+def shard_tiers(config: Config, moments: int) -> ShardTiers:
+    """Return the tiers that store shards, and the host memory through which a disk is used."""
     zero = config.zero_optimization
     tiers, steps = tiers_of(config), disk_steps_of(config)
     runs = 1 + moments  # the master, and each value that is remembered
@@ -225,7 +226,7 @@ def _shard_tiers(config: Config, moments: int) -> ShardTiers:
     )
 
 
-def _optimizer_of(config: Config) -> tuple[str, int]:
+def optimizer_of(config: Config) -> tuple[str, int]:
     """Return an optimizer's name, and how many values it keeps for each element."""
     if config.optimizer is None:
         return "Adam (none is named)", 2

@@ -1,7 +1,8 @@
-"""The plan of a rank's memory in training: at out-of-memory, and beside the measured peak.
+"""The plan of a rank's memory in training: at out-of-memory, and beside what is measured.
 
-Both follow the engine's model and its latest forward, of which only shapes and dtypes are kept. The
-plan runs a copy of the model without values: it needs no memory of the device.
+After the first update the states alone are compared, which takes a millisecond. Whole updates
+follow the engine's model and its latest forward, of which only shapes and dtypes are kept; the plan
+runs a copy of the model without values, which needs no memory of the device.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ from hadal.engine.activations import without_values
 from hadal.engine.clusters import cluster_named
 from hadal.engine.foresight import LIBRARIES, Foresight, Moment, advise, plan
 from hadal.engine.listeners import EngineSetting
+from hadal.engine.memory import job_of, optimizer_of, shard_tiers
+from hadal.engine.plan import RankCounts
 from hadal.listener import Forward, Listener, Update
 from hadal.units import shown_nbytes
+from hadal.zero.estimate import portions_of, states_of_portions
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +39,8 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 # From the second update on, the optimizer's state exists in every phase.
 _COMPARED = 2
 _DIFFERS = 0.05
+# What libraries allocate among tensors, as cuBLAS does 32 MiB for each stream, and small batches.
+_SMALL = 128 << 20
 
 
 class PlannedMemory(Listener):
@@ -46,6 +52,9 @@ class PlannedMemory(Listener):
         """Watch an engine; `compares`: log where the plan and the measured peak differ."""
         self._setting = setting
         self._compares = compares
+        self._checks = setting.world.rank == 0 and not compares
+        self._passing: list[weakref.ref[Tensor]] = []
+        """Inputs and outputs of the latest forward."""
         self._engine: Callable[[], Any] = lambda: None
         self._forward: Forward | None = None
         """The latest forward in training, on meta; None if it cannot be kept, or was none."""
@@ -57,6 +66,7 @@ class PlannedMemory(Listener):
     def before_forward(self, forward: Forward) -> None:
         """Keep the shapes and dtypes of a forward."""
         self._forward = None
+        self._passing = _seen((forward.args, forward.kwargs)) if self._checks else []
         if forward.is_training and torch.is_grad_enabled():
             try:
                 args, kwargs = _on_meta((forward.args, forward.kwargs))
@@ -64,6 +74,11 @@ class PlannedMemory(Listener):
                 _log.debug("this forward cannot be planned", exc_info=True)
             else:
                 self._forward = forward._replace(args=args, kwargs=kwargs)
+
+    def after_forward(self, output: Any) -> None:
+        """Keep sight of the output, which the program may hold until after the update."""
+        if self._checks:
+            self._passing += _seen(output)
 
     def on_error(self, error: BaseException) -> None:
         """Add what the plan says to an error about the device's memory."""
@@ -80,7 +95,12 @@ class PlannedMemory(Listener):
             error.args = (f"{error}\n{note}",)
 
     def after_update(self, update: Update) -> None:
-        """Compare the plan with the peaks of the second update."""
+        """Compare the plan with the states after the first update, or the peaks of the second."""
+        if self._checks and not update.skipped:  # in fp16, this waits for the device
+            self._checks = False
+            line = self._states_difference()
+            if line:
+                _log.info("memory after update %d is not as planned: %s", update.number, line)
         if not self._compares or update.number < _COMPARED:
             return
         self._compares = False
@@ -170,6 +190,43 @@ class PlannedMemory(Listener):
 
     # ---- beside what was measured ----------------------------------------------------------------
 
+    def _states_difference(self) -> str:
+        """Return the states' memory, measured and planned, between updates; "" if it is as planned.
+
+        Buffers of the model, and tensors that passed the forward and are still there, are known.
+        """
+        setting, config, moments = self._setting, self._setting.config, self._moments()
+        if moments is None:
+            return ""
+        counts = RankCounts.of(config, setting.sharding.size)
+        portions = portions_of(setting.plan.buckets, counts.shards_of, moments)
+        second = job_of(config, setting.world.size, 1).second_copy_devices
+        states = states_of_portions(portions, shard_tiers(config, moments), second)._asdict()
+        del states["gradients"]  # freed after each update
+        others = [*setting.model.buffers(), *(seen() for seen in self._passing)]
+        here = [one for one in others if one is not None and one.device == setting.device]
+        storages = [one.untyped_storage() for one in here]
+        held = {kind: nbytes.device for kind, nbytes in states.items()}
+        held["tensors"] = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+        planned = Moment("", "", held)
+        measured = memory_use(setting.device).device
+        if abs(measured - planned.total) <= max(_SMALL, _DIFFERS * planned.total):
+            return ""
+        return (
+            f"{shown_nbytes(measured)} of the device, planned {shown_nbytes(planned.total)}"
+            f" ({_listed(planned)}). Other tensors of the program count; memory_breakdown compares"
+            " a whole update"
+        )
+
+    def _moments(self) -> int | None:
+        """Return how many values the optimizer keeps for an element; None if that is not known."""
+        if self._setting.config.optimizer is not None:
+            return optimizer_of(self._setting.config)[1]
+        optimizer: Any = getattr(self._engine(), "optimizer", None)
+        kind = KINDS.get(type(optimizer).__name__)
+        state = None if kind is None else kind.state_with(optimizer.defaults)
+        return None if state is None else len(state)
+
     def _differences(self) -> str:
         """Return the phases in which the measured peak is not as planned; "" if there is none."""
         planned = self._planned()
@@ -191,6 +248,10 @@ class PlannedMemory(Listener):
                 shown = f"{where} {shown_nbytes(measured)}, planned {shown_nbytes(said.total)}"
                 found.append(f"{shown} ({_listed(said)})")
         return "; ".join(found)
+
+
+def _seen(value: Any) -> list[weakref.ref[Tensor]]:
+    return [weakref.ref(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _needed(found: Foresight) -> Moment:

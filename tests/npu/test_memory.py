@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ import npu
 from hadal.comm import functions
 from hadal.comm.comms_log import numbers_of
 from hadal.config import load_config
+from hadal.engine import planned_memory
 from hadal.engine.foresight import merged
 from hadal.engine.topology import communicators_of
 
@@ -204,6 +206,61 @@ def test_memory_that_is_not_as_planned_is_told_once(npus: RankPools) -> None:
     assert silent == []
     assert line.count(", planned ") == 4
     assert line.startswith("memory of update 2 is not as planned: before forward ")
+
+
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+
+
+class Answers(Tower):
+    """Its outputs are larger than its states, and it has a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(1_000_000))
+
+    def forward(self, values: Tensor) -> Any:
+        output = super().forward(values)
+        return {"loss": output.float().sum(), "outputs": output.repeat(4, 4)}
+
+
+def at_rest(keys: dict[str, Any], brought: bool, kept: int) -> list[str]:
+    """Return what is logged of the states where the program keeps `kept` bytes and its outputs."""
+    gc.collect()
+    optimizer = {} if brought else {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    config = {"train_micro_batch_size_per_gpu": 1, "log_level": "info", **optimizer, **keys}
+    model = Answers()
+    mine = torch.optim.AdamW(model.parameters(), amsgrad=True) if brought else None
+    with mock.patch.object(planned_memory, "_SMALL", 100_000), logged(logging.INFO) as lines:
+        engine = hadal.initialize(model=model, optimizer=mine, config=config)[0]
+        more = torch.zeros(kept, dtype=torch.uint8, device=engine.device)
+        dtype = next(engine.module.parameters()).dtype
+        values = torch.ones(ROWS, WIDTH, device=engine.device, dtype=dtype)
+        for _ in range(3 * engine.gradient_accumulation_steps()):
+            found = engine(values)
+            engine.backward(found["loss"])
+            engine.step()
+        engine.destroy()
+    del more
+    return [line for line in lines if "planned" in line]
+
+
+@pytest.mark.fast_cells("keys3-False", "keys4-True", "keys5-False")
+@pytest.mark.parametrize(
+    ("keys", "brought"),
+    [
+        *(({"zero_optimization": {"stage": stage}}, False) for stage in range(4)),
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}, True),
+        ({"fp16": {"enabled": True, "initial_scale_power": 4}, **ACCUMULATED}, False),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, False),
+    ],
+)
+def test_states_that_are_not_as_planned_are_told_once(
+    keys: dict[str, Any], brought: bool, npus: RankPools
+) -> None:
+    assert npus(2).run(at_rest, keys, brought, 0) == [[], []]
+    (line,), silent = npus(2).run(at_rest, keys, brought, 10_000_000)
+    assert silent == [] and ", planned " in line
+    assert re.match(r"memory after update \d is not as planned: [\d.]+ MB of the device", line)
 
 
 # ---- communicators -------------------------------------------------------------------------------
