@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hadal.cli.flags import divided
 from hadal.cli.main import command_line, main
 from hadal.cli.parser import CONFIG_HELP, Parser, add_flag, integer, size
-from hadal.cli.run import pid_file
+from hadal.cli.run import pid_file, start
 from hadal.cli.terminal import FAILED, byte_progress, fail, show
 from hadal.errors import HadalError
 
@@ -30,9 +30,12 @@ _REPORT_FLAGS = ("--hide_operator_status", "--hide_errors_and_warnings")
 def run(args: Sequence[str] | None = None) -> int:
     """Run `deepspeed`: start a program, as `hadal run` does, with these words or the command's own.
 
-    Programs written for it expect `--local_rank=N`.
+    Programs written for it expect `--local_rank=N`. A program that calls this with words of its own
+    gets a fault as an exception; the command prints it.
     """
-    return main(["run", "--local_rank", *(sys.argv[1:] if args is None else args)])
+    if args is not None:
+        return start(["--local_rank", *args])
+    return main(["run", "--local_rank", *sys.argv[1:]])
 
 
 def launch() -> int:

@@ -26,8 +26,8 @@ from hadal.cli import (
 from hadal.cli.flags import divided
 from hadal.cli.parser import Parser, add_group
 from hadal.cli.run import UNREAD
-from hadal.cli.terminal import FAILED, fail
-from hadal.errors import HadalError
+from hadal.cli.terminal import FAILED, MISUSED, fail
+from hadal.errors import HadalError, LaunchError
 
 SUBCOMMANDS = (
     init.add_to,
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except HadalError as error:
         fail(error)
-        return FAILED
+        return MISUSED if isinstance(error, LaunchError) else FAILED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from hadal.cli.flags import GROUPS, CommandOutput, choices_of, divided
 from hadal.cli.parser import Parser, add_command, add_group
-from hadal.cli.terminal import MISUSED, aligned, fail, heading, key, show
-from hadal.errors import HadalError, LaunchError, nearest
+from hadal.cli.terminal import MISUSED, aligned, heading, key, show
+from hadal.errors import LaunchError, nearest
 
 if TYPE_CHECKING:
     from hadal.launcher.choices import LaunchPlan
@@ -77,13 +77,9 @@ def _train(parsed: argparse.Namespace) -> int:
     from hadal.launcher.choices import planned
 
     said = CommandOutput(parsed)
-    try:
-        choices = choices_of(parsed)
-        plan = planned(choices, {**_screen(), **os.environ}, Path.cwd())
-        _check_program(plan)
-    except (HadalError, OSError) as error:
-        fail(str(error))
-        return MISUSED
+    choices = choices_of(parsed)
+    plan = planned(choices, {**_screen(), **os.environ}, Path.cwd())
+    _check_program(plan)
     from hadal.launcher.front import Front, printer_for
     from hadal.launcher.rounds import ElasticFront
 

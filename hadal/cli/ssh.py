@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hadal.cli.parser import add_command, add_flag, port
-from hadal.cli.terminal import MISUSED, fail
 from hadal.errors import LaunchError
 
 
@@ -44,13 +43,9 @@ def run(parsed: argparse.Namespace) -> int:
         words = words[1:]
     elif words and words[0].startswith("-"):  # argparse takes a flag that it does not know along
         parsed.parser.refuse(words[0])
-    try:
-        if not words:
-            raise LaunchError("no command: expected hadal ssh [-f HOSTFILE] COMMAND ...")
-        hosts = list(filtered(hostfile_at(parsed.hostfile), parsed.include, parsed.exclude))
-    except LaunchError as error:
-        fail(str(error))
-        return MISUSED
+    if not words:
+        raise LaunchError("no command: expected hadal ssh [-f HOSTFILE] COMMAND ...")
+    hosts = list(filtered(hostfile_at(parsed.hostfile), parsed.include, parsed.exclude))
     with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
         return max(pool.map(lambda host: _run(host, words, parsed), hosts))
 

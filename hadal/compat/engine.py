@@ -67,7 +67,7 @@ class DeepSpeedEngine(Accessors):
         self._outer: DeepSpeedOptimizer | None = None
         self._offload: ParameterOffload | None = None
         self._was_applied = False
-        self._monitors = MonitorMaster.of(parts.monitor)
+        self._monitors = MonitorMaster.of(parts.config, parts.monitor)
         self.timers = SynchronizedWallClockTimer()
         """Clocks by name, including the phases of updates if `wall_clock_breakdown` is set."""
         if parts.clocks.lap is not None:

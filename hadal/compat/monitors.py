@@ -44,18 +44,22 @@ class _OneMonitor(Monitor):
     section: ClassVar[str]
 
     def __init__(self, monitor_config: Any) -> None:
-        super().__init__(monitor_config)
-        self.enabled = bool(monitor_config.enabled)
-        self._writer: Any = None
-        if self.enabled and get_rank() == 0:
-            self._writer = WRITERS[self.section](monitor_config, {})
+        is_written = monitor_config.enabled and get_rank() == 0
+        self._hold(
+            monitor_config, WRITERS[self.section](monitor_config, {}) if is_written else None
+        )
 
     @classmethod
-    def over(cls, writer: Writer) -> _OneMonitor:
+    def over(cls, monitor_config: Any, writer: Writer) -> _OneMonitor:
         """Return the monitor of an open writer."""
         made = cls.__new__(cls)
-        made.enabled, made._writer = True, writer
+        made._hold(monitor_config, writer)
         return made
+
+    def _hold(self, monitor_config: Any, writer: Any) -> None:
+        super().__init__(monitor_config)
+        vars(self).update(monitor_config)  # its keys are attributes, such as `output_path`
+        self._writer = writer
 
     def write_events(self, event_list: Iterable[Any], flush: bool = True) -> None:
         """Write (name, value, samples) each."""
@@ -142,11 +146,6 @@ class CometMonitor(_OneMonitor):
         """Comet's experiment; None on ranks other than 0, or if the section is off."""
         return None if self._writer is None else self._writer.experiment
 
-    @property
-    def samples_log_interval(self) -> int | None:
-        """The number of samples between two values of one name that are sent."""
-        return None if self._writer is None else self._writer.samples_log_interval
-
 
 class DeepSpeedMonitorConfig:
     """The monitor sections of a configuration.
@@ -194,26 +193,29 @@ class MonitorMaster(Monitor):
     """
 
     def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
-        super().__init__(monitor_config)
         house = HouseMonitor(enabled=monitor_config.enabled)
         if house.enabled and get_rank() == 0:
             house.open(open_writers(monitor_config.checked, {}))
-        self._hold(house)
+        self._hold(monitor_config, house)
 
     @classmethod
-    def of(cls, house: HouseMonitor) -> MonitorMaster:
+    def of(cls, config: Config, house: HouseMonitor) -> MonitorMaster:
         """Return the monitors of an engine."""
         made = cls.__new__(cls)
-        made._hold(house)
+        made._hold(DeepSpeedMonitorConfig.of(config), house)
         return made
 
-    def _hold(self, house: HouseMonitor) -> None:
+    def _hold(self, monitor_config: DeepSpeedMonitorConfig, house: HouseMonitor) -> None:
+        super().__init__(monitor_config)
         self._house = house
         self.enabled = house.enabled
         kinds = (TensorBoardMonitor, WandbMonitor, csvMonitor, CometMonitor)
         found: dict[str, Any] = {writer.section: writer for writer in house.writers}
         self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor = (
-            kind.over(found[kind.section]) if kind.section in found else None for kind in kinds
+            kind.over(getattr(monitor_config, kind.section), found[kind.section])
+            if kind.section in found
+            else None
+            for kind in kinds
         )
 
     def write_events(self, event_list: Iterable[Any], flush: bool = True) -> None:

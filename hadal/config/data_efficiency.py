@@ -406,7 +406,7 @@ class ProgressiveLayerDrop(Switched):
     required = ("enabled",)
 
     enabled: Boolean = key(False, "Skip layers. Required.")
-    theta: Number | None = key(None, "Final keep probability. Required.", gt=0, le=1)
+    theta: Number | None = key(None, "Final keep probability. Required.", ge=0, le=1)
     gamma: Number | None = key(None, "Rate of the decrease, per update. Required.", gt=0)
 
     @rule()

@@ -1,8 +1,8 @@
 """The sections of what a run measures (profiles, times, messages), and of the monitors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
-from typing import Annotated, Literal, TypeAlias, get_args
+from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, StringConstraints
 
@@ -36,6 +36,8 @@ class FlopsProfile(Switched):
     Rank 0 reports; `engine.flops_profiler.profile` holds the figures. Other updates are not slowed
     down.
     """
+
+    leftovers: ClassVar[Mapping[str, str]] = {"step": "ignored, as by DeepSpeed: use profile_step"}
 
     enabled: Boolean = key(False, "Profile one update; implies `wall_clock_breakdown`.")
     recompute_fwd_factor: Number = key(

@@ -16,7 +16,6 @@ NOT_BUILT: Mapping[str, tuple[str, str]] = {
     "compile.deepcompile": ("", ""),
     "hybrid_engine.inference_tp_size": ("tensor_parallel splits layers in training too", ""),
     "nebula.enabled": ("checkpoint.async_save saves in the background", ""),
-    "pipeline.seed_layers": ("pass PipelineModule seed_layers= instead", ""),
     "tensor_parallel.vocab_parallel_ce_backend": ("", "choose another"),
     "weight_quantization.enabled": ("", "leave the section out"),
     "zero_optimization.offload_optimizer.super_offload": ("", ""),

@@ -373,7 +373,7 @@ class Pipeline(Section):
         " classes. A PipelineModule has its `partition_method`.",
     )
     seed_layers: Boolean = key(
-        False, "Seed each layer; it is an argument of the pipeline module.", mark=UNBUILT
+        False, "Not read, as by DeepSpeed: it is an argument of PipelineModule.", mark=NO_EFFECT
     )
     activation_checkpoint_interval: Integer = key(
         0,

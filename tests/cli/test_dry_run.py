@@ -73,7 +73,7 @@ def test_the_file_with_the_process_number_is_the_users_own(
         assert written.stat().st_mode & 0o777 == 0o600
     path.symlink_to(folder / "precious")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert main(["run", "--dry-run", "--save_pid", "train.py"]) == 1
+    assert main(["run", "--dry-run", "--save_pid", "train.py"]) == 2
     assert "let TMPDIR name a directory of your own" in capsys.readouterr().err.replace("\n", " ")
     assert (folder / "precious").read_text() == "precious"
 

@@ -43,6 +43,8 @@ def test_a_wrong_filter_is_a_value_error(include: str, exclude: str) -> None:
         runner.parse_inclusion_exclusion({"worker-0": 2, "worker-1": 2}, include, exclude)
     with pytest.raises(ValueError, match="listed twice"):
         runner._parse_hostfile(["a slots=1", "a slots=2"])
+    with pytest.raises(ValueError, match="leave out --num_nodes"):
+        runner.main(["--num_nodes", "1", "-i", "worker-0", "train.py"])
 
 
 def test_mpi_discovery_sets_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ def follow(folder: str) -> None:
         assert isinstance(master.tb_monitor, tensorboard.TensorBoardMonitor)
         assert isinstance(master.csv_monitor, csv_monitor.csvMonitor)
         assert master.csv_monitor.log_dir == master.csv_monitor.setup_log_dir() == f"{folder}/job"
+        assert master.csv_monitor.output_path == folder
         assert f"{folder}/job/Mine_x.csv" in master.csv_monitor.filenames
         master.csv_monitor.write_events([("Mine/x", 0.75, 8)])
         master.tb_monitor.summary_writer.add_scalar("Mine/y", 1.0, 8)
@@ -93,6 +94,7 @@ def test_monitors_alone(tmp_path: Path) -> None:
     board.summary_writer.close()
     off = csv_monitor.csvMonitor(ds["config"].CSVConfig())
     assert (off.enabled, off.log_dir, off.filenames) == (False, None, [])
+    assert (off.output_path, off.job_name) == ("", "DeepSpeedJobName")
     off.write_events([("a", 1, 1)])
     master = ds["monitor"].MonitorMaster(
         ds["config"].get_monitor_config({"csv_monitor": files(tmp_path)})
@@ -142,7 +144,9 @@ def test_services(monkeypatch: pytest.MonkeyPatch) -> None:
     assert comet.EventsLogScheduler(5).needs_logging("a", 0)
     off = wandb.WandbMonitor(ds["config"].WandbConfig())
     off.log({"a": 1})
-    assert comet.CometMonitor(ds["config"].CometConfig()).experiment is None
+    assert (off.group, off.team, off.project) == (None, None, "deepspeed")
+    silent = comet.CometMonitor(ds["config"].CometConfig())
+    assert (silent.experiment, silent.samples_log_interval) == (None, 100)
 
 
 def test_packages_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ PUBLIC = {
     "offload_param": {"device": "cpu"},
     "fp16": {"opt_level": "O2", "fp16_scale_tolerance": 0.25},
     "compile": {"disable": False, "backend": "inductor"},
+    "flops_profiler": {"step": 1},
 }
 
 
@@ -51,6 +52,7 @@ def test_keys_of_public_configurations_are_ignored_and_reported():
     assert sorted(config.notes) == [
         "compile.backend: ignored, an old key: engine.compile(backend=...)",
         "compile.disable: ignored, an old key: the program calls engine.compile()",
+        "flops_profiler.step: ignored, as by DeepSpeed: use profile_step",
         "fp16.fp16_scale_tolerance: ignored: another program reads it",
         "fp16.opt_level: ignored: a level of Apex, which only `amp` has",
         "offload_optimizer, offload_param: ignored at the top level, also by DeepSpeed: it acts in"

@@ -211,6 +211,12 @@ def test_both_numbers_are_required(name):
         load_config({"train_batch_size": 1, "progressive_layer_drop": section})
 
 
+def test_the_probability_may_fall_to_zero():
+    section = {"enabled": True, "theta": 0, "gamma": 0.1}
+    assert load_config({"train_batch_size": 1, "progressive_layer_drop": section})
+    assert keeps_of(2, theta_at(0, 1e3, 9)) == [1.0, 0.5]
+
+
 @pytest.mark.runs("transformers")
 def test_a_model_of_transformers_skips_layers():
     from transformers import GPT2Config, GPT2LMHeadModel

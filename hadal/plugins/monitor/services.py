@@ -190,7 +190,6 @@ class CometWriter:
             self.experiment.set_name(config.experiment_name)
         if run:
             self.experiment.log_asset_data(dict(run), name="run.json")
-        self.samples_log_interval = config.samples_log_interval
         self._thinned = ThinnedEvents(config.samples_log_interval)
 
     def write(self, record: ScalarRecord) -> None:
