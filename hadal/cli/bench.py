@@ -438,11 +438,14 @@ def _measure_machine(parsed: argparse.Namespace) -> int:
 def _show_cluster(found: dict[str, Any]) -> None:
     made = table("", "", right=("",))
     for dtype, one in found["speeds"].items():
-        made.add_row(f"products in {dtype}", f"{one['products'] * 1e-12:,.3g} TFLOP/s")
-        made.add_row(f"other operations in {dtype}", f"{one['elementwise'] * 1e-9:,.2f} GB/s")
+        for kind in ("matrices", "convolution", "attention"):
+            made.add_row(f"{kind} in {dtype}", f"{one[kind]['flops'] * 1e-12:,.3g} TFLOP/s")
+        made.add_row(f"other operations in {dtype}", f"{one['bandwidth'] * 1e-9:,.2f} GB/s")
         made.add_row(f"updates of {dtype}", f"{one['update'] * 1e-6:,.0f} M elements/s")
-    for kind, link in found["inside"].items():
-        made.add_row(kind, f"{link['bandwidth'] * 1e-9:,.2f} GB/s, {link['latency'] * 1e6:,.0f} μs")
+    for dtype, links in found["inside"].items():
+        for kind, link in links.items():
+            figures = f"{link['bandwidth'] * 1e-9:,.2f} GB/s, {link['latency'] * 1e6:,.0f} μs"
+            made.add_row(f"{kind} in {dtype}", figures)
     show(heading(f"{found['name']}, {found['sources']['speeds']}"), "", made)
 
 

@@ -61,6 +61,15 @@ class BlockMemory(NamedTuple):
     """The same if it is recomputed in backward: its output, which the next block saves."""
 
 
+class Products(NamedTuple):
+    """Products of one kind: matrix products, convolutions or attention."""
+
+    calls: int = 0
+    nbytes: int = 0
+    """What they read and write."""
+    flops: int = 0
+
+
 @dataclass(slots=True)
 class Segment:
     """The part of a micro-step from the beginning of one unit's use to that of the next."""
@@ -69,16 +78,21 @@ class Segment:
     """The unit's name; empty before the first."""
     until: int = 0
     """The number of the segment before which the use ends."""
-    products: int = 0
-    """Floating-point operations of matrix products, convolutions and attention."""
+    products: dict[str, Products] = field(default_factory=dict)
+    """By kind: matrices, convolution, attention."""
     moved: int = 0
     """Bytes that all other operations read and write."""
     kernels: int = 0
-    """Operations on values."""
+    """All other operations on values."""
     arrived: list[str] = field(default_factory=list)
     """Parameters whose gradients are complete, by full name, in their order."""
     peaks: list[Held] = field(default_factory=lambda: [Held()])
     """The most bytes up to each arrival, with the gradient that arrives, and after the last one."""
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of all products."""
+        return sum(products.flops for products in self.products.values())
 
     @property
     def peak(self) -> Held:
@@ -381,16 +395,21 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         out = operation(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        segment = self.segments[-1]
         if operation.namespace != "prim" and not _is_view(operation):
-            segment.kernels += 1
+            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            moved = sum(tensor.nbytes for tensor in (*read, *made))
             formula = _formulas().get(operation.overloadpacket)
-            if formula is not None:
-                found = formula(*args, **kwargs, out_val=out)
-                segment.products += int(getattr(found, "products", found))
+            segment = self.segments[-1]
+            if formula is None:
+                segment.moved += moved
+                segment.kernels += 1
             else:
-                read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-                segment.moved += sum(tensor.nbytes for tensor in (*read, *made))
+                found = formula(*args, **kwargs, out_val=out)
+                flops = int(getattr(found, "products", found))
+                name = operation.name()
+                kind = next((k for k in ("convolution", "attention") if k in name), "matrices")
+                calls, nbytes, before = segment.products.get(kind, Products())
+                segment.products[kind] = Products(calls + 1, nbytes + moved, before + flops)
         self.add(made)
         return out
 

@@ -8,7 +8,7 @@ that fits all of them best: alone, an operation finds its values in the caches.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial, reduce
@@ -27,9 +27,9 @@ from hadal.comm.comms_log import bus_factor
 from hadal.comm.functions import barrier
 from hadal.config.offload import Aio
 from hadal.device import current_device, host_empty, is_host_memory, synchronize
-from hadal.engine.activations import trace
+from hadal.engine.activations import Products, Segment, trace
 from hadal.engine.assemble import initialize
-from hadal.engine.clusters import ComputeCluster, Link, Links, Speeds, cluster_here
+from hadal.engine.clusters import ComputeCluster, Link, Links, ProductSpeed, Speeds, cluster_here
 from hadal.engine.engine import Engine
 from hadal.engine.precision import Casting
 from hadal.plugins.autotuning.collectives import Trial, measure
@@ -39,7 +39,7 @@ from hadal.zero.grouping import LeafModules, find_units
 # A speed that no measurement shows is this much time per unit.
 _LEAST = 1e-15
 _CHAIN, _LEAST_CALLS, _MOST_CALLS = 100, 4, 100
-_KINDS = ("products", "moved", "kernels")
+_PRODUCTS = ("matrices", "convolution", "attention")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -59,8 +59,10 @@ class CalibrationSizes:
     """The sizes of all measurements."""
 
     shapes: Sequence[Shape]
-    convolution: int
-    """The channels of the first convolution."""
+    convolutions: Sequence[int]
+    """The channels of the first convolution of each model."""
+    lengths: Sequence[int]
+    """Of sequences in attention alone."""
     numels: tuple[int, int]
     """Elements of messages and of updates: few, and many."""
     seconds: float
@@ -79,7 +81,7 @@ class CalibrationSizes:
                 Shape(768, 8192, 1, 64),
                 Shape(768, 8192, 4, 64),
             ]
-            return cls(shapes, 32, (1 << 12, 1 << 22), 0.3)
+            return cls(shapes, (24, 48), (64, 128, 512), (1 << 12, 1 << 22), 0.3)
         shapes = [
             Shape(1024, 32768, 4, 512),
             Shape(1024, 32768, 4, 512, is_composed=True),
@@ -87,7 +89,7 @@ class CalibrationSizes:
             Shape(2048, 32768, 4, 1024),
             Shape(4096, 32768, 2, 2048),
         ]
-        return cls(shapes, 64, (1 << 12, 1 << 26), 0.2)
+        return cls(shapes, (64, 128), (512, 2048, 4096), (1 << 12, 1 << 26), 0.2)
 
 
 def measure_cluster(
@@ -116,6 +118,7 @@ class _Measurement:
         self._ranks = Ranks.world()
         self._device = current_device()
         self._on_host = is_host_memory(self._device)
+        self._dtypes = ["fp32", "bf16"] if self._on_host else list(_DTYPES)
         when = datetime.now(timezone.utc).date().isoformat()
         self._source = f"measured: {when}, {self._ranks.size} ranks on {self._device.type}"
 
@@ -153,8 +156,7 @@ class _Measurement:
     # ---- computation -----------------------------------------------------------------------------
 
     def _computation(self) -> dict[str, Any]:
-        kinds = ["fp32", "bf16"] if self._on_host else list(_DTYPES)
-        speeds = {kind: self._speeds_in(_DTYPES[kind]) for kind in kinds}
+        speeds = {dtype: self._speeds_in(_DTYPES[dtype]) for dtype in self._dtypes}
         micro_step, update, on_host = self._update({"stage": 0}, torch.float32)
         if not self._on_host:
             offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
@@ -167,45 +169,48 @@ class _Measurement:
         }
 
     def _speeds_in(self, dtype: torch.dtype) -> Speeds:
-        launch = self._launch(dtype)
-        rows = [
-            row
-            for shape in self._sizes.shapes
-            for row in self._passes(
-                _Transformer(shape), torch.zeros(shape.samples, shape.length).long(), dtype
-            )
+        # A backward makes two of each operation, and adds.
+        launch = self._chain(16, torch.mul, dtype) / 4
+        start = max(_LEAST, (self._chain(32, torch.matmul, dtype) - launch) / 3)
+        passes = [
+            one for model, batch in self._models() for one in self._passes(model, batch, dtype)
         ]
         # An accelerator computes while its host starts the next operations.
-        started = launch if self._on_host else 0.0
-        products, elementwise, weights = _fitted(rows, started)
-        peak = max(row.work[0] / row.seconds for row in rows)
-        images = torch.zeros(8, 3, 96, 96, dtype=dtype)
-        rows = self._passes(_Convolutions(self._sizes.convolution), images, dtype)
-        convolved = sum(row.work[0] for row in rows) / sum(row.seconds for row in rows)
-        return Speeds(
-            products=1 / products,
-            convolutions=convolved,
-            peak_products=max(peak, 1 / products),
-            elementwise=1 / elementwise,
-            weights=1 / weights,
-            update=self._update({"stage": 0}, dtype)[-1],
-            launch=launch,
+        starts = (launch, start) if self._on_host else (0.0, 0.0)
+        other, *rates = (1 / seconds for seconds in _fitted(passes, *starts))
+        matrices, convolution, attention = (
+            ProductSpeed(start, bandwidth, flops)
+            for bandwidth, flops in zip(rates[::2], rates[1::2], strict=True)
         )
+        peak = max(sum(one.work[2::2]) / one.seconds for one in passes)
+        update = self._update({"stage": 0}, dtype)[-1]
+        peak = max(peak, matrices.flops)
+        return Speeds(matrices, convolution, attention, peak, other, update, launch)
 
-    def _launch(self, dtype: torch.dtype) -> float:
-        """Return the time of an operation on a few values, in forward and backward."""
-        values = torch.zeros(16, dtype=dtype, device=self._device, requires_grad=True)
+    def _chain(
+        self, size: int, operation: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype
+    ) -> float:
+        """Return the time of an operation on a few values, forward and backward."""
+        values = torch.zeros(size, size, dtype=dtype, device=self._device, requires_grad=True)
         chains: list[Tensor] = []
 
         def forward() -> None:
-            chains.append(reduce(lambda chain, _: chain * values, range(_CHAIN), values))
+            chains.append(reduce(lambda chain, _: operation(chain, values), range(_CHAIN), values))
 
-        spent = self._times(forward, lambda: chains.pop().sum().backward())
-        return sum(spent) / (4 * _CHAIN)  # a backward multiplies twice, and adds
+        return sum(self._times(forward, lambda: chains.pop().sum().backward())) / _CHAIN
+
+    def _models(self) -> Iterator[tuple[nn.Module, Tensor]]:
+        for shape in self._sizes.shapes:
+            yield _Transformer(shape), torch.zeros(shape.samples, shape.length).long()
+        for width in self._sizes.convolutions:
+            yield _Convolutions(width), torch.zeros(8, 3, 96, 96)
+        for length in self._sizes.lengths:
+            yield _Attention(), torch.zeros(1, 8, length, 64)
 
     def _passes(self, model: nn.Module, batch: Tensor, dtype: torch.dtype) -> list[_TimedPass]:
         """Return the work and the time of a forward, and of a backward."""
-        model, batch = model.to(self._device, dtype), batch.to(self._device)
+        model = model.to(self._device, dtype)
+        batch = batch.to(self._device, dtype if batch.is_floating_point() else None)
         parameters = dict.fromkeys(model.parameters(), 0)
         units = find_units(model, parameters, LeafModules())
         traced = trace(model, units, batch, Casting(), dict.fromkeys(parameters, dtype), {})
@@ -216,16 +221,8 @@ class _Measurement:
             model.zero_grad()
 
         spent = self._times(lambda: losses.append(model(batch)), backward)
-        weights = dtype.itemsize * sum(p.numel() for p in parameters)
-        found = []
-        for segments, times, seconds in zip(
-            (traced.forward, traced.backward), (1, 2), spent, strict=True
-        ):
-            products, moved, kernels = (
-                sum(getattr(one, kind) for one in segments) for kind in _KINDS
-            )
-            found.append(_TimedPass((products, moved, times * weights), kernels, seconds))
-        return found
+        segments = (traced.forward, traced.backward)
+        return [_TimedPass.of(some, time) for some, time in zip(segments, spent, strict=True)]
 
     # ---- updates ---------------------------------------------------------------------------------
 
@@ -253,21 +250,22 @@ class _Measurement:
 
     # ---- links and the disk ----------------------------------------------------------------------
 
-    def _links(self) -> dict[str, Links]:
-        ranks = self._ranks.size
-        if ranks == 1:
+    def _links(self) -> dict[str, Any]:
+        if self._ranks.size == 1:
             return {}
-        found = {}
-        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-            trial = Trial(trials=10, warmups=2, way="training")
+        found = {dtype: Links(*self._links_in(_DTYPES[dtype])) for dtype in self._dtypes}
+        return dict.fromkeys(("inside", "between"), found)
+
+    def _links_in(self, dtype: torch.dtype) -> Iterator[Link]:
+        ranks, trial = self._ranks.size, Trial(dtype, trials=10, warmups=2, way="training")
+        for kind in Links.__slots__:
             few, many = (
                 measure(kind, numel // ranks * ranks, trial, self._ranks)
                 for numel in self._sizes.numels
             )
             sent = (many.nbytes - few.nbytes) * bus_factor(kind, ranks)
             hops = (ranks - 1).bit_length()
-            found[kind] = Link(few.seconds / hops, sent / max(many.seconds - few.seconds, _LEAST))
-        return dict.fromkeys(("inside", "between"), Links(**found))
+            yield Link(few.seconds / hops, sent / max(many.seconds - few.seconds, _LEAST))
 
     def _host_link(self) -> dict[str, float]:
         if self._on_host:
@@ -293,17 +291,37 @@ class _Measurement:
 
 
 class _TimedPass(NamedTuple):
-    """A pass: its products, bytes moved and bytes of weights; its operations; and its time."""
+    """The work of a pass, and its time."""
 
     work: tuple[int, ...]
+    """Bytes that other operations move, then bytes and flops of each kind of products."""
     kernels: int
+    products: int
+    """How many operations there are."""
     seconds: float
 
+    @classmethod
+    def of(cls, segments: Sequence[Segment], seconds: float) -> _TimedPass:
+        """Return the work of all segments."""
+        moved, kernels, calls = 0, 0, 0
+        work = [0] * 2 * len(_PRODUCTS)
+        for segment in segments:
+            moved += segment.moved
+            kernels += segment.kernels
+            for number, kind in enumerate(_PRODUCTS):
+                found = segment.products.get(kind, Products())
+                calls += found.calls
+                work[2 * number] += found.nbytes
+                work[2 * number + 1] += found.flops
+        return cls((moved, *work), kernels, calls, seconds)
 
-def _fitted(rows: Sequence[_TimedPass], launch: float) -> list[float]:
+
+def _fitted(rows: Sequence[_TimedPass], launch: float, start: float) -> list[float]:
     """Return the seconds of each unit of work, none below 0, with the least relative errors."""
     scaled = torch.tensor([[w / row.seconds for w in row.work] for row in rows]).double()
-    rest = torch.tensor([[1 - launch * row.kernels / row.seconds] for row in rows]).double()
+    rest = torch.tensor(
+        [[1 - (launch * row.kernels + start * row.products) / row.seconds] for row in rows]
+    ).double()
     units = scaled.amax(dim=0)
     scaled = scaled / units
     numbers = range(len(units))
@@ -381,12 +399,30 @@ class _Convolutions(nn.Module):
         super().__init__()
         widths = [3, *(width << level for level in range(4))]
         self.blocks = nn.Sequential(
-            *(nn.Conv2d(few, many, 3, stride=2, padding=1) for few, many in pairwise(widths))
+            *(
+                nn.Sequential(
+                    nn.Conv2d(few, many, 3, stride=2, padding=1),
+                    nn.Conv2d(many, many, 3, padding=1),
+                )
+                for few, many in pairwise(widths)
+            )
         )
 
     def forward(self, images: Tensor) -> Tensor:
         loss: Tensor = self.blocks(images).mean()
         return loss
+
+
+class _Attention(nn.Module):
+    """Causal attention alone; it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.ones(3))
+
+    def forward(self, values: Tensor) -> Tensor:
+        query, key, value = (values * scale for scale in self.scales)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True).mean()
 
 
 class _OneParameter(nn.Module):

@@ -46,17 +46,24 @@ class Links:
     all_gather: Link
     reduce_scatter: Link
     all_reduce: Link
+    all_to_all: Link
 
-    def joined(self, ranks: int, inside: Links) -> Links:
-        """Return the speed between nodes if so many ranks of each take part, whose links are these.
 
-        Each byte enters a node once, through the share of the network of one of them.
-        """
-        found = {}
-        for kind in self.__slots__:
-            own, near = getattr(self, kind), getattr(inside, kind)
-            found[kind] = Link(own.latency, min(own.bandwidth * ranks, near.bandwidth))
-        return Links(**found)
+@dataclass(frozen=True, slots=True)
+class ProductSpeed:
+    """The speed of products of one kind: each starts, moves its values and multiplies."""
+
+    __pydantic_config__ = _EXACT
+    start: _Rate
+    """Seconds."""
+    bandwidth: _Rate
+    """Bytes per second that they read and write."""
+    flops: _Rate
+    """Floating-point operations per second, counted as if each output were computed by itself."""
+
+    def shared(self, share: float) -> ProductSpeed:
+        """Return the speed with another share of the cores."""
+        return ProductSpeed(self.start, self.bandwidth * share, self.flops * share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +71,29 @@ class Speeds:
     """The speeds of one rank's device in one dtype."""
 
     __pydantic_config__ = _EXACT
-    products: _Rate
-    """Floating-point operations per second of matrix products and attention."""
-    convolutions: _Rate
-    """The same of convolutions, counted as if each output were computed by itself."""
-    peak_products: _Rate
-    """The same as the maker's datasheet promises it, or if measured, the most that was reached."""
-    elementwise: _Rate
+    matrices: ProductSpeed
+    convolution: ProductSpeed
+    attention: ProductSpeed
+    peak_flops: _Rate
+    """Of the maker's datasheet, or if measured, the most that was reached."""
+    bandwidth: _Rate
     """Bytes per second that all other operations read and write."""
-    weights: _Rate
-    """Bytes per second of weights that products read, and of their gradients."""
     update: _Rate
     """Elements of this dtype per second that AdamW steps in the device's memory."""
     launch: _Rate
-    """Seconds to start an operation."""
+    """Seconds to start any other operation."""
 
     def shared(self, share: float) -> Speeds:
         """Return the speeds with another share of the cores."""
-        rates = {name: rate * share for name, rate in asdict(self).items()}
-        return replace(Speeds(**rates), launch=self.launch)
+        return Speeds(
+            self.matrices.shared(share),
+            self.convolution.shared(share),
+            self.attention.shared(share),
+            self.peak_flops * share,
+            self.bandwidth * share,
+            self.update * share,
+            self.launch,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +116,9 @@ class ComputeCluster:
     """Seconds of a forward and backward, however little they compute."""
     update_start: _Rate
     """Seconds of an update, however few elements it steps."""
-    inside: Links
-    """Between the ranks of a node."""
-    between: Links
+    inside: Mapping[str, Links]
+    """Between the ranks of a node, by dtype; those without figures are as fast as fp32."""
+    between: Mapping[str, Links]
     """Between ranks of several nodes, each with its share of its node's network."""
     host_link: _Rate
     """Bytes per second between a device and its host, in each direction."""
@@ -120,6 +131,18 @@ class ComputeCluster:
     def speeds_of(self, dtype: str) -> Speeds:
         """Return the speeds in a dtype; those without figures run as fp32."""
         return self.speeds.get(dtype, self.speeds["fp32"])
+
+    def links_of(self, dtype: str, joined: int = 0) -> Links:
+        """Return the links inside a node; or between nodes, if so many ranks of each take part.
+
+        Each byte enters a node once, through the share of the network of one of them.
+        """
+        inside, between = (links.get(dtype, links["fp32"]) for links in (self.inside, self.between))
+        found = {}
+        for kind in Links.__slots__ if joined else ():
+            own, near = getattr(between, kind), getattr(inside, kind)
+            found[kind] = Link(own.latency, min(own.bandwidth * joined, near.bandwidth))
+        return Links(**found) if joined else inside
 
     def with_ranks(self, ranks: int) -> ComputeCluster:
         """Return what each of `ranks` on a node reaches: on a host they have its cores in parts."""
@@ -218,22 +241,14 @@ def cluster_named(name: str) -> ComputeCluster:
 
 
 def _assumed(name: str, kind: _Kind, devices: int) -> ComputeCluster:
-    peak = {"bf16": kind.bf16, "fp16": kind.fp16, "fp32": kind.fp32}
     moved = kind.bandwidth * 1e9 * _MEMORY
-    update = moved / _UPDATE_NBYTES
-    speeds = {
-        dtype: Speeds(
-            rate * 1e12 * _PRODUCTS,
-            rate * 1e12 * _PRODUCTS,
-            rate * 1e12,
-            moved,
-            moved,
-            update,
-            _LAUNCH_S,
-        )
-        for dtype, rate in peak.items()
-        if rate
-    }
+    speeds = {}
+    for dtype, peak in {"bf16": kind.bf16, "fp16": kind.fp16, "fp32": kind.fp32}.items():
+        products = ProductSpeed(_LAUNCH_S, moved, peak * 1e12 * _PRODUCTS)
+        update = moved / _UPDATE_NBYTES
+        if peak:
+            kinds = products, products, products
+            speeds[dtype] = Speeds(*kinds, peak * 1e12, moved, update, _LAUNCH_S)
     inside = Link(_INSIDE_S, kind.links * 1e9 * _LINKS)
     between = Link(_BETWEEN_S, kind.network * 1e9 / devices * _LINKS)
     sheet = f"assumed: {kind.sheet}"
@@ -247,8 +262,8 @@ def _assumed(name: str, kind: _Kind, devices: int) -> ComputeCluster:
         micro_step_start=_MICRO_STEP_S,
         update_start=_UPDATE_S,
         host_update=kind.host_bandwidth * 1e9 * _MEMORY / _UPDATE_NBYTES,
-        inside=Links(inside, inside, inside),
-        between=Links(between, between, between),
+        inside={"fp32": Links(*[inside] * 4)},
+        between={"fp32": Links(*[between] * 4)},
         host_link=kind.host_link * 1e9 * _LINKS,
         disk_read=_DISK_READ * _MEMORY,
         disk_write=_DISK_WRITE * _MEMORY,
@@ -271,16 +286,17 @@ def _assumed(name: str, kind: _Kind, devices: int) -> ComputeCluster:
 
 
 # A core with vectors of 256 bits, and what ranks of one host reach through its memory.
+_CORE_PRODUCTS = ProductSpeed(start=5e-6, bandwidth=5e9, flops=5e10)
 _CORE = Speeds(
-    products=5e10,
-    convolutions=5e10,
-    peak_products=8e10,
-    elementwise=5e9,
-    weights=5e9,
+    matrices=_CORE_PRODUCTS,
+    convolution=_CORE_PRODUCTS,
+    attention=_CORE_PRODUCTS,
+    peak_flops=8e10,
+    bandwidth=5e9,
     update=2e8,
     launch=5e-6,
 )
-_CORE_LINK = Link(1e-4, 2e9)
+_CORE_LINKS = {"fp32": Links(*[Link(1e-4, 2e9)] * 4)}
 
 
 def cluster_here(device: torch.device, ranks: int) -> ComputeCluster:
@@ -304,8 +320,8 @@ def cluster_here(device: torch.device, ranks: int) -> ComputeCluster:
         found = cluster_named(f"{alike[0] if alike else 'h100'}x{ranks}")
         sources = {**found.sources, **sources}
         return replace(found, device_nbytes=nbytes, host_nbytes=host, sources=sources)
-    peak = peak_flops(device, torch.float32) or _CORE.peak_products
-    core, links = _CORE.shared(peak / _CORE.peak_products), Links(*[_CORE_LINK] * 3)
+    peak = peak_flops(device, torch.float32) or _CORE.peak_flops
+    core = _CORE.shared(peak / _CORE.peak_flops)
     found = cluster_named(f"l4x{ranks}")
     sources |= dict.fromkeys(("speeds", "host_update", "inside", "between"), "assumed: a host")
     return replace(
@@ -316,8 +332,8 @@ def cluster_here(device: torch.device, ranks: int) -> ComputeCluster:
         host_nbytes=host,
         speeds={"fp32": core},
         host_update=core.update * ranks,
-        inside=links,
-        between=links,
+        inside=_CORE_LINKS,
+        between=_CORE_LINKS,
         sources={**found.sources, **sources},
     )
 
@@ -333,11 +349,12 @@ def read_cluster(path: Path) -> ComputeCluster:
     """
     try:
         found = TypeAdapter(ComputeCluster).validate_json(path.read_bytes(), strict=True)
-        found.speeds["fp32"]
+        for name in ("speeds", "inside", "between"):
+            getattr(found, name)["fp32"]
     except ValidationError as error:
         raise _no_cluster(path, ", ".join(map(_fault, error.errors()))) from None
     except KeyError:
-        raise _no_cluster(path, "speeds.fp32 is missing") from None
+        raise _no_cluster(path, f"{name}.fp32 is missing") from None
     except OSError as error:
         raise _no_cluster(path, str(error)) from error
     return found

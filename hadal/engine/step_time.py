@@ -15,17 +15,16 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from hadal.comm.codecs import Codec
 from hadal.config import Config
 from hadal.engine.activations import MicroStep, Segment
-from hadal.engine.clusters import ComputeCluster, Link, Links
+from hadal.engine.clusters import ComputeCluster, Link, ProductSpeed
 from hadal.engine.plan import ModelPlan, RankCounts
 from hadal.engine.policies import disk_steps_of, tiers_of, transport_of
 from hadal.engine.precision import autocast_dtype
 from hadal.zero.estimate import JobSize
-from hadal.zero.grouping import BucketPlan, Unit
+from hadal.zero.grouping import BucketPlan
 from hadal.zero.offload import Offload
 from hadal.zero.paths import Plan, Use, make_plan
 from hadal.zero.policy import STAGES, Tier, Transport
@@ -177,16 +176,19 @@ class _Queues:
 
 
 class _Group(NamedTuple):
-    """Ranks that make collectives, and the links between them."""
+    """Ranks that make collectives."""
 
     ranks: int
-    links: Links
+    cluster: ComputeCluster
+    joined: int = 0
+    """How many of them are on each node; 0: all are on one."""
 
-    def seconds(self, kind: str, nbytes: int) -> float:
+    def seconds(self, kind: str, nbytes: int, dtype: torch.dtype) -> float:
         """Return the time of a collective over a message."""
         if self.ranks == 1:
             return 0.0
-        link: Link = getattr(self.links, kind)
+        links = self.cluster.links_of(_DTYPES.get(dtype, "fp32"), self.joined)
+        link: Link = getattr(links, kind)
         return link.latency * math.log2(self.ranks) + self.sent(kind, nbytes) / link.bandwidth
 
     def sent(self, kind: str, nbytes: int) -> int:
@@ -237,8 +239,6 @@ class _Path:
     uses: list[Use] = field(default_factory=list)
     begun: list[int] = field(default_factory=list)
     """For each segment, how many uses have begun."""
-    seconds: list[float] = field(default_factory=list)
-    """For each segment, how long the device computes."""
 
 
 class _Update:
@@ -274,19 +274,7 @@ class _Update:
         cut = _by_unit(planned, self._buckets, cut=True)
         self._forward = _path(micro_step.forward, cut, self._cut)
         self._backward = _path(micro_step.backward, cut, self._cut)
-        members = {unit.name: unit.members for unit in planned.units}
-        numels = {m.name: m.parameter.numel() for some in members.values() for m in some}
-        self._numels = numels
-        self._convolving = {unit.name for unit in planned.units if _convolves(unit)}
-        self._forward.seconds = [
-            self._seconds(one, sum(numels[m.name] for m in members.get(one.unit, ())))
-            for one in micro_step.forward
-        ]
-        # Each product reads a weight once more, and makes its gradient.
-        self._backward.seconds = [
-            self._seconds(one, 2 * sum(numels.get(name, 0) for name in one.arrived))
-            for one in micro_step.backward
-        ]
+        self._numels = {m.name: m.parameter.numel() for u in planned.units for m in u.members}
         self.queues = _Queues(shares_cores=cluster.computes_on_host)
 
     def _bucket(self, plan: BucketPlan, counts: RankCounts) -> _Bucket:
@@ -305,10 +293,9 @@ class _Update:
 
     def _group(self, ranks: int, apart: int) -> _Group:
         """Return a group whose neighbours' numbers are so far apart."""
-        inside, on_node = self._cluster.inside, self._job.devices_per_node
-        if ranks * apart <= on_node:
-            return _Group(ranks, inside)
-        return _Group(ranks, self._cluster.between.joined(max(1, on_node // apart), inside))
+        on_node = self._job.devices_per_node
+        is_inside = ranks * apart <= on_node
+        return _Group(ranks, self._cluster, 0 if is_inside else max(1, on_node // apart))
 
     # ---- passes ----------------------------------------------------------------------------------
 
@@ -339,7 +326,7 @@ class _Update:
     def _pass(self, part: str, path: _Path, plan: Plan) -> None:
         arriving: dict[int, _Event] = {}
         begun = gathered = 0
-        for segment, until, seconds in zip(path.segments, path.begun, path.seconds, strict=True):
+        for segment, until in zip(path.segments, path.begun, strict=True):
             for bucket in self._whole.get(segment.unit, ()):
                 self.queues.wait(bucket.ready)
             for position in range(begun, until):
@@ -348,22 +335,21 @@ class _Update:
                 gathered = plan.started[position]
                 self.queues.wait(arriving.get(path.uses[position].bucket))
             begun = until
-            self.queues.compute(part, seconds)
+            self.queues.compute(part, self._seconds(segment))
             if part == "backward":
                 self._take(segment.arrived)
 
-    def _seconds(self, segment: Segment, weights: int) -> float:
-        """Return how long the device computes; `weights`: elements of them, and of gradients."""
+    def _seconds(self, segment: Segment) -> float:
+        """Return how long the device computes."""
         speeds, on_host = self._speeds, self._cluster.computes_on_host
-        nbytes = weights * (4 if self._dtype == "fp32" else 2)
-        rate = speeds.convolutions if segment.unit in self._convolving else speeds.products
-        read, products = nbytes / speeds.weights, segment.products / rate
-        # A host reads weights into its caches first; an accelerator multiplies meanwhile, and
-        # computes while its host starts the next operations.
-        work = (read + products if on_host else max(read, products)) + (
-            segment.moved / speeds.elementwise
-        )
-        launches = segment.kernels * speeds.launch
+        work, launches = segment.moved / speeds.bandwidth, segment.kernels * speeds.launch
+        for kind, (calls, nbytes, flops) in segment.products.items():
+            speed: ProductSpeed = getattr(speeds, kind)
+            moved, multiplied = nbytes / speed.bandwidth, flops / speed.flops
+            # A host reads values into its caches first; an accelerator multiplies meanwhile.
+            work += moved + multiplied if on_host else max(moved, multiplied)
+            launches += calls * speed.start
+        # An accelerator computes while its host starts the next operations.
         return work + launches if on_host else max(work, launches)
 
     def _gather(self, bucket: _Bucket) -> _Event:
@@ -372,7 +358,7 @@ class _Update:
         shards = bucket.shards
         near = self._config.zero_optimization.zero_hpz_partition_size
         if bucket.is_near:
-            shards = _Group(near, self._cluster.inside)
+            shards = _Group(near, self._cluster)
         bucket.is_near = 1 < near < bucket.shards.ranks
         nbytes = bucket.weight_nbytes
         # This rank's own shard is copied into the whole.
@@ -380,7 +366,8 @@ class _Update:
         if bucket.gather_codec is not None:
             nbytes = bucket.gather_codec.wire_bytes(bucket.plan.numel)
             self._pass_over("gathers", bucket.weight_nbytes + nbytes)
-        return self._send("gathers", "all_gather", nbytes, shards, fetched)
+        dtype = bucket.plan.precision.compute
+        return self._send("gathers", "all_gather", nbytes, dtype, shards, fetched)
 
     def _fetch(self, bucket: _Bucket) -> _Event | None:
         tier, event = bucket.offload.weights, None
@@ -392,14 +379,20 @@ class _Update:
         return event
 
     def _send(
-        self, part: str, kind: str, nbytes: int, group: _Group, after: _Event | None = None
+        self,
+        part: str,
+        kind: str,
+        nbytes: int,
+        dtype: torch.dtype,
+        group: _Group,
+        after: _Event | None = None,
     ) -> _Event:
         self.queues.sent[part] += group.sent(kind, nbytes)
-        return self.queues.start("network", part, group.seconds(kind, nbytes), after)
+        return self.queues.start("network", part, group.seconds(kind, nbytes, dtype), after)
 
     def _pass_over(self, part: str, nbytes: int) -> None:
         """Let the device read and write so many bytes."""
-        self.queues.compute(part, nbytes / self._speeds.elementwise)
+        self.queues.compute(part, nbytes / self._speeds.bandwidth)
 
     # ---- reductions ------------------------------------------------------------------------------
 
@@ -442,10 +435,10 @@ class _Update:
             # It is encoded and decoded, each with a pass over values in float32.
             self._pass_over("reductions", 2 * (nbytes + _MASTER_NBYTES * bucket.plan.numel))
         kind = "reduce_scatter" if partition.optimizer else "all_reduce"
-        event = self._send("reductions", kind, nbytes, bucket.shards)
+        event = self._send("reductions", kind, nbytes, precision.reduce, bucket.shards)
         if bucket.copies.ranks > 1 and self._is_last:
-            shard = bucket.steps * precision.accumulate.itemsize
-            event = self._send("reductions", "all_reduce", shard, bucket.copies, event)
+            shard, dtype = bucket.steps * precision.accumulate.itemsize, precision.accumulate
+            event = self._send("reductions", "all_reduce", shard, dtype, bucket.copies, event)
         self._in_flight = event
         bucket.ready = event
         if self._is_last and self._steps_off(bucket):
@@ -518,11 +511,11 @@ class _Update:
         bucket.ready = after
         if not bucket.plan.partition.optimizer or bucket.plan.partition.weights:
             return
-        largest = bucket.transport.refresh_numel
+        largest, dtype = bucket.transport.refresh_numel, bucket.plan.precision.compute
         for start in range(0, bucket.plan.numel, largest):
             numel = min(largest, bucket.plan.numel - start)
-            nbytes = numel * bucket.plan.precision.compute.itemsize
-            bucket.ready = self._send("refresh", "all_gather", nbytes, bucket.shards, after)
+            nbytes = numel * dtype.itemsize
+            bucket.ready = self._send("refresh", "all_gather", nbytes, dtype, bucket.shards, after)
 
     # ---- host and disk ---------------------------------------------------------------------------
 
@@ -546,8 +539,8 @@ class _Update:
             part: PartTime(queues.busy[part], queues.exposed[part], queues.sent[part])
             for part in PARTS
         }
-        forward = sum(segment.products for segment in self._micro_step.forward)
-        backward = sum(segment.products for segment in self._micro_step.backward)
+        forward = sum(segment.flops for segment in self._micro_step.forward)
+        backward = sum(segment.flops for segment in self._micro_step.backward)
         steps = self._config.gradient_accumulation_steps
         # A backward has twice the products of its forward: more are recomputation.
         products = min(3 * forward, forward + backward) * steps
@@ -556,7 +549,7 @@ class _Update:
             parts,
             seconds,
             micro * steps * (self._job.devices // self._config.sequence_parallel_size),
-            products / seconds / self._speeds.peak_products,
+            products / seconds / self._speeds.peak_flops,
             _left_out(self._config),
         )
 
@@ -582,15 +575,6 @@ def _product_dtype(planned: ModelPlan, config: Config, cluster: ComputeCluster) 
             numels[bucket.precision.compute] += bucket.numel
         chosen = max(numels, key=lambda dtype: numels[dtype], default=torch.float32)
     return _DTYPES.get(chosen, "fp32")
-
-
-def _convolves(unit: Unit) -> bool:
-    """Return True if convolutions have the most weights of a unit."""
-    numels: Counter[bool] = Counter()
-    for module in unit.module.modules():
-        own = sum(p.numel() for p in module.parameters(recurse=False))
-        numels[isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))] += own
-    return numels[True] > numels[False]
 
 
 def _by_unit(

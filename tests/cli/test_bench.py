@@ -125,7 +125,7 @@ def test_a_measured_machine_is_shown_and_written(
     assert started[started.index("--name") + 1] == "mine"
     assert started[started.index("--folder") + 1] == str(tmp_path)
     shown = capsys.readouterr().out
-    for words in (["products in bf16", "593 TFLOP/s"], ["all_gather", "360.00 GB/s"]):
+    for words in (["matrices in bf16", "593 TFLOP/s"], ["all_gather in fp32", "360.00 GB/s"]):
         assert all(word in shown for word in words)
     assert main(["bench", "cluster", "--folder", str(tmp_path / "none")]) == 1
     assert "name an existing one" in capsys.readouterr().err

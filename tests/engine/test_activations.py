@@ -54,9 +54,9 @@ def test_what_autograd_saves_is_counted(with_values: bool) -> None:
     assert [segment.unit for segment in found.backward] == ["", "3", "2", "1", "0"]
     assert found.backward[1].arrived == ["3.inner.bias", "3.inner.weight"]
     product = 2 * ROWS * WIDTH * WIDTH
-    assert [segment.products for segment in found.forward] == [0, *[product] * BLOCKS]
+    assert [segment.flops for segment in found.forward] == [0, *[product] * BLOCKS]
     # The first block's input needs no gradient.
-    assert [segment.products for segment in found.backward] == [0, *[2 * product] * 3, product]
+    assert [segment.flops for segment in found.backward] == [0, *[2 * product] * 3, product]
     assert [segment.until for segment in found.backward[1:]] == [2, 3, 4, 5]
 
 
@@ -66,7 +66,7 @@ def test_recomputed_blocks_keep_their_inputs() -> None:
     assert found.inputs_of_recomputed == (BLOCKS - 1) * ONE  # the batch needs no gradient
     assert found.peak < traced(blocks(), INPUT).peak
     product = 2 * ROWS * WIDTH * WIDTH
-    assert [segment.products for segment in found.backward] == [0, *[3 * product] * 3, 2 * product]
+    assert [segment.flops for segment in found.backward] == [0, *[3 * product] * 3, 2 * product]
 
 
 def test_a_frozen_block_gets_no_gradients() -> None:
@@ -141,7 +141,7 @@ def test_shapes_that_depend_on_values_are_named() -> None:
     with pytest.raises(ModelError, match=r"aten.nonzero.*with_values=True"):
         traced(Chooses(), torch.ones(ROWS, WIDTH))
     found = traced(Chooses(), torch.ones(ROWS, WIDTH), with_values=True)
-    assert found.forward[-1].products == 2 * ROWS * WIDTH * WIDTH
+    assert found.forward[-1].flops == 2 * ROWS * WIDTH * WIDTH
 
 
 def test_an_error_of_the_model_names_the_batch() -> None:

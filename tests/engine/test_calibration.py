@@ -22,29 +22,29 @@ from hadal.engine.calibration import (
 from hadal.engine.clusters import read_cluster
 
 _TINY = CalibrationSizes(
-    [Shape(16, 32, 1, 8), Shape(32, 32, 1, 16, is_composed=True)], 4, (64, 4096), 0.01
+    [Shape(16, 32, 1, 8), Shape(32, 32, 1, 16, is_composed=True)], [4], [16], (64, 4096), 0.01
 )
 
 
-def rows(speeds: tuple[float, float, float], launch: float) -> list[_TimedPass]:
+def rows(speeds: tuple[float, ...], launch: float, start: float) -> list[_TimedPass]:
     """Passes that take exactly what these speeds say."""
     works = [(10**6, 10**3, 10**4), (10**8, 10**6, 10**4), (10**7, 10**3, 10**6), (10**9, 10**6, 9)]
     found = []
     for work in works:
         seconds = sum(one / speed for one, speed in zip(work, speeds, strict=True))
-        found.append(_TimedPass(work, 50, seconds + 50 * launch))
+        found.append(_TimedPass(work, 50, 20, seconds + 50 * launch + 20 * start))
     return found
 
 
 def test_speeds_are_recovered_from_times() -> None:
     speeds = (1e11, 1e10, 2e10)
-    for launch in (0.0, 1e-6):
-        found = _fitted(rows(speeds, launch), launch)
+    for launch, start in ((0.0, 0.0), (1e-6, 1e-5)):
+        found = _fitted(rows(speeds, launch, start), launch, start)
         assert [1 / seconds for seconds in found] == pytest.approx(speeds)
 
 
 def test_what_takes_no_time_has_no_negative_speed() -> None:
-    found = _fitted(rows((1e11, 1e40, 2e10), 0.0), 0.0)
+    found = _fitted(rows((1e11, 1e40, 2e10), 0.0, 0.0), 0.0, 0.0)
     assert [1 / seconds for seconds in found[::2]] == pytest.approx((1e11, 2e10), rel=1e-3)
     assert 0 < found[1] < 1e-13
 
@@ -55,13 +55,13 @@ def measured(folder: str) -> Any:
 
 def test_ranks_measure_the_machine_together(ranks: RankPools, tmp_path: Path) -> None:
     first, second = ranks(2).run(measured, str(tmp_path))
-    assert first["speeds"]["fp32"]["products"] == second["speeds"]["fp32"]["products"]
+    assert first["speeds"]["fp32"] == second["speeds"]["fp32"]
     file = tmp_path / "cluster.json"
     file.write_text(json.dumps(first))
     found = read_cluster(file)
     assert (found.name, found.devices_per_node, found.computes_on_host) == ("here", 2, True)
     assert set(found.speeds) == {"fp32", "bf16"}
-    assert found.inside.all_gather.latency > 0
+    assert found.links_of("bf16").all_gather.latency > 0
     assert found.sources["speeds"].startswith("measured: 20")
     assert found.sources["disk_read"].startswith("assumed")
 

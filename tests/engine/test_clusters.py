@@ -15,19 +15,20 @@ from hadal.errors import ConfigError
 @pytest.mark.parametrize("name", NAMES)
 def test_each_named_cluster_says_where_its_figures_come_from(name: str) -> None:
     cluster = cluster_named(name)
-    assert cluster.name == name and cluster.between.all_gather.bandwidth > 0
+    assert cluster.name == name and cluster.links_of("fp32", 1).all_gather.bandwidth > 0
     unnamed = {"name", "devices_per_node", "computes_on_host", "sources"}
     assert set(cluster.sources) == set(json.loads(cluster.written())) - unnamed
     assert all(source.startswith("assumed") for source in cluster.sources.values())
     speeds = cluster.speeds["fp32"]
-    assert speeds.products == pytest.approx(0.6 * speeds.peak_products)
+    assert speeds.matrices.flops == pytest.approx(0.6 * speeds.peak_flops)
 
 
 def test_any_number_of_devices_may_be_in_a_node() -> None:
     eight, four = cluster_named("h100x8"), cluster_named("h100x4")
     assert four.devices_per_node == 4 and four.speeds == eight.speeds
     # Fewer devices share a node's network.
-    assert four.between.all_gather.bandwidth == 2 * eight.between.all_gather.bandwidth
+    few, many = (one.links_of("fp32", 1).all_gather.bandwidth for one in (four, eight))
+    assert few == 2 * many
     assert four.with_ranks(2) == four  # a device has its own cores
 
 
@@ -60,8 +61,8 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"devices_per_node": True}, r"devices_per_node is True"),
         ({"devices_per_node": 2.5}, r"devices_per_node is 2.5"),
         ({"speeds": {}}, r"speeds.fp32 is missing"),
-        ({"speeds": {"fp32": {"products": -1.0}}}, r"speeds.fp32.launch is missing"),
-        ({"inside": {"all_gather": {}}}, r"inside.reduce_scatter is missing"),
+        ({"speeds": {"fp32": {"launch": -1.0}}}, r"speeds.fp32.matrices is missing"),
+        ({"inside": {"fp32": {"all_gather": {}}}}, r"inside.fp32.reduce_scatter is missing"),
         ({"sources": []}, r"sources is \[\]"),
     ],
 )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hadal.config import Config, load_config
 from hadal.engine.activations import MicroStep, trace
-from hadal.engine.clusters import ComputeCluster, Link, Links, Speeds, cluster_named
+from hadal.engine.clusters import ComputeCluster, Link, Links, ProductSpeed, Speeds, cluster_named
 from hadal.engine.plan import ModelPlan, ModulesPlan, RankCounts, plan_model
 from hadal.engine.precision import Casting
 from hadal.engine.step_time import PARTS, StepTime, _Queues, step_time
@@ -30,23 +30,17 @@ _STARTS = ("micro_step_start", "update_start")
 
 def cluster(**changes: Any) -> ComputeCluster:
     """A cluster of round figures, in which nothing but what a test sets takes time."""
-    fast = Link(1e-30, 1e30)
     quick = dict.fromkeys(("host_update", "host_link"), 1e30)
     quick |= dict.fromkeys(("disk_read", "disk_write"), 1e30) | dict.fromkeys(_STARTS, 1e-30)
-    all_fast = Links(fast, fast, fast)
-    reached = changes.pop("products", 1e30)
-    rates = dict.fromkeys(("elementwise", "weights", "update"), 1e30)
-    rates |= dict.fromkeys(("products", "convolutions"), reached)
-    rates["peak_products"] = changes.pop("peak", 1e30)
-    rates["elementwise"] = changes.pop("elementwise", 1e30)
-    speeds = Speeds(**rates, launch=1e-30)
-    slow = {"speeds": {"fp32": speeds}, "inside": all_fast, "between": all_fast}
+    products = ProductSpeed(1e-30, 1e30, changes.pop("products", 1e30))
+    others = changes.pop("peak", 1e30), changes.pop("bandwidth", 1e30)
+    speeds = Speeds(*[products] * 3, *others, update=1e30, launch=1e-30)
+    slow = {"speeds": {"fp32": speeds}, "inside": links(1e30), "between": links(1e30)}
     return replace(GPU, **{**quick, **slow, **changes})
 
 
-def links(bandwidth: float, latency: float = 1e-30) -> Links:
-    link = Link(latency, bandwidth)
-    return Links(link, link, link)
+def links(bandwidth: float, latency: float = 1e-30) -> dict[str, Links]:
+    return {"fp32": Links(*[Link(latency, bandwidth)] * 4)}
 
 
 def config_of(
@@ -252,8 +246,8 @@ def test_refreshed_weights_arrive_in_the_next_forward() -> None:
     product = 2 * ROWS * WIDTH * WIDTH
     one = 4 * WIDTH * WIDTH * 7 // 8
     reduced = links(1e30)
-    slow = replace(reduced, all_gather=Link(1e-30, one / 0.5))
-    on = cluster(products=product, inside=slow)
+    slow = replace(reduced["fp32"], all_gather=Link(1e-30, one / 0.5))
+    on = cluster(products=product, inside={"fp32": slow})
     late = time_of(config_of(1), on).parts["refresh"]
     assert late.seconds == pytest.approx(BLOCKS / 2) and late.exposed == pytest.approx(0.5)
     early = time_of(config_of(1, {"overlap_comm": False}), on).parts["refresh"]
@@ -291,7 +285,7 @@ def test_recomputation_is_not_useful_work() -> None:
 
 
 def test_gradients_are_copied_and_later_ones_added() -> None:
-    on = cluster(elementwise=4.0 * PSI)
+    on = cluster(bandwidth=4.0 * PSI)
     moved = sum(segment.moved for segment in traced()[0].backward) / (4 * PSI)
     once, twice = (
         time_of(config_of(0, gradient_accumulation_steps=steps), on).parts["backward"].seconds
