@@ -27,7 +27,7 @@ def tune(parsed: argparse.Namespace) -> tuple[int, list[str]]:
     1: nothing runs. 2: the search cannot begin. 128 and a signal's number: it was stopped.
     """
     from hadal.launcher.processes import exit_code
-    from hadal.plugins.autotuning.runs import Stopped, stoppable
+    from hadal.plugins.autotuning.runs import Stopped
 
     said = CommandOutput(parsed)
     try:
@@ -37,7 +37,7 @@ def tune(parsed: argparse.Namespace) -> tuple[int, list[str]]:
         return MISUSED, []
     code = 0
     try:
-        with stoppable():
+        with tuner.runner.stoppable():
             tuner.run()
     except Stopped as stopped:
         said.report(f"{stopped.sent.name}: the search is stopped")
@@ -52,7 +52,7 @@ def tune(parsed: argparse.Namespace) -> tuple[int, list[str]]:
 def _tuner(parsed: argparse.Namespace, said: CommandOutput) -> Tuner:
     """Return the search, once the flags and the configuration are checked."""
     from hadal.launcher.choices import planned
-    from hadal.plugins.autotuning.runs import Runner, absolute
+    from hadal.plugins.autotuning.runs import Runner
     from hadal.plugins.autotuning.space import read_request
     from hadal.plugins.autotuning.tuner import Tuner
 
@@ -64,19 +64,9 @@ def _tuner(parsed: argparse.Namespace, said: CommandOutput) -> Tuner:
     wish = read_request(choices.words, plan.job.world_size)
     # Notes on the configuration are printed now; each experiment prints its own.
     logging.getLogger("hadal.config").setLevel(logging.ERROR)
-    runner = Runner(
-        choices,
-        _without_search(parsed.own),
-        dict(os.environ),
-        folder,
-        absolute(folder, wish.section.results_dir),
-        absolute(folder, wish.section.exps_dir),
-        wish.section.arg_mappings or {},
-        plan.job.world_size,
-        wish.ranks,
-        len(plan.job.pool),
-        wish.section.experiment_timeout,
-    )
+    own = _without_search(parsed.own)
+    section, pool = wish.section, plan.job.pool
+    runner = Runner(choices, own, dict(os.environ), folder, section, pool, wish.ranks, said.note)
     return Tuner(wish, runner, said.note)
 
 

@@ -42,7 +42,7 @@ _LOOK_S = 0.2
 _PIECE_NBYTES = 1 << 16
 _LOST = 255
 _HELD_S = 1.0
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class HostState(Enum):
@@ -134,6 +134,8 @@ class Front:
         self._succeeded: set[int] = set()
         """Ranks whose program ended by itself, without a failure."""
         self._lost: list[str] = []
+        self.lost_hosts: list[str] = []
+        """Hosts that were lost, or did not answer."""
         self._hosts: dict[int, str] = {}
         self._stopped_at: float | None = None
         self._signals: list[signal.Signals] = []
@@ -153,16 +155,12 @@ class Front:
         self._has_ended = threading.Event()
 
     def run(self) -> int:
+        """Run in the main thread, handling its signals; return the exit code."""
+        handle_signals(self.hear)
+        return self.watch()
+
+    def watch(self) -> int:
         """Run until every process on every host has ended; return the exit code."""
-        for each in _STOPPING:
-            if signal.getsignal(each) is signal.SIG_IGN:
-                continue  # the caller wants the job to survive it: nohup, a shell's `&`
-            signal.signal(each, lambda number, _: self._heard(signal.Signals(number)))
-        for each in PASSED_ON:
-            if signal.getsignal(each) is not signal.SIG_IGN:
-                signal.signal(
-                    each, lambda number, _: self._passed_on.append(signal.Signals(number))
-                )
         for channel in self._channels.values():
             self._listen_to(channel)
         threading.Thread(target=self._beat, daemon=True).start()
@@ -306,6 +304,7 @@ class Front:
 
     def _host_lost(self, channel: Channel, message: str) -> None:
         self._lost.append(message)
+        self.lost_hosts.append(channel.host)
         self._stop(signal.SIGTERM)
 
     def _drain(self, channel: Channel) -> None:
@@ -371,6 +370,7 @@ class Front:
             silent = [c.host for c in self._channels.values() if c.state is HostState.REACHED_FOR]
             if silent:
                 self._lost += [f"host {host} has not answered in {HELLO_S:g} s" for host in silent]
+                self.lost_hosts += silent
                 self._stop(signal.SIGTERM)
         if self.limit_s is not None and now - self._began_at > self.limit_s:
             self._lost.append(f"not at its end after {self.limit_s:g} s, the time limit")
@@ -385,8 +385,11 @@ class Front:
             if channel.state is not HostState.GONE:
                 channel.end(sent)
 
-    def _heard(self, sent: signal.Signals) -> None:
+    def hear(self, sent: signal.Signals) -> None:
         """Record a signal, for `_look` to handle."""
+        if sent in PASSED_ON:
+            self._passed_on.append(sent)
+            return
         now = time.monotonic()
         if self._signals and now - self._heard_at > _HELD_S:
             os._exit(exit_code(-sent))  # output is blocked; without this process all others end
@@ -475,6 +478,13 @@ class Front:
                 self._say(f"{channel.host} ended with {code}")
                 return exit_code(code)
         return 0
+
+
+def handle_signals(hear: Callable[[signal.Signals], None]) -> None:
+    """Call a function with each signal that ends jobs, or that they handle."""
+    for each in (*STOPPING, *PASSED_ON):
+        if signal.getsignal(each) is not signal.SIG_IGN:  # by nohup, or a shell's `&`
+            signal.signal(each, lambda number, _: hear(signal.Signals(number)))
 
 
 def _on_its_line(say: Callable[[str], None], printer: Printer) -> Callable[[str], None]:

@@ -182,6 +182,28 @@ def test_an_interrupt_between_two_experiments_stops_the_search(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_experiments_of_one_host_run_side_by_side(searched: Searched) -> None:
+    folder = searched.folder
+    (folder / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    words = ("--hostfile", "hosts", "--num_nodes", "1", *WORDS[2:])
+    configure(folder, micro=[1, 3], **SECTION)
+    (folder / "for_ever").touch()
+    search = start("--autotuning", "tune", *words, folder=folder)
+    logs = [searched.results / f"z0_tmbspg{size}_gas2" / "hostfile" for size in (1, 3)]
+    wait_for(lambda: sum("--micro" in words for words in alive(folder)) == 2, 200)
+    assert [log.exists() for log in logs] == [False, True]  # the first has the command's own host
+    assert logs[1].read_text() == "127.0.0.1 slots=1\n"
+    told, _ = interrupt(search, signal.SIGINT)
+    assert search.returncode == 130
+    assert "experiments run 2 side by side, each on 1 rank of 1 host" in told
+    assert alive(folder) == []
+    (folder / "for_ever").unlink()
+    done = tune("tune", *words, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert "z0_tmbspg3_gas2: FLOPS_per_gpu" in done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.claims("autotuning.experiment_timeout")
 def test_an_experiment_has_a_time_limit(tmp_path: Path) -> None:
     configure(tmp_path, micro=[2], **SECTION, experiment_timeout=2)

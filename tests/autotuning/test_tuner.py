@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -11,60 +13,69 @@ from typing import Any
 
 import pytest
 
-from hadal.errors import TuningError
+from hadal.errors import LaunchError, TuningError
 from hadal.launcher.choices import Choices
-from hadal.plugins.autotuning.runs import METRICS, Outcome, Runner
-from hadal.plugins.autotuning.space import read_request
-from hadal.plugins.autotuning.tuner import Tuner
+from hadal.launcher.hosts import Pool
+from hadal.plugins.autotuning.files import write_json
+from hadal.plugins.autotuning.runs import CONFIG, Experiment, Outcome, Runner
+from hadal.plugins.autotuning.space import SearchRequest, read_request
+from hadal.plugins.autotuning.tuner import PROFILE, Tuner
 
 STATES, SAMPLE, MEMORY = 1_000, 100, 2_000
 OUT_OF_MEMORY = "rank 0: torch.OutOfMemoryError: CUDA out of memory."
 
 
 @dataclass
-class Formulas:
-    """A fake runner whose jobs have computed speed and memory use."""
+class Formulas(Runner):
+    """A runner whose jobs have computed speed, memory and duration, and end by a clock."""
 
-    folder: Path
-    speed: Callable[..., float]
+    speed: Callable[..., float] = float
     """Samples a second of a stage and a micro-batch, and of a name if there is a third argument."""
     hidden: int = 0
     """Bytes that no prediction sees."""
     planned: Callable[[dict[str, Any]], float] | None = None
     """Samples a second as a plan of these settings has them."""
-    world_size: int = 2
+    losing: dict[str, str] = field(default_factory=dict)
+    """Hosts that are lost by the experiment of a name."""
+    seconds: Callable[[str], float] = lambda name: 1.0
+    """The duration of an experiment."""
     made: list[str] = field(default_factory=list)
+    spans: list[tuple[float, float, tuple[str, ...]]] = field(default_factory=list)
+    """The beginning, end and hosts of each."""
+    now: float = 0.0
 
-    @property
-    def results(self) -> Path:
-        return self.folder / "results"
+    def _submit(self, experiment: Experiment) -> Future[Outcome]:
+        outcome = self.outcome_of(experiment)
+        experiment.ended_at = self.now + self.seconds(experiment.name)
+        self.spans.append((self.now, experiment.ended_at, experiment.hosts))
+        if outcome.found is not None:
+            write_json(experiment.answer, outcome.found)
+            os.utime(experiment.answer, (experiment.ended_at, experiment.ended_at))
+        done: Future[Outcome] = Future()
+        done.set_result(outcome)
+        return done
 
-    experiments = results
+    def finished(self) -> Outcome:
+        over = min(each.ended_at for each in self._running)
+        self.now = max(self.now, over)
+        return super().finished()
 
-    def words_with(self, config: Mapping[str, Any], file: Path) -> tuple[str, ...]:
-        return ("t.py", json.dumps(config), str(file))
-
-    def command(self, words: tuple[str, ...]) -> str:
-        return " ".join(words)
-
-    def run(
-        self,
-        name: str,
-        config: Mapping[str, Any],
-        section: Mapping[str, Any],
-        answer: str,
-        candidates: Sequence[Mapping[str, Any]] = (),
-        to_beat: float | None = None,
-    ) -> Outcome:
+    def outcome_of(self, experiment: Experiment) -> Outcome:
+        name = experiment.name
+        config = json.loads((experiment.answer.parent / CONFIG).read_text())
         stage, size = config["zero_optimization"]["stage"], config["train_micro_batch_size_per_gpu"]
-        if answer != METRICS and self.hidden > MEMORY:
+        if name == PROFILE and self.hidden > MEMORY:
             return Outcome(name, None, OUT_OF_MEMORY, "e.log")
-        if answer != METRICS:
+        if name == PROFILE:
+            candidates = json.loads((experiment.answer.parent / "candidates.json").read_text())
             sizes = {"num_params": 2 * 10**8, "largest_unit_num_params": 6 * 10**7}
             info: dict[str, Any] = {**sizes, "trainable_num_params": 9, "memory_per_gpu": MEMORY}
             info |= {"activation_mem_per_gpu": SAMPLE * size}
             return Outcome(name, info | {"plans": [self.plan(each) for each in candidates]})
         self.made.append(name.removesuffix("_gas1"))
+        lost = self.losing.pop(name, None)
+        if lost is not None:
+            return Outcome(name, None, f"host {lost} is lost", lost_hosts=(lost,))
         peak = STATES + self.hidden + SAMPLE * size
         if peak > MEMORY:
             return Outcome(name, None, OUT_OF_MEMORY, "e.log")
@@ -103,21 +114,29 @@ def searched(tmp_path: Path) -> Callable[..., tuple[Tuner, list[str]]]:
             "train_micro_batch_size_per_gpu": micro,
             **({"gradient_accumulation_steps": accumulation} if accumulation else {}),
             "zero_optimization": {"stage": stage, **(zero or {})},
-            "autotuning": {"enabled": True, **section},
+            "autotuning": {"enabled": True, "overwrite": True, **section},
         }
         path.write_text(json.dumps(config))
-        runner: Any = Formulas(tmp_path, speed, hidden, planned)
-        wish = read_request(("t.py", "--deepspeed", str(path)), 2)
-        tuner = Tuner(wish, runner, lambda _: None)
+        tuner = Tuner(*formulas(tmp_path, speed=speed, hidden=hidden, planned=planned), print)
         if fails:
             with pytest.raises(TuningError) as caught:
                 tuner.run()
-            runner.made.append(str(caught.value))
+            tuner.runner.made.append(str(caught.value))
         else:
             tuner.run()
-        return tuner, runner.made
+        return tuner, tuner.runner.made
 
     return search
+
+
+def formulas(folder: Path, pool: Pool | None = None, **fields: Any) -> tuple[SearchRequest, Any]:
+    """Return the search that a folder's configuration requests, and a runner."""
+    words = ("t.py", "--deepspeed", str(folder / "ds.json"))
+    pool = pool or {"localhost": (0, 1)}
+    wish = read_request(words, sum(map(len, pool.values())))
+    hostfile = str(folder / "hosts")
+    choices = Choices(words, hostfile=hostfile, num_nodes=len(pool))
+    return wish, Formulas(choices, (), {}, folder, wish.section, pool, wish.ranks, print, **fields)
 
 
 # ---- with plans ----------------------------------------------------------------------------------
@@ -317,12 +336,12 @@ def test_if_nothing_runs_each_reason_is_reported(searched: Any) -> None:
 
 def test_a_model_that_cannot_be_profiled_ends_the_search(searched: Any, tmp_path: Path) -> None:
     searched(lambda stage, size: 10.0, micro=[1])
-    assert (tmp_path / "results" / "cmd_optimal.txt").exists()
+    assert (tmp_path / "autotuning_results" / "cmd_optimal.txt").exists()
     _, made = searched(lambda stage, size: 10.0, hidden=10_000, fails=True)
     assert made == [f"the model cannot be profiled: {OUT_OF_MEMORY} (see e.log)"]
-    assert OUT_OF_MEMORY in (tmp_path / "results" / "summary.txt").read_text()
+    assert OUT_OF_MEMORY in (tmp_path / "autotuning_results" / "summary.txt").read_text()
     # What is left of an earlier search would pass for the best of this one.
-    assert not list((tmp_path / "results").glob("*optimal*"))
+    assert not list((tmp_path / "autotuning_results").glob("*optimal*"))
 
 
 def test_an_experiment_is_checked_with_the_ranks_that_read(tmp_path: Path) -> None:
@@ -332,39 +351,120 @@ def test_an_experiment_is_checked_with_the_ranks_that_read(tmp_path: Path) -> No
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,
     }
-    words = ("t.py", "--deepspeed", "ds.json")
+    (tmp_path / "ds.json").write_text(json.dumps({"autotuning": {"enabled": True}}))
 
     def reason_with(readers: int) -> str:
-        runner = Runner(
-            Choices(words), (), {}, tmp_path, tmp_path, tmp_path, {}, 2, readers, hosts=1
+        runner = formulas(tmp_path, speed=lambda *_: 1.0)[1]
+        runner.readers = readers
+        runner.start(
+            f"of_{readers}", config | {"zero_optimization": {"stage": 0}}, {"enabled": True}
         )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Runner, "_launched", lambda self, name, *_: Outcome(name, {}))
-            return runner.run("one", config, {"enabled": True}, METRICS).reason
+        return str(runner.finished().reason)
 
     assert reason_with(1) == ""
     assert "2 (micro-batch) x 1 (accumulation) x 2 ranks = 4" in reason_with(2)
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
-    config = {"train_micro_batch_size_per_gpu": 2}
-    choices = Choices(("t.py", "--deepspeed", "ds.json"))
-    runner = Runner(choices, (), {}, tmp_path, tmp_path, tmp_path, {}, 2, 2, hosts=1)
-    launched: list[Any] = []
+    (tmp_path / "ds.json").write_text(json.dumps({"autotuning": {"enabled": True}}))
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 0}}
+    runner = formulas(tmp_path, speed=lambda *_: 5.0, planned=lambda *_: 1.0)[1]
 
-    def launch(self: Runner, name: str, words: object, folder: Path, answer: str) -> Outcome:
-        launched.append(json.loads((folder / "ds_config.json").read_text())["autotuning"])
-        (folder / answer).write_text("{}")
-        return Outcome(name, {})
+    def section_of(name: str, **others: Any) -> tuple[bool, dict[str, Any]]:
+        section = {"enabled": True, **({"model_info": {}} if name == PROFILE else {})}
+        runner.start(name, config, section, **others)
+        is_new = runner.finished().is_new
+        told = json.loads((runner.results / name / CONFIG).read_text())["autotuning"]
+        return is_new, told
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "_launched", launch)
-        for best in (None, 7.0, 9.0):  # another best so far makes no other experiment
-            outcome = runner.run("one", config, {"enabled": True}, METRICS, to_beat=best)
-            assert outcome.is_new == (best is None)
-        assert "value_to_beat" not in launched.pop()
-        runner.run("two", config, {"enabled": True}, METRICS, to_beat=9.0)
-        assert launched.pop()["value_to_beat"] == 9.0
-        for sizes in ([1], [1], [1, 2]):  # other candidates do
-            runner.run("three", config, {"enabled": True}, METRICS, [{"micro": s} for s in sizes])
-        assert len(launched) == 2
+    for best in (None, 7.0, 9.0):  # another best so far makes no other experiment
+        is_new, section = section_of("one", to_beat=best)
+        assert (is_new, "value_to_beat" in section) == (best is None, False)
+    assert section_of("two", to_beat=9.0)[1]["value_to_beat"] == 9.0
+    one = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 2, "zero_optimization": {}}
+    patches = ([one], [one], [one, one])  # other candidates do
+    news = [section_of(PROFILE, candidates=each)[0] for each in patches]
+    assert news == [True, False, True]
+
+
+# ---- side by side --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def spread(tmp_path: Path) -> Callable[..., Tuner]:
+    """Return a function that searches over micro-batches on several hosts, with two slots each."""
+
+    def search(hosts: str, nodes: int = 1, fails: bool = False, **fields: Any) -> Tuner:
+        lines = [f"{host} slots={1 if host == 'small' else 2}" for host in hosts.split()]
+        (tmp_path / "hosts").write_text("\n".join(lines))
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": {"stage": [0, 1]},
+            "autotuning": {"enabled": True},
+        }
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        pool = {host: (0, 1) for host in hosts.split()[:nodes]}
+        fields = {"speed": lambda stage, size: 10.0 * size - stage, **fields}
+        tuner = Tuner(*formulas(tmp_path, pool, **fields), print)
+        if fails:
+            with pytest.raises(LaunchError, match="takes 2 hosts, and 1 are left"):
+                tuner.run()
+        else:
+            tuner.run()
+        return tuner
+
+    return search
+
+
+def planned_speed(told: Mapping[str, Any]) -> float:
+    return 9.0 * told["micro"] - told["stage"]
+
+
+def test_experiments_run_side_by_side_on_free_hosts(spread: Any) -> None:
+    runner = spread("a b c small", planned=planned_speed).runner
+    # The profile, then one on each host; the others follow as hosts become free.
+    assert runner.made[:3] == ["z0_tmbspg8", "z1_tmbspg8", "z0_tmbspg6"]
+    profile, *first = runner.spans[:4]
+    assert (profile, first) == ((0, 1, ("a",)), [(1, 2, (host,)) for host in "abc"])
+    assert {host for _, _, hosts in runner.spans for host in hosts} == {*"abc"}
+    # A host has one at a time, and the one that is free first gets the next.
+    slow = {"z0_tmbspg8_gas1": 5.0}
+    runner = spread("a b c d e", 2, seconds=lambda name: slow.get(name, 1.0)).runner
+    spans = runner.spans
+    for begin, end, hosts in spans:
+        others = [each for each in spans if each[0] < end and begin < each[1]]
+        assert sum(bool({*hosts} & {*each[2]}) for each in others) == 1
+    assert {hosts for _, _, hosts in spans} == {("a", "b"), ("c", "d")}
+
+
+def test_without_plans_larger_micro_batches_are_tried_ahead(spread: Any) -> None:
+    runner = spread("a b").runner
+    assert runner.made[:4] == [f"z0_tmbspg{size}" for size in (1, 2, 4, 8)]
+    assert [begin for begin, *_ in runner.spans[:5]] == [0, 1, 1, 2, 2]
+
+
+def test_a_lost_host_is_left_out_and_its_experiment_repeated(spread: Any, capsys: Any) -> None:
+    best = "z0_tmbspg8_gas1"
+    tuner = spread("a b c", losing={best: "a"}, planned=planned_speed)
+    assert tuner.runner.made.count("z0_tmbspg8") == 2
+    assert tuner.findings.best().outcome.name == best
+    assert all("a" not in hosts for begin, _, hosts in tuner.runner.spans if begin >= 2)
+    assert "a is left out from now on: host a is lost" in capsys.readouterr().out
+    # Too few are left: what was measured stays, and is taken up again.
+    tuner = spread("a b", 2, fails=True, losing={"z1_tmbspg8_gas1": "b"}, planned=planned_speed)
+    assert tuner.findings.best().outcome.name == best
+
+
+def test_a_stopped_search_on_several_hosts_goes_on_as_it_was(spread: Any) -> None:
+    lasts = {"z0_tmbspg8_gas1": 3.0, "z1_tmbspg8_gas1": 1.5}
+    one = {"seconds": lambda name: lasts.get(name, 1.0), "planned": planned_speed}
+    whole = spread("a b", **one)
+    order = [result.outcome.name for result in whole.findings.results]
+    again = spread("a b", **one)
+    assert again.runner.made == []
+    assert [result.outcome.name for result in again.findings.results] == order
+    # The last two are missing: they alone run.
+    for name in order[-2:]:
+        (whole.runner.results / name / "metrics.json").unlink()
+    assert sorted(f"{name}_gas1" for name in spread("a b", **one).runner.made) == sorted(order[-2:])

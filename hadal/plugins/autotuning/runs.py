@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hadal.config import load_config
-from hadal.errors import HadalError
+from hadal.config.autotuning import Autotuning
+from hadal.errors import HadalError, LaunchError
 from hadal.launcher.choices import Choices, planned
-from hadal.launcher.front import Front, printer_for
+from hadal.launcher.front import STOPPING, Front, handle_signals, printer_for
+from hadal.launcher.hosts import Pool
+from hadal.launcher.processes import PASSED_ON
 from hadal.plugins.autotuning.files import read_json, write_json
 from hadal.plugins.autotuning.words import config_flag, mapped, with_value
 
@@ -28,8 +33,8 @@ CMD, CONFIG, DESCRIPTION, METRICS, MODEL_INFO = (
     "metrics.json",
     "model_info.json",
 )
-_OUT, _ERROR, _CANDIDATES = "stdout.log", "stderr.log", "candidates.json"
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_OUT, _ERROR, _CANDIDATES, _HOSTFILE = "stdout.log", "stderr.log", "candidates.json", "hostfile"
+_LOOK_S = 0.2
 
 
 class Stopped(KeyboardInterrupt):
@@ -54,6 +59,8 @@ class Outcome:
     seconds: float = 0.0
     is_new: bool = True
     """True if it was run now; False if its outcome comes from an earlier search."""
+    lost_hosts: tuple[str, ...] = ()
+    """Hosts that were lost, or did not answer."""
 
     @property
     def failure(self) -> str:
@@ -61,9 +68,26 @@ class Outcome:
         return f"{self.reason} (see {self.log})" if self.log else self.reason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class Experiment:
+    """A job under way, or one whose outcome is known."""
+
+    name: str
+    words: tuple[str, ...]
+    answer: Path
+    """The file that it writes."""
+    outcome: Future[Outcome] = field(default_factory=Future)
+    hosts: tuple[str, ...] = ()
+    """The hosts that it runs on; () if it has ended already, or waits for some."""
+    ended_at: float = math.inf
+    """The time at which it ended in an earlier search."""
+    is_repeated: bool = False
+    """True if it has lost a host once."""
+
+
+@dataclass
 class Runner:
-    """A runner of experiments with one command, one at a time."""
+    """A runner of experiments with one command: side by side, on hosts that are free."""
 
     choices: Choices
     """The command's parsed flags, and the program's words."""
@@ -72,16 +96,49 @@ class Runner:
     variables: Mapping[str, str]
     folder: Path
     """The working directory of the command."""
-    results: Path
-    experiments: Path
-    mappings: Mapping[str, str]
-    world_size: int
+    section: Autotuning
+    pool: Pool
+    """The hosts and slots of one experiment; others of the hostfile may stand in for these."""
     readers: int
     """The ranks that see different samples: one for each copy of the model."""
-    hosts: int
-    limit_s: float | None = None
-    """The seconds that an experiment may take."""
-    _numbers: dict[str, int] = field(default_factory=dict)
+    say: Callable[[str], None] = lambda text: None
+
+    def __post_init__(self) -> None:
+        self.results = self._absolute(self.section.results_dir)
+        self.experiments = self._absolute(self.section.exps_dir)
+        self.world_size = sum(map(len, self.pool.values()))
+        self._hosts = self._usable_hosts()
+        """The usable hosts, in order."""
+        self._running: list[Experiment] = []
+        self._fronts: list[Front] = []
+        self._sent: list[signal.Signals] = []
+        self._numbers: dict[str, int] = {}
+        self._threads = ThreadPoolExecutor(max(1, self.lanes))
+
+    def _absolute(self, path: str) -> Path:
+        return Path(os.path.abspath(self.folder / Path(path).expanduser()))
+
+    def _usable_hosts(self) -> dict[str, int]:
+        """Return the hosts with as many slots as each of an experiment's, and these numbers."""
+        own = {host: len(slots) for host, slots in self.pool.items()}
+        if self.choices.num_nodes is None or not (self.folder / self.choices.hostfile).exists():
+            return own
+        choices = replace(self.choices, num_nodes=None)
+        whole = planned(choices, self.variables, self.folder).job.pool
+        alike = {
+            host: len(slots) for host, slots in whole.items() if {len(slots)} == {*own.values()}
+        }
+        return own | alike
+
+    @property
+    def lanes(self) -> int:
+        """The number of experiments that may run side by side."""
+        return len(self._hosts) // len(self.pool)
+
+    @property
+    def has_room(self) -> bool:
+        """True if there are free hosts for another experiment."""
+        return len(self._running) < self.lanes
 
     def words_with(self, config: Mapping[str, Any], file: Path) -> tuple[str, ...]:
         """Return the program's words with `config` in place of the user's configuration.
@@ -91,121 +148,194 @@ class Runner:
         """
         words = self.choices.words
         value = str(file)
-        if self.hosts > 1:
+        if len(self.pool) > 1:
             value = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
-        return mapped(with_value(words, config_flag(words), value), self.mappings, config)
+        mappings = self.section.arg_mappings or {}
+        return mapped(with_value(words, config_flag(words), value), mappings, config)
 
     def command(self, words: tuple[str, ...]) -> str:
         """Return the whole command, quoted for a shell."""
         return shlex.join(["hadal", "run", *self.flags, *words])
 
-    def run(
+    def start(
         self,
         name: str,
         config: Mapping[str, Any],
         section: Mapping[str, Any],
-        answer: str,
         candidates: Sequence[Mapping[str, Any]] = (),
         to_beat: float | None = None,
-    ) -> Outcome:
-        """Run an experiment, or reuse the outcome of the same one in an earlier search.
+    ) -> None:
+        """Start an experiment on free hosts; one that was measured before has ended at once.
 
         Args:
-            name: the name of the experiment and its files.
-            config: the configuration without the autotuning section.
-            section: the experiment's autotuning section.
-            answer: the file that the experiment must write, METRICS or MODEL_INFO.
-            candidates: what else it plans, as the keys that differ from `config`.
+            name: its name, and that of its folder.
+            config: the configuration, without an autotuning section.
+            section: the autotuning section.
+            candidates: configurations that a profile plans, as patches of its own.
             to_beat: the best value so far; one with another is the same experiment.
-
-        Raises:
-            Stopped: a signal stopped the search; the experiment's processes have ended.
         """
         folder = self.results / name
-        path_key = "metric_path" if answer == METRICS else "model_info_path"
-        section = {**section, path_key: str(folder / answer)}
+        profiles = "model_info" in section
+        answer = folder / (MODEL_INFO if profiles else METRICS)
+        section = {**section, "model_info_path" if profiles else "metric_path": str(answer)}
         if candidates:
-            info = {**section.get("model_info", {}), "candidates": str(folder / _CANDIDATES)}
-            section = {**section, "model_info": info}
-        config = {**config, "autotuning": section}
-        words = self.words_with(config, folder / CONFIG)
-        description = {
+            path = str(folder / _CANDIDATES)
+            section["model_info"] = {**section["model_info"], "candidates": path}
+        asked = {**config, "autotuning": section}
+        words = self.words_with(asked, folder / CONFIG)
+        description: dict[str, Any] = {
             "name": name,
-            "ds_config": config,
-            "num_gpus": self.world_size // self.hosts,
-            "num_nodes": self.hosts,
+            "ds_config": asked,
+            "num_gpus": self.world_size // len(self.pool),
+            "num_nodes": len(self.pool),
             "hostfile": self.choices.hostfile,
         }
         write_json(self.experiments / f"{name}.json", description)
         description |= {"result_dir": str(folder), "command": list(words)}
         if candidates:
             description["candidates"] = list(candidates)
-        earlier = read_json(folder / DESCRIPTION)
-        number = self._numbers.setdefault(name, len(self._numbers))
-        if (
-            earlier is not None
-            and {k: v for k, v in earlier.items() if k != "exp_id"} == description
-        ):
-            found = read_json(folder / answer)
-            if found is not None:
-                return Outcome(name, found, is_new=False)
+        description["exp_id"] = self._numbers.setdefault(name, len(self._numbers))
+        experiment = Experiment(name, words, answer)
+        self._running.append(experiment)
+        known, earlier = read_json(answer), read_json(folder / DESCRIPTION) or {}
+        if known is not None and earlier | {"exp_id": description["exp_id"]} == description:
+            experiment.ended_at = answer.stat().st_mtime
+            experiment.outcome.set_result(Outcome(name, known, is_new=False))
+            return
         for file in (METRICS, MODEL_INFO, _OUT, _ERROR):
             (folder / file).unlink(missing_ok=True)
-        write_json(folder / DESCRIPTION, {**description, "exp_id": number})
+        write_json(folder / DESCRIPTION, description)
         if to_beat is not None:
-            config = {**config, "autotuning": {**section, "value_to_beat": to_beat}}
-            words = self.words_with(config, folder / CONFIG)
+            asked["autotuning"] = {**section, "value_to_beat": to_beat}
+            experiment.words = self.words_with(asked, folder / CONFIG)
         if candidates:
             (folder / _CANDIDATES).write_text(json.dumps(candidates), encoding="utf-8")
-        write_json(folder / CONFIG, config)
-        (folder / CMD).write_text(self.command(words) + "\n", encoding="utf-8")
+        write_json(folder / CONFIG, asked)
+        (folder / CMD).write_text(self.command(experiment.words) + "\n", encoding="utf-8")
         try:
-            load_config(config, world_size=self.world_size, data_parallel_size=self.readers)
+            load_config(asked, world_size=self.world_size, data_parallel_size=self.readers)
         except HadalError as error:
-            return Outcome(name, None, " ".join(str(error).split()))
-        return self._launched(name, words, folder, answer)
+            experiment.outcome.set_result(Outcome(name, None, " ".join(str(error).split())))
+        self._begin()
 
-    def _launched(self, name: str, words: tuple[str, ...], folder: Path, answer: str) -> Outcome:
-        plan = planned(replace(self.choices, words=words), self.variables, self.folder)
+    def _begin(self) -> None:
+        """Begin the experiments for which there are hosts now."""
+        for each in self._running:
+            busy = {host for other in self._running for host in other.hosts}
+            hosts = [host for host in self._hosts if host not in busy][: len(self.pool)]
+            if not each.hosts and not each.outcome.done() and len(hosts) == len(self.pool):
+                each.hosts = tuple(hosts)
+                each.outcome = self._submit(each)
+
+    def _submit(self, experiment: Experiment) -> Future[Outcome]:
+        return self._threads.submit(self._launched, experiment)
+
+    def finished(self) -> Outcome:
+        """Wait for the next experiment that ends; those of an earlier search come as they did then.
+
+        One that loses a host starts once more, on others.
+
+        Raises:
+            Stopped: a signal stopped the search.
+            LaunchError: too few hosts are left.
+        """
+        while not (over := [each for each in self._running if each.outcome.done()]):
+            outcomes = [each.outcome for each in self._running]
+            wait(outcomes, _LOOK_S, FIRST_COMPLETED)  # signals are handled in between
+        one = min(over, key=lambda each: each.ended_at)
+        self._running.remove(one)
+        outcome = one.outcome.result()
+        lost = self._hosts.keys() & {*outcome.lost_hosts}
+        for host in lost:
+            del self._hosts[host]
+            self.say(f"{host} is left out from now on: {outcome.reason}")
+        if not self.lanes:
+            raise LaunchError(
+                f"an experiment takes {len(self.pool)} hosts, and {len(self._hosts)} are left;"
+                " repeat the command when there are more: it goes on from here"
+            )
+        if lost and not one.is_repeated:
+            self._running.append(replace(one, outcome=Future(), hosts=(), is_repeated=True))
+        self._begin()
+        return self.finished() if lost and not one.is_repeated else outcome
+
+    def _launched(self, experiment: Experiment) -> Outcome:
+        """Run an experiment to its end, in a thread of its own."""
+        name, folder = experiment.name, experiment.answer.parent
+        choices = replace(self.choices, words=experiment.words)
+        if experiment.hosts != tuple(self.pool):
+            lines = (f"{host} slots={self._hosts[host]}\n" for host in experiment.hosts)
+            (folder / _HOSTFILE).write_text("".join(lines), encoding="utf-8")
+            choices = replace(choices, hostfile=str(folder / _HOSTFILE))
+        plan = planned(choices, self.variables, self.folder)
         out, error = folder / _OUT, folder / _ERROR
         began = time.monotonic()
-        with out.open("wb") as said, error.open("wb") as complained, _own_signals():
+        with out.open("wb") as said, error.open("wb") as complained:
 
             def tell(text: str) -> None:
                 complained.write(f"hadal run: {text}\n".encode())
 
-            printer = printer_for(plan.job, plan.names_hosts, said, complained)
-            waits = not self.choices.no_ssh_check
             front = Front(
                 plan.job,
                 plan.start_commands,
-                printer,
+                printer_for(plan.job, plan.names_hosts, said, complained),
                 tell,
                 address=plan.address,
-                waits_for_all=waits,
+                waits_for_all=not choices.no_ssh_check,
             )
-            front.limit_s = self.limit_s
-            code = front.run()
+            front.limit_s = self.section.experiment_timeout
+            self._fronts.append(front)
+            for sent in self._sent:  # while it was started
+                front.hear(sent)
+            code = front.watch()
+            self._fronts.remove(front)
         if front.interrupted_by is not None:
             raise Stopped(front.interrupted_by)
-        seconds = time.monotonic() - began
+        seconds, lost = time.monotonic() - began, tuple(front.lost_hosts)
         if code != 0:
-            return Outcome(name, None, front.reason or f"exit code {code}", str(error), seconds)
-        found = read_json(folder / answer)
+            reason = front.reason or f"exit code {code}"
+            return Outcome(name, None, reason, str(error), seconds, lost_hosts=lost)
+        found = read_json(experiment.answer)
         if found is None:
             reason = (
-                f"it ended without an error but did not write {answer}: the program trains fewer"
-                " updates than end_profile_step, or does not use this configuration, or rank 0's"
-                f" host does not see {folder}"
+                f"it ended without an error but did not write {experiment.answer.name}: the program"
+                " trains fewer updates than end_profile_step, or does not use this configuration,"
+                f" or rank 0's host does not see {folder}"
             )
             return Outcome(name, None, reason, str(out), seconds)
         return Outcome(name, found, seconds=seconds)
 
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """End experiments at a signal, or at the block's end; without any, raise `Stopped`."""
+        before: dict[signal.Signals, Callable[..., Any] | int | None] = {
+            each: signal.getsignal(each) for each in (*STOPPING, *PASSED_ON)
+        }
+
+        def hear(sent: signal.Signals) -> None:
+            if sent not in PASSED_ON:
+                self._sent.append(sent)
+            for front in self._fronts:
+                front.hear(sent)
+            if not self._fronts and sent not in PASSED_ON:
+                raise Stopped(sent)
+
+        handle_signals(hear)
+        try:
+            yield
+        finally:
+            if self._fronts and not self._sent:
+                hear(signal.SIGTERM)
+            self._threads.shutdown()
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
 
 def forget(results: Path, experiments: Path, *also: str) -> None:
     """Remove the files of earlier searches from their folders; `also` names further files."""
+    own = (CMD, CONFIG, METRICS, MODEL_INFO, _OUT, _ERROR, _CANDIDATES, _HOSTFILE, DESCRIPTION)
     for description in results.glob(f"*/{DESCRIPTION}"):
-        for name in (CMD, CONFIG, METRICS, MODEL_INFO, _OUT, _ERROR, _CANDIDATES, DESCRIPTION):
+        for name in own:
             description.with_name(name).unlink(missing_ok=True)
         if not any(description.parent.iterdir()):
             description.parent.rmdir()
@@ -214,38 +344,3 @@ def forget(results: Path, experiments: Path, *also: str) -> None:
     for path in experiments.glob("*.json"):
         if (read_json(path) or {}).get("name") == path.stem:
             path.unlink()
-
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """Raise `Stopped` in the block if a signal asks the process to end."""
-
-    def stop(number: int, _: object) -> None:
-        raise Stopped(signal.Signals(number))
-
-    with _restored_signals():
-        for each in _STOPPING:
-            if signal.getsignal(each) is not signal.SIG_IGN:
-                signal.signal(each, stop)
-        yield
-
-
-@contextmanager
-def _restored_signals() -> Iterator[None]:
-    before: dict[signal.Signals, Callable[..., Any] | int | None] = {
-        each: signal.getsignal(each) for each in _STOPPING
-    }
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-
-_own_signals = _restored_signals
-"""The launcher handles signals itself while a job runs; this restores the handlers after it."""
-
-
-def absolute(folder: Path, path: str) -> Path:
-    """Return a path relative to `folder` as an absolute one, with `~` expanded."""
-    return Path(os.path.abspath(folder / Path(path).expanduser()))

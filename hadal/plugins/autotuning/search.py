@@ -13,7 +13,7 @@ TRUST = 0.2
 _SEED = 0
 
 Scores = Mapping[TuningTrial, float | None]
-"""The score of each finished trial; more is better, None is a failure."""
+"""The score of each trial; more is better, None is a failure, infinity: it is under way."""
 
 
 def score(metric: str, value: float) -> float:
@@ -94,7 +94,7 @@ def next_upwards(ladder: Sequence[TuningTrial], start: int, scores: Scores) -> T
         now = scores.get(here)
         if now is None:
             return here
-        if now <= best:
+        if now <= best and now < math.inf:
             return None
         best, larger = now, usable[usable.index(here) + 1 :]
         near = [t for t in larger if t.micro_batch <= 2 * here.micro_batch]

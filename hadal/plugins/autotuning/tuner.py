@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 
 from hadal.errors import TuningError
 from hadal.plugins.autotuning.files import write_json
-from hadal.plugins.autotuning.runs import METRICS, MODEL_INFO, Outcome, Runner, forget
+from hadal.plugins.autotuning.runs import Outcome, Runner, forget
 from hadal.plugins.autotuning.search import (
     TRUST,
     corrected,
@@ -71,7 +72,8 @@ class Tuner:
         self._nbytes: dict[TuningTrial, float] = {}
         """The metric's value and a rank's bytes by plan, as far as they are known."""
         self._space: list[TuningTrial] = []
-        self._scores: dict[TuningTrial, float | None] = {}
+        self._running: dict[str, TuningTrial] = {}
+        """The trials of experiments under way, by name."""
         self._own = combinations(wish, 0)[0]
         """The user's own settings."""
 
@@ -98,22 +100,24 @@ class Tuner:
         return best
 
     def _search(self) -> None:
+        runner = self.runner
+        how = "one after the other" if runner.lanes == 1 else f"{runner.lanes} side by side"
         self._say(
-            f"experiments run one after the other, each on all {self.runner.world_size} ranks of"
-            " the command"
+            f"experiments run {how}, each on {_count(runner.world_size, 'rank')} of"
+            f" {_count(len(runner.pool), 'host')}"
         )
         self._space = self._candidates()
         self._look_at_model()
         self._plan()
         self._leave_out()
         while True:
-            trial = self._next() if self._may_try else None
-            if trial is not None:
-                self._try(trial)
-            elif (winner := self._unconfirmed()) is not None:
-                self._repeat(winner)
-            else:
+            while runner.has_room and self._may_try and (trial := self._next()) is not None:
+                self._start(trial, self._name(trial))
+            if not self._running and (winner := self._unconfirmed()) is not None:
+                self._start(winner.trial, f"{winner.outcome.name}_again")
+            if not self._running:
                 break
+            self._finish()
         self._tell_rest()
 
     @cached_property
@@ -142,7 +146,8 @@ class Tuner:
         self._say(f"{PROFILE}: one forward of {trial.micro_batch} samples")
         section = {"enabled": True, "model_info": section}
         patches = [patch_of(wish, each) for each in self._space]
-        outcome = self.runner.run(PROFILE, config_of(wish, trial), section, MODEL_INFO, patches)
+        self.runner.start(PROFILE, config_of(wish, trial), section, patches)
+        outcome = self.runner.finished()
         if outcome.found is None:
             self.findings.left_out[PROFILE] = outcome.failure
             raise TuningError(f"the model cannot be profiled: {outcome.failure}")
@@ -256,7 +261,7 @@ class Tuner:
         section = self._wish.section
         if not self._values or section.tuner_type != "model_based":
             return None
-        return _RUNS if section.fast else _RUNS_IF_SLOW
+        return (_RUNS if section.fast else _RUNS_IF_SLOW) * self.runner.lanes
 
     @property
     def _may_try(self) -> bool:
@@ -264,9 +269,9 @@ class Tuner:
         section, results = self._wish.section, self.findings.results
         if self.findings.best() is None:
             broken = [r for r in results if not is_exhausted(r.outcome.reason)]
-            return len(broken) < section.tuner_early_stopping
+            return len(broken) + len(self._running) < section.tuner_early_stopping
         kept = self._unconfirmed() is not None
-        return self._most is None or self._measured + kept < self._most
+        return self._most is None or self._measured + len(self._running) + kept < self._most
 
     @property
     def _measured(self) -> int:
@@ -296,13 +301,22 @@ class Tuner:
         measured = {r.trial: r.value for r in self.findings.results if r.value is not None}
         return score(self.findings.metric, corrected(trial, self._values, measured))
 
+    @property
+    def _scores(self) -> dict[TuningTrial, float | None]:
+        """The scores of finished trials; those under way are assumed to gain."""
+        known = {
+            r.trial: None if r.value is None else self._score(r) for r in self.findings.results
+        }
+        return dict.fromkeys(self._running.values(), math.inf) | known
+
     def _left(self) -> list[TuningTrial]:
         """Return the trials that may still run."""
-        section, left = self._wish.section, []
+        section, left, scores = self._wish.section, [], self._scores
         for stage in self._stages:
-            scores = [self._scores[r.trial] for r in self.findings.of(stage)]
-            if not is_over(scores, section.tuner_early_stopping, section.tuner_num_trials):
-                left += [t for t in self._space if t.stage == stage and t not in self._scores]
+            known = [scores[r.trial] for r in self.findings.of(stage)]
+            most = section.tuner_num_trials - sum(t.stage == stage for t in self._running.values())
+            if not is_over(known, section.tuner_early_stopping, most):
+                left += [t for t in self._space if t.stage == stage and t not in scores]
         left = [trial for trial in left if not self._lack(trial) and not self._has_failed(trial)]
         return [t for t in left if t.others == self._own or t.micro_batch in self._fastest(t, left)]
 
@@ -339,17 +353,20 @@ class Tuner:
     def _next_unplanned(self, left: Sequence[TuningTrial]) -> TuningTrial | None:
         """Return the next trial, stage by stage, until one is no better than the one before it."""
         before: Result | None = None
+        scores = self._scores
         for stage in self._stages:
             ladder = [t for t in self._space if t.stage == stage and t.others == self._own]
-            ladder = [t for t in ladder if t in left or t in self._scores]
+            ladder = [t for t in ladder if t in left or t in scores]
             start = self._first_micro_batch if before is None else before.trial.micro_batch
             if self._wish.micro_batches:
-                found = next((trial for trial in ladder if trial not in self._scores), None)
+                found = next((trial for trial in ladder if trial not in scores), None)
             else:
-                found = next_upwards(ladder, start, self._scores)
+                found = next_upwards(ladder, start, scores)
+            if found is not None or any(t in ladder for t in self._running.values()):
+                return found
             rest = [t for t in left if t.stage == stage and t.others != self._own]
-            if found is not None or rest:
-                return found or rest[0]
+            if rest or any(t.stage == stage for t in self._running.values()):
+                return next(iter(rest), None)
             now = self.findings.best(stage)
             if now is None:
                 continue
@@ -382,42 +399,32 @@ class Tuner:
     def _name(self, trial: TuningTrial) -> str:
         return trial.name(self._wish.accumulation_of(trial.micro_batch) or 1)
 
-    def _try(self, trial: TuningTrial) -> Result:
-        section = self._wish.section
-        outcome, value = self._measure(trial, self._name(trial))
-        result = Result(trial, outcome, value)
-        self.findings.results.append(result)
-        self._scores[trial] = None if value is None else score(section.metric, value)
-        self._say(self._summary_of(outcome, value))
-        return result
-
-    def _repeat(self, result: Result) -> None:
-        """Measure a trial once more; its value is the mean from then on."""
-        name = f"{self._name(result.trial)}_again"
-        outcome, value = self._measure(result.trial, name)
-        known = [each for each in (result.value, value) if each is not None]
-        repeated = replace(result, value=sum(known) / len(known), runs=result.runs + 1)
-        self.findings.results[self.findings.results.index(result)] = repeated
-        self._say(self._summary_of(outcome, value))
-
-    def _measure(self, trial: TuningTrial, name: str) -> tuple[Outcome, float | None]:
-        section = self._wish.section
-        self._say(f"experiment {self.findings.runs + 1}: {name}")
+    def _start(self, trial: TuningTrial, name: str) -> None:
+        section, best = self._wish.section, self.findings.best()
+        self._say(f"experiment {self.findings.runs + len(self._running) + 1}: {name}")
+        self._running[name] = trial
         experiment = {
             "enabled": True,
             "metric": section.metric,
             "start_profile_step": section.start_profile_step,
             "end_profile_step": section.end_profile_step,
         }
-        best = self.findings.best()
-        outcome = self.runner.run(
-            name,
-            config_of(self._wish, trial),
-            experiment,
-            METRICS,
-            to_beat=None if best is None else best.value,
-        )
-        return outcome, value_in(outcome.found, section.metric)
+        to_beat = None if best is None else best.value
+        self.runner.start(name, config_of(self._wish, trial), experiment, to_beat=to_beat)
+
+    def _finish(self) -> None:
+        """Wait for an experiment, and record it; of one that is repeated, the mean counts."""
+        outcome = self.runner.finished()
+        trial, results = self._running.pop(outcome.name), self.findings.results
+        value = value_in(outcome.found, self.findings.metric)
+        first = next((result for result in results if result.trial == trial), None)
+        if first is None:
+            results.append(Result(trial, outcome, value))
+        else:
+            known = [each for each in (first.value, value) if each is not None]
+            mean = sum(known) / len(known)
+            results[results.index(first)] = replace(first, value=mean, runs=first.runs + 1)
+        self._say(self._summary_of(outcome, value))
 
     def _summary_of(self, outcome: Outcome, value: float | None) -> str:
         metric = self.findings.metric
@@ -456,3 +463,7 @@ class Tuner:
         assert best is not None  # otherwise the search has raised
         config = config_of(self._wish, best.trial)
         return self.runner.words_with(config, self.runner.results / BEST_CONFIG)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
