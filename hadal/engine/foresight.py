@@ -258,6 +258,7 @@ class CandidatePlanner:
 
     def __init__(self, model: nn.Module, config: Config, cluster: ComputeCluster, nodes: int):
         self._config = config
+        self._offloads = not cluster.computes_on_host
         # The engine is about to shard the model's own parameters.
         self._planner = Planner(without_values(model), cluster, nodes)
         self._runs = True
@@ -266,7 +267,8 @@ class CandidatePlanner:
         """Return bytes, seconds and samples of an update under each patch; or `failure`.
 
         A model that cannot run without values has bytes alone, without activations. Once no patch
-        of a micro-batch fits, larger ones are not planned, and have nothing.
+        of a micro-batch fits, larger ones are not planned, and have nothing; nor has offloading
+        from a host that computes.
 
         Args:
             batch: a micro-batch of this configuration; dimension 0 of its tensors counts samples.
@@ -277,7 +279,8 @@ class CandidatePlanner:
         found: list[dict[str, Any]] = [{} for _ in patches]
         by_size: dict[int, list[int]] = {}
         for number, patch in enumerate(patches):
-            by_size.setdefault(patch[_MICRO], []).append(number)
+            if self._offloads or not _leaves_device(patch):
+                by_size.setdefault(patch[_MICRO], []).append(number)
         for micro, numbers in sorted(by_size.items()):
             given = _resized(batch, self._config.train_micro_batch_size_per_gpu, micro)
             # Their train_batch_size follows from the rest, for ranks that only the program knows.
@@ -388,7 +391,7 @@ def advise(found: Foresight, model: nn.Module, loss_of: LossOf | None = None) ->
     now, may_halve = found, True
     steps = [_Trial(*change) for change in _CHANGES]
     while steps and not now.fits:
-        half = _halved(now) if steps[0].leaves_device and may_halve else None
+        half = _halved(now) if _leaves_device(steps[0].patch) and may_halve else None
         step = half or steps.pop(0)
         if not _is_new(now, step.patch):
             continue
@@ -426,10 +429,6 @@ class _Trial(NamedTuple):
     halves: bool = False
     """True: it halves the batch."""
 
-    @property
-    def leaves_device(self) -> bool:
-        return any("offload" in key for key in self.patch.get("zero_optimization", ()))
-
     def batch_of(self, batch: Any) -> Any:
         if not self.halves:
             return batch
@@ -450,8 +449,14 @@ def _difference(one: TierBytes, other: TierBytes) -> TierBytes:
     return TierBytes(*(a - b for a, b in zip(one, other, strict=True)))
 
 
+def _leaves_device(patch: Mapping[str, Any]) -> bool:
+    return any("offload" in key for key in patch.get("zero_optimization", ()))
+
+
 def _is_new(now: Foresight, patch: Mapping[str, Any]) -> bool:
     """Return whether a patch changes anything, and lowers no stage."""
+    if now.cluster.computes_on_host and _leaves_device(patch):
+        return False
     if patch.get("zero_optimization", {}).get("stage", 4) < now.memory.stage:
         return False
     if "activation_checkpointing" in patch:

@@ -11,7 +11,7 @@ from sequence.models import llama, tokens
 from torch import Tensor, nn
 
 import hadal
-from hadal.engine.clusters import cluster_named
+from hadal.engine.clusters import cluster_here, cluster_named
 from hadal.engine.foresight import Foresight, Planner, advise, merged
 from hadal.errors import ConfigError, NotBuiltYetError
 
@@ -139,6 +139,14 @@ def test_changes_come_in_the_order_of_their_cost() -> None:
         for number, patch in enumerate(patches):
             raw = raw if number == left_out else merged(raw, patch)
         assert not hadal.plan(whole.rank.model, raw, BATCH, cluster=some[-1].after.cluster).fits
+
+
+def test_a_host_that_computes_offloads_nothing() -> None:
+    whole = planned(0)
+    small = dataclasses.replace(cluster_here(torch.device("cpu"), 2), host_nbytes=1000)
+    found = hadal.plan(whole.rank.model, whole.raw, BATCH, cluster=small)
+    patches = [str(change.patch) for change in advise(found, whole.rank.model)]
+    assert patches and not any("offload" in patch for patch in patches)
 
 
 def test_smaller_micro_batches_come_before_the_host() -> None:
