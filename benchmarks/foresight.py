@@ -44,8 +44,39 @@ def llama(rows: int = 2, length: int = 128, **keys: Any) -> tuple[nn.Module, Bat
 
     sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4000}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="eager", **keys))
+    keys = {"attn_implementation": "eager", **keys}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **keys))
     return model, tokens(rows, length, 4000)
+
+
+def exchanging_llama() -> tuple[nn.Module, Batch]:
+    """The same with an attention whose heads ranks of one sequence exchange."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("scores", scores)
+    return llama(rows=1, length=512, attn_implementation="scores")
+
+
+def scores(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
+) -> tuple[Tensor, None]:
+    """Attention that keeps its scores on any device, as fused kernels do not."""
+    shares = query.shape[1] // key.shape[1]
+    key, value = (one.repeat_interleave(shares, dim=1) for one in (key, value))
+    found = (query @ key.mT) * query.shape[-1] ** -0.5
+    later = torch.ones(found.shape[-2:], dtype=torch.bool, device=found.device).triu(1)
+    found = found.masked_fill(later, float("-inf")).softmax(-1)
+    return (found @ value).transpose(1, 2), None
+
+
+def mixtral(rows: int = 2, length: int = 128) -> tuple[nn.Module, Batch]:
+    """Experts that ranks share, each of which gets as many tokens on average."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4000}
+    config = MixtralConfig(**sizes, num_local_experts=8, attn_implementation="eager")
+    return MixtralForCausalLM(config), tokens(rows, length, 4000)
 
 
 def gpt2(rows: int = 4, length: int = 128) -> tuple[nn.Module, Batch]:
@@ -208,6 +239,9 @@ _UNITS = {"activation_checkpointing": {"modules": "units"}}
 _HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 _BOTH = {**_HOST, "offload_param": {"device": "cpu", "pin_memory": True}}
 
+_TENSOR = {"tensor_parallel": {"autotp_size": 2}}
+_EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+
 CASES = {
     **{f"llama, stage {s}, 2 ranks": Case(llama, stage=s) for s in range(4)},
     **{f"llama, stage {s}, 4 ranks": Case(llama, 4, s) for s in (0, 2, 3)},
@@ -228,6 +262,18 @@ CASES = {
     **{f"qwen2 with tied weights, stage {s}": Case(qwen2, stage=s) for s in (2, 3)},
     **{f"adapters, stage {s}": Case(lora, stage=s) for s in (2, 3)},
     **{f"experts, stage {s}": Case(experts, stage=s) for s in (1, 3)},
+    "llama, 2 tensor ranks": Case(llama, stage=1, keys=_TENSOR),
+    "llama, 2 x 2 tensor ranks, stage 3": Case(llama, 4, 3, keys=_TENSOR),
+    "llama, 2 tensor ranks, sequences cut": Case(
+        llama, stage=0, keys={"tensor_parallel": {"autotp_size": 2, "sequence_parallel": True}}
+    ),
+    **{f"mixtral, 2 expert ranks, stage {s}": Case(mixtral, 2, s, keys=_EXPERTS) for s in (1, 3)},
+    **{
+        f"llama, 2 sequence ranks, stage {s}": Case(
+            exchanging_llama, stage=s, keys={"sequence_parallel_size": 2}
+        )
+        for s in (1, 3)
+    },
     **{f"convolutions, stage {s}, fp32": Case(convolutions, stage=s, dtype="fp32") for s in (0, 2)},
 }
 

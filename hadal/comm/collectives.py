@@ -23,6 +23,7 @@ from hadal.comm.local.pairs import as_bytes, exchange
 from hadal.comm.pending import Pending, finished, relayed
 from hadal.comm.ranks import Ranks
 from hadal.comm.works import Work
+from hadal.device import has_values
 
 # Elements that are summed at a time: a block in float32 stays in the cache, and calls are few.
 _BLOCK_NUMEL = 1 << 18
@@ -459,7 +460,7 @@ def start_broadcast(tensor: Tensor, source: int, ranks: Ranks, label: str) -> Pe
 
     `source` must not change them until the wait is over.
     """
-    if ranks.size == 1 or tensor.numel() == 0:
+    if ranks.size == 1 or tensor.numel() == 0 or not has_values(tensor):
         return finished(label)
     if ranks.size == 2 and ranks.exchanges_in_pairs(tensor.device):
         way = [(tensor, 1 - ranks.rank)]

@@ -50,6 +50,9 @@ class Ranks:
     local_peers: LocalPeers = field(default_factory=LocalPeers, compare=False, repr=False)
     """The ranks to which host tensors are sent without the backend."""
 
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self  # a copy of a module is on the same ranks
+
     @classmethod
     def world(cls) -> Ranks:
         """Return all ranks of the running process group."""
@@ -133,9 +136,13 @@ class Ranks:
         """Return True if tensors on `device` travel by sends and receives (gloo), not collectives.
 
         gloo's own reduce-scatter takes ten times as long as the exchange of the same bytes in
-        pairs.
+        pairs. Imagined ranks (torch's fake backend) make collectives alone.
         """
-        return device.type == "cpu"
+        return device.type == "cpu" and not self._are_imagined
+
+    @cached_property
+    def _are_imagined(self) -> bool:
+        return dist.get_backend(self.host_group) == "fake"
 
 
 def once(group: dist.ProcessGroup, what: Hashable, make: Callable[[], T]) -> T:

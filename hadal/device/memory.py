@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hadal.errors import OffloadError
 
@@ -220,6 +221,11 @@ def _forget_cuda_error() -> None:
 def is_host_memory(device: torch.device) -> bool:
     """Return True if tensors of `device` are in host memory."""
     return device.type == "cpu"
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return False for a tensor with a shape only, as plans use them."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,9 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hadal.comm import Ranks
 from hadal.engine.precision import Casting
 from hadal.errors import ModelError
-from hadal.listener import Forward
+from hadal.listener import Forward, Listener
 from hadal.zero.grouping import Unit, repeated_blocks
 
 _HOST = torch.device("cpu")
@@ -119,13 +120,22 @@ class MicroStep:
         return max(segment.peak.total for segment in (*self.forward, *self.backward))
 
 
+class Features(NamedTuple):
+    """Features of an engine that change the forward of its model."""
+
+    recomputed: Collection[str] = ()
+    """The modules that are recomputed in backward, by full name."""
+    sequence: Ranks | None = None
+    """The ranks that share each sequence."""
+
+
 def trace(
     model: nn.Module,
     units: Sequence[Unit],
     batch: Any,
     casting: Casting,
     dtypes: Mapping[nn.Parameter, torch.dtype],
-    recomputed: Mapping[str, nn.Module],
+    features: Features,
     loss_of: LossOf | None = None,
     *,
     with_values: bool = False,
@@ -140,7 +150,7 @@ def trace(
             `with_values`.
         casting: the casts of the forward.
         dtypes: the dtypes that the parameters are computed in.
-        recomputed: the modules that are recomputed in backward, by full name.
+        features: what changes the forward.
         loss_of: returns the loss from the model's output; the default is `loss`, or the first
             tensor of the output.
         with_values: compute for real, on the CPU; for models whose shapes depend on values.
@@ -154,20 +164,27 @@ def trace(
         stack.enter_context(torch.enable_grad())
         if mode is not None:
             stack.enter_context(mode)
-        copied, names = _copied(model, dtypes, with_values=with_values)
-        recorder = _Recorder(units, names)
-        recorder.watch(copied)
-        inner = dict(copied.named_modules())
+        running = copied(model, _HOST, with_values=with_values)
+        inner = dict(running.named_modules())
+        for name, parameter in model.named_parameters():
+            own = running.get_parameter(name)
+            own.data = own.data.to(dtypes.get(parameter, parameter.dtype))
+            for hook in (parameter._backward_hooks or {}).values():
+                own.register_hook(hook)  # sums over tensor-parallel ranks
+        recorder = _Recorder(units, {id(m): inner[name] for name, m in model.named_modules()})
+        recorder.watch(running)
         kept = _Kept()
-        for name in recomputed:
+        for name in features.recomputed:
             kept.watch(inner[name])
         args, kwargs = _arguments(batch, with_values=with_values)
-        if recomputed:
-            args, kwargs = _recompute(copied, {n: inner[n] for n in recomputed}, args, kwargs)
+        given = Forward(args, kwargs, updates=0, micro_step=0, is_training=model.training)
+        for listener in _listeners(running, features):
+            given = listener.before_forward(given) or given
+        args, kwargs = given.args, given.kwargs
         try:
             recorder.add(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
             stack.enter_context(recorder)
-            output = casting.run(copied, _HOST, args, kwargs)
+            output = casting.run(running, _HOST, args, kwargs)
             loss = _loss(output) if loss_of is None else loss_of(output)
             del output
             held = recorder.now.total
@@ -187,50 +204,40 @@ def trace(
     return MicroStep(recorder.forward, recorder.segments, held, kept.nbytes, recorder.blocks)
 
 
-def _recompute(
-    model: nn.Module, modules: Mapping[str, nn.Module], args: Any, kwargs: Any
-) -> tuple[Any, Any]:
-    """Recompute modules as an engine would; return the arguments of its forward."""
-    from hadal.plugins.activation_checkpointing import (  # for this alone
-        Recomputation,
-        RecomputedModules,
-    )
+def _listeners(model: nn.Module, features: Features) -> Iterator[Listener]:
+    """Yield those of an engine's listeners that change its forward."""
+    recomputed, sequence = features
+    if sequence is not None and hasattr(getattr(model, "config", None), "_attn_implementation"):
+        from hadal.plugins.sequence.training import SequenceSlices  # for this alone
 
-    listener = RecomputedModules(model, modules, Recomputation())
-    listener.on_attach(None)
-    given = Forward(args, kwargs, updates=0, micro_step=0, is_training=model.training)
-    given = listener.before_forward(given) or given
-    return given.args, given.kwargs
+        yield SequenceSlices(model, sequence.group)
+    if recomputed:
+        from hadal.plugins.activation_checkpointing import (  # for this alone
+            Recomputation,
+            RecomputedModules,
+        )
 
-
-def without_values(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on meta; an engine's hooks and shards stay behind."""
-    return _copied(model, {}, with_values=False, device=torch.device("meta"))[0]
+        modules = {name: model.get_submodule(name) for name in recomputed}
+        listener = RecomputedModules(model, modules, Recomputation())
+        listener.on_attach(None)
+        yield listener
 
 
-def _copied(
-    model: nn.Module,
-    dtypes: Mapping[nn.Parameter, torch.dtype],
-    *,
-    with_values: bool,
-    device: torch.device = _HOST,
-) -> tuple[nn.Module, dict[int, nn.Module]]:
-    """Return a copy with parameters of these dtypes, and its modules by the originals' ids."""
+def copied(model: nn.Module, device: torch.device, *, with_values: bool = False) -> nn.Module:
+    """Return a copy of a model on a device; an engine's hooks and shards stay behind."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         others = [value for value in vars(module).values() if isinstance(value, Tensor)]
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False), *others):
             if id(tensor) in memo:
                 continue
-            dtype = dtypes.get(tensor, tensor.dtype)  # type: ignore[call-overload]
-            made = torch.empty(tensor.shape, dtype=dtype, device=device)
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             if with_values and tensor.device.type != "meta":
                 made.copy_(tensor.detach())
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = made
-    copied = copy.deepcopy(model, memo)
-    return copied, {id(module): memo.get(id(module), module) for module in model.modules()}
+    return copy.deepcopy(model, memo)
 
 
 def _arguments(batch: Any, *, with_values: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -22,10 +22,17 @@ from hadal.comm.ranks import expert_groups
 from hadal.config import Config
 from hadal.device import look_at
 from hadal.engine import checks
-from hadal.engine.plan import ModelPlan, ModulesPlan, ParameterPlan, RankCounts, plan_model
+from hadal.engine.plan import (
+    ModelPlan,
+    ModulesPlan,
+    ParameterPlan,
+    RankCounts,
+    plan_model,
+    plan_modules,
+)
 from hadal.engine.policies import Offloading, divergence_of, reduction_of, transport_of
 from hadal.engine.precision import buffer_rule_of
-from hadal.engine.topology import Sharings, Topology
+from hadal.engine.topology import RequestedRanks, Sharings, Topology
 from hadal.errors import ModelError, OffloadError, OptimizerError, UsageError, few
 from hadal.optim.step import OptimizerStepper
 from hadal.zero import access, sharded_init
@@ -41,6 +48,24 @@ from hadal.zero.sanity import Sanity
 from hadal.zero.sharing import holders_of
 
 _log = logging.getLogger(__name__)
+
+
+def plan_for_ranks(
+    model: nn.Module, config: Config, requested: RequestedRanks, topology: Topology, world: Ranks
+) -> ModulesPlan:
+    """Plan the modules for these ranks.
+
+    Raises:
+        ConfigError, ModelError, UsageError, NotBuiltYetError: the ranks, the model and the keys do
+            not fit; nothing has been changed.
+    """
+    expert_rank = 0
+    if config.expert_parallel.enabled or config.tensor_parallel.is_on:
+        from hadal.engine.parallel import check_slices, rank_among_experts  # for this alone
+
+        expert_rank = rank_among_experts(model, config, requested, world)
+        check_slices(model, config, topology)
+    return plan_modules(model, config, expert_rank)
 
 
 def change_modules(model: nn.Module, plan: ModulesPlan) -> None:

@@ -23,7 +23,13 @@ from hadal.config import Config, load_config, log_notes
 from hadal.data.loader import ShardedLoader
 from hadal.device import current_device, give_back_freed_memory, keep_freed_memory
 from hadal.engine import checks, precision
-from hadal.engine.apply import LaterGroups, ShardedModel, change_modules, cut_model
+from hadal.engine.apply import (
+    LaterGroups,
+    ShardedModel,
+    change_modules,
+    cut_model,
+    plan_for_ranks,
+)
 from hadal.engine.arguments import (
     Groups,
     InitializeArguments,
@@ -37,7 +43,6 @@ from hadal.engine.arguments import (
 )
 from hadal.engine.engine import Engine
 from hadal.engine.features import listeners_of, opened_monitor, setting_of
-from hadal.engine.plan import ModulesPlan, plan_modules
 from hadal.engine.policies import batch_sizes_of, disk_steps_of, saving_of, warn_of_one_thread
 from hadal.engine.report import hush, log_state, open_log
 from hadal.engine.state import Parts, Training
@@ -139,7 +144,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
 
     # Plan the modules, then change them, and make an optimizer over their parameters.
     with raised_on_all(world, "initialize"):
-        modules = _plan_modules(model, config, requested, topology, world)
+        modules = plan_for_ranks(model, config, requested, topology, world)
         change_modules(model, modules)
         optimizer = arguments.make_optimizer(config, model)
         groups = checks.members_of_groups(model, optimizer, world)
@@ -327,24 +332,6 @@ def _check(model: nn.Module, config: Config, world: Ranks, device: torch.device)
     log = config.comms_logger
     if log is not None and log.enabled:
         start_log(log.verbose, log.prof_all, log.prof_ops, log.debug)
-
-
-def _plan_modules(
-    model: nn.Module, config: Config, requested: RequestedRanks, topology: Topology, world: Ranks
-) -> ModulesPlan:
-    """Plan the modules for these ranks.
-
-    Raises:
-        ConfigError, ModelError, UsageError, NotBuiltYetError: the ranks, the model and the keys do
-            not fit; nothing has been changed.
-    """
-    expert_rank = 0
-    if config.expert_parallel.enabled or config.tensor_parallel.is_on:
-        from hadal.engine.parallel import check_slices, rank_among_experts  # for this alone
-
-        expert_rank = rank_among_experts(model, config, requested, world)
-        check_slices(model, config, topology)
-    return plan_modules(model, config, expert_rank)
 
 
 def _warn(

@@ -27,7 +27,7 @@ from hadal.comm.comms_log import bus_factor
 from hadal.comm.functions import barrier
 from hadal.config.offload import Aio
 from hadal.device import current_device, host_empty, is_host_memory, synchronize
-from hadal.engine.activations import Products, Segment, trace
+from hadal.engine.activations import Features, Products, Segment, trace
 from hadal.engine.assemble import initialize
 from hadal.engine.clusters import ComputeCluster, Link, Links, ProductSpeed, Speeds, cluster_here
 from hadal.engine.engine import Engine
@@ -213,7 +213,7 @@ class _Measurement:
         batch = batch.to(self._device, dtype if batch.is_floating_point() else None)
         parameters = dict.fromkeys(model.parameters(), 0)
         units = find_units(model, parameters, LeafModules())
-        traced = trace(model, units, batch, Casting(), dict.fromkeys(parameters, dtype), {})
+        traced = trace(model, units, batch, Casting(), dict.fromkeys(parameters, dtype), Features())
         losses: list[Tensor] = []
 
         def backward() -> None:

@@ -23,12 +23,13 @@ from hadal.config.reading import read
 from hadal.config.section import leaves
 from hadal.engine.activations import (
     BlockMemory,
+    Features,
     Held,
     LossOf,
     MicroStep,
     Segment,
+    copied,
     trace,
-    without_values,
 )
 from hadal.engine.clusters import ComputeCluster, cluster_of
 from hadal.engine.memory import (
@@ -176,7 +177,7 @@ def plan(
     Raises:
         ConfigError, ModelError: the configuration does not fit the model, as in `initialize`, or
             the model cannot run.
-        NotBuiltYetError: the model is split over ranks, and a batch is given.
+        NotBuiltYetError: the model is in stages, and a batch is given.
     """
     cluster = cluster_of(cluster, devices_per_node)
     return Planner(model, cluster, nodes, loss_of, with_values).plan(config, batch)
@@ -207,14 +208,15 @@ class Planner:
         on_node = cluster.devices_per_node
         config = load_config(given, world_size=on_node * nodes, allow_unbuilt=True)
         device = torch.device("cpu") if cluster.computes_on_host else GPU
-        rank = plan_rank(config, self.model, on_node, nodes, device)
+        values = self._with_values
+        rank = plan_rank(config, self.model, on_node, nodes, device, with_values=values)
         memory = memory_of(rank)
         if batch is None:
             return Foresight(rank, memory, cluster, None, [], None, raw, None)
-        if rank.parts > 1:
+        if config.pipeline.auto:
             raise NotBuiltYetError(
-                f"activations of a model in {rank.parts} parts (tensor_parallel, pipeline) are not"
-                " built yet; without a batch, all other memory is planned"
+                "activations of a model in stages (pipeline) are not built yet; without a batch,"
+                " all other memory is planned"
             )
         step = self._trace(rank, batch)
         time = step_time(step, rank.planned, config, rank.counts, cluster, rank.job, rank.moments)
@@ -235,19 +237,27 @@ class Planner:
         dtypes = {p: one.policy.precision.compute for p, one in plans if one.policy}
         recomputed = planned.modules.recomputed
         shapes = [t.shape for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
-        key = (*shapes, casting, tuple(recomputed), tuple(dtypes.values()))
+        key = (*shapes, casting, tuple(recomputed), tuple(dtypes.values()), _degrees(rank))
         if key not in self._known:
-            self._known[key] = trace(
-                self.model,
-                planned.units,
-                batch,
-                casting,
-                dtypes,
-                recomputed,
-                self._loss_of,
-                with_values=self._with_values,
-            )
+            with rank.world:
+                self._known[key] = trace(
+                    rank.held,
+                    planned.units,
+                    batch,
+                    casting,
+                    dtypes,
+                    Features(recomputed, rank.sequence),
+                    self._loss_of,
+                    with_values=self._with_values,
+                )
         return self._known[key]
+
+
+def _degrees(rank: PlannedRank) -> str:
+    """Return what a rank's part of the model depends on."""
+    config = rank.config
+    sections = config.tensor_parallel, config.expert_parallel, config.pipeline
+    return f"{sections} {config.sequence_parallel_size} {rank.job}" if rank.part else ""
 
 
 # ---- the same model under many configurations ----------------------------------------------------
@@ -260,7 +270,7 @@ class CandidatePlanner:
         self._config = config
         self._offloads = not cluster.computes_on_host
         # The engine is about to shard the model's own parameters.
-        self._planner = Planner(without_values(model), cluster, nodes)
+        self._planner = Planner(copied(model, torch.device("meta")), cluster, nodes)
         self._runs = True
 
     def plan(self, batch: Any, patches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -10,15 +10,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
+from hadal.comm import Ranks
 from hadal.comm.ranks import size_in_name
 from hadal.config import Config
 from hadal.config.optimizer import KINDS
+from hadal.engine.checks import is_in_stages
 from hadal.engine.plan import ModelPlan, ModulesPlan, RankCounts, plan_model, plan_modules
 from hadal.engine.policies import (
     disk_steps_of,
@@ -43,6 +46,10 @@ from hadal.zero.gradients import WAITING_NBYTES
 from hadal.zero.grouping import BucketPlan
 from hadal.zero.paths import Use, held_along, make_plan
 from hadal.zero.policy import STAGES
+from hadal.zero.sharing import holders_of
+
+if TYPE_CHECKING:
+    from hadal.engine.rank_parts import RankPart
 
 GPU = torch.device("cuda")
 
@@ -93,17 +100,33 @@ class PlannedRank:
 
     config: Config
     model: nn.Module
+    """The whole model."""
     planned: ModelPlan
     counts: RankCounts
     job: JobSize
-    parts: int
-    """The parts of the model, each on other ranks."""
     device: torch.device
     optimizer: str
     moments: int
     """How many values the optimizer keeps for each element."""
     whose: str
     """Where the layers' sizes come from."""
+    part: RankPart | None = None
+    """The rank's part of the model; None: it holds all of it."""
+
+    @property
+    def held(self) -> nn.Module:
+        """The modules that the rank holds."""
+        return self.model if self.part is None else self.part.model
+
+    @property
+    def world(self) -> AbstractContextManager[None]:
+        """A context in which the rank and those beside it exist."""
+        return nullcontext() if self.part is None else self.part.world
+
+    @property
+    def sequence(self) -> Ranks | None:
+        """The ranks that share each sequence."""
+        return None if self.part is None else self.part.topology.sequence_parallel
 
 
 def plan_rank(
@@ -112,6 +135,8 @@ def plan_rank(
     devices_per_node: int,
     nodes: int,
     device: torch.device = GPU,
+    *,
+    with_values: bool = False,
 ) -> PlannedRank:
     """Plan one rank.
 
@@ -121,42 +146,60 @@ def plan_rank(
         devices_per_node: devices, and so ranks, of each node.
         nodes: the nodes.
         device: the kind of device that computes; on a CPU, all its memory is the host's.
+        with_values: the part of a model has values too.
 
     Raises:
         ConfigError, ModelError: the configuration does not fit the model, as in `initialize`.
     """
     job = job_of(config, devices_per_node, nodes)
-    parts = model_parts_of(config)
-    trained = {p: 0 for p in model.parameters() if p.requires_grad}
-    counts = RankCounts.of(config, max(1, job.devices // parts))
-    is_real = not isinstance(model, SizedModel)
-    modules = plan_modules(model, config) if is_real else ModulesPlan()
-    planned = plan_model(model, modules, config, device, counts, trained)
+    parts, part = model_parts_of(config), None
+    modules, whose, ranks = ModulesPlan(), "the model's plan", job.devices // parts
+    held = model
+    if isinstance(model, SizedModel):
+        numel = sum(p.numel() for p in model.parameters())
+        held = model if parts == 1 else SizedModel(numel // parts, model.layer_numel)
+        whose = f"{model.assumed}{f', in {parts} equal parts' if parts > 1 else ''}"
+    elif _is_in_parts(model, config):
+        from hadal.engine.rank_parts import RankPart  # for this alone
+
+        part = RankPart(model, config, job.devices, with_values=with_values)
+        held, ranks, modules = part.model, part.topology.sharding.size, part.modules
+    else:
+        modules = plan_modules(model, config)
+    trained = {p: 0 for p in held.parameters() if p.requires_grad}
+    counts = RankCounts.of(config, max(1, ranks))
+    planned = plan_model(held, modules, config, device, counts, trained)
     name, moments = optimizer_of(config)
-    whose = "the model's plan" if is_real else str(model.assumed)
-    return PlannedRank(config, model, planned, counts, job, parts, device, name, moments, whose)
+    return PlannedRank(config, model, planned, counts, job, device, name, moments, whose, part)
+
+
+def _is_in_parts(model: nn.Module, config: Config) -> bool:
+    """Return True if ranks hold different parts of a model, or of its sequences."""
+    degrees = (
+        config.tensor_parallel.is_on,
+        config.pipeline.auto or is_in_stages(model),
+        config.expert_parallel.enabled,
+        config.sequence_parallel_size > 1,
+    )
+    return any(degrees) or any(holders_of(p).experts is not None for p in model.parameters())
 
 
 def memory_of(rank: PlannedRank) -> Memory:
     """Return the memory of a planned rank."""
-    parts, job, planned, config = rank.parts, rank.job, rank.planned, rank.config
-    portions = [
-        one._replace(trained=one.trained // parts, frozen=one.frozen // parts)
-        for one in portions_of(planned.buckets, rank.counts.shards_of, rank.moments)
-    ]
+    job, planned, config = rank.job, rank.planned, rank.config
+    portions = portions_of(planned.buckets, rank.counts.shards_of, rank.moments)
     tiers = shard_tiers(config, rank.moments)
     states = states_of_portions(portions, tiers, job.second_copy_devices)
-    shared = f", in {parts} equal parts" if parts > 1 else ""
     kinds = {
-        "weights": f"{rank.whose}{shared}",
+        "weights": rank.whose,
         "gradients": "once the gradients of an update are complete",
         "optimizer": f"{rank.optimizer}: {rank.moments} values per element, beside masters",
         "buffers": "host memory through which a disk is read and written",
     }
     held = [MemoryKind(kind, nbytes, kinds[kind]) for kind, nbytes in states._asdict().items()]
     rest = [
-        _gathers(planned, parts),
-        _reductions(planned, config, rank.counts, parts),
+        _gathers(planned),
+        _reductions(planned, config, rank.counts),
         *([] if rank.device.type == "cpu" else _of_libraries(planned, config, job)),
     ]
     return Memory(held, rest, config.zero_optimization.stage, rank.optimizer)
@@ -197,7 +240,7 @@ class SizedModel(nn.Sequential):
             if largest
             else f"assumed: {depth} equal layers"
         )
-        size = largest or max(1, math.ceil(numel / depth))
+        self.layer_numel = size = largest or max(1, math.ceil(numel / depth))
         for start in range(0, numel, size):
             layer = nn.Module()
             first, remainder = divmod(min(size, numel - start), _WEIGHTS)
@@ -245,7 +288,7 @@ def optimizer_of(config: Config) -> tuple[str, int]:
 # ---- beside the states ---------------------------------------------------------------------------
 
 
-def _gathers(planned: ModelPlan, parts: int) -> MemoryKind:
+def _gathers(planned: ModelPlan) -> MemoryKind:
     """Return the weights of stage 3 that are gathered at a time, along the planned order."""
     cut = [bucket for bucket in planned.buckets if bucket.partition.weights]
     sizes = [bucket.numel for bucket in cut]
@@ -256,7 +299,7 @@ def _gathers(planned: ModelPlan, parts: int) -> MemoryKind:
     most = max([0, *held_along(there, nbytes), *held_along(back, nbytes)])
     return MemoryKind(
         "gathers",
-        TierBytes(most // parts),
+        TierBytes(most),
         "weights in use, ahead of use or kept for backward (stage3_max_live_parameters:"
         f" {shown_numel(planned.limits.live_numel)} elements)"
         if cut
@@ -275,7 +318,7 @@ def _uses(buckets: Sequence[BucketPlan], last: int = 0) -> list[Use]:
     return [Use(number, ends[name]) for number, name in zip(numbers, names, strict=True)]
 
 
-def _reductions(planned: ModelPlan, config: Config, counts: RankCounts, parts: int) -> MemoryKind:
+def _reductions(planned: ModelPlan, config: Config, counts: RankCounts) -> MemoryKind:
     """Return gradients that are collected and reduced, beside the sums that `states` has.
 
     A bucket is collected while the one before it is reduced. If gradients are sharded, both have
@@ -308,7 +351,7 @@ def _reductions(planned: ModelPlan, config: Config, counts: RankCounts, parts: i
         said.append(f"copies to send in {' and '.join(sorted(dtypes))}")
     return MemoryKind(
         "reductions",
-        TierBytes(most // parts),
+        TierBytes(most),
         ", ".join([*said, "gradients before their copy into a bucket"]),
     )
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hadal.comm import get_local_world_size
 from hadal.config.optimizer import KINDS
 from hadal.device import memory_use, total_memory
-from hadal.engine.activations import without_values
+from hadal.engine.activations import copied
 from hadal.engine.clusters import cluster_named
 from hadal.engine.foresight import LIBRARIES, Foresight, Moment, advise, plan
 from hadal.engine.listeners import EngineSetting
@@ -135,7 +135,7 @@ class PlannedMemory(Listener):
             device_nbytes=there.total,
             host_nbytes=total_memory(_HOST).total,
         )
-        model = without_values(setting.model)
+        model = copied(setting.model, torch.device("meta"))
         found = plan(model, self._raw(), forward, cluster=cluster, nodes=ranks // on_node)
         # What other processes and this one's libraries hold is known here; the plan assumes it.
         room = min(there.total, there.free + torch.accelerator.memory_reserved(setting.device))

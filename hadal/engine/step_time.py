@@ -257,6 +257,7 @@ class _Update:
         self._config = config
         self._cluster = cluster.with_ranks(job.devices_per_node)
         self._job = job
+        self._dense_ranks = counts.dense
         self._micro_step = micro_step
         self._moments = moments
         self._limits = planned.limits
@@ -548,7 +549,7 @@ class _Update:
         return StepTime(
             parts,
             seconds,
-            micro * steps * (self._job.devices // self._config.sequence_parallel_size),
+            micro * steps * (self._dense_ranks // self._config.sequence_parallel_size),
             products / seconds / self._speeds.peak_flops,
             _left_out(self._config),
         )

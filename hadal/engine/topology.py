@@ -142,7 +142,7 @@ def make_topology(requested: RequestedRanks, config: Config, world: Ranks) -> To
         MismatchError: the ranks disagree about the groups.
         ConfigError: the nodes do not fit a gather in two hops.
     """
-    found = _make_groups(requested, config, world)
+    found = make_groups(requested, config, world)
     return replace(found, sharing=sharing_of(config, found.sharding))
 
 
@@ -249,7 +249,8 @@ def _refuse_hops(why: str) -> None:
     raise_faults([Fault(path, f"true, but {why}; {remedy}")])
 
 
-def _make_groups(requested: RequestedRanks, config: Config, world: Ranks) -> Topology:
+def make_groups(requested: RequestedRanks, config: Config, world: Ranks) -> Topology:
+    """Find or make the groups as `make_topology`, without those that share model states."""
     shared = requested.sequence_parallel_size or config.sequence_parallel_size
     sight = (
         shared,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hadal.engine.activations import MicroStep, trace
+from hadal.engine.activations import Features, MicroStep, trace
 from hadal.engine.precision import Casting
 from hadal.errors import ModelError
 from hadal.zero.grouping import LeafModules, find_units
@@ -31,8 +31,7 @@ class Block(nn.Module):
 
 def traced(model: nn.Module, batch: Any, recomputed: Any = (), **kwargs: Any) -> MicroStep:
     units = find_units(model, {p: 0 for p in model.parameters()}, LeafModules())
-    named = {name: model.get_submodule(name) for name in recomputed}
-    return trace(model, units, batch, Casting(), {}, named, **kwargs)
+    return trace(model, units, batch, Casting(), {}, Features(recomputed), **kwargs)
 
 
 def blocks(device: str = "meta") -> nn.Module:

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import RankPools
 from sequence.models import llama, tokens
 from torch import Tensor, nn
 
 import hadal
+from hadal.comm import Ranks
 from hadal.engine.clusters import cluster_here, cluster_named
 from hadal.engine.foresight import Foresight, Planner, advise, merged
-from hadal.errors import ConfigError, NotBuiltYetError
+from hadal.errors import ConfigError, ModelError
 
 WIDTH, BLOCKS, ROWS = 512, 6, 4096
 
@@ -181,13 +183,54 @@ def test_what_never_fits_is_told_as_far_as_it_goes() -> None:
     assert some and not some[-1].after.fits
 
 
+# ---- models in parts -----------------------------------------------------------------------------
+
+IN_PARTS: dict[str, dict[str, Any]] = {
+    "slices": {"tensor_parallel": {"autotp_size": 2}},
+    "sequences": {"sequence_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_ranks_with_parts_need_less(name: str) -> None:
+    raw = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 0}}
+    batch = tokens(0)
+    whole = hadal.plan(llama(), raw, batch, cluster="h100x4")
+    found = hadal.plan(llama(), raw | IN_PARTS[name], batch, cluster="h100x4")
+    assert whole.micro_step is not None and found.micro_step is not None
+    assert 0.4 < found.micro_step.kept / whole.micro_step.kept < 0.9
+    assert found.time is not None and whole.time is not None
+    assert found.time.samples == whole.time.samples / 2
+    weights = [plan.memory.states[0].held.device for plan in (found, whole)]
+    assert (weights[0] < weights[1]) == (name == "slices")
+
+
+def test_a_part_is_planned_beside_a_world_that_runs(ranks: RankPools) -> None:
+    alone = hadal.plan(llama(), PARTS_RAW, tokens(0), cluster="h100x4").total
+    assert ranks(2).run(planned_beside) == [alone, alone]
+
+
+PARTS_RAW = {"train_micro_batch_size_per_gpu": 2, **IN_PARTS["slices"]}
+
+
+def planned_beside() -> Any:
+    found = hadal.plan(llama(), PARTS_RAW, tokens(0), cluster="h100x4").total
+    assert Ranks.world().size == 2
+    return found
+
+
+def test_parts_that_do_not_fit_the_model_are_named() -> None:
+    raw = {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 2}}
+    with pytest.raises(ModelError, match="autotp_size"):
+        hadal.plan(model(), raw, cluster="h100x4")
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
 def test_bad_input_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no cluster 'h10x8'; did you mean h100x8\?"):
         hadal.plan(model(), {"train_micro_batch_size_per_gpu": 1}, cluster="h10x8")
-    raw = {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 2}}
-    with pytest.raises(NotBuiltYetError, match="without a batch"):
-        hadal.plan(llama(), raw, tokens(0), cluster="h100x4")
-    assert hadal.plan(llama(), raw, cluster="h100x4").total.device > 0
 
 
 def test_a_patch_is_merged_into_sections() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hadal.config import Config, load_config
-from hadal.engine.activations import MicroStep, trace
+from hadal.engine.activations import Features, MicroStep, trace
 from hadal.engine.clusters import ComputeCluster, Link, Links, ProductSpeed, Speeds, cluster_named
 from hadal.engine.plan import ModelPlan, ModulesPlan, RankCounts, plan_model
 from hadal.engine.precision import Casting
@@ -74,9 +74,7 @@ def tower() -> nn.Module:
 def traced(recomputed: bool = False) -> tuple[MicroStep, ModelPlan]:
     config = config_of(0)
     planned = plan_of(config, 8)
-    again = {
-        name: tower().get_submodule(name) for name in map(str, range(BLOCKS) if recomputed else ())
-    }
+    again = Features(list(map(str, range(BLOCKS) if recomputed else ())))
     batch = torch.empty(ROWS, WIDTH, device="meta")
     return trace(tower(), planned.units, batch, Casting(), {}, again), planned
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import logging
 import re
+import sys
 from collections.abc import Callable
 from functools import partial, reduce
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,6 +34,11 @@ from hadal.engine.topology import communicators_of
 from .features import experts, in_stages, keys, of_transformers
 
 WIDTH, BLOCKS, ROWS = 256, 8, 64
+PARTS = (
+    "llama, 2 tensor ranks",
+    "mixtral, 2 expert ranks, stage 1",
+    "llama, 2 sequence ranks, stage 1",
+)
 LIMITS = {
     "stage3_param_persistence_threshold": 0,
     "stage3_max_live_parameters": 600_000,
@@ -98,6 +107,31 @@ def test_the_peak_of_an_update_is_known_before(
     said = sum(need.held.device for need in found.kinds if need.kind not in others)
     for peak in npus(2).run(peak_of_an_update, config):
         assert 0.99 * peak <= said <= 1.05 * peak
+
+
+def cases() -> Any:
+    """Return `benchmarks/foresight.py`, whose cases the ranks here train too."""
+    if "foresight" not in sys.modules:
+        file = Path(__file__).parents[2] / "benchmarks/foresight.py"
+        spec = importlib.util.spec_from_file_location("foresight", file)
+        assert spec is not None and spec.loader is not None
+        sys.modules["foresight"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["foresight"])
+    return sys.modules["foresight"]
+
+
+def peak_of_case(name: str) -> int:
+    return int(cases().measured(cases().CASES[name]))
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("name", PARTS)
+def test_the_peak_of_a_part_of_a_model_is_known_before(name: str, npus: RankPools) -> None:
+    kinds = cases().planned(cases().CASES[name])
+    del kinds["moment"]
+    said = sum(nbytes for kind, nbytes in kinds.items() if kind not in cases()._LIBRARIES)
+    peak = max(npus(2).run(peak_of_case, name))
+    assert 0.97 * peak <= said <= 1.05 * peak
 
 
 # ---- while it trains -----------------------------------------------------------------------------

@@ -8,7 +8,9 @@ Shapes: s tokens of width m, k experts per token, n kept choices of this rank, r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,8 +20,11 @@ from hadal.comm import Ranks
 from hadal.comm.adjoint import Way, across, own
 from hadal.comm.adjoint import gathered as all_slices
 from hadal.comm.functions import all_to_all_single, labelled
-from hadal.device import start_reading
+from hadal.device import has_values, start_reading
 from hadal.errors import ModelError
+
+Table = list[list[int]]
+"""Rows by rank, and by expert of that rank."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,11 @@ def plan_dispatch(experts: Tensor, kept: Tensor, num_experts: int, ranks: Ranks 
     reading = start_reading(torch.stack([mine, theirs]), "the numbers of tokens for experts")
     # Dropped choices come last. The device sorts while the host waits for the numbers.
     order = torch.where(kept, experts, num_experts).reshape(-1).argsort(stable=True)
-    told = reading.values()
-    sent, received = told[0].sum(dim=1).tolist(), told[1].sum(dim=1).tolist()
+    if has_values(counts):
+        leaving, coming = reading.values().tolist()
+    else:
+        leaving, coming = _even_counts(experts.numel(), mine.shape, ranks)
+    sent, received = [sum(row) for row in leaving], [sum(row) for row in coming]
     order = order[: sum(sent)]
     by_expert = None
     if ranks is not None and theirs.shape[1] > 1:
@@ -115,8 +123,17 @@ def plan_dispatch(experts: Tensor, kept: Tensor, num_experts: int, ranks: Ranks 
         sent,
         received,
         by_expert,
-        tuple(told[1].sum(dim=0).tolist()),
+        tuple(map(sum, zip(*coming, strict=True))),
     )
+
+
+def _even_counts(rows: int, shape: Sequence[int], ranks: Ranks | None) -> tuple[Table, Table]:
+    """Return what this rank sends and receives if all experts get as many of all ranks' rows."""
+    size, each = shape
+    bounds = [rows * number // (size * each) for number in range(size * each + 1)]
+    counts = [stop - start for start, stop in pairwise(bounds)]
+    leaving = [counts[first : first + each] for first in range(0, size * each, each)]
+    return leaving, [leaving[0 if ranks is None else ranks.rank]] * size
 
 
 def _exchanged_counts(mine: Tensor, ranks: Ranks) -> Tensor:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hadal.comm.functions import all_gather_into_tensor, labelled
-from hadal.device import on_device, read_on_host
+from hadal.device import has_values, on_device, read_on_host
 from hadal.errors import SequenceError
 from hadal.plugins.sequence.attention import gather_sequence, share_heads, to_sequence
 from hadal.plugins.sequence.groups import SequenceGroups, initialize_sequence_parallel
@@ -550,6 +550,8 @@ def gather_positions(mine: Tensor, group: dist.ProcessGroup) -> Positions:
 
 def documents_in(positions: Tensor) -> tuple[tuple[int, ...], ...] | None:
     """Return the lengths of the runs of consecutive positions in each row; None if all are one."""
+    if not has_values(positions):
+        return None  # a plan
     breaks = positions[:, 1:] != positions[:, :-1] + 1
     on_host = read_on_host(breaks, "where packed documents begin")
     if not on_host.any():

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hadal.comm import Ranks
 from hadal.comm.functions import all_gather_object, labelled
-from hadal.device import read_on_host
+from hadal.device import has_values, read_on_host
 from hadal.errors import SequenceError
 from hadal.listener import Forward, Listener, Setting
 from hadal.plugins.sequence.attention import DistributedAttention
@@ -84,9 +84,9 @@ class SequenceSlices(Listener):
             )
         labels = batch.get("labels")
         self._check(batch, labels)
-        if not self._is_compared:
-            self._is_compared = True
+        if not self._is_compared and has_values(tokens):
             self._compare(tokens)
+        self._is_compared = True
         whole = padded(batch, self._size)
         if isinstance(labels, Tensor):
             targets = whole["shift_labels"]
@@ -121,7 +121,8 @@ class SequenceSlices(Listener):
             )
         # Reading a mask waits for an accelerator, so only the first batch is checked.
         looks = not self._is_compared or (isinstance(mask, Tensor) and mask.device.type == "cpu")
-        if looks and isinstance(mask, Tensor) and batch.get("position_ids") is None:
+        looks = looks and batch.get("position_ids") is None
+        if looks and isinstance(mask, Tensor) and has_values(mask):
             check_padding(mask)
         if labels is not None and self._loss is None:
             self._take_loss()
