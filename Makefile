@@ -100,7 +100,7 @@ test-processors: $(VENV)/.test  ## run the contracts and what compares bits as o
 $(SUITES)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SUITES)
 	$(SUITES)/bin/python -m pip install --quiet -c constraints.txt 'torch==2.13.0' -e '.[compat]' ./compat/deepspeed-stub \
-		trl datasets pytest parameterized==0.9.0 hjson==3.1.0 py-cpuinfo==9.0.0
+		trl datasets evaluate pytest parameterized==0.9.0 hjson==3.1.0 py-cpuinfo==9.0.0
 	@touch $@
 
 suites: $(SUITES)/.installed  ## run other people's programs and tests on Hadal (SUITE="accelerate trl"; hours for all)

@@ -62,8 +62,9 @@ def write_data(folder: Path) -> None:
     }
     for name, row in rows.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(row()) + "\n" for _ in range(32)]
-        (folder / name / "train.jsonl").write_text("".join(lines))
+        for split in ("train", "test"):
+            lines = [json.dumps(row()) + "\n" for _ in range(32)]
+            (folder / name / f"{split}.jsonl").write_text("".join(lines))
     (folder / "lines.txt").write_text("".join(some(12) + "\n" for _ in range(200)))
 
 
@@ -82,35 +83,41 @@ def write_configurations(folder: Path) -> None:
 
 
 def write_hub(home: Path) -> None:
-    """Write the models that accelerate's tests load by name."""
+    """Write the models that tests load by name."""
     import torch
     import transformers
 
-    def snapshot(name: str) -> Path:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    experts |= {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}
+    gpt = "GPT2LMHeadModel", {"n_embd": 8, "n_layer": 2, "n_head": 2}
+    t5 = {"vocab_size": 128, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    t5 |= {"decoder_start_token_id": 0}
+    models: dict[str, tuple[str, dict[str, int]]] = {
+        "gpt2": gpt,
+        "sshleifer/tiny-gpt2": gpt,
+        "hf-internal-testing/tiny-random-gpt2": gpt,
+        "hf-internal-testing/tiny-random-gptj": (
+            "GPTJForCausalLM",
+            {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4},
+        ),
+        "patrickvonplaten/t5-tiny-random": ("T5ForConditionalGeneration", t5),
+        "peft-internal-testing/tiny-random-qwen-1.5-MoE": (
+            "Qwen2MoeForCausalLM",
+            sizes | experts | {"intermediate_size": 32},
+        ),
+        "apple/mobilevit-xx-small": ("MobileViTModel", {}),
+    }
+    torch.manual_seed(0)
+    for name, (kind, settings) in models.items():
         place = home / "hub" / ("models--" + name.replace("/", "--"))
         (place / "refs").mkdir(parents=True, exist_ok=True)
         (place / "refs" / "main").write_text("0" * 40)
-        return place / "snapshots" / ("0" * 40)
-
-    torch.manual_seed(0)
-    gpt = transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2)
-    for name in ("gpt2", "sshleifer/tiny-gpt2", "hf-internal-testing/tiny-random-gpt2"):
-        transformers.GPT2LMHeadModel(gpt).save_pretrained(snapshot(name))
-    experts = transformers.Qwen2MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    name = "peft-internal-testing/tiny-random-qwen-1.5-MoE"
-    transformers.Qwen2MoeForCausalLM(experts).save_pretrained(snapshot(name))
-    transformers.MobileViTConfig().save_pretrained(snapshot("apple/mobilevit-xx-small"))
+        snapshot = place / "snapshots" / ("0" * 40)
+        model = getattr(transformers, kind)
+        model(model.config_class(**settings)).save_pretrained(snapshot)
+        kind_of_words = transformers.T5Tokenizer if kind.startswith("T5") else tokenizer
+        kind_of_words().save_pretrained(snapshot)
 
 
 def main() -> None:

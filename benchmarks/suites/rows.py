@@ -20,7 +20,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests or programs of one project; without a repository, they are in its package."""
+    """Tests or programs of one project; without a repository, they are in its package.
+
+    Packages that its version needs in other versions than the environment's are its alone.
+    """
 
     name: str
     version: str
@@ -28,6 +31,7 @@ class Suite:
     passes: int
     repository: str = ""
     copied: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     programs: tuple[Program, ...] = ()
@@ -70,6 +74,50 @@ def _of_trl(script: str, stage: int, lora: str) -> Program:
 
 _TRL_PROGRAMS = tuple(
     _of_trl(script, stage, lora) for script in _TRL for stage in (2, 3) for lora in ("", _LORA)
+)
+
+# ---- peft ----------------------------------------------------------------------------------------
+
+_SFT = (
+    "examples/sft/train.py --model_name_or_path {inputs}/llama --dataset_name {inputs}/sentences"
+    " --dataset_text_field text --max_length 32 --use_peft_lora True --lora_target_modules"
+    " all-linear --save_steps 2 --logging_steps 1 --deepspeed {inputs}/zero%d.json --use_cpu True"
+    " --bf16 False --report_to none --output_dir sft%d --max_steps %d"
+)
+_PEFT_PROGRAMS = (
+    Program("adapters saved, ZeRO-2", _SFT % (2, 2, 2)),
+    Program("adapters saved, ZeRO-3", _SFT % (3, 3, 2)),
+    Program(
+        "adapters loaded, ZeRO-3",
+        _SFT % (3, 3, 4) + " --resume_from_checkpoint sft3/checkpoint-2",
+    ),
+    Program(
+        "training.py, ZeRO-3",
+        "-m accelerate.commands.launch --config_file tests/training/deepspeed_config.yaml"
+        " tests/training/training.py --model_id {inputs}/llama",
+        ranks=0,
+    ),
+)
+
+# ---- transformers --------------------------------------------------------------------------------
+
+_CLM = (
+    "examples/pytorch/language-modeling/run_clm.py --model_name_or_path {inputs}/llama --do_train"
+    " --train_file {inputs}/lines.txt --block_size 32 --max_steps 4 --save_steps 4 --use_cpu True"
+    " --deepspeed {inputs}/zero%d.json --report_to none --output_dir out%d"
+)
+
+# ---- lightning -----------------------------------------------------------------------------------
+
+_LIGHTNING = (
+    "tests_pytorch/strategies/test_deepspeed.py",
+    "tests_pytorch/plugins/precision/test_deepspeed_precision.py",
+    "tests_pytorch/utilities/test_deepspeed_collate_checkpoint.py",
+    "tests_pytorch/utilities/test_deepspeed_model_summary.py",
+    "tests_fabric/strategies/test_deepspeed.py",
+    "tests_fabric/strategies/test_deepspeed_integration.py",
+    "tests_fabric/plugins/precision/test_deepspeed.py",
+    "tests_fabric/plugins/precision/test_deepspeed_integration.py",
 )
 
 # Files that end within two minutes on two cores and in which something passes. More cannot: they
@@ -129,6 +177,44 @@ SUITES = (
         what="`trl.scripts`: SFT, DPO, reward, GRPO, RLOO at ZeRO-2 and 3, with and without LoRA",
         passes=20,
         programs=_TRL_PROGRAMS,
+    ),
+    Suite(
+        name="peft",
+        version="0.21.2, examples at 5d602fdb",
+        what="`examples/sft/train.py` with LoRA at ZeRO-2 and 3; `tests/training/training.py`",
+        passes=3,
+        repository="huggingface/peft",
+        copied=("tests/training", "examples/sft"),
+        programs=_PEFT_PROGRAMS,
+    ),
+    Suite(
+        name="transformers",
+        version="5.0.0, tests at d6a6c826",
+        what="`tests/deepspeed/test_deepspeed.py`",
+        passes=46,
+        repository="huggingface/transformers",
+        copied=("tests", "examples", "src", "conftest.py"),
+        packages=("transformers==5.0.0",),
+        tests=("tests/deepspeed/test_deepspeed.py",),
+        options=("-p", "on_cpus"),
+    ),
+    Suite(
+        name="run_clm",
+        version="transformers 5.23.0, examples at d6a6c826",
+        what="`examples/pytorch/language-modeling/run_clm.py` at ZeRO-2 and 3",
+        passes=2,
+        repository="huggingface/transformers",
+        copied=("examples/pytorch",),
+        programs=tuple(Program(f"ZeRO-{stage}", _CLM % (stage, stage)) for stage in (2, 3)),
+    ),
+    Suite(
+        name="lightning",
+        version="2.6.6, tests at 2.6.5",
+        what=f"its own tests of DeepSpeed, Trainer and Fabric: {len(_LIGHTNING)} files",
+        passes=86,
+        repository="Lightning-AI/pytorch-lightning",
+        copied=("tests",),
+        tests=tuple(f"tests/{file}" for file in _LIGHTNING),
     ),
     Suite(
         name="deepspeed",

@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TABLE = ROOT / "docs/compatibility.md"
 HEAD = "| suite | version | what ran | passed | failed | skipped | why not all | date |"
-LIMIT_S = 240
+LIMIT_S = 600
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,11 @@ def run_suite(suite: Suite, work: Path, checkouts: Path) -> list[Case]:
         (folder / part).parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["cp", "-r", str(source / part), str((folder / part).parent)], check=True)
     variables = environment(work, Path(sys.executable))
+    if suite.packages:
+        own = folder / "packages"
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", own]
+        subprocess.run([*pip, *suite.packages], check=True)
+        variables["PYTHONPATH"] = os.pathsep.join((str(own), variables["PYTHONPATH"]))
     cases = [case for files in suite.tests for case in run_tests(suite, files, folder, variables)]
     for program in suite.programs:
         cases.append(run_program(program, folder, variables))
