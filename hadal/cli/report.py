@@ -43,6 +43,7 @@ def add_to(group: Any) -> None:
             "hadal report --markdown  # to be pasted into an issue",
             "hadal report runs/first --output first.html",
             "hadal report runs/first runs/second  # compares them in runs/report.html",
+            "hadal report autotuning_results  # the table and picture of a search",
             "hadal report runs --follow  # until they end; the open page loads itself again",
         ),
     )

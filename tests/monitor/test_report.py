@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import math
@@ -32,6 +33,9 @@ from hadal.cli.main import main
 from hadal.config import load_config
 from hadal.config.monitors import JsonlMonitor
 from hadal.errors import UsageError
+from hadal.plugins.autotuning.runs import Outcome
+from hadal.plugins.autotuning.space import TuningTrial
+from hadal.plugins.autotuning.summary import Findings, Result
 from hadal.plugins.monitor.files import JsonlWriter, read_lines
 from hadal.plugins.monitor.opening import _commit, describe_run
 from hadal.plugins.monitor.report import read_run, write_page
@@ -474,6 +478,39 @@ def test_a_damaged_run_among_others_is_named(tmp_path: Path) -> None:
         file.write('{"kind": "checkpoint", "tag": "a"}\n')
     with pytest.raises(UsageError, match=f"{paths[0]} or {paths[1]} is damaged, or was not writt"):
         write_page(paths)
+
+
+@pages
+def test_a_search_for_a_configuration_is_shown(tmp_path: Path) -> None:
+    found = [
+        {"throughput": 100.0, "peak_memory_per_gpu": 9e9},
+        {"throughput": 99.0, "peak_memory_per_gpu": 6e9},
+    ]
+    trials = [TuningTrial(stage, 8) for stage in (0, 1)]
+    results = [
+        Result(trial, Outcome(trial.name(1), each), each["throughput"])
+        for trial, each in zip(trials, found, strict=True)
+    ]
+    findings = Findings("throughput", results, {"z2_tmbspg8_gas1": "it would take | 9 GB"})
+    search = tmp_path / "autotuning_results"
+    search.mkdir()
+    (search / "summary.txt").write_text(findings.text(61.0, is_whole=True))
+    (search / "summary.png").write_bytes(b"a picture")
+    assert main(["report", str(search)]) == 0
+    page = Page(search / "report.html")
+    assert page.words["h1"] == ["Autotuning"]
+    assert ["global", "2", "100", "z0_tmbspg8_gas1"] in page.rows
+    assert ["z1_tmbspg8_gas1", "99", "6", "front"] in page.rows
+    assert "z2_tmbspg8_gas1 was not run: it would take | 9 GB" in page.words["p"]
+    assert "z1_tmbspg8_gas1 is within 2% of the best (99) with 3 GB less memory" in page.words["p"]
+    assert page.links == [f"data:image/png;base64,{base64.b64encode(b'a picture').decode()}"]
+    # Beside a run, in the directory of both.
+    engine = engine_of(0, **keys_of(tmp_path))
+    train(engine, range(2))
+    engine.destroy()
+    page = Page(write_page([tmp_path])[0])
+    assert page.words["h2"][:2] == ["Autotuning autotuning_results", "Training"]
+    assert page.figures["updates"] == "2"
 
 
 @pages

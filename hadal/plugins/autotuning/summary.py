@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -107,40 +107,37 @@ class Findings:
             f"Tuning {state} in {timedelta(seconds=seconds)}."
             f" Total number of experiments: {self.runs}."
         )
-        metric = f"{self.metric} in {UNITS[self.metric]},"
-        metric += " less is better" if self.metric == "latency" else " more is better"
+        less_is_better = " (less is better)" * (self.metric == "latency")
+        titles = ("experiment", f"{self.metric}, {UNITS[self.metric]}{less_is_better}")
         front = self.front()
         peaks = [
-            f"{r.outcome.name}: {r.value:.6g}, {r.peak / 1e9:.3g} GB" + ", front" * (r in front)
+            (r.outcome.name, f"{r.value:.6g}", f"{r.peak / 1e9:.3g}", "front" * (r in front))
             for r in self.results
             if r.value is not None
         ]
-        lines = [*_aligned(self.rows()), "", metric, *peaks, *self.notes(), end]
-        return "\n".join(lines) + "\n"
+        lines = [*_aligned(TITLES, self.rows()), ""]
+        if peaks:
+            lines += [*_aligned((*titles, "memory, GB", ""), peaks), ""]
+        return "\n".join([*lines, *self.notes(), end]) + "\n"
 
 
 def _is_close(one: float, best: float) -> bool:
     return best - one <= _CLOSE * abs(best)
 
 
-def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Format rows as a Markdown table with titles; numbers are right-aligned."""
-    cells = [TITLES, *rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(TITLES))]
-    is_number = (False, True, True, False)
+def _aligned(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format rows as a Markdown table whose second and third columns are right-aligned numbers."""
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:
-        columns = zip(row, widths, is_number, strict=True)
-        aligned = (
-            text.rjust(width) if right else text.ljust(width) for text, width, right in columns
-        )
+        cells = enumerate(zip(row, widths, strict=True))
+        aligned = (text.rjust(n) if at in (1, 2) else text.ljust(n) for at, (text, n) in cells)
         return f"| {' | '.join(aligned)} |"
 
-    rules = (
-        "-" * (width - 1) + ":" if right else ":" + "-" * (width - 1)
-        for width, right in zip(widths, is_number, strict=True)
+    rule = (
+        "-" * (n - 1) + ":" if at in (1, 2) else ":" + "-" * (n - 1) for at, n in enumerate(widths)
     )
-    return [line(TITLES), f"| {' | '.join(rules)} |", *map(line, cells[1:])]
+    return [line(titles), f"| {' | '.join(rule)} |", *map(line, rows)]
 
 
 def value_in(found: dict[str, Any] | None, metric: str) -> float | None:

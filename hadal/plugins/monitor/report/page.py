@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from hadal.errors import UsageError
 from hadal.plugins.monitor.report.charts import charts_of
-from hadal.plugins.monitor.report.run import RunRecord, files_of, read_run, understood
+from hadal.plugins.monitor.report.run import RunRecord, files_of, read_run, summaries_of, understood
 from hadal.units import shown_binary
 
 _MOST_ROWS = 200
@@ -25,22 +27,25 @@ def write_page(
     """Write the page of one run or several, and return its path and whether all runs have ended.
 
     Args:
-        places: the runs' directories, their files, or directories of several runs.
-        output: the page; by default `report.html` in the directory that has all of these runs.
+        places: the runs' directories, their files, or directories of several runs; searches' too.
+        output: the page; by default `report.html` in the directory that has all of these.
         reload_s: after how many seconds an open page loads itself again until all runs have ended.
 
     Raises:
         UsageError: there is no run, or one is damaged, or plotly is not installed.
         OSError: the page cannot be written.
     """
-    files = list(dict.fromkeys(file.resolve() for place in places for file in files_of(place)))
-    top = Path(os.path.commonpath([file.parent for file in files]))
+    searches = list(dict.fromkeys(file.resolve() for p in places for file in summaries_of(p)))
+    found = [file for place in places for file in files_of(place, optional=bool(searches))]
+    files = list(dict.fromkeys(file.resolve() for file in found))
+    top = Path(os.path.commonpath([file.parent for file in (*files, *searches)]))
     runs = {_name(file, top): read_run(file) for file in files}
     is_over = all(run.end is not None for run in runs.values())
     path = output or top / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     with understood(*files):
-        text = page_of(runs, None if is_over else reload_s)
+        about = [{"name": _name(file, top), **_search(file)} for file in searches]
+        text = page_of(runs, about, None if is_over else reload_s)
     written = path.with_name(f".{path.name}.tmp")  # a browser never loads half a page
     written.write_text(text, encoding="utf-8")
     written.replace(path)
@@ -51,7 +56,28 @@ def _name(file: Path, top: Path) -> str:
     return file.parent.name if file.parent == top else str(file.parent.relative_to(top))
 
 
-def page_of(runs: Mapping[str, RunRecord], reload_s: float | None) -> str:
+def _search(summary: Path) -> dict[str, Any]:
+    """Return the tables, the other lines and the picture of a search for a configuration."""
+    tables: list[list[list[str]]] = []
+    notes = []
+    for is_row, lines in groupby(summary.read_text(encoding="utf-8").splitlines(), _is_row):
+        if is_row:
+            rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+            tables.append([rows[0], *rows[2:]])
+        else:
+            notes += [line for line in lines if line]
+    picture = summary.with_suffix(".png")
+    encoded = base64.b64encode(picture.read_bytes()).decode() if picture.exists() else ""
+    return {"tables": tables, "notes": notes, "picture": encoded, "folder": str(summary.parent)}
+
+
+def _is_row(line: str) -> bool:
+    return line.startswith("|")
+
+
+def page_of(
+    runs: Mapping[str, RunRecord], searches: Sequence[Mapping[str, Any]], reload_s: float | None
+) -> str:
     """Return the page as HTML: plotly.js, which is 4.8 MB, and up to a megabyte."""
     import jinja2
     from markupsafe import Markup, escape
@@ -82,10 +108,13 @@ def page_of(runs: Mapping[str, RunRecord], reload_s: float | None) -> str:
         figures=_side_by_side([dict(_figures(run)) for run in runs.values()]),
         differences=_differences(list(runs.values())),
         runs=[{"name": name, **_details(run)} for name, run in runs.items()],
+        searches=searches,
     )
 
 
 def _title(runs: Mapping[str, RunRecord]) -> str:
+    if not runs:
+        return "Autotuning"
     classes = dict.fromkeys(run.description["model"]["class"] for run in runs.values())
     names = next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs"
     return f"{', '.join(classes)}, {names}"

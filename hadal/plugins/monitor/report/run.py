@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from hadal.errors import HadalError, UsageError
 from hadal.plugins.monitor.files import FILE, read_lines
 
+SUMMARY = "summary.txt"
+"""The file that autotuning writes."""
+
 Values = NDArray[np.float64]
 
 
@@ -83,18 +86,23 @@ class RunRecord:
         return places
 
 
-def files_of(place: Path) -> list[Path]:
+def summaries_of(place: Path) -> list[Path]:
+    """Return the summaries of autotuning at `place`: a search's directory, or one of several."""
+    return [*place.glob(SUMMARY), *sorted(place.glob(f"*/{SUMMARY}"))]
+
+
+def files_of(place: Path, *, optional: bool = False) -> list[Path]:
     """Return the files of the runs at `place`: a file, a run's directory, or one of several runs.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, and it is not optional.
     """
     if place.is_file():
         return [place]
     if not place.is_dir():
         raise UsageError(f"{place} does not exist; pass the directory of a run, with {FILE}")
     found = [place / FILE] if (place / FILE).is_file() else sorted(place.glob(f"*/{FILE}"))
-    if not found:
+    if not found and not optional:
         raise UsageError(
             f'{place} has no {FILE}; train with "jsonl_monitor": {{"enabled": true}}, which'
             " writes it"
