@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from hadal.comm import Ranks
-    from hadal.plugins.autotuning.collectives import Trial
     from hadal.plugins.autotuning.disk import MeasuredSettings, Search
 
 
@@ -81,12 +80,11 @@ def run_io(parsed: argparse.Namespace) -> int:
         what = "is not a directory" if parsed.path.exists() else "does not exist"
         raise CommandError(f"{parsed.path} {what}; name an existing directory on the disk")
     search = Search(measurer(parsed.path, parsed.size, parsed.seconds, Search.turns))
-    bar, task = progress(Search.turns, "measuring")
     found = []
-    with bar:
+    with progress(Search.turns, "measuring") as advance:
         for one in search.run():
             found.append(one)
-            bar.advance(task)
+            advance(1)
     assert search.best is not None  # the defaults are always measured
     _show_disk(found, search)
     text = json.dumps({"aio": keys_of(search.best.settings)}, indent=2) + "\n"
@@ -123,7 +121,7 @@ _USUAL = ("all_gather", "reduce_scatter")
 _WAYS = {"hadal": "hadal.comm", "torch": "torch.distributed", "training": "as in training"}
 _DEFAULT_RANKS_OF_CPUS = 2
 _LOOK_S = 0.2
-_FIGURES, _PROGRESS = "measured.json", "progress"
+_ASKED, _FIGURES, _PROGRESS = "asked.json", "measured.json", "progress"
 
 
 def _add_comm(group: Any) -> None:
@@ -173,12 +171,7 @@ def _add_comm(group: Any) -> None:
     )
     add_flag(how, "--async-op", "Start each call, then wait for it")
     add_flag(how, "--backend NAME", "torch's backend (default: the device's own)")
-    add_flag(
-        how,
-        "--ranks N",
-        "How many ranks to start on this machine (default: one for each accelerator; else 2)",
-        positive,
-    )
+    _add_ranks(how)
     output = parser.add_argument_group("Output")
     add_flag(
         output,
@@ -190,7 +183,6 @@ def _add_comm(group: Any) -> None:
     add_flag(output, "--raw", "Print plain numbers, in columns separated by tabs")
     add_flag(output, "--json FILE", "Write the figures to a file", Path)
     add_flag(output, "--output FILE", "Draw them, in the format of the suffix", Path)
-    parser.add_argument("--hand-over", type=Path, help=argparse.SUPPRESS)
     parser.set_defaults(run=run_comm)
 
 
@@ -202,10 +194,16 @@ def run_comm(parsed: argparse.Namespace) -> int:
     """
     from hadal.comm.start import env_world_size
 
+    if parsed.hand_over is not None:
+        return _take_part(_asked(parsed))
     _check(parsed)
-    if env_world_size() is None:
-        return _start_ranks(parsed)
-    return _take_part(parsed)
+    if env_world_size() is not None:
+        return _take_part(parsed)
+    parsed.ranks = _ranks_of(parsed)
+    if parsed.ranks == 1:
+        note("one rank sends nothing: the figures are the overhead of the calls")
+    code, text = _found_by_ranks(parsed, _count(parsed, parsed.ranks))
+    return code or _show(parsed, json.loads(text))
 
 
 def _check(parsed: argparse.Namespace) -> None:
@@ -219,7 +217,7 @@ def _check(parsed: argparse.Namespace) -> None:
             raise CommandError(f"no kind {kind!r}; {_meant(kind, _KINDS)}")
     if parsed.dist == "training" and "pt2pt" in parsed.kinds:
         raise CommandError("training has no pt2pt; measure it with --dist hadal or torch")
-    every = [kind for kind in _KINDS if not (kind == "pt2pt" and parsed.dist == "training")]
+    every = [kind for kind in _KINDS if kind != "pt2pt" or parsed.dist != "training"]
     parsed.kinds = parsed.kinds or (every if parsed.all else list(_USUAL))
     if parsed.minsize > parsed.maxsize:
         raise CommandError(f"--minsize {parsed.minsize} is more than --maxsize {parsed.maxsize}")
@@ -253,17 +251,15 @@ def _meant(name: str, known: Sequence[str]) -> str:
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
-def _start_ranks(parsed: argparse.Namespace) -> int:
-    """Run this command again on several ranks, and show their results."""
-    ranks = _ranks_of(parsed)
-    if ranks == 1:
-        note("one rank sends nothing: the figures are the overhead of the calls")
-    started = ["--quiet", "--num_accelerators", str(ranks), "--module"]
-    with tempfile.TemporaryDirectory() as folder:
-        words = [*_words(parsed), "--hand-over", folder]
-        with _followed(Path(folder, _PROGRESS), _count(parsed, ranks)):
-            code = start([*started, "hadal", "bench", "comm", *words])
-        return code or _show(parsed, json.loads(Path(folder, _FIGURES).read_text()))
+def _add_ranks(to: argparse._ActionsContainer) -> None:
+    """Add the flags of commands that start ranks."""
+    add_flag(
+        to,
+        "--ranks N",
+        "How many ranks to start on this machine (default: one for each accelerator; else 2)",
+        positive,
+    )
+    to.add_argument("--hand-over", type=Path, help=argparse.SUPPRESS)
 
 
 def _ranks_of(parsed: argparse.Namespace) -> int:
@@ -277,17 +273,34 @@ def _ranks_of(parsed: argparse.Namespace) -> int:
     return ranks
 
 
+def _found_by_ranks(parsed: argparse.Namespace, total: int = 0) -> tuple[int, str]:
+    """Run this command again on several ranks; return their exit code and what they hand over."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, _ASKED).write_text(json.dumps(vars(parsed), default=str))
+        started = ["--quiet", "--num_accelerators", str(parsed.ranks), "--module", "hadal"]
+        with _followed(Path(folder, _PROGRESS), total):
+            code = start([*started, "bench", parsed.action, "--hand-over", folder])
+        return code, "" if code else Path(folder, _FIGURES).read_text()
+
+
+def _asked(parsed: argparse.Namespace) -> argparse.Namespace:
+    """Return the flags of the command that started this rank."""
+    raw = json.loads(Path(parsed.hand_over, _ASKED).read_text())
+    return argparse.Namespace(**raw | {"hand_over": parsed.hand_over})
+
+
 @contextmanager
 def _followed(path: Path, total: int) -> Iterator[None]:
     """Show how far ranks are: they write a byte to a file with each measurement."""
-    bar, task = progress(total, "measuring")
     is_over = threading.Event()
 
     def follow() -> None:
-        while not is_over.wait(_LOOK_S):
-            bar.update(task, completed=path.stat().st_size if path.exists() else 0)
+        seen = 0
+        while total and not is_over.wait(_LOOK_S):
+            before, seen = seen, path.stat().st_size if path.exists() else 0
+            advance(seen - before)
 
-    with bar:
+    with progress(total, "measuring") as advance:
         follower = threading.Thread(target=follow, daemon=True)
         follower.start()
         try:
@@ -295,17 +308,6 @@ def _followed(path: Path, total: int) -> Iterator[None]:
         finally:
             is_over.set()
             follower.join()
-
-
-def _words(parsed: argparse.Namespace) -> list[str]:
-    """Return the command line again."""
-    words = list(parsed.kinds)
-    names = ("minsize", "maxsize", "factor", "mem_factor", "trials", "warmups", "dtype", "dist")
-    for name in names:
-        value = getattr(parsed, name)
-        words += [] if value is None else [f"--{name}", str(value)]
-    words += ["--backend", parsed.backend] if parsed.backend else []
-    return words + ["--async_op"] * parsed.async_op
 
 
 def _numels(parsed: argparse.Namespace, ranks: int) -> list[int]:
@@ -321,34 +323,34 @@ def _count(parsed: argparse.Namespace, ranks: int) -> int:
 
 
 @contextmanager
-def _steps(parsed: argparse.Namespace, ranks: Ranks) -> Iterator[Callable[[], object]]:
+def _steps(parsed: argparse.Namespace, ranks: Ranks) -> Iterator[Callable[[int], object]]:
     """Return the receiver of a rank's measurements: the starting command, or people."""
     if ranks.rank > 0:
-        yield lambda: None
+        yield lambda count: None
     elif parsed.hand_over is not None:
         with Path(parsed.hand_over, _PROGRESS).open("wb", buffering=0) as file:
-            yield lambda: file.write(b".")
+            yield lambda count: file.write(b"." * count)
     else:
-        bar, task = progress(_count(parsed, ranks.size), "measuring")
-        with bar:
-            yield lambda: bar.advance(task)
+        with progress(_count(parsed, ranks.size), "measuring") as advance:
+            yield advance
 
 
 def _take_part(parsed: argparse.Namespace) -> int:
     from hadal import comm
     from hadal.device import current_device
-    from hadal.plugins.autotuning.collectives import numel_of_memory, sweep
+    from hadal.plugins.autotuning.collectives import Trial, numel_of_memory, sweep
 
     comm.init_distributed(parsed.backend)
-    trial, ranks = _trial(parsed), comm.Ranks.world()
+    dtype, ranks = _dtype_of(parsed.dtype), comm.Ranks.world()
+    trial = Trial(dtype, parsed.trials, parsed.warmups, parsed.async_op, parsed.dist)
     numels = _numels(parsed, ranks.size)
     if parsed.mem_factor is not None:
         numels = [numel_of_memory(parsed.mem_factor, trial.dtype, ranks)]
     found = []
-    with _steps(parsed, ranks) as step:
+    with _steps(parsed, ranks) as advance:
         for one in sweep(parsed.kinds, numels, trial):
             found.append(dataclasses.asdict(one))
-            step()
+            advance(1)
     results = {"ranks": ranks.size, "device": current_device().type, "measured": found}
     comm.destroy_process_group()
     if ranks.rank > 0:
@@ -357,13 +359,6 @@ def _take_part(parsed: argparse.Namespace) -> int:
         Path(parsed.hand_over, _FIGURES).write_text(json.dumps(results))
         return 0
     return _show(parsed, results)
-
-
-def _trial(parsed: argparse.Namespace) -> Trial:
-    from hadal.plugins.autotuning.collectives import Trial
-
-    dtype = _dtype_of(parsed.dtype)
-    return Trial(dtype, parsed.trials, parsed.warmups, parsed.async_op, parsed.dist)
 
 
 # ---- a whole machine -----------------------------------------------------------------------------
@@ -388,13 +383,7 @@ def _add_cluster(group: Any) -> None:
         "An existing directory on a disk, which is measured too (default: the disk is assumed)",
         Path,
     )
-    add_flag(
-        parser,
-        "--ranks N",
-        "How many ranks to start (default: one for each accelerator; else 2)",
-        positive,
-    )
-    parser.add_argument("--hand-over", type=Path, help=argparse.SUPPRESS)
+    _add_ranks(parser)
     parser.set_defaults(run=run_cluster)
 
 
@@ -405,22 +394,18 @@ def run_cluster(parsed: argparse.Namespace) -> int:
         HadalError: that cannot be done.
     """
     if parsed.hand_over is not None:
-        return _measure_machine(parsed)
-    if parsed.folder is not None and not parsed.folder.is_dir():
-        raise CommandError(f"{parsed.folder} is no directory; name an existing one on the disk")
-    ranks = _ranks_of(parsed)
-    started = ["--quiet", "--num_accelerators", str(ranks), "--module"]
-    with tempfile.TemporaryDirectory() as folder:
-        words = ["--hand-over", folder, "--name", parsed.name or platform.node()]
-        words += [] if parsed.folder is None else ["--folder", str(parsed.folder.absolute())]
-        code = start([*started, "hadal", "bench", "cluster", *words])
-        text = "" if code else Path(folder, _FIGURES).read_text()
-    if code:
-        return code
-    _show_cluster(json.loads(text))
-    if parsed.output is not None:
-        write_file(parsed.output, text)
-    return 0
+        return _measure_machine(_asked(parsed))
+    if parsed.folder is not None:
+        if not parsed.folder.is_dir():
+            raise CommandError(f"{parsed.folder} is no directory; name an existing one on the disk")
+        parsed.folder = parsed.folder.absolute()
+    parsed.ranks, parsed.name = _ranks_of(parsed), parsed.name or platform.node()
+    code, text = _found_by_ranks(parsed)
+    if code == 0:
+        _show_cluster(json.loads(text))
+        if parsed.output is not None:
+            write_file(parsed.output, text)
+    return code
 
 
 def _measure_machine(parsed: argparse.Namespace) -> int:
@@ -428,7 +413,7 @@ def _measure_machine(parsed: argparse.Namespace) -> int:
     from hadal.engine.calibration import measure_cluster
 
     comm.init_distributed()
-    text = measure_cluster(parsed.name, parsed.folder)
+    text = measure_cluster(parsed.name, parsed.folder and Path(parsed.folder))
     if comm.Ranks.world().rank == 0:
         Path(parsed.hand_over, _FIGURES).write_text(text)
     comm.destroy_process_group()

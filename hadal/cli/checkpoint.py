@@ -13,7 +13,6 @@ from hadal.cli.terminal import (
     FAILED,
     CommandError,
     aligned,
-    byte_progress,
     heading,
     key,
     progress,
@@ -188,7 +187,7 @@ def _export_hf(source: Source, parsed: argparse.Namespace) -> list[Location]:
     dtype = None if parsed.dtype is None else DTYPES[parsed.dtype]
     exclude_frozen = parsed.exclude_frozen_parameters
     total = nbytes_of_export(source, dtype, exclude_frozen=exclude_frozen)
-    with byte_progress(total, "exporting") as progress:
+    with progress(total, "exporting", is_bytes=True) as advance:
         return export(
             source,
             parsed.out,
@@ -196,7 +195,7 @@ def _export_hf(source: Source, parsed: argparse.Namespace) -> list[Location]:
             dtype=dtype,
             max_shard_nbytes=parsed.max_shard_size,
             exclude_frozen=exclude_frozen,
-            progress=progress,
+            progress=advance,
         )
 
 
@@ -210,13 +209,13 @@ def _export_dcp(source: Source, parsed: argparse.Namespace) -> list[Location]:
         "exclude_frozen": parsed.exclude_frozen_parameters,
     }
     total = nbytes_of_dcp(source, dtype, **options)
-    with byte_progress(total, "exporting") as progress:
+    with progress(total, "exporting", is_bytes=True) as advance:
         return export_dcp(
             source,
             parsed.out,
             dtype=dtype,
             max_file_nbytes=parsed.max_shard_size,
-            progress=progress,
+            progress=advance,
             **options,
         )
 
@@ -234,8 +233,8 @@ def _export_universal(source: Source, parsed: argparse.Namespace) -> list[Locati
             "DeepSpeed's universal format has all parameters; leave out --exclude-frozen-parameters"
         )
     folder = parsed.out / f"{source.path.name}_universal"
-    with byte_progress(nbytes_of_universal(source), "exporting") as progress:
-        return [export_universal(source, folder, progress=progress)]
+    with progress(nbytes_of_universal(source), "exporting", is_bytes=True) as advance:
+        return [export_universal(source, folder, progress=advance)]
 
 
 _EXPORTS = {"hf": _export_hf, "dcp": _export_dcp, "deepspeed-universal": _export_universal}
@@ -263,8 +262,8 @@ def run_verify(parsed: argparse.Namespace) -> int:
     from hadal.checkpoint.inspection import inspected
 
     total = sum(one.file_nbytes for one in inspected(parsed.dir, parsed.tag, verify=False))
-    with byte_progress(total, "verifying") as progress:
-        reports = inspected(parsed.dir, parsed.tag, progress=progress)
+    with progress(total, "verifying", is_bytes=True) as advance:
+        reports = inspected(parsed.dir, parsed.tag, progress=advance)
     for report in reports:
         count = report.file_count
         noun = "file" if count == 1 else "files"
@@ -299,9 +298,8 @@ def run_scan(parsed: argparse.Namespace) -> int:
     from hadal.checkpoint.scanning import files_below, scan_all
 
     files = len(files_below(parsed.path)) if parsed.path.is_dir() else 1
-    bar, task = progress(files, "scanning")
-    with bar:
-        scans = scan_all(parsed.path, lambda _: bar.advance(task))
+    with progress(files, "scanning") as advance:
+        scans = scan_all(parsed.path, lambda _: advance(1))
     if parsed.json:
         show_json([asdict(scan) for scan in scans])
     else:

@@ -16,7 +16,6 @@ from hadal.cli.terminal import (
     INK,
     CommandError,
     aligned,
-    byte_progress,
     key,
     note,
     progress,
@@ -184,19 +183,8 @@ def run_index(parsed: argparse.Namespace) -> int:
     ranges = source.ranges()
     total = sum(span.size for span in ranges)
     began = time.perf_counter()
-    if parsed.format == "dataset":
-        bar, task = progress(total, "indexing")
-        with bar:
-            found = index_texts(
-                source,
-                indexing,
-                parsed.output,
-                _workers(parsed.workers),
-                lambda count: bar.advance(task, count),
-            )
-    else:
-        with byte_progress(total, "indexing") as advance:
-            found = index_texts(source, indexing, parsed.output, _workers(parsed.workers), advance)
+    with progress(total, "indexing", is_bytes=parsed.format != "dataset") as advance:
+        found = index_texts(source, indexing, parsed.output, _workers(parsed.workers), advance)
     seconds = time.perf_counter() - began
     nbytes = bin_path(parsed.output).stat().st_size
     facts: dict[str, Any] = {
@@ -247,15 +235,14 @@ def run_analyze(parsed: argparse.Namespace) -> int:
 
     rows = len(IndexedRows(parsed.dataset))
     model = _model(parsed.model) if "loss" in parsed.metrics and parsed.model else None
-    bar, task = progress(rows * passes(parsed.metrics), "measuring")
-    with bar:
+    with progress(rows * passes(parsed.metrics), "measuring") as advance:
         found = analyze(
             parsed.dataset,
             parsed.output,
             parsed.metrics,
             model=model,
             workers=_workers(parsed.workers),
-            progress=lambda count: bar.advance(task, count),
+            progress=advance,
         )
     facts = {name: _summary(*distribution) for name, distribution in found.items()}
     for name in facts:

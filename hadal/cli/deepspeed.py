@@ -16,7 +16,7 @@ from hadal.cli.flags import divided
 from hadal.cli.main import command_line, main
 from hadal.cli.parser import CONFIG_HELP, Parser, add_flag, integer, size
 from hadal.cli.run import pid_file, start
-from hadal.cli.terminal import FAILED, byte_progress, fail, show
+from hadal.cli.terminal import FAILED, fail, progress, show
 from hadal.errors import HadalError
 
 if TYPE_CHECKING:
@@ -208,12 +208,12 @@ def to_universal(parsed: argparse.Namespace) -> Location:
     from hadal.checkpoint.opening import opened
 
     source = opened(parsed.input_folder)
-    with byte_progress(nbytes_of_universal(source), "converting") as progress:
+    with progress(nbytes_of_universal(source), "converting", is_bytes=True) as advance:
         written = export_universal(
             source,
             location_of(parsed.output_folder),
             strict=getattr(parsed, "strict", True),
-            progress=progress,
+            progress=advance,
         )
     source.close()
     return written

@@ -19,7 +19,6 @@ from hadal.errors import ConfigError, HadalError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console, RenderableType
-    from rich.progress import Progress
     from rich.table import Table
     from rich.text import Text
 
@@ -194,30 +193,24 @@ def _marked(text: str) -> Text:
     return marked
 
 
-def progress(total: int, what: str, *, is_bytes: bool = False) -> tuple[Progress, Any]:
-    """Show a bar on the standard error until the block ends; nothing if that is no terminal."""
+@contextmanager
+def progress(total: int, what: str, *, is_bytes: bool = False) -> Iterator[Callable[[int], None]]:
+    """Show a bar on the standard error, unless that is no terminal; the function advances it."""
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
 
-    target = console(sys.stderr)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn() if is_bytes else MofNCompleteColumn(),
         Remaining(),
-        console=target,
+        console=console(sys.stderr),
         transient=True,
         disable=not sys.stderr.isatty(),
     )
-    return bar, bar.add_task(what, total=total)
-
-
-@contextmanager
-def byte_progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """Show a bar of bytes as `progress` does; the function given advances it."""
-    bar, task = progress(total, what, is_bytes=True)
+    task = bar.add_task(what, total=total)
     with bar:
-        yield lambda nbytes: bar.advance(task, nbytes)
+        yield lambda count: bar.advance(task, count)
 
 
 def write_file(path: Path, text: str) -> None:

@@ -111,19 +111,18 @@ def test_a_measured_machine_is_shown_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(words: list[str]) -> int:
-        started.extend(words)
         folder = Path(words[words.index("--hand-over") + 1])
+        asked.update(json.loads((folder / "asked.json").read_text()))
         (folder / "measured.json").write_text(cluster_named("h100x2").written())
         return 0
 
-    started: list[str] = []
+    asked: dict[str, Any] = {}
     monkeypatch.setattr("hadal.cli.bench.start", start)
     out = tmp_path / "cluster.json"
     words = ["bench", "cluster", "--ranks", "2", "--name", "mine", "--folder", str(tmp_path)]
     assert main([*words, "--output", str(out)]) == 0
     assert read_cluster(out) == cluster_named("h100x2")
-    assert started[started.index("--name") + 1] == "mine"
-    assert started[started.index("--folder") + 1] == str(tmp_path)
+    assert (asked["name"], asked["folder"], asked["ranks"]) == ("mine", str(tmp_path), 2)
     shown = capsys.readouterr().out
     for words in (["matrices in bf16", "593 TFLOP/s"], ["all_gather in fp32", "360.00 GB/s"]):
         assert all(word in shown for word in words)
