@@ -181,7 +181,7 @@ SUITES = (
     Suite(
         name="peft",
         version="0.21.2, examples at 5d602fdb",
-        what="`examples/sft/train.py` with LoRA at ZeRO-2 and 3; `tests/training/training.py`",
+        what="its example `sft/train.py` with LoRA at ZeRO-2 and 3; its test `training.py`",
         passes=3,
         repository="huggingface/peft",
         copied=("tests/training", "examples/sft"),
@@ -190,7 +190,7 @@ SUITES = (
     Suite(
         name="transformers",
         version="5.0.0, tests at d6a6c826",
-        what="`tests/deepspeed/test_deepspeed.py`",
+        what="`test_deepspeed.py`",
         passes=46,
         repository="huggingface/transformers",
         copied=("tests", "examples", "src", "conftest.py"),
@@ -201,7 +201,7 @@ SUITES = (
     Suite(
         name="run_clm",
         version="transformers 5.23.0, examples at d6a6c826",
-        what="`examples/pytorch/language-modeling/run_clm.py` at ZeRO-2 and 3",
+        what="`run_clm.py` at ZeRO-2 and 3",
         passes=2,
         repository="huggingface/transformers",
         copied=("examples/pytorch",),
