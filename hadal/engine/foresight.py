@@ -268,7 +268,7 @@ class CandidatePlanner:
 
     def __init__(self, model: nn.Module, config: Config, cluster: ComputeCluster, nodes: int):
         self._config = config
-        self._offloads = not cluster.computes_on_host
+        self._computes_on_host = cluster.computes_on_host
         # The engine is about to shard the model's own parameters.
         self._planner = Planner(copied(model, torch.device("meta")), cluster, nodes)
         self._runs = True
@@ -278,7 +278,7 @@ class CandidatePlanner:
 
         A model that cannot run without values has bytes alone, without activations. Once no patch
         of a micro-batch fits, larger ones are not planned, and have nothing; nor has offloading
-        from a host that computes.
+        from a host that computes, unless this configuration sets it.
 
         Args:
             batch: a micro-batch of this configuration; dimension 0 of its tensors counts samples.
@@ -286,10 +286,11 @@ class CandidatePlanner:
         """
         steps = self._config.gradient_accumulation_steps
         raw = _as_given(self._config) | {_ACCUMULATION: steps}
+        may_offload = _leaves_device(raw) or not self._computes_on_host
         found: list[dict[str, Any]] = [{} for _ in patches]
         by_size: dict[int, list[int]] = {}
         for number, patch in enumerate(patches):
-            if self._offloads or not _leaves_device(patch):
+            if may_offload or not _leaves_device(patch):
                 by_size.setdefault(patch[_MICRO], []).append(number)
         for micro, numbers in sorted(by_size.items()):
             given = _resized(batch, self._config.train_micro_batch_size_per_gpu, micro)

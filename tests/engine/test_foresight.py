@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import hadal
 from hadal.comm import Ranks
+from hadal.config import load_config
 from hadal.engine.clusters import cluster_here, cluster_named
-from hadal.engine.foresight import Foresight, Planner, advise, merged
+from hadal.engine.foresight import CandidatePlanner, Foresight, Planner, advise, merged
 from hadal.errors import ConfigError, ModelError
 
 WIDTH, BLOCKS, ROWS = 512, 6, 4096
@@ -149,6 +150,20 @@ def test_a_host_that_computes_offloads_nothing() -> None:
     found = hadal.plan(whole.rank.model, whole.raw, BATCH, cluster=small)
     patches = [str(change.patch) for change in advise(found, whole.rank.model)]
     assert patches and not any("offload" in patch for patch in patches)
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_search_offloads_to_a_host_that_computes_only_if_asked(is_listed: bool) -> None:
+    away = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+    own = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}}
+    raw = {"train_micro_batch_size_per_gpu": 8, **(own if is_listed else {})}
+    planner = CandidatePlanner(
+        model(), load_config(raw, world_size=2), cluster_here(torch.device("cpu"), 2), 1
+    )
+    size = {"train_micro_batch_size_per_gpu": 8}
+    batch = torch.empty(8, WIDTH, device="meta")
+    found, moved = planner.plan(batch, [size | own, size | away])
+    assert bool(found) == is_listed and bool(moved) == is_listed
 
 
 def test_smaller_micro_batches_come_before_the_host() -> None:
