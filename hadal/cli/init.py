@@ -18,7 +18,7 @@ from hadal.units import shown_nbytes, shown_numel
 
 if TYPE_CHECKING:
     from hadal.engine.foresight import Foresight
-    from hadal.engine.stage_plans import MemoryPlan
+    from hadal.zero.estimate import MemoryPlan
 
 
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -115,7 +115,7 @@ def draft(answers: Answers) -> Draft:
 
 def _allowed(answers: Answers) -> list[MemoryPlan]:
     """Return the plans that offload to the allowed storage, the fastest first."""
-    from hadal.engine.stage_plans import PLANS
+    from hadal.zero.estimate import PLANS
     from hadal.zero.policy import Tier
 
     tiers = {Tier.DEVICE}

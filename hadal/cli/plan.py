@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import pkgutil
+import re
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,7 @@ from hadal.cli.terminal import (
     write_picture,
 )
 from hadal.errors import ModelError
-from hadal.units import numel_of, shown_nbytes, shown_numel
+from hadal.units import shown_nbytes, shown_numel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from hadal.engine.activations import BlockMemory
     from hadal.engine.clusters import ComputeCluster
     from hadal.engine.foresight import Change, Foresight, Planner
-    from hadal.engine.stage_plans import MemoryPlan
+    from hadal.zero.estimate import MemoryPlan
 
 _GB = 1e9
 _LENGTH = 4096
@@ -178,7 +179,7 @@ def run(parsed: argparse.Namespace) -> int:
             plans = plan_stages(planner, batch)
             best = best_plan(plans)
             if parsed.json:
-                show_json([{**one.named(), **_plain(found)} for one, found in plans.items()])
+                show_json([{**_plain(found), **one.tiers} for one, found in plans.items()])
                 return best is None
             _show_stages(plans, best)
             found = plans[best or next(one for one in plans if one.stage == 3)]
@@ -240,7 +241,8 @@ def model_at(path: str) -> tuple[nn.Module, Any]:
     if os.path.isfile(os.path.join(path, "config.json")):
         return _model_in(path), None
     if ":" not in path:
-        remedy = f"use --params {path}" if _is_numel(path) else "the function builds the model"
+        is_size = re.fullmatch(r"[\d.]+[KMBT]?", path, re.IGNORECASE)
+        remedy = f"use --params {path}" if is_size else "the function builds the model"
         raise ModelError(
             f'--model is "{path}", expected a folder with a config.json, of which there is none,'
             f' or "package.module:function"; {remedy}'
@@ -281,13 +283,6 @@ def _model_in(folder: str) -> nn.Module:
             " `architectures` names a class of transformers (pip install transformers)"
         ) from error
     return model
-
-
-def _is_numel(text: str) -> bool:
-    try:
-        return bool(numel_of(text))
-    except ValueError:
-        return False
 
 
 def _tokens(model: nn.Module, parsed: argparse.Namespace) -> Any:
@@ -369,7 +364,7 @@ def _show_stages(plans: Mapping[MemoryPlan, Foresight], best: MemoryPlan | None)
         in_node = found.cluster.devices_per_node * found.total.host
         sizes = map(_gb, (found.memory.held.device, *found.total, in_node))
         end, style = (", best", "best") if chosen == best else ("", None)
-        cells = (*map(str, chosen.named().values()), *sizes, _verdict(found) + end)
+        cells = (str(chosen.stage), *chosen.tiers.values(), *sizes, _verdict(found) + end)
         made.add_row(*cells, style=style)
     show(heading(f"{_said(one)}, bf16 or fp16 with Adam, GB per rank"), "", made, "")
 
@@ -393,7 +388,9 @@ def _show(found: Foresight, changes: Sequence[Change], blocks: Sequence[BlockMem
         show(aligned(rows), "")
     if found.peak is not None:
         unit = f" of {found.peak.unit}" if found.peak.unit else ""
-        show(f"The peak is in {found.peak.phase}{unit}, with {_batch(found.batch)} a rank.", "")
+        batch = " and ".join(" x ".join(map(str, shape)) for shape in _shapes(found.batch))
+        where = f"{found.peak.phase}{unit}"
+        show(f"The peak is in {where}, with a micro-batch of {batch} a rank.", "")
     else:
         show("Without a batch, activations and time are left out.", "")
     sizes, job = counted(found.rank.model), found.rank.job
@@ -409,11 +406,6 @@ def _show(found: Foresight, changes: Sequence[Change], blocks: Sequence[BlockMem
         _show_changes(changes)
     elif not found.fits:
         show("No change of the configuration that saves memory is left; use more devices.")
-
-
-def _batch(batch: Any) -> str:
-    known = (" x ".join(map(str, shape)) for shape in _shapes(batch))
-    return f"a micro-batch of {' and '.join(known)}"
 
 
 def _shapes(batch: Any) -> list[tuple[int, ...]]:

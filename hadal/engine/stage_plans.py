@@ -4,48 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from hadal.engine.foresight import Foresight, Planner
-from hadal.zero.policy import Tier
+from hadal.zero.estimate import PLANS, MemoryPlan
 
 # The fraction of a device's memory that is for all but activations, if these are not planned.
 _ROOM = 0.8
-
-
-class MemoryPlan(NamedTuple):
-    """A ZeRO stage, and the tiers of the optimizer and of the weights."""
-
-    stage: int
-    optimizer: Tier = Tier.DEVICE
-    weights: Tier = Tier.DEVICE
-
-    def section(self, folder: str) -> dict[str, Any]:
-        """Return `zero_optimization` for it; `folder` is on the disk."""
-        section: dict[str, Any] = {"stage": self.stage}
-        for name, tier in (("offload_optimizer", self.optimizer), ("offload_param", self.weights)):
-            if tier is Tier.HOST:
-                section[name] = {"device": "cpu", "pin_memory": True}
-            elif tier is Tier.DISK:
-                section[name] = {"device": "nvme", "nvme_path": folder, "pin_memory": True}
-        return section
-
-    def named(self) -> dict[str, Any]:
-        """Return the stage and the tiers as the configuration names them."""
-        section, found = self.section(""), {"stage": self.stage}
-        for name in ("offload_optimizer", "offload_param"):
-            found[name] = section.get(name, {"device": "none"})["device"]
-        return found
-
-
-PLANS = (
-    *(MemoryPlan(stage) for stage in range(4)),
-    *(MemoryPlan(stage, Tier.HOST) for stage in range(4)),
-    *(MemoryPlan(stage, Tier.DISK) for stage in (1, 2, 3)),
-    MemoryPlan(3, Tier.HOST, Tier.HOST),
-    MemoryPlan(3, Tier.DISK, Tier.DISK),
-)
-"""The usual plans, fastest first."""
 
 
 def plan_stages(
@@ -81,8 +46,5 @@ class MemoryFit(Enum):
 def best_plan(found: Mapping[MemoryPlan, Foresight]) -> MemoryPlan | None:
     """Return the first plan that fits, else the first that fits tightly, or None."""
     fits = {chosen: MemoryFit.of(plan) for chosen, plan in found.items()}
-    for wanted in (MemoryFit.GOOD, MemoryFit.TIGHT):
-        for chosen, fit in fits.items():
-            if fit is wanted:
-                return chosen
-    return None
+    best = min(fits, key=lambda chosen: [*MemoryFit].index(fits[chosen]))
+    return None if fits[best] is MemoryFit.NONE else best

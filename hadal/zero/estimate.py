@@ -17,9 +17,9 @@ of the disk go through buffers on the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -314,6 +314,46 @@ def host_nbytes(model: Model, job: JobSize, *, born_sharded: bool) -> int:
     return _FP32_NBYTES * job.devices_per_node * model.numel
 
 
+# ---- the usual plans -----------------------------------------------------------------------------
+
+_TIERS = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
+
+
+class MemoryPlan(NamedTuple):
+    """A ZeRO stage, and the tiers of the optimizer and of the weights."""
+
+    stage: int
+    optimizer: Tier = Tier.DEVICE
+    weights: Tier = Tier.DEVICE
+
+    @property
+    def tiers(self) -> dict[str, str]:
+        """The tiers by the configuration's names."""
+        return {
+            "offload_optimizer": _TIERS[self.optimizer],
+            "offload_param": _TIERS[self.weights],
+        }
+
+    def section(self, folder: str) -> dict[str, Any]:
+        """Return `zero_optimization` for it; `folder` is on the disk."""
+        section: dict[str, Any] = {"stage": self.stage}
+        for key, device in self.tiers.items():
+            if device != "none":
+                path = {"nvme_path": folder} if device == "nvme" else {}
+                section[key] = {"device": device, **path, "pin_memory": True}
+        return section
+
+
+PLANS = (
+    *(MemoryPlan(stage) for stage in range(4)),
+    *(MemoryPlan(stage, Tier.HOST) for stage in range(4)),
+    *(MemoryPlan(stage, Tier.DISK) for stage in (1, 2, 3)),
+    MemoryPlan(3, Tier.HOST, Tier.HOST),
+    MemoryPlan(3, Tier.DISK, Tier.DISK),
+)
+"""The usual plans, fastest first."""
+
+
 # ---- the functions that users know ---------------------------------------------------------------
 
 
@@ -435,13 +475,12 @@ def _print_needs(stage: int, model: Model, job: JobSize, factor: float) -> None:
     born = "host, per node | no zero.Init  " if is_3 else "host, per node"
     lines = [f"  per device     | {born} | disk, per node | options"]
     for precision, cost in (("bf16 or fp16", HALF), ("fp32", FULL)):
-        for weights, optimizer in _RESTS if is_3 else _RESTS[:3]:
-            row = _row(stage, model, job, cost, ShardTiers(weights, optimizer))
+        for plan in (plan for plan in PLANS if plan.stage == stage):
+            row = _row(stage, model, job, cost, ShardTiers(plan.weights, plan.optimizer))
             hosts = (factor * row.host_born_sharded, factor * row.host_whole)
             cells = (row.device, *hosts[0 if is_3 else 1 :], row.disk)
             shown = " | ".join(f"{nbytes / _GB:11.2f} GB" for nbytes in cells)
-            tiers = {"optimizer": optimizer, "param": weights}.items()
-            off = [f"offload_{name} {_TIERS[t]}" for name, t in tiers if t is not Tier.DEVICE]
+            off = [f"{key} {device}" for key, device in plan.tiers.items() if device != "none"]
             lines.append(f"  {shown} | {', '.join([precision, *off])}")
     frozen = f" ({_millions(model.frozen)} of them frozen)" if model.frozen else ""
     title = "ZeRO-3, with the largest layer whole," if is_3 else "ZeRO-2"
@@ -450,17 +489,6 @@ def _print_needs(stage: int, model: Model, job: JobSize, factor: float) -> None:
         f"with Adam, on {job.nodes} x {job.devices_per_node} devices; activations come on top.",
     ]
     print("\n".join([*head, *lines]))  # noqa: T201 - the function's purpose is to print
-
-
-# The configuration's names for the tiers.
-_TIERS = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
-_RESTS: Sequence[tuple[Tier, Tier]] = (
-    (Tier.DEVICE, Tier.DEVICE),
-    (Tier.DEVICE, Tier.HOST),
-    (Tier.DEVICE, Tier.DISK),
-    (Tier.HOST, Tier.HOST),
-    (Tier.DISK, Tier.DISK),
-)
 
 
 class _Row(NamedTuple):
