@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed"
-CASES = sorted(path.name.removesuffix(".tar.xz") for path in DATA.glob("*.tar.xz"))
+# All of the same model; those of models in parts are in test_both_ways.py.
+CASES = sorted(path.name.removesuffix(".tar.xz") for path in DATA.glob("[!ep]*.tar.xz"))
 
 
 def _module(name: str) -> ModuleType:

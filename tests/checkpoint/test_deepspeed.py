@@ -8,6 +8,7 @@ import pickle
 import zipfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,6 +107,28 @@ def test_stage_0_values_are_matched_to_names(tmp_path: Path) -> None:
         DeepSpeedSource(saved.checkpoint, [first + second])
     unnamed = DeepSpeedSource(saved.checkpoint)
     assert {kind for _, kind in unnamed.entries} == {"weight", "buffer"}
+
+
+@pytest.mark.parametrize("data_first", [False, True])
+def test_slices_of_experts_are_joined_for_each_set_of_ranks(data_first: bool) -> None:
+    """Two sets of two ranks; every rank counts its experts from 0."""
+    prefix, values = "m.deepspeed_experts", torch.arange(10.0).view(2, 5)
+
+    def of_rank(rank: int) -> dict[str, Any]:
+        place, part = divmod(rank, 2) if data_first else (rank % 2, rank // 2)
+        flat = torch.nn.functional.pad(values[place], (0, 1)).view(2, 3)[part]
+        group = {"params": [0], "moe": True, "name": "ep_size_2", "lr": 0.1}
+        base = {"state": {0: {"step": 1}}, "param_groups": [group]}
+        return {"base_optimizer_state": base, "single_partition_of_fp32_groups": [flat]}
+
+    ranks, shapes = (
+        [of_rank(rank) for rank in range(4)],
+        [{f"{prefix}.0": (3,), f"{prefix}.1": (2,)}],
+    )
+    found = layouts.cut_evenly(ranks, shapes, data_first=data_first)
+    joined = [torch.cat(found.masters[f"{prefix}.{number}"]).tolist() for number in range(4)]
+    assert joined == [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]]
+    assert found.options == [{"lr": 0.1}] and found.names == [list(found.masters)]
 
 
 @given(st.data())
@@ -274,8 +297,8 @@ def test_missing_files_and_other_formats_are_reported(tmp_path: Path) -> None:
     second.with_name(second.name.replace("rank_1", "rank_2")).write_bytes(content)
     with pytest.raises(CheckpointError, match="no optim states of rank 1"):
         DeepSpeedSource(saved.checkpoint)
-    (saved.checkpoint / "layer_00-model_00-model_states.pt").touch()
-    with pytest.raises(NotBuiltYetError, match="pipeline"):
+    (saved.checkpoint / "layer_00-model_01-model_states.pt").touch()
+    with pytest.raises(NotBuiltYetError, match="one of several tensor-parallel parts"):
         DeepSpeedSource(saved.checkpoint)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hadal.checkpoint.files import items_of, system_errors
@@ -19,27 +20,35 @@ _OPTIMIZER = re.compile(
 _EXPERT = re.compile(
     r"(?:layer_(?P<layer>\d+)_)?expert_(?P<number>\d+)_mp_rank_(?P<part>\d+)_model_states\.pt"
 )
+_LAYER = re.compile(r"layer_(?P<layer>\d+)(?:-model_00)?-model_states\.pt")
 _ELSEWHERE = re.compile(r"layer_\d+.*model_states\.pt|offloaded_tensors")
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of one checkpoint, in the order of the ranks."""
+    """The files of one checkpoint, in the order of the stages of a pipeline and of their ranks."""
 
     model: tuple[Path, ...]
-    """One for all ranks, or one for each of them."""
+    """One for all ranks, or one for each of them; of a pipeline one for each stage."""
     optimizer: tuple[Path, ...]
     """One for each rank; none if nothing was sharded, or in the universal format."""
     values: Path | None
     """The folder of the universal format, with one folder for each parameter."""
     experts: tuple[Path, ...] = ()
     """One for each expert of each layer of experts."""
+    layers: Mapping[int, Path] = field(default_factory=dict)
+    """One for each layer of a pipeline that is a module, by its index."""
+
+    @property
+    def stages(self) -> int:
+        """The number of the pipeline's stages; 1 if there is no pipeline."""
+        return len(self.model) if self.layers else 1
 
     @property
     def all(self) -> list[Path]:
         """All files of the checkpoint."""
         values = [] if self.values is None else sorted(self.values.rglob("*.pt"))
-        return [*self.model, *self.experts, *self.optimizer, *values]
+        return [*self.model, *self.layers.values(), *self.experts, *self.optimizer, *values]
 
 
 def is_deepspeed(folder: Location) -> bool:
@@ -53,13 +62,15 @@ def files_of(folder: Path) -> Files:
 
     Raises:
         CheckpointError: some are missing.
-        NotBuiltYetError: it holds model-parallel parts or a pipeline.
+        NotBuiltYetError: it holds tensor-parallel parts, or state on disk.
     """
-    model: dict[int, Path] = {}
-    optimizer: dict[int, Path] = {}
+    model: dict[int, dict[int, Path]] = {}
+    optimizer: dict[int, dict[int, Path]] = {}
     experts: dict[int, dict[int, Path]] = {}
     with system_errors(folder, "read"):
         names = sorted(path.name for path in folder.iterdir())
+    found_layers = [found for found in map(_LAYER.fullmatch, names) if found]
+    layers = {int(found["layer"]): folder / found.string for found in found_layers}
     for name in names:
         expert = _EXPERT.fullmatch(name)
         if expert is not None:
@@ -68,14 +79,15 @@ def files_of(folder: Path) -> Files:
             layer = experts.setdefault(int(expert["layer"] or 0), {})
             layer[int(expert["number"])] = folder / name
             continue
-        if _ELSEWHERE.fullmatch(name):
-            _refuse(folder / name, "part of a pipeline, or of state on disk")
+        if _ELSEWHERE.fullmatch(name) and not _LAYER.fullmatch(name):
+            _refuse(folder / name, "one of several tensor-parallel parts, or of state on disk")
         found = _WHOLE.fullmatch(name) or _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
         if found is None:
             continue
-        if int(found["part"]) != 0:
+        part = int(found["part"])
+        if part != 0 and not layers:
             _refuse(folder / name, "one of several model-parallel parts")
-        rows = optimizer if found.re is _OPTIMIZER else model
+        rows = (optimizer if found.re is _OPTIMIZER else model).setdefault(part, {})
         rank = int(found.groupdict().get("rank") or 0)
         # In the universal format one file may have both names, each for other stages.
         if rank in rows and (folder / "zero").is_dir():
@@ -85,14 +97,21 @@ def files_of(folder: Path) -> Files:
         rows[rank] = folder / name
     values = folder / "zero"
     return Files(
-        model=_in_order(folder, "model states of rank", model),
-        optimizer=_in_order(folder, "optim states of rank", optimizer),
+        model=_of_stages(folder, "model states of rank", model),
+        optimizer=_of_stages(folder, "optim states of rank", optimizer),
         values=values if values.is_dir() else None,
         experts=tuple(
             path
             for layer, found in sorted(experts.items())
             for path in _in_order(folder, f"states of layer {layer}'s expert", found)
         ),
+        layers=layers,
+    )
+
+
+def _of_stages(folder: Path, what: str, found: dict[int, dict[int, Path]]) -> tuple[Path, ...]:
+    return tuple(
+        path for _, ranks in sorted(found.items()) for path in _in_order(folder, what, ranks)
     )
 
 

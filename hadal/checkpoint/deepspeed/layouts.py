@@ -7,8 +7,11 @@ folder of files for each parameter.
 
 from __future__ import annotations
 
+import re
+from collections import ChainMap, Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -50,28 +53,82 @@ class TrainedValues:
                 self.scalars.setdefault(name, {})[key] = value
 
 
-def cut_evenly(optimizers: Sequence[Any], shapes: Shapes) -> TrainedValues:
+def cut_evenly(
+    optimizers: Sequence[Any], shapes: Shapes, *, data_first: bool = False
+) -> TrainedValues:
     """Parse stages 1 and 2: a group's parameters end to end, in even slices per rank.
 
     Padding may follow a parameter. (The slice table in the files is not used: with
-    `round_robin_gradients` it gives another order.)
+    `round_robin_gradients` it gives another order.) A group of experts is sharded over the ranks
+    with the same experts: every n-th of n sets, or with `data_first` neighbours.
     """
     first = _base(optimizers[0])
-    found = TrainedValues(options_of(first), names_of(first, shapes))
+    found = TrainedValues(options_of(first))
     gaps = optimizers[0].get("param_alignment_paddings") or [[0] * len(named) for named in shapes]
     for number, named in enumerate(shapes):
-        base, places = 0, list(_end_to_end(named, gaps[number]))
-        for optimizer in optimizers:
-            flat, inner = optimizer["single_partition_of_fp32_groups"][number], _base(optimizer)
-            (index,) = inner["param_groups"][number]["params"]
-            stop = base + flat.numel()
-            for name, begin, end in places:
-                start, numel = max(begin, base), max(min(end, stop) - max(begin, base), 0)
-                if numel or (begin == end and name not in found.masters):
-                    found.add(name, flat, start - base, numel, inner["state"].get(index, {}))
-            base = stop
-        _expect(not places or base >= places[-1][2], f"elements of group {number}: {base}")
+        sets, names = _sets_of_experts(first["param_groups"][number]), list[str]()
+        each = len(optimizers) // sets
+        for place in range(sets):
+            start = place * each
+            held = optimizers[start : start + each] if data_first else optimizers[place::sets]
+            own = _global_names(named, place, shapes) if sets > 1 else named
+            names += own
+            _add_group(found, number, held, list(_end_to_end(own, gaps[number])))
+        found.names.append(names)
     return found
+
+
+def join_stages(stages: Sequence[TrainedValues]) -> TrainedValues:
+    """Return the values of all stages of a pipeline, tied parameters once."""
+    groups = zip(*(one.names for one in stages), strict=True)
+    return TrainedValues(
+        stages[0].options,
+        [list(dict.fromkeys(chain.from_iterable(rows))) for rows in groups],
+        dict(ChainMap(*(one.masters for one in stages))),
+        dict(ChainMap(*(one.state for one in stages))),
+        dict(ChainMap(*(one.scalars for one in stages))),
+    )
+
+
+def _add_group(
+    found: TrainedValues,
+    number: int,
+    optimizers: Sequence[Any],
+    places: Sequence[tuple[str, int, int]],
+) -> None:
+    base = 0
+    for optimizer in optimizers:
+        flat, inner = optimizer["single_partition_of_fp32_groups"][number], _base(optimizer)
+        (index,) = inner["param_groups"][number]["params"]
+        stop = base + flat.numel()
+        for name, begin, end in places:
+            start, numel = max(begin, base), max(min(end, stop) - max(begin, base), 0)
+            if numel or (begin == end and name not in found.masters):
+                found.add(name, flat, start - base, numel, inner["state"].get(index, {}))
+        base = stop
+    _expect(not places or base >= places[-1][2], f"elements of group {number}: {base}")
+
+
+EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)")
+"""The name of a parameter of an expert begins with this: the layer's, and the expert's number."""
+
+
+def _sets_of_experts(group: Mapping[str, Any]) -> int:
+    """Return over how many ranks all experts of a param group are spread; 1 if it has none."""
+    return int(group["name"].rpartition("_")[2]) if group.get("moe") else 1
+
+
+def _global_names(
+    named: Mapping[str, Sequence[int]], place: int, shapes: Shapes
+) -> dict[str, Sequence[int]]:
+    """Return the names in the whole model of one rank's experts, which it counts from 0."""
+    found = {found.groups()[:2] for row in shapes for found in map(EXPERT.match, row) if found}
+    counts = Counter(prefix for prefix, _ in found)
+
+    def in_whole(found: re.Match[str]) -> str:
+        return f"{found[1]}{place * counts[found[1]] + int(found[2])}"
+
+    return {EXPERT.sub(in_whole, name): shape for name, shape in named.items()}
 
 
 def _end_to_end(
@@ -181,6 +238,8 @@ def _count_together(states: Sequence[dict[str, Any]]) -> None:
 def options_of(optimizer: Any) -> list[dict[str, Any]]:
     """Return the options of each param group, without those of the optimizer's implementation."""
     own = {"params", "step", "bias_correction", "foreach", "fused", "capturable", "differentiable"}
+    if any(group.get("moe") for group in optimizer["param_groups"]):
+        own |= {"moe", "name"}  # the ranks that had the experts
     return [
         {key: value for key, value in group.items() if key not in own}
         for group in optimizer["param_groups"]

@@ -53,8 +53,8 @@ class DeepSpeedSource(Source):
 
     One behind a URL is copied to a temporary directory of this machine (`TMPDIR`) until `close`. At
     stage 0 DeepSpeed saves its optimizer without names: `names` lists the parameters of each
-    param group, in order; without it the source has only weights and buffers. So has that of a
-    model with layers of experts.
+    param group, in order; without it, and for experts or a pipeline at stage 0, the source has
+    only weights and buffers. Experts have their numbers in the whole model.
 
     Raises:
         CheckpointError: a file is missing, damaged, or names something not known to be harmless.
@@ -78,14 +78,15 @@ class DeepSpeedSource(Source):
     def _open(self, names: Sequence[Sequence[str]] | None) -> None:
         models = [read_pickle(path) for path in self.by_role.model]
         experts = [read_pickle(path) for path in self.by_role.experts]
-        # Of a model with experts only what all ranks have in common is read.
-        optimizers = self.by_role.optimizer[:1] if experts else self.by_role.optimizer
-        rows = [read_pickle(path) for path in optimizers]
+        rows = [read_pickle(path) for path in self.by_role.optimizer]
+        layers = {number: read_pickle(path) for number, path in self.by_role.layers.items()}
         what = f"{self.path} cannot be understood as a DeepSpeed checkpoint, or is damaged"
         with parsing_errors(what):
             self._model: Mapping[str, Any] = models[0]
             if experts:
                 self._add_experts(experts)
+            if layers:
+                self._add_layers(models, layers)
             self._read(models, [row["optimizer_state_dict"] for row in rows], names)
 
     def _read(
@@ -95,11 +96,12 @@ class DeepSpeedSource(Source):
         names: Sequence[Sequence[str]] | None,
     ) -> None:
         model, files = self._model, self.by_role
-        self.world_size = self.ranks_of_part = int(model["dp_world_size"])
+        self.ranks_of_part = int(model["dp_world_size"])
+        self.world_size = self.ranks_of_part * files.stages
         self.optimizer = _optimizer_of(model["ds_config"])
         kind = "" if files.values is None else " universal"
         self.writer = f"DeepSpeed {model.get('ds_version')}{kind}"
-        if optimizers and len(optimizers) != self.world_size and not files.experts:
+        if optimizers and len(optimizers) != self.world_size:
             raise CheckpointError(
                 f"{self.path} was saved by {self.world_size} ranks and has the optimizer states of"
                 f" {len(optimizers)}"
@@ -107,9 +109,10 @@ class DeepSpeedSource(Source):
         first = self._common_state(optimizers)
         self.stage = int(first.get("zero_stage", model["ds_config"]["zero_optimization"]["stage"]))
         self.schedule = model["lr_scheduler"]
-        self._shapes: layouts.Shapes = model["param_shapes"] or []
+        of_stages = [one["param_shapes"] or [] for one in models[: files.stages]]
+        self._shapes: layouts.Shapes = [shapes for stage in of_stages for shapes in stage]
         self._enter_module(models)
-        trained = self._trained(optimizers, first, names)
+        trained = self._trained(optimizers, first, names, of_stages)
         self._enter_trained(trained)
         self.groups = tuple(
             SavedGroup(encoded(options, "a param group"), tuple(row))
@@ -137,6 +140,25 @@ class DeepSpeedSource(Source):
             module |= states
         self._model = {**self._model, "module": module}
 
+    def _add_layers(self, models: Sequence[Any], layers: Mapping[int, Mapping[str, Any]]) -> None:
+        """Add the weights of a pipeline's layers, except tied ones: these are read from masters."""
+        if len(models) != self._model["mp_world_size"]:
+            raise CheckpointError(
+                f"{self.path} has the model states of {len(models)} stages of a pipeline of"
+                f" {self._model['mp_world_size']}; copy all of its files"
+            )
+        trained = {name for one in models for row in one["param_shapes"] or () for name in row}
+        tied = {name: name.split(".", 2)[2] for name in trained if name.startswith("tied_modules.")}
+        module: dict[str, Any] = {}
+        for number, own in layers.items():
+            named = {f"{number}.{name}": value for name, value in own.items()}
+            if trained.isdisjoint(named) and own.keys() & tied.values():
+                known = {name: own[rest] for name, rest in tied.items() if rest in own}
+                named = {name: value.new_empty(0) for name, value in known.items()}
+            module |= named
+        buffers = [name for one in models for name in one["buffer_names"]]
+        self._model = {**self._model, "module": module, "buffer_names": buffers}
+
     def _common_state(self, optimizers: Sequence[Any]) -> Mapping[str, Any]:
         """Return the optimizer state that is common to all parameters."""
         if self.by_role.values is not None:
@@ -149,19 +171,26 @@ class DeepSpeedSource(Source):
         optimizers: Sequence[Any],
         first: Mapping[str, Any],
         names: Sequence[Sequence[str]] | None,
+        of_stages: Sequence[layouts.Shapes],
     ) -> TrainedValues:
-        if self.by_role.experts:
+        if (self.by_role.experts or self.by_role.layers) and not optimizers:
             if names is not None:
                 raise NotBuiltYetError(
-                    f"{self.path} is of a model with experts, of which DeepSpeed's optimizer state"
-                    " is not read yet; pass load_optimizer_states=False to load the weights alone"
+                    f"{self.path} is of a model with experts or of a pipeline at stage 0, where"
+                    " DeepSpeed stores optimizer state without names, which is not read; pass"
+                    " load_optimizer_states=False to load the weights alone"
                 )
             return TrainedValues()
         if self.by_role.values is not None:
             return self._universal(self.by_role.values, first)
+        if "fp32_flat_groups" in first:
+            return layouts.cut_by_parameter(optimizers, self._shapes)
         if optimizers:
-            cut = layouts.cut_by_parameter if "fp32_flat_groups" in first else layouts.cut_evenly
-            return cut(optimizers, self._shapes)
+            config, each = self._model["ds_config"], self.ranks_of_part
+            data_first = bool(config.get("use_data_before_expert_parallelism"))
+            held = (optimizers[start : start + each] for start in range(0, len(optimizers), each))
+            cut = partial(layouts.cut_evenly, data_first=data_first)
+            return layouts.join_stages(list(map(cut, held, of_stages)))
         if first and names is not None:
             try:
                 return layouts.whole(first, names, self._model["module"])
@@ -265,7 +294,7 @@ class DeepSpeedSource(Source):
             micro = config.get("train_micro_batch_size_per_gpu")
             train = config.get("train_batch_size")
             known = isinstance(micro, int) and isinstance(train, int)
-            accumulation = train // (micro * self.world_size) if known else 1
+            accumulation = train // (micro * self.ranks_of_part) if known else 1
         counters = {key: int(model[key]) for key in ("global_samples", "skipped_steps")}
         return {
             "counters": {
@@ -285,10 +314,10 @@ class DeepSpeedSource(Source):
             "DeepSpeed wrote it, which saves neither random generators nor the training loader's"
             " position: these stay as they are"
         ]
-        if self.by_role.experts:
+        if (self.by_role.experts or self.by_role.layers) and not self.groups:
             notes.append(
-                "of a model with experts only the weights are read, in the dtype that it computed"
-                " in: masters begin with these"
+                "of a model with experts or of a pipeline at stage 0 only the weights are read, in"
+                " the dtype that it computed in: masters begin with these"
             )
         if self.stage == 0 and self.scalars["scale"][0] != 1 and self.state:
             notes.append(

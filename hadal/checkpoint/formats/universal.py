@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT, state_key
+from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT, SavedGroup, state_key
 from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL
+from hadal.checkpoint.deepspeed.layouts import EXPERT
 from hadal.checkpoint.deepspeed.pickles import STAND_INS, Attributes, read_pickle
 from hadal.checkpoint.deepspeed.source import OWN_KEYS, DeepSpeedSource
 from hadal.checkpoint.export import Progress, fill, read_whole, untold, values_to_export
@@ -66,7 +67,10 @@ def export_universal(
             f"{source.path} holds no optimizer state with names; the universal format needs it"
         )
     with drafted_folder(folder, _COMMON) as draft:
-        if isinstance(source, DeepSpeedSource):
+        # Its converter gives experts of different ranks one name, and a pipeline no tied weights.
+        if isinstance(source, DeepSpeedSource) and not (
+            source.by_role.experts or source.by_role.layers
+        ):
             _convert(source, draft, strict, progress)
         else:
             _write(source, draft, progress)
@@ -99,9 +103,10 @@ def _write(source: Source, draft: Path, progress: Progress) -> None:
             progress(value.nbytes)
     for alias, name in source.aliases.items():
         shutil.copytree(inside(zero, name), inside(zero, alias), copy_function=_link)
-    write_named(_optimizer_state(source), draft / _COMMON)
+    groups = list(_split_groups(source.groups))
+    write_named(_optimizer_state(source, groups), draft / _COMMON)
     scratch = draft / ".module"
-    write_named(_model_states(source, scratch), draft / _MODEL_STATES)
+    write_named(_model_states(source, groups, scratch), draft / _MODEL_STATES)
     shutil.rmtree(scratch)
     _link(str(draft / _MODEL_STATES), str(draft / _MODEL_STATES_3))
 
@@ -138,14 +143,22 @@ def _values_of(source: Source, name: str, kinds: Sequence[str]) -> Iterator[tupl
         yield state_key(kind) or _FP32, read_whole(source, value)
 
 
-def _optimizer_state(source: Source) -> dict[str, Any]:
+def _split_groups(groups: Sequence[SavedGroup]) -> Iterator[SavedGroup]:
+    """Yield the param groups, and then their experts in groups of their own, as there."""
+    for of_experts in (False, True):
+        for group in groups:
+            names = [name for name in group.names if bool(EXPERT.match(name)) == of_experts]
+            if names or not (group.names or of_experts):
+                yield SavedGroup(group.options, tuple(names))
+
+
+def _optimizer_state(source: Source, saved: Sequence[SavedGroup]) -> dict[str, Any]:
     """Return the state that is common to all parameters, for every stage that may load it."""
     stage = source.stage or 0
     groups = [
-        {**dict(decoded(group.options)), "params": [number]}
-        for number, group in enumerate(source.groups)
+        {**dict(decoded(group.options)), "params": [number]} for number, group in enumerate(saved)
     ]
-    states = ([source.state.get(name, {}) for name in group.names] for group in source.groups)
+    states = ([source.state.get(name, {}) for name in group.names] for group in saved)
     steps = [next((one[_STEP] for one in some if _STEP in one), None) for some in states]
     scale = _scale(source)
     return {
@@ -154,7 +167,7 @@ def _optimizer_state(source: Source) -> dict[str, Any]:
         "overflow": False,
         "zero_stage": stage,
         "group_paddings": [0] * len(groups),
-        "param_alignment_paddings": [[0] * len(group.names) for group in source.groups],
+        "param_alignment_paddings": [[0] * len(group.names) for group in saved],
         "partition_count": [source.world_size // source.parts] * len(groups),
         "ds_version": VERSION,
         "param_groups": groups,
@@ -200,14 +213,14 @@ def _scale(source: Source) -> Any:
     return found
 
 
-def _model_states(source: Source, scratch: Path) -> dict[str, Any]:
+def _model_states(source: Source, groups: Sequence[SavedGroup], scratch: Path) -> dict[str, Any]:
     """Return rank 0's model states; the weights in them are in files, not in memory."""
     scalars = source.scalars if isinstance(source.scalars, dict) else {}
     counters = scalars.get(COUNTERS, {})
     steps, micro = counters.get("global_steps", 0), counters.get("micro_steps", 0)
     shapes = [
         {name: torch.Size(source.entries[name, WEIGHT].shape) for name in group.names}
-        for group in source.groups
+        for group in groups
     ]
     module = _module_of(source, scratch)
     states = {

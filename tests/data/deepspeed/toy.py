@@ -5,6 +5,8 @@ Nothing here imports DeepSpeed or Hadal: `make.py` trains with the one, tests wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +39,67 @@ class Toy(nn.Module):
         hidden = self.words(tokens)
         hidden = hidden + self.outer(torch.tanh(self.fixed(torch.tanh(self.inner(hidden)))))
         return self.head(self.norm(hidden) * self.gain + self.shift.to(hidden.dtype))
+
+
+class Mixture(nn.Module):
+    """A layer of four experts, which differ from the start; `ep_size` ranks share them."""
+
+    def __init__(self, moe: Callable[..., Any], ep_size: int, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(17)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        expert = nn.Sequential(nn.Linear(WIDTH, 11), nn.Tanh(), nn.Linear(11, WIDTH))
+        self.moe = moe(WIDTH, expert, 4, ep_size, drop_tokens=False, use_rts=False)
+        self.head = nn.Linear(WIDTH, WORDS)
+        experts = self.moe.deepspeed_moe.experts.deepspeed_experts
+        for local, one in enumerate(experts):
+            one[0].bias.data += (rank % ep_size * len(experts) + local) / 4
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.words(tokens)
+        return self.head(hidden + self.moe(hidden)[0])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden + torch.tanh(self.inner(hidden)))
+
+
+def pipeline(pipe: Any, stages: int) -> nn.Module:
+    """Return three blocks between tied embeddings, in stages; `pipe`: a library's module."""
+    tied = partial(pipe.TiedLayerSpec, "words", nn.Embedding, WORDS, WIDTH)
+    logits = tied(forward_fn=lambda words, hidden: hidden @ words.weight.T)
+    layers = [tied(), *[pipe.LayerSpec(Block) for _ in range(3)], logits]
+    module: nn.Module = pipe.PipelineModule(
+        layers, num_stages=stages, loss_fn=loss_of, seed_layers=True, partition_method="uniform"
+    )
+    return module
+
+
+def model_of(kind: str, moe: Callable[..., Any], pipe: Any, size: int) -> nn.Module:
+    """Return a model of a kind, with experts or a pipeline's stages on `size` ranks."""
+    if kind == "experts":
+        return Mixture(moe, size, torch.distributed.get_rank())
+    return pipeline(pipe, size) if kind == "pipeline" else Toy()
+
+
+def update(engine: Any, step: int, batches: int) -> float:
+    """Train one update with so many batches of all ranks; return the mean loss."""
+    every = [batch_of(step, number) for number in range(batches)]
+    world = torch.distributed.get_world_size()
+    if type(engine).__name__ == "PipelineEngine":
+        return float(engine.train_batch(iter([(tokens, tokens) for tokens in every])))
+    tokens = torch.cat(every).chunk(world)[torch.distributed.get_rank()]
+    loss = loss_of(engine(tokens), tokens)
+    engine.backward(loss)
+    engine.step()
+    told = loss.detach().float()
+    torch.distributed.all_reduce(told)
+    return told.item() / world
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
