@@ -64,9 +64,10 @@ def _tuner(parsed: argparse.Namespace, said: CommandOutput) -> Tuner:
     wish = read_request(choices.words, plan.job.world_size)
     # Notes on the configuration are printed now; each experiment prints its own.
     logging.getLogger("hadal.config").setLevel(logging.ERROR)
-    own = _without_search(parsed.own)
-    section, pool = wish.section, plan.job.pool
-    runner = Runner(choices, own, dict(os.environ), folder, section, pool, wish.ranks, said.note)
+    own, section = _without_search(parsed.own), wish.section
+    readers = wish.ranks if section.mp_size > 1 else None
+    variables, pool = dict(os.environ), plan.job.pool
+    runner = Runner(choices, own, variables, folder, section, pool, readers, said.note)
     return Tuner(wish, runner, said.note)
 
 

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator
 from hadal.config.section import (
     NO_EFFECT,
     STAGE_3,
+    TUNABLE,
     UNBUILT,
     Mark,
     Section,
@@ -143,8 +144,9 @@ class TensorParallel(Section):
     autotp_size: Integer = key(
         0,
         "Ranks that share a layer, consecutive ones; 0 and 1 are off. They divide the number of "
-        "ranks, and read the same samples.",
+        'ranks, and read the same samples. For the autotuner a list, or "all" divisors.',
         ge=0,
+        mark=TUNABLE,
     )
     preset_model: (
         Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None

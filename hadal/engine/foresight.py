@@ -271,7 +271,6 @@ class CandidatePlanner:
         self._computes_on_host = cluster.computes_on_host
         # The engine is about to shard the model's own parameters.
         self._planner = Planner(copied(model, torch.device("meta")), cluster, nodes)
-        self._runs = True
 
     def plan(self, batch: Any, patches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return bytes, seconds and samples of an update under each patch; or `failure`.
@@ -287,6 +286,11 @@ class CandidatePlanner:
         steps = self._config.gradient_accumulation_steps
         raw = _as_given(self._config) | {_ACCUMULATION: steps}
         may_offload = _leaves_device(raw) or not self._computes_on_host
+        try:
+            self._planner.plan({k: v for k, v in raw.items() if k != _TRAIN}, batch)
+        except (ModelError, NotBuiltYetError) as error:
+            _log.warning("autotuning: neither times nor activations are planned: %s", error)
+            batch = None
         found: list[dict[str, Any]] = [{} for _ in patches]
         by_size: dict[int, list[int]] = {}
         for number, patch in enumerate(patches):
@@ -307,7 +311,7 @@ class CandidatePlanner:
 
     def _planned(self, raw: dict[str, Any], batch: Any) -> tuple[dict[str, Any], bool]:
         try:
-            made = self._made(raw, batch)
+            made = self._planner.plan(raw, batch)
         except HadalError as error:
             return {"failure": " ".join(str(error).split())}, False
         total, time = made.total, made.time
@@ -315,15 +319,6 @@ class CandidatePlanner:
         if time is not None:
             told |= {"seconds": time.seconds, "samples": time.samples}
         return told, made.fits
-
-    def _made(self, raw: dict[str, Any], batch: Any) -> Foresight:
-        if self._runs:
-            try:
-                return self._planner.plan(raw, batch)
-            except (ModelError, NotBuiltYetError) as error:
-                self._runs = False
-                _log.warning("autotuning: neither times nor activations are planned: %s", error)
-        return self._planner.plan(raw, None)
 
 
 def _as_given(config: Config) -> dict[str, Any]:

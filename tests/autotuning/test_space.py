@@ -140,6 +140,11 @@ def test_the_accumulation_fills_the_batch_if_it_may(
         ({"autotuning": {**ON, "mp_size": 3}}, "does not divide the 2 ranks"),
         ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage"),
         ({"zero_optimization": {"overlap_com": True}}, "did you mean"),
+        ({"tensor_parallel": {"autotp_size": [2, 0]}}, "expected a list of integers > 0"),
+        (
+            {"tensor_parallel": {"autotp_size": [1, 2]}, "autotuning": {**ON, "mp_size": 2}},
+            "and a list in tensor_parallel.autotp_size; leave mp_size out",
+        ),
         ({"train_micro_batch_size_per_gpu": []}, "expected a list of integers > 0"),
         ({"train_micro_batch_size_per_gpu": "few"}, "expected an integer"),
     ],
@@ -222,6 +227,36 @@ def test_levers_are_settings_of_one_kind(wish: Reader) -> None:
 def test_sizes(wish: Reader, micro: object, section: dict[str, Any], sizes: list[int]) -> None:
     config = {} if micro is None else {"train_micro_batch_size_per_gpu": micro}
     assert wish({**config, "autotuning": {**ON, **section}}).sizes == sizes
+
+
+@pytest.mark.claims("tensor_parallel.autotp_size")
+def test_degrees_of_tensor_parallelism_are_tried_if_listed(wish: Reader) -> None:
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    found = wish({**sizes, "tensor_parallel": {"autotp_size": [2, 1]}}, ranks=4)
+    others = combinations(found, 1)
+    assert [TuningTrial(1, 2, each).name(3) for each in others] == [
+        "z1_tmbspg2_gas3_tpas2",
+        "z1_tmbspg2_gas3_tpas1",
+    ]
+    made = [config_of(found, TuningTrial(1, 2, each)) for each in others]
+    assert [config["tensor_parallel"] for config in made] == [{"autotp_size": n} for n in (2, 1)]
+    # Ranks that share a model read the same samples.
+    assert [config["train_batch_size"] for config in made] == [12, 24]
+    assert load_config(made[0], world_size=4).train_batch_size == 12
+    every = wish({"tensor_parallel": {"autotp_size": "all"}}, ranks=6)
+    assert every.ranges == {"tensor_parallel.autotp_size": (1, 2, 3, 6)}
+    # So do those of a degree that is not searched.
+    fixed = wish({**sizes, "tensor_parallel": {"autotp_size": 2}}, ranks=4)
+    assert config_of(fixed, TuningTrial(1, 2))["train_batch_size"] == 12
+    full = {
+        "autotuning": {**ON, "max_train_batch_size": 16},
+        "tensor_parallel": {"autotp_size": [1, 4]},
+    }
+    found = wish(full, ranks=4)
+    assert [found.at(each).sizes for each in combinations(found, 0)] == [
+        (1, 2, 4),
+        (1, 2, 4, 8, 16),
+    ]
 
 
 def test_the_configuration_of_a_trial(wish: Reader) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from inspect import signature
@@ -90,6 +90,8 @@ class Formulas(Runner):
         if self.planned is None:
             return {"memory": STATES}
         size, samples = patch["train_micro_batch_size_per_gpu"], patch["train_batch_size"]
+        if patch.get("tensor_parallel") == {"autotp_size": 8}:
+            return {"failure": "8 does not divide 2 ranks"}
         speed = self.planned(dict(patch["zero_optimization"]) | {"micro": size} | dict(patch))
         return {"memory": STATES + SAMPLE * size, "seconds": samples / speed, "samples": samples}
 
@@ -106,6 +108,7 @@ def searched(tmp_path: Path) -> Callable[..., tuple[Tuner, list[str]]]:
         fails: bool = False,
         accumulation: int | None = 1,
         zero: dict[str, Any] | None = None,
+        degrees: Sequence[int] = (),
         planned: Callable[[dict[str, Any]], float] | None = None,
         **section: Any,
     ) -> tuple[Tuner, list[str]]:
@@ -114,6 +117,7 @@ def searched(tmp_path: Path) -> Callable[..., tuple[Tuner, list[str]]]:
             "train_micro_batch_size_per_gpu": micro,
             **({"gradient_accumulation_steps": accumulation} if accumulation else {}),
             "zero_optimization": {"stage": stage, **(zero or {})},
+            **({"tensor_parallel": {"autotp_size": degrees}} if degrees else {}),
             "autotuning": {"enabled": True, "overwrite": True, **section},
         }
         path.write_text(json.dumps(config))
@@ -136,7 +140,7 @@ def formulas(folder: Path, pool: Pool | None = None, **fields: Any) -> tuple[Sea
     wish = read_request(words, sum(map(len, pool.values())))
     hostfile = str(folder / "hosts")
     choices = Choices(words, hostfile=hostfile, num_nodes=len(pool))
-    return wish, Formulas(choices, (), {}, folder, wish.section, pool, wish.ranks, print, **fields)
+    return wish, Formulas(choices, (), {}, folder, wish.section, pool, None, print, **fields)
 
 
 # ---- with plans ----------------------------------------------------------------------------------
@@ -233,6 +237,23 @@ def test_plans_leave_out_what_lacks_memory_or_does_the_same(searched: Any) -> No
     zero = {"reduce_bucket_size": [1e6, 1e9], "overlap_comm": True, "offload_optimizer": None}
     _, made = searched(lambda stage, size: 10.0, **slow, zero=zero, planned=lambda _: 1.0)
     assert [name.split("_")[-1] for name in made] == ["rbs1e6", "rbs1e9"]
+
+
+def test_listed_degrees_are_candidates(searched: Any) -> None:
+    def plan(told: dict[str, Any]) -> float:
+        return 10.0 * told["micro"] * (3 if told["tensor_parallel"]["autotp_size"] == 2 else 2)
+
+    tuner, made = searched(
+        lambda stage, size, name: (5.0 if "tpas2" in name else 3.0) * size,
+        degrees=[1, 2, 8],
+        planned=plan,
+    )
+    assert made == ["z0_tmbspg8_gas1_tpas2"]
+    best = json.loads((tuner.runner.results / "ds_config_optimal.json").read_text())
+    assert best["tensor_parallel"] == {"autotp_size": 2}
+    assert best["train_batch_size"] == 8  # both ranks read the same samples
+    told = [line for line in tuner.findings.failures() if "8 does not divide 2 ranks" in line]
+    assert len(told) == 1
 
 
 def test_what_runs_out_of_memory_leaves_out_what_needs_as_much(searched: Any) -> None:

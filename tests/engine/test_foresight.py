@@ -240,6 +240,23 @@ def test_parts_that_do_not_fit_the_model_are_named() -> None:
         hadal.plan(model(), raw, cluster="h100x4")
 
 
+def test_degrees_are_candidates_of_a_search() -> None:
+    raw = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 0}}
+    config, cluster = load_config(raw, world_size=4), cluster_named("h100x4")
+    patches = [
+        {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": size}}
+        for size in (3, 2, 1)
+    ]
+    three, two, one = CandidatePlanner(llama(), config, cluster, 1).plan(tokens(0), patches)
+    assert "3 does not divide the 4 ranks" in three["failure"]
+    assert (two["samples"], one["samples"]) == (4, 8)
+    # A model that cannot be cut is planned whole.
+    config = load_config(raw | {"train_micro_batch_size_per_gpu": ROWS}, world_size=4)
+    patches = [{**patch, "train_micro_batch_size_per_gpu": ROWS} for patch in patches]
+    _, two, one = CandidatePlanner(model(), config, cluster, 1).plan(BATCH.float(), patches)
+    assert "autotp_size" in two["failure"] and one["seconds"] > 0
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 

@@ -99,8 +99,8 @@ class Runner:
     section: Autotuning
     pool: Pool
     """The hosts and slots of one experiment; others of the hostfile may stand in for these."""
-    readers: int
-    """The ranks that see different samples: one for each copy of the model."""
+    readers: int | None = None
+    """The ranks that see different samples, if the configuration does not tell (`mp_size`)."""
     say: Callable[[str], None] = lambda text: None
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -22,6 +22,7 @@ TRAIN, MICRO, ACCUMULATION = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
 )
+TENSOR = "tensor_parallel.autotp_size"
 ALL_STAGES = (0, 1, 2, 3)
 _BUCKETS = (50_000_000, 500_000_000, 1_000_000_000)
 # The keys worth varying at each stage, if the user does not set them, by DeepSpeed's names.
@@ -81,9 +82,16 @@ class SearchRequest:
     fills: bool
     """True if each micro-batch gets the accumulation that fills `max_train_batch_size`."""
     ranges: dict[str, tuple[Any, ...]]
-    """Keys under zero_optimization with a list of values."""
+    """Keys with a list of values: under zero_optimization, or paths with dots."""
+    readers: int
+    """The ranks that would read different samples if each had a model of its own."""
     ranks: int
     """The number of data-parallel ranks."""
+
+    def at(self, others: Others) -> SearchRequest:
+        """Return the request for ranks that share the model as these settings have it."""
+        size = json.loads(dict(others).get(TENSOR, "null"))
+        return self if size is None else replace(self, ranks=max(1, self.readers // size))
 
     @property
     def samples_of_one(self) -> int:
@@ -168,20 +176,18 @@ def read_request(words: Sequence[str], world_size: int) -> SearchRequest:
     ranges = _ranges(raw["zero_optimization"])
     for key, values in ranges.items():
         raw["zero_optimization"][key] = values[0]
+    if degrees := _degrees(raw.get("tensor_parallel"), world_size, name):
+        ranges[TENSOR] = degrees
+        raw["tensor_parallel"] = {**raw["tensor_parallel"], "autotp_size": 1}
     micro_batch = raw.get(MICRO)
-    listed = tuple(micro_batch) if isinstance(micro_batch, list) else ()
-    if micro_batch in (None, "auto"):
-        raw[MICRO] = 1
-    elif listed and all(type(size) is int and size > 0 for size in listed):
-        raw[MICRO] = listed[0]
-    elif isinstance(micro_batch, list):
-        fault = Fault(MICRO, f"expected a list of integers > 0, got {shown(micro_batch)}")
-        raise_faults([fault], name)
+    listed = _integers(MICRO, micro_batch, name)
+    if micro_batch in (None, "auto") or listed:
+        raw[MICRO] = listed[0] if listed else 1
     raw["zero_optimization"]["stage"] = stages[0]
     raw.pop(TRAIN, None)
     checked = load_config(raw, world_size=world_size)
     section = checked.autotuning
-    _check(name, raw, section, world_size)
+    _check(name, raw, section, world_size, TENSOR in ranges)
     flags = section.arg_mappings or {}
     start = None if listed else checked.train_micro_batch_size_per_gpu
     if micro_batch in (None, "auto"):
@@ -189,6 +195,7 @@ def read_request(words: Sequence[str], world_size: int) -> SearchRequest:
     accumulation: int | None = checked.gradient_accumulation_steps
     if raw.get(ACCUMULATION) in (None, "auto"):
         accumulation = _number_at(flags.get(ACCUMULATION), words)
+    readers, tensor = world_size // checked.sequence_parallel_size, checked.tensor_parallel
     wish = SearchRequest(
         raw,
         section,
@@ -199,7 +206,8 @@ def read_request(words: Sequence[str], world_size: int) -> SearchRequest:
         accumulation,
         section.max_train_batch_size is not None and _may_fill(raw, flags),
         ranges,
-        world_size // (section.mp_size * checked.sequence_parallel_size),
+        readers,
+        readers // max(section.mp_size, tensor.autotp_size if tensor.is_on else 1),
     )
     _check_batch(name, wish)
     return wish
@@ -230,6 +238,23 @@ def _stages(raw: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
     return (stage,), True
 
 
+def _integers(path: str, value: Any, name: str) -> tuple[int, ...]:
+    """Return a list of a key that takes one; none if it is no list."""
+    if not isinstance(value, list):
+        return ()
+    if not value or not all(type(one) is int and one > 0 for one in value):
+        fault = Fault(path, f"expected a list of integers > 0, got {shown(value)}")
+        raise_faults([fault], name)
+    return tuple(value)
+
+
+def _degrees(tensor: Any, world_size: int, name: str) -> tuple[int, ...]:
+    """Return the listed degrees of tensor parallelism; "all" are the divisors of the ranks."""
+    value = tensor.get("autotp_size") if isinstance(tensor, Mapping) else None
+    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    return _integers(TENSOR, divisors if value == "all" else value, name)
+
+
 def _ranges(zero: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     found = {}
     for key, value in zero.items():
@@ -241,7 +266,9 @@ def _ranges(zero: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def _check(name: str, raw: Mapping[str, Any], section: Autotuning, world_size: int) -> None:
+def _check(
+    name: str, raw: Mapping[str, Any], section: Autotuning, world_size: int, slices: bool
+) -> None:
     faults = []
     elastic = raw.get("elasticity")
     if not section.enabled:
@@ -252,6 +279,9 @@ def _check(name: str, raw: Mapping[str, Any], section: Autotuning, world_size: i
         )
     if world_size % section.mp_size:
         message = f"{section.mp_size} does not divide the {world_size} ranks; use a divisor"
+        faults.append(Fault("autotuning.mp_size", message))
+    if slices and section.mp_size > 1:
+        message = f"{section.mp_size}, and a list in {TENSOR}; leave mp_size out"
         faults.append(Fault("autotuning.mp_size", message))
     raise_faults(faults, name)
 
@@ -343,6 +373,7 @@ def patch_of(wish: SearchRequest, trial: TuningTrial) -> dict[str, Any]:
     for key, text in trial.others:
         section, _, inner = key.rpartition(".")
         patch.setdefault(section or "zero_optimization", {})[inner] = json.loads(text)
+    wish = wish.at(trial.others)
     # If only the program knows its accumulation steps, it fills in both.
     accumulation = wish.accumulation_of(trial.micro_batch)
     if accumulation is not None:

@@ -23,6 +23,7 @@ from hadal.plugins.autotuning.search import (
     shuffled,
 )
 from hadal.plugins.autotuning.space import (
+    TENSOR,
     Others,
     SearchRequest,
     TuningTrial,
@@ -139,7 +140,8 @@ class Tuner:
         wish, info = self._wish, self._wish.section.model_info
         if info is not None and info.num_params is not None:
             return
-        trial = TuningTrial(max(self._stages), self._first_micro_batch, self._own)
+        others = tuple(pair for pair in self._own if pair[0] != TENSOR)  # the planner cuts a copy
+        trial = TuningTrial(max(self._stages), self._first_micro_batch, others)
         section: dict[str, Any] = {"profile": True}
         if info is not None:
             section |= {"hidden_size": info.hidden_size, "num_layers": info.num_layers}
@@ -173,7 +175,7 @@ class Tuner:
             TuningTrial(stage, size, others)
             for stage, made in settings.items()
             for others in dict.fromkeys([*made, *levers(self._wish)])
-            for size in self._wish.sizes
+            for size in self._wish.at(others).sizes
         ]
 
     def _plan(self) -> None:
@@ -187,9 +189,11 @@ class Tuner:
                 per_sample = self._look["activation_mem_per_gpu"] / self._first_micro_batch
                 self._nbytes[trial] = plan["memory"] + per_sample * trial.micro_batch
         if self._nbytes:
-            for trial, plan in zip(self._space, told, strict=False):
-                if "failure" in plan:
-                    self.findings.left_out[self._name(trial)] = plan["failure"]
+            refused = {
+                t: p["failure"] for t, p in zip(self._space, told, strict=False) if "failure" in p
+            }
+            first = {why: self._name(trial) for trial, why in reversed([*refused.items()])}
+            self.findings.left_out |= {name: why for why, name in first.items()}
             self._space = [trial for trial in self._space if trial in self._nbytes]
         if self._values:
             self._space = self._distinct()
@@ -237,7 +241,7 @@ class Tuner:
 
     def _lack(self, trial: TuningTrial) -> str:
         """Describe the memory or samples that a trial lacks; empty if it fits, or if unknown."""
-        batch = self._wish.batch_of(trial.micro_batch)
+        batch = self._wish.at(trial.others).batch_of(trial.micro_batch)
         least = self._wish.section.min_train_batch_size
         if batch < least:
             return f"its update has {batch} samples, fewer than min_train_batch_size {least}"
@@ -397,7 +401,7 @@ class Tuner:
     # ---- one experiment ------------------------------------------------------------------------
 
     def _name(self, trial: TuningTrial) -> str:
-        return trial.name(self._wish.accumulation_of(trial.micro_batch) or 1)
+        return trial.name(self._wish.at(trial.others).accumulation_of(trial.micro_batch) or 1)
 
     def _start(self, trial: TuningTrial, name: str) -> None:
         section, best = self._wish.section, self.findings.best()
