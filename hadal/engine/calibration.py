@@ -59,10 +59,10 @@ class CalibrationSizes:
     """The sizes of all measurements."""
 
     shapes: Sequence[Shape]
-    convolutions: Sequence[int]
-    """The channels of the first convolution of each model."""
-    lengths: Sequence[int]
-    """Of sequences in attention alone."""
+    convolutions: Sequence[tuple[int, int, int]]
+    """Channels of the first convolution, samples, and pixels of a side."""
+    attention: Sequence[tuple[int, int]]
+    """Heads, and the length of a sequence."""
     numels: tuple[int, int]
     """Elements of messages and of updates: few, and many."""
     seconds: float
@@ -81,15 +81,20 @@ class CalibrationSizes:
                 Shape(768, 8192, 1, 64),
                 Shape(768, 8192, 4, 64),
             ]
-            return cls(shapes, (24, 48), (64, 128, 512), (1 << 12, 1 << 22), 0.3)
+            convolutions, attention = [(24, 8, 96), (48, 8, 96)], [(8, 64), (8, 128), (8, 512)]
+            return cls(shapes, convolutions, attention, (1 << 12, 1 << 22), 0.3)
         shapes = [
-            Shape(1024, 32768, 4, 512),
-            Shape(1024, 32768, 4, 512, is_composed=True),
-            Shape(2048, 32768, 1, 256),
-            Shape(2048, 32768, 4, 1024),
+            Shape(1024, 32768, 8, 1024),
+            Shape(1024, 32768, 8, 1024, is_composed=True),
+            Shape(2048, 32768, 2, 1024),
+            Shape(2048, 32768, 4, 2048),
             Shape(4096, 32768, 2, 2048),
         ]
-        return cls(shapes, (64, 128), (512, 2048, 4096), (1 << 12, 1 << 26), 0.2)
+        convolutions, attention = (
+            [(64, 32, 224), (128, 32, 112)],
+            [(64, 512), (32, 2048), (32, 4096)],
+        )
+        return cls(shapes, convolutions, attention, (1 << 12, 1 << 26), 0.2)
 
 
 def measure_cluster(
@@ -175,14 +180,14 @@ class _Measurement:
         passes = [
             one for model, batch in self._models() for one in self._passes(model, batch, dtype)
         ]
-        # An accelerator computes while its host starts the next operations.
-        starts = (launch, start) if self._on_host else (0.0, 0.0)
-        other, *rates = (1 / seconds for seconds in _fitted(passes, *starts))
-        matrices, convolution, attention = (
-            ProductSpeed(start, bandwidth, flops)
-            for bandwidth, flops in zip(rates[::2], rates[1::2], strict=True)
-        )
-        peak = max(sum(one.work[2::2]) / one.seconds for one in passes)
+        rows = [one.work(products_read=self._on_host) for one in passes]
+        rest = [one.seconds for one in passes]
+        if self._on_host:  # an accelerator computes while its host starts the next operations
+            rest = [one.seconds - launch * one.kernels - start * one.calls for one in passes]
+        other, *rates = (1 / each for each in _fitted(rows, rest, [one.seconds for one in passes]))
+        reads = rates[3:] or [other] * 3
+        matrices, convolution, attention = map(ProductSpeed, [start] * 3, reads, rates)
+        peak = max(sum(p.flops for p in one.products) / one.seconds for one in passes)
         update = self._update({"stage": 0}, dtype)[-1]
         peak = max(peak, matrices.flops)
         return Speeds(matrices, convolution, attention, peak, other, update, launch)
@@ -202,10 +207,10 @@ class _Measurement:
     def _models(self) -> Iterator[tuple[nn.Module, Tensor]]:
         for shape in self._sizes.shapes:
             yield _Transformer(shape), torch.zeros(shape.samples, shape.length).long()
-        for width in self._sizes.convolutions:
-            yield _Convolutions(width), torch.zeros(8, 3, 96, 96)
-        for length in self._sizes.lengths:
-            yield _Attention(), torch.zeros(1, 8, length, 64)
+        for width, samples, side in self._sizes.convolutions:
+            yield _Convolutions(width), torch.zeros(samples, 3, side, side)
+        for heads, length in self._sizes.attention:
+            yield _Attention(), torch.zeros(1, heads, length, 64)
 
     def _passes(self, model: nn.Module, batch: Tensor, dtype: torch.dtype) -> list[_TimedPass]:
         """Return the work and the time of a forward, and of a backward."""
@@ -293,43 +298,53 @@ class _Measurement:
 class _TimedPass(NamedTuple):
     """The work of a pass, and its time."""
 
-    work: tuple[int, ...]
-    """Bytes that other operations move, then bytes and flops of each kind of products."""
+    moved: int
     kernels: int
-    products: int
-    """How many operations there are."""
+    products: Sequence[Products]
+    """By kind."""
     seconds: float
 
     @classmethod
     def of(cls, segments: Sequence[Segment], seconds: float) -> _TimedPass:
         """Return the work of all segments."""
-        moved, kernels, calls = 0, 0, 0
-        work = [0] * 2 * len(_PRODUCTS)
-        for segment in segments:
-            moved += segment.moved
-            kernels += segment.kernels
-            for number, kind in enumerate(_PRODUCTS):
-                found = segment.products.get(kind, Products())
-                calls += found.calls
-                work[2 * number] += found.nbytes
-                work[2 * number + 1] += found.flops
-        return cls((moved, *work), kernels, calls, seconds)
+        moved, kernels = (sum(getattr(one, n) for one in segments) for n in ("moved", "kernels"))
+        found = [[one.products.get(kind, Products()) for one in segments] for kind in _PRODUCTS]
+        products = [Products(*map(sum, zip(*each, strict=True))) for each in found]
+        return cls(moved, kernels, products, seconds)
+
+    @property
+    def calls(self) -> int:
+        """The number of products."""
+        return sum(products.calls for products in self.products)
+
+    def work(self, *, products_read: bool) -> list[int]:
+        """Return bytes moved, flops of each kind, and if products read first, their bytes."""
+        flops = [products.flops for products in self.products]
+        read = [products.nbytes for products in self.products] if products_read else []
+        return [self.moved, *flops, *read]
 
 
-def _fitted(rows: Sequence[_TimedPass], launch: float, start: float) -> list[float]:
-    """Return the seconds of each unit of work, none below 0, with the least relative errors."""
-    scaled = torch.tensor([[w / row.seconds for w in row.work] for row in rows]).double()
-    rest = torch.tensor(
-        [[1 - (launch * row.kernels + start * row.products) / row.seconds] for row in rows]
-    ).double()
-    units = scaled.amax(dim=0)
+def _fitted(
+    rows: Sequence[Sequence[int]], rest: Sequence[float], seconds: Sequence[float]
+) -> list[float]:
+    """Return the seconds of each unit of work, none below 0, with the least relative errors.
+
+    Args:
+        rows: the work of each pass.
+        rest: its time, without what operations take to start.
+        seconds: its time.
+    """
+    times = torch.tensor(seconds).double()[:, None]
+    scaled = torch.tensor(rows).double() / times
+    wanted = torch.tensor(rest).double()[:, None] / times
+    units = scaled.amax(dim=0).clamp(min=_LEAST)
     scaled = scaled / units
     numbers = range(len(units))
     best, least = [_LEAST] * len(units), float("inf")
     for some in (s for count in numbers for s in combinations(numbers, count + 1)):
         columns = scaled[:, list(some)]
-        found = torch.linalg.lstsq(columns, rest, driver="gelsd").solution
-        error = float((columns @ found - rest).square().sum())
+        found = torch.linalg.lstsq(columns, wanted, driver="gelsd").solution
+        error = float((columns @ found - wanted).square().sum())
         if bool((found >= 0).all()) and error < least:
             known = dict(zip(some, (found.view(-1) / units[list(some)]).tolist(), strict=True))
             best, least = [max(_LEAST, known.get(n, 0.0)) for n in numbers], error

@@ -59,6 +59,36 @@ def test_what_autograd_saves_is_counted(with_values: bool) -> None:
     assert [segment.until for segment in found.backward[1:]] == [2, 3, 4, 5]
 
 
+class Mixed(nn.Module):
+    """A convolution, attention and a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 1, 3, padding=1)
+        self.product = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        values = self.product(self.convolution(images))
+        return nn.functional.scaled_dot_product_attention(values, values, values)
+
+
+def test_products_are_counted_by_kind() -> None:
+    with torch.device("meta"):
+        model = Mixed()
+    found = traced(model, torch.empty(2, 1, ROWS, WIDTH, device="meta"))
+    forward, backward = (
+        {kind: products for segment in some for kind, products in segment.products.items()}
+        for some in (found.forward, found.backward)
+    )
+    assert forward["convolution"] == (1, 4 * ONE + FP32 * 10, 2 * 9 * 2 * ROWS * WIDTH)
+    assert forward["matrices"] == (1, 4 * ONE + FP32 * WIDTH**2, 2 * 2 * ROWS * WIDTH**2)
+    assert forward["attention"].flops == 2 * 4 * ROWS**2 * WIDTH
+    # Reads and writes of each product for the input and for the weight; one call of the others.
+    assert backward["matrices"][:2] == (2, 8 * ONE + 2 * FP32 * WIDTH**2)
+    assert backward["matrices"].flops == 2 * forward["matrices"].flops
+    assert [backward[kind].calls for kind in ("convolution", "attention")] == [1, 1]
+
+
 def test_recomputed_blocks_keep_their_inputs() -> None:
     found = traced(blocks(), INPUT, ["0", "1", "2", "3"])
     assert found.kept == BLOCKS * ONE + FP32

@@ -16,45 +16,43 @@ from hadal.engine.calibration import (
     Shape,
     _fitted,
     _Measurement,
-    _TimedPass,
     measure_cluster,
 )
 from hadal.engine.clusters import read_cluster
 
-_TINY = CalibrationSizes(
-    [Shape(16, 32, 1, 8), Shape(32, 32, 1, 16, is_composed=True)], [4], [16], (64, 4096), 0.01
+TINY = CalibrationSizes(
+    [Shape(16, 32, 1, 8), Shape(32, 32, 1, 16, is_composed=True)],
+    [(4, 2, 32)],
+    [(2, 16)],
+    (64, 4096),
+    0.01,
 )
 
 
-def rows(speeds: tuple[float, ...], launch: float, start: float) -> list[_TimedPass]:
-    """Passes that take exactly what these speeds say."""
-    works = [(10**6, 10**3, 10**4), (10**8, 10**6, 10**4), (10**7, 10**3, 10**6), (10**9, 10**6, 9)]
-    found = []
-    for work in works:
-        seconds = sum(one / speed for one, speed in zip(work, speeds, strict=True))
-        found.append(_TimedPass(work, 50, 20, seconds + 50 * launch + 20 * start))
-    return found
+WORK = [(10**6, 10**3, 10**4), (10**8, 10**6, 10**4), (10**7, 10**3, 10**6), (10**9, 10**6, 9)]
 
 
 def test_speeds_are_recovered_from_times() -> None:
     speeds = (1e11, 1e10, 2e10)
-    for launch, start in ((0.0, 0.0), (1e-6, 1e-5)):
-        found = _fitted(rows(speeds, launch, start), launch, start)
+    rest = [sum(one / speed for one, speed in zip(work, speeds, strict=True)) for work in WORK]
+    for starts in (0.0, 1e-4):
+        found = _fitted(WORK, rest, [seconds + starts for seconds in rest])
         assert [1 / seconds for seconds in found] == pytest.approx(speeds)
 
 
 def test_what_takes_no_time_has_no_negative_speed() -> None:
-    found = _fitted(rows((1e11, 1e40, 2e10), 0.0, 0.0), 0.0, 0.0)
+    rest = [work[0] / 1e11 + work[2] / 2e10 for work in WORK]
+    found = _fitted(WORK, rest, rest)
     assert [1 / seconds for seconds in found[::2]] == pytest.approx((1e11, 2e10), rel=1e-3)
     assert 0 < found[1] < 1e-13
 
 
-def measured(folder: str) -> Any:
-    return json.loads(measure_cluster("here", None, _TINY))
+def measured(sizes: CalibrationSizes) -> Any:
+    return json.loads(measure_cluster("here", None, sizes))
 
 
 def test_ranks_measure_the_machine_together(ranks: RankPools, tmp_path: Path) -> None:
-    first, second = ranks(2).run(measured, str(tmp_path))
+    first, second = ranks(2).run(measured, TINY)
     assert first["speeds"]["fp32"] == second["speeds"]["fp32"]
     file = tmp_path / "cluster.json"
     file.write_text(json.dumps(first))
@@ -68,7 +66,7 @@ def test_ranks_measure_the_machine_together(ranks: RankPools, tmp_path: Path) ->
 
 def calls() -> int:
     called: list[int] = []
-    measurement = _Measurement(replace(_TINY, seconds=0.1))
+    measurement = _Measurement(replace(TINY, seconds=0.1))
 
     def act() -> None:
         called.append(0)

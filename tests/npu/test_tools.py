@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
+from engine.test_calibration import TINY, measured
 from ranks import RankPools
 from torch.nn import functional as F
 
@@ -86,3 +89,12 @@ def _timed() -> float:
 
 def test_timers(npus: RankPools) -> None:
     assert npus(1).run(_timed)[0] >= 20.0  # milliseconds
+
+
+@pytest.mark.slow
+def test_ranks_measure_their_devices(npus: RankPools) -> None:
+    first, second = npus(2).run(measured, replace(TINY, convolutions=()))  # it has no kernel
+    assert first == second
+    assert (first["devices_per_node"], first["computes_on_host"]) == (2, False)
+    assert set(first["speeds"]) == set(first["inside"]) == {"fp32", "bf16", "fp16"}
+    assert first["sources"]["host_link"].startswith("measured") and first["host_link"] > 0
