@@ -129,11 +129,13 @@ def _draw(findings: Findings, path: Path) -> None:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    known = [r for r in findings.results if r.value is not None]
-    for results, colour, style in ((known, COLOURS[5], "o"), (findings.front(), COLOURS[0], "o-")):
+    for results, colour, style in (
+        (findings.measured, COLOURS[5], "o"),
+        (findings.front(), COLOURS[0], "o-"),
+    ):
         peaks = [result.peak / 1e9 for result in results]
         axes.plot(peaks, [result.speed for result in results], style, color=colour)
-    for result in known:
+    for result in findings.measured:
         axes.annotate(result.outcome.name, (result.peak / 1e9, result.speed), fontsize=7)
     axes.set_xlabel("memory of a rank at the peak, GB")
     axes.set_ylabel("samples per second")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,24 +19,33 @@ from hadal.plugins.autotuning.search import (
     is_over,
     nearest,
     next_upwards,
-    score,
     shuffled,
 )
-from hadal.plugins.autotuning.space import TuningTrial
-from hadal.plugins.autotuning.summary import Findings, Result
+from hadal.plugins.autotuning.space import NO_GAIN, TuningTrial
+from hadal.plugins.autotuning.summary import Findings
 
-SPACE = [TuningTrial(stage, size) for stage in (0, 1) for size in (1, 2, 4, 8)]
-PLANS = {trial: 10.0 * trial.micro_batch / (1 + trial.stage) for trial in SPACE}
+SPACE = [
+    TuningTrial(stage, size, planned=10.0 * size / (1 + stage), nbytes=100.0 * size)
+    for stage in (0, 1)
+    for size in (1, 2, 4, 8)
+]
+
+
+def measured(trial: TuningTrial, gain: float, peak: int = 0, name: str = "") -> TuningTrial:
+    """Return a trial that has run."""
+    outcome = Outcome(name, {"peak_memory_per_gpu": peak, "throughput": gain})
+    return replace(trial, is_tried=True, runs=1, outcome=outcome, gain=gain)
 
 
 def test_results_correct_the_plans_of_trials_like_theirs() -> None:
     one, other = SPACE[3], SPACE[4]
-    assert corrected(one, PLANS, {}) == PLANS[one]
+    assert corrected(one, []) == one.planned
     # Half as fast as planned; then stage 1 is measured, and is as planned.
-    assert corrected(SPACE[0], PLANS, {one: 40.0}) == 5.0
-    assert corrected(other, PLANS, {one: 40.0}) == PLANS[other] / 2
-    both = {one: 40.0, other: PLANS[other]}
-    assert [corrected(trial, PLANS, both) for trial in (SPACE[2], SPACE[7])] == [20.0, 40.0]
+    slow = [measured(one, 40.0)]
+    assert corrected(SPACE[0], slow) == 5.0
+    assert corrected(other, slow) == other.planned / 2
+    both = [*slow, measured(other, other.planned)]
+    assert [corrected(trial, both) for trial in (SPACE[2], SPACE[7])] == [20.0, 40.0]
     # Settings that differ less are more alike.
     near, far = (TuningTrial(0, 8, (("overlap_comm", text),)) for text in ("true", "false"))
     assert nearest(near, [SPACE[3], far]) == SPACE[3]
@@ -44,10 +54,9 @@ def test_results_correct_the_plans_of_trials_like_theirs() -> None:
 
 
 def test_memory_beyond_the_plan_is_expected_of_others_too() -> None:
-    plans = {trial: 100.0 * trial.micro_batch for trial in SPACE}
-    assert corrected_nbytes(SPACE[3], plans, {SPACE[0]: 150.0}) == 850.0
+    assert corrected_nbytes(SPACE[3], [measured(SPACE[0], 1.0, 150)]) == 850.0
     # An allocator's peak may lack what others hold: less than planned changes nothing.
-    assert corrected_nbytes(SPACE[3], plans, {SPACE[0]: 50.0}) == 800.0
+    assert corrected_nbytes(SPACE[3], [measured(SPACE[0], 1.0, 50)]) == 800.0
 
 
 def test_a_shuffled_order_is_always_the_same() -> None:
@@ -56,42 +65,43 @@ def test_a_shuffled_order_is_always_the_same() -> None:
 
 
 def test_without_plans_sizes_grow_around_failures() -> None:
-    ladder = [TuningTrial(0, size) for size in (1, 2, 3, 4, 6, 8)]
+    def order(start: int, speed: dict[int, float]) -> list[int]:
+        row = [TuningTrial(0, size) for size in (1, 2, 3, 4, 6, 8)]
+        done = []
+        while (trial := next_upwards(row, start)) is not None:
+            trial.is_tried, trial.runs, trial.gain = True, 1, speed[trial.micro_batch]
+            done.append(trial.micro_batch)
+        return done
 
-    def order(start: int, speed: dict[int, float | None]) -> list[int]:
-        done: dict[TuningTrial, float | None] = {}
-        while (trial := next_upwards(ladder, start, done)) is not None:
-            done[trial] = speed[trial.micro_batch]
-        return [trial.micro_batch for trial in done]
-
-    grows: dict[int, float | None] = {size: float(size) for size in (1, 2, 3, 4, 6, 8)}
+    grows = {size: float(size) for size in (1, 2, 3, 4, 6, 8)}
     assert order(2, grows) == [2, 4, 8]
     assert order(1, grows | {4: 1.5}) == [1, 2, 4]
-    assert order(4, grows | {8: None}) == [4, 8, 6]
-    assert order(8, grows | {8: None, 6: None}) == [8, 6, 4]
-    assert order(9, dict.fromkeys(grows)) == [8, 6, 4, 3, 2, 1]
+    assert order(4, grows | {8: NO_GAIN}) == [4, 8, 6]
+    assert order(8, grows | {8: NO_GAIN, 6: NO_GAIN}) == [8, 6, 4]
+    assert order(9, dict.fromkeys(grows, NO_GAIN)) == [8, 6, 4, 3, 2, 1]
 
 
 @pytest.mark.claims("autotuning.tuner_early_stopping", "autotuning.tuner_num_trials")
 @pytest.mark.parametrize(
-    ("scores", "over"),
+    ("gains", "over"),
     [
         ([], False),
         ([1.0, 2.0, 1.5], False),
-        ([2.0, 1.0, None], True),
-        ([None, None], True),
+        ([2.0, 1.0, NO_GAIN], True),
+        ([NO_GAIN, NO_GAIN], True),
         ([1.0, 2.0, 3.0, 4.0, 5.0], True),
         ([-3.0, -2.0, -1.0], False),
     ],
 )
-def test_the_search_of_a_stage_ends(scores: list[float | None], over: bool) -> None:
-    assert is_over(scores, patience=2, most=5) is over
+def test_the_search_of_a_stage_ends(gains: list[float], over: bool) -> None:
+    assert is_over(gains, patience=2, most=5) is over
 
 
 @given(st.floats(0.01, 1e9), st.floats(0.01, 1e9))
-def test_less_latency_scores_higher(one: float, other: float) -> None:
-    assert (score("latency", one) > score("latency", other)) == (one < other)
-    assert (score("throughput", one) > score("throughput", other)) == (one > other)
+def test_less_latency_is_a_gain(one: float, other: float) -> None:
+    for metric, is_more in (("latency", one < other), ("throughput", one > other)):
+        gains = [Findings(metric, [], {}).gain_of({metric: value}) for value in (one, other)]
+        assert (gains[0] > gains[1]) == is_more
 
 
 @given(st.floats(0, 1e3), st.floats(0.001, 1e3), st.floats(0, 1e3), st.floats(1, 1e5))
@@ -116,11 +126,11 @@ def test_out_of_memory_is_recognized() -> None:
 
 
 def test_the_summary_lists_the_best_and_every_failure() -> None:
-    def result(stage: int, value: float | None, why: str = "") -> Result:
-        trial = TuningTrial(stage, 3)
-        return Result(trial, Outcome(trial.name(1), {}, why, "z.log" if why else ""), value)
-
-    results = [result(0, 59.0229), result(1, 87.30171), result(3, None, "rank 0: OSError: no")]
+    results = [
+        measured(TuningTrial(stage, 3), gain, 0, f"z{stage}_tmbspg3_gas1")
+        for stage, gain in ((0, 59.0229), (1, 87.30171), (3, NO_GAIN))
+    ]
+    results[2].outcome = Outcome("z3_tmbspg3_gas1", None, "rank 0: OSError: no", "z.log")
     findings = Findings("throughput", results, {"z2_tmbspg9_gas1": "it would take 9 GB"})
     assert findings.text(1653.988447, is_whole=True).splitlines() == [
         "| tuning_space | num_experiments | best_metric_val | best_exp_name   |",
@@ -139,14 +149,11 @@ def test_the_summary_lists_the_best_and_every_failure() -> None:
         "z2_tmbspg9_gas1 was not run: it would take 9 GB",
         "Tuning completed in 0:27:33.988447. Total number of experiments: 3.",
     ]
-    slow = Findings("latency", results, {}).best()
-    assert slow is not None and slow.value == 59.0229
 
 
 def test_the_second_best_with_less_memory_is_named(tmp_path: Path) -> None:
-    def result(size: int, value: float, peak: int) -> Result:
-        found = {"peak_memory_per_gpu": peak, "throughput": value}
-        return Result(TuningTrial(0, size), Outcome(f"m{size}", found), value)
+    def result(size: int, gain: float, peak: int) -> TuningTrial:
+        return measured(TuningTrial(0, size), gain, peak, f"m{size}")
 
     results = [result(8, 100.0, 9 * 10**9), result(4, 98.5, 6 * 10**9), result(2, 50.0, 7 * 10**9)]
     findings = Findings("throughput", [*results, result(1, 40.0, 10**9)], {})
@@ -157,7 +164,7 @@ def test_the_second_best_with_less_memory_is_named(tmp_path: Path) -> None:
     findings.results.pop(1)
     assert findings.notes() == []
     # Of latencies less is better.
-    slow = [result(1, 98.5, 6 * 10**9), result(2, 100.0, 5 * 10**9)]
+    slow = [result(1, -98.5, 6 * 10**9), result(2, -100.0, 5 * 10**9)]
     assert "m2 is within 2%" in Findings("latency", slow, {}).notes()[0]
     pytest.importorskip("matplotlib")
     tuning._draw(findings, tmp_path / "summary.png")

@@ -218,7 +218,7 @@ def test_the_best_of_all_settings_is_found_in_eight_runs(searched: Any) -> None:
         if not tuner._lack(t)
     ]
     best = tuner.findings.best()
-    assert best.value >= 0.98 * max(every)[0]
+    assert best.gain >= 0.98 * max(every)[0]
     assert any("acmunits" in name for _, name in every)
 
 
@@ -340,7 +340,7 @@ def test_a_gain_is_measured_again_before_it_counts(searched: Any) -> None:
     own, other = "z1_tmbspg4_gas1_octrue", "z1_tmbspg4_gas1_ocfalse"
     assert made == [own, other, f"{other}_again"]
     best = tuner.findings.best()
-    assert (best.outcome.name, best.value) == (own, 15.0)  # the other's mean is 14
+    assert (best.outcome.name, best.gain) == (own, 15.0)  # the other's mean is 14
     assert "Total number of experiments: 3" in (tuner.runner.results / "summary.txt").read_text()
     # A gain that is there again counts.
     better = searched(lambda stage, size, name: 20.0 if "false" in name else 15.0, **both)[0]

@@ -35,7 +35,7 @@ from hadal.config.monitors import JsonlMonitor
 from hadal.errors import UsageError
 from hadal.plugins.autotuning.runs import Outcome
 from hadal.plugins.autotuning.space import TuningTrial
-from hadal.plugins.autotuning.summary import Findings, Result
+from hadal.plugins.autotuning.summary import Findings
 from hadal.plugins.monitor.files import JsonlWriter, read_lines
 from hadal.plugins.monitor.opening import _commit, describe_run
 from hadal.plugins.monitor.report import read_run, write_page
@@ -482,15 +482,10 @@ def test_a_damaged_run_among_others_is_named(tmp_path: Path) -> None:
 
 @pages
 def test_a_search_for_a_configuration_is_shown(tmp_path: Path) -> None:
-    found = [
-        {"throughput": 100.0, "peak_memory_per_gpu": 9e9},
-        {"throughput": 99.0, "peak_memory_per_gpu": 6e9},
-    ]
-    trials = [TuningTrial(stage, 8) for stage in (0, 1)]
-    results = [
-        Result(trial, Outcome(trial.name(1), each), each["throughput"])
-        for trial, each in zip(trials, found, strict=True)
-    ]
+    results = []
+    for stage, gain, peak in ((0, 100.0, 9e9), (1, 99.0, 6e9)):
+        outcome = Outcome(f"z{stage}_tmbspg8_gas1", {"peak_memory_per_gpu": peak})
+        results.append(TuningTrial(stage, 8, runs=1, outcome=outcome, gain=gain))
     findings = Findings("throughput", results, {"z2_tmbspg8_gas1": "it would take | 9 GB"})
     search = tmp_path / "autotuning_results"
     search.mkdir()

@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from hadal.plugins.autotuning.space import TuningTrial
+from hadal.plugins.autotuning.space import NO_GAIN, TuningTrial
 
 TRUST = 0.2
 """The error of a plan, corrected by the runs so far, up to which a trial may still win."""
 _SEED = 0
 
-Scores = Mapping[TuningTrial, float | None]
-"""The score of each trial; more is better, None is a failure, infinity: it is under way."""
 
-
-def score(metric: str, value: float) -> float:
-    """Return a metric's value such that more is better: latency is negated."""
-    return -value if metric == "latency" else value
-
-
-def is_over(scores: Sequence[float | None], patience: int, most: int) -> bool:
-    """Return whether the search of a stage is over, from its scores in order of time.
+def is_over(gains: Sequence[float], patience: int, most: int) -> bool:
+    """Return whether the search of a stage is over, from its gains in order of time.
 
     Args:
-        scores: more is better, None is a failure.
+        gains: more is better, NO_GAIN is a failure.
         patience: this many in a row without an improvement end it (`tuner_early_stopping`).
         most: this many in total end it (`tuner_num_trials`).
     """
-    best, since = float("-inf"), 0
-    for value in scores:
-        if value is not None and value > best:
-            best, since = value, 0
+    best, since = NO_GAIN, 0
+    for gain in gains:
+        if gain > best:
+            best, since = gain, 0
         else:
             since += 1
-    return len(scores) >= most or since >= patience
+    return len(gains) >= most or since >= patience
 
 
 def shuffled(space: Sequence[TuningTrial]) -> list[TuningTrial]:
@@ -54,52 +46,39 @@ def nearest(trial: TuningTrial, measured: Sequence[TuningTrial]) -> TuningTrial 
     return max(measured, key=likeness, default=None)
 
 
-def corrected(
-    trial: TuningTrial,
-    plans: Mapping[TuningTrial, float],
-    measured: Mapping[TuningTrial, float],
-) -> float:
-    """Return what a trial's plan says, in the proportion that was measured of the nearest one."""
-    near = nearest(trial, [one for one in measured if one in plans])
-    if near is None:
-        return plans[trial]
-    return plans[trial] * measured[near] / plans[near]
+def corrected(trial: TuningTrial, measured: Sequence[TuningTrial]) -> float:
+    """Return a trial's planned gain, in the proportion that was measured of the nearest one."""
+    near = nearest(trial, measured)
+    return trial.planned if near is None else trial.planned * near.gain / near.planned
 
 
-def corrected_nbytes(
-    trial: TuningTrial,
-    plans: Mapping[TuningTrial, float],
-    measured: Mapping[TuningTrial, float],
-) -> float:
+def corrected_nbytes(trial: TuningTrial, measured: Sequence[TuningTrial]) -> float:
     """Return the bytes of a trial's plan, and those that the nearest one took beyond its own."""
-    near = nearest(trial, [one for one in measured if one in plans])
-    return plans[trial] + (0.0 if near is None else max(0.0, measured[near] - plans[near]))
+    near = nearest(trial, measured)
+    return trial.nbytes + (0.0 if near is None else max(0.0, near.peak - near.nbytes))
 
 
-def next_upwards(ladder: Sequence[TuningTrial], start: int, scores: Scores) -> TuningTrial | None:
+def next_upwards(row: Sequence[TuningTrial], start: int) -> TuningTrial | None:
     """Return the next trial of a stage without plans; None if no other size promises more.
 
-    From `start` or the largest below it, micro-batches are about doubled while the score grows.
+    From `start` or the largest below it, micro-batches are about doubled while they gain; those
+    under way are assumed to.
 
     Args:
-        ladder: trials with the same other settings, micro-batches upwards.
+        row: trials with the same other settings, micro-batches upwards.
         start: the first micro-batch.
-        scores: of the finished trials.
     """
-    usable = [trial for trial in ladder if scores.get(trial, 0.0) is not None]
-    below = [trial for trial in usable if trial.micro_batch < start]
-    here = next((t for t in usable if t.micro_batch >= start), below[-1] if below else None)
-    best = float("-inf")
-    while here is not None:
-        now = scores.get(here)
-        if now is None:
-            return here
-        if now <= best and now < math.inf:
-            return None
-        best, larger = now, usable[usable.index(here) + 1 :]
-        near = [t for t in larger if t.micro_batch <= 2 * here.micro_batch]
-        here = near[-1] if near else next(iter(larger), None)
-    return None
+    usable = [trial for trial in row if trial.gain > NO_GAIN or not trial.runs]
+    tried = [trial for trial in usable if trial.is_tried]
+    if not tried:
+        below = [trial for trial in usable if trial.micro_batch < start]
+        return next((t for t in usable if t.micro_batch >= start), below[-1] if below else None)
+    top, best = tried[-1], max((trial.gain for trial in tried[:-1]), default=NO_GAIN)
+    if top.runs and best >= top.gain:
+        return None
+    larger = usable[usable.index(top) + 1 :]
+    near = [trial for trial in larger if trial.micro_batch <= 2 * top.micro_batch]
+    return near[-1] if near else next(iter(larger), None)
 
 
 def is_exhausted(reason: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from hadal.config.reading import read
 from hadal.config.section import default_of, mark_of, shown
 from hadal.config.zero_optimization import ZeroOptimization
 from hadal.errors import Fault, raise_faults
+from hadal.plugins.autotuning.runs import Outcome
 from hadal.plugins.autotuning.words import config_flag, value_of
 
 TRAIN, MICRO, ACCUMULATION = (
@@ -23,6 +25,7 @@ TRAIN, MICRO, ACCUMULATION = (
     "gradient_accumulation_steps",
 )
 TENSOR = "tensor_parallel.autotp_size"
+NO_GAIN, NO_OUTCOME = -math.inf, Outcome("", None)
 ALL_STAGES = (0, 1, 2, 3)
 _BUCKETS = (50_000_000, 500_000_000, 1_000_000_000)
 # The keys worth varying at each stage, if the user does not set them, by DeepSpeed's names.
@@ -141,13 +144,38 @@ class SearchRequest:
         return tuple(sorted(found | {max(least, min(self.start, most)), most}))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class TuningTrial:
-    """One set of settings."""
+    """One set of settings, its plan, and its results once it has run."""
 
     stage: int
     micro_batch: int
     others: Others = ()
+    planned: float = NO_GAIN
+    """The gain by plan: the metric's value, negated if less is better."""
+    nbytes: float = 0.0
+    """A rank's bytes by plan; 0 without one."""
+    is_tried: bool = False
+    """True once its experiment has started."""
+    runs: int = 0
+    outcome: Outcome = NO_OUTCOME
+    gain: float = NO_GAIN
+    """The measured gain, the mean of all runs; NO_GAIN if it failed, or has not ended."""
+
+    @property
+    def row(self) -> tuple[int, Others]:
+        """All but the size."""
+        return self.stage, self.others
+
+    @property
+    def peak(self) -> int:
+        """The measured bytes of a rank at the peak; 0 if unknown."""
+        return int((self.outcome.found or {}).get("peak_memory_per_gpu", 0))
+
+    @property
+    def speed(self) -> float:
+        """Samples of all ranks per second; 0 if unknown."""
+        return float((self.outcome.found or {}).get("throughput", 0.0))
 
     def name(self, accumulation: int) -> str:
         """Return the name of the trial and its files."""

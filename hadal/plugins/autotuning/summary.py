@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from hadal.plugins.autotuning.runs import Outcome
-from hadal.plugins.autotuning.search import score
-from hadal.plugins.autotuning.space import TuningTrial
+from hadal.plugins.autotuning.space import NO_GAIN, TuningTrial
 
 SUMMARY, BEST_CONFIG, BEST_COMMAND = "summary.txt", "ds_config_optimal.json", "cmd_optimal.txt"
 PICTURE = "summary.png"
@@ -18,85 +16,70 @@ TITLES = ("tuning_space", "num_experiments", "best_metric_val", "best_exp_name")
 UNITS = {"throughput": "samples/s", "latency": "ms", "FLOPS_per_gpu": "operations/s"}
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The result of one experiment of a search."""
-
-    trial: TuningTrial
-    outcome: Outcome
-    value: float | None
-    """The metric's value, the mean of all runs; None if the experiment failed."""
-    runs: int = 1
-
-    @property
-    def peak(self) -> int:
-        """The bytes of a rank at the peak; 0 if unknown."""
-        return int((self.outcome.found or {}).get("peak_memory_per_gpu", 0))
-
-    @property
-    def speed(self) -> float:
-        """Samples of all ranks per second; 0 if unknown."""
-        return float((self.outcome.found or {}).get("throughput", 0.0))
-
-
 @dataclass(slots=True)
 class Findings:
     """The results of a search so far."""
 
     metric: str
-    results: list[Result]
+    results: list[TuningTrial]
     left_out: dict[str, str]
     """Trials that were not run, with the reason."""
 
     @property
     def runs(self) -> int:
         """Experiments so far, repeated ones too."""
-        return sum(result.runs for result in self.results)
+        return sum(trial.runs for trial in self.results)
 
-    def best(self, stage: int | None = None) -> Result | None:
+    @property
+    def measured(self) -> list[TuningTrial]:
+        """The results that are no failures."""
+        return [trial for trial in self.results if trial.gain > NO_GAIN]
+
+    def gain_of(self, found: Mapping[str, Any] | None) -> float:
+        """Return the metric of an experiment's file such that more is better, or NO_GAIN."""
+        value = (found or {}).get(self.metric)
+        sign = -1.0 if self.metric == "latency" else 1.0
+        return sign * value if isinstance(value, int | float) else NO_GAIN
+
+    def best(self, stage: int | None = None) -> TuningTrial | None:
         """Return the best result of a stage, or of all stages."""
-        known = [r for r in self.of(stage) if r.value is not None]
-        return max(known, key=lambda r: score(self.metric, r.value or 0.0), default=None)
-
-    def of(self, stage: int | None) -> list[Result]:
-        """Return the results of a stage, or of all stages."""
-        return [r for r in self.results if stage in (None, r.trial.stage)]
+        known = [trial for trial in self.measured if stage in (None, trial.stage)]
+        return max(known, key=lambda trial: trial.gain, default=None)
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Return the table's rows: one for each stage that was tried, and one for all."""
-        stages: list[int | None] = [*dict.fromkeys(r.trial.stage for r in self.results), None]
-        return [self._row(stage) for stage in stages]
+        return [self._row(s) for s in (*dict.fromkeys(t.stage for t in self.results), None)]
 
     def _row(self, stage: int | None) -> tuple[str, str, str, str]:
         best = self.best(stage)
         name = "global" if stage is None else f"z{stage}"
-        count = str(sum(result.runs for result in self.of(stage)))
+        runs = sum(trial.runs for trial in self.results if stage in (None, trial.stage))
         if best is None:
-            return name, count, "failed" if self.of(stage) else "-", "-"
-        return name, count, f"{best.value:.6g}", best.outcome.name
+            return name, str(runs), "failed" if runs else "-", "-"
+        best_name, value, _ = _shown(best)
+        return name, str(runs), value, best_name
 
-    def front(self) -> list[Result]:
+    def front(self) -> list[TuningTrial]:
         """Return the results that are better than all with as little memory, the best first."""
-        known = [r for r in self.results if r.value is not None]
-        known.sort(key=lambda r: (-score(self.metric, r.value or 0.0), r.peak))
-        return [r for n, r in enumerate(known) if all(r.peak < better.peak for better in known[:n])]
+        known = sorted(self.measured, key=lambda trial: (-trial.gain, trial.peak))
+        return [t for n, t in enumerate(known) if all(t.peak < better.peak for better in known[:n])]
 
     def notes(self) -> list[str]:
         """Return what else to know of the results: a second best with less memory, and failures."""
-        notes, front = [], self.front()
-        worths = [score(self.metric, result.value or 0.0) for result in front]
-        near = [r for r, worth in zip(front, worths, strict=True) if _is_close(worth, worths[0])]
-        if len(near) > 1:
-            saved = (near[0].peak - near[-1].peak) / 1e9
-            notes.append(
-                f"{near[-1].outcome.name} is within {_CLOSE:.0%} of the best"
-                f" ({near[-1].value:.6g}) with {saved:.3g} GB less memory"
-            )
-        return notes + self.failures()
+        front = self.front()
+        near = [t for t in front if front[0].gain - t.gain <= _CLOSE * abs(front[0].gain)]
+        if len(near) < 2:
+            return self.failures()
+        name, value, _ = _shown(near[-1])
+        saved = (near[0].peak - near[-1].peak) / 1e9
+        close = (
+            f"{name} is within {_CLOSE:.0%} of the best ({value}) with {saved:.3g} GB less memory"
+        )
+        return [close, *self.failures()]
 
     def failures(self) -> list[str]:
         """Return a line for each trial without a result, with the reason."""
-        failed = [r.outcome for r in self.results if r.value is None]
+        failed = [trial.outcome for trial in self.results if trial.gain == NO_GAIN]
         lines = [f"{outcome.name} failed: {outcome.failure}" for outcome in failed]
         return lines + [f"{name} was not run: {why}" for name, why in self.left_out.items()]
 
@@ -110,19 +93,16 @@ class Findings:
         less_is_better = " (less is better)" * (self.metric == "latency")
         titles = ("experiment", f"{self.metric}, {UNITS[self.metric]}{less_is_better}")
         front = self.front()
-        peaks = [
-            (r.outcome.name, f"{r.value:.6g}", f"{r.peak / 1e9:.3g}", "front" * (r in front))
-            for r in self.results
-            if r.value is not None
-        ]
+        peaks = [(*_shown(trial), "front" * (trial in front)) for trial in self.measured]
         lines = [*_aligned(TITLES, self.rows()), ""]
         if peaks:
             lines += [*_aligned((*titles, "memory, GB", ""), peaks), ""]
         return "\n".join([*lines, *self.notes(), end]) + "\n"
 
 
-def _is_close(one: float, best: float) -> bool:
-    return best - one <= _CLOSE * abs(best)
+def _shown(trial: TuningTrial) -> tuple[str, str, str]:
+    """Return name, value and memory of a result."""
+    return trial.outcome.name, f"{abs(trial.gain):.6g}", f"{trial.peak / 1e9:.3g}"
 
 
 def _aligned(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -138,9 +118,3 @@ def _aligned(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         "-" * (n - 1) + ":" if at in (1, 2) else ":" + "-" * (n - 1) for at, n in enumerate(widths)
     )
     return [line(titles), f"| {' | '.join(rule)} |", *map(line, rows)]
-
-
-def value_in(found: dict[str, Any] | None, metric: str) -> float | None:
-    """Return a metric from an experiment's file, or None."""
-    value = found.get(metric) if found is not None else None
-    return float(value) if isinstance(value, int | float) else None

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 from hadal.errors import TuningError
 from hadal.plugins.autotuning.files import write_json
-from hadal.plugins.autotuning.runs import Outcome, Runner, forget
+from hadal.plugins.autotuning.runs import Runner, forget
 from hadal.plugins.autotuning.search import (
     TRUST,
     corrected,
@@ -19,12 +17,11 @@ from hadal.plugins.autotuning.search import (
     is_exhausted,
     is_over,
     next_upwards,
-    score,
     shuffled,
 )
 from hadal.plugins.autotuning.space import (
+    NO_GAIN,
     TENSOR,
-    Others,
     SearchRequest,
     TuningTrial,
     combinations,
@@ -39,8 +36,6 @@ from hadal.plugins.autotuning.summary import (
     SUMMARY,
     UNITS,
     Findings,
-    Result,
-    value_in,
 )
 
 PROFILE = "profile_model_info"
@@ -67,18 +62,15 @@ class Tuner:
         self._began = time.monotonic()
         self._look: dict[str, Any] = {}
         """What the profile has found; empty without one."""
-        self._memory: int | None = None
-        """The bytes of a rank, once known."""
-        self._values: dict[TuningTrial, float] = {}
-        self._nbytes: dict[TuningTrial, float] = {}
-        """The metric's value and a rank's bytes by plan, as far as they are known."""
         self._space: list[TuningTrial] = []
+        self._is_planned = False
+        """True if the space has plans of time."""
         self._running: dict[str, TuningTrial] = {}
         """The trials of experiments under way, by name."""
         self._own = combinations(wish, 0)[0]
         """The user's own settings."""
 
-    def run(self) -> Result:
+    def run(self) -> TuningTrial:
         """Search, write the findings, and return the best result.
 
         Raises:
@@ -115,7 +107,7 @@ class Tuner:
             while runner.has_room and self._may_try and (trial := self._next()) is not None:
                 self._start(trial, self._name(trial))
             if not self._running and (winner := self._unconfirmed()) is not None:
-                self._start(winner.trial, f"{winner.outcome.name}_again")
+                self._start(winner, f"{self._name(winner)}_again")
             if not self._running:
                 break
             self._finish()
@@ -154,7 +146,6 @@ class Tuner:
             self.findings.left_out[PROFILE] = outcome.failure
             raise TuningError(f"the model cannot be profiled: {outcome.failure}")
         look = self._look = outcome.found
-        self._memory = look["memory_per_gpu"]
         self._say(
             f"{PROFILE}: {look['num_params']:,} parameters per rank,"
             f" {look['activation_mem_per_gpu'] / _GB:.3g} GB of activations,"
@@ -180,29 +171,27 @@ class Tuner:
 
     def _plan(self) -> None:
         """Read the plans; those without activations get the measured ones, in proportion."""
-        told = self._look.get("plans", ())
-        for trial, plan in zip(self._space, told, strict=False):
+        refused: dict[str, str] = {}
+        for trial, plan in zip(self._space, self._look.get("plans", ()), strict=False):
             if "seconds" in plan:
-                self._values[trial] = self._value_of(plan)
-                self._nbytes[trial] = plan["memory"]
+                seconds = plan["seconds"]
+                found = {"latency": seconds * 1000, "throughput": plan["samples"] / seconds}
+                # A planned update has the same operations at any speed.
+                found["FLOPS_per_gpu"] = found["throughput"]
+                trial.planned, trial.nbytes = self.findings.gain_of(found), plan["memory"]
             elif "memory" in plan:
                 per_sample = self._look["activation_mem_per_gpu"] / self._first_micro_batch
-                self._nbytes[trial] = plan["memory"] + per_sample * trial.micro_batch
-        if self._nbytes:
-            refused = {
-                t: p["failure"] for t, p in zip(self._space, told, strict=False) if "failure" in p
-            }
-            first = {why: self._name(trial) for trial, why in reversed([*refused.items()])}
-            self.findings.left_out |= {name: why for why, name in first.items()}
-            self._space = [trial for trial in self._space if trial in self._nbytes]
-        if self._values:
+                trial.nbytes = plan["memory"] + per_sample * trial.micro_batch
+            elif "failure" in plan:
+                refused.setdefault(plan["failure"], self._name(trial))
+        if any(trial.nbytes for trial in self._space):
+            self.findings.left_out |= {name: why for why, name in refused.items()}
+            self._space = [trial for trial in self._space if trial.nbytes]
+        self._is_planned = any(trial.planned > NO_GAIN for trial in self._space)
+        if self._is_planned:
             self._space = self._distinct()
         elif self._wish.section.tuner_type == "model_based":
             self._say("no plan of this model: micro-batches are tried upwards, stage by stage")
-
-    def _value_of(self, told: Mapping[str, Any]) -> float:
-        is_latency = self.findings.metric == "latency"
-        return float(told["seconds"] * 1000 if is_latency else told["samples"] / told["seconds"])
 
     def _distinct(self) -> list[TuningTrial]:
         """Return the planned trials, without those of added settings that have the same plan.
@@ -210,34 +199,25 @@ class Tuner:
         Settings that the user lists are all kept: a plan does not know all that they do.
         """
         first: dict[Any, TuningTrial] = {}
-        planned = [trial for trial in self._space if trial in self._values]
-        for trial in planned:
-            listed = [pair for pair in trial.others if pair[0] in self._wish.ranges]
-            plan = self._values[trial], self._nbytes[trial]
-            same = trial.stage, trial.micro_batch, tuple(listed), plan
-            first.setdefault(same, trial)
-        left = len(planned) - len(first)
-        if left:
+        planned = [trial for trial in self._space if trial.planned > NO_GAIN]
+        for t in planned:
+            listed = tuple(pair for pair in t.others if pair[0] in self._wish.ranges)
+            first.setdefault((t.stage, t.micro_batch, listed, t.planned, t.nbytes), t)
+        if left := len(planned) - len(first):
             why = "its plan is that of another one"
             self.findings.left_out[f"each of {left} more of {len(planned)}"] = why
         return list(first.values())
 
     def _leave_out(self) -> None:
         """Leave out what lacks memory or samples; the smallest of each row is told."""
-        told: set[tuple[int, Others]] = set()
-        for trial in self._space:
-            why = self._lack(trial)
-            row = trial.stage, trial.others
-            if why and row not in told:
-                told.add(row)
-                self.findings.left_out[self._name(trial)] = why
-                self._say(f"{self._name(trial)} is left out: {why}")
+        lacking = [(trial, why) for trial in self._space if (why := self._lack(trial))]
+        for trial, why in {trial.row: (trial, why) for trial, why in reversed(lacking)}.values():
+            self.findings.left_out[self._name(trial)] = why
+            self._say(f"{self._name(trial)} is left out: {why}")
         wish = self._wish
-        for size in wish.micro_batches:
-            if size not in wish.sizes:
-                why = f"the limits allow micro-batches from {wish.smallest} to {wish.largest}"
-                name = f"micro-batch {size}"
-                self.findings.left_out[name] = why
+        why = f"the limits allow micro-batches from {wish.smallest} to {wish.largest}"
+        small = {*wish.micro_batches} - {*wish.sizes}
+        self.findings.left_out |= {f"micro-batch {size}": why for size in sorted(small)}
 
     def _lack(self, trial: TuningTrial) -> str:
         """Describe the memory or samples that a trial lacks; empty if it fits, or if unknown."""
@@ -245,17 +225,11 @@ class Tuner:
         least = self._wish.section.min_train_batch_size
         if batch < least:
             return f"its update has {batch} samples, fewer than min_train_batch_size {least}"
-        if self._memory is None or trial not in self._nbytes:
+        memory = self._look.get("memory_per_gpu")
+        wanted = trial.nbytes and corrected_nbytes(trial, self.findings.measured)
+        if memory is None or wanted <= _USABLE * memory:
             return ""
-        peaks = {
-            result.trial: (result.outcome.found or {}).get("peak_memory_per_gpu", 0)
-            for result in self.findings.results
-            if result.value is not None
-        }
-        wanted = corrected_nbytes(trial, self._nbytes, peaks)
-        if wanted <= _USABLE * self._memory:
-            return ""
-        return f"it needs {wanted / _GB:.3g} GB, but a rank has {self._memory / _GB:.3g} GB"
+        return f"it needs {wanted / _GB:.3g} GB, but a rank has {memory / _GB:.3g} GB"
 
     # ---- the next trial ------------------------------------------------------------------------
 
@@ -263,23 +237,23 @@ class Tuner:
     def _most(self) -> int | None:
         """The measured experiments of a search by plans; None: its order has other limits."""
         section = self._wish.section
-        if not self._values or section.tuner_type != "model_based":
+        if not self._is_planned or section.tuner_type != "model_based":
             return None
         return (_RUNS if section.fast else _RUNS_IF_SLOW) * self.runner.lanes
 
     @property
     def _may_try(self) -> bool:
         """Return whether another trial may run: one run is kept to confirm an unexpected winner."""
-        section, results = self._wish.section, self.findings.results
-        if self.findings.best() is None:
-            broken = [r for r in results if not is_exhausted(r.outcome.reason)]
-            return len(broken) + len(self._running) < section.tuner_early_stopping
+        if not self.findings.measured:
+            failed = [trial.outcome.reason for trial in self.findings.results]
+            broken = [reason for reason in failed if not is_exhausted(reason)]
+            return len(broken) + len(self._running) < self._wish.section.tuner_early_stopping
         kept = self._unconfirmed() is not None
         return self._most is None or self._measured + len(self._running) + kept < self._most
 
     @property
     def _measured(self) -> int:
-        return sum(result.runs for result in self.findings.results if result.value is not None)
+        return sum(trial.runs for trial in self.findings.measured)
 
     def _next(self) -> TuningTrial | None:
         """Return the trial that is the most promising, or the next in order; None at the end."""
@@ -288,39 +262,25 @@ class Tuner:
         if kind != "model_based":
             order = shuffled(self._space) if kind == "random" else self._space
             return next((trial for trial in order if trial in left), None)
-        if not self._values:
+        if not self._is_planned:
             return self._next_unplanned(left)
-        trial = max(left, key=self._promise, default=None)
-        best = self.findings.best()
+        trial, best = max(left, key=self._promise, default=None), self.findings.best()
         if trial is None or best is None:
             return trial
-        now = self._score(best)
-        return trial if self._promise(trial) > now - TRUST * abs(now) else None
-
-    def _score(self, result: Result) -> float:
-        return score(self.findings.metric, result.value or 0.0)
+        return trial if self._promise(trial) > best.gain - TRUST * abs(best.gain) else None
 
     def _promise(self, trial: TuningTrial) -> float:
-        """Return a trial's score by its plan, corrected by what was measured."""
-        measured = {r.trial: r.value for r in self.findings.results if r.value is not None}
-        return score(self.findings.metric, corrected(trial, self._values, measured))
-
-    @property
-    def _scores(self) -> dict[TuningTrial, float | None]:
-        """The scores of finished trials; those under way are assumed to gain."""
-        known = {
-            r.trial: None if r.value is None else self._score(r) for r in self.findings.results
-        }
-        return dict.fromkeys(self._running.values(), math.inf) | known
+        """Return a trial's gain by its plan, corrected by what was measured."""
+        return corrected(trial, self.findings.measured)
 
     def _left(self) -> list[TuningTrial]:
         """Return the trials that may still run."""
-        section, left, scores = self._wish.section, [], self._scores
+        section, left = self._wish.section, []
         for stage in self._stages:
-            known = [scores[r.trial] for r in self.findings.of(stage)]
+            gains = [trial.gain for trial in self.findings.results if trial.stage == stage]
             most = section.tuner_num_trials - sum(t.stage == stage for t in self._running.values())
-            if not is_over(known, section.tuner_early_stopping, most):
-                left += [t for t in self._space if t.stage == stage and t not in scores]
+            if not is_over(gains, section.tuner_early_stopping, most):
+                left += [t for t in self._space if t.stage == stage and not t.is_tried]
         left = [trial for trial in left if not self._lack(trial) and not self._has_failed(trial)]
         return [t for t in left if t.others == self._own or t.micro_batch in self._fastest(t, left)]
 
@@ -330,69 +290,61 @@ class Tuner:
         Only memory counts where the user has asked for all: a small batch may fail alone.
         """
         is_ranked = self._wish.section.tuner_type == "model_based"
-        for result in self.findings.results:
-            failed, reason = result.trial, result.outcome.reason
-            if result.value is not None:
-                continue
-            is_alike = (failed.stage, failed.others) == (trial.stage, trial.others)
-            if is_ranked and is_alike and failed.micro_batch <= trial.micro_batch:
-                return True
-            needs = self._nbytes.get(trial, 0)
-            if is_exhausted(reason) and needs >= self._nbytes.get(failed, 0) > 0:
-                return True
-        return False
+        return any(
+            (is_ranked and failed.row == trial.row and failed.micro_batch <= trial.micro_batch)
+            or (is_exhausted(failed.outcome.reason) and trial.nbytes >= failed.nbytes > 0)
+            for failed in self.findings.results
+            if failed.gain == NO_GAIN
+        )
 
     def _fastest(self, trial: TuningTrial, left: Sequence[TuningTrial]) -> list[int]:
         """Return the fastest micro-batches with a trial's settings; measured ones without plans."""
-        if self._values:
-            row = [t for t in left if (t.stage, t.others) == (trial.stage, trial.others)]
-            row.sort(key=self._promise, reverse=True)
-            sizes = [t.micro_batch for t in row]
+        if self._is_planned:
+            known = sorted((t for t in left if t.row == trial.row), key=self._promise)
         else:
-            known = [r for r in self.findings.of(trial.stage) if r.value is not None]
-            known.sort(key=self._score, reverse=True)
-            sizes = list(dict.fromkeys(r.trial.micro_batch for r in known))
-        return sizes[: self._wish.section.num_tuning_micro_batch_sizes]
+            known = [t for t in self.findings.measured if t.stage == trial.stage]
+            known.sort(key=lambda t: t.gain)
+        sizes = dict.fromkeys(t.micro_batch for t in reversed(known))
+        return [*sizes][: self._wish.section.num_tuning_micro_batch_sizes]
 
     def _next_unplanned(self, left: Sequence[TuningTrial]) -> TuningTrial | None:
         """Return the next trial, stage by stage, until one is no better than the one before it."""
-        before: Result | None = None
-        scores = self._scores
+        before: TuningTrial | None = None
         for stage in self._stages:
-            ladder = [t for t in self._space if t.stage == stage and t.others == self._own]
-            ladder = [t for t in ladder if t in left or t in scores]
-            start = self._first_micro_batch if before is None else before.trial.micro_batch
+            row = [t for t in self._space if t.row == (stage, self._own)]
+            row = [t for t in row if t in left or t.is_tried]
+            start = self._first_micro_batch if before is None else before.micro_batch
             if self._wish.micro_batches:
-                found = next((trial for trial in ladder if trial not in scores), None)
+                found = next((trial for trial in row if not trial.is_tried), None)
             else:
-                found = next_upwards(ladder, start, scores)
-            if found is not None or any(t in ladder for t in self._running.values()):
+                found = next_upwards(row, start)
+            running = [trial for trial in self._running.values() if trial.stage == stage]
+            if found is None and not any(trial in row for trial in running):
+                found = next((t for t in left if t.stage == stage and t.others != self._own), None)
+            if found is not None or running:
                 return found
-            rest = [t for t in left if t.stage == stage and t.others != self._own]
-            if rest or any(t.stage == stage for t in self._running.values()):
-                return next(iter(rest), None)
             now = self.findings.best(stage)
             if now is None:
                 continue
-            has_gained = before is None or self._score(now) > self._score(before)
+            has_gained = before is None or now.gain > before.gain
             if not has_gained and not self._wish.are_chosen:
                 return None
             before = now
         return None
 
-    def _unconfirmed(self) -> Result | None:
+    def _unconfirmed(self) -> TuningTrial | None:
         """Return a winner that is not what was expected: with little measured it may be luck."""
         best = self.findings.best()
         if best is None or best.runs > 1 or self._measured == self._most:
             return None
-        first = next(r.trial for r in self.findings.results if r.value is not None)
-        is_expected = best.trial == first if self._most else best.trial.others == first.others
+        first = self.findings.measured[0]
+        is_expected = best is first if self._most else best.others == first.others
         return None if is_expected else best
 
     def _tell_rest(self) -> None:
         """Say how many trials were left, and what the best of them promises."""
         rest = self._left()
-        if rest and self._values:
+        if rest and self._is_planned:
             best = max(rest, key=self._promise)
             value = abs(self._promise(best))
             why = f"the best by plan is {self._name(best)} with {value:.6g}"
@@ -406,41 +358,35 @@ class Tuner:
     def _start(self, trial: TuningTrial, name: str) -> None:
         section, best = self._wish.section, self.findings.best()
         self._say(f"experiment {self.findings.runs + len(self._running) + 1}: {name}")
-        self._running[name] = trial
+        self._running[name], trial.is_tried = trial, True
         experiment = {
             "enabled": True,
             "metric": section.metric,
             "start_profile_step": section.start_profile_step,
             "end_profile_step": section.end_profile_step,
         }
-        to_beat = None if best is None else best.value
+        to_beat = None if best is None else abs(best.gain)
         self.runner.start(name, config_of(self._wish, trial), experiment, to_beat=to_beat)
 
     def _finish(self) -> None:
         """Wait for an experiment, and record it; of one that is repeated, the mean counts."""
-        outcome = self.runner.finished()
-        trial, results = self._running.pop(outcome.name), self.findings.results
-        value = value_in(outcome.found, self.findings.metric)
-        first = next((result for result in results if result.trial == trial), None)
-        if first is None:
-            results.append(Result(trial, outcome, value))
-        else:
-            known = [each for each in (first.value, value) if each is not None]
-            mean = sum(known) / len(known)
-            results[results.index(first)] = replace(first, value=mean, runs=first.runs + 1)
-        self._say(self._summary_of(outcome, value))
-
-    def _summary_of(self, outcome: Outcome, value: float | None) -> str:
-        metric = self.findings.metric
+        outcome, findings = self.runner.finished(), self.findings
+        trial, gain = self._running.pop(outcome.name), findings.gain_of(outcome.found)
+        if not trial.runs:
+            trial.outcome, trial.gain = outcome, gain
+            findings.results.append(trial)
+        elif gain > NO_GAIN:
+            trial.gain = (trial.gain + gain) / 2
+        trial.runs += 1
         took = f"{outcome.seconds:.1f} s" if outcome.is_new else "measured earlier"
-        if value is None:
-            return f"{outcome.name} failed ({took}): {outcome.failure}"
-        best = self.findings.best()
-        assert best is not None  # this one at least
-        so_far = f"{time.monotonic() - self._began:.0f} s so far"
-        return (
-            f"{outcome.name}: {metric} {value:.6g} {UNITS[metric]} ({took});"
-            f" best: {best.outcome.name} with {best.value:.6g}, {so_far}"
+        best = findings.best()
+        if gain == NO_GAIN or best is None:
+            self._say(f"{outcome.name} failed ({took}): {outcome.failure}")
+            return
+        self._say(
+            f"{outcome.name}: {findings.metric} {abs(gain):.6g} {UNITS[findings.metric]} ({took});"
+            f" best: {best.outcome.name} with {abs(best.gain):.6g},"
+            f" {time.monotonic() - self._began:.0f} s so far"
         )
 
     # ---- the end -------------------------------------------------------------------------------
@@ -455,7 +401,7 @@ class Tuner:
             for name in (BEST_CONFIG, BEST_COMMAND, PICTURE):
                 (runner.results / name).unlink(missing_ok=True)
             return
-        config = config_of(self._wish, best.trial)
+        config = config_of(self._wish, best)
         file = runner.results / BEST_CONFIG
         write_json(file, config)
         command = runner.command(runner.words_with(config, file))
@@ -465,7 +411,7 @@ class Tuner:
         """Return the program's words with the best configuration."""
         best = self.findings.best()
         assert best is not None  # otherwise the search has raised
-        config = config_of(self._wish, best.trial)
+        config = config_of(self._wish, best)
         return self.runner.words_with(config, self.runner.results / BEST_CONFIG)
 
 
