@@ -29,26 +29,36 @@ def tokenizer() -> Any:
 
 
 def write_models(folder: Path) -> None:
-    """Write a Llama that continues a text, and one that scores it."""
+    """Write a Llama and an OPT that continue a text, and a Llama that scores it."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     of_words = tokenizer()
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    marks = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
-    for name, kind in (("llama", "LlamaForCausalLM"), ("judge", "LlamaForSequenceClassification")):
-        labels = {"num_labels": 1} if name == "judge" else {}
-        config = transformers.LlamaConfig(
-            vocab_size=len(of_words), **sizes, **heads, **marks, **labels
-        )
-        getattr(transformers, kind)(config).save_pretrained(folder / name)
-        of_words.save_pretrained(folder / name)
+    letters = [*MARKS, "<|endoftext|>", *"Ġ0123456789enosyw"]
+    vocabulary = {letter: place for place, letter in enumerate(letters)}
+    names = {"unk_token": "<unk>", "pad_token": "<pad>"}
+    of_letters = transformers.GPT2Tokenizer(vocab=vocabulary, merges=[], **names)
+    sizes = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 128}
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+    llama = sizes | {"intermediate_size": 64, "num_key_value_heads": 2}
+    models = {
+        "llama": ("LlamaForCausalLM", llama),
+        "judge": ("LlamaForSequenceClassification", llama | {"num_labels": 1}),
+        "opt": ("OPTForCausalLM", sizes | {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    }
+    for name, (kind, settings) in models.items():
+        model = getattr(transformers, kind)
+        model(model.config_class(**settings)).save_pretrained(folder / name)
+        tokens = of_letters if name == "opt" else of_words
+        tokens.save_pretrained(folder / name)
 
 
 def write_data(folder: Path) -> None:
     """Write 32 rows of each kind that a trainer of trl takes, and a plain text."""
+    from datasets import load_dataset
+
     drawn = random.Random(0)
 
     def some(count: int) -> str:
@@ -66,6 +76,8 @@ def write_data(folder: Path) -> None:
             lines = [json.dumps(row()) + "\n" for _ in range(32)]
             (folder / name / f"{split}.jsonl").write_text("".join(lines))
     (folder / "lines.txt").write_text("".join(some(12) + "\n" for _ in range(200)))
+    # DeepSpeed-Chat knows the columns by this name.
+    load_dataset(str(folder / "pairs")).save_to_disk(folder / "Dahoas/rm-static")
 
 
 def write_configurations(folder: Path) -> None:

@@ -107,6 +107,37 @@ _CLM = (
     " --deepspeed {inputs}/zero%d.json --report_to none --output_dir out%d"
 )
 
+# ---- DeepSpeed-Chat ------------------------------------------------------------------------------
+
+_CHAT = (
+    "-m deepspeed.launcher.runner --num_gpus 2 applications/DeepSpeed-Chat/training/%s/main.py"
+    " --deepspeed --data_path {inputs}/Dahoas/rm-static --data_output_path data --dtype bf16"
+)
+_CHAT_MODEL = (
+    " --model_name_or_path {inputs}/opt --max_seq_len 32 --per_device_train_batch_size 2"
+    " --per_device_eval_batch_size 2"
+)
+_CHAT_SFT = _CHAT % "step1_supervised_finetuning" + _CHAT_MODEL
+_CHAT_DPO = _CHAT % "step2_dpo_finetuning" + _CHAT_MODEL
+_CHAT_REWARD = _CHAT % "step2_reward_model_finetuning" + _CHAT_MODEL
+_CHAT_RLHF = (
+    _CHAT
+    % "step3_rlhf_finetuning"
+    + " --actor_model_name_or_path sft --critic_model_name_or_path reward --actor_zero_stage 3"
+    " --critic_zero_stage 3 --num_padding_at_beginning 0 --max_prompt_seq_len 64"
+    " --max_answer_seq_len 8 --per_device_generation_batch_size 2"
+    " --per_device_training_batch_size 2"
+)
+_CHAT_WORDS = {
+    "step 1, ZeRO-2, LoRA": _CHAT_SFT + " --zero_stage 2 --lora_dim 4 --output_dir lora",
+    "step 1, ZeRO-3": _CHAT_SFT + " --zero_stage 3 --output_dir sft",
+    "step 2, ZeRO-3": _CHAT_REWARD
+    + " --zero_stage 3 --num_padding_at_beginning 0 --output_dir reward",
+    "step 2 (DPO), ZeRO-3": _CHAT_DPO + " --zero_stage 3 --output_dir dpo",
+    "step 3, ZeRO-3": _CHAT_RLHF + " --output_dir rlhf",
+    "step 3, ZeRO-3, hybrid engine": _CHAT_RLHF + " --enable_hybrid_engine --output_dir hybrid",
+}
+
 # ---- lightning -----------------------------------------------------------------------------------
 
 _LIGHTNING = (
@@ -206,6 +237,16 @@ SUITES = (
         repository="huggingface/transformers",
         copied=("examples/pytorch",),
         programs=tuple(Program(f"ZeRO-{stage}", _CLM % (stage, stage)) for stage in (2, 3)),
+    ),
+    Suite(
+        name="deepspeed-chat",
+        version="DeepSpeedExamples at 45b4b715, transformers 4.57.6",
+        what="steps 1 to 3 at ZeRO-3, DPO, LoRA, the hybrid engine",
+        passes=6,
+        repository="deepspeedai/DeepSpeedExamples",
+        copied=("applications/DeepSpeed-Chat/dschat", "applications/DeepSpeed-Chat/training"),
+        packages=("transformers==4.57.6", "datasets==4.8.4", "tensorboard==2.21.0"),
+        programs=tuple(Program(name, words, ranks=0) for name, words in _CHAT_WORDS.items()),
     ),
     Suite(
         name="lightning",

@@ -139,16 +139,18 @@ def run_suite(suite: Suite, work: Path, checkouts: Path) -> list[Case]:
     """Run all of a suite in a folder of its own, which has copies of its files."""
     folder = work / suite.name
     folder.mkdir(exist_ok=True)
-    for part in suite.copied:
-        source = checkouts / suite.repository.split("/")[1]
-        (folder / part).parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["cp", "-r", str(source / part), str((folder / part).parent)], check=True)
-    variables = environment(work, Path(sys.executable))
+    own = folder / "packages"
     if suite.packages:
-        own = folder / "packages"
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", own]
         subprocess.run([*pip, *suite.packages], check=True)
-        variables["PYTHONPATH"] = os.pathsep.join((str(own), variables["PYTHONPATH"]))
+    paths = {str(own): None}
+    for part in suite.copied:
+        source, place = checkouts / suite.repository.split("/")[1] / part, folder / part
+        place.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["cp", "-r", str(source), str(place.parent)], check=True)
+        paths[str(place.parent)] = None
+    variables = environment(work, Path(sys.executable))
+    variables["PYTHONPATH"] = os.pathsep.join([*paths, variables["PYTHONPATH"]])
     cases = [case for files in suite.tests for case in run_tests(suite, files, folder, variables)]
     for program in suite.programs:
         cases.append(run_program(program, folder, variables))
