@@ -76,7 +76,7 @@ def add_to(group: Any) -> None:
         ),
         words="[PROGRAM [ARGUMENT ...]]",
     )
-    _add_model(parser, is_required=False)
+    _add_model(parser)
     how = parser.add_argument_group("How")
     add_flag(
         how,
@@ -105,18 +105,17 @@ def add_estimate_to(group: Any) -> None:
             "hadal estimate --model package.module:build --config ds_config.json",
         ),
     )
-    _add_model(parser, is_required=True)
+    _add_model(parser, is_required=True, devices=1)
     parser.set_defaults(
         run=lambda parsed: run(parsed) * 0,
         has_batch=False,
-        devices_per_node=1,
         with_values=False,
         output=None,
         program=[],
     )
 
 
-def _add_model(parser: Any, *, is_required: bool) -> None:
+def _add_model(parser: Any, *, is_required: bool = False, devices: int | None = None) -> None:
     what = parser.add_mutually_exclusive_group(required=is_required)
     add_flag(
         what,
@@ -148,7 +147,7 @@ def _add_model(parser: Any, *, is_required: bool) -> None:
         default="h100x8",
     )
     add_flag(where, "--nodes N", "Nodes", positive, 1)
-    add_flag(where, "--devices-per-node N", "Devices of each node, if not all", positive)
+    add_flag(where, "--devices-per-node N", "Devices of each node, if not all", positive, devices)
     add_flag(where, "--memory SIZE", "Memory of one device, such as 80GB", device_memory)
     add_flag(where, "--host-memory SIZE", "Memory of a node's host, such as 512GB", device_memory)
     add_json(parser)

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_leaves
+
 from hadal.engine.foresight import Foresight, Planner
 from hadal.zero.estimate import PLANS, MemoryPlan
 
@@ -18,8 +21,10 @@ def plan_stages(
 ) -> dict[MemoryPlan, Foresight]:
     """Plan a model under each of `PLANS`, with Adam and default keys; `batch` as in `plan`."""
     found = {}
+    tensors = (one for one in tree_leaves(batch) if isinstance(one, torch.Tensor) and one.dim())
+    rows = next(map(len, tensors), 1)
     for chosen in PLANS:
-        raw: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+        raw: dict[str, Any] = {"train_micro_batch_size_per_gpu": rows}
         raw["zero_optimization"] = chosen.section("/")
         raw |= {} if precision == "fp32" else {precision: {"enabled": True}}
         found[chosen] = planner.plan(raw, batch)

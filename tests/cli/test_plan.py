@@ -140,6 +140,10 @@ def test_a_function_may_return_a_batch(
     assert "moments" in planned(words, capsys)[1]
     words[2] = "planned_models:alone"
     assert "moments" not in planned(words, capsys)[1]
+    words[2] = "planned_models:build"
+    (one, *_) = planned([*words[:3], "--devices-per-node", "2"], capsys)[1]
+    assert one["time"]["samples_per_second"] * one["time"]["seconds"] == pytest.approx(2 * 8)
+    words[2] = "planned_models:alone"
     assert main(words) == 0
     assert "Without a batch, activations and time are left out." in capsys.readouterr().out
 
