@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial, reduce
 from itertools import combinations, pairwise
@@ -54,8 +54,7 @@ class Shape(NamedTuple):
     """True: norms and activations are written in many operations, as models often do."""
 
 
-@dataclass(frozen=True, slots=True)
-class CalibrationSizes:
+class CalibrationSizes(NamedTuple):
     """The sizes of all measurements."""
 
     shapes: Sequence[Shape]
@@ -68,33 +67,35 @@ class CalibrationSizes:
     seconds: float
     """The time of one measurement."""
 
-    @classmethod
-    def of(cls, device: torch.device) -> CalibrationSizes:
-        """Return the sizes that suit a device."""
-        if device.type == "cpu":
-            shapes = [
-                Shape(256, 1024, 4, 128),
-                Shape(256, 1024, 2, 128, is_composed=True),
-                Shape(512, 1024, 1, 64),
-                Shape(512, 2048, 4, 128),
-                Shape(512, 2048, 2, 128, is_composed=True),
-                Shape(768, 8192, 1, 64),
-                Shape(768, 8192, 4, 64),
-            ]
-            convolutions, attention = [(24, 8, 96), (48, 8, 96)], [(8, 64), (8, 128), (8, 512)]
-            return cls(shapes, convolutions, attention, (1 << 12, 1 << 22), 0.3)
-        shapes = [
-            Shape(1024, 32768, 8, 1024),
-            Shape(1024, 32768, 8, 1024, is_composed=True),
-            Shape(2048, 32768, 2, 1024),
-            Shape(2048, 32768, 4, 2048),
-            Shape(4096, 32768, 2, 2048),
-        ]
-        convolutions, attention = (
-            [(64, 32, 224), (128, 32, 112)],
-            [(64, 512), (32, 2048), (32, 4096)],
-        )
-        return cls(shapes, convolutions, attention, (1 << 12, 1 << 26), 0.2)
+
+_OF_CORES = CalibrationSizes(
+    [
+        Shape(256, 1024, 4, 128),
+        Shape(256, 1024, 2, 128, is_composed=True),
+        Shape(512, 1024, 1, 64),
+        Shape(512, 2048, 4, 128),
+        Shape(512, 2048, 2, 128, is_composed=True),
+        Shape(768, 8192, 1, 64),
+        Shape(768, 8192, 4, 64),
+    ],
+    [(24, 8, 96), (48, 8, 96)],
+    [(8, 64), (8, 128), (8, 512)],
+    (1 << 12, 1 << 22),
+    0.3,
+)
+_OF_DEVICES = CalibrationSizes(
+    [
+        Shape(1024, 32768, 8, 1024),
+        Shape(1024, 32768, 8, 1024, is_composed=True),
+        Shape(2048, 32768, 2, 1024),
+        Shape(2048, 32768, 4, 2048),
+        Shape(4096, 32768, 2, 2048),
+    ],
+    [(64, 32, 224), (128, 32, 112)],
+    [(64, 512), (32, 2048), (32, 4096)],
+    (1 << 12, 1 << 26),
+    0.2,
+)
 
 
 def measure_cluster(
@@ -110,9 +111,8 @@ def measure_cluster(
     Raises:
         OffloadError: the disk is full or has a fault.
     """
-    return (
-        _Measurement(sizes or CalibrationSizes.of(current_device())).cluster(name, folder).written()
-    )
+    usual = _OF_CORES if is_host_memory(current_device()) else _OF_DEVICES
+    return _Measurement(sizes or usual).cluster(name, folder).written()
 
 
 class _Measurement:

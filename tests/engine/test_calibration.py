@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def test_ranks_measure_the_machine_together(ranks: RankPools, tmp_path: Path) ->
 
 def calls() -> int:
     called: list[int] = []
-    measurement = _Measurement(replace(TINY, seconds=0.1))
+    measurement = _Measurement(TINY._replace(seconds=0.1))
 
     def act() -> None:
         called.append(0)
