@@ -18,12 +18,12 @@ from hadal.plugins.autotuning.space import (
     TuningTrial,
     combinations,
     config_of,
-    levers,
     read_request,
 )
 from hadal.plugins.autotuning.words import config_flag, found_at, mapped, value_of, with_value
 
 ON = {"enabled": True}
+LEVERS = 5
 Reader = Callable[..., SearchRequest]
 
 
@@ -96,15 +96,15 @@ def test_bounds_of_the_batch(wish: Reader) -> None:
     base = {"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 4}
 
     def of(**section: int) -> tuple[int, int]:
-        found = wish({**base, "autotuning": {**ON, **section}}, ranks=8)
-        return found.smallest, found.largest
+        sizes = wish({**base, "autotuning": {**ON, **section}}, ranks=8).sizes
+        return sizes[0], sizes[-1]
 
     assert of() == (1, 1024)
     assert of(max_train_micro_batch_size_per_gpu=9) == (1, 9)
     assert of(max_train_batch_size=100) == (1, 4)
     assert of(max_train_batch_size=100, mp_size=4) == (1, 16)
     assert of(min_train_batch_size=49) == (3, 1024)
-    with pytest.raises(ConfigError, match=r"at least 5 and at most 4 \(24 samples"):
+    with pytest.raises(ConfigError, match=r"leave no micro-batch .* 24 samples per update"):
         of(min_train_batch_size=100, max_train_batch_size=100)
 
 
@@ -126,7 +126,7 @@ def test_the_accumulation_fills_the_batch_if_it_may(
     flag = {"arg_mappings": {"gradient_accumulation_steps": "--gas"}}
     auto = {"gradient_accumulation_steps": "auto"}
     found = wish({**auto, "autotuning": {**section, **flag}}, "--gas", "3")
-    assert (found.accumulation_of(2), found.batch_of(2), found.largest) == (8, 32, 16)
+    assert (found.accumulation_of(2), found.batch_of(2), found.sizes[-1]) == (8, 32, 16)
     flag = {"arg_mappings": {"train_micro_batch_size_per_gpu": "--micro"}}
     assert wish({"autotuning": {**section, **flag}}).accumulation_of(2) is None
     with pytest.raises(ConfigError, match="64 is more than max_train_batch_size 32; lower it"):
@@ -168,9 +168,9 @@ def test_other_settings(wish: Reader) -> None:
     slow = {**ON, "fast": False, "model_info": {"hidden_size": 100}}
     # Nine pairs of buckets; the one that is the default comes first, as the user's own.
     nine = combinations(wish({"autotuning": slow}), 2)
-    assert (len(nine), nine[0]) == (9, ())
+    assert (len(nine), nine[0]) == (9 + LEVERS, ())
     given = wish({"autotuning": slow, "zero_optimization": {"reduce_bucket_size": 7}})
-    assert len(combinations(given, 1)) == 3
+    assert len(combinations(given, 1)) == 3 + LEVERS
     wide = combinations(wish({"autotuning": slow}), 3)
     assert wide[1][:1] == (("reduce_bucket_size", "10000"),)
     assert {"stage3_param_persistence_threshold": "1000"}.items() <= dict(wide[1]).items()
@@ -182,18 +182,21 @@ def test_the_default_spaces_have_deepspeeds_names(wish: Reader) -> None:
         space = getattr(constants, f"DEFAULT_TUNING_SPACE_ZERO_{stage}")["zero_optimization"]
         assert space.pop("stage") == stage
         slow = wish({"autotuning": {**ON, "fast": False}})
-        assert len(combinations(slow, stage)) == math.prod(map(len, space.values()))
+        assert len(combinations(slow, stage)) == LEVERS + math.prod(map(len, space.values()))
         # A user overwrites a key by a value, or by a list.
         own = {"zero_optimization": {"reduce_bucket_size": [7, 8]}}
         given = wish({"autotuning": {**ON, "fast": False}, **own})
-        assert len(combinations(given, stage)) == 2 * math.prod(map(len, [*space.values()][1:]))
+        pairs = 2 * math.prod(map(len, [*space.values()][1:]))
+        assert len(combinations(given, stage)) == LEVERS + pairs
         space["stage"] = stage
 
 
 def test_levers_are_settings_of_one_kind(wish: Reader) -> None:
-    assert levers(wish({})) == []
-    slow = {"autotuning": {**ON, "fast": False}}
-    assert [TuningTrial(2, 4, others).name(1) for others in levers(wish(slow))] == [
+    def names(config: dict[str, Any], count: int) -> list[str]:
+        made = combinations(wish({"autotuning": {**ON, "fast": False}} | config), 2)[-count:]
+        return [TuningTrial(2, 4, others).name(1) for others in made]
+
+    assert names({}, LEVERS) == [
         "z2_tmbspg4_gas1_octrue",
         "z2_tmbspg4_gas1_ocfalse",
         "z2_tmbspg4_gas1_acmunits",
@@ -205,13 +208,14 @@ def test_levers_are_settings_of_one_kind(wish: Reader) -> None:
         "zero_optimization": {"offload_optimizer": None, "reduce_bucket_size": [1, 2]},
         "activation_checkpointing": {"number_checkpoints": 2},
     }
-    given = wish(slow | own)
-    assert [TuningTrial(2, 4, others).name(1) for others in levers(given)] == [
+    assert names(own, 4) == [
+        "z2_tmbspg4_gas1_abs1e9_rbs2",
         "z2_tmbspg4_gas1_rbs1_octrue",
         "z2_tmbspg4_gas1_rbs1_ocfalse",
         "z2_tmbspg4_gas1_rbs1_acmunits",
     ]
-    found = config_of(given, TuningTrial(2, 4, levers(given)[-1]))
+    given = wish({"autotuning": {**ON, "fast": False}} | own)
+    found = config_of(given, TuningTrial(2, 4, combinations(given, 2)[-1]))
     assert found["activation_checkpointing"] == {"number_checkpoints": 2, "modules": "units"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -27,24 +27,20 @@ TRAIN, MICRO, ACCUMULATION = (
 TENSOR = "tensor_parallel.autotp_size"
 NO_GAIN, NO_OUTCOME = -math.inf, Outcome("", None)
 ALL_STAGES = (0, 1, 2, 3)
-_BUCKETS = (50_000_000, 500_000_000, 1_000_000_000)
+_BUCKETS = [50_000_000, 500_000_000, 1_000_000_000]
+
+
+def _space(stage: int, **ranges: list[int]) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": _BUCKETS, **ranges}}
+
+
 # The keys worth varying at each stage, if the user does not set them, by DeepSpeed's names.
-_SHARED: dict[str, Any] = {
-    "reduce_bucket_size": [*_BUCKETS],
-    "allgather_bucket_size": [*_BUCKETS],
-}
-DEFAULT_TUNING_SPACE_ZERO_0: dict[str, Any] = {
-    "zero_optimization": {"stage": 0, "reduce_bucket_size": [*_BUCKETS]}
-}
-DEFAULT_TUNING_SPACE_ZERO_1: dict[str, Any] = {"zero_optimization": {"stage": 1, **_SHARED}}
-DEFAULT_TUNING_SPACE_ZERO_2: dict[str, Any] = {"zero_optimization": {"stage": 2, **_SHARED}}
-DEFAULT_TUNING_SPACE_ZERO_3: dict[str, Any] = {
-    "zero_optimization": {
-        "stage": 3,
-        "reduce_bucket_size": [*_BUCKETS[:2]],
-        "stage3_prefetch_bucket_size": [*_BUCKETS[:2]],
-    }
-}
+DEFAULT_TUNING_SPACE_ZERO_0 = _space(0)
+DEFAULT_TUNING_SPACE_ZERO_1 = _space(1, allgather_bucket_size=[*_BUCKETS])
+DEFAULT_TUNING_SPACE_ZERO_2 = _space(2, allgather_bucket_size=[*_BUCKETS])
+DEFAULT_TUNING_SPACE_ZERO_3 = _space(
+    3, reduce_bucket_size=_BUCKETS[:2], stage3_prefetch_bucket_size=_BUCKETS[:2]
+)
 _SPACES = (
     DEFAULT_TUNING_SPACE_ZERO_0,
     DEFAULT_TUNING_SPACE_ZERO_1,
@@ -94,12 +90,7 @@ class SearchRequest:
     def at(self, others: Others) -> SearchRequest:
         """Return the request for ranks that share the model as these settings have it."""
         size = json.loads(dict(others).get(TENSOR, "null"))
-        return self if size is None else replace(self, ranks=max(1, self.readers // size))
-
-    @property
-    def samples_of_one(self) -> int:
-        """The samples of an update for each sample of a micro-batch, at the least."""
-        return self.ranks if self.fills else (self.accumulation or 1) * self.ranks
+        return self if size is None else replace(self, ranks=self.readers // size or 1)
 
     def accumulation_of(self, micro_batch: int) -> int | None:
         """Return the micro-steps of an update; None if the program sets them itself."""
@@ -113,35 +104,31 @@ class SearchRequest:
         return micro_batch * (self.accumulation_of(micro_batch) or 1) * self.ranks
 
     @property
-    def smallest(self) -> int:
-        """The smallest micro-batch to try."""
-        least = -(-self.section.min_train_batch_size // self.samples_of_one)
-        own = self.section.min_train_micro_batch_size_per_gpu
-        return own if self.fills else max(own, least)
-
-    @property
-    def largest(self) -> int:
-        """The largest micro-batch to try, if it fits in memory."""
-        most = self.section.max_train_micro_batch_size_per_gpu
-        if self.section.max_train_batch_size is None:
-            return most
-        return min(most, self.section.max_train_batch_size // self.samples_of_one)
+    def own(self) -> Others:
+        """The user's own settings: the first value of each list."""
+        return tuple((key, json.dumps(values[0])) for key, values in self.ranges.items())
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The micro-batches to try, upwards; those that fill the batch exactly if they may."""
-        least, most = self.smallest, self.largest
-        if self.micro_batches:
-            return tuple(sorted(size for size in self.micro_batches if least <= size <= most))
-        whole = self.section.max_train_batch_size
+        section = self.section
+        least = section.min_train_micro_batch_size_per_gpu
+        most = section.max_train_micro_batch_size_per_gpu
+        whole = section.max_train_batch_size
+        found = {*self.micro_batches}
         if self.fills and whole is not None:
-            samples = whole // self.ranks
-            return tuple(s for s in range(least, most + 1) if samples % s == 0)
-        # Twice as many, and the half between; the other way likewise.
-        steps = range(-20, 21)
-        rough = {self.start * 2.0**step * part for step in steps for part in (1, 1.5)}
-        found = {int(size) for size in rough if least <= size <= most}
-        return tuple(sorted(found | {max(least, min(self.start, most)), most}))
+            most = min(most, whole // self.ranks)
+            exact = {size for size in range(1, most + 1) if whole // self.ranks % size == 0}
+            found = found or exact
+        else:
+            samples = self.batch_of(1)
+            least = max(least, -(-section.min_train_batch_size // samples))
+            most = most if whole is None else min(most, whole // samples)
+        if not found and least <= most:
+            # Twice as many, and the half between; the other way likewise.
+            rough = (self.start * 2.0**step * part for step in range(-20, 21) for part in (1, 1.5))
+            found = {max(least, min(self.start, most)), most, *map(int, rough)}
+        return tuple(sorted(size for size in found if least <= size <= most))
 
 
 @dataclass(eq=False, slots=True)
@@ -183,11 +170,6 @@ class TuningTrial:
         return f"z{self.stage}_tmbspg{self.micro_batch}_gas{accumulation}{tail}"
 
 
-def default_at(key: str) -> Any:
-    """Return the default of a key under zero_optimization, by any of its names."""
-    return default_of(ZeroOptimization.model_fields[ZeroOptimization.aliases.get(key, key)])
-
-
 def read_request(words: Sequence[str], world_size: int) -> SearchRequest:
     """Read the search request from the configuration that a command names.
 
@@ -202,8 +184,7 @@ def read_request(words: Sequence[str], world_size: int) -> SearchRequest:
     name, raw = read(value_of(words, config_flag(words)) or "")
     stages, are_chosen = _stages(raw)
     ranges = _ranges(raw["zero_optimization"])
-    for key, values in ranges.items():
-        raw["zero_optimization"][key] = values[0]
+    raw["zero_optimization"] |= {key: values[0] for key, values in ranges.items()}
     if degrees := _degrees(raw.get("tensor_parallel"), world_size, name):
         ranges[TENSOR] = degrees
         raw["tensor_parallel"] = {**raw["tensor_parallel"], "autotp_size": 1}
@@ -215,7 +196,6 @@ def read_request(words: Sequence[str], world_size: int) -> SearchRequest:
     raw.pop(TRAIN, None)
     checked = load_config(raw, world_size=world_size)
     section = checked.autotuning
-    _check(name, raw, section, world_size, TENSOR in ranges)
     flags = section.arg_mappings or {}
     start = None if listed else checked.train_micro_batch_size_per_gpu
     if micro_batch in (None, "auto"):
@@ -235,9 +215,9 @@ def read_request(words: Sequence[str], world_size: int) -> SearchRequest:
         section.max_train_batch_size is not None and _may_fill(raw, flags),
         ranges,
         readers,
-        readers // max(section.mp_size, tensor.autotp_size if tensor.is_on else 1),
+        readers // max(section.mp_size, tensor.autotp_size if tensor.is_on else 1) or 1,
     )
-    _check_batch(name, wish)
+    raise_faults([*_faults(wish, world_size)], name)
     return wish
 
 
@@ -294,40 +274,28 @@ def _ranges(zero: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def _check(
-    name: str, raw: Mapping[str, Any], section: Autotuning, world_size: int, slices: bool
-) -> None:
-    faults = []
-    elastic = raw.get("elasticity")
+def _faults(wish: SearchRequest, world_size: int) -> Iterator[Fault]:
+    section, elastic = wish.section, wish.raw.get("elasticity")
+    least, most = section.min_train_batch_size, section.max_train_batch_size
     if not section.enabled:
-        faults.append(Fault("autotuning.enabled", "is false; --autotuning requires true"))
+        yield Fault("autotuning.enabled", "is false; --autotuning requires true")
     if isinstance(elastic, Mapping) and elastic.get("enabled"):
-        faults.append(
-            Fault("elasticity.enabled", "sets the batch size, as autotuning does; disable one")
-        )
+        yield Fault("elasticity.enabled", "sets the batch size, as autotuning does; disable one")
     if world_size % section.mp_size:
         message = f"{section.mp_size} does not divide the {world_size} ranks; use a divisor"
-        faults.append(Fault("autotuning.mp_size", message))
-    if slices and section.mp_size > 1:
+        yield Fault("autotuning.mp_size", message)
+    if section.mp_size > 1 and TENSOR in wish.ranges:
         message = f"{section.mp_size}, and a list in {TENSOR}; leave mp_size out"
-        faults.append(Fault("autotuning.mp_size", message))
-    raise_faults(faults, name)
-
-
-def _check_batch(name: str, wish: SearchRequest) -> None:
-    least, most = wish.section.min_train_batch_size, wish.section.max_train_batch_size
+        yield Fault("autotuning.mp_size", message)
     if most is not None and least > most:
         message = f"{least} is more than max_train_batch_size {most}; lower it"
-        fault = Fault("autotuning.min_train_batch_size", message)
-        raise_faults([fault], name)
-    if wish.smallest > wish.largest:
+        yield Fault("autotuning.min_train_batch_size", message)
+    elif not any(wish.at(others).sizes for others in combinations(wish, 0)):
         message = (
-            f"the limits require micro-batches of at least {wish.smallest} and at most"
-            f" {wish.largest} ({wish.samples_of_one} samples per update for each of theirs); lower"
-            " the minimum or raise the maximum"
+            "the limits leave no micro-batch to try (each sample of one means"
+            f" {wish.batch_of(1)} samples per update); lower the minimum or raise the maximum"
         )
-        fault = Fault("autotuning", message)
-        raise_faults([fault], name)
+        yield Fault("autotuning", message)
 
 
 def _number_at(flag: str | None, words: Sequence[str]) -> int | None:
@@ -340,25 +308,35 @@ def _number_at(flag: str | None, words: Sequence[str]) -> int | None:
 
 
 def combinations(wish: SearchRequest, stage: int) -> list[Others]:
-    """Return the other settings to try at a stage; the first are the user's own."""
-    zero = wish.raw["zero_optimization"]
-    lists = {} if wish.section.fast else _usual(stage, wish.section)
-    varied = {key: values for key, values in lists.items() if key not in zero} | wish.ranges
-    own = tuple((key, json.dumps(values[0])) for key, values in wish.ranges.items())
-    made = [own]
+    """Return the other settings to try at a stage; the first are the user's own.
+
+    What the user lists is combined. If a search is not fast, so are the usual bucket sizes and
+    limits, and there are changes of one kind each: overlap, offload, recomputation. Keys that the
+    configuration sets are left alone.
+    """
+    zero, own = wish.raw["zero_optimization"], dict(wish.own)
+    others, levers = ({}, ()) if wish.section.fast else (_usual(stage, wish.section), _LEVERS)
+    varied = {key: values for key, values in others.items() if key not in zero} | wish.ranges
+    made = [wish.own]
     for values in product(*varied.values()):
-        others = tuple((key, json.dumps(value)) for key, value in zip(varied, values, strict=True))
-        if not _is_own(others, dict(own)) and others not in made:
-            made.append(others)
-    return made
+        texts = {key: json.dumps(value) for key, value in zip(varied, values, strict=True)}
+        if any(text != (own.get(key) or json.dumps(_default(key))) for key, text in texts.items()):
+            made.append(tuple(texts.items()))
+    given = {*zero, *(f"{name}.{key}" for name, inner in wish.raw.items() for key in _keys(inner))}
+    for changes in levers:
+        if not given & {*changes}:
+            texts = {key: json.dumps(value) for key, value in changes.items()}
+            made.append((*wish.own, *texts.items()))
+    return list(dict.fromkeys(made))
 
 
-def _is_own(others: Others, own: Mapping[str, str]) -> bool:
-    """Return whether settings equal the user's own: the values given, or the defaults."""
-    return all(
-        text == own[key] if key in own else json.loads(text) == default_at(key)
-        for key, text in others
-    )
+def _keys(section: Any) -> Iterable[str]:
+    return section if isinstance(section, Mapping) else ()
+
+
+def _default(key: str) -> Any:
+    """Return the default of a key under zero_optimization, by any of its names."""
+    return default_of(ZeroOptimization.model_fields[ZeroOptimization.aliases.get(key, key)])
 
 
 def _usual(stage: int, section: Autotuning) -> dict[str, tuple[Any, ...]]:
@@ -370,29 +348,6 @@ def _usual(stage: int, section: Autotuning) -> dict[str, tuple[Any, ...]]:
         usual = {key: (hidden * hidden, *values) for key, values in usual.items()}
         usual["stage3_param_persistence_threshold"] = (10 * hidden, 100_000)
     return usual
-
-
-def levers(wish: SearchRequest) -> list[Others]:
-    """Return changes of one kind each: overlap, offload and recomputation, which are not fast.
-
-    Keys that the configuration sets are left alone.
-    """
-    if wish.section.fast:
-        return []
-    own = combinations(wish, 0)[0]
-    zero, recomputes = wish.raw["zero_optimization"], _RECOMPUTED in found_sections(wish.raw)
-    found = []
-    for changes in _LEVERS:
-        is_set = any(key in zero or (key == _RECOMPUTED and recomputes) for key in changes)
-        if not is_set:
-            found.append((*own, *((key, json.dumps(value)) for key, value in changes.items())))
-    return found
-
-
-def found_sections(raw: Mapping[str, Any]) -> set[str]:
-    """Return the paths of the keys in the sections of a configuration."""
-    sections = {name: inner for name, inner in raw.items() if isinstance(inner, Mapping)}
-    return {f"{name}.{key}" for name, inner in sections.items() for key in inner}
 
 
 def patch_of(wish: SearchRequest, trial: TuningTrial) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from hadal.plugins.autotuning.space import (
     TuningTrial,
     combinations,
     config_of,
-    levers,
     patch_of,
 )
 from hadal.plugins.autotuning.summary import (
@@ -67,8 +66,6 @@ class Tuner:
         """True if the space has plans of time."""
         self._running: dict[str, TuningTrial] = {}
         """The trials of experiments under way, by name."""
-        self._own = combinations(wish, 0)[0]
-        """The user's own settings."""
 
     def run(self) -> TuningTrial:
         """Search, write the findings, and return the best result.
@@ -132,7 +129,9 @@ class Tuner:
         wish, info = self._wish, self._wish.section.model_info
         if info is not None and info.num_params is not None:
             return
-        others = tuple(pair for pair in self._own if pair[0] != TENSOR)  # the planner cuts a copy
+        others = tuple(
+            pair for pair in self._wish.own if pair[0] != TENSOR
+        )  # the planner cuts a copy
         trial = TuningTrial(max(self._stages), self._first_micro_batch, others)
         section: dict[str, Any] = {"profile": True}
         if info is not None:
@@ -154,18 +153,17 @@ class Tuner:
 
     @property
     def _first_micro_batch(self) -> int:
-        wish = self._wish
-        return min(wish.micro_batches or (max(wish.smallest, min(wish.start, wish.largest)),))
+        sizes = {trial.micro_batch for trial in self._space}
+        return max((size for size in sizes if size <= self._wish.start), default=min(sizes))
 
     # ---- candidates and their plans ------------------------------------------------------------
 
     def _candidates(self) -> list[TuningTrial]:
         """Return all trials: the user's own settings of a stage first, micro-batches upwards."""
-        settings = {stage: [*combinations(self._wish, stage)] for stage in self._stages}
         return [
             TuningTrial(stage, size, others)
-            for stage, made in settings.items()
-            for others in dict.fromkeys([*made, *levers(self._wish)])
+            for stage in self._stages
+            for others in combinations(self._wish, stage)
             for size in self._wish.at(others).sizes
         ]
 
@@ -214,10 +212,8 @@ class Tuner:
         for trial, why in {trial.row: (trial, why) for trial, why in reversed(lacking)}.values():
             self.findings.left_out[self._name(trial)] = why
             self._say(f"{self._name(trial)} is left out: {why}")
-        wish = self._wish
-        why = f"the limits allow micro-batches from {wish.smallest} to {wish.largest}"
-        small = {*wish.micro_batches} - {*wish.sizes}
-        self.findings.left_out |= {f"micro-batch {size}": why for size in sorted(small)}
+        for size in sorted({*self._wish.micro_batches} - {*self._wish.sizes}):
+            self.findings.left_out[f"micro-batch {size}"] = "it is beyond the limits"
 
     def _lack(self, trial: TuningTrial) -> str:
         """Describe the memory or samples that a trial lacks; empty if it fits, or if unknown."""
@@ -282,7 +278,9 @@ class Tuner:
             if not is_over(gains, section.tuner_early_stopping, most):
                 left += [t for t in self._space if t.stage == stage and not t.is_tried]
         left = [trial for trial in left if not self._lack(trial) and not self._has_failed(trial)]
-        return [t for t in left if t.others == self._own or t.micro_batch in self._fastest(t, left)]
+        return [
+            t for t in left if t.others == self._wish.own or t.micro_batch in self._fastest(t, left)
+        ]
 
     def _has_failed(self, trial: TuningTrial) -> bool:
         """Return whether one failed that needs no more memory by plan, or is alike and smaller.
@@ -311,7 +309,7 @@ class Tuner:
         """Return the next trial, stage by stage, until one is no better than the one before it."""
         before: TuningTrial | None = None
         for stage in self._stages:
-            row = [t for t in self._space if t.row == (stage, self._own)]
+            row = [t for t in self._space if t.row == (stage, self._wish.own)]
             row = [t for t in row if t in left or t.is_tried]
             start = self._first_micro_batch if before is None else before.micro_batch
             if self._wish.micro_batches:
@@ -320,7 +318,9 @@ class Tuner:
                 found = next_upwards(row, start)
             running = [trial for trial in self._running.values() if trial.stage == stage]
             if found is None and not any(trial in row for trial in running):
-                found = next((t for t in left if t.stage == stage and t.others != self._own), None)
+                found = next(
+                    (t for t in left if t.stage == stage and t.others != self._wish.own), None
+                )
             if found is not None or running:
                 return found
             now = self.findings.best(stage)
