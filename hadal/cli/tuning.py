@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hadal.cli.flags import CommandOutput, choices_of
-from hadal.cli.terminal import COLOURS, FAILED, MISUSED, fail, save_picture, show, table
+from hadal.cli.terminal import COLOURS, FAILED, MISUSED, fail, save_picture, show
 from hadal.errors import HadalError, LaunchError
 
 if TYPE_CHECKING:
@@ -99,27 +99,16 @@ def _without_search(own: Sequence[str]) -> tuple[str, ...]:
 
 
 def _show(tuner: Tuner) -> None:
-    """Show the table, the reasons for missing results, and the path of the best configuration."""
-    from hadal.plugins.autotuning.summary import (
-        BEST_COMMAND,
-        BEST_CONFIG,
-        PICTURE,
-        SUMMARY,
-        TITLES,
-    )
+    """Show the summary, and the path of the best configuration."""
+    from hadal.plugins.autotuning.summary import BEST_COMMAND, BEST_CONFIG, PICTURE, SUMMARY
 
     findings, folder = tuner.findings, tuner.runner.results
-    if findings.results:
-        made = table(*TITLES, right=TITLES[1:3])
-        for row in findings.rows():
-            made.add_row(*row, style="best" if row[0] == "global" else None)
-        show(made, *findings.notes())
+    show((folder / SUMMARY).read_text(encoding="utf-8").rstrip())
     if findings.best() is not None:
         show(f"best configuration: {folder / BEST_CONFIG}, its command: {folder / BEST_COMMAND}")
         if find_spec("matplotlib") is not None:
             _draw(findings, folder / PICTURE)
             show(f"speed against memory: {folder / PICTURE}")
-    show(f"all of it: {folder / SUMMARY}")
     sys.stdout.flush()
 
 

@@ -119,6 +119,7 @@ def searched(tmp_path: Path) -> Callable[..., tuple[Tuner, list[str]]]:
             "zero_optimization": {"stage": stage, **(zero or {})},
             **({"tensor_parallel": {"autotp_size": degrees}} if degrees else {}),
             "autotuning": {"enabled": True, "overwrite": True, **section},
+            "csv_monitor": {"enabled": True},
         }
         path.write_text(json.dumps(config))
         tuner = Tuner(*formulas(tmp_path, speed=speed, hidden=hidden, planned=planned), print)
@@ -320,6 +321,9 @@ def test_pairs_of_micro_batch_and_accumulation_fill_the_batch(searched: Any) -> 
     best = json.loads((tuner.runner.results / "ds_config_optimal.json").read_text())
     sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     assert [best[key] for key in sizes] == [8, 1, 16]
+    # The training writes what the user wants, experiments do not.
+    ran = json.loads((tuner.runner.results / "z0_tmbspg8_gas1" / CONFIG).read_text())
+    assert [config.get("csv_monitor") for config in (best, ran)] == [{"enabled": True}, None]
     # As near as integers come, never above; but not below the minimum.
     some = {"accumulation": None, "micro": [2, 3], "max_train_batch_size": 16}
     assert searched(lambda stage, size: 10.0, **some)[1] == ["z0_tmbspg2_gas4", "z0_tmbspg3_gas2"]

@@ -26,15 +26,15 @@ from hadal.launcher.processes import PASSED_ON
 from hadal.plugins.autotuning.files import read_json, write_json
 from hadal.plugins.autotuning.words import config_flag, mapped, with_value
 
-CMD, CONFIG, DESCRIPTION, METRICS, MODEL_INFO = (
-    "cmd.txt",
-    "ds_config.json",
-    "exp.json",
-    "metrics.json",
-    "model_info.json",
+CONFIG, _CMD, _DESCRIPTION, _HOSTFILE = "ds_config.json", "cmd.txt", "exp.json", "hostfile"
+_RESULTS = _METRICS, _MODEL_INFO, _OUT, _ERROR = (
+    *("metrics.json", "model_info.json"),
+    *("stdout.log", "stderr.log"),
 )
-_OUT, _ERROR, _CANDIDATES, _HOSTFILE = "stdout.log", "stderr.log", "candidates.json", "hostfile"
+_CANDIDATES = "candidates.json"
 _LOOK_S = 0.2
+# Experiments are no part of the user's runs, whose files they would share.
+_MONITORS = {"tensorboard", "csv_monitor", "jsonl_monitor", "wandb", "comet"}
 
 
 class Stopped(KeyboardInterrupt):
@@ -176,12 +176,13 @@ class Runner:
         """
         folder = self.results / name
         profiles = "model_info" in section
-        answer = folder / (MODEL_INFO if profiles else METRICS)
+        answer = folder / (_MODEL_INFO if profiles else _METRICS)
         section = {**section, "model_info_path" if profiles else "metric_path": str(answer)}
         if candidates:
             path = str(folder / _CANDIDATES)
             section["model_info"] = {**section["model_info"], "candidates": path}
-        asked = {**config, "autotuning": section}
+        asked = {key: value for key, value in config.items() if key not in _MONITORS}
+        asked["autotuning"] = section
         words = self.words_with(asked, folder / CONFIG)
         description: dict[str, Any] = {
             "name": name,
@@ -192,26 +193,25 @@ class Runner:
         }
         write_json(self.experiments / f"{name}.json", description)
         description |= {"result_dir": str(folder), "command": list(words)}
-        if candidates:
-            description["candidates"] = list(candidates)
+        description |= {"candidates": list(candidates)} if candidates else {}
         description["exp_id"] = self._numbers.setdefault(name, len(self._numbers))
         experiment = Experiment(name, words, answer)
         self._running.append(experiment)
-        known, earlier = read_json(answer), read_json(folder / DESCRIPTION) or {}
+        known, earlier = read_json(answer), read_json(folder / _DESCRIPTION) or {}
         if known is not None and earlier | {"exp_id": description["exp_id"]} == description:
             experiment.ended_at = answer.stat().st_mtime
             experiment.outcome.set_result(Outcome(name, known, is_new=False))
             return
-        for file in (METRICS, MODEL_INFO, _OUT, _ERROR):
+        for file in _RESULTS:
             (folder / file).unlink(missing_ok=True)
-        write_json(folder / DESCRIPTION, description)
+        write_json(folder / _DESCRIPTION, description)
         if to_beat is not None:
             asked["autotuning"] = {**section, "value_to_beat": to_beat}
             experiment.words = self.words_with(asked, folder / CONFIG)
         if candidates:
             (folder / _CANDIDATES).write_text(json.dumps(candidates), encoding="utf-8")
         write_json(folder / CONFIG, asked)
-        (folder / CMD).write_text(self.command(experiment.words) + "\n", encoding="utf-8")
+        (folder / _CMD).write_text(self.command(experiment.words) + "\n", encoding="utf-8")
         try:
             load_config(asked, world_size=self.world_size, data_parallel_size=self.readers)
         except HadalError as error:
@@ -313,12 +313,12 @@ class Runner:
         }
 
         def hear(sent: signal.Signals) -> None:
-            if sent not in PASSED_ON:
-                self._sent.append(sent)
             for front in self._fronts:
                 front.hear(sent)
-            if not self._fronts and sent not in PASSED_ON:
-                raise Stopped(sent)
+            if sent not in PASSED_ON:
+                self._sent.append(sent)
+                if not self._fronts:
+                    raise Stopped(sent)
 
         handle_signals(hear)
         try:
@@ -333,9 +333,8 @@ class Runner:
 
 def forget(results: Path, experiments: Path, *also: str) -> None:
     """Remove the files of earlier searches from their folders; `also` names further files."""
-    own = (CMD, CONFIG, METRICS, MODEL_INFO, _OUT, _ERROR, _CANDIDATES, _HOSTFILE, DESCRIPTION)
-    for description in results.glob(f"*/{DESCRIPTION}"):
-        for name in own:
+    for description in results.glob(f"*/{_DESCRIPTION}"):
+        for name in (*_RESULTS, CONFIG, _CMD, _CANDIDATES, _HOSTFILE, _DESCRIPTION):
             description.with_name(name).unlink(missing_ok=True)
         if not any(description.parent.iterdir()):
             description.parent.rmdir()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,7 +12,7 @@ from hadal.plugins.autotuning.space import NO_GAIN, TuningTrial
 SUMMARY, BEST_CONFIG, BEST_COMMAND = "summary.txt", "ds_config_optimal.json", "cmd_optimal.txt"
 PICTURE = "summary.png"
 _CLOSE = 0.02
-TITLES = ("tuning_space", "num_experiments", "best_metric_val", "best_exp_name")
+_TITLES = ("tuning_space", "num_experiments", "best_metric_val", "best_exp_name")
 UNITS = {"throughput": "samples/s", "latency": "ms", "FLOPS_per_gpu": "operations/s"}
 
 
@@ -46,18 +46,12 @@ class Findings:
         known = [trial for trial in self.measured if stage in (None, trial.stage)]
         return max(known, key=lambda trial: trial.gain, default=None)
 
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        """Return the table's rows: one for each stage that was tried, and one for all."""
-        return [self._row(s) for s in (*dict.fromkeys(t.stage for t in self.results), None)]
-
-    def _row(self, stage: int | None) -> tuple[str, str, str, str]:
-        best = self.best(stage)
-        name = "global" if stage is None else f"z{stage}"
-        runs = sum(trial.runs for trial in self.results if stage in (None, trial.stage))
-        if best is None:
-            return name, str(runs), "failed" if runs else "-", "-"
-        best_name, value, _ = _shown(best)
-        return name, str(runs), value, best_name
+    def _rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """Yield the rows of the table: one for each stage that was tried, and one for all."""
+        for stage in (*dict.fromkeys(trial.stage for trial in self.results), None):
+            runs = sum(trial.runs for trial in self.results if stage in (None, trial.stage))
+            name, value, _ = _shown(best) if (best := self.best(stage)) else ("-", "failed", "")
+            yield "global" if stage is None else f"z{stage}", str(runs), value, name
 
     def front(self) -> list[TuningTrial]:
         """Return the results that are better than all with as little memory, the best first."""
@@ -94,7 +88,7 @@ class Findings:
         titles = ("experiment", f"{self.metric}, {UNITS[self.metric]}{less_is_better}")
         front = self.front()
         peaks = [(*_shown(trial), "front" * (trial in front)) for trial in self.measured]
-        lines = [*_aligned(TITLES, self.rows()), ""]
+        lines = [*_aligned(_TITLES, [*self._rows()]), ""]
         if peaks:
             lines += [*_aligned((*titles, "memory, GB", ""), peaks), ""]
         return "\n".join([*lines, *self.notes(), end]) + "\n"

@@ -12,30 +12,26 @@ CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed")
 
 def value_of(words: Sequence[str], flag: str) -> str | None:
     """Return the value of `--flag value` or `--flag=value`; None if the flag is missing."""
-    for at, word in enumerate(words):
-        given, equals, value = word.partition("=")
-        if given == flag and equals:
-            return value
-        if given == flag and at + 1 < len(words) and not words[at + 1].startswith("--"):
-            return words[at + 1]
-    return None
+    at, start = _place(words, flag)
+    return words[at].removeprefix(start) if at is not None else None
 
 
 def with_value(words: Sequence[str], flag: str, value: str) -> tuple[str, ...]:
     """Return the words with a flag set to `value`; a missing flag is appended."""
-    if value_of(words, flag) is None:
+    at, start = _place(words, flag)
+    if at is None:
         return (*words, flag, value)
-    changed = list(words)
+    return (*words[:at], f"{start}{value}", *words[at + 1 :])
+
+
+def _place(words: Sequence[str], flag: str) -> tuple[int | None, str]:
+    """Return the place of a flag's value, and how that word begins; None if there is none."""
     for at, word in enumerate(words):
-        given, equals, _ = word.partition("=")
-        if given != flag:
-            continue
-        if equals:
-            changed[at] = f"{flag}={value}"
-        else:
-            changed[at + 1] = value
-        break
-    return tuple(changed)
+        if word.startswith(f"{flag}="):
+            return at, f"{flag}="
+        if word == flag and at + 1 < len(words) and not words[at + 1].startswith("--"):
+            return at + 1, ""
+    return None, ""
 
 
 def config_flag(words: Sequence[str]) -> str:
@@ -73,9 +69,7 @@ def found_at(config: Mapping[str, Any], path: str) -> Any:
     value: Any = config
     for part in path.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    if value is None and "." not in path:
-        return next(_below(config, path), None)
-    return value
+    return value if value is not None or "." in path else next(_below(config, path), None)
 
 
 def _below(config: Mapping[str, Any], key: str) -> Iterator[Any]:
