@@ -17,7 +17,7 @@ from hadal.errors import LaunchError, TuningError
 from hadal.launcher.choices import Choices
 from hadal.launcher.hosts import Pool
 from hadal.plugins.autotuning.files import write_json
-from hadal.plugins.autotuning.runs import CONFIG, Experiment, Outcome, Runner
+from hadal.plugins.autotuning.runs import CONFIG, ExperimentRun, Outcome, Runner
 from hadal.plugins.autotuning.space import SearchRequest, read_request
 from hadal.plugins.autotuning.tuner import PROFILE, Tuner
 
@@ -44,7 +44,7 @@ class Formulas(Runner):
     """The beginning, end and hosts of each."""
     now: float = 0.0
 
-    def _submit(self, experiment: Experiment) -> Future[Outcome]:
+    def _submit(self, experiment: ExperimentRun) -> Future[Outcome]:
         outcome = self.outcome_of(experiment)
         experiment.ended_at = self.now + self.seconds(experiment.name)
         self.spans.append((self.now, experiment.ended_at, experiment.hosts))
@@ -60,7 +60,7 @@ class Formulas(Runner):
         self.now = max(self.now, over)
         return super().finished()
 
-    def outcome_of(self, experiment: Experiment) -> Outcome:
+    def outcome_of(self, experiment: ExperimentRun) -> Outcome:
         name = experiment.name
         config = json.loads((experiment.answer.parent / CONFIG).read_text())
         stage, size = config["zero_optimization"]["stage"], config["train_micro_batch_size_per_gpu"]

@@ -69,7 +69,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Experiment:
+class ExperimentRun:
     """A job under way, or one whose outcome is known."""
 
     name: str
@@ -109,7 +109,7 @@ class Runner:
         self.world_size = sum(map(len, self.pool.values()))
         self._hosts = self._usable_hosts()
         """The usable hosts, in order."""
-        self._running: list[Experiment] = []
+        self._running: list[ExperimentRun] = []
         self._fronts: list[Front] = []
         self._sent: list[signal.Signals] = []
         self._numbers: dict[str, int] = {}
@@ -195,7 +195,7 @@ class Runner:
         description |= {"result_dir": str(folder), "command": list(words)}
         description |= {"candidates": list(candidates)} if candidates else {}
         description["exp_id"] = self._numbers.setdefault(name, len(self._numbers))
-        experiment = Experiment(name, words, answer)
+        experiment = ExperimentRun(name, words, answer)
         self._running.append(experiment)
         known, earlier = read_json(answer), read_json(folder / _DESCRIPTION) or {}
         if known is not None and earlier | {"exp_id": description["exp_id"]} == description:
@@ -227,7 +227,7 @@ class Runner:
                 each.hosts = tuple(hosts)
                 each.outcome = self._submit(each)
 
-    def _submit(self, experiment: Experiment) -> Future[Outcome]:
+    def _submit(self, experiment: ExperimentRun) -> Future[Outcome]:
         return self._threads.submit(self._launched, experiment)
 
     def finished(self) -> Outcome:
@@ -259,7 +259,7 @@ class Runner:
         self._begin()
         return self.finished() if lost and not one.is_repeated else outcome
 
-    def _launched(self, experiment: Experiment) -> Outcome:
+    def _launched(self, experiment: ExperimentRun) -> Outcome:
         """Run an experiment to its end, in a thread of its own."""
         name, folder = experiment.name, experiment.answer.parent
         choices = replace(self.choices, words=experiment.words)
