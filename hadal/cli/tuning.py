@@ -68,7 +68,7 @@ def _tuner(parsed: argparse.Namespace, said: CommandOutput) -> Tuner:
     readers = wish.ranks if section.mp_size > 1 else None
     variables, pool = dict(os.environ), plan.job.pool
     runner = Runner(choices, own, variables, folder, section, pool, readers, said.note)
-    return Tuner(wish, runner, said.note)
+    return Tuner(wish, runner)
 
 
 def _refuse(choices: Choices, is_dry: bool) -> None:

@@ -34,7 +34,7 @@ SPACE = [
 def measured(trial: TuningTrial, gain: float, peak: int = 0, name: str = "") -> TuningTrial:
     """Return a trial that has run."""
     outcome = Outcome(name, {"peak_memory_per_gpu": peak, "throughput": gain})
-    return replace(trial, is_tried=True, runs=1, outcome=outcome, gain=gain)
+    return replace(trial, number=1, runs=1, outcome=outcome, gain=gain)
 
 
 def test_results_correct_the_plans_of_trials_like_theirs() -> None:
@@ -69,7 +69,7 @@ def test_without_plans_sizes_grow_around_failures() -> None:
         row = [TuningTrial(0, size) for size in (1, 2, 3, 4, 6, 8)]
         done = []
         while (trial := next_upwards(row, start)) is not None:
-            trial.is_tried, trial.runs, trial.gain = True, 1, speed[trial.micro_batch]
+            trial.number, trial.runs, trial.gain = 1, 1, speed[trial.micro_batch]
             done.append(trial.micro_batch)
         return done
 

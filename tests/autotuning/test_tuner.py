@@ -122,7 +122,7 @@ def searched(tmp_path: Path) -> Callable[..., tuple[Tuner, list[str]]]:
             "csv_monitor": {"enabled": True},
         }
         path.write_text(json.dumps(config))
-        tuner = Tuner(*formulas(tmp_path, speed=speed, hidden=hidden, planned=planned), print)
+        tuner = Tuner(*formulas(tmp_path, speed=speed, hidden=hidden, planned=planned))
         if fails:
             with pytest.raises(TuningError) as caught:
                 tuner.run()
@@ -431,7 +431,7 @@ def spread(tmp_path: Path) -> Callable[..., Tuner]:
         (tmp_path / "ds.json").write_text(json.dumps(config))
         pool = {host: (0, 1) for host in hosts.split()[:nodes]}
         fields = {"speed": lambda stage, size: 10.0 * size - stage, **fields}
-        tuner = Tuner(*formulas(tmp_path, pool, **fields), print)
+        tuner = Tuner(*formulas(tmp_path, pool, **fields))
         if fails:
             with pytest.raises(LaunchError, match="takes 2 hosts, and 1 are left"):
                 tuner.run()
@@ -461,6 +461,13 @@ def test_experiments_run_side_by_side_on_free_hosts(spread: Any) -> None:
         others = [each for each in spans if each[0] < end and begin < each[1]]
         assert sum(bool({*hosts} & {*each[2]}) for each in others) == 1
     assert {hosts for _, _, hosts in spans} == {("a", "b"), ("c", "d")}
+
+
+def test_only_an_unexpected_winner_is_measured_again(spread: Any) -> None:
+    # The first by plan is the best, though another one ends before it.
+    slow = {"seconds": lambda name: 9.0 if name == "z0_tmbspg8_gas1" else 1.0}
+    runner = spread("a b c", planned=planned_speed, **slow).runner
+    assert not [name for name in runner.made if "again" in name]
 
 
 def test_without_plans_larger_micro_batches_are_tried_ahead(spread: Any) -> None:

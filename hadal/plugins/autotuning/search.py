@@ -69,7 +69,7 @@ def next_upwards(row: Sequence[TuningTrial], start: int) -> TuningTrial | None:
         start: the first micro-batch.
     """
     usable = [trial for trial in row if trial.gain > NO_GAIN or not trial.runs]
-    tried = [trial for trial in usable if trial.is_tried]
+    tried = [trial for trial in usable if trial.number]
     if not tried:
         below = [trial for trial in usable if trial.micro_batch < start]
         return next((t for t in usable if t.micro_batch >= start), below[-1] if below else None)

@@ -142,8 +142,8 @@ class TuningTrial:
     """The gain by plan: the metric's value, negated if less is better."""
     nbytes: float = 0.0
     """A rank's bytes by plan; 0 without one."""
-    is_tried: bool = False
-    """True once its experiment has started."""
+    number: int = 0
+    """The number of its first experiment; 0 until it has started."""
     runs: int = 0
     outcome: Outcome = NO_OUTCOME
     gain: float = NO_GAIN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -48,16 +48,11 @@ _RUNS, _RUNS_IF_SLOW = 3, 8
 class Tuner:
     """A search. Its findings are valid at any time, even after it was stopped."""
 
-    def __init__(
-        self,
-        wish: SearchRequest,
-        runner: Runner,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, wish: SearchRequest, runner: Runner) -> None:
         self.findings = Findings(wish.section.metric, [], {})
         self._wish = wish
         self.runner = runner
-        self._say = say
+        self._say = runner.say
         self._began = time.monotonic()
         self._look: dict[str, Any] = {}
         """What the profile has found; empty without one."""
@@ -96,7 +91,12 @@ class Tuner:
             f"experiments run {how}, each on {_count(runner.world_size, 'rank')} of"
             f" {_count(len(runner.pool), 'host')}"
         )
-        self._space = self._candidates()
+        self._space = [
+            TuningTrial(stage, size, others)
+            for stage in self._stages
+            for others in combinations(self._wish, stage)
+            for size in self._wish.at(others).sizes
+        ]
         self._look_at_model()
         self._plan()
         self._leave_out()
@@ -129,9 +129,8 @@ class Tuner:
         wish, info = self._wish, self._wish.section.model_info
         if info is not None and info.num_params is not None:
             return
-        others = tuple(
-            pair for pair in self._wish.own if pair[0] != TENSOR
-        )  # the planner cuts a copy
+        # The planner cuts a copy of the whole model.
+        others = tuple(pair for pair in wish.own if pair[0] != TENSOR)
         trial = TuningTrial(max(self._stages), self._first_micro_batch, others)
         section: dict[str, Any] = {"profile": True}
         if info is not None:
@@ -156,16 +155,7 @@ class Tuner:
         sizes = {trial.micro_batch for trial in self._space}
         return max((size for size in sizes if size <= self._wish.start), default=min(sizes))
 
-    # ---- candidates and their plans ------------------------------------------------------------
-
-    def _candidates(self) -> list[TuningTrial]:
-        """Return all trials: the user's own settings of a stage first, micro-batches upwards."""
-        return [
-            TuningTrial(stage, size, others)
-            for stage in self._stages
-            for others in combinations(self._wish, stage)
-            for size in self._wish.at(others).sizes
-        ]
+    # ---- plans of the candidates ---------------------------------------------------------------
 
     def _plan(self) -> None:
         """Read the plans; those without activations get the measured ones, in proportion."""
@@ -276,7 +266,7 @@ class Tuner:
             gains = [trial.gain for trial in self.findings.results if trial.stage == stage]
             most = section.tuner_num_trials - sum(t.stage == stage for t in self._running.values())
             if not is_over(gains, section.tuner_early_stopping, most):
-                left += [t for t in self._space if t.stage == stage and not t.is_tried]
+                left += [t for t in self._space if t.stage == stage and not t.number]
         left = [trial for trial in left if not self._lack(trial) and not self._has_failed(trial)]
         return [
             t for t in left if t.others == self._wish.own or t.micro_batch in self._fastest(t, left)
@@ -310,10 +300,10 @@ class Tuner:
         before: TuningTrial | None = None
         for stage in self._stages:
             row = [t for t in self._space if t.row == (stage, self._wish.own)]
-            row = [t for t in row if t in left or t.is_tried]
+            row = [t for t in row if t in left or t.number]
             start = self._first_micro_batch if before is None else before.micro_batch
             if self._wish.micro_batches:
-                found = next((trial for trial in row if not trial.is_tried), None)
+                found = next((trial for trial in row if not trial.number), None)
             else:
                 found = next_upwards(row, start)
             running = [trial for trial in self._running.values() if trial.stage == stage]
@@ -337,7 +327,7 @@ class Tuner:
         best = self.findings.best()
         if best is None or best.runs > 1 or self._measured == self._most:
             return None
-        first = self.findings.measured[0]
+        first = min(self.findings.measured, key=lambda trial: trial.number)
         is_expected = best is first if self._most else best.others == first.others
         return None if is_expected else best
 
@@ -357,8 +347,9 @@ class Tuner:
 
     def _start(self, trial: TuningTrial, name: str) -> None:
         section, best = self._wish.section, self.findings.best()
-        self._say(f"experiment {self.findings.runs + len(self._running) + 1}: {name}")
-        self._running[name], trial.is_tried = trial, True
+        number = self.findings.runs + len(self._running) + 1
+        self._say(f"experiment {number}: {name}")
+        self._running[name], trial.number = trial, trial.number or number
         experiment = {
             "enabled": True,
             "metric": section.metric,
@@ -401,10 +392,8 @@ class Tuner:
             for name in (BEST_CONFIG, BEST_COMMAND, PICTURE):
                 (runner.results / name).unlink(missing_ok=True)
             return
-        config = config_of(self._wish, best)
-        file = runner.results / BEST_CONFIG
-        write_json(file, config)
-        command = runner.command(runner.words_with(config, file))
+        write_json(runner.results / BEST_CONFIG, config_of(self._wish, best))
+        command = runner.command(self.best_words())
         (runner.results / BEST_COMMAND).write_text(command + "\n", encoding="utf-8")
 
     def best_words(self) -> tuple[str, ...]:
