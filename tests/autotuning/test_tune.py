@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from shutil import which
 from typing import Any, NamedTuple
 
 import pytest
@@ -182,9 +183,11 @@ def test_an_interrupt_between_two_experiments_stops_the_search(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(which("ssh") is None, reason="no ssh is installed")
 def test_experiments_of_one_host_run_side_by_side(searched: Searched) -> None:
     folder = searched.folder
-    (folder / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    hosts = ("localhost", "nowhere.invalid", "127.0.0.1")
+    (folder / "hosts").write_text("".join(f"{host} slots=1\n" for host in hosts))
     words = ("--hostfile", "hosts", "--num_nodes", "1", *WORDS[2:])
     configure(folder, micro=[1, 3], **SECTION)
     (folder / "for_ever").touch()
@@ -195,7 +198,8 @@ def test_experiments_of_one_host_run_side_by_side(searched: Searched) -> None:
     assert logs[1].read_text() == "127.0.0.1 slots=1\n"
     told, _ = interrupt(search, signal.SIGINT)
     assert search.returncode == 130
-    assert "experiments run 2 side by side, each on 1 rank of 1 host" in told
+    assert "experiments run 3 side by side, each on 1 rank of 1 host" in told
+    assert "nowhere.invalid is left out from now on: host nowhere.invalid cannot be" in told
     assert alive(folder) == []
     (folder / "for_ever").unlink()
     done = tune("tune", *words, folder=folder)
