@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import nn
 
-    from hadal.engine.activations import BlockMemory
     from hadal.engine.clusters import ComputeCluster
     from hadal.engine.foresight import Change, Foresight, Planner
     from hadal.zero.estimate import MemoryPlan
@@ -170,7 +169,7 @@ def run(parsed: argparse.Namespace) -> int:
         Planner, cluster=cluster, nodes=parsed.nodes, with_values=parsed.with_values
     )
     if parsed.program:
-        planner, found = _of_program(parsed, planner_of)
+        found = _of_program(parsed, planner_of)
     else:
         model, batch = _model(parsed)
         planner = planner_of(model)
@@ -184,12 +183,11 @@ def run(parsed: argparse.Namespace) -> int:
             found = plans[best or next(one for one in plans if one.stage == 3)]
         else:
             found = planner.plan(parsed.config, batch)
-    changes = [] if found.fits else advise(found, planner.model)
-    blocks = planner.blocks(found)
+    changes = [] if found.fits else advise(found)
     if parsed.json:
-        show_json(_plain(found, changes, blocks))
+        show_json(_plain(found, changes) | {"units": [block._asdict() for block in found.blocks]})
     else:
-        _show(found, changes, blocks)
+        _show(found, changes)
     if parsed.output is not None:
         write_picture(figure_of(found), parsed.output)
     return 0 if found.fits else 1
@@ -306,7 +304,7 @@ class _Planned(BaseException):
 
 def _of_program(
     parsed: argparse.Namespace, planner_of: Callable[[nn.Module], Planner]
-) -> tuple[Planner, Foresight]:
+) -> Foresight:
     """Run a program, as one rank, up to the first forward of its engine.
 
     Raises:
@@ -321,8 +319,7 @@ def _of_program(
         raise CommandError(f"{name} is no file; expected a Python program")
 
     def forwarded(model: nn.Module, raw: dict[str, Any], batch: Any) -> NoReturn:
-        planner = planner_of(model)
-        raise _Planned(planner, planner.plan(raw, batch))
+        raise _Planned(planner_of(model).plan(raw, batch))
 
     plan_instead(forwarded)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -333,8 +330,8 @@ def _of_program(
     try:
         runpy.run_path(name, run_name="__main__")
     except _Planned as end:
-        planner, found = end.args
-        return planner, found
+        found: Foresight = end.args[0]
+        return found
     raise CommandError(f"{name} ended without a forward of an engine that `initialize` returned")
 
 
@@ -368,7 +365,7 @@ def _show_stages(plans: Mapping[MemoryPlan, Foresight], best: MemoryPlan | None)
     show(heading(f"{_said(one)}, bf16 or fp16 with Adam, GB per rank"), "", made, "")
 
 
-def _show(found: Foresight, changes: Sequence[Change], blocks: Sequence[BlockMemory]) -> None:
+def _show(found: Foresight, changes: Sequence[Change]) -> None:
     from hadal.zero.estimate import counted, host_nbytes
 
     stage = f"stage {found.memory.stage} with {found.memory.optimizer}"
@@ -380,7 +377,7 @@ def _show(found: Foresight, changes: Sequence[Change], blocks: Sequence[BlockMem
     made.add_row("total", *map(_gb, found.total), _verdict(found), style="heading")
     show(heading(f"{_said(found)}, {stage}"), "", made, "")
     rows = []
-    for (kind, kept, recomputed), same in groupby(blocks, lambda block: block[1:]):
+    for (kind, kept, recomputed), same in groupby(found.blocks, lambda block: block[1:]):
         each = f"{_gb(kept)} GB each until backward, with recomputation {_gb(recomputed)} GB"
         rows.append((f"{len([*same])} x {kind}", each))
     if rows:
@@ -463,9 +460,7 @@ def _gb(nbytes: int) -> str:
     return f"{nbytes / _GB:,.2f}" if nbytes else "-"
 
 
-def _plain(
-    found: Foresight, changes: Sequence[Change] = (), blocks: Sequence[BlockMemory] = ()
-) -> dict[str, Any]:
+def _plain(found: Foresight, changes: Sequence[Change] = ()) -> dict[str, Any]:
     """Return the plan for JSON; bytes and seconds."""
     plain: dict[str, Any] = {
         "fits": found.fits,
@@ -480,7 +475,6 @@ def _plain(
     if found.peak is not None and found.time is not None:
         time = found.time
         plain["peak"] = {"phase": found.peak.phase, "unit": found.peak.unit}
-        plain["units"] = [block._asdict() for block in blocks]
         plain["moments"] = [{**m._asdict(), "held": dict(m.held)} for m in found.moments]
         plain["time"] = {
             "seconds": time.seconds,

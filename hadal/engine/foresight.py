@@ -93,6 +93,8 @@ class Foresight:
     raw: Mapping[str, Any]
     """The configuration as it was given."""
     batch: Any
+    planner: Planner
+    """The planner that made it, which knows the micro-step of this batch."""
 
     @property
     def peak(self) -> Moment | None:
@@ -135,6 +137,15 @@ class Foresight:
             max(0, total.device - cluster.device_nbytes) * (not cluster.computes_on_host),
             max(0, self.rank.job.devices_per_node * total.host - cluster.host_nbytes),
         )
+
+    @property
+    def blocks(self) -> list[BlockMemory]:
+        """Memory of each block if none is recomputed; empty without a batch."""
+        step = self.micro_step
+        if self.rank.planned.modules.recomputed:
+            raw = {k: value for k, value in self.raw.items() if k != "activation_checkpointing"}
+            step = self.planner.plan(raw, self.batch).micro_step
+        return [] if step is None else step.blocks
 
     @property
     def fits(self) -> bool:
@@ -194,7 +205,7 @@ class Planner:
         loss_of: LossOf | None = None,
         with_values: bool = False,
     ) -> None:
-        self.model = model
+        self._model = model
         self._cluster = cluster
         self._nodes = nodes
         self._loss_of = loss_of
@@ -209,10 +220,10 @@ class Planner:
         config = load_config(given, world_size=on_node * nodes, allow_unbuilt=True)
         device = torch.device("cpu") if cluster.computes_on_host else GPU
         values = self._with_values
-        rank = plan_rank(config, self.model, on_node, nodes, device, with_values=values)
+        rank = plan_rank(config, self._model, on_node, nodes, device, with_values=values)
         memory = memory_of(rank)
         if batch is None:
-            return Foresight(rank, memory, cluster, None, [], None, raw, None)
+            return Foresight(rank, memory, cluster, None, [], None, raw, None, self)
         if config.pipeline.auto:
             raise NotBuiltYetError(
                 "activations of a model in stages (pipeline) are not built yet; without a batch,"
@@ -221,15 +232,13 @@ class Planner:
         step = self._trace(rank, batch)
         time = step_time(step, rank.planned, config, rank.counts, cluster, rank.job, rank.moments)
         moments = _moments(rank, memory, step)
-        return Foresight(rank, memory, cluster, step, moments, time, raw, batch)
+        return Foresight(rank, memory, cluster, step, moments, time, raw, batch, self)
 
-    def blocks(self, found: Foresight) -> list[BlockMemory]:
-        """Return what each block of a plan keeps if none is recomputed; empty without a batch."""
-        step = found.micro_step
-        if found.rank.planned.modules.recomputed:
-            raw = {k: value for k, value in found.raw.items() if k != "activation_checkpointing"}
-            step = self.plan(raw, found.batch).micro_step
-        return [] if step is None else step.blocks
+    def on(self, cluster: ComputeCluster) -> Planner:
+        """Return a planner for another cluster, which knows the same micro-steps."""
+        other = Planner(self._model, cluster, self._nodes, self._loss_of, self._with_values)
+        other._known = self._known
+        return other
 
     def _trace(self, rank: PlannedRank, batch: Any) -> MicroStep:
         planned, casting = rank.planned, casting_of(rank.config, rank.device)
@@ -385,14 +394,14 @@ _ACCUMULATION = "gradient_accumulation_steps"
 _WORTH = 0.01
 
 
-def advise(found: Foresight, model: nn.Module, loss_of: LossOf | None = None) -> list[Change]:
+def advise(found: Foresight) -> list[Change]:
     """Return the changes that make a plan fit, in order of their cost; all that help if none does.
 
     Each change that saves at least 1 % of the device's memory is kept and the next is tried on top
     of it. Micro-batches are halved, with twice the micro-steps, before anything leaves the device.
     In the end, those without which it fits as well and is not slower are left out.
     """
-    planner = Planner(model, found.cluster, found.rank.job.nodes, loss_of)
+    planner = found.planner.on(found.cluster)
     kept: list[_Trial] = []
     now, may_halve = found, True
     steps = [_Trial(*change) for change in _CHANGES]

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hadal.comm import get_local_world_size
@@ -116,8 +116,8 @@ class PlannedMemory(Listener):
 
     # ---- the plan --------------------------------------------------------------------------------
 
-    def _planned(self) -> tuple[Foresight, nn.Module] | None:
-        """Return the plan of this rank on its device, and the bare model; None for a part of one.
+    def _planned(self) -> Foresight | None:
+        """Return the plan of this rank on its device; None for a part of a model.
 
         Forwards of parts, and those with experts, exchange tensors with other ranks.
         """
@@ -140,7 +140,7 @@ class PlannedMemory(Listener):
         # What other processes and this one's libraries hold is known here; the plan assumes it.
         room = min(there.total, there.free + torch.accelerator.memory_reserved(setting.device))
         libraries = found.total.device - _needed(found).total
-        return replace(found, cluster=replace(cluster, device_nbytes=room + libraries)), model
+        return replace(found, cluster=replace(cluster, device_nbytes=room + libraries))
 
     def _raw(self) -> dict[str, Any]:
         """Return the configuration, with the program's own optimizer if its name is known."""
@@ -157,10 +157,9 @@ class PlannedMemory(Listener):
     # ---- out of memory ---------------------------------------------------------------------------
 
     def _note(self) -> Iterator[str]:
-        planned = self._planned()
-        if planned is None:
+        found = self._planned()
+        if found is None:
             return
-        found, model = planned
         peak = _needed(found)
         room = found.cluster.device_nbytes - found.total.device + peak.total
         where = f"{peak.phase} of {peak.unit}" if peak.unit else peak.phase
@@ -175,7 +174,7 @@ class PlannedMemory(Listener):
                 " outside of the model (a loss from logits)"
             )
             return
-        changes = advise(found, model)
+        changes = advise(found)
         if not changes:
             yield "No change of ds_config.json that is known helps"
             return
@@ -232,7 +231,7 @@ class PlannedMemory(Listener):
         planned = self._planned()
         if planned is None:
             return ""
-        gauges, moments = self._setting.clocks.memory, planned[0].moments
+        gauges, moments = self._setting.clocks.memory, planned.moments
         inputs = sum(leaf.nbytes for leaf in tree_leaves(self._forward) if isinstance(leaf, Tensor))
         first = moments[0]
         states = first._replace(held={**first.held, "activations": inputs, "gathers": 0})

@@ -15,7 +15,7 @@ import hadal
 from hadal.comm import Ranks
 from hadal.config import load_config
 from hadal.engine.clusters import cluster_here, cluster_named
-from hadal.engine.foresight import CandidatePlanner, Foresight, Planner, advise, merged
+from hadal.engine.foresight import CandidatePlanner, Foresight, advise, merged
 from hadal.errors import ConfigError, ModelError
 
 WIDTH, BLOCKS, ROWS = 512, 6, 4096
@@ -89,16 +89,15 @@ def test_inputs_of_recomputed_modules_may_be_on_the_host() -> None:
 
 
 def test_blocks_are_told_as_if_none_was_recomputed() -> None:
-    planner = Planner(model(), cluster_named("h100x4"), 1)
     plain = planned(3)
     units = planned(3, activation_checkpointing={"modules": "units"})
-    (first, *others) = planner.blocks(units)
-    assert [first, *others] == planner.blocks(plain)
+    (first, *others) = units.blocks
+    assert [first, *others] == plain.blocks
     assert (first.kept, first.recomputed) == (2 * ROWS * 5 * WIDTH, 2 * ROWS * WIDTH)
     saved = sum(block.kept - block.recomputed for block in (first, *others))
     steps = plain.micro_step, units.micro_step
     assert saved == steps[0].kept - steps[1].kept  # type: ignore[union-attr]
-    assert planner.blocks(planned(3, None)) == []
+    assert planned(3, None).blocks == []
 
 
 def test_without_a_batch_all_but_activations_is_planned() -> None:
@@ -127,13 +126,13 @@ def tight(found: Foresight, share: float) -> Foresight:
 
 def test_changes_come_in_the_order_of_their_cost() -> None:
     whole = planned(0)
-    assert whole.fits and advise(whole, whole.rank.model) == []
+    assert whole.fits and advise(whole) == []
     # A little less than there is: the optimizer's shards are enough.
-    (only,) = advise(tight(whole, 0.99), whole.rank.model)
+    (only,) = advise(tight(whole, 0.99))
     assert only.patch == {"zero_optimization": {"stage": 1}} and only.after.fits
     assert only.saved.device == pytest.approx(12 * PSI * 3 / 4, rel=0.05)
     # Much less: activations go first, as nothing else is as large; and each change is needed.
-    some = advise(tight(whole, 0.3), whole.rank.model)
+    some = advise(tight(whole, 0.3))
     assert some[-1].after.fits
     patches = [change.patch for change in some]
     assert {"activation_checkpointing": {"modules": "units"}} in patches
@@ -148,7 +147,7 @@ def test_a_host_that_computes_offloads_nothing() -> None:
     whole = planned(0)
     small = dataclasses.replace(cluster_here(torch.device("cpu"), 2), host_nbytes=1000)
     found = hadal.plan(whole.rank.model, whole.raw, BATCH, cluster=small)
-    patches = [str(change.patch) for change in advise(found, whole.rank.model)]
+    patches = [str(change.patch) for change in advise(found)]
     assert patches and not any("offload" in patch for patch in patches)
 
 
@@ -168,7 +167,7 @@ def test_a_search_offloads_to_a_host_that_computes_only_if_asked(is_listed: bool
 
 def test_smaller_micro_batches_come_before_the_host() -> None:
     whole = planned(3, activation_checkpointing={"modules": "units"})
-    some = advise(tight(whole, 0.8), whole.rank.model)
+    some = advise(tight(whole, 0.8))
     assert some[-1].after.fits
     assert some[0].patch == {
         "train_micro_batch_size_per_gpu": ROWS // 2,
@@ -188,13 +187,31 @@ def test_a_change_that_does_not_fit_the_model_is_left_out() -> None:
     raw = {"train_micro_batch_size_per_gpu": ROWS, "optimizer": {"type": "AdamW"}}
     one = model()[0]  # no repeated blocks, of which "units" could be recomputed
     whole = hadal.plan(one, raw, BATCH.float(), cluster="h100x4")
-    assert advise(tight(whole, 0.9), one)[-1].after.fits
-    assert not advise(tight(whole, -0.1), one)[-1].after.fits
+    assert advise(tight(whole, 0.9))[-1].after.fits
+    assert not advise(tight(whole, -0.1))[-1].after.fits
+
+
+class Scattered(nn.Sequential):
+    """Its shapes depend on values."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        output: Tensor = super().forward(values[values.sum(1).nonzero()[:, 0]])
+        return output
+
+
+def test_a_plan_with_values_has_changes_too() -> None:
+    one, batch = Scattered(*(Block() for _ in range(2))), torch.ones(64, WIDTH)
+    raw = {"train_micro_batch_size_per_gpu": 64, "optimizer": {"type": "AdamW"}}
+    whole = hadal.plan(one, raw, batch, cluster="h100x4", with_values=True)
+    room = whole.total.device - 10_000_000
+    small = dataclasses.replace(whole.cluster, device_nbytes=room)
+    (change,) = advise(dataclasses.replace(whole, cluster=small))
+    assert change.patch == {"zero_optimization": {"stage": 1}} and change.after.fits
 
 
 def test_what_never_fits_is_told_as_far_as_it_goes() -> None:
     whole = planned(0)
-    some = advise(tight(whole, -0.1), whole.rank.model)
+    some = advise(tight(whole, -0.1))
     assert some and not some[-1].after.fits
 
 
