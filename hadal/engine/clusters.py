@@ -352,7 +352,9 @@ def read_cluster(path: Path) -> ComputeCluster:
         for name in ("speeds", "inside", "between"):
             getattr(found, name)["fp32"]
     except ValidationError as error:
-        raise _no_cluster(path, ", ".join(map(_fault, error.errors()))) from None
+        faults = [_fault(one) for one in error.errors()]
+        more = [f"and {len(faults) - 4} more"] * (len(faults) > 4)
+        raise _no_cluster(path, ", ".join(faults[:4] + more)) from None
     except KeyError:
         raise _no_cluster(path, f"{name}.fp32 is missing") from None
     except OSError as error:

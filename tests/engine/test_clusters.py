@@ -74,6 +74,16 @@ def test_a_fault_of_a_file_is_named(tmp_path: Path, change: dict[str, Any], mess
         read_cluster(file)
 
 
+def test_a_file_of_another_version_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    raw = json.loads(cluster_named("h100x8").written())
+    for speeds in raw["speeds"].values():
+        speeds["products"] = speeds.pop("matrices")["flops"]
+    file.write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"bf16.matrices is missing.* and 2 more; .*--output"):
+        read_cluster(file)
+
+
 def test_a_file_that_is_no_cluster_is_refused(tmp_path: Path) -> None:
     for text in ("{", "[]", "{}"):
         (tmp_path / "cluster.json").write_text(text)
