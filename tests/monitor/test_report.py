@@ -505,6 +505,11 @@ def test_a_search_for_a_configuration_is_shown(tmp_path: Path) -> None:
     engine.destroy()
     page = Page(write_page([tmp_path])[0])
     assert page.words["h2"][:2] == ["Autotuning autotuning_results", "Training"]
+    # Other files of that name are no searches, and hide no mistake.
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "summary.txt").write_text("| it | was | good |")
+    with pytest.raises(UsageError, match=r"notes has no events\.jsonl"):
+        write_page([search, tmp_path / "notes"])
     assert page.figures["updates"] == "2"
 
 

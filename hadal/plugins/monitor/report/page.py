@@ -36,8 +36,7 @@ def write_page(
         OSError: the page cannot be written.
     """
     searches = list(dict.fromkeys(file.resolve() for p in places for file in summaries_of(p)))
-    found = [file for place in places for file in files_of(place, optional=bool(searches))]
-    files = list(dict.fromkeys(file.resolve() for file in found))
+    files = list(dict.fromkeys(file.resolve() for place in places for file in files_of(place)))
     top = Path(os.path.commonpath([file.parent for file in (*files, *searches)]))
     runs = {_name(file, top): read_run(file) for file in files}
     is_over = all(run.end is not None for run in runs.values())

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from hadal.errors import HadalError, UsageError
 from hadal.plugins.monitor.files import FILE, read_lines
 
-SUMMARY = "summary.txt"
-"""The file that autotuning writes."""
+_SUMMARY, _FIRST_OF_SUMMARY = "summary.txt", b"| tuning_space "
 
 Values = NDArray[np.float64]
 
@@ -88,21 +87,22 @@ class RunRecord:
 
 def summaries_of(place: Path) -> list[Path]:
     """Return the summaries of autotuning at `place`: a search's directory, or one of several."""
-    return [*place.glob(SUMMARY), *sorted(place.glob(f"*/{SUMMARY}"))]
+    found = (*place.glob(_SUMMARY), *sorted(place.glob(f"*/{_SUMMARY}")))
+    return [path for path in found if path.read_bytes().startswith(_FIRST_OF_SUMMARY)]
 
 
-def files_of(place: Path, *, optional: bool = False) -> list[Path]:
+def files_of(place: Path) -> list[Path]:
     """Return the files of the runs at `place`: a file, a run's directory, or one of several runs.
 
     Raises:
-        UsageError: there is none, and it is not optional.
+        UsageError: there is neither a run nor a summary of autotuning.
     """
     if place.is_file():
         return [place]
     if not place.is_dir():
         raise UsageError(f"{place} does not exist; pass the directory of a run, with {FILE}")
     found = [place / FILE] if (place / FILE).is_file() else sorted(place.glob(f"*/{FILE}"))
-    if not found and not optional:
+    if not found and not summaries_of(place):
         raise UsageError(
             f'{place} has no {FILE}; train with "jsonl_monitor": {{"enabled": true}}, which'
             " writes it"
