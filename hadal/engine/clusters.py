@@ -172,14 +172,10 @@ _DISK_READ, _DISK_WRITE = 7e9, 5e9
 
 
 class _Kind(NamedTuple):
-    """A device and the usual node around it, in GB, GB/s and TFLOP/s of public datasheets."""
+    """A device and the usual node around it, in GB and GB/s of public datasheets."""
 
     usual: int
     memory: float
-    bf16: float
-    """Dense, with sums in float32; 0: the device has none."""
-    fp16: float
-    fp32: float
     bandwidth: float
     links: float
     """To the other devices of a node, in each direction."""
@@ -189,23 +185,25 @@ class _Kind(NamedTuple):
     host: float
     host_bandwidth: float
     sheet: str
+    """Its name; `device.inventory` has its peaks."""
 
 
 _KINDS = {
-    "b200": _Kind(8, 180, 2250, 2250, 75, 8000, 900, 400, 64, 2048, 717, "NVIDIA DGX B200"),
-    "h200": _Kind(8, 141, 989, 989, 67, 4800, 450, 400, 64, 2048, 614, "NVIDIA H200 SXM"),
-    "h100": _Kind(8, 80, 989, 989, 67, 3350, 450, 400, 64, 2048, 614, "NVIDIA H100 SXM"),
-    "a100-80g": _Kind(8, 80, 312, 312, 19.5, 2039, 300, 200, 32, 2048, 410, "NVIDIA A100 80GB SXM"),
-    "a100-40g": _Kind(8, 40, 312, 312, 19.5, 1555, 300, 200, 32, 1024, 410, "NVIDIA A100 40GB SXM"),
-    "v100": _Kind(8, 32, 0, 125, 15.7, 900, 150, 50, 16, 512, 256, "NVIDIA V100 SXM2 32GB"),
-    "l40s": _Kind(8, 48, 362, 362, 91.6, 864, 32, 50, 32, 1024, 614, "NVIDIA L40S"),
-    "l4": _Kind(1, 24, 121, 121, 30.3, 300, 32, 12.5, 32, 64, 100, "NVIDIA L4"),
-    "a10g": _Kind(1, 24, 70, 70, 35, 600, 32, 12.5, 32, 64, 100, "NVIDIA A10G"),
-    "t4": _Kind(1, 16, 0, 65, 8.1, 320, 16, 12.5, 16, 64, 100, "NVIDIA T4"),
-    "rtx4090": _Kind(1, 24, 165, 165, 82.6, 1008, 32, 1.25, 32, 64, 80, "NVIDIA RTX 4090"),
-    "rtx3090": _Kind(1, 24, 71, 71, 35.6, 936, 32, 1.25, 32, 64, 50, "NVIDIA RTX 3090"),
-    "mi300x": _Kind(8, 192, 1307, 1307, 163.4, 5300, 448, 400, 64, 2048, 614, "AMD MI300X"),
+    "b200": _Kind(8, 180, 8000, 900, 400, 64, 2048, 717, "NVIDIA DGX B200"),
+    "h200": _Kind(8, 141, 4800, 450, 400, 64, 2048, 614, "NVIDIA H200 SXM"),
+    "h100": _Kind(8, 80, 3350, 450, 400, 64, 2048, 614, "NVIDIA H100 SXM"),
+    "a100-80g": _Kind(8, 80, 2039, 300, 200, 32, 2048, 410, "NVIDIA A100 80GB SXM"),
+    "a100-40g": _Kind(8, 40, 1555, 300, 200, 32, 1024, 410, "NVIDIA A100 40GB SXM"),
+    "v100": _Kind(8, 32, 900, 150, 50, 16, 512, 256, "NVIDIA V100 SXM2 32GB"),
+    "l40s": _Kind(8, 48, 864, 32, 50, 32, 1024, 614, "NVIDIA L40S"),
+    "l4": _Kind(1, 24, 300, 32, 12.5, 32, 64, 100, "NVIDIA L4"),
+    "a10g": _Kind(1, 24, 600, 32, 12.5, 32, 64, 100, "NVIDIA A10G"),
+    "t4": _Kind(1, 16, 320, 16, 12.5, 16, 64, 100, "NVIDIA T4"),
+    "rtx4090": _Kind(1, 24, 1008, 32, 1.25, 32, 64, 80, "NVIDIA RTX 4090"),
+    "rtx3090": _Kind(1, 24, 936, 32, 1.25, 32, 64, 50, "NVIDIA RTX 3090"),
+    "mi300x": _Kind(8, 192, 5300, 448, 400, 64, 2048, 614, "AMD MI300X"),
 }
+_WITHOUT_BF16 = ("v100", "t4")
 
 NAMES = tuple(f"{kind}x{row.usual}" for kind, row in _KINDS.items())
 """The usual clusters; another number of devices per node may stand in the name."""
@@ -237,18 +235,18 @@ def cluster_named(name: str) -> ComputeCluster:
             f"no cluster {name!r}; {meant}known are {', '.join(NAMES)}, with any number of devices"
             " in a node; or name a file that `hadal bench cluster --output FILE` has written"
         )
-    return _assumed(name, _KINDS[found[1]], int(found[2]))
+    from hadal.device.inventory import peak_of_name  # only now: it imports torch
 
-
-def _assumed(name: str, kind: _Kind, devices: int) -> ComputeCluster:
+    kind, devices = _KINDS[found[1]], int(found[2])
+    peak, fp32 = peak_of_name(kind.sheet)
+    assert peak is not None and fp32 is not None
     moved = kind.bandwidth * 1e9 * _MEMORY
     speeds = {}
-    for dtype, peak in {"bf16": kind.bf16, "fp16": kind.fp16, "fp32": kind.fp32}.items():
-        products = ProductSpeed(_LAUNCH_S, moved, peak * 1e12 * _PRODUCTS)
-        update = moved / _UPDATE_NBYTES
-        if peak:
-            kinds = products, products, products
-            speeds[dtype] = Speeds(*kinds, peak * 1e12, moved, update, _LAUNCH_S)
+    for dtype, flops in {"bf16": peak, "fp16": peak, "fp32": fp32}.items():
+        products = ProductSpeed(_LAUNCH_S, moved, flops * _PRODUCTS)
+        kinds = products, products, products
+        if dtype != "bf16" or found[1] not in _WITHOUT_BF16:
+            speeds[dtype] = Speeds(*kinds, flops, moved, moved / _UPDATE_NBYTES, _LAUNCH_S)
     inside = Link(_INSIDE_S, kind.links * 1e9 * _LINKS)
     between = Link(_BETWEEN_S, kind.network * 1e9 / devices * _LINKS)
     sheet = f"assumed: {kind.sheet}"
