@@ -34,7 +34,6 @@ from hadal.engine.engine import Engine
 from hadal.engine.precision import Casting
 from hadal.plugins.autotuning.collectives import Trial, measure
 from hadal.plugins.autotuning.disk import measurer
-from hadal.zero.grouping import LeafModules, find_units
 
 # A speed that no measurement shows is this much time per unit.
 _LEAST = 1e-15
@@ -180,14 +179,18 @@ class _Measurement:
         passes = [
             one for model, batch in self._models() for one in self._passes(model, batch, dtype)
         ]
-        rows = [one.work(products_read=self._on_host) for one in passes]
-        rest = [one.seconds for one in passes]
+        rows = [_work(segment, products_read=self._on_host) for segment, _ in passes]
+        seconds = [each for _, each in passes]
+        rest = seconds
         if self._on_host:  # an accelerator computes while its host starts the next operations
-            rest = [one.seconds - launch * one.kernels - start * one.calls for one in passes]
-        other, *rates = (1 / each for each in _fitted(rows, rest, [one.seconds for one in passes]))
+            rest = [
+                each - launch * one.kernels - start * sum(p.calls for p in one.products.values())
+                for one, each in passes
+            ]
+        other, *rates = (1 / each for each in _fitted(rows, rest, seconds))
         reads = rates[3:] or [other] * 3
         matrices, convolution, attention = map(ProductSpeed, [start] * 3, reads, rates)
-        peak = max(sum(p.flops for p in one.products) / one.seconds for one in passes)
+        peak = max(one.flops / each for one, each in passes)
         update = self._update({"stage": 0}, dtype)[-1]
         peak = max(peak, matrices.flops)
         return Speeds(matrices, convolution, attention, peak, other, update, launch)
@@ -212,13 +215,14 @@ class _Measurement:
         for heads, length in self._sizes.attention:
             yield _Attention(), torch.zeros(1, heads, length, 64)
 
-    def _passes(self, model: nn.Module, batch: Tensor, dtype: torch.dtype) -> list[_TimedPass]:
+    def _passes(
+        self, model: nn.Module, batch: Tensor, dtype: torch.dtype
+    ) -> list[tuple[Segment, float]]:
         """Return the work and the time of a forward, and of a backward."""
         model = model.to(self._device, dtype)
         batch = batch.to(self._device, dtype if batch.is_floating_point() else None)
-        parameters = dict.fromkeys(model.parameters(), 0)
-        units = find_units(model, parameters, LeafModules())
-        traced = trace(model, units, batch, Casting(), dict.fromkeys(parameters, dtype), Features())
+        dtypes = dict.fromkeys(model.parameters(), dtype)
+        traced = trace(model, [], batch, Casting(), dtypes, Features())
         losses: list[Tensor] = []
 
         def backward() -> None:
@@ -226,8 +230,7 @@ class _Measurement:
             model.zero_grad()
 
         spent = self._times(lambda: losses.append(model(batch)), backward)
-        segments = (traced.forward, traced.backward)
-        return [_TimedPass.of(some, time) for some, time in zip(segments, spent, strict=True)]
+        return list(zip((*traced.forward, *traced.backward), spent, strict=True))
 
     # ---- updates ---------------------------------------------------------------------------------
 
@@ -295,33 +298,11 @@ class _Measurement:
 # ---- what is measured ----------------------------------------------------------------------------
 
 
-class _TimedPass(NamedTuple):
-    """The work of a pass, and its time."""
-
-    moved: int
-    kernels: int
-    products: Sequence[Products]
-    """By kind."""
-    seconds: float
-
-    @classmethod
-    def of(cls, segments: Sequence[Segment], seconds: float) -> _TimedPass:
-        """Return the work of all segments."""
-        moved, kernels = (sum(getattr(one, n) for one in segments) for n in ("moved", "kernels"))
-        found = [[one.products.get(kind, Products()) for one in segments] for kind in _PRODUCTS]
-        products = [Products(*map(sum, zip(*each, strict=True))) for each in found]
-        return cls(moved, kernels, products, seconds)
-
-    @property
-    def calls(self) -> int:
-        """The number of products."""
-        return sum(products.calls for products in self.products)
-
-    def work(self, *, products_read: bool) -> list[int]:
-        """Return bytes moved, flops of each kind, and if products read first, their bytes."""
-        flops = [products.flops for products in self.products]
-        read = [products.nbytes for products in self.products] if products_read else []
-        return [self.moved, *flops, *read]
+def _work(segment: Segment, *, products_read: bool) -> list[int]:
+    """Return bytes moved, flops of each kind, and if products read first, their bytes."""
+    products = [segment.products.get(kind, Products()) for kind in _PRODUCTS]
+    read = [one.nbytes for one in products] if products_read else []
+    return [segment.moved, *(one.flops for one in products), *read]
 
 
 def _fitted(
