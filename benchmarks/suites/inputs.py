@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,9 @@ def write_models(folder: Path) -> None:
 
     torch.manual_seed(0)
     of_words = tokenizer()
-    letters = [*MARKS, "<|endoftext|>", *"Ġ0123456789enosyw"]
+    letters = [*MARKS, "<mask>", "<|endoftext|>", *"Ġ0123456789enosyw"]
     vocabulary = {letter: place for place, letter in enumerate(letters)}
-    names = {"unk_token": "<unk>", "pad_token": "<pad>"}
+    names = {"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"}
     of_letters = transformers.GPT2Tokenizer(vocab=vocabulary, merges=[], **names)
     sizes = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "max_position_embeddings": 128}
@@ -78,6 +80,19 @@ def write_data(folder: Path) -> None:
     (folder / "lines.txt").write_text("".join(some(12) + "\n" for _ in range(200)))
     # DeepSpeed-Chat knows the columns by this name.
     load_dataset(str(folder / "pairs")).save_to_disk(folder / "Dahoas/rm-static")
+
+
+def write_cache(folder: Path) -> None:
+    """Write a text into the cache of data sets, where HelloDeepSpeed finds it by name."""
+    from datasets import load_dataset
+
+    name = "wikitext-2-v1"
+    place = folder / "datasets/wikitext" / name / "0.0.0/0"
+    with tempfile.TemporaryDirectory() as cache:
+        load_dataset("text", name, data_files=str(folder / "lines.txt"), cache_dir=cache)
+        built = next(Path(cache).glob("text/*/*/*/text-train.arrow"))
+        shutil.copytree(built.parent, place)
+    (place / built.name).rename(place / "wikitext-train.arrow")
 
 
 def write_configurations(folder: Path) -> None:
@@ -135,7 +150,7 @@ def write_hub(home: Path) -> None:
 def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    for write in (write_models, write_data, write_configurations, write_hub):
+    for write in (write_models, write_data, write_cache, write_configurations, write_hub):
         write(folder)
 
 

@@ -107,7 +107,7 @@ _CLM = (
     " --deepspeed {inputs}/zero%d.json --report_to none --output_dir out%d"
 )
 
-# ---- DeepSpeed-Chat ------------------------------------------------------------------------------
+# ---- DeepSpeedExamples ---------------------------------------------------------------------------
 
 _CHAT = (
     "-m deepspeed.launcher.runner --num_gpus 2 applications/DeepSpeed-Chat/training/%s/main.py"
@@ -128,7 +128,16 @@ _CHAT_RLHF = (
     " --max_answer_seq_len 8 --per_device_generation_batch_size 2"
     " --per_device_training_batch_size 2"
 )
-_CHAT_WORDS = {
+_HELLO = (
+    "-m deepspeed.launcher.runner --num_gpus 2 training/HelloDeepSpeed/train_bert_ds.py"
+    " --checkpoint_dir hello --tokenizer {inputs}/opt --num_layers 2 --num_heads 4 --h_dim 32"
+    " --ff_dim 64 --max_seq_length 64 --num_iterations 6 --checkpoint_every 4"
+)
+_EXAMPLES_NEED = (
+    "transformers==4.57.6 datasets==4.8.4 tensorboard==2.21.0"
+    " fire==0.7.1 loguru==0.7.3 pytz==2026.6 sh==2.4.0"
+)
+_EXAMPLES = {
     "step 1, ZeRO-2, LoRA": _CHAT_SFT + " --zero_stage 2 --lora_dim 4 --output_dir lora",
     "step 1, ZeRO-3": _CHAT_SFT + " --zero_stage 3 --output_dir sft",
     "step 2, ZeRO-3": _CHAT_REWARD
@@ -136,6 +145,7 @@ _CHAT_WORDS = {
     "step 2 (DPO), ZeRO-3": _CHAT_DPO + " --zero_stage 3 --output_dir dpo",
     "step 3, ZeRO-3": _CHAT_RLHF + " --output_dir rlhf",
     "step 3, ZeRO-3, hybrid engine": _CHAT_RLHF + " --enable_hybrid_engine --output_dir hybrid",
+    "HelloDeepSpeed, ZeRO-1, offload": _HELLO,
 }
 
 # ---- lightning -----------------------------------------------------------------------------------
@@ -239,14 +249,18 @@ SUITES = (
         programs=tuple(Program(f"ZeRO-{stage}", _CLM % (stage, stage)) for stage in (2, 3)),
     ),
     Suite(
-        name="deepspeed-chat",
-        version="DeepSpeedExamples at 45b4b715, transformers 4.57.6",
-        what="steps 1 to 3 at ZeRO-3, DPO, LoRA, the hybrid engine",
-        passes=6,
+        name="deepspeed-examples",
+        version="45b4b715, transformers 4.57.6",
+        what="DeepSpeed-Chat: steps 1 to 3 at ZeRO-3, DPO, LoRA, hybrid engine; HelloDeepSpeed",
+        passes=7,
         repository="deepspeedai/DeepSpeedExamples",
-        copied=("applications/DeepSpeed-Chat/dschat", "applications/DeepSpeed-Chat/training"),
-        packages=("transformers==4.57.6", "datasets==4.8.4", "tensorboard==2.21.0"),
-        programs=tuple(Program(name, words, ranks=0) for name, words in _CHAT_WORDS.items()),
+        copied=(
+            "applications/DeepSpeed-Chat/dschat",
+            "applications/DeepSpeed-Chat/training",
+            "training/HelloDeepSpeed",
+        ),
+        packages=tuple(_EXAMPLES_NEED.split()),
+        programs=tuple(Program(name, words, ranks=0) for name, words in _EXAMPLES.items()),
     ),
     Suite(
         name="lightning",
