@@ -5,6 +5,7 @@ They are narrow enough for a phone, and have a background and colours for light 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
@@ -253,7 +254,37 @@ def layers() -> tuple[int, str]:
     return 392, "".join(parts)
 
 
-PICTURES = (stages, gather, reduction, update, save, layers)
+def both_ways() -> tuple[int, str]:
+    """Losses of a run of DeepSpeed, Hadal and DeepSpeed again, and of DeepSpeed alone."""
+    losses = json.loads((Path(__file__).parent / "both_ways.json").read_text())
+    whole, legs = losses["deepspeed"], losses["there and back"]
+    left, top, height, each = LEFT + 16, 44, 170, (WIDTH - 2 * LEFT - 16) / len(whole)
+    most = max(whole)
+
+    def places(row: list[float]) -> list[tuple[float, float]]:
+        return [
+            (left + each * (n + 0.5), top + height * (1 - loss / most))
+            for n, loss in enumerate(row)
+        ]
+
+    parts = []
+    for number, name in enumerate(("DeepSpeed", "Hadal", "DeepSpeed")):
+        width = each * len(whole) / 3
+        kind = f"c{number % 2} edge"
+        parts.append(_labelled(left + number * width, top - 30, width, 22, name, kind=kind))
+    line = "L".join(f"{x:.1f} {y:.1f}" for x, y in places(whole))
+    parts.append(f'<path d="M{line}" class="line"/>')
+    parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" class="tip"/>' for x, y in places(legs)]
+    parts.append(f'<path d="M{left} {top}v{height}h{WIDTH - LEFT - left}" class="line"/>')
+    parts += [
+        _text(left - 6, top + height * (1 - loss / most) + 4, str(loss), "small faint", "end")
+        for loss in range(0, int(most) + 1, 2)
+    ]
+    parts.append(_note(left, top + height + 18, "loss over 60 updates; line: DeepSpeed alone"))
+    return top + height + 32, "".join(parts)
+
+
+PICTURES = (stages, gather, reduction, update, save, layers, both_ways)
 
 
 def drawn() -> dict[str, str]:
