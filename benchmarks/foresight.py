@@ -381,6 +381,7 @@ def page(memory: list[str], known: Path | None) -> str:
         f" | {1e3 * row['planned']['seconds']:.0f} | {row['error']:+.1%} |"
         for row in rows
     ]
+    errors = [abs(row["error"]) for row in rows]
     device = torch.accelerator.current_accelerator() or "the test device, whose allocator counts"
     said = f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} cores"
     return "\n".join(
@@ -400,7 +401,8 @@ def page(memory: list[str], known: Path | None) -> str:
             "",
             "## Time",
             "",
-            "Milliseconds of an update on CPUs, after `hadal bench cluster` on the same ranks.",
+            "Milliseconds of an update on CPUs, after `hadal bench cluster` on the same ranks:"
+            f" median of the error {median(errors):.1%}, worst {max(errors):.1%}.",
             "",
             "| case | measured | planned | error |",
             "|---|---|---|---|",
