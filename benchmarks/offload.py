@@ -26,7 +26,7 @@ from peers.launch import deepspeed_interpreter
 
 from hadal.config.offload import Aio
 from hadal.offload import DiskStore
-from hadal.plugins.autotuning.disk import SpeedTest
+from hadal.offload.speed import SpeedTest
 
 # The fraction of fio's bytes per second that reads and writes must reach.
 GOAL = 0.85

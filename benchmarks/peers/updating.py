@@ -26,10 +26,10 @@ from optimizer import (
 
 import hadal
 from hadal.offload import BufferPool, DiskStore
+from hadal.offload.speed import SpeedTest
 from hadal.offload.tensors import DiskTensor, Stop, one_update, walk
 from hadal.optim.on_disk import DiskSteps
 from hadal.optim.workspace import block_numel
-from hadal.plugins.autotuning.disk import SpeedTest
 from hadal.zero.offload import Offload
 from hadal.zero.policy import Tier
 from peers.launch import Interpreter, environment

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from hadal.comm import Ranks
-    from hadal.plugins.autotuning.disk import MeasuredSettings, Search
+    from hadal.offload.speed import MeasuredSettings, Search
 
 
 def add_to(group: Any) -> None:
@@ -74,7 +74,7 @@ def run_io(parsed: argparse.Namespace) -> int:
     Raises:
         HadalError: that cannot be done.
     """
-    from hadal.plugins.autotuning.disk import Search, keys_of, measurer
+    from hadal.offload.speed import Search, keys_of, measurer
 
     if not parsed.path.is_dir():
         what = "is not a directory" if parsed.path.exists() else "does not exist"
@@ -98,7 +98,7 @@ def run_io(parsed: argparse.Namespace) -> int:
 
 
 def _show_disk(found: list[MeasuredSettings], search: Search) -> None:
-    from hadal.plugins.autotuning.disk import keys_of
+    from hadal.offload.speed import keys_of
 
     # Long names in two lines, so that all fit side by side.
     names = keys_of(found[0].settings)
@@ -311,7 +311,7 @@ def _followed(path: Path, total: int) -> Iterator[None]:
 
 
 def _numels(parsed: argparse.Namespace, ranks: int) -> list[int]:
-    from hadal.plugins.autotuning.collectives import numels_between
+    from hadal.comm.benchmark import numels_between
 
     return numels_between(1 << parsed.minsize, 1 << parsed.maxsize, parsed.factor, ranks)
 
@@ -337,8 +337,8 @@ def _steps(parsed: argparse.Namespace, ranks: Ranks) -> Iterator[Callable[[int],
 
 def _take_part(parsed: argparse.Namespace) -> int:
     from hadal import comm
+    from hadal.comm.benchmark import Trial, numel_of_memory, sweep
     from hadal.device import current_device
-    from hadal.plugins.autotuning.collectives import Trial, numel_of_memory, sweep
 
     comm.init_distributed(parsed.backend)
     dtype, ranks = _dtype_of(parsed.dtype), comm.Ranks.world()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hadal.comm import Ranks
+from hadal.comm.benchmark import Trial, measure
 from hadal.comm.collectives import max_
 from hadal.comm.comms_log import bus_factor
 from hadal.comm.functions import barrier
@@ -32,8 +33,7 @@ from hadal.engine.assemble import initialize
 from hadal.engine.clusters import ComputeCluster, Link, Links, ProductSpeed, Speeds, cluster_here
 from hadal.engine.engine import Engine
 from hadal.engine.precision import Casting
-from hadal.plugins.autotuning.collectives import Trial, measure
-from hadal.plugins.autotuning.disk import measurer
+from hadal.offload.speed import measurer
 
 # A speed that no measurement shows is this much time per unit.
 _LEAST = 1e-15

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-import hadal.plugins.autotuning.disk
+import hadal.offload.speed
 from hadal.cli.main import main
 from hadal.config import load_config
 from hadal.config.offload import Aio
 from hadal.engine.clusters import cluster_named, read_cluster
-from hadal.plugins.autotuning.disk import MeasuredSettings, Search, Speed
+from hadal.offload.speed import MeasuredSettings, Search, Speed
 from hadal.units import shown_binary
 
 QUICK = ["--size", "1MB", "--seconds", "0.1"]
@@ -34,8 +34,8 @@ def test_the_best_settings_are_printed_and_written(
 
         return measured
 
-    real = hadal.plugins.autotuning.disk.measurer
-    monkeypatch.setattr("hadal.plugins.autotuning.disk.measurer", measurer)
+    real = hadal.offload.speed.measurer
+    monkeypatch.setattr("hadal.offload.speed.measurer", measurer)
     disk, out = tmp_path / "disk", tmp_path / "aio.json"
     disk.mkdir()
     assert main(["bench", "io", str(disk), *QUICK, "--json", str(out)]) == 0
@@ -68,7 +68,7 @@ def test_the_defaults_are_kept_within_noise(
         return MeasuredSettings(settings, measured[-1], measured[-1])
 
     measured: list[Speed] = []
-    monkeypatch.setattr("hadal.plugins.autotuning.disk.measurer", lambda *_: measure)
+    monkeypatch.setattr("hadal.offload.speed.measurer", lambda *_: measure)
     assert main(["bench", "io", str(tmp_path), "--json", str(tmp_path / "aio.json")]) == 0
     shown = capsys.readouterr().out
     assert shown.endswith("keep the defaults: no other setting is faster beyond the noise, 25%\n")

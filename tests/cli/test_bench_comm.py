@@ -16,10 +16,8 @@ from hadal.cli import bench as bench_comm
 from hadal.cli import deepspeed
 from hadal.cli.main import command_line, main
 from hadal.comm import Ranks
-from hadal.comm.comms_log import bus_factor
-from hadal.errors import UsageError
-from hadal.plugins.autotuning import collectives as bench
-from hadal.plugins.autotuning.collectives import (
+from hadal.comm import benchmark as bench
+from hadal.comm.benchmark import (
     KINDS,
     WAYS,
     Trial,
@@ -27,6 +25,8 @@ from hadal.plugins.autotuning.collectives import (
     numels_between,
     sweep,
 )
+from hadal.comm.comms_log import bus_factor
+from hadal.errors import UsageError
 
 
 def test_sizes_are_powers_of_two_that_all_ranks_can_share() -> None:

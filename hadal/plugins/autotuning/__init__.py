@@ -1,4 +1,4 @@
-"""The search for the fastest configuration, and the measurements it needs.
+"""The search for the fastest configuration, and the measurement of an experiment.
 
 Words of this folder.
 

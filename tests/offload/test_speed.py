@@ -12,7 +12,7 @@ from hadal.config import load_config
 from hadal.config.offload import Aio
 from hadal.errors import OffloadError
 from hadal.offload import DiskStore
-from hadal.plugins.autotuning.disk import (
+from hadal.offload.speed import (
     MeasuredSettings,
     Search,
     Speed,
