@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class Suite:
     passes: int
     repository: str = ""
     copied: tuple[str, ...] = ()
+    itself: tuple[str, ...] = ()
+    """Parts of the repository that are the library: it runs the tests too, and those that pass
+    there are counted."""
+    files: Mapping[str, str] = field(default_factory=dict)
     packages: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
@@ -161,6 +167,58 @@ _LIGHTNING = (
     "tests_fabric/plugins/precision/test_deepspeed_integration.py",
 )
 
+# ---- Megatron-DeepSpeed --------------------------------------------------------------------------
+
+_NUMBERS = " --tokenizer-type NullTokenizer --vocab-size 46 --seq-length 16"
+_TOKENS = "tools/preprocess_data.py --input numbers.jsonl --output-prefix numbers --workers 1"
+# Micro-batches of more than one sample stop in its own attention, on CPUs.
+_GPT = (
+    "pretrain_gpt.py --num-layers 4 --hidden-size 32 --num-attention-heads 4"
+    " --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 4"
+    " --lr 1e-3 --lr-decay-style constant --clip-grad 1.0 --data-path numbers_text_document"
+    " --split 90,10,0 --log-interval 1"
+    " --eval-iters 1 --eval-interval 100 --save out --save-interval 4 --num-workers 0"
+    " --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion"
+    " --no-gradient-accumulation-fusion --no-async-tensor-model-parallel-allreduce"
+    " --distributed-backend gloo --deepspeed --deepspeed_config zero%d.json --zero-stage %d"
+)
+_SPLITS = {
+    "pipeline of 2, ZeRO-1": (1, " --pipeline-model-parallel-size 2"),
+    "tensors over 2, ZeRO-1": (1, " --no-pipeline-parallel --tensor-model-parallel-size 2"),
+    "ZeRO-1": (1, " --no-pipeline-parallel"),
+    "ZeRO-3": (3, " --no-pipeline-parallel"),
+}
+_MEGATRON_PROGRAMS = (
+    Program("its tokens", _TOKENS + " --append-eod" + _NUMBERS, ranks=0),
+    *(
+        # On CPUs DeepSpeed's own stage 3 is 1e-3 apart from its stage 1.
+        Program(
+            name, _GPT % (stage, stage) + _NUMBERS + split, tolerance=1e-5 if stage == 1 else 0.0
+        )
+        for name, (stage, split) in _SPLITS.items()
+    ),
+)
+_MEGATRON_FILES = {
+    f"zero{stage}.json": json.dumps(
+        {
+            "train_batch_size": 8,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": stage},
+        }
+    )
+    for stage in (1, 3)
+} | {
+    "numbers.jsonl": "".join(
+        json.dumps({"text": " ".join(str((line + 3 * place) % 46) for place in range(12))}) + "\n"
+        for line in range(32)
+    ),
+    # It imports torchvision for other models; that package of PyPI needs torch's build for CUDA.
+    "torchvision/__init__.py": "",
+    "torchvision/transforms.py": "",
+    "torchvision/datasets.py": "VisionDataset = object",
+}
+
 # Files that end within two minutes on two cores and in which something passes. More cannot: they
 # time out, need several GPUs, or test the inside of DeepSpeed only.
 _DEEPSPEED = (
@@ -270,6 +328,17 @@ SUITES = (
         repository="Lightning-AI/pytorch-lightning",
         copied=("tests",),
         tests=tuple(f"tests/{file}" for file in _LIGHTNING),
+    ),
+    Suite(
+        name="megatron",
+        version="Megatron-DeepSpeed 4efb479d",
+        what="`pretrain_gpt.py` on two ranks: pipeline, tensors, ZeRO-1 and 3",
+        passes=5,
+        repository="deepspeedai/Megatron-DeepSpeed",
+        copied=("megatron", "tools", "pretrain_gpt.py"),
+        packages=("nltk", "pybind11"),
+        files=_MEGATRON_FILES,
+        programs=_MEGATRON_PROGRAMS,
     ),
     Suite(
         name="deepspeed",

@@ -12,14 +12,14 @@ import datetime
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rows import SUITES, Program, Suite
@@ -95,12 +95,13 @@ def last_error(output: str) -> str:
 
 
 def run_tests(suite: Suite, files: str, folder: Path, variables: Mapping[str, str]) -> list[Case]:
-    """Run one file or folder of tests in a pytest of its own."""
-    report = folder / "report.xml"
-    report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
-    command += ["-W", "ignore", f"--junitxml={report}", *suite.options, *files.split()]
-    code, output = run(command, folder, variables)
+    """Run one file or folder of tests in a pytest of its own, unless its report is there."""
+    report = folder / "reports" / (files.replace("/", ".") + ".xml")
+    code: int | None = 0
+    if not report.exists():
+        command = ["python", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
+        command += ["-W", "ignore", f"--junitxml={report}", *suite.options, files]
+        code, output = run(command, folder, variables)
     if not report.exists():
         return [Case(files, "failed", "timeout" if code is None else last_error(output))]
     return list(read_report(report))
@@ -122,23 +123,21 @@ def read_report(report: Path) -> Iterator[Case]:
             yield Case(name, "passed")
 
 
-def words_of(program: Program, interpreter: Path, variables: Mapping[str, str]) -> list[str]:
+def words_of(program: Program, variables: Mapping[str, str]) -> list[str]:
     launched = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={program.ranks}"]
     words = [word.format_map({"inputs": variables["INPUTS"]}) for word in program.words.split()]
-    return [str(interpreter), *(launched if program.ranks else []), *words]
+    return ["python", *(launched if program.ranks else []), *words]
 
 
 def run_program(program: Program, folder: Path, variables: Mapping[str, str]) -> Case:
-    code, output = run(words_of(program, Path(sys.executable), variables), folder, variables)
+    code, output = run(words_of(program, variables), folder, variables)
     if code == 0:
         return Case(program.name, "passed")
     return Case(program.name, "failed", "timeout" if code is None else last_error(output))
 
 
-def run_suite(suite: Suite, work: Path, checkouts: Path) -> list[Case]:
-    """Run all of a suite in a folder of its own, which has copies of its files."""
-    folder = work / suite.name
-    folder.mkdir(exist_ok=True)
+def prepare(suite: Suite, folder: Path, checkouts: Path, interpreter: Path) -> dict[str, str]:
+    """Fill a suite's folder with copies of its files; return the variables of its runs."""
     own = folder / "packages"
     if suite.packages:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", own]
@@ -149,40 +148,70 @@ def run_suite(suite: Suite, work: Path, checkouts: Path) -> list[Case]:
         place.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["cp", "-r", str(source), str(place.parent)], check=True)
         paths[str(place.parent)] = None
-    variables = environment(work, Path(sys.executable))
+    for name, text in suite.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    folder.mkdir(exist_ok=True)
+    variables = environment(folder.parent, interpreter)
     variables["PYTHONPATH"] = os.pathsep.join([*paths, variables["PYTHONPATH"]])
-    cases = [case for files in suite.tests for case in run_tests(suite, files, folder, variables)]
+    return variables
+
+
+def run_suite(suite: Suite, folder: Path, checkouts: Path, interpreter: Path) -> list[Case]:
+    """Run all of a suite in a folder of its own."""
+    variables = prepare(suite, folder, checkouts, interpreter)
+    files = [str(path.relative_to(folder)) for each in suite.tests for path in folder.glob(each)]
+    cases = [case for each in sorted(files) for case in run_tests(suite, each, folder, variables)]
     for program in suite.programs:
         cases.append(run_program(program, folder, variables))
         print(f"  {program.name}: {cases[-1].end} {cases[-1].why}", flush=True)
     return cases
 
 
+def of_those_that_pass(theirs: list[Case], ours: list[Case]) -> list[Case]:
+    """Return how the tests ended here that pass on the library itself."""
+    found = {case.name: case for case in ours}
+    lost = Case("", "failed", "its file timed out")
+    return [found.get(case.name, lost) for case in theirs if case.end == "passed"]
+
+
 # ---- the same losses as DeepSpeed ----------------------------------------------------------------
 
 
-def losses(program: Program, interpreter: Path, work: Path) -> list[float]:
-    """Return the loss of every step, as the Trainer keeps it in its last checkpoint."""
-    variables = environment(work, interpreter)
-    with tempfile.TemporaryDirectory(dir=work) as name:
-        code, output = run(words_of(program, interpreter, variables), Path(name), variables)
-        if code != 0:
-            raise SystemExit(f"{program.name} failed in {interpreter}:\n{last_error(output)}")
-        state = max(Path(name).glob("out/checkpoint-*/trainer_state.json"))
-        history = json.loads(state.read_text())["log_history"]
+def losses(program: Program, folder: Path, variables: Mapping[str, str]) -> list[float]:
+    """Return the loss of every step, as the Trainer keeps or Megatron prints it."""
+    code, output = run(words_of(program, variables), folder, variables)
+    if code != 0:
+        raise SystemExit(f"{program.name} failed in {folder}:\n{last_error(output)}")
+    printed = re.findall(r"\| lm loss: (\S+)", output)
+    if printed:
+        return [float(loss) for loss in printed]
+    state = max(folder.glob("out/checkpoint-*/trainer_state.json"))
+    history = json.loads(state.read_text())["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
-def compare(work: Path, deepspeed: Path) -> list[Case]:
+def compare(work: Path, checkouts: Path, deepspeed: Path) -> list[Case]:
     """Train with both libraries, program by program, and compare the loss of every step."""
     cases = []
-    for program in (p for suite in SUITES for p in suite.programs if p.tolerance):
-        ours = losses(program, Path(sys.executable), work)
-        theirs = losses(program, deepspeed / "bin" / "python", work)
-        apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-        end = "passed" if apart <= program.tolerance else "failed"
-        cases.append(Case(program.name, end, f"{len(ours)} losses, at most {apart:.1e} apart"))
-        print(f"  {program.name}: {cases[-1].end}, {cases[-1].why}", flush=True)
+    for suite in SUITES:
+        compared = [program for program in suite.programs if program.tolerance]
+        if not compared or not is_there(suite, checkouts):
+            continue
+        variables = [
+            prepare(suite, work / suite.name, checkouts, interpreter)
+            for interpreter in (Path(sys.executable), deepspeed / "bin" / "python")
+        ]
+        for program in suite.programs:
+            if program.ranks == 0:
+                run_program(program, work / suite.name, variables[0])
+            if program not in compared:
+                continue
+            ours, theirs = (losses(program, work / suite.name, each) for each in variables)
+            apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+            end = "passed" if apart <= program.tolerance else "failed"
+            cases.append(Case(program.name, end, f"{len(ours)} losses, at most {apart:.1e} apart"))
+            print(f"  {program.name}: {cases[-1].end}, {cases[-1].why}", flush=True)
     return cases
 
 
@@ -198,11 +227,11 @@ def reasons(cases: list[Case]) -> str:
     return "; ".join(told).replace("|", "/").replace("\n", " ").replace("<", "&lt;")
 
 
-def row_of(suite: Suite, cases: list[Case], today: str) -> str:
+def row_of(suite: Suite, what: str, cases: list[Case], today: str) -> str:
     ends = Counter(case.end for case in cases)
     counts = [str(ends[end]) for end in ("passed", "failed", "skipped")]
     why = suite.why or reasons(cases)
-    cells = [suite.name, suite.version, suite.what, *counts, why, today]
+    cells = [suite.name, suite.version, what, *counts, why, today]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -218,15 +247,24 @@ def write_row(name: str, row: str) -> None:
     TABLE.write_text("\n".join([before + head, lines[1], *rows, *lines[end:]]) + "\n")
 
 
+def is_there(suite: Suite, checkouts: Path) -> bool:
+    folder = checkouts / suite.repository.rpartition("/")[2]
+    if suite.repository and not folder.is_dir():
+        print(f"  not run: put {suite.repository}, {suite.version}, into {folder}")
+        return False
+    return True
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=f"all if none: {[s.name for s in SUITES]}")
     parser.add_argument("--work", type=Path, required=True, help="folder for what programs write")
     parser.add_argument("--checkouts", type=Path, default=ROOT / ".checkouts")
     parser.add_argument("--deepspeed", type=Path, default=ROOT / ".venv-deepspeed")
+    parser.add_argument("--resume", action="store_true", help="keep the reports of earlier tests")
     parser.add_argument("--list", action="store_true", help="print every test and how it ended")
     arguments = parser.parse_args()
-    work = arguments.work.resolve()
+    work, checkouts = arguments.work.resolve(), arguments.checkouts.resolve()
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "inputs/lines.txt").exists():
         subprocess.run([sys.executable, HERE / "inputs.py", work / "inputs"], check=True)
@@ -235,15 +273,23 @@ def main() -> None:
     for name in arguments.names or [*known, "losses"]:
         print(name, flush=True)
         if name == "losses":
-            bad += [c.name for c in compare(work, arguments.deepspeed) if c.end != "passed"]
+            both = compare(work, checkouts, arguments.deepspeed.absolute())
+            bad += [case.name for case in both if case.end != "passed"]
             continue
-        suite = known[name]
-        folder = arguments.checkouts / suite.repository.rpartition("/")[2]
-        if suite.repository and not folder.is_dir():
-            print(f"  not run: put {suite.repository}, {suite.version}, into {folder}")
+        suite, what = known[name], known[name].what
+        if not is_there(suite, checkouts):
             continue
-        cases = run_suite(suite, work, arguments.checkouts.resolve())
-        write_row(name, row_of(suite, cases, today))
+        if not arguments.resume:
+            for folder in (work / name, work / f"{name}-itself"):
+                shutil.rmtree(folder / "reports", ignore_errors=True)
+        cases = run_suite(suite, work / name, checkouts, Path(sys.executable))
+        if suite.itself:
+            whole = replace(suite, copied=suite.copied + suite.itself)
+            python = arguments.deepspeed.absolute() / "bin" / "python"
+            theirs = run_suite(whole, work / f"{name}-itself", checkouts, python)
+            cases = of_those_that_pass(theirs, cases)
+            what += f"; {len(cases)} of {len(theirs)} pass on {name} itself, and are counted here"
+        write_row(name, row_of(suite, what, cases, today))
         passes = sum(case.end == "passed" for case in cases)
         for case in cases if arguments.list or passes < suite.passes else ():
             print(f"  {case.end} {case.name} {case.why}")
