@@ -106,9 +106,9 @@ class Autotuning(Switched):
     )
     fast: Boolean = key(
         True,
-        "Search the stage and the micro-batch only, in at most 3 measured experiments. If false, "
-        "also search each stage's buckets and limits, offload, recomputation and overlap_comm, in "
-        "at most 8. A key given as a list under zero_optimization is searched either way.",
+        "Search the stage and the micro-batch only, in at most 3 measured experiments (times those "
+        "that run side by side). If false, also search each stage's buckets and limits, offload, "
+        "recomputation and overlap_comm, in at most 8. A listed key is searched either way.",
     )
     max_train_batch_size: Integer | None = key(
         None, "Largest train_batch_size to try; null: as large as memory allows.", gt=0
