@@ -101,7 +101,7 @@ def rows_of(
     for (kind, name), taken in found.items():
         chunks = _SCHEDULES[name]
         orders = [order_of(name, count, stages, stage, chunks) for stage in range(stages)]
-        idle = idle_share(orders, chunks)
+        idle = idle_share(orders)
         ideal = count * 0.06 / (1 - idle) if kind == "sleeps" and name != "zero_bubble" else None
         time_taken = statistics.median(taken)
         against = statistics.median(

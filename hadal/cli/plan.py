@@ -396,6 +396,9 @@ def _show(found: Foresight, changes: Sequence[Change]) -> None:
         f" zero.Init {parts} GB.",
         "",
     )
+    if len(found.stages) > 1:
+        totals = ", ".join(map(_gb, found.stages))
+        show(f"This is the fullest stage; the stages need {totals} GB.", "")
     if found.time is not None:
         _show_time(found)
     if changes:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -39,6 +40,15 @@ _VALUES_NEEDED = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+_COLLECTIVES = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+}
 LossOf = Callable[[Any], Tensor]
 
 
@@ -60,6 +70,17 @@ class BlockMemory(NamedTuple):
     """What it saves, its output included."""
     recomputed: int
     """The same if it is recomputed in backward: its output, which the next block saves."""
+
+
+class Exchange(NamedTuple):
+    """A kind of collective among the ranks of one model."""
+
+    part: str
+    """Its purpose."""
+    kind: str
+    """all_reduce, all_gather, reduce_scatter or all_to_all"""
+    ranks: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Products(NamedTuple):
@@ -85,6 +106,8 @@ class Segment:
     """Bytes that all other operations read and write."""
     kernels: int = 0
     """All other operations on values."""
+    exchanges: dict[Exchange, list[int]] = field(default_factory=dict)
+    """The bytes of each message."""
     arrived: list[str] = field(default_factory=list)
     """Parameters whose gradients are complete, by full name, in their order."""
     peaks: list[Held] = field(default_factory=lambda: [Held()])
@@ -127,6 +150,8 @@ class Features(NamedTuple):
     """The modules that are recomputed in backward, by full name."""
     sequence: Ranks | None = None
     """The ranks that share each sequence."""
+    groups: Mapping[str, str] = {}
+    """The purposes of groups of ranks, by their names; others are of experts."""
 
 
 def trace(
@@ -171,7 +196,8 @@ def trace(
             own.data = own.data.to(dtypes.get(parameter, parameter.dtype))
             for hook in (parameter._backward_hooks or {}).values():
                 own.register_hook(hook)  # sums over tensor-parallel ranks
-        recorder = _Recorder(units, {id(m): inner[name] for name, m in model.named_modules()})
+        copies = {id(m): inner[name] for name, m in model.named_modules()}
+        recorder = _Recorder(units, copies, features.groups)
         recorder.watch(running)
         kept = _Kept()
         for name in features.recomputed:
@@ -206,7 +232,7 @@ def trace(
 
 def _listeners(model: nn.Module, features: Features) -> Iterator[Listener]:
     """Yield those of an engine's listeners that change its forward."""
-    recomputed, sequence = features
+    recomputed, sequence, _ = features
     if sequence is not None and hasattr(getattr(model, "config", None), "_attn_implementation"):
         from hadal.plugins.sequence.training import SequenceSlices  # for this alone
 
@@ -246,7 +272,8 @@ def _arguments(batch: Any, *, with_values: bool) -> tuple[tuple[Any, ...], dict[
             return value
         if with_values:
             return value.detach().to(_HOST)
-        return torch.empty(value.shape, dtype=value.dtype, device=_HOST)
+        made = torch.empty(value.shape, dtype=value.dtype, device=_HOST)
+        return made.requires_grad_(value.requires_grad)
 
     batch = tree_map(made, batch)
     if isinstance(batch, Forward):
@@ -297,7 +324,9 @@ class _Recorder(TorchDispatchMode):
     and ends with the last gradient of its parameters, or if none is trained, with the next use.
     """
 
-    def __init__(self, units: Sequence[Unit], copies: Mapping[int, nn.Module]) -> None:
+    def __init__(
+        self, units: Sequence[Unit], copies: Mapping[int, nn.Module], groups: Mapping[str, str]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = Held()
         self.blocks: list[BlockMemory] = []
@@ -307,6 +336,7 @@ class _Recorder(TorchDispatchMode):
         self._open: dict[str, Segment] = {}
         self._is_back = False
         self._units = units
+        self._groups = groups
         self._copies = copies
         self._missing: dict[str, int] = {}
         self._vocabulary = 0
@@ -402,7 +432,9 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         out = operation(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if operation.namespace != "prim" and not _is_view(operation):
+        if operation.namespace == "c10d":
+            self._exchange(operation, args)
+        elif operation.namespace != "prim" and not _is_view(operation):
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             moved = sum(tensor.nbytes for tensor in (*read, *made))
             formula = _formulas().get(operation.overloadpacket)
@@ -419,6 +451,24 @@ class _Recorder(TorchDispatchMode):
                 segment.products[kind] = Products(calls + 1, nbytes + moved, before + flops)
         self.add(made)
         return out
+
+    def _exchange(self, operation: Any, args: Sequence[Any]) -> None:
+        """Count a collective: its message is the larger of what is sent and what is received."""
+        kind = _COLLECTIVES.get(operation._schema.name.removeprefix("c10d::"))
+        group = next((one for one in args if isinstance(one, torch.ScriptObject)), None)
+        if kind is None or group is None:
+            return
+        found = dist.ProcessGroup.unbox(group)
+        sizes = [
+            (sum(tensor.nbytes for tensor in tensors), tensors[0].dtype)
+            for tensors in map(tree_leaves, args[:2])
+            if tensors and isinstance(tensors[0], Tensor)
+        ]
+        nbytes, dtype = max(sizes, key=lambda size: size[0])
+        part = self._groups.get(found.group_name, "experts")
+        ranks = tuple(dist.get_process_group_ranks(found))
+        key = Exchange(part, kind, ranks, dtype)
+        self.segments[-1].exchanges.setdefault(key, []).append(nbytes)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Count the memory of tensors that are new, until it is freed."""

@@ -8,9 +8,9 @@ are added up, so that the peak is that of one moment and not the sum of every ki
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from hadal.config.reading import read
 from hadal.config.section import leaves
 from hadal.engine.activations import (
     BlockMemory,
-    Features,
     Held,
     LossOf,
     MicroStep,
@@ -42,8 +41,9 @@ from hadal.engine.memory import (
     wire_nbytes,
 )
 from hadal.engine.policies import tiers_of, transport_of
-from hadal.engine.precision import casting_of
-from hadal.engine.step_time import StepTime, step_time
+from hadal.engine.precision import Casting, casting_of
+from hadal.engine.step_time import Sending, StepTime, in_stages, step_time
+from hadal.engine.topology import stages_of
 from hadal.errors import HadalError, ModelError, NotBuiltYetError
 from hadal.optim.workspace import block_numel
 from hadal.zero.estimate import TierBytes
@@ -95,6 +95,8 @@ class Foresight:
     batch: Any
     planner: Planner
     """The planner that made it, which knows the micro-step of this batch."""
+    stages: tuple[int, ...] = ()
+    """The bytes of a device at the peak of each pipeline stage, of which this is the fullest."""
 
     @property
     def peak(self) -> Moment | None:
@@ -188,7 +190,6 @@ def plan(
     Raises:
         ConfigError, ModelError: the configuration does not fit the model, as in `initialize`, or
             the model cannot run.
-        NotBuiltYetError: the model is in stages, and a batch is given.
     """
     cluster = cluster_of(cluster, devices_per_node)
     return Planner(model, cluster, nodes, loss_of, with_values).plan(config, batch)
@@ -210,29 +211,46 @@ class Planner:
         self._nodes = nodes
         self._loss_of = loss_of
         self._with_values = with_values
-        self._known: dict[Any, MicroStep] = {}
+        self._known: dict[Any, Any] = {}
 
     def plan(self, given: Any, batch: Any) -> Foresight:
         """Plan a configuration; arguments and errors are those of `plan`."""
+        found = self.stages(given, batch)
+        totals = tuple(one.total.device for one in found)
+        return replace(found[totals.index(max(totals))], stages=totals)
+
+    def stages(self, given: Any, batch: Any) -> list[Foresight]:
+        """Plan one rank of each stage of a pipeline; without one, the only one."""
         _, raw = read(given)
         cluster, nodes = self._cluster, self._nodes
         on_node = cluster.devices_per_node
         config = load_config(given, world_size=on_node * nodes, allow_unbuilt=True)
         device = torch.device("cpu") if cluster.computes_on_host else GPU
-        values = self._with_values
-        rank = plan_rank(config, self._model, on_node, nodes, device, with_values=values)
-        memory = memory_of(rank)
-        if batch is None:
-            return Foresight(rank, memory, cluster, None, [], None, raw, None, self)
-        if config.pipeline.auto:
-            raise NotBuiltYetError(
-                "activations of a model in stages (pipeline) are not built yet; without a batch,"
-                " all other memory is planned"
-            )
-        step = self._trace(rank, batch)
-        time = step_time(step, rank.planned, config, rank.counts, cluster, rank.job, rank.moments)
-        moments = _moments(rank, memory, step)
-        return Foresight(rank, memory, cluster, step, moments, time, raw, batch, self)
+        stage_rank = partial(plan_rank, config, self._model, on_node, nodes, device)
+        ranks = [
+            stage_rank(stage=stage, with_values=self._with_values)
+            for stage in range(stages_of(config))
+        ]
+        found = [
+            Foresight(rank, memory_of(rank), cluster, None, [], None, raw, batch, self)
+            for rank in ranks
+        ]
+        return found if batch is None else self._with_time(found, batch)
+
+    def _with_time(self, found: Sequence[Foresight], batch: Any) -> list[Foresight]:
+        """Return the plans of all stages with activations and time."""
+        ranks, cluster = [one.rank for one in found], self._cluster
+        steps, sent = self._traced(ranks, batch)
+        times = [
+            step_time(step, one.planned, one.config, one.counts, cluster, one.job, one.moments)
+            for one, step in zip(ranks, steps, strict=True)
+        ]
+        if len(ranks) > 1:
+            times = in_stages(times, sent, ranks[0].config, cluster, ranks[0].job)
+        return [
+            replace(one, micro_step=s, moments=_moments(one.rank, one.memory, s), time=time)
+            for one, s, time in zip(found, steps, times, strict=True)
+        ]
 
     def on(self, cluster: ComputeCluster) -> Planner:
         """Return a planner for another cluster, which knows the same micro-steps."""
@@ -240,33 +258,59 @@ class Planner:
         other._known = self._known
         return other
 
-    def _trace(self, rank: PlannedRank, batch: Any) -> MicroStep:
-        planned, casting = rank.planned, casting_of(rank.config, rank.device)
-        plans = planned.parameters.items()
-        dtypes = {p: one.policy.precision.compute for p, one in plans if one.policy}
-        recomputed = planned.modules.recomputed
+    def _traced(
+        self, ranks: Sequence[PlannedRank], batch: Any
+    ) -> tuple[list[MicroStep], list[Sending]]:
+        """Return a micro-step of each stage, and what the stage sends."""
+        if len(ranks) == 1:
+            return [self._once(ranks, batch, self._trace)], []
+        from hadal.engine import stage_traces  # for these alone
+
+        chunks = self._once(ranks, batch, stage_traces.trace_chunks)
+        steps = [
+            stage_traces.micro_step_of(rank, own) for rank, own in zip(ranks, chunks, strict=True)
+        ]
+        return steps, [stage_traces.sending_of(own) for own in chunks]
+
+    def _once(self, ranks: Sequence[PlannedRank], batch: Any, run: Callable[..., Any]) -> Any:
+        """Return a trace that may be known from another plan."""
+        first = ranks[0]
+        config, casting = first.config, casting_of(first.config, first.device)
+        dtypes = [
+            {p: one.policy.precision.compute for p, one in plans if one.policy}
+            for plans in (rank.planned.parameters.items() for rank in ranks)
+        ]
+        sections = config.tensor_parallel, config.expert_parallel, config.pipeline
+        degrees = f"{sections} {config.sequence_parallel_size} {first.job}" if first.part else ""
         shapes = [t.shape for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
-        key = (*shapes, casting, tuple(recomputed), tuple(dtypes.values()), _degrees(rank))
+        recomputed = [tuple(rank.planned.modules.recomputed) for rank in ranks]
+        of_all = [tuple(some.values()) for some in dtypes]
+        key = (*shapes, casting, *recomputed, *of_all, degrees)
         if key not in self._known:
-            with rank.world:
-                self._known[key] = trace(
-                    rank.held,
-                    planned.units,
-                    batch,
-                    casting,
-                    dtypes,
-                    Features(recomputed, rank.sequence),
-                    self._loss_of,
-                    with_values=self._with_values,
-                )
+            self._known[key] = run(ranks, batch, casting, dtypes, with_values=self._with_values)
         return self._known[key]
 
-
-def _degrees(rank: PlannedRank) -> str:
-    """Return what a rank's part of the model depends on."""
-    config = rank.config
-    sections = config.tensor_parallel, config.expert_parallel, config.pipeline
-    return f"{sections} {config.sequence_parallel_size} {rank.job}" if rank.part else ""
+    def _trace(
+        self,
+        ranks: Sequence[PlannedRank],
+        batch: Any,
+        casting: Casting,
+        dtypes: Sequence[Mapping[nn.Parameter, torch.dtype]],
+        *,
+        with_values: bool,
+    ) -> MicroStep:
+        (rank,) = ranks
+        with rank.world:
+            return trace(
+                rank.held,
+                rank.planned.units,
+                batch,
+                casting,
+                dtypes[0],
+                rank.features,
+                self._loss_of,
+                with_values=with_values,
+            )
 
 
 # ---- the same model under many configurations ----------------------------------------------------

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from hadal.comm import Ranks
 from hadal.comm.ranks import size_in_name
 from hadal.config import Config
 from hadal.config.optimizer import KINDS
+from hadal.engine.activations import Features
 from hadal.engine.checks import is_in_stages
 from hadal.engine.plan import ModelPlan, ModulesPlan, RankCounts, plan_model, plan_modules
 from hadal.engine.policies import (
@@ -124,9 +124,15 @@ class PlannedRank:
         return nullcontext() if self.part is None else self.part.world
 
     @property
-    def sequence(self) -> Ranks | None:
-        """The ranks that share each sequence."""
-        return None if self.part is None else self.part.topology.sequence_parallel
+    def features(self) -> Features:
+        """What changes the forward of its modules."""
+        recomputed = self.planned.modules.recomputed
+        if self.part is None:
+            return Features(recomputed)
+        topology = self.part.topology
+        groups = {"slices": topology.tensor_parallel, "sequences": topology.sequence_parallel}
+        named = {str(ranks.group.group_name): part for part, ranks in groups.items() if ranks}
+        return Features(recomputed, topology.sequence_parallel, named)
 
 
 def plan_rank(
@@ -136,6 +142,7 @@ def plan_rank(
     nodes: int,
     device: torch.device = GPU,
     *,
+    stage: int = 0,
     with_values: bool = False,
 ) -> PlannedRank:
     """Plan one rank.
@@ -146,6 +153,7 @@ def plan_rank(
         devices_per_node: devices, and so ranks, of each node.
         nodes: the nodes.
         device: the kind of device that computes; on a CPU, all its memory is the host's.
+        stage: its stage of a pipeline.
         with_values: the part of a model has values too.
 
     Raises:
@@ -162,7 +170,7 @@ def plan_rank(
     elif _is_in_parts(model, config):
         from hadal.engine.rank_parts import RankPart  # for this alone
 
-        part = RankPart(model, config, job.devices, with_values=with_values)
+        part = RankPart(model, config, job.devices, stage, with_values=with_values)
         held, ranks, modules = part.model, part.topology.sharding.size, part.modules
     else:
         modules = plan_modules(model, config)

@@ -23,12 +23,16 @@ from hadal.errors import (
 from hadal.plugins.pipeline.executor import Executor, chunks_of
 from hadal.plugins.pipeline.later_weights import Later, LaterWeights
 from hadal.plugins.pipeline.module import PipelineModule
-from hadal.plugins.pipeline.orders import OrderedSchedule, check_schedule, forward_order, order_of
+from hadal.plugins.pipeline.orders import (
+    OrderedSchedule,
+    check_schedule,
+    forward_order,
+    training_schedule,
+)
 from hadal.plugins.pipeline.schedule import (
     InferenceSchedule,
     PipeInstruction,
     PipeSchedule,
-    TrainSchedule,
 )
 from hadal.plugins.pipeline.wires import DataEndedError
 
@@ -214,11 +218,8 @@ class PipelineEngine(Engine):
 
     def _training_steps(self) -> PipeSchedule:
         count, stages, stage = self.micro_batches, self.num_stages, self.stage_id
-        if self._schedule == "1f1b":
-            return TrainSchedule(count, stages, stage)
         chunks = len(self._stages.chunks)
-        order = order_of(self._schedule, count, stages, stage, chunks)
-        return OrderedSchedule(count, stages, stage, order, chunks)
+        return training_schedule(self._schedule, count, stages, stage, chunks)
 
     def _evaluation_steps(self, count: int) -> PipeSchedule:
         stages, stage, chunks = self.num_stages, self.stage_id, len(self._stages.chunks)

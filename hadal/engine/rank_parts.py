@@ -13,7 +13,7 @@ from hadal.config import Config
 from hadal.engine.activations import copied
 from hadal.engine.apply import change_modules, cut_model, plan_for_ranks
 from hadal.engine.arguments import InitializeArguments
-from hadal.engine.topology import make_groups, requested_ranks, with_slices
+from hadal.engine.topology import make_groups, requested_ranks, stages_of, with_slices
 
 
 class RankPart:
@@ -23,7 +23,7 @@ class RankPart:
         model: the whole model.
         config: the configuration.
         ranks: all ranks.
-        rank: the one whose part it is.
+        stage: its stage of a pipeline, of which the first rank is meant.
         with_values: copy values.
 
     Raises:
@@ -35,11 +35,12 @@ class RankPart:
         model: nn.Module,
         config: Config,
         ranks: int,
-        rank: int = 0,
+        stage: int = 0,
         *,
         with_values: bool = False,
     ) -> None:
-        self.world = ImaginedWorld(rank, ranks)
+        # Stages are the slowest axis of a grid of ranks.
+        self.world = ImaginedWorld(ranks // stages_of(config) * stage, ranks)
         """A context in which its ranks exist."""
         with self.world:
             world, mpu = Ranks.world(), None

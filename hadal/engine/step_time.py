@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from hadal.engine.clusters import ComputeCluster, Link, ProductSpeed
 from hadal.engine.plan import ModelPlan, RankCounts
 from hadal.engine.policies import disk_steps_of, tiers_of, transport_of
 from hadal.engine.precision import autocast_dtype
+from hadal.plugins.pipeline.orders import JobKind, end_times, order_of
 from hadal.zero.estimate import JobSize
 from hadal.zero.grouping import BucketPlan
 from hadal.zero.offload import Offload
@@ -37,9 +38,16 @@ PARTS = (
     "update",
     "refresh",
     "offload",
+    "slices",
+    "sequences",
+    "experts",
+    "messages",
+    "bubble",
 )
 """Computation of both passes; gathers of weights at stage 3; reductions of gradients; the update
-of masters; gathers of updated weights (stages 1 and 2); traffic with host and disk."""
+of masters; gathers of updated weights (stages 1 and 2); traffic with host and disk; exchanges of
+ranks with slices of layers, of sequences, and of experts; messages between stages of a pipeline,
+and their other waits for each other."""
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MASTER_NBYTES = 4
@@ -71,6 +79,8 @@ class StepTime:
     device's peak; for a measured cluster, to the most that it reached."""
     left_out: tuple[str, ...]
     """What takes time, but is not counted."""
+    passes: tuple[float, float]
+    """The seconds of all forwards, and of all backwards."""
 
     @property
     def samples_per_second(self) -> float:
@@ -103,6 +113,62 @@ def step_time(
     update.queues.forget()
     update.run()
     return update.found()
+
+
+class Sending(NamedTuple):
+    """Messages of one micro-batch to one neighbour of a pipeline's stage."""
+
+    calls: int
+    nbytes: int
+
+
+def in_stages(
+    times: Sequence[StepTime],
+    sent: Sequence[Sending],
+    config: Config,
+    cluster: ComputeCluster,
+    job: JobSize,
+) -> list[StepTime]:
+    """Return the times of a pipeline's stages with their waits for each other, by the schedule.
+
+    Args:
+        times: of each stage alone.
+        sent: what each stage sends, activations and gradients.
+        config: the configuration.
+        cluster: what devices and networks reach.
+        job: the ranks of each node, and the nodes.
+    """
+    section, steps = config.pipeline, config.gradient_accumulation_steps
+    chunks, count = section.chunks, len(times)
+    orders = [order_of(section.schedule, steps, count, stage, chunks) for stage in range(count)]
+    apart = job.devices // count
+    is_inside = 2 * apart <= job.devices_per_node
+    links = cluster.with_ranks(job.devices_per_node).links_of("bf16", 0 if is_inside else 1)
+    link = links.all_to_all
+    seconds = [one.calls * link.latency + one.nbytes / link.bandwidth for one in sent]
+    each = [second / max(1, one.calls) for second, one in zip(seconds, sent, strict=True)]
+
+    def cost(stage: int, kind: JobKind) -> float:
+        return times[stage].passes[kind is JobKind.BACKWARD] / steps / chunks
+
+    alone = max(end_times(orders, cost))
+    together = max(end_times(orders, cost, max(each)))
+    rest = max(time.seconds - sum(time.passes) for time in times)
+    found = []
+    for time, own, one in zip(times, seconds, sent, strict=True):
+        messages = PartTime(steps * own, together - alone, steps * one.nbytes)
+        waits = together + rest - time.seconds - messages.exposed
+        parts = {**time.parts, "messages": messages, "bubble": PartTime(waits, waits, 0)}
+        share = time.seconds / (together + rest)
+        found.append(
+            replace(
+                time,
+                parts=parts,
+                seconds=together + rest,
+                utilization=time.utilization * share,
+            )
+        )
+    return found
 
 
 # ---- queues --------------------------------------------------------------------------------------
@@ -302,6 +368,7 @@ class _Update:
 
     def run(self) -> None:
         """Run one update."""
+        self._passes = [0.0, 0.0]
         steps = self._config.gradient_accumulation_steps
         for bucket in self._buckets:
             bucket.is_near = False
@@ -317,11 +384,15 @@ class _Update:
                 self._backward.uses, sizes, self._limits, there.kept_at_end, following=following
             )
             held = back.kept_at_end
+            begun = self.queues.now
             self.queues.compute("forward", self._cluster.micro_step_start)
             self._pass("forward", self._forward, there)
+            turned = self.queues.now
             self._begin_backward(step == 0, is_last)
             self._pass("backward", self._backward, back)
             self._end_backward()
+            self._passes[0] += turned - begun
+            self._passes[1] += self.queues.now - turned
         self._step()
 
     def _pass(self, part: str, path: _Path, plan: Plan) -> None:
@@ -337,8 +408,21 @@ class _Update:
                 self.queues.wait(arriving.get(path.uses[position].bucket))
             begun = until
             self.queues.compute(part, self._seconds(segment))
+            self._exchange(segment)
             if part == "backward":
                 self._take(segment.arrived)
+
+    def _exchange(self, segment: Segment) -> None:
+        """Wait for collectives of the model itself, on whose values it computes."""
+        for (part, kind, ranks, dtype), messages in segment.exchanges.items():
+            if len(ranks) == 1:
+                continue
+            group = self._group(len(ranks), ranks[1] - ranks[0])
+            seconds = sum(group.seconds(kind, nbytes, dtype) for nbytes in messages)
+            self.queues.sent[part] += sum(group.sent(kind, nbytes) for nbytes in messages)
+            # Inside a node it does not wait for traffic between nodes.
+            queue = "network" if group.joined or self._cluster.computes_on_host else "node"
+            self.queues.wait(self.queues.start(queue, part, seconds))
 
     def _seconds(self, segment: Segment) -> float:
         """Return how long the device computes."""
@@ -552,15 +636,12 @@ class _Update:
             micro * steps * (self._dense_ranks // self._config.sequence_parallel_size),
             products / seconds / self._speeds.peak_flops,
             _left_out(self._config),
+            (self._passes[0], self._passes[1]),
         )
 
 
 def _left_out(config: Config) -> tuple[str, ...]:
     found = []
-    if config.sequence_parallel_size > 1:
-        found.append("exchanges between parts of sequences (sequence_parallel_size)")
-    if config.expert_parallel.enabled:
-        found.append("tokens on their way to experts (expert_parallel)")
     if STAGES[config.zero_optimization.stage].weights and config.zero_optimization.divergent_ranks:
         found.append("announcements of gathers (zero_optimization.divergent_ranks)")
     return tuple(found)

@@ -313,10 +313,11 @@ class Communicator(NamedTuple):
 def model_parts_of(config: Config) -> int:
     """Return how many ranks hold parts of one model, as far as the configuration says."""
     tensor = config.tensor_parallel
-    return _stages_of(config) * (tensor.autotp_size if tensor.is_on else 1)
+    return stages_of(config) * (tensor.autotp_size if tensor.is_on else 1)
 
 
-def _stages_of(config: Config) -> int:
+def stages_of(config: Config) -> int:
+    """Return how many stages the configuration splits a model into."""
     pipeline = config.pipeline
     return pipeline.stages if pipeline.auto and isinstance(pipeline.stages, int) else 1
 
@@ -335,7 +336,7 @@ def communicators_of(
         node_size: how many of them are on one node.
         experts: over how many ranks the model distributes experts; several numbers are possible.
     """
-    stages, parts = _stages_of(config), model_parts_of(config)
+    stages, parts = stages_of(config), model_parts_of(config)
     dense = ranks // parts
     found = [
         Communicator("all ranks", ranks),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 import hadal
 from hadal.comm import Ranks
 from hadal.config import load_config
-from hadal.engine.clusters import cluster_here, cluster_named
-from hadal.engine.foresight import CandidatePlanner, Foresight, advise, merged
-from hadal.errors import ConfigError, ModelError
+from hadal.engine.activations import _Recorder
+from hadal.engine.clusters import cluster_here, cluster_named, cluster_of
+from hadal.engine.foresight import CandidatePlanner, Foresight, Planner, advise, merged
+from hadal.errors import ConfigError, ModelError, NotBuiltYetError
+from hadal.plugins.pipeline.schedule import BackwardPass, ForwardPass
 
 WIDTH, BLOCKS, ROWS = 512, 6, 4096
 
@@ -235,6 +238,83 @@ def test_ranks_with_parts_need_less(name: str) -> None:
     assert found.time.samples == whole.time.samples / 2
     weights = [plan.memory.states[0].held.device for plan in (found, whole)]
     assert (weights[0] < weights[1]) == (name == "slices")
+    exchange = found.time.parts[name]
+    assert exchange.exposed == pytest.approx(exchange.seconds) and exchange.seconds > 0
+    assert exchange.wire_nbytes > 0 and whole.time.parts[name].wire_nbytes == 0
+
+
+def test_stages_keep_what_their_schedule_keeps() -> None:
+    """And they wait for each other."""
+    raw = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    kept = {}
+    for schedule in ("1f1b", "gpipe"):
+        section = {"auto": True, "stages": 2, "schedule": schedule}
+        found = hadal.plan(llama(), raw | {"pipeline": section}, tokens(0), cluster="h100x4")
+        assert len(found.stages) == 2 and found.total.device == max(found.stages)
+        assert found.micro_step is not None and found.time is not None
+        kept[schedule] = found.micro_step.peak
+        parts = found.time.parts
+        assert found.time.samples == 2 * 4 * 2
+        # Hidden states in fp32, with positions, or their gradients.
+        tokens_sent = 4 * 2 * 12
+        assert parts["messages"].wire_nbytes in (tokens_sent * (4 * 32 + 8), tokens_sent * 4 * 32)
+        assert sum(part.exposed for part in parts.values()) == pytest.approx(found.time.seconds)
+        assert parts["bubble"].seconds > 0
+    assert 1.5 < kept["gpipe"] / kept["1f1b"] <= 4
+    with pytest.raises(NotBuiltYetError, match="zero_bubble"):
+        raw["pipeline"] = {"auto": True, "stages": 2, "schedule": "zero_bubble"}
+        hadal.plan(llama(), raw, tokens(0), cluster="h100x4")
+
+
+def held_in_forwards(schedule: str) -> int:
+    """Return the most bytes that a stage's forwards of a real update hold, beside gradients."""
+    engine = hadal.initialize(model=eager(), config=staged(schedule))[0]
+    engine.train_batch(repeat(tokens(0)))
+    recorder = _Recorder([], {}, {})
+    for parameter in engine.module.parameters():
+        recorder._known[parameter.untyped_storage()] = True
+    executor, found, gradients = engine._executor, [0], 0
+    act = executor.act
+
+    def noted(one: Any) -> None:
+        nonlocal gradients
+        recorder.segments[-1].peaks[-1] = recorder.now
+        act(one)
+        if isinstance(one, ForwardPass):
+            found.append(recorder.segments[-1].peaks[-1].total - gradients)
+        elif isinstance(one, BackwardPass):
+            gradients = sum(4 * p.numel() for p in engine.module.parameters())
+
+    executor.act = noted
+    with recorder:
+        engine.train_batch(repeat(tokens(0)))
+    engine.destroy()
+    return max(found)
+
+
+def eager() -> Any:
+    made = llama()
+    made.config._attn_implementation = "eager"
+    return made
+
+
+def staged(schedule: str) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "pipeline": {"auto": True, "stages": 2, "schedule": schedule},
+    }
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_activations_of_stages_are_those_of_a_run(schedule: str, ranks: RankPools) -> None:
+    planner = Planner(eager(), cluster_of("h100x2"), 1)
+    planned = [
+        max(segment.peak.total for segment in one.micro_step.forward)
+        for one in planner.stages(staged(schedule), tokens(0))
+    ]
+    # The last stage has a few kB of labels and losses.
+    assert ranks(2).run(held_in_forwards, schedule) == pytest.approx(planned, rel=0.02, abs=4096)
 
 
 def test_a_part_is_planned_beside_a_world_that_runs(ranks: RankPools) -> None:

@@ -44,11 +44,11 @@ def test_no_stage_waits_in_vain(schedule: str, micro_batches: int, stages: int) 
 def test_no_chunk_waits_in_vain(groups: int, stages: int, chunks: int) -> None:
     micro_batches = groups * stages
     found = orders("interleaved", micro_batches, stages, chunks)
-    share = idle_share(found, chunks)
+    share = idle_share(found)
     # The pipeline fills and drains by chunks (Narayanan et al. 2021, section 2.2).
     bubble = (stages - 1) / chunks / micro_batches
     assert share == pytest.approx(bubble / (1 + bubble))
-    assert idle_share([forward_order(micro_batches, stages, chunks)] * stages, chunks) < 1
+    assert idle_share([forward_order(micro_batches, stages, chunks)] * stages) < 1
 
 
 @given(st.integers(1, 20), st.integers(1, 8))

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from hadal.plugins.pipeline.schedule import (
     ReduceTiedGrads,
     SendActivation,
     SendGrad,
+    TrainSchedule,
 )
 
 
@@ -199,6 +200,16 @@ def order_of(schedule: str, micro_batches: int, stages: int, stage: int, chunks:
     return orders[schedule](micro_batches, stages, stage)
 
 
+def training_schedule(
+    name: str, micro_batches: int, stages: int, stage: int, chunks: int = 1
+) -> PipeSchedule:
+    """Return a stage's schedule of one update by its name."""
+    if name == "1f1b":
+        return TrainSchedule(micro_batches, stages, stage)
+    order = order_of(name, micro_batches, stages, stage, chunks)
+    return OrderedSchedule(micro_batches, stages, stage, order, chunks)
+
+
 def check_schedule(schedule: str, micro_batches: int, stages: int) -> None:
     """Raise `UsageError` if a schedule cannot run this number of micro-batches."""
     if schedule == "interleaved" and micro_batches % stages:
@@ -214,14 +225,11 @@ def forward_order(micro_batches: int, stages: int, chunks: int) -> Order:
     return _in_turns(JobKind.FORWARD, micro_batches, stages, range(chunks))
 
 
-def idle_share(
-    orders: Sequence[Order], chunks: int = 1, cost: Mapping[JobKind, float] = {}
-) -> float:
+def idle_share(orders: Sequence[Order], cost: Mapping[JobKind, float] = {}) -> float:
     """Return the fraction of time that stages spend waiting (the bubble).
 
     Args:
         orders: of all stages, the first one first.
-        chunks: of each stage.
         cost: the time of each computation of a chunk; by default a backward takes twice as long as
             a forward, and each of its parts half of that if they are separate.
 
@@ -231,7 +239,25 @@ def idle_share(
     apart = any(job.kind is JobKind.WEIGHTS for order in orders for job in order)
     usual = {JobKind.FORWARD: 1.0, JobKind.BACKWARD: 1.0 if apart else 2.0, JobKind.WEIGHTS: 1.0}
     times = {**usual, **cost}
-    stages, last = len(orders), len(orders) * chunks - 1
+    busy = sum(times[job.kind] for order in orders for job in order)
+    return 1 - busy / (len(orders) * max(end_times(orders, lambda _, kind: times[kind])))
+
+
+def end_times(
+    orders: Sequence[Order], cost: Callable[[int, JobKind], float], message: float = 0.0
+) -> list[float]:
+    """Return when each stage has done its last computation.
+
+    Args:
+        orders: of all stages, the first one first.
+        cost: returns the time of a stage's computation.
+        message: the time from the end of a computation until the next stage has its result.
+
+    Raises:
+        ValueError: the stages wait for each other in a circle.
+    """
+    stages, chunks = len(orders), 1 + max(job.chunk for order in orders for job in order)
+    last = stages * chunks - 1
     todo = [deque(order) for order in orders]
     clocks, ends = [0.0] * stages, dict[tuple[JobKind, int, int], float]()
     while any(todo):
@@ -240,17 +266,16 @@ def idle_share(
             while jobs:
                 kind, number, chunk = jobs[0]
                 place = chunk * stages + stage
-                ready = _ready(ends, kind, number, place, last)
+                ready = _ready(ends, kind, number, place, last, message)
                 if ready is None:
                     break
-                clocks[stage] = max(clocks[stage], ready) + times[kind]
+                clocks[stage] = max(clocks[stage], ready) + cost(stage, kind)
                 ends[kind, number, place] = clocks[stage]
                 jobs.popleft()
                 has_moved = True
         if not has_moved:
             raise ValueError(f"stages wait for each other: {[jobs[0] for jobs in todo if jobs]}")
-    busy = sum(times[job.kind] for order in orders for job in order)
-    return 1 - busy / (stages * max(clocks))
+    return clocks
 
 
 def _ready(
@@ -259,12 +284,16 @@ def _ready(
     number: int,
     place: int,
     last: int,
+    message: float,
 ) -> float | None:
     """Return when a computation may begin; None: not known yet."""
     if kind is JobKind.FORWARD:
-        return 0.0 if place == 0 else ends.get((kind, number, place - 1))
+        sent = -message if place == 0 else ends.get((kind, number, place - 1))
+        return None if sent is None else sent + message
     if kind is JobKind.WEIGHTS:
         return ends.get((JobKind.BACKWARD, number, place))
     own = ends.get((JobKind.FORWARD, number, place))
     received = own if place == last else ends.get((kind, number, place + 1))
-    return None if own is None or received is None else max(own, received)
+    if own is None or received is None:
+        return None
+    return own if place == last else max(own, received + message)
