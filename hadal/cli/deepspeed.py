@@ -8,16 +8,19 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from shutil import which
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from hadal.cli.flags import divided
+from hadal.cli.flags import choices_of, divided
 from hadal.cli.main import command_line, main
 from hadal.cli.parser import CONFIG_HELP, Parser, add_flag, integer, size
-from hadal.cli.run import pid_file, start
+from hadal.cli.run import parsed_words, pid_file, start
 from hadal.cli.terminal import FAILED, fail, progress, show
-from hadal.errors import HadalError
+from hadal.errors import HadalError, UsageError
+from hadal.launcher.choices import planned_on
 
 if TYPE_CHECKING:
     from hadal.checkpoint.storage import Location
@@ -282,3 +285,93 @@ def _write_weights(parsed: argparse.Namespace, dtype: str) -> int:
         fail(str(error))
         return FAILED
     return 0
+
+
+# ---- runners -------------------------------------------------------------------------------------
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the parsed command line of `deepspeed`: by default this process's own."""
+    parsed = parsed_words(["--local_rank", *(sys.argv[1:] if args is None else args)])
+    parsed.user_script, *parsed.user_args = parsed.program or [""]
+    return parsed
+
+
+class MultiNodeRunner:
+    """The command with which one launcher starts a program on all hosts.
+
+    Args:
+        args: the result of `parse_args`; its program, and what else it says of the job.
+        world_info_base64: not needed: `get_cmd` gets the hosts.
+        resource_pool: the same.
+    """
+
+    name: ClassVar[str] = ""
+    program: ClassVar[str] = "mpirun"
+
+    def __init__(
+        self, args: argparse.Namespace, world_info_base64: str, resource_pool: Any = None
+    ) -> None:
+        self.args, self.world_info_base64 = args, world_info_base64
+        self.resource_pool = resource_pool
+        self.user_script, self.user_arguments = args.user_script, args.user_args
+        self.exports: dict[str, str] = {}
+
+    def add_export(self, key: str, var: str) -> None:
+        """Set a variable for every rank."""
+        self.exports[key.strip()] = var.strip()
+
+    def backend_exists(self) -> bool:
+        """Return whether the launcher is installed here."""
+        return which(self.program) is not None
+
+    def get_cmd(
+        self, environment: MutableMapping[str, str], active_resources: Mapping[str, Any]
+    ) -> Any:
+        """Return the words of the command, whose own variables go into `environment`.
+
+        `active_resources` are each host's slots, or their number.
+
+        Raises:
+            LaunchError: the arguments contradict each other, or hosts differ and may not.
+            UsageError: this is the base of all runners.
+        """
+        if not self.name:
+            raise UsageError(f"{type(self).__name__} has no launcher; use PDSHRunner or its like")
+        parsed = argparse.Namespace(**vars(self.args))
+        parsed.program = [self.user_script, *self.user_arguments]
+        slots = {
+            host: tuple(range(own) if isinstance(own, int) else own)
+            for host, own in active_resources.items()
+        }
+        choices = replace(choices_of(parsed), launcher=self.name)
+        plan = planned_on(slots, choices, environment, self.exports, Path.cwd())
+        (command,) = plan.start_commands.values()
+        environment.update(command.variables)
+        return list(command.words)
+
+
+def _runner(title: str, launcher: str, program: str) -> type[MultiNodeRunner]:
+    words = {"name": launcher, "program": program, "__module__": __name__}
+    return type(title, (MultiNodeRunner,), words)
+
+
+IMPIRunner = _runner("IMPIRunner", "impi", "mpirun")
+MPICHRunner = _runner("MPICHRunner", "mpich", "mpirun")
+MVAPICHRunner = _runner("MVAPICHRunner", "mvapich", "mpirun")
+OpenMPIRunner = _runner("OpenMPIRunner", "openmpi", "mpirun")
+SlurmRunner = _runner("SlurmRunner", "slurm", "srun")
+
+
+class PDSHRunner(MultiNodeRunner):
+    """The command with which pdsh starts a program, and the one that ends it."""
+
+    name, program = "pdsh", "pdsh"
+
+    def get_cmd(
+        self, environment: MutableMapping[str, str], active_resources: Mapping[str, Any]
+    ) -> Any:
+        """Return the words of both commands, and the environment."""
+        words = super().get_cmd(environment, active_resources)
+        job = words[-1].partition(" --job ")[2].partition(" ")[0]
+        return words, [*words[:-1], f"pkill -f {job}"], environment

@@ -52,10 +52,15 @@ def add_to(group: Any) -> None:
 
 def start(words: Sequence[str]) -> int:
     """Run `hadal run` with these arguments, for other commands that need ranks."""
+    return run(parsed_words(words))
+
+
+def parsed_words(words: Sequence[str]) -> argparse.Namespace:
+    """Return the parsed arguments of `hadal run`."""
     own, program = divided(words)
     parser = Parser(prog="hadal")
     add_to(add_group(parser, "command"))
-    return run(parser.parse_args(["run", *own], argparse.Namespace(own=own, program=program)))
+    return parser.parse_args(["run", *own], argparse.Namespace(own=own, program=program))
 
 
 def run(parsed: argparse.Namespace) -> int:

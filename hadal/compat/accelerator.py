@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hadal.comm.start import get_local_world_size, obey_chosen_device
 from hadal.compat.builders import builder_of
+from hadal.compat.log import logger
 from hadal.device import (
     accelerator_kind,
     collective_backend,
@@ -27,6 +28,7 @@ from hadal.device import (
     widest_float,
 )
 from hadal.errors import UsageError
+from hadal.units import shown_binary
 
 # The variable that restricts which devices a process sees, per vendor.
 _VISIBLE = {
@@ -322,7 +324,10 @@ class Accelerator:
 
         torch chooses shape, strides and alignment itself; the other arguments are ignored.
         """
-        return tensor.pin_memory() if self._is_there() else tensor
+        if not self._is_there():
+            return tensor
+        track_pinned_memory(tensor.nbytes)
+        return tensor.pin_memory()
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Return whether a tensor is pinned; on a CPU always True."""
@@ -446,3 +451,20 @@ class XPU_Accelerator(metaclass=_Kind):
     """The accelerator of a job on Intel's devices."""
 
     kind = "xpu"
+
+
+# ---- the memory that programs pin ----------------------------------------------------------------
+
+_pinned = {"calls": 0, "nbytes": 0}
+
+
+def track_pinned_memory(num_bytes: int) -> None:
+    """Count memory that `pin_memory` of an accelerator, or the program itself, has pinned."""
+    _pinned["calls"] += 1
+    _pinned["nbytes"] += num_bytes
+
+
+def pinned_memory_summary(tag: str = "") -> None:
+    """Log that count."""
+    amount = shown_binary(_pinned["nbytes"])
+    logger.info(f"pinned memory {tag}: {amount} by {_pinned['calls']} calls of pin_memory")

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hadal import comm
-from hadal.comm import ReduceOp, Row
+from hadal.comm import Ranks, ReduceOp, Row
+from hadal.comm.codecs import Sign
+from hadal.comm.coded import CompressedMean, Owed
 from hadal.comm.comms_log import comms_log as _log
 from hadal.comm.start import DEFAULT_PORT
 from hadal.units import shown_binary
@@ -257,3 +259,30 @@ class CommsLogger:
 
 
 comms_logger = CommsLogger()
+
+
+class CompressedBackend:
+    """The mean over ranks with one bit for each value, as `OneBitAdam` sends its momentum."""
+
+    def __init__(self, mpu: Any = None) -> None:
+        find = getattr(mpu, "get_data_parallel_group", None)
+        self._ranks = Ranks.of(find()) if find else Ranks.world()
+        self.size, self.rank = self._ranks.size, self._ranks.rank
+
+    def compressed_allreduce(
+        self, buffer_m: Tensor, worker_error: Tensor, server_error: Tensor, local_rank: int = 0
+    ) -> Tensor:
+        """Replace values by their mean; what one bit loses is kept in both errors for the next.
+
+        `worker_error` has the values padded to a multiple of the ranks, `server_error` its share.
+        """
+        mean = CompressedMean(worker_error.numel(), self._ranks, Sign(), buffer_m.device)
+        mean.owed = Owed(worker_error, server_error)
+        worker_error[: buffer_m.numel()].add_(buffer_m.flatten())
+        found = torch.empty_like(worker_error)
+
+        def put(start: int, values: Tensor) -> None:
+            found[start : start + values.numel()].copy_(values)
+
+        mean.start(put, "compressed_allreduce").wait()
+        return buffer_m.copy_(found[: buffer_m.numel()].view_as(buffer_m))

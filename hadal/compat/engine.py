@@ -479,6 +479,11 @@ def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
     return param.dtype
 
 
+def get_allgather_dtype(param: nn.Parameter, param_ds_tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which a parameter is gathered: `torch_autocast`'s, or its shard's."""
+    return get_comm_dtype(param) if has_comm_dtype(param) else param_ds_tensor.dtype
+
+
 _REPORT_PROGRESS = DeepSpeedEngine._report_progress
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hadal.comm import Ranks, ReduceOp, all_reduce
+from hadal.comm import Ranks, ReduceOp, all_reduce, all_to_all_single
+from hadal.comm.adjoint import across
 from hadal.compat.groups import get_tensor_model_parallel_group
 from hadal.plugins.moe.dispatch import dropped, gathered
 from hadal.plugins.moe.gate import (
@@ -111,6 +112,42 @@ def _gated(routing: Routing, capacity: int, is_sparse: bool) -> Gated:
     experts = torch.where(routing.kept, routing.experts, -1)
     columns = (experts.T, routing.slots.clamp(min=0).T, routing.weights.T)
     return routing.balance_loss, capacity, len(routing.counts), *columns, routing.counts
+
+
+def route_slots(indices: Tensor, locations: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """Return each choice's row of the experts' buffers; a dropped one has the row beyond them.
+
+    `sparse_routes` gives the experts and the slots, both [k, s].
+    """
+    return torch.where(indices >= 0, indices * capacity + locations, num_experts * capacity)
+
+
+def sparse_encode(reshaped_input: Tensor, slots: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """Return the experts' buffers [E, capacity, m] with the tokens [s, m] in their rows."""
+    rows = reshaped_input.new_zeros(num_experts * capacity + 1, reshaped_input.size(1))
+    filled = rows.index_copy(0, slots.flatten(), reshaped_input.repeat(len(slots), 1))
+    return filled[:-1].view(num_experts, capacity, -1)
+
+
+def sparse_decode(expert_output: Tensor, slots: Tensor, gates: Tensor, num_tokens: int) -> Tensor:
+    """Return each token's sum of its rows [E, capacity, m], weighted by `gates` [k, s]."""
+    rows = nn.functional.pad(expert_output.flatten(0, -2), (0, 0, 0, 1))
+    return (rows[slots] * gates.unsqueeze(-1)).sum(0).to(expert_output.dtype)
+
+
+class BufferExchange:
+    """The exchange of experts' buffers in the form of an autograd function."""
+
+    @staticmethod
+    def apply(group: Any, input: Tensor) -> Tensor:
+        """Send each rank its slice along the first dimension; gradients go the same way back."""
+
+        def exchanged(values: Tensor) -> Tensor:
+            found = torch.empty_like(values, memory_format=torch.contiguous_format)
+            all_to_all_single(found, values.contiguous(), group=group)
+            return found
+
+        return across(input, exchanged, exchanged)
 
 
 def multiplicative_jitter(x: Tensor, device: Any = None, epsilon: float = 1e-2) -> Tensor:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkstemp
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 
 from hadal.checkpoint.deepspeed.folder import Files, files_of
+from hadal.checkpoint.deepspeed.pickles import read_pickle
 from hadal.checkpoint.index import INDEX
 from hadal.checkpoint.stored import StoredSource
 from hadal.errors import CheckpointError
@@ -51,6 +54,46 @@ def get_model_state_files(checkpoint_dir: str | Path) -> list[str]:
     if _is_own(checkpoint_dir):
         return [get_model_state_file(checkpoint_dir, 0)]
     return [str(path) for path in _files(checkpoint_dir).model]
+
+
+@dataclass
+class zero_model_state:
+    """The parts of a file of model states that describe its weights."""
+
+    buffers: dict[str, torch.Tensor]
+    param_shapes: Any
+    shared_params: list[list[str]]
+    ds_version: str | None
+    frozen_param_shapes: Any
+    frozen_param_fragments: Any
+
+
+def parse_model_states(files: Iterable[str | Path]) -> list[zero_model_state]:
+    """Return those parts of each file; buffers in fp32.
+
+    Raises:
+        CheckpointError: a file cannot be read, or has no model states of ZeRO.
+    """
+    found = []
+    for file in files:
+        state = read_pickle(Path(file))
+        if not state.keys() >= {"buffer_names", "param_shapes"}:
+            raise CheckpointError(
+                f"{file} has no buffer_names and param_shapes; pass files named"
+                " *_model_states.pt that DeepSpeed wrote with ZeRO"
+            )
+        names = state["buffer_names"]
+        found.append(
+            zero_model_state(
+                {name: v.float() for name, v in state["module"].items() if name in names},
+                state["param_shapes"],
+                [[*pair] for pair in state.get("shared_params", {}).items()],
+                state.get("ds_version"),
+                state.get("frozen_param_shapes"),
+                state.get("frozen_param_fragments"),
+            )
+        )
+    return found
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:

@@ -243,6 +243,11 @@ def expert_data_parallel_world_size(group_name: str) -> int:
     return expert_groups(group_name).data.size
 
 
+def expert_model_parallel_world_size() -> int:
+    """Return 1: no expert is cut."""
+    return 1
+
+
 def max_expert_size() -> int:
     """Return the largest number of ranks that share experts.
 

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -120,34 +121,20 @@ class LoRAOptimizedLinear(nn.Module):
 class OptimizedLinear(nn.Module):
     """A layer of the kind that the arguments need: torch's own, or one with an update."""
 
-    def __new__(
-        cls,
-        input_dim: int,
-        output_dim: int,
-        bias: bool = False,
-        lora_config: LoRAConfig | None = None,
-        quantization_config: QuantizationConfig | None = None,
-        device: Any = None,
-        dtype: torch.dtype = torch.bfloat16,
-        linear_cls: Callable[..., Any] = nn.Linear,
-    ) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return the layer; see `LoRAOptimizedLinear` for the arguments."""
-        if lora_config is None and quantization_config is None:
-            return linear_cls(input_dim, output_dim, bias=bias, dtype=dtype, device=device)
-        if lora_config is None:
+        bound = signature(LoRAOptimizedLinear).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if given["lora_config"] is not None:
+            return LoRAOptimizedLinear(**given)
+        if given["quantization_config"] is not None:
             raise unbuilt(
                 "OptimizedLinear(quantization_config=)", "Use the section compression_training"
             )
-        return LoRAOptimizedLinear(
-            input_dim,
-            output_dim,
-            bias,
-            lora_config,
-            quantization_config,
-            device,
-            dtype,
-            linear_cls,
-        )
+        names = ("bias", "dtype", "device")
+        sizes = given["input_dim"], given["output_dim"]
+        return given["linear_cls"](*sizes, **{name: given[name] for name in names})
 
 
 def init_lora(model: nn.Module) -> None:

@@ -1,7 +1,8 @@
 """`deepspeed...offload_activations`: inputs of transformers' recomputed layers in host memory.
 
 The layers recompute themselves (`gradient_checkpointing=True`). The hidden states that they store
-until backward are offloaded as by `activation_checkpointing.cpu_checkpointing`.
+until backward are offloaded as by `activation_checkpointing.cpu_checkpointing`. And the devices of
+an engine's states, which `offload_states` moves.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from hadal.config.activation_checkpointing import ActivationCheckpointing
+from hadal.engine.engine import Engine
+from hadal.engine.state_offload import MovableState, tensors_of
 from hadal.errors import MissingPackageError, UsageError
 from hadal.plugins.activation_checkpointing.keeping import HostLimits, InputKeeper
 
@@ -108,3 +111,11 @@ def _layer_class() -> Any:
 
 
 get_checkpoint_hidden_states_offloading_ctx_manager = CheckpointHiddenStatesOffload
+
+
+def get_state_devices(model: Engine, state: str) -> set[torch.device]:
+    """Return the devices that have a kind of an engine's states, now."""
+    kind = MovableState(getattr(state, "value", state))
+    if kind.value in model._state.parts.runtime.away:
+        return {torch.device("cpu")}
+    return {tensor.device for tensor in tensors_of({kind}, model._state)}

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hadal.errors import OptimizerError, UsageError
 from hadal.optim.build import build_optimizer
 from hadal.optim.loss_scale import ScaleRule, ScaleState, first_scale, next_scale
+from hadal.optim.muon import direction_of
 
 # Options that Hadal spells differently.
 _RENAMED = {"adamw_mode": "adam_w_mode"}
@@ -275,3 +276,25 @@ class DynamicLossScaler(_Scaler):
         """Return whether a gradient of these parameters is not finite."""
         gradients = (each.grad for each in params if each.grad is not None)
         return any(not bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+def muon_update(
+    grad: Tensor,
+    momentum: Tensor,
+    beta: float = 0.95,
+    ns_steps: int = 5,
+    nesterov: bool = True,
+    ns_method: str = "gram",
+) -> Tensor:
+    """Add a matrix's gradient to its momentum, and return Muon's update for a rate of 1.
+
+    Raises:
+        UsageError: another number of steps, or no Nesterov momentum; Hadal has one form of each.
+    """
+    if ns_steps != 5 or not nesterov:
+        raise UsageError(
+            f"muon_update(ns_steps={ns_steps}, nesterov={nesterov}): leave out both; Muon takes 5"
+            " steps with Nesterov momentum"
+        )
+    update, scale = direction_of(grad, momentum, beta, ns_method)
+    return update * scale

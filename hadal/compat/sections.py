@@ -12,6 +12,7 @@ from hadal.config.section import Section
 from hadal.errors import ConfigError
 
 _OF_KEYS = {
+    "AutoEPConfig": "parallelism:ExpertParallel",
     "CommsLoggerConfig": "monitors:CommsLogging",
     "CompileConfig": "not_built:Compile",
     "DeepSpeedBF16Config": "precision:Bf16",
@@ -94,6 +95,12 @@ for _name, _home in _OF_KEYS.items():
     globals()[_name] = _of_keys(_name, _home)
 for _name, _path in _OF_CONFIGURATIONS.items():
     globals()[_name] = _reader(_path)
+
+
+def parse_autoep_config(param_dict: Mapping[str, Any]) -> Any:
+    """Return the checked section `expert_parallel` from its keys."""
+    return globals()["AutoEPConfig"](**param_dict)
+
 
 get_aio_config = _reader("aio")
 get_bfloat16_config = _reader("bf16")

@@ -268,6 +268,13 @@ def get_shard_size_list(
     return shard_sizes(total_size, mp_size, heads=heads, grain=grain, name=layer or "")
 
 
+def shard_widths(
+    subparam_sizes: Sequence[int], tp_world_size: int, name: str | None = None
+) -> list[list[int]]:
+    """Return how many rows of each fused part each rank has."""
+    return [get_shard_size_list(size, tp_world_size, name) for size in subparam_sizes]
+
+
 def get_shard_size(
     total_size: int,
     mp_size: int,

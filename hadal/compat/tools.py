@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import reduce, wraps
 from itertools import pairwise
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hadal.comm.mpu import model_group_of
 from hadal.compat.accelerator import get_accelerator
 from hadal.compat.log import log_dist
 from hadal.device import current_device, memory_use, widest_float
+from hadal.device.autograd import is_in_backward, will_collect
 from hadal.errors import UsageError
 from hadal.plugins.pipeline.partition import partition_uniform
 from hadal.zero.sharing import is_model_part
@@ -445,3 +447,58 @@ def set_random_seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+# ---- backward ------------------------------------------------------------------------------------
+
+
+def count_used_parameters_in_backward(parameters: Iterable[Tensor]) -> int:
+    """Return how many of these parameters the running backward gives a gradient.
+
+    Raises:
+        UsageError: no backward is running.
+    """
+    if not is_in_backward():
+        raise UsageError(
+            "count_used_parameters_in_backward() counts those of a running backward; call it in a"
+            " hook of a gradient"
+        )
+    trained = {one for one in parameters if isinstance(one, Tensor) and one.requires_grad}
+    return sum(map(will_collect, trained))
+
+
+def register_output_backward_hooks(
+    outputs: Any,
+    preprocess_once_fn: Callable[[], Any],
+    preprocess_per_tensor_fn: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Call one function when backward reaches the first of nested outputs, one for each gradient.
+
+    The second returns the gradient that replaces its argument.
+    """
+    waits = [True]
+
+    def arrived(gradient: Tensor) -> Tensor | None:
+        if waits:
+            waits.clear()
+            preprocess_once_fn()
+        return preprocess_per_tensor_fn(gradient) if preprocess_per_tensor_fn else None
+
+    def watch(tensor: Tensor) -> Tensor:
+        if tensor.grad_fn is not None:
+            tensor.register_hook(arrived)
+        return tensor
+
+    _mapped(outputs, watch)
+
+
+def prime_factors(number: int) -> list[int]:
+    """Return the primes whose product is a number, in ascending order.
+
+    Raises:
+        ValueError: it is not positive.
+    """
+    if number < 1:
+        raise ValueError(f"{number} has no prime factors; expected a positive number")
+    least = next((one for one in range(2, isqrt(number) + 1) if number % one == 0), number)
+    return [] if number == 1 else [least, *prime_factors(number // least)]

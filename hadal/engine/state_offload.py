@@ -136,7 +136,7 @@ def _wanted(include: Collection[str] | None) -> set[MovableState]:
 def _memory_of(wanted: Collection[MovableState], state: State) -> list[Tensor]:
     """Return each device storage that holds these states once, as bytes."""
     found: dict[int, Tensor] = {}
-    for tensor in _tensors_of(wanted, state):
+    for tensor in tensors_of(wanted, state):
         storage = tensor.untyped_storage()
         if storage.nbytes() and not is_host_memory(tensor.device):
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
@@ -144,7 +144,8 @@ def _memory_of(wanted: Collection[MovableState], state: State) -> list[Tensor]:
     return list(found.values())
 
 
-def _tensors_of(wanted: Collection[MovableState], state: State) -> Iterator[Tensor]:
+def tensors_of(wanted: Collection[MovableState], state: State) -> Iterator[Tensor]:
+    """Return the tensors of these states."""
     runtime = state.parts.runtime
     for bucket in runtime.buckets:
         if MovableState.WEIGHTS in wanted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -117,6 +117,21 @@ def planned(choices: Choices, variables: Mapping[str, str], folder: Path) -> Lau
     job = _job(choices, variables, folder, pool, is_one=is_one, shows_slots=shows)
     address = choices.master_addr or ("127.0.0.1" if is_one else "")
     return LaunchPlan(job, _start_commands(choices, job, is_one), address, notes)
+
+
+def planned_on(
+    pool: Pool,
+    choices: Choices,
+    variables: Mapping[str, str],
+    exports: Mapping[str, str],
+    folder: Path,
+) -> LaunchPlan:
+    """Plan a job on known slots, with the launcher of the choices and more variables of ranks."""
+    job = _job(choices, variables, folder, pool, is_one=False, shows_slots=True)
+    job = replace(job, variables={**job.variables, **exports})
+    if choices.launcher == "slurm":
+        return LaunchPlan(job, {"srun": by_slurm(job, choices.launcher_args)}, "", ())
+    return LaunchPlan(job, _start_commands(choices, job, is_one=False), choices.master_addr, ())
 
 
 def _job(

@@ -122,12 +122,11 @@ class Muon(OwnOptimizer):
         state, momentum = self.state[parameter], group["momentum"]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(values)
-        remembered = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        ahead = gradient.lerp(remembered, momentum).flatten(1)
-        rows, columns = ahead.shape
-        update = orthogonalized(ahead, group["ns_method"]).view(values.shape)
+        update, scale = direction_of(
+            gradient, state["momentum_buffer"], momentum, group["ns_method"]
+        )
         values.mul_(1 - group["lr"] * group["weight_decay"])
-        values.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+        values.add_(update, alpha=-group["lr"] * scale)
 
     def step_flat(
         self, parameter: nn.Parameter, mean: Tensor, multiplier: Multiplier, group: Group
@@ -150,6 +149,15 @@ class Muon(OwnOptimizer):
 
 def _first_of(*rates: float | None) -> float:
     return next(rate for rate in rates if rate is not None)
+
+
+def direction_of(
+    gradient: Tensor, remembered: Tensor, momentum: float, method: str | None
+) -> tuple[Tensor, float]:
+    """Add a matrix's gradient to its momentum; return the update's direction and its scale."""
+    ahead = gradient.lerp(remembered.lerp_(gradient, 1 - momentum), momentum).flatten(1)
+    rows, columns = ahead.shape
+    return orthogonalized(ahead, method).view(gradient.shape), max(1.0, rows / columns) ** 0.5
 
 
 def orthogonalized(matrix: Tensor, method: str | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -159,12 +160,14 @@ class TiledLinear(nn.Module):
 
     def forward(self, input_: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
         """Return the product, computed tile by tile."""
-        parts = (
-            list(input_)
-            if self.input_is_already_split
-            else list(cast(Tensor, input_).split(self.in_parts, dim=-1))
-        )
-        outputs = [_sum_of(row, parts) for row in self._rows()]
+        parts = self._split(input_)
+        return self._joined([_sum_of(row, parts) for row in self._rows()])
+
+    def _split(self, input_: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+        is_whole = isinstance(input_, Tensor) and not self.input_is_already_split
+        return cast(Tensor, input_).split(self.in_parts, dim=-1) if is_whole else list(input_)
+
+    def _joined(self, outputs: list[Tensor]) -> Tensor | list[Tensor]:
         return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
 
     @torch.no_grad()
@@ -190,16 +193,29 @@ class TiledLinear(nn.Module):
                 row[-1].bias.copy_(bias)
 
 
+class TiledLinearReturnBias(TiledLinear):
+    """The same of layers that return their product and, apart from it, their bias or None.
+
+    Megatron-LM's parallel layers do, which add the bias later.
+    """
+
+    def forward(self, input_: Tensor | Sequence[Tensor]) -> Any:
+        """Return the product, and the biases of all rows or None."""
+        products: list[Tensor] = []
+        biases: list[Tensor] = []
+        for row in self._rows():
+            pairs = [tile(part) for tile, part in zip(row, self._split(input_), strict=True)]
+            products.append(reduce(torch.add, (product for product, _ in pairs)))
+            biases += [bias for _, bias in pairs if bias is not None]
+        return self._joined(products), self._joined(biases) if biases else None
+
+
 def _with_bias(has_none: bool) -> str:
     return "without a bias" if has_none else "with a bias"
 
 
 def _sum_of(row: Sequence[nn.Linear], parts: Sequence[Tensor]) -> Tensor:
-    total: Tensor | None = None
-    for tile, part in zip(row, parts, strict=True):
-        product = tile(part)
-        total = product if total is None else total + product
-    assert total is not None  # there is a tile in every row
+    total: Tensor = reduce(torch.add, (t(part) for t, part in zip(row, parts, strict=True)))
     return total
 
 

@@ -53,6 +53,17 @@ def test_gates_return_weights_by_token_expert_and_slot() -> None:
         for choice, token in (indices >= 0).nonzero().tolist()
     }
     assert kept == {tuple(one[:3]) for one in told["routes"]}
+    slots = sharded._route_slots(indices, locations, experts, capacity)
+    tokens = torch.randn(len(LOGITS), 3, requires_grad=True)
+    buffers = sharded._sparse_encode(tokens, slots, experts, capacity)
+    dense = sharded.topkgating(LOGITS, 3, 1, 1, drop_policy="position")
+    expected = torch.einsum("sec,sm->ecm", dense[2].float(), tokens)
+    torch.testing.assert_close(buffers, expected)
+    found = sharded._sparse_decode(buffers, slots, weights, len(LOGITS))
+    torch.testing.assert_close(found, torch.einsum("sec,ecm->sm", dense[1], expected))
+    torch.testing.assert_close(
+        torch.autograd.grad(buffers.sum(), tokens), torch.autograd.grad(expected.sum(), tokens)
+    )
     assert weights[indices < 0].abs().sum() == 0
     assert counts.tolist() == told["counts"]
     assert loss.item() == pytest.approx(told["l_aux"], abs=1e-6)
@@ -79,6 +90,18 @@ def test_tables_of_any_layout_are_deepspeed_s() -> None:
         assert found
         world, size, tensor, stages = map(int, found.groups()[:4])
         assert [*ranks_of(world, tensor, size, stages, found[5] == "True")] == told
+
+
+def exchange() -> list[list[float]]:
+    rank = torch.distributed.get_rank()
+    rows = torch.tensor([[1.0], [2.0]]).mul_(10**rank).requires_grad_()
+    found = sharded._AllToAll.apply(torch.distributed.group.WORLD, rows)
+    (gradient,) = torch.autograd.grad((found * (rank + 1)).sum(), rows)
+    return [found.flatten().tolist(), gradient.flatten().tolist()]
+
+
+def test_buffers_are_exchanged_and_gradients_come_back(ranks: RankPools) -> None:
+    assert ranks(2).run(exchange) == [[[1, 10], [1, 2]], [[2, 20], [1, 2]]]
 
 
 def ask() -> dict[str, object]:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from hadal.compat.install import alias
+from hadal.errors import UsageError
+from hadal.launcher.job import program_in
 
 HOSTS = "worker-0 slots=2\n# a comment\n\nworker-1 slots=4 extra=1\n"
 
@@ -58,3 +60,38 @@ def test_mpi_discovery_sets_the_variables_of_torchrun(monkeypatch: pytest.Monkey
     set_now = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     assert set_now == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("10.0.0.9", "29512")
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "words"),
+    [
+        ("PDSH", "pdsh", ["-w", "worker-0,worker-1"]),
+        ("OpenMPI", "mpirun", ["--host", "worker-0:2,worker-1:2", "-mca", "x"]),
+        ("MPICH", "mpirun", ["-hosts", "worker-0,worker-1", "-ppn", "2"]),
+        ("MVAPICH", "mpirun", ["-n", "4"]),
+        ("IMPI", "mpirun", ["-genvlist"]),
+        ("Slurm", "srun", ["--ntasks=4", "--ntasks-per-node=2"]),
+    ],
+)
+def test_a_runner_has_the_command_of_its_launcher(name: str, first: str, words: list[str]) -> None:
+    runner, runners = (alias(f"deepspeed.launcher.{one}") for one in ("runner", "multinode_runner"))
+    args = runner.parse_args(["--launcher_args", "-mca x", "train.py", "--lr", "1"])
+    assert (args.user_script, args.user_args) == ("train.py", ["--lr", "1"])
+    pool = {"worker-0": 2, "worker-1": 2}
+    made = getattr(runners, f"{name}Runner")(args, runner.encode_world_info(pool), pool)
+    made.add_export(" SEED ", "7 ")
+    environment = {"HOME": "/"}
+    found = made.get_cmd(environment, pool)
+    command = found[0] if name == "PDSH" else found
+    assert made.name == name.lower() and isinstance(made, runners.MultiNodeRunner)
+    assert command[0] == first and set(words) <= set(command)
+    assert isinstance(made.backend_exists(), bool)
+    if name == "PDSH":
+        job = command[-1].partition("--job ")[2].split()[0]
+        assert found[1][:-1] == command[:-1] and found[1][-1].endswith(job)
+        assert found[2]["PDSH_RCMD_TYPE"] == "ssh"
+    else:
+        assert environment["SEED"] == "7"
+        assert program_in(command[-1]).words == ("train.py", "--lr", "1")
+    with pytest.raises(UsageError, match="PDSHRunner"):
+        runners.MultiNodeRunner(args, "").get_cmd({}, pool)

@@ -530,6 +530,36 @@ def test_files_of_deepspeed_are_found(tmp_path: Path) -> None:
         get_optim_files(tmp_path)
 
 
+def test_model_states_of_deepspeed_are_parsed(tmp_path: Path) -> None:
+    parse = alias("deepspeed.utils.zero_to_fp32").parse_model_states
+    shapes = [{"weight": torch.Size([2, 2])}]
+    state = {
+        "module": {"weight": torch.ones(0), "mean": torch.ones(2).half()},
+        "buffer_names": ["mean"],
+        "param_shapes": shapes,
+        "shared_params": {"tied": "weight"},
+        "ds_version": "0.19.8",
+    }
+    torch.save(state, tmp_path / "states.pt")
+    (found,) = parse([tmp_path / "states.pt"])
+    assert found.buffers["mean"].dtype == torch.float32 and found.param_shapes == shapes
+    assert (found.shared_params, found.ds_version) == ([["tied", "weight"]], "0.19.8")
+    torch.save({"module": {}}, tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match="param_shapes"):
+        parse([tmp_path / "other.pt"])
+
+
+def test_an_engine_s_states_are_on_a_device() -> None:
+    where = alias("deepspeed.runtime.zero.offload_states").get_state_devices
+    kinds = alias("deepspeed.runtime.zero.offload_config").OffloadStateTypeEnum
+    engine, *_ = initialize(model=model_of(), config=config_of(3))
+    assert where(engine, kinds.lp_params) == {torch.device("cpu")}
+    engine.offload_states(include=[kinds.lp_params])
+    assert where(engine, kinds.lp_params) == {torch.device("cpu")}
+    engine.reload_states()
+    engine.destroy()
+
+
 def test_checkpoints_of_hadal_become_files_that_record_their_reads(
     tmp_path: Path,
 ) -> None:
@@ -745,6 +775,78 @@ def test_a_key_at_any_depth() -> None:
     ]
     utils.set_val_by_key(config, "device", "none")
     assert config["zero_optimization"] == {"stage": 2, "offload_param": {"device": "none"}}
+
+
+def averaged(name: str) -> tuple[list[float], float]:
+    backend = alias(f"deepspeed.runtime.comm.{name.lower()}")
+    rank = torch.distributed.get_rank()
+    mean = getattr(backend, f"{name}Backend")(None)
+    values = torch.tensor([4.0, -4.0, 4.0]) * (rank + 1)
+    errors = torch.zeros(4), torch.zeros(2)
+    first = mean.compressed_allreduce(values.clone(), *errors, rank)
+    total = first.clone()
+    for _ in range(50):
+        total += mean.compressed_allreduce(values.clone(), *errors, rank)
+    return first.sign().tolist(), (total / 51 - torch.tensor([6.0, -6.0, 6.0])).abs().max().item()
+
+
+@pytest.mark.parametrize("name", ["Compressed", "Nccl", "Mpi"])
+def test_means_with_one_bit_lose_nothing_in_the_long_run(name: str, ranks: RankPools) -> None:
+    for signs, error in ranks(2).run(averaged, name):
+        assert signs == [1, -1, 1] and error < 0.5
+
+
+def test_muon_s_update_is_that_of_its_step() -> None:
+    from hadal.optim.muon import Muon
+
+    weight, gradient = nn.Parameter(torch.randn(6, 4)), torch.randn(6, 4)
+    momentum = torch.zeros(6, 4)
+    update = alias("deepspeed.runtime.zero.muon.original_muon").muon_update
+    expected = weight.detach() - 0.1 * update(gradient, momentum)
+    weight.grad = gradient
+    Muon([{"params": [weight], "use_muon": True}], lr=0.1, ns_method="gram").step()
+    torch.testing.assert_close(weight.detach(), expected)
+    torch.testing.assert_close(momentum, gradient * 0.05)
+    with pytest.raises(UsageError, match="ns_steps=3"):
+        update(gradient, momentum, ns_steps=3)
+
+
+def test_hooks_of_outputs_see_a_backward() -> None:
+    utils = alias("deepspeed.runtime.utils")
+    used, idle = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    outputs = {"a": used * 2, "b": [used * 3, torch.ones(1)]}
+    seen = []
+    utils.register_output_backward_hooks(
+        outputs,
+        lambda: seen.append(utils.count_used_parameters_in_backward([used, idle, used])),
+        lambda gradient: gradient * 10,
+    )
+    (outputs["a"] + outputs["b"][0]).sum().backward()
+    assert seen == [1] and used.grad is not None and used.grad.tolist() == [50, 50]
+    with pytest.raises(UsageError, match="hook"):
+        utils.count_used_parameters_in_backward([used])
+
+
+def test_small_functions_of_private_names(caplog: pytest.LogCaptureFixture) -> None:
+    primes = alias("deepspeed.runtime.pipe.topology")._prime_factors
+    assert [primes(number) for number in (1, 12, 97)] == [[], [2, 2, 3], [97]]
+    with pytest.raises(ValueError, match="positive"):
+        primes(0)
+    turn = alias("deepspeed.sequence.layer")._rotate_half
+    assert turn(torch.arange(4.0)).tolist() == [-2, -3, 0, 1]
+    assert alias("deepspeed.utils.groups")._get_expert_model_parallel_world_size() == 1
+    pinned = alias("deepspeed.utils.pin_memory_tracker")
+    pinned.track_pinned_memory(2048)
+    logger = alias("deepspeed.utils.logging").logger
+    logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, logger.name):
+        pinned.pinned_memory_summary("here")
+    logger.removeHandler(caplog.handler)
+    assert "pinned memory here: " in caplog.text and pinned._fmt_bytes(2048) == "2 KiB"
+    gathered = alias("deepspeed.runtime.zero.partition_parameters").get_allgather_dtype
+    weight = nn.Parameter(torch.ones(1))
+    assert gathered(weight, weight.detach().half()) == torch.float16
+    assert not alias("deepspeed.runtime.torch_autocast").has_autocast_dtype(weight)
 
 
 def scattered() -> list[list[float]]:

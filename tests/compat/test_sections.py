@@ -52,6 +52,9 @@ def test_functions_read_a_section_of_a_whole_configuration() -> None:
     assert aio.queue_depth == 16
     profiler = found("profiling.config.DeepSpeedFlopsProfilerConfig")
     assert profiler({"flops_profiler": {"profile_step": 4}}).profile_step == 4
+    experts = found("module_inject.auto_ep_config.parse_autoep_config")({"autoep_size": 2})
+    assert experts.autoep_size == 2
+    assert type(experts) is found("module_inject.auto_ep_presets.base.AutoEPConfig")
     comms = found("comm.config.DeepSpeedCommsConfig")
     assert not comms({}).comms_logger_enabled
     assert comms({"comms_logger": {"enabled": True}}).comms_logger.enabled

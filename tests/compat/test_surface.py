@@ -173,6 +173,20 @@ def test_an_unbuilt_name_raises_with_its_own_name(name: str) -> None:
             _named(name)(**arguments)
 
 
+def test_every_name_that_is_not_built_says_what_to_use() -> None:
+    starts = tuple(surface.data("instead.json"))
+    lost = {_defined(name) for name, kind, _ in NAMES if kind in "fca"}
+    unbuilt = {n for n in lost if n not in homes() and n not in surface.modules()}
+    found = {
+        n for n in unbuilt if n.rpartition(".")[2] in _kinds_of(n) and not n.startswith(starts)
+    }
+    assert found == set()
+
+
+def _kinds_of(name: str) -> dict[str, NameKind]:
+    return surface.modules()[name.rpartition(".")[0]].kinds
+
+
 def _defined(name: str) -> str:
     """Return the full name in the module of the surface that defines it."""
     owner, _, leaf = name.rpartition(".")
@@ -189,7 +203,11 @@ def _leads_somewhere(name: str, kind: str) -> bool:
         return name.rpartition(".")[2] not in _UNBUILT
     name = _defined(name)
     owner, _, leaf = name.rpartition(".")
-    if name in homes() or (kind != "x" and leaf in surface.modules()[owner].constants):
+    if (
+        name in homes()
+        or name in surface.modules()
+        or (kind != "x" and leaf in surface.modules()[owner].constants)
+    ):
         return True
     return kind == "x" and owner in homes()  # a member is where its class is
 

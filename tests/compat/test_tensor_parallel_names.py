@@ -91,6 +91,14 @@ def test_sizes_of_today_s_release_follow_the_model_s_own_numbers() -> None:
     assert SHARDS.AutoTPMeta.from_model_config(None) == SHARDS.AutoTPMeta()
 
 
+def test_rows_of_fused_parts_and_the_plan_of_a_model() -> None:
+    assert LAYERS._subparam_shard_widths([8, 6], 2) == [[4, 4], [3, 3]]
+    plan = alias("deepspeed.runtime.tensor_parallel.config")._get_hf_tp_plan
+    config = SimpleNamespace(base_model_tp_plan={"layers.*.up": "colwise"})
+    model = SimpleNamespace(config=config, _tp_plan={"lm_head": "colwise_rep"})
+    assert plan(model) == {"layers.*.up": "colwise", "lm_head": "colwise_rep"}
+
+
 def test_rules_are_made_from_json_and_from_plans() -> None:
     spec = {"patterns": [r".*\.qkv\.weight$"], "partition_type": "column", "shape": [3, -1]}
     rules = RULES.AutoTPConfig.from_dict({"tp_size": 2, "layer_specs": [spec], "strict_mode": True})

@@ -13,6 +13,7 @@ from ranks import RankPools
 from torch import nn
 
 import hadal
+from hadal.compat.install import alias
 from hadal.errors import ModelError
 from hadal.zero import TiledLinear
 from hadal.zero.bucket import Weights
@@ -37,6 +38,22 @@ def test_tiles_compute_the_same_as_one_layer(splits: tuple[int, int], bias: bool
     parts = apart(x.split(apart.in_parts, dim=-1))
     assert [part.shape[-1] for part in parts] == apart.out_parts
     torch.testing.assert_close(torch.cat(parts, dim=-1), whole(x))
+
+
+class _Apart(nn.Linear):
+    """A layer that returns its bias apart from the product."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return nn.functional.linear(x, self.weight), self.bias
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_tiles_return_their_biases_apart(bias: bool) -> None:
+    tiled = alias("deepspeed.zero").TiledLinearReturnBias
+    whole = nn.Linear(5, 7, bias=bias)
+    product, added = tiled(5, 7, bias, 3, 2, linear_cls=_Apart, init_linear=whole)(torch.ones(2, 5))
+    torch.testing.assert_close(product + (added if bias else 0), whole(torch.ones(2, 5)))
+    assert (added is None) == (not bias)
 
 
 def test_models_that_cannot_be_cut_are_refused() -> None:

@@ -170,10 +170,14 @@ def gather_sequence(tensors: list[Tensor], heads: Heads, group: dist.ProcessGrou
 def apply_rotary_pos_emb(values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotate the first elements of each head, as many as there are angles; keep the others."""
     turned, kept = values[..., : cosine.shape[-1]], values[..., cosine.shape[-1] :]
-    first, second = turned.chunk(2, dim=-1)
-    quarter = torch.cat((-second, first), dim=-1)
-    rotated = (turned * cosine + quarter * sine).to(values.dtype)
+    rotated = (turned * cosine + quarter_turn(turned) * sine).to(values.dtype)
     return torch.cat((rotated, kept), dim=-1)
+
+
+def quarter_turn(values: Tensor) -> Tensor:
+    """Turn each pair of elements, one from each half of the last dimension, by a right angle."""
+    first, second = values.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
 
 
 def single_all_to_all(
