@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn, cast
 from weakref import WeakSet
@@ -18,7 +19,7 @@ from hadal.checkpoint.saving import place_scripts
 from hadal.comm import get_local_rank, get_rank, get_world_size
 from hadal.comm.collectives import broadcast_
 from hadal.compat.accessors import Accessors
-from hadal.compat.checkpoint_engines import TorchCheckpointEngine
+from hadal.compat.checkpoint_engines import CheckpointEngine, TorchCheckpointEngine
 from hadal.compat.checkpointing import use_section
 from hadal.compat.configuration import DeepSpeedConfig
 from hadal.compat.groups import remember_groups
@@ -209,11 +210,15 @@ class DeepSpeedEngine(Accessors):
     @checkpoint_engine.setter
     def checkpoint_engine(self, engine: Any) -> None:
         if type(engine) is not TorchCheckpointEngine:
-            raise UsageError(
-                f"engine.checkpoint_engine was set to a {type(engine).__name__}, which would never"
-                " be called: Hadal writes its checkpoints itself. To save in the background set"
-                " checkpoint.async_save; to choose where, checkpoint.staging"
-            )
+            _refuse_engine("engine.checkpoint_engine", engine)
+
+    @wraps(Accessors.save_checkpoint)
+    def save_checkpoint(self, *given: Any, **named: Any) -> bool:  # type: ignore[override]
+        """Save the training state; refuse a program that would catch DeepSpeed's files."""
+        agent = getattr(torch.save, "__self__", None)
+        if isinstance(agent, CheckpointEngine):
+            _refuse_engine("torch.save", agent)
+        return super().save_checkpoint(*given, **named)
 
     load_checkpoint = also(AssertionError)(Accessors.load_checkpoint)
 
@@ -556,6 +561,14 @@ class _HybridEngineClass(type):
 
 class DeepSpeedHybridEngine(metaclass=_HybridEngineClass):
     """An engine that generates with whole weights: its module's `generate` gathers them once."""
+
+
+def _refuse_engine(place: str, engine: Any) -> NoReturn:
+    raise UsageError(
+        f"{place} was set to a method or object of {type(engine).__name__}, which would never be"
+        " called: Hadal writes its checkpoints itself. To save in the background set"
+        " checkpoint.async_save; to choose where, checkpoint.staging"
+    )
 
 
 def _destroy_engines_of(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -755,12 +756,19 @@ def test_rows_of_a_sparse_gradient() -> None:
         kind(torch.ones(2))
 
 
-def test_an_engine_writes_its_checkpoints_itself() -> None:
+def test_an_engine_writes_its_checkpoints_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, *_ = initialize(model=model_of(), config=config_of(1))
     own = engine.checkpoint_engine
     engine.checkpoint_engine = own
     with pytest.raises(UsageError, match=r"checkpoint\.async_save"):
         engine.checkpoint_engine = object()
+    monkeypatch.setattr(torch, "save", own.save)  # to catch what DeepSpeed would write
+    with pytest.raises(UsageError, match=r"torch\.save was set to .*Torch"):
+        engine.save_checkpoint(tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert "exclude_frozen_parameters" in signature(engine.save_checkpoint).parameters
     names = alias("deepspeed.runtime.torch_autocast").get_default_autocast_lower_precision_modules()
     assert "torch.nn.modules.linear.Linear" in names
 
