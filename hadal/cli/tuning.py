@@ -124,8 +124,14 @@ def _draw(findings: Findings, path: Path) -> None:
     ):
         peaks = [result.peak / 1e9 for result in results]
         axes.plot(peaks, [result.speed for result in results], style, color=colour)
-    for result in findings.measured:
-        axes.annotate(result.outcome.name, (result.peak / 1e9, result.speed), fontsize=7)
+    axes.margins(0.1)
+    axes.locator_params(nbins=6)
+    middle = sum(axes.get_xlim()) / 2
+    for result in findings.measured:  # names stay inside the picture
+        at = result.peak / 1e9, result.speed
+        side, offset = ("left", 6) if at[0] < middle else ("right", -6)
+        name = axes.annotate(result.outcome.name, at, (offset, 0), textcoords="offset points")
+        name.set(ha=side, va="center", fontsize=7)
     axes.set_xlabel("memory of a rank at the peak, GB")
     axes.set_ylabel("samples per second")
     save_picture(figure, path)
