@@ -6,23 +6,24 @@ import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from hadal import comm
-from hadal.compat.efficiency import (
-    CurriculumScheduler,
-    ProgressiveLayerDrop,
-    RandomLTDScheduler,
-    layer_drop_of,
-)
 from hadal.compat.surface import NameKind, data, placeholder
 from hadal.config.section import plain
 from hadal.engine.engine import Engine
 from hadal.errors import UsageError
+
+if TYPE_CHECKING:
+    from hadal.compat.efficiency import (
+        CurriculumScheduler,
+        ProgressiveLayerDrop,
+        RandomLTDScheduler,
+    )
 
 _log = logging.getLogger(__name__)
 _TABLE = data("accessors.json")
@@ -95,6 +96,8 @@ class Accessors(Engine):
         found = self.length_curriculum
         if found is None:
             return None
+        from hadal.compat.efficiency import CurriculumScheduler  # for this alone
+
         return CurriculumScheduler.of(found.pacer, self.curriculum_params_legacy())
 
     @property
@@ -105,12 +108,18 @@ class Accessors(Engine):
             return None
         assert section.theta is not None  # the rules of the configuration check it
         assert section.gamma is not None
+        from hadal.compat.efficiency import layer_drop_of  # for this alone
+
         return layer_drop_of(found, section.theta, section.gamma)
 
     @property
     def random_ltd_scheduler(self) -> RandomLTDScheduler | None:
         """The schedule of kept tokens, if `random_ltd` is on."""
-        return None if self.token_drop is None else RandomLTDScheduler(self.token_drop)
+        if self.token_drop is None:
+            return None
+        from hadal.compat.efficiency import RandomLTDScheduler  # for this alone
+
+        return RandomLTDScheduler(self.token_drop)
 
     def random_ltd_initialize(self) -> None:
         """Let the converted layers drop tokens, as `convert_to_random_ltd` does."""

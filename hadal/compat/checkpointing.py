@@ -121,7 +121,7 @@ def _expect(value: object, wanted: str) -> None:
 
 def use_section(options: ActivationCheckpointing) -> None:
     """Set the options of an engine's section, unless the program has set its own."""
-    if not _state.is_configured and options.model_fields_set:
+    if not _state.is_configured:
         _state.use(options)
 
 

@@ -20,7 +20,6 @@ from hadal.comm import get_local_rank, get_rank, get_world_size
 from hadal.comm.collectives import broadcast_
 from hadal.compat.accessors import Accessors
 from hadal.compat.checkpoint_engines import CheckpointEngine, TorchCheckpointEngine
-from hadal.compat.checkpointing import use_section
 from hadal.compat.configuration import DeepSpeedConfig
 from hadal.compat.groups import remember_groups
 from hadal.compat.kinds import also
@@ -83,7 +82,10 @@ class DeepSpeedEngine(Accessors):
         _engines.add(self)
         self.warn_of_replaced()
         remember_groups(parts.topology)
-        use_section(parts.config.activation_checkpointing)
+        if parts.config.activation_checkpointing.model_fields_set:
+            from hadal.compat.checkpointing import use_section  # for this alone
+
+            use_section(parts.config.activation_checkpointing)
         debug_extract_module_and_param_names(parts.model)
         parts.runtime.leaves_others_gradients = True
         # Programs read the names of a module's state on one rank only (peft, when it saves).

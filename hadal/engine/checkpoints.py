@@ -17,7 +17,6 @@ from hadal.checkpoint.files import location_of
 from hadal.checkpoint.folders import why_none
 from hadal.checkpoint.huggingface import MAX_SHARD, NAME
 from hadal.checkpoint.live import COUNTERS
-from hadal.checkpoint.loading import Wanted, find, load, load_from
 from hadal.checkpoint.saving import SaveRequest
 from hadal.checkpoint.storage import Location
 from hadal.checkpoint.together import common_folder, compare_tags
@@ -192,6 +191,8 @@ class Checkpoints:
             CheckpointError: it is damaged, or was saved by another model. Raised on every rank,
                 before anything has changed.
         """
+        from hadal.checkpoint.loading import Wanted, find, load  # for this alone
+
         state, parts = self._state, self._state.parts
         state.expect_alive()
         parts.runtime.meet_at_checkpoint()
@@ -268,6 +269,8 @@ class Checkpoints:
             CheckpointError: shards are missing, or are another rank's; on every rank, and nothing
                 has changed.
         """
+        from hadal.checkpoint.loading import Wanted, load_from  # for this alone
+
         state, parts = self._state, self._state.parts
         state.expect_alive()
         parts.runtime.meet_at_checkpoint()

@@ -33,7 +33,6 @@ from hadal.errors import (
     raise_faults,
 )
 from hadal.offload.file import OwnFolder
-from hadal.plugins.compression.rules import is_score
 from hadal.zero import access, sharded_init
 from hadal.zero.layout import order_of
 from hadal.zero.parameters import is_foreign, refusal_of
@@ -296,12 +295,14 @@ def check_scores(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> 
         UsageError: it was made before `init_compression`.
     """
     trained = {parameter for group in groups for parameter in group}
-    found = [
-        name
-        for name, parameter in model.named_parameters()
-        if is_score(name) and parameter.requires_grad and parameter not in trained
-    ]
-    if found and trained:
+    named = model.named_parameters()
+    others = [name for name, p in named if p.requires_grad and p not in trained]
+    if not others or not trained:
+        return
+    from hadal.plugins.compression.rules import is_score  # for this alone
+
+    found = list(filter(is_score, others))
+    if found:
         raise UsageError(
             f"pruning learns scores that the optimizer does not train: {', '.join(found[:3])}"
             f" ({len(found)} in all); call init_compression before the parameters for the"

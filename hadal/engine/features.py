@@ -23,7 +23,6 @@ from hadal.config.autotuning import Autotuning
 from hadal.config.monitors import JsonlMonitor
 from hadal.config.parallelism import HybridEngine
 from hadal.engine.clocks import Clocks
-from hadal.engine.clusters import cluster_here
 from hadal.engine.listeners import EngineSetting
 from hadal.engine.plan import ModelPlan
 from hadal.engine.policies import budget_of
@@ -167,7 +166,8 @@ def _experiment(section: Autotuning, setting: EngineSetting) -> Listener:
 
 def _planner_of(setting: EngineSetting) -> PlansOf | None:
     """Return the planner of configurations for a search; None if the model cannot be copied."""
-    from hadal.engine.foresight import CandidatePlanner  # for this alone
+    from hadal.engine.clusters import cluster_here  # for this alone, as the next
+    from hadal.engine.foresight import CandidatePlanner
 
     ranks = get_local_world_size() or setting.world.size
     try:
