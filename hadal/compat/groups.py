@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -183,64 +184,27 @@ def expert_group_ranks(
     return found
 
 
-def expert_parallel_group(group_name: str) -> dist.ProcessGroup:
-    """Return the ranks that share the experts."""
-    return expert_groups(group_name).parallel.group
+def _of_experts(kind: str) -> dict[str, Callable[..., Any]]:
+    """Return the functions of the ranks that share experts, or of those with the same ones."""
+
+    def found(group_name: str) -> Ranks:
+        ranks: Ranks = getattr(expert_groups(group_name), kind)
+        return ranks
+
+    return {
+        "group": lambda group_name: found(group_name).group,
+        "group_dict": lambda: {name: found(name).group for name in expert_group_names()},
+        "group_ranks": lambda group_name: list(found(group_name).numbers),
+        "rank": lambda group_name: found(group_name).rank,
+        "src_rank": lambda group_name: found(group_name).numbers[0],
+        "world_size": lambda group_name: found(group_name).size,
+    }
 
 
-def expert_parallel_group_dict() -> dict[str, dist.ProcessGroup]:
-    """Return the ranks that share experts, for each name."""
-    return {name: expert_parallel_group(name) for name in expert_group_names()}
-
-
-def expert_parallel_group_ranks(group_name: str) -> list[int]:
-    """Return the global ranks of those that share the experts."""
-    return list(expert_groups(group_name).parallel.numbers)
-
-
-def expert_parallel_rank(group_name: str) -> int:
-    """Return this rank's place among those that share the experts."""
-    return expert_groups(group_name).parallel.rank
-
-
-def expert_parallel_src_rank(group_name: str) -> int:
-    """Return the global rank of the first of those that share the experts."""
-    return expert_groups(group_name).parallel.numbers[0]
-
-
-def expert_parallel_world_size(group_name: str) -> int:
-    """Return how many ranks share the experts."""
-    return expert_groups(group_name).parallel.size
-
-
-def expert_data_parallel_group(group_name: str) -> dist.ProcessGroup:
-    """Return the ranks that hold the same experts."""
-    return expert_groups(group_name).data.group
-
-
-def expert_data_parallel_group_dict() -> dict[str, dist.ProcessGroup]:
-    """Return the ranks that hold the same experts, for each name."""
-    return {name: expert_data_parallel_group(name) for name in expert_group_names()}
-
-
-def expert_data_parallel_group_ranks(group_name: str) -> list[int]:
-    """Return the global ranks of those that hold the same experts."""
-    return list(expert_groups(group_name).data.numbers)
-
-
-def expert_data_parallel_rank(group_name: str) -> int:
-    """Return this rank's place among those that hold the same experts."""
-    return expert_groups(group_name).data.rank
-
-
-def expert_data_parallel_src_rank(group_name: str) -> int:
-    """Return the global rank of the first of those that hold the same experts."""
-    return expert_groups(group_name).data.numbers[0]
-
-
-def expert_data_parallel_world_size(group_name: str) -> int:
-    """Return how many ranks hold the same experts."""
-    return expert_groups(group_name).data.size
+for _name, _function in _of_experts("parallel").items():
+    globals()[f"expert_parallel_{_name}"] = _function
+for _name, _function in _of_experts("data").items():
+    globals()[f"expert_data_parallel_{_name}"] = _function
 
 
 def expert_model_parallel_world_size() -> int:
@@ -267,4 +231,4 @@ def max_expert_size_name() -> str:
 
 def max_expert_parallel_group() -> dist.ProcessGroup:
     """Return the ranks that share experts, of the largest groups."""
-    return expert_parallel_group(max_expert_size_name())
+    return expert_groups(max_expert_size_name()).parallel.group
