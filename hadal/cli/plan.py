@@ -386,9 +386,9 @@ def _show(found: Foresight, changes: Sequence[Change]) -> None:
         unit = f" of {found.peak.unit}" if found.peak.unit else ""
         batch = " and ".join(" x ".join(map(str, shape)) for shape in _shapes(found.batch))
         where = f"{found.peak.phase}{unit}"
-        show(f"The peak is in {where}, with a micro-batch of {batch} a rank.", "")
+        show(f"The peak is in {where}, with a micro-batch of {batch} a rank.{_stages(found)}", "")
     else:
-        show("Without a batch, activations and time are left out.", "")
+        show(f"Without a batch, activations and time are left out.{_stages(found)}", "")
     sizes, job = counted(found.rank.model), found.rank.job
     whole, parts = (_gb(host_nbytes(sizes, job, born_sharded=born)) for born in (False, True))
     show(
@@ -396,9 +396,6 @@ def _show(found: Foresight, changes: Sequence[Change]) -> None:
         f" zero.Init {parts} GB.",
         "",
     )
-    if len(found.stages) > 1:
-        totals = ", ".join(map(_gb, found.stages))
-        show(f"This is the fullest stage; the stages need {totals} GB.", "")
     if found.time is not None:
         _show_time(found)
     if changes:
@@ -426,6 +423,13 @@ def _verdict(found: Foresight) -> str:
     room = found.cluster.device_nbytes
     left = _gb(room - found.total.device)
     return f"{MemoryFit.of(found).value}, {left} of {_gb(room)} GB left"
+
+
+def _stages(found: Foresight) -> str:
+    if len(found.stages) == 1:
+        return ""
+    number, totals = 1 + found.stages.index(max(found.stages)), ", ".join(map(_gb, found.stages))
+    return f" This is stage {number} of {len(found.stages)}, which need {totals} GB."
 
 
 def _show_time(found: Foresight) -> None:
@@ -478,6 +482,7 @@ def _plain(found: Foresight, changes: Sequence[Change] = ()) -> dict[str, Any]:
     if found.peak is not None and found.time is not None:
         time = found.time
         plain["peak"] = {"phase": found.peak.phase, "unit": found.peak.unit}
+        plain["stages"] = found.stages
         plain["moments"] = [{**m._asdict(), "held": dict(m.held)} for m in found.moments]
         plain["time"] = {
             "seconds": time.seconds,

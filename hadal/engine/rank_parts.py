@@ -13,7 +13,9 @@ from hadal.config import Config
 from hadal.engine.activations import copied
 from hadal.engine.apply import change_modules, cut_model, plan_for_ranks
 from hadal.engine.arguments import InitializeArguments
+from hadal.engine.checks import is_in_stages
 from hadal.engine.topology import make_groups, requested_ranks, stages_of, with_slices
+from hadal.errors import NotBuiltYetError
 
 
 class RankPart:
@@ -39,6 +41,11 @@ class RankPart:
         *,
         with_values: bool = False,
     ) -> None:
+        if is_in_stages(model):
+            raise NotBuiltYetError(
+                "planning a PipelineModule is not built yet: each rank builds other layers of it;"
+                " plan a model of transformers with pipeline.auto"
+            )
         # Stages are the slowest axis of a grid of ranks.
         self.world = ImaginedWorld(ranks // stages_of(config) * stage, ranks)
         """A context in which its ranks exist."""

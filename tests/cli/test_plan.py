@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,21 @@ def test_a_folder_fits_or_is_told_what_to_change(
             raw[key] = {**raw.get(key, {}), **value} if isinstance(value, dict) else value
     path.write_text(json.dumps(raw))
     assert planned([*words, "--cluster", "l4x8"], capsys)[0] == 0
+
+
+def test_stages_are_told_with_their_waits(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"gradient_accumulation_steps": 4, "tensor_parallel": {"autotp_size": 2}}
+    raw = CONFIG | keys | {"pipeline": {"auto": True, "stages": 2}}
+    Path(words[-1]).write_text(json.dumps(raw))
+    assert main([*words, "--cluster", "h200x8"]) == 0
+    told = capsys.readouterr().out
+    stages = re.search(r"This is stage ([12]) of 2, which need ([\d.]+), ([\d.]+) GB\.", told)
+    assert stages is not None
+    totals = [float(stages[2]), float(stages[3])]
+    assert totals.index(max(totals)) == int(stages[1]) - 1
+    assert all(re.search(rf"^{row} +[\d.]+", told, re.M) for row in ("slices", "bubble"))
 
 
 def test_the_table_and_the_picture(

@@ -38,7 +38,6 @@ PARTS = (
     "llama, 2 tensor ranks",
     "mixtral, 2 expert ranks, stage 1",
     "llama, 2 sequence ranks, stage 1",
-    "llama, 2 stages, 1f1b",
 )
 LIMITS = {
     "stage3_param_persistence_threshold": 0,

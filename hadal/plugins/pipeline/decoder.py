@@ -8,7 +8,7 @@ So the model itself computes masks, rotary angles and types of blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -275,7 +275,7 @@ def _check_between_blocks(model: nn.Module, decoder: Any) -> None:
     modes = {module: module.training for module in decoder.modules()}
     decoder.train()
     try:
-        with torch.no_grad(), _without_norm(decoder), torch.random.fork_rng():
+        with torch.no_grad(), _without_norm(decoder), _same_numbers_after(device):
             found = decoder(inputs_embeds=hidden, use_cache=False).last_hidden_state
         is_same = found.shape == hidden.shape and torch.equal(found, hidden)
     finally:
@@ -287,6 +287,12 @@ def _check_between_blocks(model: nn.Module, decoder: Any) -> None:
             f"pipeline.auto: {type(model).__name__} scales, drops or adds to its embeddings outside"
             " its blocks, which every stage would repeat. Write it as a PipelineModule"
         )
+
+
+def _same_numbers_after(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context that advances no random generator; it touches no other device."""
+    devices = [] if device.type == "cpu" else [device]
+    return torch.random.fork_rng(devices, device_type=device.type)
 
 
 @contextmanager
