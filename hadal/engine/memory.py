@@ -125,7 +125,7 @@ class PlannedRank:
 
     @property
     def features(self) -> Features:
-        """What changes the forward of its modules."""
+        """The features that change the forward of its modules."""
         recomputed = self.planned.modules.recomputed
         if self.part is None:
             return Features(recomputed)
