@@ -16,6 +16,7 @@ from typing import Any
 
 from hadal import __version__
 from hadal.compat.surface import ROOT, VERSION, Module, homes, modules, placeholder, unbuilt
+from hadal.engine.collector import collector_at_rest
 from hadal.errors import UsageError
 
 
@@ -77,7 +78,8 @@ def _resolved(full: str, module: Module, name: str) -> Any:
         room, _, thing = home.partition(":")
         if room in modules():
             return alias(room)
-        value: Any = importlib.import_module(room)
+        with collector_at_rest():  # what a module makes stays
+            value: Any = importlib.import_module(room)
         for part in thing.split(".") if thing else ():
             value = getattr(value, part)
         return value
