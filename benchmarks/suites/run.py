@@ -168,11 +168,23 @@ def run_suite(suite: Suite, folder: Path, checkouts: Path, interpreter: Path) ->
     return cases
 
 
-def of_those_that_pass(theirs: list[Case], ours: list[Case]) -> list[Case]:
-    """Return how the tests ended here that pass on the library itself."""
-    found = {case.name: case for case in ours}
-    lost = Case("", "failed", "its file timed out")
-    return [found.get(case.name, lost) for case in theirs if case.end == "passed"]
+def measure(suite: Suite, work: Path, checkouts: Path, deepspeed: Path) -> tuple[str, list[Case]]:
+    """Run a suite; return what ran and how it ended.
+
+    Of a library's own tests those are counted that pass on the library itself.
+    """
+    cases = run_suite(suite, work / suite.name, checkouts, Path(sys.executable))
+    if not suite.itself:
+        return suite.what, cases
+    python = deepspeed / "bin" / "python"
+    if not python.exists():
+        raise SystemExit(f"no {python}: benchmarks/step.py --install-deepspeed makes it")
+    whole = replace(suite, copied=suite.copied + suite.itself)
+    theirs = run_suite(whole, work / f"{suite.name}-itself", checkouts, python)
+    found = {case.name: case for case in cases}
+    lost = Case("", "failed", "its file cannot be read, or timed out")
+    counted = [found.get(case.name, lost) for case in theirs if case.end == "passed"]
+    return f"{suite.what}; {len(counted)} of {len(theirs)} pass on DeepSpeed itself", counted
 
 
 # ---- the same losses as DeepSpeed ----------------------------------------------------------------
@@ -276,19 +288,13 @@ def main() -> None:
             both = compare(work, checkouts, arguments.deepspeed.absolute())
             bad += [case.name for case in both if case.end != "passed"]
             continue
-        suite, what = known[name], known[name].what
+        suite = known[name]
         if not is_there(suite, checkouts):
             continue
         if not arguments.resume:
             for folder in (work / name, work / f"{name}-itself"):
                 shutil.rmtree(folder / "reports", ignore_errors=True)
-        cases = run_suite(suite, work / name, checkouts, Path(sys.executable))
-        if suite.itself:
-            whole = replace(suite, copied=suite.copied + suite.itself)
-            python = arguments.deepspeed.absolute() / "bin" / "python"
-            theirs = run_suite(whole, work / f"{name}-itself", checkouts, python)
-            cases = of_those_that_pass(theirs, cases)
-            what += f"; {len(cases)} of {len(theirs)} pass on {name} itself, and are counted here"
+        what, cases = measure(suite, work, checkouts, arguments.deepspeed.absolute())
         write_row(name, row_of(suite, what, cases, today))
         passes = sum(case.end == "passed" for case in cases)
         for case in cases if arguments.list or passes < suite.passes else ():
