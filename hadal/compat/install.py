@@ -40,6 +40,10 @@ class AliasModule(ModuleType):
         setattr(self, name, value)
         return value
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ray and others send functions to their workers, and the modules that these name.
+        return alias, (self.__name__,)
+
     def __dir__(self) -> list[str]:
         return sorted({*self._names(), *self._surface.children, *vars(self)})
 

@@ -235,7 +235,7 @@ def modernise(raw: dict[str, Any], report: Report, client_optimizer: bool = Fals
 
     `client_optimizer`: the program passes its own, so that the optimizer's section is ignored.
     """
-    _stage_of_boolean(raw, report)
+    _read_booleans(raw, report)
     sections = {"": Config} | {
         name: child.model
         for name in Config.model_fields
@@ -251,7 +251,7 @@ def modernise(raw: dict[str, Any], report: Report, client_optimizer: bool = Fals
     _complete_params(raw, report, client_optimizer)
 
 
-def _stage_of_boolean(raw: dict[str, Any], report: Report) -> None:
+def _read_booleans(raw: dict[str, Any], report: Report) -> None:
     zero, bucket = raw.get("zero_optimization"), "allgather_size"
     if isinstance(zero, bool):
         report.note("zero_optimization", f"{str(zero).lower()} is an old form of stage {int(zero)}")
@@ -259,6 +259,10 @@ def _stage_of_boolean(raw: dict[str, Any], report: Report) -> None:
     elif raw.pop(bucket, None) is not None:
         place = Config.moved[bucket].to
         report.note(bucket, f"an old name, ignored; the key of today is {place}")
+    clipping = raw.get("gradient_clipping")
+    if isinstance(clipping, bool):  # as in Ray's example
+        report.note("gradient_clipping", f"{str(clipping).lower()} is read as {float(clipping)}")
+        raw["gradient_clipping"] = float(clipping)
 
 
 def _move(

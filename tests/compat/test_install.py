@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import forks
 import pytest
+
+from hadal.compat.install import alias
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +38,12 @@ def told(code: str, path: tuple[Path, ...] = ()) -> list[str]:
     done = python("-c", code, path=path)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def test_modules_are_sent_to_workers_by_name() -> None:
+    # Ray sends a function with the modules that it names.
+    for name in ("deepspeed", "deepspeed.runtime.zero"):
+        assert pickle.loads(pickle.dumps(alias(name))) is alias(name)
 
 
 _LOOK = """

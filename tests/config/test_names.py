@@ -229,6 +229,13 @@ def test_boolean_zero():
     assert "old form of stage 0" in config.notes[0]
 
 
+def test_boolean_clipping():
+    for given, norm in ((True, 1.0), (False, 0.0)):
+        config = load_config({**BASE, "gradient_clipping": given})
+        assert config.gradient_clipping == norm
+        assert config.notes == (f"gradient_clipping: {str(given).lower()} is read as {norm}",)
+
+
 def test_allgather_size_with_a_section_is_ignored_and_logged():
     config = load_config({**with_zero(stage=1), "allgather_size": 400})
     assert config.zero_optimization.allgather_bucket_size == 500_000_000
