@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hadal.compat.surface import NameKind, placeholder, unbuilt
 from hadal.engine.engine import Engine
+from hadal.engine.training import expect_training
 from hadal.errors import UsageError
 
 if TYPE_CHECKING:
@@ -202,8 +203,13 @@ class DeepSpeedOptimizer:
     # ---- stepping --------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
-        """Do as `engine.step` does."""
-        self._engine.step()
+        """Do as `engine.step` does, but leave the schedule to the program, as DeepSpeed does."""
+        training = expect_training(self._engine._state)
+        schedule, training.schedule = training.schedule, None
+        try:
+            self._engine.step()
+        finally:
+            training.schedule = schedule
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients collected since the last update."""

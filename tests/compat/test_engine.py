@@ -429,6 +429,24 @@ def test_a_program_may_take_the_schedule_away() -> None:
     assert engine.get_lr() == [0.25]
 
 
+def test_a_program_that_steps_the_optimizer_steps_the_schedule_itself() -> None:
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_type": "linear"}}
+    by_engine, by_hand = (engine_of(2, scheduler=schedule) for _ in range(2))
+    for number in range(3):
+        for engine in (by_engine, by_hand):
+            inputs, targets = batch_of(number)
+            engine.backward(loss_of(engine(inputs), targets))
+        by_engine.step()
+        assert by_hand.optimizer is not None
+        by_hand.optimizer.step()
+        by_hand.lr_scheduler.step()
+        assert by_hand.get_lr() == by_engine.get_lr()
+    assert by_hand.get_lr() != [0.0]
+    assert all(
+        a.equal(b) for a, b in zip(by_hand.parameters(), by_engine.parameters(), strict=True)
+    )
+
+
 def test_the_optimizer_tells_of_the_last_update() -> None:
     engine = engine_of(0, fp16={"enabled": True, "initial_scale_power": 8})
     optimizer = engine.optimizer

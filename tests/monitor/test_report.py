@@ -504,7 +504,7 @@ def test_a_search_for_a_configuration_is_shown(tmp_path: Path) -> None:
     train(engine, range(2))
     engine.destroy()
     page = Page(write_page([tmp_path])[0])
-    assert page.words["h2"][:2] == ["Autotuning autotuning_results", "Training"]
+    assert page.words["h2"][:2] == ["Autotuning", "Training"]
     # Other files of that name are no searches, and hide no mistake.
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "summary.txt").write_text("| it | was | good |")
