@@ -46,6 +46,12 @@ class RankPart:
                 "planning a PipelineModule is not built yet: each rank builds other layers of it;"
                 " plan a model of transformers with pipeline.auto"
             )
+        if config.pipeline.auto and config.sequence_parallel_size > 1:
+            raise NotBuiltYetError(
+                "planning a pipeline whose ranks also share sequences (pipeline.auto with"
+                " sequence_parallel_size) is not built yet: their exchanges would be missing; plan"
+                " it without one of the two"
+            )
         # Stages are the slowest axis of a grid of ranks.
         self.world = ImaginedWorld(ranks // stages_of(config) * stage, ranks)
         """A context in which its ranks exist."""

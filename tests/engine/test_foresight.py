@@ -261,9 +261,14 @@ def test_stages_keep_what_their_schedule_keeps() -> None:
         assert sum(part.exposed for part in parts.values()) == pytest.approx(found.time.seconds)
         assert parts["bubble"].seconds > 0
     assert 1.5 < kept["gpipe"] / kept["1f1b"] <= 4
-    with pytest.raises(NotBuiltYetError, match="zero_bubble"):
-        raw["pipeline"] = {"auto": True, "stages": 2, "schedule": "zero_bubble"}
-        hadal.plan(llama(), raw, tokens(0), cluster="h100x4")
+    for refused, schedule, split in (
+        ("zero_bubble", "zero_bubble", 1),
+        ("pipeline.auto with sequence_parallel_size", "1f1b", 2),
+    ):
+        raw["pipeline"] = {"auto": True, "stages": 2, "schedule": schedule}
+        raw["sequence_parallel_size"] = split
+        with pytest.raises(NotBuiltYetError, match=refused):
+            hadal.plan(llama(), raw, tokens(0), cluster="h100x4")
 
 
 def held_in_forwards(schedule: str) -> int:
