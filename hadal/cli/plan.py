@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import pkgutil
@@ -283,7 +284,7 @@ def _model_in(folder: str) -> nn.Module:
 
 
 def _tokens(model: nn.Module, parsed: argparse.Namespace) -> Any:
-    """Return a micro-batch of a language model of transformers; None for other models."""
+    """Return a micro-batch of a model of transformers that takes tokens; None for other models."""
     import torch
 
     from hadal.config.reading import read
@@ -295,7 +296,10 @@ def _tokens(model: nn.Module, parsed: argparse.Namespace) -> Any:
     length = parsed.sequence_length or min(_LENGTH, most)
     rows = read(parsed.config or {})[1].get("train_micro_batch_size_per_gpu", 1)
     ids = torch.zeros(rows if isinstance(rows, int) else 1, length, dtype=torch.long, device="meta")
-    return {"input_ids": ids, "labels": ids}
+    if "labels" not in inspect.signature(type(model).forward).parameters:
+        return {"input_ids": ids}
+    is_of_rows = type(model).__name__.endswith("ForSequenceClassification")
+    return {"input_ids": ids, "labels": ids[:, 0] if is_of_rows else ids}
 
 
 class _Planned(BaseException):

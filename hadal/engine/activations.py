@@ -225,7 +225,8 @@ def trace(
         except Exception as error:  # code of the model may raise any error
             raise ModelError(
                 f"{type(model).__name__} failed in the planned micro-step: {error!r}; the batch"
-                f" has {_shown(batch)}"
+                f" has {_shown(batch)}. Give one that its forward takes (hadal plan: --model"
+                " MODULE:FUNCTION, which returns the model and one micro-batch)"
             ) from error
     return MicroStep(recorder.forward, recorder.segments, held, kept.nbytes, recorder.blocks)
 

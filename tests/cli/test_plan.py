@@ -45,6 +45,24 @@ def planned(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    ("head", "shapes"),
+    [
+        ("BertModel", [[2, 16]]),
+        ("BertForMaskedLM", [[2, 16]]),
+        ("BertForSequenceClassification", [[2, 16], [2]]),
+    ],
+)
+def test_a_head_gets_the_labels_that_it_takes(
+    head: str, shapes: list[list[int]], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
+    bert = {"architectures": [head], "model_type": "bert", "num_attention_heads": 2, **sizes}
+    (Path(words[2]) / "config.json").write_text(json.dumps(bert))
+    code, found = planned([*words, "--sequence-length", "16"], capsys)
+    assert code == 0 and found["micro_batch"] == shapes
+
+
 def test_a_folder_fits_or_is_told_what_to_change(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
