@@ -252,7 +252,19 @@ def _first_difference(what: str, by_rank: Sequence[dict[str, str]], numbers: Seq
 
 
 def check_groups(optimizer: Optimizer, known: Sequence[nn.Parameter], rank: int) -> None:
-    """Raise `OptimizerError` if the optimizer holds a parameter that the model does not have."""
+    """Raise `OptimizerError` if the optimizer holds a parameter that the model does not have, or
+    another optimizer with param groups of its own.
+    """
+    groups = {id(group) for group in optimizer.param_groups}
+    for name, inner in vars(optimizer).items():
+        if isinstance(inner, Optimizer) and not groups.issuperset(map(id, inner.param_groups)):
+            raise OptimizerError(
+                f"{type(optimizer).__name__}.{name} is an {type(inner).__name__} with param groups"
+                " of its own, which would change no weight: the engine's masters are put into the"
+                " groups of the optimizer it is given. Share them and the state:"
+                f" self.param_groups = [*self.{name}.param_groups, ...];"
+                f" self.state = self.{name}.state = ..."
+            )
     in_model = {id(parameter) for parameter in known}
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):

@@ -160,8 +160,8 @@ class MeanGradients(Mapping[str, Tensor]):
 def options_of(optimizer: Optimizer | None) -> Options:
     """Return the current options of an optimizer's param groups."""
     groups: list[dict[str, Any]] = optimizer.param_groups if optimizer else []
-    # A rate on the device is read later, when it may have changed.
-    rates = (group["lr"] for group in groups)
+    # A rate on the device is read later, when it may have changed. Some optimizers have none.
+    rates = (group.get("lr", 0.0) for group in groups)
     return Options(
         tuple(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates),
         tuple(_momentum_of(group) for group in groups),

@@ -327,7 +327,7 @@ class FlatStepper(OptimizerStepper):
         on_device = {one.bucket.steps_on for one in self._gradients}
         if len(on_device) != 1 or is_host_memory(*on_device):
             return False
-        is_plain = not any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
+        is_plain = not any(isinstance(group.get("lr"), Tensor) for group in optimizer.param_groups)
         pieces = (piece for pieces in self._pieces.values() for piece in pieces)
         stateless = {n for n, g in enumerate(optimizer.param_groups) if g.get("momentum") == 0}
         return is_plain and all(p.group in stateless or optimizer.state[p.values] for p in pieces)

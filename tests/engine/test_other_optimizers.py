@@ -11,7 +11,7 @@ from ranks import RankPools, on_ranks
 from torch import nn
 
 from engine.toys import backward, batch_of, engine_of, model_of, train
-from hadal.errors import UsageError
+from hadal.errors import OptimizerError, UsageError
 
 REFUSED: dict[str, tuple[int, int, dict[str, Any]]] = {
     "sharded": (2, 3, {}),
@@ -85,3 +85,54 @@ def test_one_process_lends_its_gradients(stage: int) -> None:
     train(engine, range(2))  # from the weights that the others left
     assert not torch.equal(engine.state_dict()["0.weight"], plain[0].weight)
     engine.destroy()
+
+
+class TwoInOne(torch.optim.Optimizer):
+    """An optimizer without a learning rate, which steps two others."""
+
+    def __init__(self, model: nn.Module, shares: bool) -> None:
+        first, second = model.children()
+        self.first = torch.optim.SGD(first.parameters(), lr=0.1)
+        self.second = torch.optim.Adagrad(second.parameters(), lr=0.2)
+        super().__init__(model.parameters(), {})
+        if shares:
+            self.param_groups = [*self.first.param_groups, *self.second.param_groups]
+            self.state = self.first.state = self.second.state
+
+    def step(self, closure: Any = None) -> None:
+        for inner in (self.first, self.second):
+            inner.step()
+
+
+class Signs(torch.optim.Optimizer):
+    """An optimizer without options."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad.sign(), alpha=0.01)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(1)
+def test_an_optimizer_without_a_rate(stage: int) -> None:
+    model = model_of()
+    wishes = {"optimizer": Signs(model.parameters(), {})}
+    engine = engine_of(stage, model, wishes, optimizer=None, steps_per_print=1)
+    before = engine.state_dict()["0.weight"].clone()
+    train(engine, range(2))
+    assert engine.get_lr() == [0.0]
+    assert not torch.equal(engine.state_dict()["0.weight"], before)
+
+
+@on_ranks(1)
+def test_an_optimizer_shares_the_param_groups_of_those_that_it_steps() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
+    with pytest.raises(OptimizerError, match=r"TwoInOne.first is an SGD with param groups of its"):
+        engine_of(2, model, {"optimizer": TwoInOne(model, False)}, optimizer=None)
+    engine = engine_of(2, model, {"optimizer": TwoInOne(model, True)}, optimizer=None)
+    before = {name: values.clone() for name, values in engine.state_dict().items()}
+    train(engine, range(1))
+    assert engine.get_lr() == [0.1, 0.2]
+    assert all(not torch.equal(engine.state_dict()[name], before[name]) for name in before)
