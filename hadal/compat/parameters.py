@@ -108,11 +108,21 @@ def is_zero_param(parameter: Any) -> bool:
     return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
 
 
+class _Read:
+    """A property that a program may set: its own value then wins for that parameter."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self.read = read
+
+    def __get__(self, parameter: Tensor | None, owner: type[Tensor]) -> Any:
+        return self if parameter is None else self.read(parameter)
+
+
 def watch_parameters() -> None:
     """Add these attributes to `nn.Parameter`."""
     for name, read in _ATTRIBUTES.items():
-        setattr(nn.Parameter, name, property(_reader(name, read)))
-    nn.Parameter.param_idx_in_group = property(_index_in_group)  # type: ignore[attr-defined]
+        setattr(nn.Parameter, name, _Read(_reader(name, read)))
+    nn.Parameter.param_idx_in_group = _Read(_index_in_group)  # type: ignore[attr-defined]
     # peft copies modules that it trains as a whole, on every rank. It gathers them only if it
     # sees parameters without elements, but here they keep their shapes.
     if ROOT in sys.modules:
@@ -122,7 +132,7 @@ def watch_parameters() -> None:
     nn.Parameter.ds_grad_is_ready = True  # type: ignore[attr-defined]
     nn.Module.ds_external_parameters = _external_parameters  # type: ignore[attr-defined]
     # A parameter saved by autograd comes back in backward as a plain tensor.
-    Tensor.ds_status = property(_status_of_saved)  # type: ignore[attr-defined]
+    Tensor.ds_status = _Read(_status_of_saved)  # type: ignore[attr-defined]
 
 
 def mark_stage_1_or_2(runtime: ZeroRuntime) -> None:

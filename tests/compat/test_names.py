@@ -724,6 +724,24 @@ def test_a_leaf_module_is_marked_and_sharded_weights_describe_themselves() -> No
     weight.partition([weight])
 
 
+def test_a_program_sets_attributes_of_a_parameter_of_its_own() -> None:
+    engine, *_ = initialize(model=nn.Linear(3, 5), config=config_of(3))
+    outside: Any = nn.Parameter(torch.ones(2))
+    inside: Any = engine.module.weight
+    number, others = inside.ds_id, engine.module.bias.ds_id
+    for weight in (outside, inside):
+        weight.ds_id, weight.ds_status, weight.param_idx_in_group = 70, "mine", 3
+        weight.all_gather = lambda: "gathered"
+        assert (weight.ds_id, weight.ds_status, weight.param_idx_in_group) == (70, "mine", 3)
+        assert weight.all_gather() == "gathered"
+        del weight.ds_id, weight.ds_status, weight.all_gather
+    assert not hasattr(outside, "ds_id") and not hasattr(outside, "all_gather")
+    assert (inside.ds_id, engine.module.bias.ds_id) == (number, others)
+    saved: Any = torch.ones(2)
+    saved.ds_status = "mine"
+    assert saved.ds_status == "mine"
+
+
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
