@@ -154,16 +154,23 @@ GROUPS = {
 def divided(words: Sequence[str], *valued: str) -> tuple[list[str], list[str]]:
     """Return the words of `hadal run` up to the program's name, and the program's own.
 
-    `valued` are more flags to which the next word belongs.
+    `valued` are more flags to which the next word belongs. The beginning of one flag's name alone
+    stands for it, as for DeepSpeed's command.
     """
-    every = [flag for flags in GROUPS.values() for flag in flags if flag.takes_value]
-    takes = {underscored(name) for flag in every for name in flag.names} | set(valued)
-    at = 0
+    every = [flag for flags in GROUPS.values() for flag in flags]
+    takes = {underscored(name) for flag in every if flag.takes_value for name in flag.names}
+    takes |= set(valued)
+    known = takes | {underscored(name) for flag in every for name in flag.names}
+    words, at = list(words), 0
     while at < len(words) and words[at].startswith("-"):
         if words[at] == "--":
-            return list(words[:at]), list(words[at + 1 :])
+            return words[:at], words[at + 1 :]
+        name, equals, value = words[at].partition("=")
+        meant = [flag for flag in known if flag.startswith(underscored(name))]
+        if len(meant) == 1 and underscored(name) not in known:
+            words[at] = meant[0] + equals + value
         at += 1 + (underscored(words[at]) in takes)
-    return list(words[:at]), list(words[at:])
+    return words[:at], words[at:]
 
 
 def choices_of(parsed: argparse.Namespace) -> Choices:

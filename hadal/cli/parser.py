@@ -35,7 +35,10 @@ _STYLED = (
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of one (sub)command. Abbreviated flags are refused: tomorrow they may be two."""
+    """A parser of one (sub)command. Abbreviated flags are refused: tomorrow they may be two.
+
+    `hadal run` alone takes them (`divided`).
+    """
 
     def __init__(
         self,

@@ -42,11 +42,11 @@ def parse_resource_filter(
     """Return the slots that `--include` names or `--exclude` leaves; without a filter, the same.
 
     Raises:
-        LaunchError: both filters are given, or one names an unknown host or slot, or none is left.
+        LaunchError: both filters are given, or one names an unknown host or slot.
     """
     if not include_str and not exclude_str:
         return host_info
-    left = filtered(host_info, include_str, exclude_str)
+    left = filtered(host_info, include_str, exclude_str, least=0)
     return OrderedDict((host, list(slots)) for host, slots in left.items())
 
 

@@ -50,12 +50,14 @@ def read_hostfile(text: str, name: str = "hostfile") -> Pool:
     return pool
 
 
-def filtered(pool: Mapping[str, Iterable[int]], include: str = "", exclude: str = "") -> Pool:
+def filtered(
+    pool: Mapping[str, Iterable[int]], include: str = "", exclude: str = "", least: int = 1
+) -> Pool:
     """Keep what `include` names, or drop what `exclude` names: `NAME[:SLOT,SLOT][@NAME...]`.
 
     Raises:
-        LaunchError: both are given, one cannot be read or names an unknown host or slot, or no
-            slot is left.
+        LaunchError: both are given, one cannot be read or names an unknown host or slot, or
+            fewer than `least` hosts have a slot left.
     """
     if include and exclude:
         raise LaunchError(
@@ -72,7 +74,7 @@ def filtered(pool: Mapping[str, Iterable[int]], include: str = "", exclude: str 
             for host, own in slots.items()
         }
     left = {host: own for host, own in slots.items() if own}
-    if not left:
+    if len(left) < least:
         raise LaunchError(
             f"no slot is left of {_listed(pool)}"
             + (f" with --include {include!r}" if include else "")

@@ -27,6 +27,7 @@ def test_a_program_reads_a_hostfile_and_filters_it(tmp_path: Path) -> None:
         ("", ""): {"worker-0": [0, 1], "worker-1": [0, 1, 2, 3]},
         ("worker-1:0,2", ""): {"worker-1": [0, 2]},
         ("", "worker-0@worker-1:3"): {"worker-1": [0, 1, 2]},
+        ("", "worker-0:0,1@worker-1"): {},
     }.items():
         assert runner.parse_inclusion_exclusion(pool, *chosen) == left
     active = runner.parse_inclusion_exclusion(pool, "", "")
@@ -47,6 +48,15 @@ def test_a_wrong_filter_is_a_value_error(include: str, exclude: str) -> None:
         runner._parse_hostfile(["a slots=1", "a slots=2"])
     with pytest.raises(ValueError, match="leave out --num_nodes"):
         runner.main(["--num_nodes", "1", "-i", "worker-0", "train.py"])
+
+
+def test_flags_of_the_command_are_taken_by_their_beginning() -> None:
+    runner = alias("deepspeed.launcher.runner")
+    words = ["--num_g", "2", "--launcher_arg", "--mca x 1", "--inc=a:0", "train.py", "--num_g", "3"]
+    parsed = runner.parse_args(words)
+    assert (parsed.num_slots, parsed.launcher_args, parsed.include) == (2, "--mca x 1", "a:0")
+    with pytest.raises(SystemExit):
+        runner.parse_args(["--num_", "2", "train.py"])  # the beginning of several
 
 
 def test_mpi_discovery_sets_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

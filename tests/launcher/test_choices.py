@@ -347,7 +347,7 @@ def test_a_port_is_a_port(port: str, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--num_gpu", "2"], "unknown flag --num_gpu\nhint: did you mean --num_gpus?"),
+        (["--num_gpsu", "2"], "unknown flag --num_gpsu\nhint: did you mean --num_gpus?"),
         (["--launcher", "rsh"], "--launcher: expected ssh, pdsh, "),
         (["--log_level", "loud"], "--log_level: expected trace, "),
     ],
