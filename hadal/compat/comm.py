@@ -215,6 +215,16 @@ class CommsLogger:
         """True if collectives are recorded."""
         return comm.is_logging()
 
+    @property
+    def prof_all(self) -> bool:
+        """True if collectives of all kinds are recorded."""
+        return self.enabled and _log.choice.prof_all
+
+    @property
+    def prof_ops(self) -> list[str]:
+        """The kinds that are recorded if not all are."""
+        return list(_log.choice.prof_ops)
+
     def start_profiling_comms(self) -> None:
         """Record all kinds from now on."""
         configure(enabled=True, prof_all=True)
@@ -248,6 +258,12 @@ class CommsLogger:
     def get_operation_names(self) -> list[str]:
         """Return the kinds that were recorded."""
         return list(dict.fromkeys(row.operation for row in _log.rows()))
+
+    def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
+        """Return the figures of one kind by message size; None if it was not recorded."""
+        found: dict[int, dict[str, Any]] | None
+        found = _arranged(_log.rows(), False)["summary"].get(operation_name)
+        return found
 
     def get_total_operations(self) -> int:
         """Return the number of recorded calls."""

@@ -165,6 +165,7 @@ class DeepSpeedEngine(Accessors):
 
     # ---- training --------------------------------------------------------------------------------
 
+    @also(AssertionError)
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:

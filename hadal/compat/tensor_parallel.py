@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hadal.comm import get_rank
+from hadal.comm import get_rank, get_world_size
 from hadal.comm.adjoint import gathered
 from hadal.config.parallelism import SplitLayer
-from hadal.errors import NotBuiltYetError, UsageError
+from hadal.errors import ModelError, NotBuiltYetError, UsageError
 from hadal.plugins.tensor_parallel.cut import key_heads_of, shard_sizes, text_config_of
 from hadal.plugins.tensor_parallel.layers import ColumnLinear, RowLinear, SlicedLayer
 from hadal.plugins.tensor_parallel.rules import (
@@ -160,13 +160,18 @@ class GatherReplacedLayerParams:
 
 
 class _SlicedKind(type):
-    """A class of layers that were cut, by how: those of `base` with fused parts, or without."""
+    """A class of layers that were cut, by how: `base`, with at least so many fused parts."""
 
     base: type[SlicedLayer]
+    parts = 2
 
     def __instancecheck__(cls, thing: Any) -> bool:
         """Return whether a layer is of this kind."""
-        return isinstance(thing, cls.base) and len(thing.cut.parts) > 1
+        return isinstance(thing, cls.base) and len(thing.cut.parts) >= cls.parts
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        """Return whether a class is of this kind."""
+        return issubclass(kind, cls.base)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise: `initialize` makes these layers.
@@ -179,6 +184,20 @@ class _SlicedKind(type):
             " layers of a model, and a rule of tensor_parallel.partition_config.layer_specs with a"
             " shape cuts a fused one"
         )
+
+
+class LinearLayer(metaclass=_SlicedKind):
+    """A layer that is cut by its outputs."""
+
+    base = ColumnLinear
+    parts = 1
+
+
+class LinearAllreduce(metaclass=_SlicedKind):
+    """A layer that is cut by its inputs."""
+
+    base = RowLinear
+    parts = 1
 
 
 class SubParamLinearLayer(metaclass=_SlicedKind):
@@ -257,14 +276,17 @@ def get_shard_size_list(
     mp_size: int,
     meta: AutoTPMeta | str | None = None,
     name: str | None = None,
+    num_kv_heads: int | None = None,
 ) -> list[int]:
     """Return how many of `total_size` rows each of `mp_size` ranks has.
 
-    In older releases the third argument is the layer's name, and the numbers were set before.
+    In older releases the third argument is the layer's name, and the numbers were set before,
+    or the key-value heads are given.
     """
     numbers = meta if isinstance(meta, AutoTPMeta) else _shards
     layer = meta if isinstance(meta, str) else name
-    heads, grain = numbers.num_kv_heads, numbers.tp_grain_size
+    heads = numbers.num_kv_heads if num_kv_heads is None else num_kv_heads
+    grain = numbers.tp_grain_size
     return shard_sizes(total_size, mp_size, heads=heads, grain=grain, name=layer or "")
 
 
@@ -282,12 +304,21 @@ def get_shard_size(
     name: str | int | None = None,
     rank: int | None = None,
     mp_group: dist.ProcessGroup | None = None,
+    num_kv_heads: int | None = None,
 ) -> int:
-    """Return how many rows a rank has; this one, if none is given.
+    """Return how many rows a rank of the tensor-parallel group has; this one, if none is given.
 
     In older releases the arguments after `mp_size` are the layer's name and the rank.
+
+    Raises:
+        ModelError: neither a rank nor a group is given, and there are other ranks than `mp_size`.
     """
     if isinstance(name, int):
         name, rank = None, name
+    if rank is None and mp_group is None and get_world_size() != mp_size:
+        raise ModelError(
+            f"get_shard_size: which of {mp_size} tensor-parallel ranks; this one is of"
+            f" {get_world_size()} in all. Pass its group-local rank or process group"
+        )
     mine = get_rank(mp_group) if rank is None else rank
-    return get_shard_size_list(total_size, mp_size, meta, name)[mine]
+    return get_shard_size_list(total_size, mp_size, meta, name, num_kv_heads)[mine]

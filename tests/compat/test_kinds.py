@@ -15,6 +15,7 @@ from torch import nn
 from hadal.compat.engine import initialize
 from hadal.compat.install import alias
 from hadal.compat.kinds import also
+from hadal.compat.surface import NameKind, modules
 from hadal.errors import CheckpointError, ConfigError, HadalError, UsageError
 
 DS = alias("deepspeed")
@@ -31,6 +32,13 @@ def missing_tag(folder: Path) -> None:
     engine.load_checkpoint(folder, tag="elsewhere")
 
 
+def unused_parameter(folder: Path) -> None:
+    config = config_of(1, zero_optimization={"stage": 1, "ignore_unused_parameters": False})
+    engine = initialize(model=nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), config=config)[0]
+    engine.backward(engine.module[0](torch.ones(1, 2)).sum())
+    engine.step()
+
+
 WRONG: dict[str, tuple[type[Exception], Callable[[Path], Any]]] = {
     "batches that contradict": (AssertionError, lambda _: begin(train_batch_size=7)),
     "an unknown schedule": (AssertionError, lambda _: begin(scheduler={"type": "Nope"})),
@@ -44,6 +52,7 @@ WRONG: dict[str, tuple[type[Exception], Callable[[Path], Any]]] = {
     "an unknown key": (ValueError, lambda _: begin(zero_optimization={"stge": 1})),
     "a batch that does not divide": (ValueError, lambda _: begin().set_train_batch_size(4)),
     "a tag that is not there": (AssertionError, missing_tag),
+    "a parameter that is not used": (AssertionError, unused_parameter),
     "groups of no experts": (
         AssertionError,
         lambda _: alias("deepspeed.utils.groups")._get_expert_parallel_group("nope"),
@@ -66,6 +75,17 @@ def test_an_error_is_of_deepspeed_s_kind_and_of_hadal_s(name: str, tmp_path: Pat
     with pytest.raises(kind) as found:
         program(tmp_path)
     assert isinstance(found.value, HadalError | ValueError)
+
+
+def test_every_error_s_name_can_be_caught() -> None:
+    ends = ("Error", "Exception", "Aborted", "IncompatibleWorldSize")
+    found = [
+        getattr(alias(module), name)
+        for module, entry in modules().items()
+        for name in (*entry.kinds, *entry.same)
+        if name.endswith(ends) and entry.kinds.get(name) is not NameKind.FUNCTION
+    ]
+    assert len(found) > 9 and all(issubclass(each, Exception) for each in found)
 
 
 def test_configuration_errors_have_deepspeed_s_name() -> None:

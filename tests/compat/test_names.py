@@ -136,10 +136,18 @@ def test_the_log_of_collectives_is_switched_and_reported(
         log.stop_profiling_op(["all_reduce"])
         comm.all_reduce(torch.ones(4))
         assert log.get_total_operations() == 3 and log.has_data()
+        assert not log.prof_all and log.prof_ops == ["all_gather"]
         log.start_profiling_comms()
+        assert log.prof_all
         comm.all_reduce(torch.ones(4))
         log.stop_profiling_comms()
+        assert not log.prof_all
         comm.all_reduce(torch.ones(4))
+        assert {n: one["count"] for n, one in log.get_operation_summary("all_reduce").items()} == {
+            16: 2,
+            32: 1,
+        }
+        assert log.get_operation_summary("barrier") is None
         assert comm.log_summary() is None
         assert "all_reduce" in capsys.readouterr().out
         told = log.log_all(print_log=False, return_dict=True)

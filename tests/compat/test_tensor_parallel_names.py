@@ -47,6 +47,10 @@ def test_fused_layers_have_a_class_of_their_own(kind: type[nn.Module], name: str
     assert isinstance(layer, found) and not isinstance(plain, found)
     with pytest.raises(UsageError, match="layer_specs"):
         found(layer, None)
+    plainly = LAYERS.LinearLayer if kind is ColumnLinear else LAYERS.LinearAllreduce
+    assert isinstance(layer, plainly) and isinstance(plain, plainly)
+    with pytest.raises(UsageError, match="cannot be created by programs"):
+        plainly(nn.Linear(2, 2), mp_group=None, name="up")
 
 
 def test_layers_are_cut_for_training() -> None:
@@ -79,7 +83,11 @@ def test_sizes_follow_heads_and_grains() -> None:
         assert SHARDS.get_shard_size_list(130, 4, "lm_head") == [64, 64, 0, 2]
     finally:
         SHARDS.set_tp_grain_size(1)
-    assert SHARDS.get_shard_size(10, 2) == 5
+    assert SHARDS.get_shard_size_list(12, 4, "self_attn.q_proj", num_kv_heads=3) == [4, 4, 4, 0]
+    assert SHARDS.get_shard_size(12, 4, "self_attn.q_proj", 3, num_kv_heads=3) == 0
+    assert SHARDS.get_shard_size(10, 1) == 10
+    with pytest.raises(ValueError, match=r"of 2 tensor-parallel ranks; .* process group"):
+        SHARDS.get_shard_size(10, 2)
 
 
 def test_sizes_of_today_s_release_follow_the_model_s_own_numbers() -> None:
