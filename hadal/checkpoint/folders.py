@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hadal.checkpoint import folders
-from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL
+from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL, names_of_ranks
 from hadal.checkpoint.files import (
     exists,
     is_file,
@@ -328,6 +328,9 @@ def remove(folder: Location) -> None:
     named = replaced_by(folder)
     if named is not None:
         expect_alone(folder, named, time.time())
+    # Without the index they would be a checkpoint of DeepSpeed, of which some files are gone.
+    for name in names_of_ranks(folder) if isinstance(folder, Path) else ():
+        storage.remove(folder / name)
     storage.remove(folder / INDEX)
     if isinstance(folder, Path):
         sync_folder(folder)

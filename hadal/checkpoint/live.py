@@ -75,6 +75,8 @@ class Rules:
     """True if weights are partitioned."""
     stage: int = 0
     """The ZeRO stage, recorded for tools that read the folder."""
+    writes_deepspeed: bool = False
+    """True if a save writes the files of DeepSpeed's ranks as well."""
 
 
 @dataclass(frozen=True, slots=True)

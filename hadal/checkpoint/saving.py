@@ -38,6 +38,13 @@ from hadal.checkpoint.files import (
     system_errors,
 )
 from hadal.checkpoint.folders import CLIENT, JOBS, prune, rank_file
+from hadal.checkpoint.formats.deepspeed import (
+    ORDER,
+    expect_directory,
+    has_rank_files,
+    put_beside,
+    write_rank_files,
+)
 from hadal.checkpoint.index import write_index
 from hadal.checkpoint.leases import Lease
 from hadal.checkpoint.live import LISTENERS, Live, Rules
@@ -45,6 +52,7 @@ from hadal.checkpoint.plain import encoded, encoded_known
 from hadal.checkpoint.shards import write_tensors
 from hadal.checkpoint.source import OWN
 from hadal.checkpoint.storage import Location, draft_of
+from hadal.checkpoint.stored import StoredSource
 from hadal.checkpoint.together import together
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects, gather_objects_at_first
@@ -145,11 +153,13 @@ class SaveJob:
         save_dir, tag = self.request.save_dir, self.request.tag
         is_leader = ranks.rank == self.folder_ranks[0]
         lease: Lease | None = None
+        replaces = False
         with ExitStack() as stack:
             with together(ranks, self._what):
                 if is_leader:
                     lease = folders.begin(save_dir, tag, self.mark)
                     stack.callback(folders.end, self.path, lease)
+                    replaces = has_rank_files(self.path)
             of_ranks = self._written(ranks, is_leader)
             with together(ranks, self._what):
                 if lease is not None:
@@ -157,6 +167,8 @@ class SaveJob:
             # No rank returns before `latest` is updated.
             with together(ranks, f"{save_dir / folders.LATEST} was not moved to {tag!r}"):
                 if is_leader:
+                    if isinstance(self.path, Path):
+                        put_beside(self.path / self.mark, self.path, replaces=replaces)
                     if self.request.save_latest:
                         folders.set_latest(save_dir, tag, self.mark)
                     place_scripts(save_dir)
@@ -174,6 +186,8 @@ class SaveJob:
             with together(ranks, self._what):
                 if is_leader:
                     self._check([one.seals for one in of_ranks], mine.seals)
+            if self.rules.writes_deepspeed:
+                self._write_for_deepspeed(of_ranks, ranks)
         except BaseException:  # also if another rank is gone
             if is_leader:
                 folders.discard(self.path, self.mark)
@@ -230,12 +244,28 @@ class SaveJob:
         for name in here:
             check_file(self.path / self.mark / name, seals[name], whole=False)
 
-    def _commit(self, lease: Lease, of_ranks: list[_Written], mine: dict[str, Seal]) -> None:
-        """Write the index, and remove the files of the checkpoint that it replaces."""
+    def _write_for_deepspeed(self, of_ranks: list[_Written], ranks: Ranks) -> None:
+        """Write this rank's files for DeepSpeed's tools, from what all ranks have written."""
+        content: Any = None
+        with together(ranks, self._what):
+            if ranks.rank == self.folder_ranks[0]:
+                content = self._content(of_ranks, of_ranks[ranks.rank].seals)
+        content = json.loads(json.dumps(gather_objects(content, ranks)[self.folder_ranks[0]]))
+        with together(ranks, self._what):
+            source = StoredSource(self.path, content=content)
+            write_rank_files(source, content[ORDER], self.path / self.mark, ranks.rank)
+            source.close()
+
+    def _content(self, of_ranks: list[_Written], mine: dict[str, Seal]) -> dict[str, Any]:
+        """Return the content of this rank's index."""
         seals, here = self._sealed([one.seals for one in of_ranks], mine)
         parts = [part_as_json(part) for part in self._parts()]
         files = {name: list(seal) for name, seal in seals.items()}
-        content = {**self.index, "files": files, "here": here, "parts": parts}
+        return {**self.index, "files": files, "here": here, "parts": parts}
+
+    def _commit(self, lease: Lease, of_ranks: list[_Written], mine: dict[str, Seal]) -> None:
+        """Write the index, and remove the files of the checkpoint that it replaces."""
+        content = self._content(of_ranks, mine)
         replaced = folders.replaced_by(self.path)
         try:
             lease.expect_held()
@@ -278,6 +308,8 @@ def begin(request: SaveRequest, live: Live) -> SaveJob:
             saved.
     """
     world, ranks = live.world, live.ranks
+    if live.rules.writes_deepspeed:
+        expect_directory(request.save_dir)
     compared = live.runtime.reshard_all()
     for bucket in live.runtime.buckets:
         bucket.settle()
@@ -358,7 +390,9 @@ def _own(live: Live) -> Plain:
 
 def _index(live: Live, request: SaveRequest, mark: str, client: Plain) -> dict[str, Any]:
     optimizer = live.optimizer
+    order = [names[0] for names in live.names().values()]
     return {
+        **({ORDER: order} if live.rules.writes_deepspeed else {}),
         "save": mark,
         "saved_at": time.time(),
         JOBS: list(request.jobs),

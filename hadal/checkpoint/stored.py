@@ -185,6 +185,8 @@ class StoredSource(Source):
     Only the index is read at first; a file's size and header are checked when it is first needed,
     and all its bytes by `verify`.
 
+    `content` is that of the index, if it is not written yet.
+
     Raises:
         CheckpointError: the index is missing, damaged, or inconsistent.
     """
@@ -192,10 +194,14 @@ class StoredSource(Source):
     writer = "Hadal"
 
     def __init__(
-        self, folder: Location, part: int = 0, names: Sequence[Sequence[str]] | None = None
+        self,
+        folder: Location,
+        part: int = 0,
+        names: Sequence[Sequence[str]] | None = None,
+        content: dict[str, Any] | None = None,
     ) -> None:
         self.path = folder
-        content = read_index(folder)
+        content = read_index(folder) if content is None else content
         with self._reading_index():
             self._read(content)
             self._choose(part)

@@ -1,11 +1,13 @@
 """`checkpoint` and `datastates_ckpt`: saving and loading."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from hadal.config.section import NO_EFFECT, Mark, Section, key, section
+from hadal.config.section import NO_EFFECT, Mark, Section, key, rule, section
 from hadal.config.values import Boolean, Integer, Nbytes, Number, Text, lowered, titled
+from hadal.errors import Fault
 
 
 class ParallelWrite(Section):
@@ -128,6 +130,13 @@ class Checkpoint(Section):
         "Compare every byte of a checkpoint with its checksum before loading; false compares "
         "only sizes, headers and the index. Hadal's own key.",
     )
+    deepspeed_files: Boolean = key(
+        False,
+        "Also write into the checkpoint's directory the files that tools for DeepSpeed's "
+        "checkpoints read, such as its zero_to_fp32: `*_model_states.pt` and, at stages 1 to 3, "
+        "`*_optim_states.pt`. A save then takes more than twice the space. DeepSpeed itself "
+        "continues from the universal format. Hadal's own key.",
+    )
     keep_last: Integer | None = key(
         None,
         "Keep this many of the newest complete checkpoints and delete older ones after each "
@@ -142,6 +151,15 @@ class Checkpoint(Section):
         "own key.",
         gt=0,
     )
+
+    @rule("deepspeed_files", "use_node_local_storage")
+    def _all_files_in_one_directory(self) -> Iterator[Fault]:
+        if self.deepspeed_files and self.use_node_local_storage:
+            yield Fault(
+                "deepspeed_files",
+                "needs one directory for all ranks, and use_node_local_storage gives each node its"
+                " own; remove one of the two",
+            )
 
 
 class DatastatesCkpt(Section):

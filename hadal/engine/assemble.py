@@ -206,7 +206,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
                 loading=loading,
                 device=device,
                 world=world,
-                saving=saving_of(config),
+                saving=saving_of(config, topology, sharded.runtime.buckets),
                 config=config,
             )
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +21,11 @@ from hadal.config.idle import saves_behind
 from hadal.config.offload import Aio
 from hadal.device import is_host_memory, total_memory
 from hadal.engine.topology import Topology
-from hadal.errors import ModelError, UsageError
+from hadal.errors import ModelError, NotBuiltYetError, UsageError
 from hadal.offload import BufferPool, DiskStore
 from hadal.offload.tensors import DiskOverlap
 from hadal.optim.on_disk import DiskSteps
+from hadal.zero.bucket import Bucket
 from hadal.zero.grouping import BucketPlan, LeafModules
 from hadal.zero.offload import Offload
 from hadal.zero.policy import (
@@ -165,9 +167,20 @@ def batch_sizes_of(config: Config, topology: Topology) -> BatchSizes:
     )
 
 
-def saving_of(config: Config) -> Rules:
-    """Return how checkpoints are written and read, and which ones a save keeps."""
+def saving_of(config: Config, topology: Topology, buckets: Sequence[Bucket]) -> Rules:
+    """Return how checkpoints are written and read, and which ones a save keeps.
+
+    Raises:
+        NotBuiltYetError: the files of DeepSpeed are requested of a model in parts.
+    """
     section, zero, writer = config.checkpoint, config.zero_optimization, config.checkpoint.writer
+    has_experts = any(bucket.ranks != topology.sharding for bucket in buckets)
+    if section.deepspeed_files and (topology.model_parallel_size > 1 or has_experts):
+        raise NotBuiltYetError(
+            "checkpoint.deepspeed_files: DeepSpeed's files of a model in parts (tensor parallelism,"
+            " a pipeline, experts) are not built yet; remove the key, and convert checkpoints with"
+            " `hadal checkpoint export --format deepspeed-universal`"
+        )
     return Rules(
         verifies=section.verify_checksums,
         keep=Keep(section.keep_last, section.keep_hours),
@@ -186,6 +199,7 @@ def saving_of(config: Config) -> Rules:
         stage=zero.stage,
         cuts_weights=STAGES[zero.stage].weights,
         gathers_weights=zero.stage3_gather_16bit_weights_on_model_save,
+        writes_deepspeed=section.deepspeed_files,
     )
 
 

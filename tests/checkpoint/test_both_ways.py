@@ -31,18 +31,24 @@ def with_deepspeed(
     folder: Path, kind: str, stage: int, dtype: str, ranks: int, steps: range, *, saves: bool
 ) -> list[float]:
     """Train with DeepSpeed in processes of its own; return the loss of every update."""
-    command = [str(ENVIRONMENT / "bin/python"), "-m", "torch.distributed.run", "--standalone"]
+    command = ["-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc_per_node={ranks}", str(DATA / "train.py"), str(folder), kind]
     command += [str(stage), dtype, str(steps.start), str(steps.stop), *["saves"] * saves]
+    run_with_deepspeed(command)
+    losses: list[float] = json.loads((folder / "losses.json").read_text())
+    return losses
+
+
+def run_with_deepspeed(arguments: list[str]) -> None:
+    """Run Python in DeepSpeed's environment, on the CPU."""
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(ENVIRONMENT / "torch_extensions"))
     path = f"{ENVIRONMENT / 'bin'}{os.pathsep}{os.environ['PATH']}"
     known = {"PATH": path, "TORCH_EXTENSIONS_DIR": extensions, "DS_ACCELERATOR": "cpu"}
     environment = {**os.environ, **known, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
+    command = [str(ENVIRONMENT / "bin/python"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    losses: list[float] = json.loads((folder / "losses.json").read_text())
-    return losses
 
 
 def with_hadal(

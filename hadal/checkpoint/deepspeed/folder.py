@@ -53,8 +53,14 @@ class Files:
 
 def is_deepspeed(folder: Location) -> bool:
     """Return whether a folder looks like a DeepSpeed checkpoint."""
+    return any(not _OPTIMIZER.fullmatch(name) for name in names_of_ranks(folder))
+
+
+def names_of_ranks(folder: Location) -> list[str]:
+    """Return the names of the files of DeepSpeed's ranks in a folder."""
+    kinds = (_WHOLE, _MODEL, _OPTIMIZER)
     names = [item.name for item in items_of(folder)]
-    return any(_WHOLE.fullmatch(name) or _MODEL.fullmatch(name) for name in names)
+    return [name for name in names if any(kind.fullmatch(name) for kind in kinds)]
 
 
 def files_of(folder: Path) -> Files:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,6 +172,30 @@ def _walk(
         start += numel
 
 
+class RankSlice(NamedTuple):
+    """A rank's elements of a parameter, and the padding after them."""
+
+    name: str
+    start: int
+    numel: int
+    padding: int
+
+
+def slices_of_rank(
+    named: Mapping[str, Sequence[int]], rank: int, ranks: int, *, by_parameter: bool
+) -> Iterator[RankSlice]:
+    """Yield what a rank has of a group: as `cut_by_parameter` reads it, or as `cut_evenly` does."""
+    numel = sum(map(prod, named.values()))
+    share = 2 * -(-numel // (2 * ranks))  # an even number, as there
+    for name, begin, stop in _end_to_end(named, [0] * len(named)):
+        if by_parameter:
+            begin, stop = 0, stop - begin
+            share = -(-stop // ranks)
+        first, last = (min(max(edge, begin), stop) for edge in (rank * share, (rank + 1) * share))
+        padding = share - (last - first) if by_parameter else 0
+        yield RankSlice(name, first - begin, last - first, padding)
+
+
 def whole(
     optimizer: Any, names: Sequence[Sequence[str]], module: Mapping[str, Tensor]
 ) -> TrainedValues:
@@ -199,15 +223,22 @@ def whole(
             _expect(len(group["params"]) == len(row), f"parameters in group {number}")
             masters = optimizer.get("fp32_groups", {number: [module[name] for name in row]})
             for index, name, master in zip(group["params"], row, masters[number], strict=True):
-                state = inner["state"].get(index, {})
+                state, shape = inner["state"].get(index, {}), module[name].shape
+                if not shape:  # one number, which has state for its element all the same
+                    state = {key: v if key == "step" else _in_a_row(v) for key, v in state.items()}
+                    master, shape = _in_a_row(master), torch.Size([1])
                 alike = {v.shape for v in [master, *state.values()] if has_elements(v)}
-                _expect(alike == {module[name].shape}, f"shape of the state of {name}")
+                _expect(alike == {shape}, f"shape of the state of {name}")
                 found.add(name, master.reshape(-1), 0, master.numel(), state)
         _count_together([found.scalars[name] for name in row if name in found.scalars])
     for name, pieces in found.masters.items():
         weight = module[name].reshape(-1)
         _expect(torch.equal(pieces[0].to(weight.dtype), weight), f"master of {name}")
     return found
+
+
+def _in_a_row(value: Any) -> Any:
+    return value.reshape(-1) if isinstance(value, Tensor) else value
 
 
 def _same(row: Sequence[str], names: Sequence[str]) -> bool:

@@ -34,7 +34,7 @@ from hadal.errors import CheckpointError, NotBuiltYetError, few
 
 VERSION = "0.19.8"
 """The release of DeepSpeed whose format this is: it asks for one when it loads."""
-_MODEL_STATES = "mp_rank_00_model_states.pt"
+MODEL_STATES = "mp_rank_00_model_states.pt"
 _MODEL_STATES_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 """The name under which stage 3 looks for the same file."""
 _FP32, _STEP = "fp32", "step"
@@ -89,7 +89,7 @@ def nbytes_of_universal(source: Source) -> int:
 
 def _write(source: Source, draft: Path, progress: Progress) -> None:
     zero = draft / "zero"
-    kinds = _trained_kinds(source)
+    kinds = trained_kinds(source)
     for name in kinds:
         for stem, value in _values_of(source, name, kinds[name]):
             write_named({"cat_dim": 0, "param": value}, inside(zero, name) / f"{stem}.pt")
@@ -104,14 +104,14 @@ def _write(source: Source, draft: Path, progress: Progress) -> None:
     for alias, name in source.aliases.items():
         shutil.copytree(inside(zero, name), inside(zero, alias), copy_function=_link)
     groups = list(_split_groups(source.groups))
-    write_named(_optimizer_state(source, groups), draft / _COMMON)
+    write_named(optimizer_state(source, groups), draft / _COMMON)
     scratch = draft / ".module"
-    write_named(_model_states(source, groups, scratch), draft / _MODEL_STATES)
+    write_named(model_states(source, groups, module_of(source, scratch)), draft / MODEL_STATES)
     shutil.rmtree(scratch)
-    _link(str(draft / _MODEL_STATES), str(draft / _MODEL_STATES_3))
+    _link(str(draft / MODEL_STATES), str(draft / _MODEL_STATES_3))
 
 
-def _trained_kinds(source: Source) -> dict[str, list[str]]:
+def trained_kinds(source: Source) -> dict[str, list[str]]:
     """Return the kinds of values of each trained parameter, its most precise weight first."""
     names = [name for group in source.groups for name in group.names]
     kinds = {name: [MASTER if (name, MASTER) in source.entries else WEIGHT] for name in names}
@@ -152,7 +152,7 @@ def _split_groups(groups: Sequence[SavedGroup]) -> Iterator[SavedGroup]:
                 yield SavedGroup(group.options, tuple(names))
 
 
-def _optimizer_state(source: Source, saved: Sequence[SavedGroup]) -> dict[str, Any]:
+def optimizer_state(source: Source, saved: Sequence[SavedGroup]) -> dict[str, Any]:
     """Return the state that is common to all parameters, for every stage that may load it."""
     stage = source.stage or 0
     groups = [
@@ -213,8 +213,10 @@ def _scale(source: Source) -> Any:
     return found
 
 
-def _model_states(source: Source, groups: Sequence[SavedGroup], scratch: Path) -> dict[str, Any]:
-    """Return rank 0's model states; the weights in them are in files, not in memory."""
+def model_states(
+    source: Source, groups: Sequence[SavedGroup], module: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Return rank 0's model states with these weights and buffers, tied ones under all names."""
     scalars = source.scalars if isinstance(source.scalars, dict) else {}
     counters = scalars.get(COUNTERS, {})
     steps, micro = counters.get("global_steps", 0), counters.get("micro_steps", 0)
@@ -222,9 +224,8 @@ def _model_states(source: Source, groups: Sequence[SavedGroup], scratch: Path) -
         {name: torch.Size(source.entries[name, WEIGHT].shape) for name in group.names}
         for group in groups
     ]
-    module = _module_of(source, scratch)
     states = {
-        "module": module | {alias: module[name] for alias, name in source.aliases.items()},
+        "module": dict(module) | {alias: module[name] for alias, name in source.aliases.items()},
         "buffer_names": [name for name, kind in source.entries if kind == BUFFER],
         "optimizer": None,
         "param_shapes": shapes,
@@ -256,7 +257,7 @@ def _model_states(source: Source, groups: Sequence[SavedGroup], scratch: Path) -
     return {**states, **client_state}
 
 
-def _module_of(source: Source, scratch: Path) -> dict[str, Tensor]:
+def module_of(source: Source, scratch: Path) -> dict[str, Tensor]:
     """Return all weights and buffers in their own dtypes, each in the memory of a file."""
     scratch.mkdir()
     module = {}
@@ -278,7 +279,7 @@ def _convert(source: DeepSpeedSource, draft: Path, strict: bool, progress: Progr
     model = read_named(source.by_role.model[0])
     optimizer = read_named(source.by_role.optimizer[0])["optimizer_state_dict"]
     patterns = _Patterns(model.get("universal_checkpoint_info") or {}, source.path)
-    kinds = _trained_kinds(source)
+    kinds = trained_kinds(source)
     state = optimizer.get("base_optimizer_state", {}).get("state", {})
     stage = source.stage or 0
     for number, group in enumerate(source.groups):
