@@ -170,7 +170,7 @@ def run(parsed: argparse.Namespace) -> int:
         Planner, cluster=cluster, nodes=parsed.nodes, with_values=parsed.with_values
     )
     if parsed.program:
-        found = _of_program(parsed, planner_of)
+        found = _of_program(parsed, planner_of, parsed.nodes * cluster.devices_per_node)
     else:
         model, batch = _model(parsed)
         planner = planner_of(model)
@@ -307,7 +307,7 @@ class _Planned(BaseException):
 
 
 def _of_program(
-    parsed: argparse.Namespace, planner_of: Callable[[nn.Module], Planner]
+    parsed: argparse.Namespace, planner_of: Callable[[nn.Module], Planner], ranks: int
 ) -> Foresight:
     """Run a program, as one rank, up to the first forward of its engine.
 
@@ -325,7 +325,7 @@ def _of_program(
     def forwarded(model: nn.Module, raw: dict[str, Any], batch: Any) -> NoReturn:
         raise _Planned(planner_of(model).plan(raw, batch))
 
-    plan_instead(forwarded)
+    plan_instead(forwarded, ranks)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     for key, value in (alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}).items():
         os.environ.setdefault(key, value)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import partial, partialmethod
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from hadal.config import Config, load_config
 from hadal.config.reading import read
 from hadal.device import current_device
 from hadal.engine import assemble
 from hadal.engine.arguments import choose_config
 from hadal.engine.engine import Engine
 from hadal.errors import UsageError
+from hadal.listener import Forward
+from hadal.zero.init import Init
 
 MICRO = "train_micro_batch_size_per_gpu"
 
@@ -27,32 +30,29 @@ Forwarded = Callable[[nn.Module, dict[str, Any], Any], NoReturn]
 class PlannedEngine(nn.Module):
     """A stand-in for an engine, which answers as far as the configuration does."""
 
-    def __init__(self, model: nn.Module, raw: dict[str, Any], forwarded: Forwarded) -> None:
+    def __init__(
+        self, model: nn.Module, raw: dict[str, Any], config: Config, forwarded: Forwarded
+    ) -> None:
         super().__init__()
         self.module = model
         self.device = current_device()
-        self._raw = raw
+        self._raw, self._config = raw, config
         self._forwarded = forwarded
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Hand the batch over.
+        """Hand the batch over."""
+        both = Forward(args, kwargs, updates=0, micro_step=0, is_training=True)
+        self._forwarded(self.module, self._raw, both if args and kwargs else kwargs or args)
 
-        Raises:
-            UsageError: the model is called with arguments by place and by name.
-        """
-        if args and kwargs:
-            raise UsageError("the model is called with arguments by place and by name")
-        raw = dict(self._raw)
-        if MICRO in raw:
-            # The program has found its own number of ranks, which is one.
-            raw.pop("train_batch_size", None)
-        self._forwarded(self.module, raw, kwargs or args)
+    def train_batch(self, data_iter: Iterator[Any]) -> NoReturn:
+        """Hand the first micro-batch of a pipeline over."""
+        self._forwarded(self.module, self._raw, next(data_iter))
 
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, *others: Any, **rest: Any
     ) -> DataLoader[Any]:
         """Return a loader of micro-batches."""
-        size = batch_size or self._raw.get(MICRO, 1)
+        size = batch_size or self._config.train_micro_batch_size_per_gpu
         return DataLoader(dataset, size, collate_fn=rest.get("collate_fn"))
 
     def __getattr__(self, name: str) -> Any:
@@ -61,8 +61,8 @@ class PlannedEngine(nn.Module):
         except AttributeError:
             if not callable(getattr(Engine, name, None)):
                 raise
-        if name in self._raw:
-            return lambda: self._raw[name]
+        if hasattr(self._config, name):
+            return lambda: getattr(self._config, name)
         return partial(_not_yet, name)
 
 
@@ -73,7 +73,7 @@ def _not_yet(name: str, *_: Any, **__: Any) -> NoReturn:
     )
 
 
-def plan_instead(forwarded: Forwarded) -> None:
+def plan_instead(forwarded: Forwarded, ranks: int) -> None:
     """Let `initialize` return a stand-in in this process from now on, under any of its names.
 
     It must be called before the program, or a module under DeepSpeed's name, imports it.
@@ -89,14 +89,20 @@ def plan_instead(forwarded: Forwarded) -> None:
         if model is None:
             raise UsageError("initialize was given no model: there is nothing to plan")
         _, raw = read(choose_config(given["args"], given["config"], given["config_params"]))
+        if MICRO in raw:
+            # The program has found its own number of ranks, which is one.
+            raw = {key: value for key, value in raw.items() if key != "train_batch_size"}
+        config = load_config(raw, world_size=ranks, allow_unbuilt=True)
         if not isinstance(optimizer, torch.optim.Optimizer):
             # Programs ask for its param groups.
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         if given["training_data"] is not None:
-            size = raw.get(MICRO, 1)
+            size = config.train_micro_batch_size_per_gpu
             loader = DataLoader(given["training_data"], size, collate_fn=given["collate_fn"])
-        engine = PlannedEngine(model, raw, forwarded)
+        engine = PlannedEngine(model, raw, config, forwarded)
         engine.optimizer = optimizer
         return engine, optimizer, loader, given["lr_scheduler"]
 
     assemble.initialize = initialize
+    # Weights are never read: a plan needs each whole, with its shape.
+    Init.__init__ = partialmethod(Init.__init__, enabled=False)  # type: ignore[assignment]

@@ -191,6 +191,7 @@ model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
 rows = [(torch.ones(64),) for _ in range(8)]
 engine, _, loader, _ = hadal.initialize(model=model, config=sys.argv[1], training_data=rows)
 assert engine.train_micro_batch_size_per_gpu() == 2
+assert engine.gradient_accumulation_steps() == 1 and engine.train_batch_size() == 8
 for (row,) in loader:
     engine.backward(engine(row).float().sum())
     raise SystemExit("trained")
