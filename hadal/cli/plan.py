@@ -336,6 +336,9 @@ def _of_program(
     except _Planned as end:
         found: Foresight = end.args[0]
         return found
+    except SystemExit as end:
+        if end.code:
+            raise
     raise CommandError(f"{name} ended without a forward of an engine that `initialize` returned")
 
 
@@ -413,7 +416,7 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
     from torch.utils._pytree import tree_leaves
 
     shapes = (getattr(leaf, "shape", None) for leaf in tree_leaves(batch))
-    return list(dict.fromkeys(tuple(shape) for shape in shapes if shape is not None))
+    return list(dict.fromkeys(tuple(shape) for shape in shapes if shape))  # no single numbers
 
 
 def _verdict(found: Foresight) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hadal.config import Config, load_config
+from hadal.config.optimizer import KINDS
 from hadal.config.reading import read
 from hadal.device import current_device
 from hadal.engine import assemble
@@ -92,6 +93,9 @@ def plan_instead(forwarded: Forwarded, ranks: int) -> None:
         if MICRO in raw:
             # The program has found its own number of ranks, which is one.
             raw = {key: value for key, value in raw.items() if key != "train_batch_size"}
+        name = type(optimizer).__name__
+        if raw.get("optimizer") is None and name in KINDS:  # the program's own
+            raw = {**raw, "optimizer": {"type": name}}
         config = load_config(raw, world_size=ranks, allow_unbuilt=True)
         if not isinstance(optimizer, torch.optim.Optimizer):
             # Programs ask for its param groups.

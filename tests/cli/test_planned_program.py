@@ -69,3 +69,13 @@ def test_a_model_of_zero_init_stays_whole(begin: Callable[..., Any]) -> None:
     with pytest.raises(_End) as end:
         engine(torch.ones(4, 4))
     assert hadal.plan(*end.value.args, cluster="h100x4").time is not None
+
+
+def test_the_program_s_own_optimizer_is_planned(begin: Callable[..., Any]) -> None:
+    model = nn.Linear(4, 4)
+    engine, *_ = begin(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(_End) as end:
+        engine(torch.ones(4, 4))
+    found = hadal.plan(*end.value.args, cluster="h100x4")
+    states = {need.kind: need.held.device for need in found.kinds}
+    assert states["optimizer"] <= 20 * 4  # masters; no moments
