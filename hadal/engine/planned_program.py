@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, partialmethod
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -18,9 +20,11 @@ from hadal.device import current_device
 from hadal.engine import assemble
 from hadal.engine.arguments import choose_config
 from hadal.engine.engine import Engine
-from hadal.errors import UsageError
+from hadal.errors import UsageError, few
 from hadal.listener import Forward
 from hadal.zero.init import Init
+
+_log = logging.getLogger(__name__)
 
 MICRO = "train_micro_batch_size_per_gpu"
 
@@ -74,6 +78,20 @@ def _not_yet(name: str, *_: Any, **__: Any) -> NoReturn:
     )
 
 
+def _tell_left_out(model: nn.Module, chosen: Iterable[Any]) -> None:
+    """Warn of parameters that a program would not train, which a plan counts as trained."""
+    groups = [each["params"] if isinstance(each, dict) else [each] for each in chosen]
+    trained = set(chain(*groups))
+    left_out = [n for n, p in model.named_parameters() if p.requires_grad and p not in trained]
+    if left_out:
+        _log.warning(
+            "%d parameters that require gradients are in no param group, but planned as trained:"
+            " %s. Freeze them (requires_grad_(False))",
+            len(left_out),
+            few(left_out, 4),
+        )
+
+
 def plan_instead(forwarded: Forwarded, ranks: int) -> None:
     """Let `initialize` return a stand-in in this process from now on, under any of its names.
 
@@ -100,6 +118,7 @@ def plan_instead(forwarded: Forwarded, ranks: int) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             # Programs ask for its param groups.
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        _tell_left_out(model, given["model_parameters"] or optimizer.param_groups)
         if given["training_data"] is not None:
             size = config.train_micro_batch_size_per_gpu
             loader = DataLoader(given["training_data"], size, collate_fn=given["collate_fn"])

@@ -79,3 +79,16 @@ def test_the_program_s_own_optimizer_is_planned(begin: Callable[..., Any]) -> No
     found = hadal.plan(*end.value.args, cluster="h100x4")
     states = {need.kind: need.held.device for need in found.kinds}
     assert states["optimizer"] <= 20 * 4  # masters; no moments
+
+
+def test_parameters_that_are_left_out_are_told(
+    begin: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 4)
+    begin(model=model, model_parameters=[{"params": [model.bias]}])
+    assert "1 parameters that require gradients are in no param group" in caplog.text
+    assert "weight" in caplog.text
+    caplog.clear()
+    begin(model=model, model_parameters=model.parameters())
+    begin(model=model)
+    assert caplog.text == ""
