@@ -132,7 +132,8 @@ def watch_parameters() -> None:
     nn.Parameter.ds_grad_is_ready = True  # type: ignore[attr-defined]
     nn.Module.ds_external_parameters = _external_parameters  # type: ignore[attr-defined]
     # A parameter saved by autograd comes back in backward as a plain tensor.
-    Tensor.ds_status = _Read(_status_of_saved)  # type: ignore[attr-defined]
+    # torch lists the attributes of its own class, and compiles none that cannot be set.
+    Tensor.ds_status = property(_status_of_saved, _set_status)  # type: ignore[attr-defined]
 
 
 def mark_stage_1_or_2(runtime: ZeroRuntime) -> None:
@@ -180,7 +181,13 @@ def _status_of(bucket: Bucket) -> ZeroParamStatus:
     return _STATUS[bucket.state]
 
 
-def _status_of_saved(tensor: Tensor) -> ZeroParamStatus:
+def _set_status(tensor: Tensor, status: Any) -> None:
+    vars(tensor)["ds_status"] = status
+
+
+def _status_of_saved(tensor: Tensor) -> Any:
+    if "ds_status" in vars(tensor):
+        return vars(tensor)["ds_status"]
     place = tensor.untyped_storage().data_ptr()
     for bucket in (bucket for runtime in _runtimes for bucket in runtime.buckets):
         if place and place == bucket.full.untyped_storage().data_ptr():
