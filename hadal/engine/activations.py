@@ -67,7 +67,7 @@ class BlockMemory(NamedTuple):
     kind: str
     """The name of its class."""
     kept: int
-    """What it saves, its output included."""
+    """Bytes kept until backward, its output included."""
     recomputed: int
     """The same if it is recomputed in backward: its output, which the next block saves."""
 
@@ -88,7 +88,7 @@ class Products(NamedTuple):
 
     calls: int = 0
     nbytes: int = 0
-    """What they read and write."""
+    """Bytes read and written."""
     flops: int = 0
 
 
@@ -101,7 +101,7 @@ class Segment:
     until: int = 0
     """The number of the segment before which the use ends."""
     products: dict[str, Products] = field(default_factory=dict)
-    """By kind: matrices, convolution, attention."""
+    """Counts by kind: matrices, convolution, attention."""
     moved: int = 0
     """Bytes that all other operations read and write."""
     kernels: int = 0

@@ -75,7 +75,7 @@ class Speeds:
     convolution: ProductSpeed
     attention: ProductSpeed
     peak_flops: _Rate
-    """Of the maker's datasheet, or if measured, the most that was reached."""
+    """The datasheet's figure or, if measured, the most that was reached."""
     bandwidth: _Rate
     """Bytes per second that all other operations read and write."""
     update: _Rate
@@ -109,7 +109,7 @@ class ComputeCluster:
     host_nbytes: _Count
     """Memory of a node's host."""
     speeds: Mapping[str, Speeds]
-    """By dtype: fp32, bf16, fp16."""
+    """Speeds by dtype: fp32, bf16, fp16."""
     host_update: _Rate
     """Elements per second that AdamW steps in a host's memory, for all ranks of a node together."""
     micro_step_start: _Rate
@@ -180,7 +180,7 @@ class _Kind(NamedTuple):
     links: float
     """To the other devices of a node, in each direction."""
     network: float
-    """Of a node, in each direction."""
+    """A node's speed in each direction."""
     host_link: float
     host: float
     host_bandwidth: float

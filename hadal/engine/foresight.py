@@ -408,7 +408,7 @@ class Change(NamedTuple):
     after: Foresight
     """The plan with this change and those before it."""
     saved: TierBytes
-    """What it saves; negative where memory moves."""
+    """Bytes saved; negative where memory moves."""
 
 
 def _zero(**keys: Any) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class PlannedRank:
     moments: int
     """How many values the optimizer keeps for each element."""
     whose: str
-    """Where the layers' sizes come from."""
+    """The source of the layers' sizes."""
     part: RankPart | None = None
     """The rank's part of the model; None: it holds all of it."""
 

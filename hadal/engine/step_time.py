@@ -62,7 +62,7 @@ class PartTime:
     exposed: float
     """How long nothing is computed meanwhile; for computation itself, all of it."""
     wire_nbytes: int
-    """What the rank sends to others."""
+    """Bytes that the rank sends to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class StepTime:
     """The time of one update."""
 
     parts: Mapping[str, PartTime]
-    """By the names of `PARTS`; what is exposed adds up to `seconds`."""
+    """Parts by the names of `PARTS`; what is exposed adds up to `seconds`."""
     seconds: float
     samples: int
     """Samples of all ranks."""
@@ -78,7 +78,7 @@ class StepTime:
     """MFU: the products of forward and backward, without recomputation, in proportion to the
     device's peak; for a measured cluster, to the most that it reached."""
     left_out: tuple[str, ...]
-    """What takes time, but is not counted."""
+    """Work that takes time but is not counted."""
     passes: tuple[float, float]
     """The seconds of all forwards, and of all backwards."""
 

@@ -55,7 +55,7 @@ class Tuner:
         self._say = runner.say
         self._began = time.monotonic()
         self._look: dict[str, Any] = {}
-        """What the profile has found; empty without one."""
+        """Findings of the profile; empty without one."""
         self._space: list[TuningTrial] = []
         self._is_planned = False
         """True if the space has plans of time."""
