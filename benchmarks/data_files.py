@@ -43,8 +43,8 @@ def timed(found: dict[str, Any], name: str) -> Iterator[None]:
     """Record wall time, and processor time of this process."""
     clock, processor = time.perf_counter(), time.process_time()
     yield
-    found[f"{name}_s"] = round(time.perf_counter() - clock, 2)
-    found[f"{name}_processor_s"] = round(time.process_time() - processor, 2)
+    found[f"{name}_s"] = round(time.perf_counter() - clock, 4)
+    found[f"{name}_processor_s"] = round(time.process_time() - processor, 4)
 
 
 def peak_gb() -> float:
