@@ -6,7 +6,7 @@ import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,6 @@ from hadal.order import Order
 from hadal.plugins.monitor.monitor import Monitor
 from hadal.zero import access, place
 from hadal.zero.hooks import shield_hooks
-
-if TYPE_CHECKING:
-    pass
 
 # A part of torch's message if a transform of torch.func meets hooks on saved tensors.
 _NO_SAVED_HOOKS = "don't yet support saved tensor hooks"

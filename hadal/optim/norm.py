@@ -18,7 +18,7 @@ from hadal.zero.sharing import ModelParts, Sharing
 
 # Squares are summed in float32 along rows of this many elements; the rows' sums are added in
 # float64 for precision.
-ROW_NUMEL = 1 << 12
+ROW_NUMEL = 1 << 10
 # The number of elements that a CPU casts together: few enough to stay in the cache.
 _CPU_BLOCK_NUMEL = 1 << 18
 
