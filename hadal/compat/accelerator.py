@@ -455,16 +455,32 @@ class XPU_Accelerator(metaclass=_Kind):
 
 # ---- the memory that programs pin ----------------------------------------------------------------
 
-_pinned = {"calls": 0, "nbytes": 0}
+_FIRST_MARK = 32 * 2**30
 
 
-def track_pinned_memory(num_bytes: int) -> None:
-    """Count memory that `pin_memory` of an accelerator, or the program itself, has pinned."""
-    _pinned["calls"] += 1
-    _pinned["nbytes"] += num_bytes
+class PinnedMemory:
+    """The count of pinned memory, which is logged each time that it has doubled."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin again."""
+        self._bytes, self._calls, self._next_checkpoint = 0, 0, _FIRST_MARK
+
+    def track(self, num_bytes: int) -> None:
+        """Count memory that `pin_memory` of an accelerator, or the program itself, has pinned."""
+        self._calls += 1
+        self._bytes += num_bytes
+        while self._bytes >= self._next_checkpoint:
+            self.log_summary(f"reached {shown_binary(self._next_checkpoint)}")
+            self._next_checkpoint *= 2
+
+    def log_summary(self, tag: str = "") -> None:
+        """Log the count."""
+        amount = shown_binary(self._bytes)
+        logger.info(f"pinned memory {tag}: {amount} by {self._calls} calls of pin_memory")
 
 
-def pinned_memory_summary(tag: str = "") -> None:
-    """Log that count."""
-    amount = shown_binary(_pinned["nbytes"])
-    logger.info(f"pinned memory {tag}: {amount} by {_pinned['calls']} calls of pin_memory")
+pinned = PinnedMemory()
+track_pinned_memory, pinned_memory_summary = pinned.track, pinned.log_summary

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +16,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from hadal import comm
+from hadal.comm import Ranks
+from hadal.comm.adjoint import gathered
 from hadal.compat.surface import NameKind, data, placeholder
 from hadal.config.section import plain
 from hadal.engine.engine import Engine
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
         ProgressiveLayerDrop,
         RandomLTDScheduler,
     )
+    from hadal.compat.tools import SparseTensor
 
 _log = logging.getLogger(__name__)
 _TABLE = data("accessors.json")
@@ -239,6 +245,86 @@ class Accessors(Engine):
         found = [torch.empty_like(value) for _ in range(comm.get_world_size(dp_group))]
         comm.all_gather(found, value, group=dp_group)
         return found
+
+    # ---- means over ranks, of a program's own tensors --------------------------------------------
+
+    def allreduce_bucket(
+        self, bucket: Sequence[Tensor], dp_group: Any, dp_world_size: int | None = None
+    ) -> Tensor:
+        """Return the mean of tensors over a group, end to end. All of its ranks must call it."""
+        values = torch.cat([each.detach().flatten() for each in bucket])
+        mean = values.to(self.communication_data_type)
+        mean /= dp_world_size or comm.get_world_size(dp_group)
+        comm.all_reduce(mean, group=dp_group)
+        return mean.to(values.dtype)
+
+    @torch.no_grad()
+    def allreduce_and_copy(
+        self, small_bucket: Sequence[Tensor], dp_group: Any, dp_world_size: int | None = None
+    ) -> None:
+        """Replace tensors by their mean over a group. All of its ranks must call it."""
+        means = self.allreduce_bucket(small_bucket, dp_group, dp_world_size)
+        parts = means.split([each.numel() for each in small_bucket])
+        for each, mean in zip(small_bucket, parts, strict=True):
+            each.copy_(mean.view_as(each))
+
+    def allreduce_no_retain(
+        self,
+        bucket: Sequence[Tensor],
+        dp_group: Any,
+        numel_per_bucket: int = 500_000_000,
+        dp_world_size: int | None = None,
+    ) -> None:
+        """Do as `allreduce_and_copy`, with about so many elements at a time."""
+        total = 0
+        places = [(total := total + each.numel()) // numel_per_bucket for each in bucket]
+        for _, part in groupby(zip(places, bucket, strict=True), itemgetter(0)):
+            self.allreduce_and_copy([each for _, each in part], dp_group, dp_world_size)
+
+    def buffered_allreduce_fallback(
+        self, grads: Sequence[Tensor] | None = None, elements_per_buffer: int = 500_000_000
+    ) -> None:
+        """Replace tensors by their mean over the ranks that average gradients.
+
+        Without tensors do nothing: the engine averages its gradients itself.
+        """
+        if grads is not None:
+            self.allreduce_no_retain(grads, self.topology.sharding.group, elements_per_buffer)
+
+    def sparse_all_gather(self, value: Tensor, dp_group: Any) -> list[Tensor]:
+        """Return the rows of every rank of a group. All of its ranks must call it."""
+        counts = self.all_gather_scalar(torch.tensor([len(value)], device=value.device), dp_group)
+        sizes = [int(count) for count in counts]
+        ranks = Ranks.world() if dp_group is None else Ranks.of(dp_group)
+        whole = gathered(value, 0, sizes, ranks, "the rows of a table's gradient")
+        return list(whole.split(sizes))
+
+    def sparse_allreduce(
+        self, sparse: SparseTensor, dp_group: Any, dp_world_size: int | None = None
+    ) -> SparseTensor:
+        """Give a sparse gradient its mean over a group: every rank's rows, divided by the ranks."""
+        mean = sparse.values / (dp_world_size or comm.get_world_size(dp_group))
+        sparse.indices = torch.cat(self.sparse_all_gather(sparse.indices, dp_group))
+        sparse.values = torch.cat(self.sparse_all_gather(mean, dp_group))
+        return sparse
+
+    def sparse_allreduce_bucket(
+        self, bucket: Sequence[SparseTensor], dp_group: Any, dp_world_size: int | None = None
+    ) -> list[SparseTensor]:
+        """Do as `sparse_allreduce` with each of them."""
+        return [self.sparse_allreduce(each, dp_group, dp_world_size) for each in bucket]
+
+    def sparse_allreduce_no_retain(
+        self, bucket: Sequence[SparseTensor], dp_group: Any, dp_world_size: int | None = None
+    ) -> None:
+        """Give the gradients that these were made of their mean over a group."""
+        for each in self.sparse_allreduce_bucket(bucket, dp_group, dp_world_size):
+            assert each.orig_dense_tensor is not None  # those of an embedding
+            each.orig_dense_tensor.data = each.to_coo_tensor()
+
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Return `no_sync()`: the reductions of the backwards inside may wait for the step."""
+        return self.no_sync()
 
     # Programs that call these do so before `step`. What replaces them would never be called.
 

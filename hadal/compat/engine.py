@@ -312,6 +312,29 @@ class DeepSpeedEngine(Accessors):
         """Put `zero_to_fp32.py` into a directory of checkpoints, as each save does."""
         place_scripts(Path(save_path))
 
+    @staticmethod
+    def _get_expert_ckpt_name(
+        checkpoints_path: str | Path,
+        layer_id: int,
+        expert_id: int,
+        tag: str | None,
+        mpu: Any = None,
+        checkpoint_mp_rank: int | None = None,
+    ) -> str:
+        """Return the file in which DeepSpeed stores an expert."""
+        part = checkpoint_mp_rank or (0 if mpu is None else mpu.get_model_parallel_rank())
+        layer = f"layer_{layer_id}_" if layer_id >= 0 else ""
+        name = f"{layer}expert_{expert_id}_mp_rank_{part:02d}_model_states.pt"
+        return str(Path(checkpoints_path, tag or "", name))
+
+    def _get_optimizer_ckpt_name(
+        self, checkpoints_path: str | Path, tag: str, expp_rank: int
+    ) -> str:
+        """Return the file in which DeepSpeed stores an optimizer beside sharded experts."""
+        part = self.get_model_parallel_rank()
+        name = f"expp_rank_{expp_rank}_mp_rank_{part:02d}_optim_states.pt"
+        return str(Path(checkpoints_path, tag, name))
+
     def _broadcast_model(self) -> None:
         """Give all ranks rank 0's weights and buffers, as `initialize` did. All ranks must call it.
 

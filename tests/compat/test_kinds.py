@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from engine.toys import config_of, model_of, train
+from engine.toys import assert_equal, backward, config_of, model_of, train
+from ranks import on_ranks
 from torch import nn
 
 from hadal.compat.engine import initialize
@@ -205,6 +208,60 @@ def test_what_an_engine_tells_of_itself() -> None:
     assert engine.get_batch_info() == ((micro + 1) * steps, micro + 1, steps)
     with pytest.raises(UsageError, match="from 1 on"):
         engine.set_train_micro_batch_size(0)
+
+
+@on_ranks(2)
+def test_an_engine_averages_tensors_of_the_program() -> None:
+    rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    engine = begin(zero_optimization={"stage": 2})
+    tensors = [torch.full((2, 3), float(rank)), torch.tensor([4.0 * rank]), torch.ones(0)]
+    assert engine.allreduce_bucket(tensors, group).tolist() == [0.5] * 6 + [2.0]
+    assert tensors[1] == 4 * rank
+    engine.allreduce_no_retain(tensors, group, numel_per_bucket=6)
+    assert bool((tensors[0] == 0.5).all()) and tensors[1] == 2
+    engine.buffered_allreduce_fallback([tensors[1].fill_(rank)])
+    engine.buffered_allreduce_fallback()
+    assert tensors[1] == 0.5
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.arange(rank + 1)).sum().backward()
+    sparse = alias("deepspeed.runtime.sparse_tensor").SparseTensor
+    assert table.weight.grad is not None
+    engine.sparse_allreduce_no_retain([sparse(table.weight.grad)], group)
+    assert table.weight.grad.to_dense().tolist() == [[1, 1], [0.5, 0.5], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_reductions_of_several_backwards_may_wait_for_the_step(stage: int) -> None:
+    def weights_after(coalesces: bool) -> Any:
+        engine = initialize(
+            model=model_of(), config=config_of(stage, gradient_accumulation_steps=2)
+        )[0]
+        with engine.coalesce_grad_reduction() if coalesces else nullcontext():
+            for at in range(2):
+                engine.set_gradient_accumulation_boundary(at == 1)
+                backward(engine, at)
+            if coalesces:
+                with pytest.raises(UsageError, match="no_sync"):
+                    engine.step()
+        engine.step()
+        return engine.state_dict()
+
+    assert_equal(weights_after(True), weights_after(False))
+
+
+def test_names_of_deepspeed_s_files() -> None:
+    engine = begin()
+    assert engine._get_expert_ckpt_name("a", 2, 3, "t") == (
+        "a/t/layer_2_expert_3_mp_rank_00_model_states.pt"
+    )
+    split = SimpleNamespace(get_model_parallel_rank=lambda: 1)
+    assert engine._get_expert_ckpt_name("a", -1, 3, None, split) == (
+        "a/expert_3_mp_rank_01_model_states.pt"
+    )
+    assert engine._get_optimizer_ckpt_name("a", "t", 1) == (
+        "a/t/expp_rank_1_mp_rank_00_optim_states.pt"
+    )
 
 
 def test_a_curriculum_that_is_not_there_is_an_error() -> None:

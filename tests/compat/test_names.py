@@ -762,7 +762,7 @@ def test_a_program_sets_attributes_of_a_parameter_of_its_own() -> None:
         ("compile.passes.prefetch.schedule_prefetch", "stage3_prefetch_bucket_size"),
         ("module_inject.auto_ep.AutoEP", "expert_parallel"),
         ("linear.Init", "peft"),
-        ("checkpoint.DeepSpeedCheckpoint", "hadal checkpoint"),
+        ("checkpoint.ds_to_universal.merge_tp_slices", "hadal checkpoint"),
     ],
 )
 def test_names_that_are_not_built_say_what_to_use(name: str, instead: str) -> None:
@@ -879,6 +879,19 @@ def test_small_functions_of_private_names(caplog: pytest.LogCaptureFixture) -> N
         pinned.pinned_memory_summary("here")
     logger.removeHandler(caplog.handler)
     assert "pinned memory here: " in caplog.text and pinned._fmt_bytes(2048) == "2 KiB"
+    counter = pinned._tracker
+    counter.reset()
+    pinned.track_pinned_memory(40 * 2**30)
+    pinned.track_pinned_memory(1)
+    assert (counter._bytes, counter._calls, counter._next_checkpoint) == (
+        40 * 2**30 + 1,
+        2,
+        64 * 2**30,
+    )
+    counter.reset()
+    assert counter._bytes == counter._calls == 0
+    made = alias("deepspeed.runtime.zero.partition_parameters")._orig_torch_empty(2, 1)
+    assert made.shape == (2, 1)
     gathered = alias("deepspeed.runtime.zero.partition_parameters").get_allgather_dtype
     weight = nn.Parameter(torch.ones(1))
     assert gathered(weight, weight.detach().half()) == torch.float16

@@ -106,8 +106,6 @@ def test_names_without_a_home_raise_when_used() -> None:
     [
         ("fpdt_layer.FPDT_Attention", "activation_checkpointing.cpu_checkpointing"),
         ("fpdt_layer._FPDTGPUOffloadingAttentionImpl_", "sequence_parallel_size"),
-        ("auto_sp.auto_wrap_model_for_sp", "sequence_parallel_size"),
-        ("autosp_vit.UlyssesSPViTAttention", "DistributedAttention"),
     ],
 )
 def test_names_for_long_sequences_mention_the_replacement(name: str, instead: str) -> None:

@@ -36,7 +36,12 @@ def test_layers_that_were_cut_have_deepspeed_s_names() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(ColumnLinear, "SubParamLinearLayer"), (RowLinear, "SubParamLinearAllreduce")],
+    [
+        (ColumnLinear, "SubParamLinearLayer"),
+        (ColumnLinear, "fused_LinearLayer"),
+        (ColumnLinear, "GateUpPack_LinearLayer"),
+        (RowLinear, "SubParamLinearAllreduce"),
+    ],
 )
 def test_fused_layers_have_a_class_of_their_own(kind: type[nn.Module], name: str) -> None:
     layer: Any = kind.__new__(kind)
