@@ -13,6 +13,8 @@ import pkgutil
 import re
 import runpy
 import sys
+import textwrap
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -31,17 +33,20 @@ from hadal.cli.parser import (
 )
 from hadal.cli.terminal import (
     COLOURS,
+    FAILED,
     FAINT,
+    WIDEST,
     CommandError,
     aligned,
     heading,
+    note,
     picture_path,
     show,
     show_json,
     table,
     write_picture,
 )
-from hadal.errors import ModelError
+from hadal.errors import HadalError, ModelError
 from hadal.units import shown_nbytes, shown_numel
 
 if TYPE_CHECKING:
@@ -189,6 +194,8 @@ def run(parsed: argparse.Namespace) -> int:
         show_json(_plain(found, changes) | {"units": [block._asdict() for block in found.blocks]})
     else:
         _show(found, changes)
+        for line in found.rank.config.lines:
+            note(line)
     if parsed.output is not None:
         write_picture(figure_of(found), parsed.output)
     return 0 if found.fits else 1
@@ -339,7 +346,25 @@ def _of_program(
     except SystemExit as end:
         if end.code:
             raise
+    except Exception as error:
+        _fail_as_program(error, name)
     raise CommandError(f"{name} ended without a forward of an engine that `initialize` returned")
+
+
+def _fail_as_program(error: Exception, name: str) -> NoReturn:
+    """Raise an error of Hadal's, with the program's line; show another as Python does.
+
+    The frames of this command are left out.
+    """
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != name:
+        frames = frames.tb_next
+    if not isinstance(error, HadalError):
+        traceback.print_exception(error.with_traceback(frames))
+        raise SystemExit(FAILED) from None
+    for frame in traceback.extract_tb(frames, 1):
+        note(f"{name}, line {frame.lineno}: {frame.line}")
+    raise error
 
 
 # ---- output --------------------------------------------------------------------------------------
@@ -359,17 +384,18 @@ def _said(found: Foresight) -> str:
 
 def _show_stages(plans: Mapping[MemoryPlan, Foresight], best: MemoryPlan | None) -> None:
     one = next(iter(plans.values()))
-    room = f"on {shown_nbytes(one.cluster.device_nbytes)},"
-    title = f"{room}\nhost {shown_nbytes(one.cluster.host_nbytes)}"
+    room, host = _gb(one.cluster.device_nbytes), shown_nbytes(one.cluster.host_nbytes)
+    title = f"of {room} GB,\nhost {host}"
     numbers = ("device,\nstates", "device", "host", "disk", "host of\na node")
     made = table("stage", "offload_\noptimizer", "offload_\nparam", *numbers, title, right=numbers)
     for chosen, found in plans.items():
         in_node = found.cluster.devices_per_node * found.total.host
         sizes = map(_gb, (found.memory.held.device, *found.total, in_node))
         end, style = (", best", "best") if chosen == best else ("", None)
-        cells = (str(chosen.stage), *chosen.tiers.values(), *sizes, _verdict(found) + end)
+        fit = _verdict(found).removeprefix("does not fit: ").replace(f" of {room}", "")
+        cells = (str(chosen.stage), *chosen.tiers.values(), *sizes, fit + end)
         made.add_row(*cells, style=style)
-    show(heading(f"{_said(one)}, bf16 or fp16 with Adam, GB per rank"), "", made, "")
+    show(heading(_filled(f"{_said(one)}, bf16 or fp16 with Adam, GB per rank")), "", made, "")
 
 
 def _show(found: Foresight, changes: Sequence[Change]) -> None:
@@ -378,11 +404,12 @@ def _show(found: Foresight, changes: Sequence[Change]) -> None:
     stage = f"stage {found.memory.stage} with {found.memory.optimizer}"
     numbers = ("device", "host", "disk")
     made = table("GB per rank", *numbers, "", right=numbers)
+    made.columns[-1].max_width = 64
     for need in found.kinds:
         if any(need.held):
             made.add_row(need.kind, *map(_gb, need.held), need.how)
     made.add_row("total", *map(_gb, found.total), _verdict(found), style="heading")
-    show(heading(f"{_said(found)}, {stage}"), "", made, "")
+    show(heading(_filled(f"{_said(found)}, {stage}")), "", made, "")
     rows = []
     for (kind, kept, recomputed), same in groupby(found.blocks, lambda block: block[1:]):
         each = f"{_gb(kept)} GB each until backward, with recomputation {_gb(recomputed)} GB"
@@ -393,14 +420,18 @@ def _show(found: Foresight, changes: Sequence[Change]) -> None:
         unit = f" of {found.peak.unit}" if found.peak.unit else ""
         batch = " and ".join(" x ".join(map(str, shape)) for shape in _shapes(found.batch))
         where = f"{found.peak.phase}{unit}"
-        show(f"The peak is in {where}, with a micro-batch of {batch} a rank.{_stages(found)}", "")
+        show(_filled(f"The peak is in {where}, with a micro-batch of {batch} a rank."))
     else:
-        show(f"Without a batch, activations and time are left out.{_stages(found)}", "")
+        show("Without a batch, activations and time are left out.")
+    if len(found.stages) > 1:
+        show(_filled(_stages(found)))
+    show("")
     sizes, job = counted(found.rank.model), found.rank.job
-    whole, parts = (_gb(host_nbytes(sizes, job, born_sharded=born)) for born in (False, True))
+    whole, parts = (host_nbytes(sizes, job, born_sharded=born) for born in (False, True))
+    inside = f";\ninside zero.Init {_gb(parts)} GB" if parts < whole else ""
     show(
-        f"While every process builds the model in fp32, a node's host holds {whole} GB; inside"
-        f" zero.Init {parts} GB.",
+        "While every process builds the model in fp32, a node's host holds"
+        f" {_gb(whole)} GB{inside}.",
         "",
     )
     if found.time is not None:
@@ -433,10 +464,8 @@ def _verdict(found: Foresight) -> str:
 
 
 def _stages(found: Foresight) -> str:
-    if len(found.stages) == 1:
-        return ""
     number, totals = 1 + found.stages.index(max(found.stages)), ", ".join(map(_gb, found.stages))
-    return f" This is stage {number} of {len(found.stages)}, which need {totals} GB."
+    return f"This is stage {number} of {len(found.stages)}, which need {totals} GB."
 
 
 def _show_time(found: Foresight) -> None:
@@ -451,21 +480,25 @@ def _show_time(found: Foresight) -> None:
     made.add_row("total", "", f"{1e3 * time.seconds:,.1f}", "", style="heading")
     rate = f"{time.samples_per_second:,.2f} samples per second, MFU {time.utilization:.0%}"
     assumed = {text.split(":")[0] for text in found.cluster.sources.values()}
-    left_out = f" Not counted: {', '.join(time.left_out)}." if time.left_out else ""
+    left_out = f"\nNot counted: {', '.join(time.left_out)}." if time.left_out else ""
     show(made, "", f"{rate}; speeds are {' and '.join(sorted(assumed))}.{left_out}", "")
 
 
 def _show_changes(changes: Sequence[Change]) -> None:
     last = changes[-1].after
     what = "What would make it fit" if last.fits else "What would help, though it does not suffice"
-    rows = []
+    show(heading(f"{what}, in the order of its cost:"))
     for change in changes:
-        saved = f"saves {_gb(change.saved.device)} GB"
         takes = change.after.time
-        rate = "" if takes is None else f"{takes.samples_per_second:,.2f} samples/s"
-        rows.append((change.what, saved, rate, json.dumps(change.patch)))
-    show(heading(f"{what}, in the order of its cost:"), aligned(rows), "")
-    show(f"Then: {_verdict(last)}.")
+        rate = "" if takes is None else f", {takes.samples_per_second:,.2f} samples/s"
+        show(f"{change.what}: saves {_gb(change.saved.device)} GB{rate}")
+        show(textwrap.indent(_filled(json.dumps(change.patch)), "  "))
+    show("", f"Then: {_verdict(last)}.")
+
+
+def _filled(text: str) -> str:
+    """Return a text, or a JSON, in lines."""
+    return textwrap.fill(text, WIDEST - 2, break_long_words=False, break_on_hyphens=False)
 
 
 def _gb(nbytes: int) -> str:
@@ -481,6 +514,7 @@ def _plain(found: Foresight, changes: Sequence[Change] = ()) -> dict[str, Any]:
         "stage": found.memory.stage,
         "optimizer": found.memory.optimizer,
         "micro_batch": _shapes(found.batch),
+        "notes": found.rank.config.notes,
         "states": found.memory.held._asdict(),
         "total": found.total._asdict(),
         "lacks": found.lacks._asdict(),

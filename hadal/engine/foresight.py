@@ -156,10 +156,10 @@ class Foresight:
 
 
 _HOW = {
-    "activations": "saved for backward, and temporary tensors of operations, by a trace",
-    "logits": "tensors whose last dimension is the vocabulary's, and the loss's own over it",
-    "workspace": "blocks of gradients in float32, and weights that are gathered in pieces",
-    "fragments": f"assumed: {_FRAGMENTED:.0%} of what is allocated and freed in every update",
+    "activations": "saved for backward, and temporary tensors, by a trace",
+    "logits": "tensors over the vocabulary, the loss's own included",
+    "workspace": "gradients cast to float32, weights gathered in pieces",
+    "fragments": f"assumed: {_FRAGMENTED:.0%} of what every update allocates and frees",
 }
 
 
@@ -416,6 +416,7 @@ def _zero(**keys: Any) -> dict[str, Any]:
 
 
 _OFFLOADED = {"device": "cpu", "pin_memory": True}
+_ON_DISK = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True}
 _SMALL_BUCKETS = {
     "reduce_bucket_size": 50_000_000,
     "allgather_bucket_size": 50_000_000,
@@ -431,6 +432,8 @@ _CHANGES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("recompute every block in backward", {"activation_checkpointing": {"modules": "units"}}),
     ("keep the optimizer's state on the host", _zero(offload_optimizer=_OFFLOADED)),
     ("keep weights on the host", _zero(stage=3, offload_param=_OFFLOADED)),
+    ("keep the optimizer's state on a disk", _zero(stage=1, offload_optimizer=_ON_DISK)),
+    ("keep the optimizer's state on a disk", _zero(offload_optimizer=_ON_DISK)),  # stages 2 and 3
 )
 """In order of what they usually cost in time."""
 _TRAIN, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
@@ -441,16 +444,20 @@ _WORTH = 0.01
 def advise(found: Foresight) -> list[Change]:
     """Return the changes that make a plan fit, in order of their cost; all that help if none does.
 
-    Each change that saves at least 1 % of the device's memory is kept and the next is tried on top
-    of it. Micro-batches are halved, with twice the micro-steps, before anything leaves the device.
-    In the end, those without which it fits as well and is not slower are left out.
+    Each change that saves at least 1 % of the memory that lacks, the device's before the host's, is
+    kept and the next is tried on top of it. Micro-batches are halved, with twice the micro-steps,
+    before anything leaves the device, and again when something has left it. In the end, those
+    without which it fits as well and is not slower are left out.
     """
     planner = found.planner.on(found.cluster)
     kept: list[_Trial] = []
     now, may_halve = found, True
     steps = [_Trial(*change) for change in _CHANGES]
-    while steps and not now.fits:
-        half = _halved(now) if _leaves_device(steps[0].patch) and may_halve else None
+    while not now.fits:
+        is_next = not steps or _leaves_device(steps[0].patch)
+        half = _halved(now) if is_next and may_halve else None
+        if half is None and not steps:
+            break
         step = half or steps.pop(0)
         if not _is_new(now, step.patch):
             continue
@@ -460,10 +467,13 @@ def advise(found: Foresight) -> list[Change]:
             may_halve = may_halve and step is not half
             continue
         fixed = sum(need.held.device for need in now.kinds if need.kind in LIBRARIES)
-        saved = now.total.device - after.total.device
-        if saved >= _WORTH * (now.total.device - fixed):
+        if now.lacks.device or now.cluster.computes_on_host:
+            saved, held = now.total.device - after.total.device, now.total.device - fixed
+        else:
+            saved, held = now.total.host - after.total.host, now.total.host
+        if saved >= _WORTH * held:
             kept.append(step)
-            now = after
+            now, may_halve = after, True  # the peak may be another kind's
         elif step is half:
             may_halve = False
     for step in kept[-2::-1] if now.fits else ():

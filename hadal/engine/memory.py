@@ -308,10 +308,7 @@ def _gathers(planned: ModelPlan) -> MemoryKind:
     return MemoryKind(
         "gathers",
         TierBytes(most),
-        "weights in use, ahead of use or kept for backward (stage3_max_live_parameters:"
-        f" {shown_numel(planned.limits.live_numel)} elements)"
-        if cut
-        else "weights are whole",
+        "weights in use, ahead of use or kept for backward" if cut else "weights are whole",
     )
 
 
@@ -354,13 +351,13 @@ def _reductions(planned: ModelPlan, config: Config, counts: RankCounts) -> Memor
             most = max(most, min(own, largest + WAITING_NBYTES))
     dtypes = {str(bucket.precision.reduce).removeprefix("torch.") for bucket in reduced}
     is_cut = any(bucket.partition.gradients for bucket in reduced)
-    said = ["whole buckets of gradients"] if is_cut else []
+    said = ["whole buckets"] if is_cut else []
     if any(wire_nbytes(bucket, config, counts) for bucket in reduced):
-        said.append(f"copies to send in {' and '.join(sorted(dtypes))}")
+        said.append(f"copies in {' and '.join(sorted(dtypes))}")
     return MemoryKind(
         "reductions",
         TierBytes(most),
-        ", ".join([*said, "gradients before their copy into a bucket"]),
+        ", ".join([*said, "gradients not yet in a bucket"]),
     )
 
 
@@ -407,8 +404,7 @@ def _of_libraries(planned: ModelPlan, config: Config, job: JobSize) -> list[Memo
         MemoryKind(
             "communicators",
             TierBytes(_CONNECTION_NBYTES * sum(nbytes)),
-            f"assumed: NCCL over NVLink, {shown_binary(_CONNECTION_NBYTES)} for each of"
-            f" {_RING_CHANNELS} channels, or {_PAIR_CHANNELS} to each peer; of {said}"
+            f"assumed: NCCL, {shown_binary(_CONNECTION_NBYTES)} a channel; of {said}"
             if found
             else "there is one rank",
         ),

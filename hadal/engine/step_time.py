@@ -641,10 +641,10 @@ class _Update:
 
 
 def _left_out(config: Config) -> tuple[str, ...]:
-    found = []
-    if STAGES[config.zero_optimization.stage].weights and config.zero_optimization.divergent_ranks:
-        found.append("announcements of gathers (zero_optimization.divergent_ranks)")
-    return tuple(found)
+    zero = config.zero_optimization
+    if STAGES[zero.stage].weights and zero.divergent_ranks is True:  # "auto" plans them
+        return ("announcements of gathers (zero_optimization.divergent_ranks)",)
+    return ()
 
 
 def _product_dtype(planned: ModelPlan, config: Config, cluster: ComputeCluster) -> str:

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+import hadal
 from hadal.cli.main import main
+from hadal.engine import assemble
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -112,6 +114,39 @@ def test_the_table_and_the_picture(
     assert "4 x LlamaDecoderLayer  1.71 GB each until backward, with recomputation 0.07 GB" in told
     assert "The peak is in" in told and "samples per second" in told
     assert "<svg" in picture.read_text()
+
+
+KEYS: list[dict[str, Any]] = [
+    {},
+    {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+    {
+        "tensor_parallel": {"autotp_size": 2},
+        "pipeline": {"auto": True, "stages": 2},
+        "gradient_accumulation_steps": 4,
+    },
+]
+
+
+@pytest.mark.parametrize("keys", [None, *KEYS])
+def test_no_line_is_wider_than_a_page(
+    keys: dict[str, Any] | None, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if keys is None:
+        words = words[:3]
+    else:
+        Path(words[-1]).write_text(json.dumps(CONFIG | keys))
+    assert main([*words, "--cluster", "l4x8", "--nodes", "2"]) in (0, 1)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+
+def test_keys_that_do_nothing_are_told(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(words[-1]).write_text(json.dumps(CONFIG | {"aio": {"block_size": 4096}}))
+    said = 'aio.block_size: has no effect without an offload device "nvme"'
+    assert main(words) == 0
+    assert f"keys that do nothing here: {said}" in capsys.readouterr().err
+    assert planned(words, capsys)[1]["notes"] == [said]
 
 
 def test_more_tokens_take_more_activations(
@@ -218,6 +253,46 @@ def test_a_program_is_planned_up_to_its_first_forward(ends: bool, tmp_path: Path
         found = json.loads(done.stdout)
         assert done.returncode == 0 and found["peak"]["phase"] == "backward"
         assert found["time"]["samples_per_second"] > 0
+
+
+@pytest.fixture
+def in_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A directory in which programs are planned by this process, which is restored."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(assemble, "initialize", assemble.initialize)
+    monkeypatch.setattr(hadal.zero.Init, "__init__", hadal.zero.Init.__init__)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("program", "said", "frames"),
+    [
+        (
+            "def build():\n    return 1 / 0\n\nbuild()\n",
+            'Traceback (most recent call last):\n  File "wrong.py", line 4, in <module>\n',
+            2,
+        ),
+        ("def build(:\n", '  File "wrong.py", line 1\n', 1),
+        (
+            "import hadal\n\nhadal.initialize(config={})\n",
+            "note: wrong.py, line 3: hadal.initialize(config={})\nerror: initialize was given no",
+            0,
+        ),
+    ],
+)
+def test_an_error_of_a_program_begins_with_its_own_line(
+    program: str, said: str, frames: int, in_place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (in_place / "wrong.py").write_text(program)
+    try:
+        code = main(["plan", "wrong.py"])
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    told = capsys.readouterr().err
+    assert code == 1 and told.startswith(said) and told.count('File "') == frames
 
 
 def test_bad_words_are_told(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from hadal.config import load_config
 from hadal.engine.activations import _Recorder
 from hadal.engine.clusters import cluster_here, cluster_named, cluster_of
 from hadal.engine.foresight import CandidatePlanner, Foresight, Planner, advise, merged
+from hadal.engine.memory import SizedModel
 from hadal.errors import ConfigError, ModelError, NotBuiltYetError
 from hadal.plugins.pipeline.schedule import BackwardPass, ForwardPass
 
@@ -177,6 +178,36 @@ def test_smaller_micro_batches_come_before_the_host() -> None:
         "gradient_accumulation_steps": 2,
     }
     assert some[0].after.time.samples == 4 * ROWS  # type: ignore[union-attr]
+
+
+AWAY = {"device": "cpu", "pin_memory": True}
+
+
+def test_micro_batches_are_halved_again_when_the_state_has_left_the_device() -> None:
+    """The update is the peak at first, where smaller batches save nothing."""
+    rows, half = ROWS // 4, {"train_micro_batch_size_per_gpu": ROWS // 8}
+    raw = planned(0, activation_checkpointing={"modules": "units"}).raw
+    raw = merged(raw, {"train_micro_batch_size_per_gpu": rows})
+    whole = hadal.plan(model(), raw, BATCH[:rows], cluster="h100x1")
+    assert whole.peak is not None and whole.peak.phase == "step"
+    zero = {"stage": 3, "offload_optimizer": AWAY, "offload_param": AWAY}
+    moved = merged(raw, half | {"zero_optimization": zero})
+    least = hadal.plan(model(), moved, BATCH[: rows // 2], cluster="h100x1").total.device
+    cluster = dataclasses.replace(whole.cluster, device_nbytes=least)
+    some = advise(hadal.plan(model(), raw, BATCH[:rows], cluster=cluster))
+    assert some[-1].after.fits
+    assert {key for change in some for key in change.patch} >= half.keys()
+
+
+def test_what_a_host_has_no_room_for_goes_to_a_disk() -> None:
+    large, raw = SizedModel(2_000_000_000), {"train_batch_size": 1, "bf16": {"enabled": True}}
+    room = {"device_nbytes": 16_000_000_000, "host_nbytes": 8_000_000_000}
+    tiny = dataclasses.replace(cluster_named("h100x1"), **room)
+    some = advise(hadal.plan(large, raw, cluster=tiny))
+    assert some[-1].after.fits
+    patches = [str(change.patch) for change in some]
+    assert "nvme" in patches[-1]
+    assert not any("offload_param" in patch for patch in patches)  # the host would lack more
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
