@@ -99,11 +99,17 @@ test-processors: $(VENV)/.test  ## run the contracts and what compares bits as o
 
 $(SUITES)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SUITES)
-	$(SUITES)/bin/python -m pip install --quiet -c constraints.txt 'torch==2.13.0' -e '.[compat]' ./compat/deepspeed-stub \
+	$(SUITES)/bin/python -m pip install --quiet -c constraints.txt 'torch==2.13.0' -e . -e '.[compat]' ./compat/deepspeed-stub \
 		trl datasets evaluate pytest parameterized==0.9.0 hjson==3.1.0 py-cpuinfo==9.0.0
 	@touch $@
 
-suites: $(SUITES)/.installed  ## run other people's programs and tests on Hadal (SUITE="accelerate trl"; hours for all)
+# DeepSpeed itself, which the rows `deepspeed` and `losses` are compared with.
+.venv-deepspeed/.suites: | $(SUITES)/.installed
+	$(SUITES)/bin/python benchmarks/step.py --install-deepspeed
+	.venv-deepspeed/bin/python -m pip install --quiet -c constraints.txt 'torch==2.13.0' trl datasets
+	@touch $@
+
+suites: $(SUITES)/.installed $(if $(filter deepspeed losses,$(or $(SUITE),losses)),.venv-deepspeed/.suites)  ## run other people's programs and tests on Hadal (SUITE="accelerate trl"; hours for all)
 	$(SUITES)/bin/python benchmarks/suites/run.py --work $(SUITES)/work --checkouts $(CHECKOUTS) $(SUITE)
 
 lint: $(VENV)/.test  ## look at style and layout

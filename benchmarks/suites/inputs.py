@@ -6,11 +6,14 @@ FOLDER/hub, as the hub's cache has them, so that the test finds them offline.
 
 from __future__ import annotations
 
+import array
 import json
+import math
 import random
 import shutil
 import sys
 import tempfile
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +61,7 @@ def write_models(folder: Path) -> None:
 
 
 def write_data(folder: Path) -> None:
-    """Write 32 rows of each kind that a trainer of trl takes, and a plain text."""
+    """Write rows of each kind that a trainer of trl takes, and a plain text."""
     from datasets import load_dataset
 
     drawn = random.Random(0)
@@ -74,12 +77,35 @@ def write_data(folder: Path) -> None:
     }
     for name, row in rows.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
+        count = 400 if name == "sentences" else 32  # Ray Train's example takes 1 % of them
         for split in ("train", "test"):
-            lines = [json.dumps(row()) + "\n" for _ in range(32)]
+            lines = [json.dumps(row()) + "\n" for _ in range(count)]
             (folder / name / f"{split}.jsonl").write_text("".join(lines))
     (folder / "lines.txt").write_text("".join(some(12) + "\n" for _ in range(200)))
     # DeepSpeed-Chat knows the columns by this name.
     load_dataset(str(folder / "pairs")).save_to_disk(folder / "Dahoas/rm-static")
+
+
+def write_sounds(folder: Path) -> None:
+    """Write sequences of three tones, and the letters that name them, as FunASR reads them."""
+    place = folder / "sounds"
+    place.mkdir()
+    drawn, lines = random.Random(0), []
+    for number in range(16):
+        letters = [drawn.choice("abcd") for _ in range(3)]
+        samples = array.array("h")
+        for letter in letters:
+            pitch = "abcd".index(letter) + 1
+            samples.extend(int(8000 * math.sin(0.1 * pitch * moment)) for moment in range(6000))
+        with wave.open(str(place / f"{number}.wav"), "wb") as sound:
+            sound.setparams((1, 2, 16000, 0, "NONE", ""))
+            sound.writeframes(samples.tobytes())
+        row = {"key": str(number), "source": str(place / f"{number}.wav"), "source_len": 140}
+        lines.append(json.dumps(row | {"target": "".join(letters), "target_len": 3}) + "\n")
+    (place / "sounds.jsonl").write_text("".join(lines))
+    (place / "tokens.txt").write_text(
+        "\n".join(["<blank>", "<s>", "</s>", *"abcd", "<unk>"]) + "\n"
+    )
 
 
 def write_cache(folder: Path) -> None:
@@ -150,7 +176,8 @@ def write_hub(home: Path) -> None:
 def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    for write in (write_models, write_data, write_cache, write_configurations, write_hub):
+    writers = (write_models, write_data, write_sounds, write_cache, write_configurations, write_hub)
+    for write in writers:
         write(folder)
 
 

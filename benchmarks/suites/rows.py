@@ -219,6 +219,51 @@ _MEGATRON_FILES = {
     "torchvision/datasets.py": "VisionDataset = object",
 }
 
+# ---- Ray Train -----------------------------------------------------------------------------------
+
+_RAY = (
+    "doc/source/train/examples/pytorch/deepspeed_finetune/train.py --model_name {inputs}/llama"
+    " --dataset_name {inputs}/sentences --cpu_only --seq_length 32 --num_epochs %d"
+    " --storage_path {inputs}/../ray/storage --resume_experiment zero%d --zero_stage %d"
+)
+_RAY_PROGRAMS = tuple(
+    Program(f"ZeRO-{stage}{said}", _RAY % (epochs, stage, stage), ranks=0)
+    for stage in (2, 3)
+    for said, epochs in (("", 1), (", continued", 2))
+)
+
+# ---- FunASR --------------------------------------------------------------------------------------
+
+_FUNASR = (
+    "-m funasr_on_cpus --config-path {inputs}/../funasr/examples/aishell/transformer/conf"
+    " --config-name transformer_12e_6d_2048_256 ++train_data_set_list={inputs}/sounds/sounds.jsonl"
+    " ++valid_data_set_list={inputs}/sounds/sounds.jsonl"
+    " ++tokenizer_conf.token_list={inputs}/sounds/tokens.txt"
+    " ++encoder_conf.num_blocks=2 ++encoder_conf.output_size=64 ++encoder_conf.linear_units=64"
+    " ++decoder_conf.num_blocks=1 ++decoder_conf.linear_units=64 ++backend=gloo ++device=cpu"
+    " ++dataset_conf.batch_type=example ++dataset_conf.batch_size=4 ++dataset_conf.num_workers=0"
+    " ++dataset_conf.preprocessor_speech=null ++train_conf.use_deepspeed=true"
+    " ++train_conf.avg_nbest_model=2 ++deepspeed_config=zero%d.json ++output_dir=out%d"
+    " ++train_conf.max_epoch=%d"
+)
+_FUNASR_PROGRAMS = tuple(
+    Program(f"ZeRO-{stage}{said}", _FUNASR % (stage, stage, epochs))
+    for stage in (1, 2, 3)
+    for said, epochs in (("", 2), (", continued", 3))
+)
+_FUNASR_FILES = {
+    f"zero{stage}.json": json.dumps(
+        {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_clipping": 5,
+            "checkpoint": {"deepspeed_files": True},
+            "zero_optimization": {"stage": stage},
+        }
+    )
+    for stage in (1, 2, 3)
+}
+_FUNASR_NEEDS = "hydra-core==1.3.8 librosa==0.11.0 kaldiio==2.18.1 rapidfuzz==3.14.6"
+
 SUITES = (
     Suite(
         name="accelerate",
@@ -299,6 +344,28 @@ SUITES = (
         packages=("nltk", "pybind11"),
         files=_MEGATRON_FILES,
         programs=_MEGATRON_PROGRAMS,
+    ),
+    Suite(
+        name="ray",
+        version="2.60.0, example at 1774251b",
+        what="Ray Train's `deepspeed_finetune/train.py` at ZeRO-2 and 3, each continued",
+        passes=4,
+        repository="ray-project/ray",
+        copied=("doc/source/train/examples/pytorch/deepspeed_finetune",),
+        # Later versions of datasets pickle the whole of Ray's worker for num_proc=1.
+        packages=("ray==2.60.0", "tensorboardX==2.6.5", "datasets==4.0.0"),
+        programs=_RAY_PROGRAMS,
+    ),
+    Suite(
+        name="funasr",
+        version="1.4.3 at 3c58cb56",
+        what="`train_ds.py` with a small Transformer at ZeRO-1, 2 and 3, each continued",
+        passes=4,
+        repository="modelscope/FunASR",
+        copied=("funasr", "examples/aishell/transformer/conf"),
+        files=_FUNASR_FILES,
+        packages=tuple(_FUNASR_NEEDS.split()),
+        programs=_FUNASR_PROGRAMS,
     ),
     Suite(
         name="deepspeed",

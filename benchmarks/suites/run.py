@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -178,7 +179,7 @@ def measure(suite: Suite, work: Path, checkouts: Path, deepspeed: Path) -> tuple
         return suite.what, cases
     python = deepspeed / "bin" / "python"
     if not python.exists():
-        raise SystemExit(f"no {python}: benchmarks/step.py --install-deepspeed makes it")
+        raise SystemExit(f"no {python}: `make suites` makes it")
     whole = replace(suite, copied=suite.copied + suite.itself)
     theirs = run_suite(whole, work / f"{suite.name}-itself", checkouts, python)
     found = {case.name: case for case in cases}
@@ -293,13 +294,15 @@ def main() -> None:
             continue
         if not arguments.resume:
             for folder in (work / name, work / f"{name}-itself"):
-                shutil.rmtree(folder / "reports", ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
+        began = time.monotonic()
         what, cases = measure(suite, work, checkouts, arguments.deepspeed.absolute())
         write_row(name, row_of(suite, what, cases, today))
         passes = sum(case.end == "passed" for case in cases)
         for case in cases if arguments.list or passes < suite.passes else ():
             print(f"  {case.end} {case.name} {case.why}")
-        print(f"  {passes} passed, expected {suite.passes}")
+        took = time.monotonic() - began
+        print(f"  {passes} passed, expected {suite.passes}; {took:.0f} s", flush=True)
         bad += [name] * (passes < suite.passes)
     if bad:
         raise SystemExit("fewer passed than expected: " + ", ".join(bad))
