@@ -34,7 +34,7 @@ from hadal.plugins.data_efficiency.indexing import (
     tokenizer_of,
 )
 from hadal.plugins.data_efficiency.metric_files import Origin, write_single
-from hadal.plugins.data_efficiency.sampler import CurriculumOrder
+from hadal.plugins.data_efficiency.ordered import CurriculumOrder
 from hadal.plugins.data_efficiency.texts import PlainTexts
 
 

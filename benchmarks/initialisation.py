@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import GPT2Config, GPT2LMHeadModel
-from transformers import logging as transformers_log
+from transformers import GPT2Config, GPT2LMHeadModel, logging as transformers_log
 
 import hadal.compat.install
 import hadal.zero

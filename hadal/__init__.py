@@ -16,65 +16,72 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hadal import comm, utils, zero
-    from hadal.compat.install import install_as_deepspeed
-    from hadal.data.loader import RepeatingLoader
+    from hadal import comm as comm, utils as utils, zero as zero
+    from hadal.compat.install import install_as_deepspeed as install_as_deepspeed
+    from hadal.data.loader import RepeatingLoader as RepeatingLoader
     from hadal.engine.arguments import (
-        add_config_arguments,
-        add_tuning_arguments,
-        schedule_from_args,
+        add_config_arguments as add_config_arguments,
+        add_tuning_arguments as add_tuning_arguments,
+        schedule_from_args as schedule_from_args,
     )
-    from hadal.engine.assemble import initialize
-    from hadal.engine.engine import Engine
-    from hadal.engine.foresight import plan
+    from hadal.engine.assemble import initialize as initialize
+    from hadal.engine.engine import Engine as Engine
+    from hadal.engine.foresight import plan as plan
     from hadal.errors import (
-        CheckpointError,
-        ChoiceError,
-        CommunicationError,
-        ConfigError,
-        HadalError,
-        LaunchError,
-        LossError,
-        LossScaleError,
-        MismatchError,
-        MissingAttributeError,
-        MissingPackageError,
-        ModelError,
-        MonitorError,
-        NonFiniteError,
-        NotBuiltYetError,
-        OffloadError,
-        OptimizerError,
-        PipelineError,
-        SequenceError,
-        ShardedAccessError,
-        TuningError,
-        UnbuiltConfigError,
-        UsageError,
+        CheckpointError as CheckpointError,
+        ChoiceError as ChoiceError,
+        CommunicationError as CommunicationError,
+        ConfigError as ConfigError,
+        HadalError as HadalError,
+        LaunchError as LaunchError,
+        LossError as LossError,
+        LossScaleError as LossScaleError,
+        MismatchError as MismatchError,
+        MissingAttributeError as MissingAttributeError,
+        MissingPackageError as MissingPackageError,
+        ModelError as ModelError,
+        MonitorError as MonitorError,
+        NonFiniteError as NonFiniteError,
+        NotBuiltYetError as NotBuiltYetError,
+        OffloadError as OffloadError,
+        OptimizerError as OptimizerError,
+        PipelineError as PipelineError,
+        SequenceError as SequenceError,
+        ShardedAccessError as ShardedAccessError,
+        TuningError as TuningError,
+        UnbuiltConfigError as UnbuiltConfigError,
+        UsageError as UsageError,
     )
-    from hadal.listener import Forward, Listener, Update
-    from hadal.zero.leaves import set_z3_leaf_modules, unset_z3_leaf_modules
+    from hadal.listener import Forward as Forward, Listener as Listener, Update as Update
+    from hadal.zero.leaves import (
+        set_z3_leaf_modules as set_z3_leaf_modules,
+        unset_z3_leaf_modules as unset_z3_leaf_modules,
+    )
 
-    from .comm import init_distributed
+    from .comm import init_distributed as init_distributed
 
 __version__ = "0.2.0"
 
 _HOMES = {
-    "Engine": "hadal.engine.engine",
-    "Forward": "hadal.listener",
-    "Listener": "hadal.listener",
-    "RepeatingLoader": "hadal.data.loader",
-    "Update": "hadal.listener",
-    "add_config_arguments": "hadal.engine.arguments",
-    "add_tuning_arguments": "hadal.engine.arguments",
-    "schedule_from_args": "hadal.engine.arguments",
-    "init_distributed": "hadal.comm",
-    "initialize": "hadal.engine.assemble",
-    "install_as_deepspeed": "hadal.compat.install",
-    "plan": "hadal.engine.foresight",
-    "set_z3_leaf_modules": "hadal.zero.leaves",
-    "unset_z3_leaf_modules": "hadal.zero.leaves",
+    "hadal.comm": "init_distributed",
+    "hadal.compat.install": "install_as_deepspeed",
+    "hadal.data.loader": "RepeatingLoader",
+    "hadal.engine.arguments": "add_config_arguments add_tuning_arguments schedule_from_args",
+    "hadal.engine.assemble": "initialize",
+    "hadal.engine.engine": "Engine",
+    "hadal.engine.foresight": "plan",
+    "hadal.errors": (
+        "CheckpointError ChoiceError CommunicationError ConfigError HadalError "
+        "LaunchError LossError LossScaleError MismatchError MissingAttributeError "
+        "MissingPackageError ModelError MonitorError NonFiniteError NotBuiltYetError "
+        "OffloadError OptimizerError PipelineError SequenceError ShardedAccessError "
+        "TuningError UnbuiltConfigError UsageError"
+    ),
+    "hadal.listener": "Forward Listener Update",
+    "hadal.zero.leaves": "set_z3_leaf_modules unset_z3_leaf_modules",
 }
+"""The public names that each module defines."""
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _SUBPACKAGES = ("comm", "utils", "zero")
 _PLUGINS = (
     "activation_checkpointing",
@@ -90,49 +97,7 @@ _PLUGINS = (
     "tensor_parallel",
 )
 
-__all__ = [
-    "CheckpointError",
-    "ChoiceError",
-    "CommunicationError",
-    "ConfigError",
-    "Engine",
-    "Forward",
-    "HadalError",
-    "LaunchError",
-    "Listener",
-    "LossError",
-    "LossScaleError",
-    "MismatchError",
-    "MissingAttributeError",
-    "MissingPackageError",
-    "ModelError",
-    "MonitorError",
-    "NonFiniteError",
-    "NotBuiltYetError",
-    "OffloadError",
-    "OptimizerError",
-    "PipelineError",
-    "RepeatingLoader",
-    "SequenceError",
-    "ShardedAccessError",
-    "TuningError",
-    "UnbuiltConfigError",
-    "Update",
-    "UsageError",
-    "__version__",
-    "add_config_arguments",
-    "add_tuning_arguments",
-    "comm",
-    "init_distributed",
-    "initialize",
-    "install_as_deepspeed",
-    "plan",
-    "schedule_from_args",
-    "set_z3_leaf_modules",
-    "unset_z3_leaf_modules",
-    "utils",
-    "zero",
-]
+__all__ = sorted([*_HOME_OF, *_SUBPACKAGES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
@@ -141,7 +106,7 @@ def __getattr__(name: str) -> Any:
         return _imported(f"hadal.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'hadal' has no attribute {name!r}")
-    value = getattr(_imported(_HOMES.get(name, "hadal.errors")), name)
+    value = getattr(_imported(_HOME_OF[name]), name)
     globals()[name] = value
     return value
 

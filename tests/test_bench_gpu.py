@@ -11,8 +11,7 @@ from typing import Any
 
 import forks
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 ROOT = Path(__file__).parents[1]
 LAYERS, WIDTH, VOCABULARY, SEQUENCE, MICRO = 2, 32, 64, 16, 2

@@ -210,7 +210,9 @@ def load_from(
             act()
         raise
     assert plan is not None  # else it would have raised
-    _log_differences(source, plan, live, wanted)
+    if live.ranks.rank == 0 and live.part == 0:
+        for line in _differences(source, plan, live, wanted):
+            _log.warning("%s: %s", source.path, line)
     _change(source, plan, live, wanted)
     scalars = None if wanted.module_only else source.scalars
     return Loaded(scalars, plan.client_state, source.jobs)
@@ -482,13 +484,6 @@ def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 # ---- reporting -----------------------------------------------------------------------------------
-
-
-def _log_differences(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) -> None:
-    """Log on rank 0 how the resumed run differs from the saved one."""
-    if live.ranks.rank == 0 and live.part == 0:
-        for line in _differences(source, plan, live, wanted):
-            _log.warning("%s: %s", source.path, line)
 
 
 def _differences(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) -> Iterator[str]:

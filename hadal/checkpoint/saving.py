@@ -181,7 +181,12 @@ class SaveJob:
         mine = _Written({}, 0.0)
         try:
             with together(ranks, self._what):
-                mine = self._write_files(ranks.rank)
+                home, began = self.path / self.mark, time.monotonic()
+                seals = {
+                    path.name: copy_file(path, home / path.name, seal)
+                    for path, seal in self.staged.items()
+                } or self._write_into(home, ranks.rank)
+                mine = _Written(seals, time.monotonic() - began)
             of_ranks = gather_objects(mine, ranks)
             with together(ranks, self._what):
                 if is_leader:
@@ -210,14 +215,6 @@ class SaveJob:
         contents, none = RankContents({}, self.contents.parts), Plain(None, {})
         staged = {folder / name: seal for name, seal in seals.items()}
         return replace(self, contents=contents, own=none, client=none, staged=staged)
-
-    def _write_files(self, rank: int) -> _Written:
-        """Write this rank's files and return their seals."""
-        home, began = self.path / self.mark, time.monotonic()
-        seals = {
-            path.name: copy_file(path, home / path.name, seal) for path, seal in self.staged.items()
-        } or self._write_into(home, rank)
-        return _Written(seals, time.monotonic() - began)
 
     def _write_into(self, home: Location, rank: int) -> dict[str, Seal]:
         name = rank_file(rank)

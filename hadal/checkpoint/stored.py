@@ -262,7 +262,10 @@ class StoredSource(Source):
         self._place: dict[tuple[str, str], tuple[int, Slot] | Single] = {}
         self._entries: dict[tuple[str, str], Entry] = {}
         self.entries = self._entries
-        self._enter_singles()
+        for one in self.part.singles:
+            if one.rank is not None and one.rank >= len(self.part.ranks):
+                raise ValueError(f"{one.tensor} is on rank {one.rank}")
+            self._enter(one.name, one.kind, Entry(one.shape, one.dtype), one)
         self._enter_slices()
         self.unknown = self.part.unknown
 
@@ -273,12 +276,6 @@ class StoredSource(Source):
             raise ValueError(f"{kind} of {name} is listed twice")
         self._entries[name, kind] = entry
         self._place[name, kind] = place
-
-    def _enter_singles(self) -> None:
-        for one in self.part.singles:
-            if one.rank is not None and one.rank >= len(self.part.ranks):
-                raise ValueError(f"{one.tensor} is on rank {one.rank}")
-            self._enter(one.name, one.kind, Entry(one.shape, one.dtype), one)
 
     def _enter_slices(self) -> None:
         for one in self.part.slices:

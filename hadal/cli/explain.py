@@ -146,8 +146,7 @@ def _hint(found: Examined, raw: Mapping[str, Any]) -> str:
 def _know_types(raw: Mapping[str, Any]) -> None:
     """Import torch if the optimizer or the schedule may be a class that only a newer one has."""
     from hadal.config.optimizer import KINDS, canonical_type
-    from hadal.config.scheduler import PARAMS as SCHEDULES
-    from hadal.config.scheduler import TORCH_SCHEDULES
+    from hadal.config.scheduler import PARAMS as SCHEDULES, TORCH_SCHEDULES
 
     known = {*KINDS, *SCHEDULES, *TORCH_SCHEDULES, "auto"}
     for name in ("optimizer", "scheduler"):
@@ -181,7 +180,7 @@ def rows(config: Config, raw: Mapping[str, Any], faults: Iterable[Fault]) -> lis
     """List all values in the order of their declaration; refused values as in the file."""
     from hadal.config.section import leaves
 
-    refused = {_key_of(fault.path) for fault in faults}
+    refused = {re.sub(r"\[.*", "", fault.path) for fault in faults}
     values = dict(leaves(config.as_dict()))
     found = {
         path: ExplainedValue(path, values.get(path, _LEFT_OPEN), origin)
@@ -191,11 +190,6 @@ def rows(config: Config, raw: Mapping[str, Any], faults: Iterable[Fault]) -> lis
         default = found[path].value if path in found else None
         found[path] = ExplainedValue(path, _given(raw, path, default), REFUSED)
     return list(found.values())
-
-
-def _key_of(path: str) -> str:
-    """Return the key that a fault is about: one of an item of a list is about the list."""
-    return re.sub(r"\[.*", "", path)
 
 
 def _given(raw: Mapping[str, Any], path: str, default: Any) -> Any:

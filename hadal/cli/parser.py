@@ -19,7 +19,7 @@ from hadal.errors import nearest
 from hadal.units import nbytes_of, numel_of
 
 if TYPE_CHECKING:
-    from rich.text import Text
+    pass
 
 
 _NAMES_WIDTH = 30
@@ -153,7 +153,8 @@ class Parser(argparse.ArgumentParser):
         if self.examples:
             noun = "Example" if len(self.examples) == 1 else "Examples"
             parts.append("\n".join([f"{noun}:", *(f"  {line}" for line in self.examples)]))
-        if self._subcommands() is not None:
+        found = (a for a in self._actions if isinstance(a, argparse._SubParsersAction))
+        if next(found, None) is not None:
             parts.append(f"`{self.prog} COMMAND --help` describes one of them.")
         return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -165,14 +166,15 @@ class Parser(argparse.ArgumentParser):
             elif action.help is not argparse.SUPPRESS:
                 yield _named(action), self._get_formatter()._expand_help(action)
 
-    def _subcommands(self) -> argparse.Action | None:
-        found = (a for a in self._actions if isinstance(a, argparse._SubParsersAction))
-        return next(found, None)
-
     def _print_message(self, message: str, file: Any = None) -> None:
         stream = sys.stderr if file is None else file
         if message and is_colourful(stream):
-            console(stream).print(_coloured(message.rstrip("\n")), soft_wrap=True)
+            from rich.text import Text
+
+            text = Text(message.rstrip("\n"))
+            for styled in _STYLED:
+                text.highlight_regex(styled)
+            console(stream).print(text, soft_wrap=True)
         elif message:
             stream.write(message)
 
@@ -284,15 +286,6 @@ def _columns(rows: Sequence[tuple[str, str]], room: int, width: int) -> str:
             lines.append(f"  {name:<{room}}  {wrapped.pop(0)}".rstrip())
         lines += [f"  {'':<{room}}  {line}" for line in wrapped]
     return "\n".join(lines)
-
-
-def _coloured(message: str) -> Text:
-    from rich.text import Text
-
-    text = Text(message)
-    for styled in _STYLED:
-        text.highlight_regex(styled)
-    return text
 
 
 def _meant(name: str, known: Sequence[str]) -> str:

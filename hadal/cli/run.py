@@ -20,7 +20,6 @@ from hadal.errors import LaunchError, nearest
 
 if TYPE_CHECKING:
     from hadal.launcher.choices import LaunchPlan
-    from hadal.launcher.job import Job
     from hadal.launcher.start_commands import StartCommand
 
 
@@ -226,9 +225,13 @@ def _rows(
 
     job = plan.job
     slots = ", ".join(map(str, job.pool[host]))
+    # The command of every rank, with N in place of its local rank
+    words = job.program.command(0)
+    if job.program.passes_local_rank:
+        words[words.index("--local_rank=0")] = "--local_rank=N"
     rows = [
         ("ranks", f"{runs(job.ranks_of(host))}, on slots {slots}"),
-        ("command", _command(job)),
+        ("command", _joined(words)),
         ("directory", job.program.folder),
         ("variables", _variables(plan, host, start_command, variables)),
     ]
@@ -237,14 +240,6 @@ def _rows(
     if start_command is not None:
         rows.append(("started by", _joined(start_command.words)))
     return rows
-
-
-def _command(job: Job) -> str:
-    """Return the command of every rank, with N in place of its local rank."""
-    words = job.program.command(0)
-    if job.program.passes_local_rank:
-        words[words.index("--local_rank=0")] = "--local_rank=N"
-    return _joined(words)
 
 
 def _variables(

@@ -196,8 +196,14 @@ def _marked(text: str) -> Text:
 @contextmanager
 def progress(total: int, what: str, *, is_bytes: bool = False) -> Iterator[Callable[[int], None]]:
     """Show a bar on the standard error, unless that is no terminal; the function advances it."""
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn as Remaining,
+    )
 
     bar = Progress(
         TextColumn("{task.description}"),

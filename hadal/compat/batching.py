@@ -16,14 +16,17 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from hadal.engine.engine import Engine
 from hadal.errors import UsageError
 from hadal.plugins.data_efficiency.batching import PATH, ScaledRates
-from hadal.plugins.data_efficiency.lengths import is_measured, measured, read_lengths, write_lengths
-from hadal.plugins.data_efficiency.packing import (
+from hadal.plugins.data_efficiency.lengths import (
     PackLimits,
     evened,
+    is_measured,
+    measured,
     pack,
     pack_alike,
     picked,
+    read_lengths,
     scale_of,
+    write_lengths,
 )
 
 _log = logging.getLogger(__name__)

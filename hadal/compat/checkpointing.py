@@ -22,7 +22,7 @@ from hadal.config.activation_checkpointing import ActivationCheckpointing
 from hadal.device import current_device, random_state, set_random_state
 from hadal.errors import UsageError
 from hadal.plugins.activation_checkpointing import Recomputation, tell_unshared
-from hadal.plugins.activation_checkpointing.random_states import reseed_parts, seed_parts
+from hadal.plugins.activation_checkpointing.function import reseed_parts, seed_parts
 
 _log = logging.getLogger(__name__)
 

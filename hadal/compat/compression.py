@@ -15,8 +15,11 @@ from hadal.config.compression import CompressionTraining
 from hadal.config.reading import read
 from hadal.config.section import Section, child_of
 from hadal.errors import ConfigError, Fault, UsageError
-from hadal.plugins.compression.compress import init_compression, section_of
-from hadal.plugins.compression.compress import redundancy_clean as _redundancy_clean
+from hadal.plugins.compression.compress import (
+    init_compression,
+    redundancy_clean as _redundancy_clean,
+    section_of,
+)
 from hadal.plugins.compression.layers import change, compressible, why_not
 from hadal.plugins.compression.quantizers import in_steps, largest, quantize, quantize_in_range
 

@@ -21,8 +21,8 @@ from hadal.plugins.compression.curvature import (
 )
 from hadal.plugins.data_efficiency.layer_drop import LayerDrop, theta_at
 from hadal.plugins.data_efficiency.metric_files import Origin
+from hadal.plugins.data_efficiency.ordered import CurriculumOrder
 from hadal.plugins.data_efficiency.pacing import Pacer, pace_rule_of
-from hadal.plugins.data_efficiency.sampler import CurriculumOrder
 from hadal.plugins.data_efficiency.token_drop import TokenDrop, kept_at, layer_tokens_at
 
 

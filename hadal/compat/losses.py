@@ -10,8 +10,11 @@ from torch.nn import functional as F
 
 from hadal.compat.surface import unbuilt
 from hadal.errors import SequenceError, UsageError
-from hadal.plugins.sequence import linear_cross_entropy, mean_over_sequence
-from hadal.plugins.sequence import vocab_parallel_cross_entropy as over_split_vocabulary
+from hadal.plugins.sequence import (
+    linear_cross_entropy,
+    mean_over_sequence,
+    vocab_parallel_cross_entropy as over_split_vocabulary,
+)
 from hadal.plugins.sequence.loss import whole_value
 from hadal.plugins.sequence.tiles import IGNORED
 

@@ -10,11 +10,15 @@ from typing import Any, ClassVar
 from hadal.comm import get_rank
 from hadal.config import Config, load_config
 from hadal.config.monitors import Comet, CsvMonitor, TensorBoard, Wandb
-from hadal.plugins.monitor.monitor import Monitor as HouseMonitor
-from hadal.plugins.monitor.monitor import Writer
-from hadal.plugins.monitor.opening import WRITERS, open_writers, sections_on
+from hadal.plugins.monitor.monitor import Monitor as HouseMonitor, Writer
+from hadal.plugins.monitor.opening import (
+    WRITERS,
+    ThinnedEvents,
+    expect_package,
+    open_writers,
+    sections_on,
+)
 from hadal.plugins.monitor.record import GivenScalars, events_of
-from hadal.plugins.monitor.services import ThinnedEvents, expect_package
 
 Event = tuple[str, float, int]
 EventsLogScheduler = ThinnedEvents

@@ -95,7 +95,7 @@ def setting_of(
 def listeners_of(setting: EngineSetting) -> tuple[Listener, ...]:
     """Build the listeners that the configuration enables, in call order."""
     if any(hasattr(type(layer), "made_of") for layer in setting.model.modules()):
-        from hadal.plugins.data_efficiency.layers import warn_of_idle_layers  # for this alone
+        from hadal.plugins.data_efficiency.layer_drop import warn_of_idle_layers  # for this alone
 
         warn_of_idle_layers(setting)
     return tuple(filter(None, (_built(feature, setting) for feature in FEATURES)))
@@ -334,7 +334,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "expert_parallel",
-        "hadal.plugins.moe.load:ExpertLoad",
+        "hadal.plugins.moe.layer:ExpertLoad",
         lambda setting: (
             setting.write is not None
             and any(not getattr(p, "allreduce", True) for p in setting.model.parameters())

@@ -262,7 +262,7 @@ def _here(choices: Choices, variables: Mapping[str, str]) -> tuple[Pool, tuple[s
     filters = choices.include or choices.exclude
     if filters:
         notes = (f"--include and --exclude override {_VISIBLE}={shown}",) if shown else ()
-        named = [LOCALHOST, *_hosts_in(filters)]
+        named = [LOCALHOST, *[part.partition(":")[0].strip() for part in filters.split("@")]]
         strange = [host for host in named if host != LOCALHOST and not is_here(host)]
         if strange:
             raise LaunchError(
@@ -284,10 +284,6 @@ def _here(choices: Choices, variables: Mapping[str, str]) -> tuple[Pool, tuple[s
         return {LOCALHOST: tuple(range(count))}, (), False
     note = "no accelerator here: 1 process; --num_accelerators N starts N"
     return {LOCALHOST: (0,)}, (note,), False
-
-
-def _hosts_in(text: str) -> list[str]:
-    return [part.partition(":")[0].strip() for part in text.split("@")]
 
 
 def _highest(choices: Choices) -> int:
@@ -340,7 +336,13 @@ def _start_commands(choices: Choices, job: Job, is_one: bool) -> dict[str, Start
     if is_one:
         return dict.fromkeys(job.pool, here())
     if choices.no_ssh:
-        return {_own_host(choices, job.pool): here()}
+        # The host of the hostfile that --node_rank selects for this machine
+        if not choices.master_addr:
+            raise LaunchError("--no_ssh: set the address of rank 0's host with --master_addr")
+        rank = choices.node_rank
+        if rank is None or not 0 <= rank < len(job.pool):
+            raise LaunchError(f"--node_rank {rank}, but there are hosts 0 to {len(job.pool) - 1}")
+        return {list(job.pool)[rank]: here()}
     first = choices.master_addr or next(iter(job.pool))
     if choices.launcher == "pdsh":
         return {"pdsh": by_pdsh(job, first, choices.launcher_args, choices.venv_script)}
@@ -358,16 +360,6 @@ def _start_commands(choices: Choices, job: Job, is_one: bool) -> dict[str, Start
         )
         for host in job.pool
     }
-
-
-def _own_host(choices: Choices, pool: Pool) -> str:
-    """Return the host of the hostfile that --node_rank selects for this machine."""
-    if not choices.master_addr:
-        raise LaunchError("--no_ssh: set the address of rank 0's host with --master_addr")
-    rank = choices.node_rank
-    if rank is None or not 0 <= rank < len(pool):
-        raise LaunchError(f"--node_rank {rank}, but there are hosts 0 to {len(pool) - 1}")
-    return list(pool)[rank]
 
 
 # ---- Slurm ---------------------------------------------------------------------------------------

@@ -14,16 +14,10 @@ buffer    whole pages of host memory; a pool lends a limited number of them
 sweep     remove files that dead processes left on a disk
 """
 
-from hadal.offload.buffers import BufferPool, aligned
-from hadal.offload.direct import ALIGNMENT
-from hadal.offload.requests import IoRequest, Region
-from hadal.offload.store import DiskStore
+from hadal.lazy import public_names
+from hadal.offload.buffers import BufferPool as BufferPool, aligned as aligned
+from hadal.offload.direct import ALIGNMENT as ALIGNMENT
+from hadal.offload.requests import IoRequest as IoRequest, Region as Region
+from hadal.offload.store import DiskStore as DiskStore
 
-__all__ = [
-    "ALIGNMENT",
-    "BufferPool",
-    "DiskStore",
-    "IoRequest",
-    "Region",
-    "aligned",
-]
+__all__ = public_names(globals())

@@ -435,7 +435,8 @@ def _blocks_read(descriptor: int, start: int, stop: int, kept: Kept | None) -> I
         def ask(count: int) -> None:
             for place in islice(places, count):
                 block = free.popleft()
-                pending = pool.submit(file.fill, _up_to(block, stop - place), place)
+                nbytes = stop - place
+                pending = pool.submit(file.fill, block[: nbytes + -nbytes % ALIGNMENT], place)
                 asked.append((place, block, pending))
 
         ask(_AHEAD)
@@ -461,11 +462,6 @@ def read_exactly(descriptor: int, start: int, stop: int) -> bytearray:
             raise OSError(errno.EIO, "the file ends too early")
         rest, place = rest[count:], place + count
     return found
-
-
-def _up_to(block: memoryview, nbytes: int) -> memoryview:
-    """Return as much of a block as `nbytes` take in whole pages."""
-    return block[: nbytes + -nbytes % ALIGNMENT]
 
 
 class _Filled(NamedTuple):

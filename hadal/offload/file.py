@@ -61,7 +61,8 @@ class DiskFile:
             return
         try:
             self._check(f"{self.path}: {what} cannot be added", self.nbytes)
-            free = _free_nbytes(self._disk)
+            status = os.statvfs(self._disk)
+            free = None if not status.f_blocks else status.f_bavail * status.f_frsize
             if free is not None and free < needed:
                 raise OffloadError(
                     f"no room for {what} on the disk of {self._disk}: {needed} bytes are"
@@ -165,12 +166,6 @@ class DiskFile:
         self._is_direct = is_direct
 
 
-def _free_nbytes(folder: Path) -> int | None:
-    """Return the bytes that an unprivileged user may still write; None if unknown."""
-    status = os.statvfs(folder)
-    return None if not status.f_blocks else status.f_bavail * status.f_frsize
-
-
 def _remedy(error: OSError) -> str:
     return _REMEDIES.get(error.errno or 0, "use another folder (`nvme_path`)")
 
@@ -196,7 +191,13 @@ class OwnFolder:
     def __init__(self, parent: Path, key: str = "nvme_path") -> None:
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            _sweep(parent)
+            # Remove the folders of this host's dead processes
+            for path in sorted(parent.glob(f"hadal-{socket.gethostname()}-*")):
+                found = _NAME.fullmatch(path.name)
+                if not found or found["host"] != socket.gethostname() or path.is_symlink():
+                    continue
+                with suppress(OSError):  # it is another user's, or another process is sweeping it
+                    _sweep_one(path)
             self.path, self._lock = _made(parent)
         except OSError as error:
             raise OffloadError(
@@ -249,16 +250,6 @@ def _is_locked(lock: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _sweep(parent: Path) -> None:
-    """Remove the folders of this host's dead processes."""
-    for path in sorted(parent.glob(f"hadal-{socket.gethostname()}-*")):
-        found = _NAME.fullmatch(path.name)
-        if not found or found["host"] != socket.gethostname() or path.is_symlink():
-            continue
-        with suppress(OSError):  # it is another user's, or another process is sweeping it
-            _sweep_one(path)
 
 
 def _sweep_one(path: Path) -> None:

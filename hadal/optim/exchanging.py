@@ -235,7 +235,13 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
         if learns:
             self._learn(multiplier)
         else:
-            self._owe(multiplier)
+            # Add this update's message to the residuals
+            for exchange, part in self._all_parts():
+                owed, group = part.cut(exchange.sending().owed.mine), self._group_of(part)
+                for (_, first, _, debt), gradient in self._with_gradients(
+                    exchange, part, multiplier, owed
+                ):
+                    self._owe_block(debt, first, gradient, group)
             self._exchange(self._take)
         self._move(learns=learns)
 
@@ -307,15 +313,6 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
         """Yield a part in blocks, each with its (disposable) gradient times `multiplier`."""
         for *block, mean in self._blocks(part, *rest, part.cut(exchange.gradients.mean)):
             yield block, scale_(mean.to(block[0].dtype, copy=True), multiplier)
-
-    def _owe(self, multiplier: Multiplier) -> None:
-        """Add this update's message to the residuals."""
-        for exchange, part in self._all_parts():
-            owed, group = part.cut(exchange.sending().owed.mine), self._group_of(part)
-            for (_, first, _, debt), gradient in self._with_gradients(
-                exchange, part, multiplier, owed
-            ):
-                self._owe_block(debt, first, gradient, group)
 
     def _owe_block(self, debt: Tensor, first: Tensor, gradient: Tensor, group: Group) -> None:
         """Add to `debt` the momentum `first` with this rank's own gradient."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hadal.lazy import importer_of
+from hadal.lazy import lazy_names
 from hadal.zero.access import GatheredParameters
 from hadal.zero.grouping import register_external_parameter, unregister_external_parameter
 from hadal.zero.init import Init, MiCS_Init
@@ -46,15 +46,7 @@ __all__ = [
     "unregister_external_parameter",
 ]
 
-__getattr__ = importer_of(
-    __name__,
-    {
-        name: "hadal.zero.leaves" if name == "TiledLinear" else "hadal.zero.estimate"
-        for name in __all__
-        if name not in globals()
-    },
+_ESTIMATES = " ".join(name for name in __all__ if name.startswith("estimate_"))
+__getattr__, __dir__, _ = lazy_names(
+    __name__, {"hadal.zero.estimate": _ESTIMATES, "hadal.zero.leaves": "TiledLinear"}
 )
-
-
-def __dir__() -> list[str]:
-    return __all__

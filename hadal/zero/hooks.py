@@ -279,7 +279,11 @@ class Hooks:
             self._refuse_captures()
         self._depth += 1
         if self._depth == 1:
-            self._call = _calling_frame()
+            # The frame of the module call that the current hook belongs to
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
+                frame = frame.f_back
+            self._call = frame
             self._exception_before = sys.exc_info()[1]
             self._runtime.gathering.begin_forward()
             self._forward.enter_context(self.reading())
@@ -322,14 +326,6 @@ class Hooks:
         self._call = None
         self._forward.close()
         self._runtime.gathering.end_forward(raised)
-
-
-def _calling_frame() -> FrameType | None:
-    """Return the frame of the module call that the current hook belongs to."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
-        frame = frame.f_back
-    return frame
 
 
 def _is_running(wanted: FrameType | None) -> bool:

@@ -82,10 +82,6 @@ class InitBucket(Bucket):
         """Return True if no engine has taken over this parameter."""
         return _bucket_of.get(parameter) is self
 
-    def order_now(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Return the memory order that the program expects of a parameter."""
-        return self.orders.get(parameter, self.slot_of(parameter).order)
-
     def new_full(self) -> Tensor:
         """Return memory for all values as given, in the bucket's layout."""
         return torch.empty(self.layout.numel, dtype=self.precision.master, device=self.device)
@@ -142,7 +138,9 @@ class InitBucket(Bucket):
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             if not self.owns(parameter):
                 continue
-            if not _is_placeholder(parameter):
+            values = parameter.data
+            one = values[(slice(0, 1),) * values.dim()] if not any(values.stride()) else values
+            if not bool(one.isnan().all()):
                 raise ModelError(
                     f"rank {self.ranks.rank}: parameter {slot.name} was created in zero.Init and"
                     " was given other values while its own were sharded over the ranks."
@@ -203,13 +201,6 @@ def _take_edits(parameter: nn.Parameter, given: Tensor) -> None:
     if values.dtype != given.dtype:
         values = torch.where(given.to(values.dtype) == values, given, values.to(given.dtype))
     given.copy_(values)
-
-
-def _is_placeholder(parameter: nn.Parameter) -> bool:
-    """Return True if a parameter was never given values, even if it was moved."""
-    values = parameter.data
-    one = values[(slice(0, 1),) * values.dim()] if not any(values.stride()) else values
-    return bool(one.isnan().all())
 
 
 _bucket_of: Attached[InitBucket] = Attached("init")
@@ -371,7 +362,7 @@ class ShardedInit:
         bucket = _bucket_of[parameter]
         # Two elements in each dimension are enough to see the resulting strides.
         shape = (2,) * parameter.dim()
-        strides = strides_of(shape, bucket.order_now(parameter))
+        strides = strides_of(shape, bucket.orders.get(parameter, bucket.slot_of(parameter).order))
         few = parameter.new_empty_strided(shape, strides)
         found = fn(few.fill_(torch.nan))
         order = order_of(found.shape, found.stride())

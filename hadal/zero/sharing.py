@@ -203,7 +203,7 @@ class ModelParts:
         Each rank counts its slices of split parameters. The first of `slices` counts those that all
         of them hold whole, and the first stage with a tied weight counts that weight.
         """
-        if is_tied_copy(parameter):
+        if getattr(parameter, "hadal_tied_copy", False) is True:
             return False
         return self.slices is None or self.slices.rank == 0 or is_model_part(parameter)
 
@@ -228,11 +228,6 @@ def slice_of(parameter: Tensor) -> SliceOf | None:
     """Return the whole that a parameter is a slice of; None if it is whole or not known."""
     found: SliceOf | None = getattr(parameter, "hadal_slice", None)
     return found
-
-
-def is_tied_copy(parameter: nn.Parameter) -> bool:
-    """Return True if an earlier pipeline stage holds the same tied weight."""
-    return getattr(parameter, "hadal_tied_copy", False) is True
 
 
 def _hops(shards: Ranks, node_size: int | None) -> Hops | None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import on_ranks
 from torch import nn
 
@@ -18,7 +17,8 @@ from activation_checkpointing.test_modules import Model, engine_of, losses_of
 from hadal.config import load_config
 from hadal.engine.policies import budget_of
 from hadal.plugins.activation_checkpointing import BudgetedModules, measuring
-from hadal.plugins.activation_checkpointing.budget import (
+from hadal.plugins.activation_checkpointing.measuring import (
+    HostMeter,
     MeasuredBackward,
     MeasuredCall,
     MeasuredStep,
@@ -26,7 +26,6 @@ from hadal.plugins.activation_checkpointing.budget import (
     choose,
     table,
 )
-from hadal.plugins.activation_checkpointing.measuring import HostMeter
 
 STORED, RECOMPUTED, OFFLOADED = ModuleChoice.STORED, ModuleChoice.RECOMPUTED, ModuleChoice.OFFLOADED
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from contracts.test_memory import KEYS, PADDING, memory_of_a_rank, most, promise_of
-from hypothesis import given
-from hypothesis import strategies as some
+from hypothesis import given, strategies as some
 from offload.test_tiers import config_of, model_of, small_blocks, train
 from ranks import RankPools
 from torch import nn

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import torch
 from engine.toys import TINY, assert_equal, engine_of, train
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import on_ranks
 
 from checkpoint.listing import home_of

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hadal.offload import direct
 from hadal.offload.direct import Kept, Output, blocks_of, read_into

@@ -12,8 +12,7 @@ from typing import Any
 import forks
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import RankPools
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model

@@ -28,8 +28,7 @@ from hadal.utils import get_fp32_state_dict_from_zero_checkpoint
 
 from . import s3
 from .test_dcp import engine_of, state_of, train
-from .test_from_deepspeed import assert_holds
-from .test_from_deepspeed import engine_of as theirs_of
+from .test_from_deepspeed import assert_holds, engine_of as theirs_of
 
 pytest.importorskip("fsspec")
 _LIMIT = 1 << 30

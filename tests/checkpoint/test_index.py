@@ -6,8 +6,7 @@ import json
 import pickle
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hadal.checkpoint.collecting import Rows
 from hadal.checkpoint.contents import ModelPart, SavedSlice, part_as_json, part_of_json

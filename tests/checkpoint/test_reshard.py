@@ -11,8 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from engine.toys import TINY, engine_of, loss_of
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import RankPools
 from torch import Tensor, nn
 

@@ -9,8 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from engine.toys import assert_equal, engine_of, model_of, train
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import RankPools, on_ranks
 from safetensors import safe_open
 from torch import Tensor

@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from checkpoint.deepspeed_cases import CASES, unpack
 from hadal.checkpoint.scanning import scan_all, scan_file

@@ -16,8 +16,7 @@ from ranks import RankPools
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from checkpoint.listing import home_of as home_of_tag
-from checkpoint.listing import names_in
+from checkpoint.listing import home_of as home_of_tag, names_in
 from checkpoint.test_reshard import Odd, trained
 from hadal import comm
 from hadal.checkpoint import shards

@@ -17,8 +17,13 @@ from torch import Tensor, nn
 
 import hadal
 from checkpoint.deepspeed_cases import toy, unpack
-from checkpoint.test_dcp import engine_of, go_on, state_of, train
-from checkpoint.test_dcp import own as own  # a fixture
+from checkpoint.test_dcp import (
+    engine_of,
+    go_on,
+    own as own,  # a fixture
+    state_of,
+    train,
+)
 from hadal.checkpoint.deepspeed.pickles import Attributes
 from hadal.checkpoint.formats.universal import (
     VERSION,

@@ -12,11 +12,9 @@ import torch
 from ranks import RankPools
 
 import hadal
-from hadal.cli import bench as bench_comm
-from hadal.cli import deepspeed
+from hadal.cli import bench as bench_comm, deepspeed
 from hadal.cli.main import command_line, main
-from hadal.comm import Ranks
-from hadal.comm import benchmark as bench
+from hadal.comm import Ranks, benchmark as bench
 from hadal.comm.benchmark import (
     KINDS,
     WAYS,

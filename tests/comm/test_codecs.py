@@ -7,8 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from hadal.comm.codecs import WIRE_BYTES, Blockwise, Codec, ErrorFeedback, working_ranges

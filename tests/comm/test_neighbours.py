@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool, RankPools, RanksFailed, on_ranks
 
-from hadal.comm import Ranks
-from hadal.comm import ranks as ranks_module
+from hadal.comm import Ranks, ranks as ranks_module
 from hadal.comm.collectives import max_, start_all_gather, start_reduce_scatter, sum_
 from hadal.comm.local import cross_memory, neighbours, pairs
 from hadal.comm.local.neighbours import Identity, LocalPeers, meet

@@ -7,8 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given as drawn
-from hypothesis import strategies as st
+from hypothesis import given as drawn, strategies as st
 from ranks import RankPools
 
 from comm.traffic import by_collectives, counted

@@ -9,8 +9,10 @@ from typing import Any
 import lightning.fabric as fb
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy
+from lightning.fabric.strategies import (
+    DDPStrategy as FabricDDPStrategy,
+    DeepSpeedStrategy as FabricDeepSpeedStrategy,
+)
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict

@@ -11,8 +11,7 @@ import torch
 from data_efficiency.test_batching import LENGTHS, Sequences, joined, section_of
 from torch import nn
 
-from hadal.compat import batching as named
-from hadal.compat import engine as compat
+from hadal.compat import batching as named, engine as compat
 from hadal.errors import UsageError
 from hadal.optim.schedules import WarmupLR
 

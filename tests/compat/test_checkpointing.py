@@ -15,7 +15,7 @@ from hadal import comm
 from hadal.compat import checkpointing
 from hadal.compat.checkpointing import CheckpointFunction, checkpoint, configure
 from hadal.errors import ConfigError, UsageError
-from hadal.plugins.activation_checkpointing.random_states import get_cuda_rng_tracker
+from hadal.plugins.activation_checkpointing.function import get_cuda_rng_tracker
 
 BATCH = {"train_micro_batch_size_per_gpu": 1}
 # Three draws each, as DeepSpeed 0.19 makes them with seed 1234.

@@ -11,8 +11,7 @@ from engine.toys import config_of, model_of, train
 from ranks import RankPools
 from torch import nn
 
-from hadal.compat import groups
-from hadal.compat import optimizer as kinds
+from hadal.compat import groups, optimizer as kinds
 from hadal.compat.accelerator import get_accelerator
 from hadal.compat.engine import initialize
 from hadal.compat.install import alias

@@ -11,8 +11,15 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from engine.toys import assert_equal, batch_of, config_of, loss_of, model_of, train
-from engine.toys import engine_of as engine_of_hadal
+from engine.toys import (
+    assert_equal,
+    batch_of,
+    config_of,
+    engine_of as engine_of_hadal,
+    loss_of,
+    model_of,
+    train,
+)
 from moe.test_blocks import model_of as transformer_of
 from ranks import RankPools, on_ranks
 from torch import Tensor, nn

@@ -23,8 +23,7 @@ from torch import nn
 import hadal
 from hadal.comm import init_distributed
 from hadal.comm.start import env_timeout
-from hadal.compat import groups
-from hadal.compat import optimizer as kinds
+from hadal.compat import groups, optimizer as kinds
 from hadal.compat.accelerator import get_accelerator, set_accelerator
 from hadal.compat.builders import COMPATIBLE_OPS
 from hadal.compat.comm import TorchBackend

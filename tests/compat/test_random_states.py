@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hadal.compat import checkpointing
 from hadal.errors import UsageError
-from hadal.plugins.activation_checkpointing.random_states import (
+from hadal.plugins.activation_checkpointing.function import (
     CudaRNGStatesTracker,
     get_cuda_rng_tracker,
 )

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine.toys import config_of
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import RankPools
 from torch import nn
 

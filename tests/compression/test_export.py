@@ -15,8 +15,7 @@ from compression.toys import Bert, config, weights
 from hadal.cli.main import main
 from hadal.errors import UsageError
 from hadal.plugins.compression import init_compression, load_packed, pack_weights, redundancy_clean
-from hadal.plugins.compression.export import _parts, export_packed
-from hadal.plugins.compression.files import is_half_zero
+from hadal.plugins.compression.export import _parts, export_packed, is_half_zero
 
 NOW = {"quantize_weight_in_forward": True}
 EIGHT = (weights(8, 8, modules=["encoder"], **NOW),)

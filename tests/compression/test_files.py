@@ -12,8 +12,13 @@ from torch import nn
 
 from compression.toys import TOKENS, Bert, config, inputs, weights
 from hadal.errors import ModelError, UsageError
-from hadal.plugins.compression import init_compression, load_packed, pack_weights, redundancy_clean
-from hadal.plugins.compression import save_packed as save
+from hadal.plugins.compression import (
+    init_compression,
+    load_packed,
+    pack_weights,
+    redundancy_clean,
+    save_packed as save,
+)
 from hadal.plugins.compression.packed import packed_modules
 
 NOW = {"quantize_weight_in_forward": True}

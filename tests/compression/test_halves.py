@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from hadal.plugins.compression.files import halve, is_half_zero, whole
+from hadal.plugins.compression.export import halve, is_half_zero, whole
 
 
 @given(

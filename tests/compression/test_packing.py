@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hadal.plugins.compression.packing import CodeLayout, decode, encode, grid_of, pack, unpack
 from hadal.plugins.compression.quantizers import quantize

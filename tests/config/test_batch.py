@@ -1,8 +1,7 @@
 """The batch triangle and the ranks that enter it."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hadal.config import load_config
 from hadal.config.general import Given, Sizes, complete

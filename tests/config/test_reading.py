@@ -10,8 +10,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hadal.config import Config, load_config
 from hadal.config.reading import parse, strict

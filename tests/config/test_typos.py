@@ -3,8 +3,7 @@
 import copy
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from hadal.config import load_config
 from hadal.config.optimizer import AdamParams

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from hadal.plugins.data_efficiency.packing import (
+from hadal.plugins.data_efficiency.lengths import (
     PackLimits,
     Packs,
     evened,

@@ -24,8 +24,7 @@ from hadal.errors import ConfigError, UsageError
 from hadal.plugins.data_efficiency.analysis import analyze
 from hadal.plugins.data_efficiency.indexed import IndexedRows, RowsBuilder
 from hadal.plugins.data_efficiency.metric_files import Origin, read_rows, write_row
-from hadal.plugins.data_efficiency.ordered import set_custom_schedules
-from hadal.plugins.data_efficiency.sampler import CurriculumOrder
+from hadal.plugins.data_efficiency.ordered import CurriculumOrder, set_custom_schedules
 
 COUNT = 120
 MEASURES = {

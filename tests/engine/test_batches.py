@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset

@@ -12,8 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from moe.models import EXPERTS, WIDTH, layer_of, tokens_of
 from ranks import RankPools
 from tensor_parallel.models import batch_of, model_of

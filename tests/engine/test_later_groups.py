@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import every
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from ranks import RankPools, RanksFailed, on_ranks
 from torch import nn
 from torch.optim.lr_scheduler import StepLR

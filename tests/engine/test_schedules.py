@@ -11,8 +11,7 @@ import pytest
 import torch
 from ranks import RankPools, on_ranks
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim import lr_scheduler as torchs
+from torch.optim import Optimizer, lr_scheduler as torchs
 
 import hadal
 from engine.toys import (

@@ -6,8 +6,7 @@ import io
 import signal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hadal.launcher.ending import Failure, error_in, report, runs, worst
 from hadal.launcher.job import where_hadal_is

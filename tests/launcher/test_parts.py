@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hadal.errors import LaunchError
 from hadal.launcher.cores import cores_of, near_devices, read_cores

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from engine.toys import engine_of
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import RankPools
 from torch import Tensor, nn
 
 from hadal import comm
 from hadal.plugins.moe import MoE
-from hadal.plugins.moe.load import Load, imbalance
+from hadal.plugins.moe.layer import Load, imbalance
 from moe.models import EXPERTS, WIDTH, an_expert, filled, tokens_of
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hadal.config.monitors import CsvMonitor, JsonlMonitor
 from hadal.plugins.monitor.files import CsvWriter, JsonlWriter, LineFile, file_name, read_lines

@@ -16,8 +16,8 @@ from hadal.errors import UsageError
 from hadal.plugins.monitor import monitor as monitor_module
 from hadal.plugins.monitor.files import CsvWriter, JsonlWriter
 from hadal.plugins.monitor.monitor import Monitor
+from hadal.plugins.monitor.opening import TensorBoardWriter
 from hadal.plugins.monitor.record import ScalarRecord
-from hadal.plugins.monitor.services import TensorBoardWriter
 
 
 class Memory:

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hadal.errors import UsageError
 from hadal.plugins.monitor.record import GivenScalars, ScalarRecord, events_of

@@ -23,8 +23,7 @@ import numpy as np
 import pytest
 import torch
 from engine.toys import engine_of, train
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import RankPools
 from torch import nn
 
@@ -39,8 +38,7 @@ from hadal.plugins.autotuning.summary import Findings
 from hadal.plugins.monitor.files import JsonlWriter, read_lines
 from hadal.plugins.monitor.opening import _commit, describe_run
 from hadal.plugins.monitor.report import read_run, write_page
-from hadal.plugins.monitor.report.charts import charts_of
-from hadal.plugins.monitor.report.page import _modules
+from hadal.plugins.monitor.report.page import _modules, charts_of
 from hadal.plugins.monitor.report.run import Series, files_of, smoothed, thinned
 
 

@@ -18,9 +18,8 @@ from ranks import RankPools
 from hadal.config.monitors import Comet, Wandb
 from hadal.errors import ConfigError, HadalError, MissingPackageError, MonitorError
 from hadal.plugins.monitor.files import read_lines
-from hadal.plugins.monitor.opening import open_writers
+from hadal.plugins.monitor.opening import CometWriter, ThinnedEvents, WandbWriter, open_writers
 from hadal.plugins.monitor.record import ScalarRecord
-from hadal.plugins.monitor.services import CometWriter, ThinnedEvents, WandbWriter
 from monitor.services import CometExperiment, WandbRun
 
 HERE = Path(__file__).parent

@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from hadal.device import streams as product
-from hadal.device import widest_float
+from hadal.device import streams as product, widest_float
 
 _native: list[ModuleType] = []
 

@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from compression import test_curvature as blocks
-from compression import test_eigenvalues, test_momentum, test_quantize_training, test_training, toys
+from compression import (
+    test_curvature as blocks,
+    test_eigenvalues,
+    test_momentum,
+    test_quantize_training,
+    test_training,
+    toys,
+)
 from data_efficiency import test_batching, test_layer_drop, test_seqlen, test_token_drop
 from engine import test_generating, test_pipeline
 from engine.toys import engine_of

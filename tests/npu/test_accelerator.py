@@ -17,7 +17,7 @@ import npu
 from hadal.compat.accelerator import get_accelerator
 from hadal.compat.checkpointing import checkpoint, model_parallel_cuda_manual_seed
 from hadal.device import device_thread
-from hadal.plugins.activation_checkpointing.random_states import get_cuda_rng_tracker
+from hadal.plugins.activation_checkpointing.function import get_cuda_rng_tracker
 
 ROOT = Path(__file__).parents[2]
 

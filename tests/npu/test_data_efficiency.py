@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_efficiency import test_layer_drop as layer_drop
-from data_efficiency import test_token_drop as token_drop
+from data_efficiency import test_layer_drop as layer_drop, test_token_drop as token_drop
 from data_efficiency.test_sampler import STREAMS, engine_with, write_measures
 from ranks import RankPools, on_ranks
 from torch import nn

@@ -10,8 +10,7 @@ from compression.test_curvature import configured, inputs
 from compression.test_eigenvalues import engine_of
 from compression.test_momentum import ALL, seeded_engine
 from compression.toys import TOKENS, config
-from engine.test_pipeline import SCHEDULES, batches, module_of
-from engine.test_pipeline import engine_of as pipeline_of
+from engine.test_pipeline import SCHEDULES, batches, engine_of as pipeline_of, module_of
 from ranks import RankPools
 from torch import nn
 

@@ -12,8 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from offload.test_tiers import config_of, model_of, small_blocks, state_of, train
-from offload.test_whole_optimizers import assert_alike
-from offload.test_whole_optimizers import trained as trained_whole
+from offload.test_whole_optimizers import assert_alike, trained as trained_whole
 from ranks import RankPools, on_ranks
 from torch import Tensor
 

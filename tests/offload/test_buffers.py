@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as some
+from hypothesis import given, strategies as some
 
 from hadal.errors import OffloadError, UsageError
 from hadal.offload import ALIGNMENT, BufferPool, aligned

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
-from hypothesis import strategies as some
+from hypothesis import given, strategies as some
 
 from hadal.offload.direct import ALIGNMENT, Extent, Room, cut, dealt, grouped
 from hadal.units import rounded_up

@@ -8,8 +8,7 @@ import pytest
 import torch
 from cases import every
 from engine.toys import Leaves, engine_of, given_gradients, mean_gradients, train
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import RankPools, on_ranks
 from torch import Tensor
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from cases import every
 from engine.toys import Leaves, assert_equal, engine_of, given_gradients, mean_gradients
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from comm.traffic import counted
 from engine.logs import logged
-from engine.parts import PARTS, engine_over, megatron
-from engine.parts import Part as ModelPart
+from engine.parts import PARTS, Part as ModelPart, engine_over, megatron
 from engine.toys import Leaves, assert_equal, engine_of, train
 from ranks import RankPools, on_ranks
 from torch import Tensor, nn

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine.toys import Leaves, engine_of, given_gradients, mean_gradients
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import RankPools, on_ranks
 
 from hadal import comm

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine.toys import ByNorm, Leaves, engine_of, given_gradients, mean_gradients
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from ranks import RankPools
 
 from hadal import comm

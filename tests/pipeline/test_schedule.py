@@ -7,8 +7,7 @@ from collections import deque
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hadal.errors import UsageError
 from hadal.plugins.pipeline import schedule as schedules

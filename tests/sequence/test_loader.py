@@ -12,7 +12,7 @@ from ranks import RankPools
 from hadal import comm
 from hadal.errors import SequenceError
 from hadal.plugins.sequence import UlyssesSPDataLoaderAdapter
-from hadal.plugins.sequence.batches import padded
+from hadal.plugins.sequence.loader import padded
 
 
 def adapter(batches: list[Any]) -> UlyssesSPDataLoaderAdapter:

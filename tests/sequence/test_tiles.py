@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine.toys import config_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from ranks import RankPools
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,9 +27,8 @@ from hadal.plugins.sparse_attention import (
     flex,
 )
 from hadal.plugins.sparse_attention.attention import BlockLayout, sparse_attention
-from hadal.plugins.sparse_attention.masks import Masks, PairMask, key_mask, pair_mask
-from hadal.plugins.sparse_attention.plan import parts_of
-from hadal.plugins.sparse_attention.scores import Scores
+from hadal.plugins.sparse_attention.flex import Scores
+from hadal.plugins.sparse_attention.masks import Masks, PairMask, key_mask, pair_mask, parts_of
 
 GOLDEN = json.loads(Path(__file__).with_name("values.json").read_text())
 
@@ -43,8 +41,8 @@ def path(request, monkeypatch):
     if request.param == "gathering":
         monkeypatch.setattr(attention, "has_fused_attention", lambda device: False)
     # Small parts and chunks, so that small cases have several of them.
-    monkeypatch.setattr("hadal.plugins.sparse_attention.plan._TILE", 32)
-    monkeypatch.setattr("hadal.plugins.sparse_attention.plan._FEWEST", 8)
+    monkeypatch.setattr("hadal.plugins.sparse_attention.masks._TILE", 32)
+    monkeypatch.setattr("hadal.plugins.sparse_attention.masks._FEWEST", 8)
     monkeypatch.setattr(attention, "gathered_numel", lambda device: 512)
     return request.param
 
@@ -202,8 +200,8 @@ def test_any_layout_equals_the_written_out_softmax(case):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(attention, "_SHORT", short)
             patched.setattr(attention, "_FULL", math.inf)
-            patched.setattr("hadal.plugins.sparse_attention.plan._TILE", 16)
-            patched.setattr("hadal.plugins.sparse_attention.plan._FEWEST", 8)
+            patched.setattr("hadal.plugins.sparse_attention.masks._TILE", 16)
+            patched.setattr("hadal.plugins.sparse_attention.masks._FEWEST", 8)
             patched.setattr(attention, "gathered_numel", lambda device: 64)
             found = sparse_attention(*operands, layout, masks, **more)
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
@@ -215,8 +213,8 @@ def test_any_layout_equals_the_written_out_softmax(case):
 def test_the_parts_are_exactly_the_layout(case, splits):
     _, layout, _ = made(case)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("hadal.plugins.sparse_attention.plan._TILE", 16)
-        patched.setattr("hadal.plugins.sparse_attention.plan._FEWEST", 8)
+        patched.setattr("hadal.plugins.sparse_attention.masks._TILE", 16)
+        patched.setattr("hadal.plugins.sparse_attention.masks._FEWEST", 8)
         causal = case["causal"]
         parts = parts_of(layout.layout, layout.block, is_causal=causal, splits=splits)
     heads, count, _ = layout.layout.shape

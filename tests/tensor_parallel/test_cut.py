@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hadal.errors import ModelError
 from hadal.plugins.tensor_parallel.cut import WeightCut, shard_sizes, subparameter_sizes

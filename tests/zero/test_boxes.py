@@ -6,8 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hadal.errors import UsageError
 from hadal.zero.boxes import Box, Placement, boxes_between, placement_of, rows_of

@@ -26,8 +26,7 @@ from hadal.zero import GatheredParameters
 from hadal.zero.gathering import Phase
 
 from .nodes import HPZ, Sent, nodes_of, sending
-from .test_gathering import CUT, DROPS, blocks, random_rows
-from .test_gathering import one_step as one_path
+from .test_gathering import CUT, DROPS, blocks, one_step as one_path, random_rows
 
 WIDTH, BLOCKS = 64, 3
 WEIGHTS = {"zero_quantized_weights": True}

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from engine.toys import alone, assert_close, engine_of, train
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F

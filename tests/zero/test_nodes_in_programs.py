@@ -32,8 +32,7 @@ from .test_gathering import (
     random_rows,
     train_along,
 )
-from .test_runtime import PLANS
-from .test_runtime import train_along as train_branches
+from .test_runtime import PLANS, train_along as train_branches
 from .test_state import (
     read_gradients,
     read_moments,

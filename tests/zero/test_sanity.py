@@ -8,8 +8,7 @@ import re
 import pytest
 import torch
 from engine.toys import TINY, assert_equal, batch_of, engine_of, loss_of, model_of, train
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import RankPools
 from torch import Tensor, nn
 

@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from engine.toys import alone, assert_close, backward, batch_of, engine_of, loss_of, model_of
-from engine.toys import train as train_engine
+from engine.toys import (
+    alone,
+    assert_close,
+    backward,
+    batch_of,
+    engine_of,
+    loss_of,
+    model_of,
+    train as train_engine,
+)
 from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 

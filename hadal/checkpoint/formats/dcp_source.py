@@ -300,7 +300,8 @@ class DcpSource(Source):
     ) -> None:
         """Compare every byte with the checksums: each `shares`-th stored value from `share` on."""
         for item in sorted(set(self._all_items()))[share::shares]:
-            _check_item(self.path, item)
+            with _opened(self.path, item) as file:
+                check_archive(file, f"{self.path / item.file} is damaged at byte {item.offset}")
 
 
 _BESIDE = ((OPTIMIZER,), ("optim",), (TRAINING[0],))
@@ -493,16 +494,6 @@ def _read_chunk(folder: Location, chunk: _StoredChunk, dtype: torch.dtype) -> Te
         )
     whole: Tensor = found
     return whole
-
-
-def _check_item(folder: Location, item: _StoredItem) -> None:
-    """Compare every byte of a stored value with the checksums in it.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
-    with _opened(folder, item) as file:
-        check_archive(file, f"{folder / item.file} is damaged at byte {item.offset}")
 
 
 @contextmanager

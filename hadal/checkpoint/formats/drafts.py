@@ -56,7 +56,11 @@ def drafted_folder(target: Location, last: str) -> Iterator[Path]:
     try:
         yield draft
         with system_errors(target, "written"):
-            _sync_tree(draft)
+            for place, _, names in os.walk(draft):
+                for name in names:
+                    with open(os.path.join(place, name), "rb") as file:
+                        os.fsync(file.fileno())
+                sync_folder(Path(place))
             _refuse_others(target, last)
             _put(draft, target)
     finally:
@@ -101,11 +105,3 @@ def _put(draft: Path, target: Path) -> None:
         raise
     sync_folder(target.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync_tree(folder: Path) -> None:
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with open(os.path.join(place, name), "rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(Path(place))

@@ -1,20 +1,16 @@
 """Activation checkpointing: blocks are recomputed in backward instead of storing activations."""
 
-from hadal.plugins.activation_checkpointing.function import Recomputation
-from hadal.plugins.activation_checkpointing.keeping import tell_unshared
+from hadal.lazy import public_names
+from hadal.plugins.activation_checkpointing.function import Recomputation as Recomputation
+from hadal.plugins.activation_checkpointing.keeping import tell_unshared as tell_unshared
 from hadal.plugins.activation_checkpointing.listener import (
-    BudgetedModules,
-    RecomputedModules,
-    Surroundings,
+    BudgetedModules as BudgetedModules,
+    RecomputedModules as RecomputedModules,
+    Surroundings as Surroundings,
 )
-from hadal.plugins.activation_checkpointing.modules import chosen, recomputed_elsewhere
+from hadal.plugins.activation_checkpointing.modules import (
+    chosen as chosen,
+    recomputed_elsewhere as recomputed_elsewhere,
+)
 
-__all__ = [
-    "BudgetedModules",
-    "Recomputation",
-    "RecomputedModules",
-    "Surroundings",
-    "chosen",
-    "recomputed_elsewhere",
-    "tell_unshared",
-]
+__all__ = public_names(globals())

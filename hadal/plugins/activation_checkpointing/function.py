@@ -1,4 +1,7 @@
-"""`checkpoint`: a call that is recomputed in backward, its inputs stored as the options say."""
+"""`checkpoint`: a call that is recomputed in backward, its inputs stored as the options say.
+
+Named random states of the device (Megatron's) let the parts of a model draw differently.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,136 @@ from torch.utils.hooks import RemovableHandle
 
 from hadal.comm import Ranks
 from hadal.config.activation_checkpointing import ActivationCheckpointing
-from hadal.device import Stamp, at_end_of_backward, graph_task, synchronize
+from hadal.device import (
+    Stamp,
+    at_end_of_backward,
+    current_device,
+    graph_task,
+    random_state,
+    set_random_state,
+    synchronize,
+)
+from hadal.errors import UsageError
 from hadal.plugins.activation_checkpointing.keeping import InputKeeper
-from hadal.plugins.activation_checkpointing.random_states import TRACKER, recomputing_from
+
+MODEL_PARALLEL = "model-parallel-rng"
+"""The name of the state that differs between the parts of a model."""
+_OFFSET = 2718  # Megatron's offset, so that seeds of parts differ from nearby seeds of programs
+
+
+class CudaRNGStatesTracker:
+    """Named random states; `fork` draws from one of them temporarily."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        """Remove all states."""
+        self.states_ = {}
+        self.seeds_ = set()
+
+    def get_states(self) -> dict[str, Tensor]:
+        """Return a copy of the table from name to state."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Restore such a table."""
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Create a state from a seed; the device's generator does not change.
+
+        Raises:
+            UsageError: the name or the seed is already in use.
+        """
+        if seed in self.seeds_ or name in self.states_:
+            raise UsageError(
+                f"add({name!r}, {seed}): the name or the seed is already used by one of"
+                f" {sorted(self.states_)}; call reset() before creating states again"
+            )
+        before = _state()
+        _seed(seed)
+        self.states_[name] = _state()
+        self.seeds_.add(seed)
+        _set_state(before)
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """Draw from a named state inside the context; afterwards the generator is as before.
+
+        Raises:
+            UsageError: there is no state of that name.
+        """
+        if name not in self.states_:
+            raise UsageError(
+                f"fork({name!r}): no such random state, only {sorted(self.states_)};"
+                " call model_parallel_cuda_manual_seed(seed) or add(name, seed) before"
+            )
+        before = _state()
+        _set_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = _state()
+            _set_state(before)
+
+
+TRACKER = CudaRNGStatesTracker()
+"""The one table of this process."""
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """Return this process's tracker."""
+    return TRACKER
+
+
+def seed_parts(seed: int, part: int) -> None:
+    """Seed the generator equally on all parts of the model, and one named state per part."""
+    TRACKER.reset()
+    torch.manual_seed(seed)
+    TRACKER.add(MODEL_PARALLEL, seed + _OFFSET + part)
+
+
+def reseed_parts(seed: int, part: int) -> None:
+    """Recreate this part's named state from a seed; every other state is unchanged."""
+    states, seeds = TRACKER.get_states(), set(TRACKER.seeds_)
+    states.pop(MODEL_PARALLEL, None)
+    TRACKER.reset()
+    TRACKER.add(MODEL_PARALLEL, seed + _OFFSET + part)
+    TRACKER.set_states({**states, **TRACKER.get_states()})
+    TRACKER.seeds_ |= seeds
+
+
+@contextmanager
+def recomputing_from(states: dict[str, Tensor]) -> Iterator[None]:
+    """Draw the same numbers from these states again inside the context; then restore them."""
+    before = TRACKER.get_states()
+    TRACKER.set_states(states)
+    try:
+        yield
+    finally:
+        TRACKER.set_states(before)
+
+
+def _state() -> Tensor:
+    """Return the state of the device's generator; on a CPU, of the host's."""
+    state = random_state(current_device())
+    return torch.get_rng_state() if state is None else state
+
+
+def _set_state(state: Tensor) -> None:
+    if random_state(current_device()) is None:
+        torch.set_rng_state(state)
+    else:
+        set_random_state(state, current_device())
+
+
+def _seed(seed: int) -> None:
+    """Seed the device's generator; on a CPU, the host's."""
+    device = current_device()
+    (torch if device.type == "cpu" else torch.get_device_module(device)).manual_seed(seed)
+
 
 _log = logging.getLogger(__name__)
 
@@ -85,23 +215,6 @@ class BlockBoundaries:
         yield
         self._home.add("fwd", self._number, begun, self._home.reach(self._device))
 
-    def begin_backward(self) -> None:
-        """Begin the block's backward, whose first part is the recomputation."""
-        self._begun = self._home.reach(self._device)
-        self._home.report_at_end()
-
-    def end_at(self, inputs: Sequence[Tensor]) -> None:
-        """Let the first complete gradient of an input end the block's backward.
-
-        A node of the graph would do so too, but gradients of an input that other blocks use as well
-        would then be summed in another order.
-        """
-        for tensor in inputs:
-            if tensor.requires_grad:
-                hook = tensor.register_hook(self._end)
-                if tensor.is_leaf:  # it outlives the graph
-                    self._hooks.append(hook)
-
     def _end(self, _: Tensor) -> None:
         begun, self._begun = self._begun, None
         if begun is not None:
@@ -165,7 +278,11 @@ class Recomputation:
         tensors = [value for value in given if isinstance(value, Tensor)]
         block = self._boundaries.block(tensors)
         if block is not None:
-            block.end_at(tensors)
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    hook = tensor.register_hook(block._end)
+                    if tensor.is_leaf:  # it outlives the graph
+                        block._hooks.append(hook)
         outer, inner = (None, None) if around is None else around(tensors)
 
         # Holds no stored tensor: only autograd does.
@@ -222,7 +339,8 @@ class _Again:
 
     def __enter__(self) -> None:
         if self._block is not None:
-            self._block.begin_backward()
+            self._block._begun = self._block._home.reach(self._block._device)
+            self._block._home.report_at_end()
         self._inside = ExitStack()
         if self._context is not None:
             self._inside.enter_context(self._context)

@@ -231,7 +231,7 @@ class KeptInput:
             loan = self._loan = keeper.host.borrow(part.numel(), part.dtype)
         else:
             return part.clone()  # a copy of the slice; a view would keep the whole alive
-        loan.until_death_of(self)
+        weakref.finalize(self, loan.take_back, loan).atexit = False
         if not leaves:
             return loan.memory.copy_(part)
         out = side_stream(StreamPurpose.INPUTS_LEAVING, self._device)
@@ -336,10 +336,6 @@ class LentMemory:
     take_back: Callable[[LentMemory], None]
     free_after: Event = field(default_factory=Event)
     """The last copy to it or from it; the next writer must follow that."""
-
-    def until_death_of(self, user: object) -> None:
-        """Return the memory once nothing refers to `user`."""
-        weakref.finalize(user, self.take_back, self).atexit = False
 
 
 class HostMemory:

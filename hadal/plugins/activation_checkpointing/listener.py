@@ -18,16 +18,18 @@ from hadal.config.activation_checkpointing import ActivationCheckpointing
 from hadal.device import is_host_memory
 from hadal.errors import UsageError
 from hadal.listener import Forward, Listener, Update
-from hadal.plugins.activation_checkpointing.budget import (
+from hadal.plugins.activation_checkpointing.function import Recomputation
+from hadal.plugins.activation_checkpointing.measuring import (
+    CallMeter,
     MeasuredBackward,
     MeasuredStep,
+    Meter,
     ModuleChoice,
     Verdict,
     choose,
+    meter_of,
     table,
 )
-from hadal.plugins.activation_checkpointing.function import Recomputation
-from hadal.plugins.activation_checkpointing.measuring import CallMeter, Meter, meter_of
 from hadal.plugins.activation_checkpointing.modules import Recomputed, recomputed_elsewhere
 
 _log = logging.getLogger(__name__)

@@ -17,61 +17,45 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hadal.lazy import importer_of
+from hadal.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hadal.plugins.compression.compress import (
-        CompressionScheduler,
-        init_compression,
-        redundancy_clean,
-        student_initialization,
+        CompressionScheduler as CompressionScheduler,
+        init_compression as init_compression,
+        redundancy_clean as redundancy_clean,
+        student_initialization as student_initialization,
     )
-    from hadal.plugins.compression.files import load_packed, save_packed
-    from hadal.plugins.compression.packed import compute_in_integers, pack_weights, unpack_weights
-    from hadal.plugins.compression.report import CompressionReport, compression_report
+    from hadal.plugins.compression.export import (
+        load_packed as load_packed,
+        save_packed as save_packed,
+    )
+    from hadal.plugins.compression.packed import (
+        compute_in_integers as compute_in_integers,
+        pack_weights as pack_weights,
+        unpack_weights as unpack_weights,
+    )
+    from hadal.plugins.compression.report import (
+        CompressionReport as CompressionReport,
+        compression_report as compression_report,
+    )
     from hadal.plugins.compression.student import (
-        distillation_loss,
-        hidden_state_loss,
-        register_with_transformers,
+        distillation_loss as distillation_loss,
+        hidden_state_loss as hidden_state_loss,
+        register_with_transformers as register_with_transformers,
     )
 
-__all__ = [
-    "CompressionReport",
-    "CompressionScheduler",
-    "compression_report",
-    "compute_in_integers",
-    "distillation_loss",
-    "hidden_state_loss",
-    "init_compression",
-    "load_packed",
-    "pack_weights",
-    "redundancy_clean",
-    "register_with_transformers",
-    "save_packed",
-    "student_initialization",
-    "unpack_weights",
-]
-
-__getattr__ = importer_of(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "CompressionReport": "hadal.plugins.compression.report",
-        "CompressionScheduler": "hadal.plugins.compression.compress",
-        "compression_report": "hadal.plugins.compression.report",
-        "compute_in_integers": "hadal.plugins.compression.packed",
-        "distillation_loss": "hadal.plugins.compression.student",
-        "hidden_state_loss": "hadal.plugins.compression.student",
-        "init_compression": "hadal.plugins.compression.compress",
-        "load_packed": "hadal.plugins.compression.files",
-        "pack_weights": "hadal.plugins.compression.packed",
-        "redundancy_clean": "hadal.plugins.compression.compress",
-        "register_with_transformers": "hadal.plugins.compression.student",
-        "save_packed": "hadal.plugins.compression.files",
-        "student_initialization": "hadal.plugins.compression.compress",
-        "unpack_weights": "hadal.plugins.compression.packed",
+        "hadal.plugins.compression.compress": (
+            "CompressionScheduler init_compression redundancy_clean student_initialization"
+        ),
+        "hadal.plugins.compression.export": "load_packed save_packed",
+        "hadal.plugins.compression.packed": "compute_in_integers pack_weights unpack_weights",
+        "hadal.plugins.compression.report": "CompressionReport compression_report",
+        "hadal.plugins.compression.student": (
+            "distillation_loss hidden_state_loss register_with_transformers"
+        ),
     },
 )
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hadal.config.compression import CompressionTraining, QuantizeTraining
 from hadal.config.load import load_config
@@ -16,7 +17,6 @@ from hadal.config.reading import read
 from hadal.errors import ConfigError, Fault, UsageError, few, written
 from hadal.plugins.compression.layers import (
     Compressed,
-    RunningRange,
     change,
     change_back,
     compressed_modules,
@@ -33,10 +33,17 @@ from hadal.plugins.compression.pruning import (
     prunes_blocks,
     prunings_of,
 )
-from hadal.plugins.compression.relations import CutDimension, cuts_of, mask_features
 from hadal.plugins.compression.report import note_sizes
 from hadal.plugins.compression.rules import ActivationRule, Bits, PruneRule, WeightRule
-from hadal.plugins.compression.shrinking import Cuts, count_heads, make_masks_final, shrink
+from hadal.plugins.compression.shrinking import (
+    CutDimension,
+    Cuts,
+    count_heads,
+    cuts_of,
+    make_masks_final,
+    mask_features,
+    shrink,
+)
 from hadal.plugins.compression.student import describe, take_over_layers
 
 _log = logging.getLogger("hadal.plugins.compression")
@@ -126,14 +133,14 @@ def compress(model: nn.Module, plan: CompressionPlan, whole: Whole = as_it_is) -
     for match, weight_rule in plan.weights:
         change(match.module).compression.weight = weight_rule
     for match, rule in plan.inputs:
-        changed = change(match.module)
-        changed.compression.activation = rule
-        if rule.static and changed.activation_quantizer is None:
-            changed.activation_quantizer = _range_beside(match.module, rule)
+        change(match.module).quantize_inputs(rule)
     for match, pruning in plan.prunings:
         begin(match, pruning, whole)
     mask_features(plan.cuts)
-    _keep_calls(model)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(compressed_modules(module)):
+            # torch's fused path reads weights without calling their modules, unless this is 0.
+            module.activation_relu_or_gelu = 0
     advance(model, 0)
 
 
@@ -182,45 +189,23 @@ def _activation_rule(section: CompressionTraining, match: Match) -> ActivationRu
     )
 
 
-def _uneven(section: CompressionTraining, weights: list[Match]) -> list[Fault]:
+def _uneven(section: CompressionTraining, weights: list[Match]) -> Iterator[Fault]:
     groups = section.weight_quantization.shared_parameters.quantize_groups
     path = "compression_training.weight_quantization.shared_parameters.quantize_groups"
     # Each row of an embedding is a group, regardless of the number of groups.
     others = [match for match in weights if not isinstance(match.module, nn.Embedding)]
     sizes = {match.name: _numel(match.module) for match in others}
     uneven = [f"{name} ({size:,})" for name, size in sizes.items() if size % groups]
-    if not uneven:
-        return []
-    more = f" and {len(uneven) - 3} more" if len(uneven) > 3 else ""
-    named = ", ".join(uneven[:3]) + more
-    return [Fault(path, f"{groups} does not divide the elements of the weight of {named}")]
+    if uneven:
+        named = few(uneven, 3)
+        yield Fault(path, f"{groups} does not divide the elements of the weight of {named}")
 
 
 def _numel(module: nn.Module) -> int:
     """Return the elements of a weight, which may be sharded."""
     if isinstance(module, nn.Embedding):
         return module.num_embeddings * module.embedding_dim
-    if isinstance(module, nn.Linear):
-        return module.in_features * module.out_features
-    assert isinstance(module, nn.Conv2d)
-    kernel = module.kernel_size[0] * module.kernel_size[1]
-    return module.out_channels * module.in_channels // module.groups * kernel
-
-
-def _range_beside(module: nn.Module, rule: ActivationRule) -> RunningRange:
-    """Return a running range on the device of a module, in its mode."""
-    found = RunningRange(quant_mode="symmetric" if rule.symmetric else "asymmetric")
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return found.to(weight.device).train(module.training)
-
-
-def _keep_calls(model: nn.Module) -> None:
-    """Let torch's transformer layers call their linear layers in evaluation too."""
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and any(compressed_modules(module)):
-            # torch's fused path reads weights without calling their modules, unless this is 0.
-            module.activation_relu_or_gelu = 0
+    return math.prod(matrix_shape(module))
 
 
 def advance(model: nn.Module, updates: int) -> None:
@@ -342,7 +327,12 @@ def redundancy_clean(
     _tell_unfinished(dict(changed))
     made: dict[tuple[int, WeightRule, int], tuple[nn.Parameter, Grid]] = {}
     for name, module in changed:
-        _expect_whole(name, module)
+        held = module.weight.untyped_storage().nbytes()
+        if held < _numel(module) * module.weight.element_size():
+            raise UsageError(
+                f"redundancy_clean: {name}.weight is sharded over ranks; pass the engine instead of"
+                " its module"
+            )
         rule = module.compression.weight
         if rule is not None:
             key = id(module.weight), rule, module.scale_groups
@@ -415,16 +405,6 @@ def _final(module: Compressed, rule: WeightRule) -> tuple[nn.Parameter, Grid]:
     return nn.Parameter(values, requires_grad=weight.requires_grad), grid
 
 
-def _expect_whole(name: str, module: Compressed) -> None:
-    # Between uses at stage 3, a weight keeps its shape but its storage is empty.
-    held = module.weight.untyped_storage().nbytes()
-    if held < _numel(module) * module.weight.element_size():
-        raise UsageError(
-            f"redundancy_clean: {name}.weight is sharded over ranks; pass the engine instead of"
-            " its module"
-        )
-
-
 def _inner(model: Any) -> nn.Module:
     """Return the module of an engine or a wrapper, or the model itself.
 
@@ -456,8 +436,4 @@ class CompressionScheduler:
         """Count an applied update; with `step_zero_check`, only apply the current state."""
         if not step_zero_check:
             self.training_steps += 1
-        self.check_all_modules()
-
-    def check_all_modules(self) -> None:
-        """Set all modules to the current number of updates."""
         advance(_inner(self.model), self.training_steps)

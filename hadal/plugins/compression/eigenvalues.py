@@ -221,9 +221,8 @@ def _expect_gradients(
 
 
 def _kept_random_state(device: torch.device) -> AbstractContextManager[None]:
-    if device.type == "cpu":
-        return torch.random.fork_rng([])
-    return torch.random.fork_rng([device], device_type=device.type)
+    devices = [] if device.type == "cpu" else [device]
+    return torch.random.fork_rng(devices, device_type=device.type)
 
 
 def _loss_of(output: Any) -> Tensor:

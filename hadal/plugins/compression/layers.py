@@ -223,6 +223,13 @@ class Compressed(nn.Module):
         """Return the number of groups of an input: one for each token."""
         return x.numel() // x.shape[-1]
 
+    def quantize_inputs(self, rule: ActivationRule) -> None:
+        """Quantize inputs by a rule, once it is due; a running range begins empty."""
+        self.compression.activation = rule
+        if rule.static and self.activation_quantizer is None:
+            found = RunningRange(quant_mode="symmetric" if rule.symmetric else "asymmetric")
+            self.activation_quantizer = found.to(self.weight.device).train(self.training)
+
     def begin(self) -> None:
         """Start with nothing to apply."""
         self.compression = Compression()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -94,10 +94,8 @@ def _named(
             faults.append(Fault(where, f"'*' matches no module of {known}{because}"))
         yield from usable
         return
-    try:
-        search = re.compile(pattern).search
-    except re.error as error:
-        faults.append(Fault(where, f"{pattern!r} is not a regular expression: {error}"))
+    search = searched(pattern, where, faults)
+    if search is None:
         return
     named = [(name, module) for name, module in modules if search(name)]
     if not named:
@@ -116,6 +114,17 @@ def _named(
             yield name, module
         else:
             faults.append(Fault(where, f"{pattern!r} matches {name}: {reason}"))
+
+
+def searched(
+    pattern: str, where: str, faults: list[Fault]
+) -> Callable[[str], re.Match[str] | None] | None:
+    """Return the search for a pattern; None if it is no regular expression, which is a fault."""
+    try:
+        return re.compile(pattern).search
+    except re.error as error:
+        faults.append(Fault(where, f"{pattern!r} is not a regular expression: {error}"))
+        return None
 
 
 def _near(pattern: str, modules: list[tuple[str, nn.Module]]) -> str:

@@ -96,7 +96,9 @@ class PackedQuantizedLinear(Packed, CompressedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product."""
-        if not self._multiplies_integers(input):
+        is_ready = self.in_integers and self.compression.activation_is_on
+        has_gradients = self.training or torch.is_grad_enabled()
+        if not (is_ready and not has_gradients and input.is_cpu and input.numel() > 0):
             return super().forward(input)
         bits, high = self.input_range(input)
         levels, step = symmetric_levels(input, bits, high)
@@ -107,11 +109,6 @@ class PackedQuantizedLinear(Packed, CompressedLinear):
         found = found.view(*input.shape[:-1], -1).mul_(step)
         found = found.mul_(scale_of_rows(self.weight_scale, self.layout))
         return (found if self.bias is None else found.add_(self.bias)).to(input.dtype)
-
-    def _multiplies_integers(self, input: Tensor) -> bool:
-        is_ready = self.in_integers and self.compression.activation_is_on
-        has_gradients = self.training or torch.is_grad_enabled()
-        return is_ready and not has_gradients and input.is_cpu and input.numel() > 0
 
 
 class PackedQuantizedConv2d(Packed, CompressedConv2d):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,7 +20,7 @@ from hadal.plugins.compression.layers import (
     why_not,
 )
 from hadal.plugins.compression.masks import Blocks, as_matrix, rows_of
-from hadal.plugins.compression.matching import Match, matches_of
+from hadal.plugins.compression.matching import Match, matches_of, searched
 from hadal.plugins.compression.quantizers import largest
 from hadal.plugins.compression.rules import BlockRule, PruneRule, mask_name, score_name
 
@@ -148,12 +147,10 @@ def _excluded(
 ) -> set[str]:
     found: set[str] = set()
     for index, pattern in enumerate(patterns):
-        try:
-            named = [name for name in known if re.search(pattern, name)]
-        except re.error as error:
-            message = f"{pattern!r} is not a regular expression: {error}"
-            faults.append(Fault(f"{path}[{index}]", message))
+        search = searched(pattern, f"{path}[{index}]", faults)
+        if search is None:
             continue
+        named = [name for name in known if search(name)]
         if not named:
             faults.append(Fault(f"{path}[{index}]", f"{pattern!r} matches no module"))
         found |= set(named)

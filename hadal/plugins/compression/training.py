@@ -100,7 +100,7 @@ class CompressionTechniques(Listener):
 
     def after_update(self, update: Update) -> None:
         """Average the running ranges over the ranks, which see different samples."""
-        if self._blocks.has_watched:
+        if bool(self._blocks._next):
             self._blocks.keep(not update.skipped)
         engine = None if self._engine is None else self._engine()
         if engine is not None and not self._sees_forwards:
@@ -207,11 +207,6 @@ class BlockPruning:
                     self._modules[names[_parameter(module, "weight")]] = module
                     self.rule = rule
         self._next: dict[str, Tensor] = {}
-
-    @property
-    def has_watched(self) -> bool:
-        """True if scores are waiting for the outcome of an update."""
-        return bool(self._next)
 
     def watch(self, gradients: Mapping[str, Tensor]) -> None:
         """Compute the scores after an update with these gradients; `keep` stores them."""

@@ -1,16 +1,22 @@
-"""Analysis of an indexed data set by built-in metrics: the files that a curriculum reads."""
+"""Analysis of an indexed data set by built-in metrics: the files that a curriculum reads.
+
+The metrics of a row are its length, the rarity of its words, and its loss by a model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from torch import nn
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from hadal.errors import UsageError
 from hadal.plugins.data_efficiency.chunks import Arrays, KeptChunks, Span, compute_kept, joined
@@ -22,14 +28,178 @@ from hadal.plugins.data_efficiency.metric_files import (
     write_origin,
     write_single,
 )
-from hadal.plugins.data_efficiency.metrics import (
-    METRICS,
-    Length,
-    ModelLoss,
-    Rarity,
-    RowMetric,
-    count_words,
-)
+
+Whole = npt.NDArray[np.int64]
+METRICS = ("length", "rarity", "loss")
+"""The names of the metrics."""
+MOST_WORDS = 1 << 24
+_BATCH_TOKENS = 1 << 13
+_LOSS_SCALE = 1000
+
+
+class RowMetric(Protocol):
+    """Measures rows; the results are integers."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def in_processes(self) -> bool:
+        """False if only the caller's process can measure, as with a model on a device."""
+
+    def values(self, rows: IndexedRows, start: int, stop: int) -> Whole:
+        """Return the metric of the rows from `start` to before `stop`."""
+
+    def identity(self) -> str:
+        """Return a text that differs if results may differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Tokens of a row."""
+
+    name: str = "length"
+    in_processes: bool = True
+
+    def values(self, rows: IndexedRows, start: int, stop: int) -> Whole:
+        """Return the sizes of the rows."""
+        return rows.sizes[start:stop].astype(np.int64)
+
+    def identity(self) -> str:
+        """Return the name."""
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Rarity:
+    """Rarity of a row's words: the sum of -log(share of the word in all data), rounded."""
+
+    costs: npt.NDArray[np.float64]
+    """-log(share) of each word; 0 for words that do not occur."""
+    name: str = "rarity"
+    in_processes: bool = True
+
+    @classmethod
+    def of(cls, counts: Whole) -> Rarity:
+        """Return the metric for the number of times that each word occurs."""
+        shares = np.where(counts > 0, counts, counts.sum()) / max(1, counts.sum())
+        return cls(-np.log(shares))
+
+    def values(self, rows: IndexedRows, start: int, stop: int) -> Whole:
+        """Return the sums over the rows."""
+        costs = self.costs[numbers_of(rows, start, stop)]
+        sizes = rows.sizes[start:stop]
+        found = np.zeros(stop - start)
+        filled = np.flatnonzero(sizes)
+        if filled.size:
+            starts = np.concatenate([[0], np.cumsum(sizes[filled][:-1], dtype=np.int64)])
+            found[filled] = np.add.reduceat(costs, starts)
+        return np.rint(found).astype(np.int64)
+
+    def identity(self) -> str:
+        """Return the name: the counts follow from the data set."""
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoss:
+    """A model's mean loss over the tokens of a row after the first, times 1000, rounded.
+
+    The model returns logits `[rows, length, words]`, or an object that has them, for ids `[rows,
+    length]`; a model of transformers is given the mask of the padding, too.
+    """
+
+    model: nn.Module
+    name: str = "loss"
+    in_processes: bool = False
+
+    def values(self, rows: IndexedRows, start: int, stop: int) -> Whole:
+        """Return the losses of the rows; 0 for one with less than two tokens.
+
+        Raises:
+            UsageError: the model fails on these rows.
+        """
+        found = np.zeros(stop - start, np.int64)
+        training = self.model.training
+        self.model.eval()
+        with torch.no_grad():
+            for numbers in self._batches(rows, start, stop):
+                try:
+                    losses = self._losses([rows[start + int(number)] for number in numbers])
+                except (IndexError, RuntimeError) as error:
+                    raise UsageError(
+                        f"the model {type(self.model).__name__} of the loss failed on rows of"
+                        f" {rows.prefix} ({error}); pass a model whose vocabulary has all of its"
+                        " tokens, and which returns logits [rows, length, words]"
+                    ) from error
+                found[numbers] = np.rint(_LOSS_SCALE * losses.cpu().numpy()).astype(np.int64)
+        self.model.train(training)
+        return found
+
+    def _batches(self, rows: IndexedRows, start: int, stop: int) -> Iterator[Whole]:
+        """Yield rows of about the same length, `_BATCH_TOKENS` at a time."""
+        sizes = np.minimum(rows.sizes[start:stop], self._longest())
+        order = np.argsort(sizes, kind="stable")[::-1]
+        order = order[sizes[order] > 1]
+        first = 0
+        while first < len(order):
+            count = max(1, _BATCH_TOKENS // int(sizes[order[first]]))
+            yield order[first : first + count]
+            first += count
+
+    def _longest(self) -> int:
+        told = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+        return int(told) if told else 2**31 - 1
+
+    def _losses(self, rows: list[npt.NDArray[Any]]) -> Tensor:
+        longest = min(max(map(len, rows)), self._longest())
+        ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for number, row in enumerate(rows):
+            known = torch.from_numpy(row[:longest].astype(np.int64))
+            ids[number, : len(known)] = known
+            mask[number, : len(known)] = 1
+        device = next(self.model.parameters()).device
+        ids, mask = ids.to(device), mask.to(device)
+        told = {"attention_mask": mask} if hasattr(self.model, "config") else {}
+        result = self.model(ids, **told)
+        logits = getattr(result, "logits", result)
+        losses = cross_entropy(logits[:, :-1].transpose(1, 2).float(), ids[:, 1:], reduction="none")
+        weights = mask[:, 1:].float()
+        mean: Tensor = (losses * weights).sum(1) / weights.sum(1)
+        return mean
+
+    def identity(self) -> str:
+        """Return a checksum of samples of the weights."""
+        digest = xxhash.xxh3_128()
+        for name, weight in self.model.state_dict().items():
+            some = weight.flatten()[:4096].detach().float().cpu().numpy()
+            digest.update(f"{name} {tuple(weight.shape)}".encode() + some.tobytes())
+        return f"{self.name} {digest.hexdigest()}"
+
+
+def numbers_of(rows: IndexedRows, start: int, stop: int) -> npt.NDArray[Any]:
+    """Return the numbers of consecutive rows, without a copy."""
+    return rows.numbers[rows.start(start) : rows.start(stop)]
+
+
+def count_words(rows: IndexedRows, start: int, stop: int) -> Whole:
+    """Return how often each number occurs in rows.
+
+    Raises:
+        UsageError: the numbers are not words of a vocabulary.
+    """
+    numbers = numbers_of(rows, start, stop)
+    if numbers.dtype.kind not in "iu":
+        raise UsageError(f"{rows.prefix} holds {numbers.dtype}; the rarity requires integers")
+    if numbers.size and (int(numbers.min()) < 0 or int(numbers.max()) >= MOST_WORDS):
+        raise UsageError(
+            f"{rows.prefix} has numbers from {numbers.min()} to {numbers.max()}; the rarity needs"
+            f" words from 0 to {MOST_WORDS - 1}"
+        )
+    return np.bincount(numbers).astype(np.int64)
+
 
 WORDS = "vocabulary"
 """The accumulated metric from which the rarity is computed: how often each word occurs."""

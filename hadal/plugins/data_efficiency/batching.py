@@ -16,7 +16,7 @@ from hadal.data.reading import Sharding
 from hadal.errors import UsageError
 from hadal.listener import Listener, Setting, Update
 from hadal.order import Picked
-from hadal.plugins.data_efficiency.packing import (
+from hadal.plugins.data_efficiency.lengths import (
     Ids,
     PackLimits,
     Packs,

@@ -195,7 +195,9 @@ def write_single(
     except UsageError as error:
         raise UsageError(f"metric {metric}: {error}") from error
     if count:
-        _log_percentiles(metric, in_order)
+        places = [len(in_order) * percent // 100 for percent in range(0, 100, 5)]
+        told = ", ".join(str(in_order[place]) for place in [*places, -1])
+        _log.info("metric %s has values from 0 to 100 %% in steps of 5 %%: %s", metric, told)
     return Distribution(distinct, sizes)
 
 
@@ -203,12 +205,6 @@ def _marks(count: int, reducers: int | None) -> list[int]:
     if reducers is None:
         return []
     return [int(edge) for edge in np.linspace(0, count, reducers + 1)][1:]
-
-
-def _log_percentiles(metric: str, in_order: Values) -> None:
-    places = [len(in_order) * percent // 100 for percent in range(0, 100, 5)]
-    told = ", ".join(str(in_order[place]) for place in [*places, -1])
-    _log.info("metric %s has values from 0 to 100 %% in steps of 5 %%: %s", metric, told)
 
 
 def write_accumulated(folder: Path, metric: str, total: Values) -> None:

@@ -3,23 +3,128 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from hadal.config import Config
-from hadal.config.data_efficiency import DataSampling
+from hadal.config.data_efficiency import CurriculumMetric, DataEfficiency, DataSampling
 from hadal.data.loader import ChosenOrder, ShardedLoader
+from hadal.data.orders import count_batches
 from hadal.data.reading import Sharding
 from hadal.errors import UsageError
 from hadal.listener import Listener, Setting
-from hadal.order import Order
+from hadal.order import Order, Picked
 from hadal.plugins.data_efficiency import batching as by_tokens
+from hadal.plugins.data_efficiency.clusters import Metric, SampleStream
 from hadal.plugins.data_efficiency.lengths import lengths_of
-from hadal.plugins.data_efficiency.metric_files import Origin
-from hadal.plugins.data_efficiency.pacing import CustomPace, Pacer
-from hadal.plugins.data_efficiency.sampler import PATH as CURRICULUM
-from hadal.plugins.data_efficiency.sampler import CurriculumOrder
+from hadal.plugins.data_efficiency.metric_files import Origin, read_metric, write_row
+from hadal.plugins.data_efficiency.pacing import CustomPace, Pacer, pace_rule_of
 from hadal.plugins.data_efficiency.seqlen import LengthCurriculum
+
+PATH = "data_efficiency.data_sampling.curriculum_learning"
+
+
+class CurriculumOrder:
+    """Samples of growing difficulty: those that the schedules of all metrics admit.
+
+    The samples of an update are drawn for all ranks together, so they do not depend on the number
+    of ranks. An epoch has as many samples as the data set; the difficulties determine which.
+    """
+
+    is_own = False
+
+    def __init__(
+        self, section: DataEfficiency, data: Origin, sharding: Sharding, accumulation: int
+    ) -> None:
+        """Create the order; an update has `accumulation` batches of each replica."""
+        sampling = section.data_sampling
+        curriculum = sampling.curriculum_learning
+        metrics = curriculum.curriculum_metrics or {}
+        self.pacers = {
+            name: Pacer(pace_rule_of(metric), f"{PATH}.curriculum_metrics.{name}")
+            for name, metric in metrics.items()
+        }
+        """The schedules by metric."""
+        self._count = data.samples
+        self._sharding = sharding
+        self._epochs = sampling.num_epochs
+        folder = curriculum.data_cluster_path
+        self._folder = Path(folder) if folder is not None and sharding.replica == 0 else None
+        read = [_read(name, metric, data) for name, metric in metrics.items()]
+        drawing = np.random.default_rng(section.seed)
+        batch = sharding.stride * accumulation
+        self._stream = SampleStream(read, data.samples, batch, drawing, path=PATH)
+        self._pending: list[int] = []
+        self._consumed = 0
+        self._start: Mapping[str, Any] = self._state()
+
+    def __len__(self) -> int:
+        """Return this rank's batches in an epoch."""
+        return count_batches(self._count, self._sharding)
+
+    def batches(self, epoch: int, done: int) -> Iterator[Picked]:
+        """Yield this rank's batches; none after `num_epochs` epochs."""
+        sharding = self._sharding
+        # Workers may have read ahead of the returned batches: begin after the last of these.
+        self._load(self._start)
+        left = self._count - done if epoch < self._epochs else 0
+        for _ in range(count_batches(left, sharding)):
+            while len(self._pending) < sharding.stride:
+                self._pending = self._pending + self._drawn()
+            first = sharding.replica * sharding.batch_size
+            mine = self._pending[first : first + sharding.batch_size]
+            # A new list: states of earlier batches hold the old one.
+            self._pending = self._pending[sharding.stride :]
+            self._consumed += sharding.stride
+            yield Picked(mine, sharding.stride, self._state())
+
+    def _drawn(self) -> list[int]:
+        step = self._stream.step + 1
+        difficulties = {name: pacer.at(step) for name, pacer in self.pacers.items()}
+        samples, made = self._stream.next(difficulties)
+        if made is not None and self._folder is not None:
+            try:
+                write_row(self._folder / made.name, made.ids)
+            except UsageError as error:
+                raise UsageError(
+                    f"{PATH}.data_cluster_path: {error}; choose a directory"
+                ) from error
+        return samples
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "batch": self._pending,
+            "consumed_samples": self._consumed,
+            **self._stream.state(),
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore the state after a batch."""
+        self._start = state
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._stream.load(state)
+        self._pending = list(state["batch"])
+        self._consumed = int(state["consumed_samples"])
+        for name, pacer in self.pacers.items():
+            pacer.current = self._stream.difficulties.get(name, pacer.rule.first)
+
+
+def _read(name: str, metric: CurriculumMetric, data: Origin) -> Metric:
+    return read_metric(
+        name,
+        f"{PATH}.curriculum_metrics.{name}",
+        data,
+        metric.index_to_sample_path,
+        metric.index_to_metric_path,
+        is_percentile=metric.difficulty_type == "percentile",
+        maximum=metric.max_difficulty or 1,
+        is_single=metric.clustering_type == "single_cluster",
+    )
+
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +189,7 @@ def chosen_order(
 
     workers, pins = sampling.num_workers, sampling.pin_memory
     if sampling.curriculum_learning.enabled:
-        return ChosenOrder(CURRICULUM, by_metrics, workers, pins)
+        return ChosenOrder(PATH, by_metrics, workers, pins)
     if batching is not None:
         path, note, stacked = by_tokens.PATH, batching.note, by_tokens.stacked
         return ChosenOrder(path, in_packs, workers, pins, note, stacked)
@@ -118,7 +223,13 @@ def set_custom_schedules(engine: Curricula, given: CustomPace | Mapping[str, Cus
         UsageError: there is no such curriculum, its schedule is not custom, or a value is no
             function.
     """
-    pacers = _pacers_of(engine.training_dataloader, engine.listeners)
+    # The schedules of difficulties by metric
+    order = None if engine.training_dataloader is None else engine.training_dataloader.given_order
+    found = dict(order.pacers) if isinstance(order, CurriculumOrder) else {}
+    for one in engine.listeners:
+        if isinstance(one, LengthCurriculum):
+            found["seqlen"] = one.pacer
+    pacers = found
     named = given if isinstance(given, Mapping) else dict.fromkeys(pacers, given)
     if not isinstance(given, Mapping) and len(pacers) > 1:
         raise UsageError(
@@ -133,13 +244,3 @@ def set_custom_schedules(engine: Curricula, given: CustomPace | Mapping[str, Cus
         )
     for name, custom in named.items():
         pacers[name].set_custom(custom)
-
-
-def _pacers_of(loader: ShardedLoader | None, listeners: Iterable[Listener]) -> dict[str, Pacer]:
-    """Return the schedules of difficulties by metric."""
-    order = None if loader is None else loader.given_order
-    found = dict(order.pacers) if isinstance(order, CurriculumOrder) else {}
-    for one in listeners:
-        if isinstance(one, LengthCurriculum):
-            found["seqlen"] = one.pacer
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -14,8 +15,44 @@ from torch import Tensor, nn
 from hadal.config.data_efficiency import CurriculumLearning
 from hadal.errors import UsageError
 from hadal.listener import Forward, Listener, Setting, Update
-from hadal.plugins.data_efficiency.hearing import accepts, listens, positional_names
 from hadal.plugins.data_efficiency.pacing import CustomPace, Pacer, pace_rule_of
+
+
+def accepts(module: nn.Module, keyword: str) -> bool:
+    """Return whether the module's forward can be called with the keyword."""
+    return _named(module, keyword) or any(
+        each.kind is each.VAR_KEYWORD for each in _parameters(module).values()
+    )
+
+
+def listens(model: nn.Module, keyword: str) -> bool:
+    """Return whether the keyword reaches a forward that uses it, judging by signatures.
+
+    A forward with **kwargs is assumed to use it, unless the model contains a transformers class:
+    these ignore unknown keywords.
+    """
+    if not accepts(model, keyword):
+        return False
+    return any(_named(module, keyword) for module in model.modules()) or not any(
+        kind.__module__.split(".")[0] == "transformers"
+        for module in model.modules()
+        for kind in type(module).__mro__
+    )
+
+
+def positional_names(module: nn.Module) -> list[str]:
+    """Return the names of the forward's positional parameters."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, each in _parameters(module).items() if each.kind in kinds]
+
+
+def _named(module: nn.Module, keyword: str) -> bool:
+    return keyword in _parameters(module)
+
+
+def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(module.forward).parameters)
+
 
 _log = logging.getLogger(__name__)
 
@@ -79,16 +116,13 @@ class LengthCurriculum(Listener):
         if self._tells:
             changed = forward._replace(kwargs={**forward.kwargs, KEYWORD: length})
         else:
-            changed = self._truncated(forward, length)
+            named = dict(zip(self._names, forward.args, strict=False))
+            rest = tuple(forward.args[len(named) :])
+            batch = truncate([named, rest, forward.kwargs], length)
+            args = (*batch[0].values(), *batch[1])
+            changed = forward._replace(args=args, kwargs=_with_count(forward.kwargs, batch[2]))
         self.tokens += changed.tokens * self._readers
         return changed
-
-    def _truncated(self, forward: Forward, length: int) -> Forward:
-        named = dict(zip(self._names, forward.args, strict=False))
-        rest = tuple(forward.args[len(named) :])
-        batch = truncate([named, rest, forward.kwargs], length)
-        args = (*batch[0].values(), *batch[1])
-        return forward._replace(args=args, kwargs=_with_count(forward.kwargs, batch[2]))
 
     def after_update(self, update: Update) -> None:
         """Write the length and the tokens to the monitors."""

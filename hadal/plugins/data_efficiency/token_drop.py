@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from hadal.config.data_efficiency import RandomLtd
 from hadal.errors import UsageError
 from hadal.listener import Forward, Listener, Setting, Update
-from hadal.plugins.data_efficiency.hearing import positional_names
-from hadal.plugins.data_efficiency.layers import ChangedLayer, change_layers, changed_layers
+from hadal.plugins.data_efficiency.layer_drop import ChangedLayer, change_layers, changed_layers
+from hadal.plugins.data_efficiency.seqlen import positional_names
 
 _log = logging.getLogger(__name__)
 _PATH = "data_efficiency.data_routing.random_ltd"

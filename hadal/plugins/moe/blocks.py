@@ -21,8 +21,7 @@ from hadal.config.parallelism import ExpertParallel
 from hadal.errors import ModelError
 from hadal.plugins.moe.dispatch import counts_of, plan_dispatch
 from hadal.plugins.moe.experts import grouped_linear, looped_linear, mark_expert
-from hadal.plugins.moe.layer import MoE
-from hadal.plugins.moe.load import Load
+from hadal.plugins.moe.layer import Load, MoE
 
 _SIGMOID_PRESETS = ("deepseek_v3", "minimax_m3")
 _MODELS = {

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from hadal.comm import Ranks
-from hadal.comm.adjoint import Way, across, own
-from hadal.comm.adjoint import gathered as all_slices
+from hadal.comm.adjoint import Way, across, gathered as all_slices, own
 from hadal.comm.functions import all_to_all_single, labelled
 from hadal.device import has_values, start_reading
 from hadal.errors import ModelError

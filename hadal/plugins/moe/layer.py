@@ -1,4 +1,4 @@
-"""A layer of experts: a gate sends each token to a few of them.
+"""A layer of experts: a gate sends each token to a few of them, and counts how evenly.
 
 Names of classes, arguments and parameters are DeepSpeed's.
 """
@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hadal.comm import Ranks, init_distributed
+from hadal.comm.collectives import sum_
 from hadal.comm.ranks import (
     expert_group_names,
     expert_groups,
     group_name,
     make_expert_groups,
 )
+from hadal.device import is_in_backward
 from hadal.errors import ModelError
+from hadal.listener import Listener, Setting, Update
 from hadal.plugins.moe.dispatch import plan_dispatch
 from hadal.plugins.moe.experts import Experts
 from hadal.plugins.moe.gate import (
@@ -32,7 +35,88 @@ from hadal.plugins.moe.gate import (
     route_to_one,
     route_to_two,
 )
-from hadal.plugins.moe.load import Load
+
+_PREFIX = "Train/MoE/"
+
+
+class Load:
+    """Choices per expert of one layer since the last reading, counted only if enabled."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+        self.is_counted = False
+        self._counts: Tensor | None = None
+
+    def add(self, counts: Tensor, dropped: Tensor | int) -> None:
+        """Count a forward: [E] choices, of which some were dropped.
+
+        A forward that is recomputed in backward is counted once; one in evaluation is not counted.
+        """
+        if not self.is_counted or is_in_backward() or not torch.is_grad_enabled():
+            return
+        found = torch.cat([counts, counts.new_zeros(1) + dropped])
+        self._counts = found if self._counts is None else self._counts + found
+
+    def take(self, device: torch.device) -> Tensor:
+        """Return [E + 1] int64, choices per expert and dropped choices; reset the counts."""
+        found, self._counts = self._counts, None
+        if found is None:
+            found = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device)
+        return found
+
+
+def imbalance(counts: Tensor) -> Tensor:
+    """Return the largest of [E] counts over their mean: 1 if all are equal, E if one has all."""
+    return counts.max() / counts.double().mean().clamp(min=1e-9)
+
+
+def loads_of(model: nn.Module) -> list[Load]:
+    """Return the counters of all layers of experts in a model."""
+    found = (getattr(module, "load", None) for module in model.modules())
+    return [load for load in found if isinstance(load, Load)]
+
+
+class ExpertLoad(Listener):
+    """Writes `load_imbalance`, the mean over layers, and `dropped_tokens`, the sum over them."""
+
+    name = "hadal.experts"
+
+    def __init__(self, section: Any, setting: Setting) -> None:
+        del section
+        self._loads = loads_of(setting.model)
+        self._ranks = setting.sharding
+        self._write = setting.write
+        self._device = setting.device
+        for load in self._loads:
+            load.is_counted = True
+
+    def after_update(self, update: Update) -> None:
+        """Sum the counts of the update over ranks, and write the results."""
+        if not self._loads or self._write is None:
+            return
+        counts = [load.take(self._device) for load in self._loads]
+        total = torch.cat(counts)
+        sum_(total, self._ranks, "the sum of the experts' loads")
+        of_layers = total.split([len(one) for one in counts])
+        uneven = torch.stack([imbalance(one[:-1]) for one in of_layers]).mean()
+        dropped = torch.stack([one[-1] for one in of_layers]).sum()
+        self._write(
+            [
+                (f"{_PREFIX}load_imbalance", uneven, update.total_samples),
+                (f"{_PREFIX}dropped_tokens", dropped, update.total_samples),
+            ]
+        )
+
+    def on_error(self, error: BaseException) -> None:
+        """Discard the counts of an interrupted update."""
+        for load in self._loads:
+            load.take(self._device)
+
+    def close(self) -> None:
+        """Stop counting."""
+        for load in self._loads:
+            load.is_counted = False
+
 
 NOISY_POLICIES = (None, "None", "Jitter", "RSample")
 _log = logging.getLogger(__name__)

@@ -293,11 +293,6 @@ def _placed(
     return here, counts, torch.where(here, column, 0)
 
 
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-
-
 def _losses_of_rows(
     hidden: Tensor,
     weight: Tensor,
@@ -368,7 +363,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         by_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         by_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs_bias else None
         total = hidden.new_zeros((), dtype=wide)
-        dtype = _compute_dtype(hidden)
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         # Read once, as plain tensors: a parameter's class is consulted at each operation.
         plain = weight.detach().to(dtype)
         added = None if bias is None else bias.detach().to(dtype)

@@ -222,7 +222,9 @@ class UlyssesSPAttentionHF(nn.Module):
         length, rank = tokens.shape[1], dist.get_rank(self.process_group)
         numbers = torch.arange(rank * length, (rank + 1) * length, device=tokens.device)
         self._of_call = numbers.expand(tokens.shape[0], -1)
-        if not _takes_positions(type(module)):
+        parameters = inspect.signature(type(module).forward).parameters
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        if not (takes_any or "position_ids" in parameters):
             return None
         return args, {**kwargs, "position_ids": self._of_call}
 
@@ -296,12 +298,6 @@ def attention_of(module: nn.Module) -> UlyssesSPAttentionHF | None:
 def _take_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     attention = _attached.get(module)
     return None if attention is None else attention.take_positions(module, args, kwargs)
-
-
-def _takes_positions(kind: type[nn.Module]) -> bool:
-    parameters = inspect.signature(kind.forward).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return takes_any or "position_ids" in parameters
 
 
 # ---- the function registered with transformers ---------------------------------------------------

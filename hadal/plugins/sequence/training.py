@@ -23,7 +23,8 @@ from hadal.device import has_values, read_on_host
 from hadal.errors import SequenceError
 from hadal.listener import Forward, Listener, Setting
 from hadal.plugins.sequence.attention import DistributedAttention
-from hadal.plugins.sequence.batches import (
+from hadal.plugins.sequence.huggingface import attach, detach, is_attached
+from hadal.plugins.sequence.loader import (
     check_padding,
     is_cut,
     length_of,
@@ -31,7 +32,6 @@ from hadal.plugins.sequence.batches import (
     slice_of_rank,
     tokens_of,
 )
-from hadal.plugins.sequence.huggingface import attach, detach, is_attached
 from hadal.plugins.sequence.loss import whole_value
 from hadal.plugins.sequence.tiles import IGNORED
 

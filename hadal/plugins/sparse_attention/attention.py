@@ -27,10 +27,8 @@ from hadal.device import (
     has_fused_attention,
 )
 from hadal.errors import ModelError, NotBuiltYetError
-from hadal.plugins.sparse_attention.flex import flex
-from hadal.plugins.sparse_attention.masks import Masks
-from hadal.plugins.sparse_attention.plan import RUN, Group, Part, parts_of
-from hadal.plugins.sparse_attention.scores import Scores, attend
+from hadal.plugins.sparse_attention.flex import Scores, attend, flex
+from hadal.plugins.sparse_attention.masks import RUN, Group, Masks, Part, parts_of
 
 # Shorter sequences are computed whole, with a mask: the overhead of blocks would be larger.
 _SHORT = 1024

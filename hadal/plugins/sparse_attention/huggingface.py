@@ -23,6 +23,7 @@ from hadal.config.sparse_attention import SparseAttention
 from hadal.device import is_host_memory
 from hadal.errors import MissingPackageError, ModelError, NotBuiltYetError, UsageError
 from hadal.plugins.sparse_attention.attention import BlockLayout, sparse_attention
+from hadal.plugins.sparse_attention.flex import Scores, attend
 from hadal.plugins.sparse_attention.layouts import (
     SparsityConfig,
     from_config,
@@ -30,7 +31,6 @@ from hadal.plugins.sparse_attention.layouts import (
 )
 from hadal.plugins.sparse_attention.masks import Masks, PairMask, key_mask
 from hadal.plugins.sparse_attention.modules import SparseSelfAttention
-from hadal.plugins.sparse_attention.scores import Scores, attend
 
 NAME = "hadal_sparse"
 """The value of `attn_implementation`."""

@@ -154,7 +154,11 @@ class _Planner:
         self._is_strict = custom is not None and custom.strict_mode
 
     def plan(self) -> CutPlan:
-        tables = self._cuttable_tables()
+        tables = {
+            id(one.weight): (name, one)
+            for name, one in self._modules.items()
+            if isinstance(one, nn.Embedding) and _is_plain_table(one)
+        }
         for name, layer in self._modules.items():
             if isinstance(layer, nn.Linear):
                 self._look_at_linear(name, layer, tables)
@@ -294,7 +298,10 @@ class _Planner:
         if rule.partition_type is not SKIP:
             self._expect_plain(name, layer, rule)
         if rule.cuts_vocabulary and isinstance(layer, nn.Embedding):
-            if _is_plain_table(layer) and not self._is_tied_table(layer):
+            if _is_plain_table(layer) and not any(
+                isinstance(one, nn.Linear) and one.weight is layer.weight
+                for one in self._modules.values()
+            ):
                 length, size = layer.num_embeddings, self._plan.size
                 sizes = shard_sizes(length, size, grain=self._section.tp.tp_grain_size)
                 if min(sizes):
@@ -307,20 +314,6 @@ class _Planner:
         if rule.grad_allreduce:
             for leaf, parameter in layer.named_parameters(name, recurse=False):
                 self._plan.summed[leaf] = parameter
-
-    def _is_tied_table(self, table: nn.Embedding) -> bool:
-        return any(
-            isinstance(one, nn.Linear) and one.weight is table.weight
-            for one in self._modules.values()
-        )
-
-    def _cuttable_tables(self) -> dict[int, tuple[str, nn.Embedding]]:
-        """Return the embeddings that can be cut by their vocabulary, by their weights."""
-        return {
-            id(one.weight): (name, one)
-            for name, one in self._modules.items()
-            if isinstance(one, nn.Embedding) and _is_plain_table(one)
-        }
 
     def _find_head_norms(self) -> None:
         for parent in self._plan.parents():
