@@ -130,14 +130,15 @@ class _WarmUp(Schedule):
 
     def _set_warm_up(self, steps: int, kind: str) -> None:
         # The logarithm divides by ln(length), so 0 and 1 steps count as 2.
-        self._length = max(2, _count(steps, "warmup_num_steps", 0))
+        self.warmup_num_steps = max(2, _count(steps, "warmup_num_steps", 0))
         if kind not in ("log", "linear"):
             _log.warning('scheduler.params.warmup_type %r is unknown, "log" is used', kind)
-        self._is_linear = kind == "linear"
+        self.warmup_type = "linear" if kind == "linear" else "log"
 
     def _warmed_up(self, t: int) -> float:
         """Return the completed fraction of the warm-up at t < length, from 0 to 1."""
-        return t / self._length if self._is_linear else math.log(t + 1) / math.log(self._length)
+        length = self.warmup_num_steps
+        return t / length if self.warmup_type == "linear" else math.log(t + 1) / math.log(length)
 
 
 class WarmupLR(_WarmUp):
@@ -153,19 +154,19 @@ class WarmupLR(_WarmUp):
         last_batch_iteration: int = -1,
     ) -> None:
         own = [float(group["lr"]) for group in groups_of(optimizer)]
-        self._low = _per_group(optimizer, warmup_min_lr, "warmup_min_lr")
+        self.min_lrs = _per_group(optimizer, warmup_min_lr, "warmup_min_lr")
         high = own if warmup_max_lr is None else warmup_max_lr
-        self._high = _per_group(optimizer, high, "warmup_max_lr")
+        self.max_lrs = _per_group(optimizer, high, "warmup_max_lr")
         self._set_warm_up(warmup_num_steps, warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
     def share(self, t: int) -> float:
         """Return the position between the low (0) and the high (1) rate."""
-        return self._warmed_up(t) if t < self._length else 1.0
+        return self._warmed_up(t) if t < self.warmup_num_steps else 1.0
 
     def rate(self, n: int, group: int) -> float:
         """Return the rate of a param group after `n` steps."""
-        low, high = self._low[group], self._high[group]
+        low, high = self.min_lrs[group], self.max_lrs[group]
         return low if n == 0 else low + (high - low) * self.share(n - 1)
 
 
@@ -182,7 +183,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._total = _length_of(total_num_steps)
+        self.total_num_steps = _length_of(total_num_steps)
         rates = warmup_min_lr, warmup_max_lr
         super().__init__(optimizer, *rates, warmup_num_steps, warmup_type, last_batch_iteration)
         if total_num_steps < warmup_num_steps:
@@ -194,9 +195,10 @@ class WarmupDecayLR(WarmupLR):
 
     def share(self, t: int) -> float:
         """Return the position between the low (0) and the high (1) rate."""
-        if t < self._length:
-            return self._warmed_up(t)
-        return max(0.0, (self._total - t) / max(1.0, self._total - self._length))
+        length, total = self.warmup_num_steps, self.total_num_steps
+        return (
+            self._warmed_up(t) if t < length else max(0.0, (total - t) / max(1.0, total - length))
+        )
 
 
 class WarmupCosineLR(_WarmUp):
@@ -212,25 +214,28 @@ class WarmupCosineLR(_WarmUp):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._total = _length_of(total_num_steps)
-        self._first_ratio = warmup_min_ratio
-        self._last_ratio = cos_min_ratio
+        self.total_num_steps = _length_of(total_num_steps)
+        self.warmup_min_ratio = warmup_min_ratio
+        self.cos_min_ratio = cos_min_ratio
         self._set_warm_up(warmup_num_steps, warmup_type)
-        self._own = [float(group["lr"]) for group in groups_of(optimizer)]
+        self.org_lrs = [float(group["lr"]) for group in groups_of(optimizer)]
         super().__init__(optimizer, last_batch_iteration)
 
     def ratio(self, t: int) -> float:
         """Return the fraction of a group's own rate."""
-        if t < self._length:
-            done = self._warmed_up(t)
-            return self._first_ratio + (1.0 - self._first_ratio) * done
-        done = min(1.0, (t - self._length + 1) / max(1, self._total - self._length))
-        last = self._last_ratio
+        length, first, last = self.warmup_num_steps, self.warmup_min_ratio, self.cos_min_ratio
+        if t < length:
+            return first + (1.0 - first) * self._warmed_up(t)
+        done = min(1.0, (t - length + 1) / max(1, self.total_num_steps - length))
         return max(0.0, last + (1.0 - last) * (1.0 + math.cos(math.pi * done)) / 2.0)
+
+    def get_lr_ratio(self) -> float:
+        """Return the current fraction of each group's own rate."""
+        return 0.0 if self.last_batch_iteration < 0 else self.ratio(self.last_batch_iteration)
 
     def rate(self, n: int, group: int) -> float:
         """Return the rate of a param group after `n` steps."""
-        return 0.0 if n == 0 else self._own[group] * self.ratio(n - 1)
+        return 0.0 if n == 0 else self.org_lrs[group] * self.ratio(n - 1)
 
 
 class LRRangeTest(Schedule):
@@ -245,7 +250,7 @@ class LRRangeTest(Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        self._low = _per_group(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.min_lr = _per_group(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
         self._size = _count(lr_range_test_step_size, "lr_range_test_step_size")
         self._growth = lr_range_test_step_rate
         self._stairs = lr_range_test_staircase
@@ -254,7 +259,7 @@ class LRRangeTest(Schedule):
     def rate(self, n: int, group: int) -> float:
         """Return the rate of a param group after `n` steps."""
         interval = n // self._size if self._stairs else n / self._size
-        return self._low[group] * (1.0 + self._growth * interval)
+        return self.min_lr[group] * (1.0 + self._growth * interval)
 
 
 class OneCycle(Schedule):
@@ -283,19 +288,19 @@ class OneCycle(Schedule):
         stairs = cycle_second_stair_count
         stairs = cycle_first_stair_count if stairs is None else stairs
         self._stairs = (cycle_first_stair_count, stairs)
-        self._low = _per_group(optimizer, cycle_min_lr, "cycle_min_lr")
-        self._high = _per_group(optimizer, cycle_max_lr, "cycle_max_lr")
+        self.min_lrs = _per_group(optimizer, cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = _per_group(optimizer, cycle_max_lr, "cycle_max_lr")
         self._low_momentum = _per_group(optimizer, cycle_min_mom, "cycle_min_mom")
         self._high_momentum = _per_group(optimizer, cycle_max_mom, "cycle_max_mom")
         self._decay = (decay_step_size, decay_lr_rate, decay_mom_rate)
-        self._cycles_momentum = cycle_momentum
+        self.cycle_momentum = cycle_momentum
         if cycle_momentum and not all("betas" in group for group in groups_of(optimizer)):
             _log.warning(
                 "scheduler.params.cycle_momentum has no effect: %s has no betas; set it to false to"
                 " silence this warning",
                 type(optimizer).__name__,
             )
-            self._cycles_momentum = False
+            self.cycle_momentum = False
         super().__init__(optimizer, last_batch_iteration)
 
     def position(self, n: int) -> float:
@@ -314,7 +319,7 @@ class OneCycle(Schedule):
 
     def rate(self, n: int, group: int) -> float:
         """Return the rate of a param group after `n` steps."""
-        low, high = self._low[group], self._high[group]
+        low, high = self.min_lrs[group], self.max_lrs[group]
         if n > sum(self._sizes):
             return low / (1.0 + self._decay[1] * self._decay_intervals(n))
         return low + (high - low) * self.position(n)
@@ -330,10 +335,15 @@ class OneCycle(Schedule):
 
     def _write(self) -> None:
         super()._write()
-        if self._cycles_momentum:
-            n = self.last_batch_iteration + 1
-            for index, group in enumerate(self.optimizer.param_groups[: self._known]):
-                group["betas"] = (self.momentum(n, index), _SECOND_BETA, *group["betas"][2:])
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
+            group["betas"] = (*betas, *group["betas"][2:])
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Return the current first two betas of each param group; None if they do not vary."""
+        if not self.cycle_momentum:
+            return None
+        n = self.last_batch_iteration + 1
+        return [(self.momentum(n, index), _SECOND_BETA) for index in range(self._known)]
 
 
 _NATIVE: dict[str, type[Schedule]] = {

@@ -203,6 +203,23 @@ def test_one_cycle_moves_the_betas_of_every_group():
     assert betas[1] == pytest.approx((0.6, 0.99, 0.7))
 
 
+def test_schedules_have_the_attributes_that_programs_read():
+    optimizer = optimizer_of(1e-3, 2e-3)
+    warm = build_schedule("WarmupLR", {"warmup_num_steps": 8, "warmup_type": "?"}, optimizer)
+    assert (warm.min_lrs, warm.max_lrs) == ([0, 0], [1e-3, 2e-3])
+    assert (warm.warmup_num_steps, warm.warmup_type) == (8, "log")
+    cosine = WarmupCosineLR(optimizer_of(2e-3), 20, 0.25, 10, 0.5, "linear")
+    assert (cosine.total_num_steps, cosine.org_lrs, cosine.get_lr_ratio()) == (20, [2e-3], 0.0)
+    for number, ratio in ((0, 0.25), (5, 0.625), (19, 0.5), (30, 0.5)):
+        cosine.step(number)
+        assert cosine.get_lr_ratio() == pytest.approx(ratio)
+    cycle = build_schedule("OneCycle", ONE_CYCLE, optimizer)
+    cycle.step(99)
+    assert cycle.get_mom() == [pytest.approx((0.85, 0.99))] * 2
+    steady = build_schedule("OneCycle", {**ONE_CYCLE, "cycle_momentum": False}, optimizer)
+    assert steady.get_mom() is None
+
+
 def test_a_rate_in_a_tensor_stays_in_it():
     optimizer = optimizer_of()
     held = optimizer.param_groups[0]["lr"] = torch.tensor(2e-3, dtype=torch.float64)
