@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -63,18 +63,25 @@ def _section(home: str) -> type[Section]:
     return found
 
 
+class _OfKeys(type(Section)):  # type: ignore[misc]
+    def __instancecheck__(cls, thing: Any) -> bool:
+        """Count the sections of a whole configuration as instances too."""
+        return super().__instancecheck__(thing) or type(thing) is vars(cls).get("section")
+
+
 def _of_keys(name: str, home: str) -> type[Section]:
     """Return the class of a section that is called with its keys and whose values may be set."""
-    section = _section(home)
+    found = _section(home)
 
-    class Keys(section):  # type: ignore[misc, valid-type]
+    class Keys(found, metaclass=_OfKeys):  # type: ignore[misc, valid-type]
         model_config = ConfigDict(frozen=False, validate_assignment=True)
+        section: ClassVar[type[Section]] = found
 
         def __init__(self, strict: bool = False, **data: Any) -> None:
             super().__init__(**(data if strict else _without_auto(data)))
 
     Keys.__name__ = Keys.__qualname__ = name
-    Keys.__doc__ = section.__doc__
+    Keys.__doc__ = found.__doc__
     return Keys
 
 

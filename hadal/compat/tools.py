@@ -219,10 +219,7 @@ class SparseTensor:
     """The rows of a matrix that are not zero, from a sparse gradient of an embedding.
 
     Args:
-        dense_tensor: a sparse tensor of torch.
-
-    Raises:
-        UsageError: it is not sparse.
+        dense_tensor: a sparse tensor of torch, or a dense one.
     """
 
     def __init__(self, dense_tensor: Tensor | None = None) -> None:
@@ -232,10 +229,8 @@ class SparseTensor:
         self.dense_size: list[int] = []
         if dense_tensor is None:
             return
-        if not dense_tensor.is_sparse:
-            raise UsageError("SparseTensor got a dense tensor; pass the gradient of sparse=True")
-        rows = dense_tensor.coalesce()
-        self.is_sparse, self.dtype = True, rows.dtype
+        rows = (dense_tensor if dense_tensor.is_sparse else dense_tensor.to_sparse(1)).coalesce()
+        self.is_sparse, self.dtype = dense_tensor.is_sparse, rows.dtype
         self.indices, self.values = rows.indices().flatten(), rows.values()
         self.dense_size = list(rows.shape)
 
@@ -425,21 +420,19 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 
 
 def parse_range_list(range_str: str) -> list[int]:
-    """Return the numbers of a list of ranges, in order: `0,2-4` is 0, 2, 3, 4.
+    """Return the numbers of an ascending list of ranges: `0,2-4` is 0, 2, 3, 4.
 
     Raises:
-        ValueError: the text is not such a list, or a number appears twice.
+        ValueError: the text is not such a list.
     """
     numbers: list[int] = []
     for part in range_str.split(","):
-        first, _, last = part.strip().partition("-")
-        stop = int(last or first)
-        if stop < int(first):
-            raise ValueError(f"{part.strip()!r} in {range_str!r} is descending; write it ascending")
-        numbers += range(int(first), stop + 1)
-    if len(set(numbers)) < len(numbers):
-        raise ValueError(f"{range_str!r} contains a number twice; name each once")
-    return sorted(numbers)
+        first, _, last = part.partition("-")
+        start, stop = int(first), int(last or first)
+        if stop < start or (numbers and start <= numbers[-1]):
+            raise ValueError(f"{part.strip()!r} in {range_str!r} is not ascending; sort the ranges")
+        numbers += range(start, stop + 1)
+    return numbers
 
 
 def set_random_seed(seed: int) -> None:

@@ -1,7 +1,7 @@
 """`zero_optimization`: the states that are sharded over ranks, and their communication."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator
 
@@ -83,6 +83,14 @@ class ZeroOptimization(Section):
         "cpu_offload_use_pin_memory": "ignored: use offload_param.pin_memory or "
         "offload_optimizer.pin_memory"
     }
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a key of stage 3 by its name without `stage3_`, as DeepSpeed names it."""
+            full = f"stage3_{name}"
+            known = full in type(self).model_fields
+            return getattr(self, full) if known else super().__getattr__(name)
 
     stage: Stage = key(
         0,

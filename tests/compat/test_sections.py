@@ -35,6 +35,30 @@ def test_a_class_takes_the_keys_of_its_section() -> None:
     )
 
 
+def test_a_configuration_s_sections_are_instances_of_the_classes() -> None:
+    given = {
+        "stage": 3,
+        "stage3_max_reuse_distance": 7,
+        "offload_optimizer": {"device": "cpu"},
+        "zenflow": {},
+    }
+    of_keys = found("runtime.zero.config.DeepSpeedZeroConfig")
+    zero = found("runtime.config.DeepSpeedConfig")(
+        {"train_batch_size": 1, "zero_optimization": given}
+    ).zero_config
+    for section in (zero, of_keys(**given)):
+        assert isinstance(section, of_keys)
+        for name, value in (
+            ("zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig", section.offload_optimizer),
+            ("zenflow.zenflow_config.ZenFlowConfig", section.zenflow),
+        ):
+            assert isinstance(value, found(f"runtime.{name}"))
+        assert section.max_reuse_distance == 7 and not section.gather_16bit_weights_on_model_save
+        assert not hasattr(section, "nope")
+    assert not isinstance(zero.offload_optimizer, of_keys)
+    assert not isinstance(of_keys(), type("Mine", (of_keys,), {}))
+
+
 @pytest.mark.parametrize("name", sorted(_OF_KEYS))
 def test_every_class_has_its_defaults(name: str) -> None:
     made = getattr(sections, name)()
