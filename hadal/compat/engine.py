@@ -215,6 +215,7 @@ class DeepSpeedEngine(Accessors):
         if type(engine) is not TorchCheckpointEngine:
             _refuse_engine("engine.checkpoint_engine", engine)
 
+    @also(AssertionError, ValueError)
     @wraps(Accessors.save_checkpoint)
     def save_checkpoint(self, *given: Any, **named: Any) -> bool:  # type: ignore[override]
         """Save the training state; refuse a program that would catch DeepSpeed's files."""

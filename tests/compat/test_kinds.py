@@ -56,6 +56,7 @@ WRONG: dict[str, tuple[type[Exception], Callable[[Path], Any]]] = {
     "a batch that does not divide": (ValueError, lambda _: begin().set_train_batch_size(4)),
     "a tag that is not there": (AssertionError, missing_tag),
     "a parameter that is not used": (AssertionError, unused_parameter),
+    "no directory": (ValueError, lambda _: begin().save_checkpoint(None)),
     "groups of no experts": (
         AssertionError,
         lambda _: alias("deepspeed.utils.groups")._get_expert_parallel_group("nope"),
