@@ -22,7 +22,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hadal.checkpoint import folders
-from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL, names_of_ranks
+from hadal.checkpoint.deepspeed.folder import (
+    LATEST_UNIVERSAL,
+    has_rank_files,
+    move_rank_files,
+    names_of_ranks,
+)
 from hadal.checkpoint.files import (
     exists,
     is_file,
@@ -375,6 +380,26 @@ def clean(save_dir: Location, quiet_s: float = QUIET_S, *, is_dry: bool = False)
                 if isinstance(folder, Path):
                     with suppress(OSError):
                         folder.rmdir()  # if it is empty
+    return found
+
+
+def put_beside(save_dir: Location, *, is_dry: bool = False) -> list[Path]:
+    """Put files of DeepSpeed's beside the indices of saves that were killed while they did so.
+
+    Return the folders of these saves; only that if `is_dry`.
+
+    Raises:
+        CheckpointError: something cannot be read or moved.
+    """
+    found = []
+    for folder in all_of(save_dir, with_links=False):
+        named = replaced_by(folder) if has_rank_files(folder) else None
+        if named is None or not isinstance(folder, Path) or is_alive(folder, named):
+            continue
+        if names_of_ranks(folder / named):
+            found.append(folder)
+            if not is_dry:
+                move_rank_files(folder / named, folder)
     return found
 
 

@@ -13,6 +13,7 @@ from hadal.checkpoint import folders
 from hadal.checkpoint.contents import WEIGHT
 from hadal.checkpoint.export import Progress, untold
 from hadal.checkpoint.files import Given, is_folder, items_of, location_of, storage_of
+from hadal.checkpoint.formats.deepspeed import faults_of_files
 from hadal.checkpoint.formats.registry import format_of, open_source
 from hadal.checkpoint.index import INDEX
 from hadal.checkpoint.opening import folder_of
@@ -134,7 +135,7 @@ def _report(
     try:
         _describe(report, source)
         if verify:
-            report.faults += _damage(source, progress)
+            report.faults += [*_damage(source, progress), *faults_of_files(source, folder)]
             report.checked = True
     finally:
         source.close()

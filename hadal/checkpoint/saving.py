@@ -29,6 +29,7 @@ from hadal.checkpoint.collecting import (
     head_of,
 )
 from hadal.checkpoint.contents import ModelPart, part_as_json
+from hadal.checkpoint.deepspeed.folder import ORDER, has_rank_files, move_rank_files
 from hadal.checkpoint.files import (
     Seal,
     check_file,
@@ -38,13 +39,7 @@ from hadal.checkpoint.files import (
     system_errors,
 )
 from hadal.checkpoint.folders import CLIENT, JOBS, prune, rank_file
-from hadal.checkpoint.formats.deepspeed import (
-    ORDER,
-    expect_directory,
-    has_rank_files,
-    put_beside,
-    write_rank_files,
-)
+from hadal.checkpoint.formats.deepspeed import expect_directory, write_rank_files
 from hadal.checkpoint.index import write_index
 from hadal.checkpoint.leases import Lease
 from hadal.checkpoint.live import LISTENERS, Live, Rules
@@ -153,13 +148,11 @@ class SaveJob:
         save_dir, tag = self.request.save_dir, self.request.tag
         is_leader = ranks.rank == self.folder_ranks[0]
         lease: Lease | None = None
-        replaces = False
         with ExitStack() as stack:
             with together(ranks, self._what):
                 if is_leader:
                     lease = folders.begin(save_dir, tag, self.mark)
                     stack.callback(folders.end, self.path, lease)
-                    replaces = has_rank_files(self.path)
             of_ranks = self._written(ranks, is_leader)
             with together(ranks, self._what):
                 if lease is not None:
@@ -167,8 +160,8 @@ class SaveJob:
             # No rank returns before `latest` is updated.
             with together(ranks, f"{save_dir / folders.LATEST} was not moved to {tag!r}"):
                 if is_leader:
-                    if isinstance(self.path, Path):
-                        put_beside(self.path / self.mark, self.path, replaces=replaces)
+                    if self.rules.writes_deepspeed and isinstance(self.path, Path):
+                        move_rank_files(self.path / self.mark, self.path)
                     if self.request.save_latest:
                         folders.set_latest(save_dir, tag, self.mark)
                     place_scripts(save_dir)
@@ -264,10 +257,17 @@ class SaveJob:
         """Write the index, and remove the files of the checkpoint that it replaces."""
         content = self._content(of_ranks, mine)
         replaced = folders.replaced_by(self.path)
+        withdrawn = None if replaced is None else self.path / replaced
         try:
             lease.expect_held()
+            if isinstance(withdrawn, Path) and has_rank_files(self.path):
+                # Tools must not take them for files of the new checkpoint.
+                move_rank_files(withdrawn.parent, withdrawn)
             write_index(self.path, content)
         except CheckpointError:
+            if isinstance(withdrawn, Path) and folders.replaced_by(self.path) == replaced:
+                with suppress(CheckpointError):
+                    move_rank_files(withdrawn, withdrawn.parent)
             folders.discard_uncommitted(self.path, self.mark)
             raise
         folders.retire(self.path, replaced, self.mark)

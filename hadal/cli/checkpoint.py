@@ -277,7 +277,7 @@ def run_verify(parsed: argparse.Namespace) -> int:
 def run_clean(parsed: argparse.Namespace) -> int:
     """List what killed saves have left, and remove it if asked to."""
     from hadal.checkpoint.files import is_folder, location_of
-    from hadal.checkpoint.folders import clean
+    from hadal.checkpoint.folders import clean, put_beside
 
     folder = location_of(parsed.dir)
     if not is_folder(folder):
@@ -287,6 +287,9 @@ def run_clean(parsed: argparse.Namespace) -> int:
         show(aligned([(key(str(path)), f"{age_s / 3600:.1f} h old") for path, age_s in found]))
     count = f"{len(found)} leftover{'s' * (len(found) != 1)}"
     show(f"{count} removed" if parsed.yes else f"{count}; add --yes to remove" if found else count)
+    for checkpoint in put_beside(folder, is_dry=not parsed.yes):
+        done = "are in place now" if parsed.yes else "are not in place; add --yes to put them there"
+        show(f"{checkpoint}: files for DeepSpeed's tools {done}")
     return 0
 
 

@@ -25,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -42,13 +43,15 @@ from engine.toys import engine_of, train
 from checkpoint import s3
 from hadal import utils
 from hadal.checkpoint import folders
+from hadal.checkpoint.deepspeed.pickles import read_pickle
 from hadal.checkpoint.files import items_of, location_of, read_small
 from hadal.checkpoint.inspection import inspected
 from hadal.checkpoint.storage import Location
+from hadal.checkpoint.stored import StoredSource
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
 MARK = re.compile("[0-9a-f]{16}")
-WAYS = ("at once", "in a thread", "staged on disk")
+WAYS = ("at once", "in a thread", "staged on disk", "with DeepSpeed's files")
 _LOST_S = 0.3
 """The time that the other ranks live on after one is lost."""
 
@@ -67,6 +70,11 @@ class Cell(NamedTuple):
     def is_remote(self) -> bool:
         """True behind a URL."""
         return "://" in self.url
+
+    @property
+    def ways(self) -> Sequence[str]:
+        """The ways of saving that this place has."""
+        return WAYS[:3] if self.is_remote else WAYS
 
 
 class Line(NamedTuple):
@@ -165,7 +173,8 @@ def one_update(engine: Any) -> None:
 
 def settings_of(cell: Cell, way: str) -> dict[str, Any]:
     """Return the configuration of a job that saves in this way."""
-    section: dict[str, Any] = {"keep_last": 2, "async_save": way != "at once"}
+    section: dict[str, Any] = {"keep_last": 2, "async_save": way in WAYS[1:3]}
+    section["deepspeed_files"] = way == WAYS[3]
     if way == "staged on disk":
         section["staging"] = {"folder": f"{cell.scratch}/staging"}
     return {"checkpoint": section, "bf16": {"enabled": True}}
@@ -179,6 +188,7 @@ def be_a_rank(cell: Cell, way: str, moments: Moments, tell: Callable[..., None])
     if path is not None:
         assert client_state["step"] == engine.global_steps
         if rank == 0:
+            check_deepspeed_files(location_of(cell.url))
             faults = [(one.tag, one.faults) for one in inspected(cell.url) if one.faults]
             assert not faults, faults
     tell("L", rank, engine.global_steps, digest(engine) if path is not None else 0)
@@ -190,6 +200,16 @@ def be_a_rank(cell: Cell, way: str, moments: Moments, tell: Callable[..., None])
         engine.wait_for_checkpoint()
         tell("S", rank, engine.global_steps, after)
     tell("E", rank, moments.count)
+
+
+def check_deepspeed_files(place: Location) -> None:
+    """Check that tools of DeepSpeed's find the state of the index or none; then finish moves."""
+    for folder in folders.all_of(place) if isinstance(place, Path) else ():
+        for file in folder.glob("*model_states.pt"):
+            steps = StoredSource(folder).scalars["counters"]["global_steps"]
+            assert read_pickle(file)["global_steps"] == steps, file
+    folders.put_beside(place)
+    assert folders.put_beside(place) == []
 
 
 def be_never_killed(cell: Cell, updates: int, tell: Callable[..., None]) -> None:
@@ -223,6 +243,8 @@ def job(cell: Cell, work: Callable[[Any], None]) -> tuple[list[int], list[Line]]
                     )
                     work(partial(_tell, os.write, told))
                     status = 0
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     sys.stderr.flush()
                     os._exit(status)
@@ -286,12 +308,12 @@ class Series:
         self.reference = {(one.rank, one.number): one.digest for one in lines}
         counts: dict[str, dict[int, int]] = {}
         self._live("at once", 0, -1, True)
-        for way in WAYS:
+        for way in self.cell.ways:
             lines = self._live(way, 0, -1, True)  # it replaces, and prunes
             counts[way] = {one.rank: one.number for one in lines if one.kind == "E"}
             assert min(counts[way].values()) > 2, counts
         for number in range(self.kills):
-            way = WAYS[number % len(WAYS)]
+            way = self.cell.ways[number % len(self.cell.ways)]
             # The first rank, which commits, more often than the others.
             killer = self.drawn.choice([0, *range(self.cell.ranks)])
             fatal = self.drawn.randint(1, counts[way][killer])

@@ -10,16 +10,20 @@ import pytest
 import torch
 from engine.test_pipeline import engine_of as engine_in_stages
 from engine.toys import assert_equal, engine_of
-from ranks import RankPools
+from ranks import RankPools, RanksFailed
 from torch import Tensor, nn
 
 from checkpoint.test_both_ways import ENVIRONMENT, run_with_deepspeed
 from checkpoint.test_reshard import BF16, KEYS, Odd, trained
+from hadal.checkpoint import saving
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
 from hadal.checkpoint.export import state_dict_of
 from hadal.checkpoint.inspection import inspected
+from hadal.checkpoint.stored import StoredSource
+from hadal.cli.main import main as hadal_main
 from hadal.config import load_config
-from hadal.errors import ConfigError, NotBuiltYetError
+from hadal.errors import CheckpointError, ConfigError, NotBuiltYetError
+from hadal.plugins.moe import MoE
 from hadal.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 FILES = {"deepspeed_files": True}
@@ -81,12 +85,12 @@ def only_deepspeed(tag: Path, folder: Path) -> Path:
     return folder / tag.name
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_files_hold_the_masters_and_moments(
     stage: int, dtype: str, ranks: RankPools, tmp_path: Path
 ) -> None:
-    keys = BF16 if dtype == "bf16" else {}
+    keys = {} if dtype == "fp32" else {dtype: {"enabled": True}}
     values = ranks(2).run(save, str(tmp_path), stage, keys, stage == 2)[0]
     names = {path.name for path in (tmp_path / "one").iterdir() if path.is_file()}
     prefix = "bf16_" if dtype == "bf16" else ""
@@ -132,6 +136,110 @@ def test_a_later_save_and_keep_last_remove_them(ranks: RankPools, tmp_path: Path
     assert [*theirs.glob("*.pt")]
     ranks(1).run(save_on, str(tmp_path / "kept"), ["a", "b", "c"], {**FILES, "keep_last": 1})
     assert {path.name for path in (tmp_path / "kept").iterdir() if path.is_dir()} == {"c"}
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed_save(folder: str, calls: int, error: type[BaseException]) -> dict[str, Tensor]:
+    """Save a tag again, and end the save at its first or second move of files; return the state."""
+    engine, made = engine_with(2, {}), []
+    move = saving.move_rank_files
+
+    def ending(*given: Any) -> None:
+        made.append(given)
+        if len(made) > calls:
+            raise error("here")
+        move(*given)
+
+    trained(engine, range(2))
+    engine.save_checkpoint(folder, "one")
+    trained(engine, range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "move_rank_files", ending)
+        with pytest.raises((error, RanksFailed, CheckpointError)):
+            engine.save_checkpoint(folder, "one")
+    values = values_of(engine)
+    engine.destroy()
+    return values
+
+
+def test_a_save_that_is_killed_leaves_no_files_of_another_state(
+    ranks: RankPools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The index is the new one, the files are not in place yet."""
+    values = ranks(1).run(killed_save, str(tmp_path), 1, Killed)[0]
+    assert not [*(tmp_path / "one").glob("*.pt")]
+    [report] = inspected(tmp_path)
+    assert len(report.faults) == 2 and "checkpoint clean" in report.faults[0]
+    state = state_dict_of(StoredSource(tmp_path / "one"), torch.float32)
+    assert torch.equal(state["first.weight"], values["first.weight"])
+    for flags, told in (([], "add --yes"), (["--yes"], "in place now"), (["--yes"], "")):
+        assert hadal_main(["checkpoint", "clean", str(tmp_path), *flags]) == 0
+        assert told in (found := capsys.readouterr().out)
+    assert "in place" not in found
+    assert [report.faults for report in inspected(tmp_path)] == [[]]
+    theirs = DeepSpeedSource(only_deepspeed(tmp_path / "one", tmp_path / "theirs"))
+    state = state_dict_of(theirs, torch.float32)
+    assert torch.equal(state["first.weight"], values["first.weight"])
+    (tmp_path / "one" / "mp_rank_00_model_states.pt").write_bytes(b"damaged")
+    [report] = inspected(tmp_path)
+    assert len(report.faults) == 1 and "damaged" in report.faults[0]
+
+
+def failing_save(folder: str) -> None:
+    engine = engine_with(2, {})
+    engine.save_checkpoint(folder, "one")
+    before = {path.name: path.read_bytes() for path in Path(folder, "one").glob("*.pt")}
+    trained(engine, range(1))
+
+    def full(*given: Any) -> None:
+        raise CheckpointError("the disk is full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "write_index", full)
+        with pytest.raises(CheckpointError, match="disk is full"):
+            engine.save_checkpoint(folder, "one")
+    assert {path.name: path.read_bytes() for path in Path(folder, "one").glob("*.pt")} == before
+    engine.destroy()
+
+
+def test_a_save_that_fails_leaves_the_files_before_it(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(1).run(failing_save, str(tmp_path))
+    assert [report.faults for report in inspected(tmp_path)] == [[]]
+
+
+class Sparse(nn.Module):
+    """A model with a layer of experts."""
+
+    def __init__(self, spread: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(6, 8)
+        self.experts = MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=spread, k=1)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.experts(self.first(x))[0])
+
+
+def save_experts(folder: str, spread: int) -> dict[str, Tensor]:
+    engine = engine_of(2, Sparse(spread), checkpoint=FILES)
+    trained(engine, range(2))
+    engine.save_checkpoint(folder, "one")
+    return {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+
+
+def test_experts_that_every_rank_has_are_in_the_files(ranks: RankPools, tmp_path: Path) -> None:
+    values = ranks(2).run(save_experts, str(tmp_path), 1)[0]
+    theirs = DeepSpeedSource(only_deepspeed(tmp_path / "one", tmp_path / "theirs"))
+    state = state_dict_of(theirs, torch.float32)
+    assert any("deepspeed_experts.1" in name for name in values)
+    for name, value in values.items():
+        assert torch.equal(state[name], value), name
+    for error in ranks(2).raises(save_experts, str(tmp_path), 2):
+        assert isinstance(error, NotBuiltYetError) and "experts" in str(error), repr(error)
 
 
 def save_elsewhere(url: str) -> None:

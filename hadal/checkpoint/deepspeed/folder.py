@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hadal.checkpoint.files import items_of, system_errors
-from hadal.checkpoint.storage import Location
+from hadal.checkpoint.index import read_index
+from hadal.checkpoint.storage import Location, sync_folder
 from hadal.errors import CheckpointError, NotBuiltYetError
 
 LATEST_UNIVERSAL = "latest_universal"
@@ -61,6 +64,29 @@ def names_of_ranks(folder: Location) -> list[str]:
     kinds = (_WHOLE, _MODEL, _OPTIMIZER)
     names = [item.name for item in items_of(folder)]
     return [name for name in names if any(kind.fullmatch(name) for kind in kinds)]
+
+
+ORDER = "deepspeed_files"
+"""The index's key of the parameters in the model's order; only of saves that wrote such files."""
+
+
+def has_rank_files(folder: Location) -> bool:
+    """Return whether the checkpoint of ours in a folder was saved with files of DeepSpeed's."""
+    with suppress(CheckpointError):
+        return isinstance(folder, Path) and ORDER in read_index(folder)
+    return False
+
+
+def move_rank_files(home: Path, folder: Path) -> None:
+    """Move such files, as far as they are not moved yet.
+
+    Raises:
+        CheckpointError: a file cannot be moved.
+    """
+    with system_errors(folder, "written"):
+        for name in names_of_ranks(home):
+            os.replace(home / name, folder / name)
+        sync_folder(folder)
 
 
 def files_of(folder: Path) -> Files:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ import torch
 from torch import Tensor
 
 from hadal.checkpoint.contents import BUFFER, WEIGHT, SavedGroup, state_key
-from hadal.checkpoint.deepspeed.folder import names_of_ranks
+from hadal.checkpoint.deepspeed.folder import has_rank_files
 from hadal.checkpoint.deepspeed.layouts import RankSlice, slices_of_rank
+from hadal.checkpoint.deepspeed.pickles import check_pickle
 from hadal.checkpoint.export import fill, read_whole, values_to_export
 from hadal.checkpoint.files import system_errors
 from hadal.checkpoint.formats.universal import (
@@ -31,13 +31,9 @@ from hadal.checkpoint.formats.universal import (
     write_named,
 )
 from hadal.checkpoint.huggingface import Value
-from hadal.checkpoint.index import read_index
 from hadal.checkpoint.source import Source
 from hadal.checkpoint.storage import Location, sync_folder
 from hadal.errors import CheckpointError, NotBuiltYetError
-
-ORDER = "deepspeed_files"
-"""The index's key of the parameters in the model's order; only of saves that wrote these files."""
 
 
 def write_rank_files(source: Source, order: Sequence[str], folder: Location, rank: int) -> None:
@@ -54,19 +50,16 @@ def write_rank_files(source: Source, order: Sequence[str], folder: Location, ran
         if stage > 0:  # no flat group there has empty parameters
             names = [name for name in names if source.entries[name, WEIGHT].numel]
         groups.append(SavedGroup(group.options, tuple(names)))
-    if rank == 0 or stage == 3:
+    model, optimizer = _names_of(source, rank)
+    if model:
         scratch = folder / f".module_{rank}"
         found = _module(source, stage, scratch)
         module = {name: found[name] for name in order if name in found} | found
-        name = f"zero_pp_rank_{rank}_{MODEL_STATES}" if stage == 3 else MODEL_STATES
-        _write(_model_states(source, groups, stage, rank, module), folder / name)
+        _write(_model_states(source, groups, stage, rank, module), folder / model)
         shutil.rmtree(scratch, ignore_errors=True)
-    if stage > 0 and groups:
-        weights = {entry.dtype for (_, kind), entry in source.entries.items() if kind == WEIGHT}
-        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        name = f"bf16_{name}" if torch.bfloat16 in weights else name
+    if optimizer:
         states = {"optimizer_state_dict": _optimizer_states(source, groups, stage, rank)}
-        _write({**states, "ds_version": VERSION}, folder / name)
+        _write({**states, "ds_version": VERSION}, folder / optimizer)
     sync_folder(folder)
 
 
@@ -79,25 +72,34 @@ def expect_directory(save_dir: Location) -> None:
         )
 
 
-def has_rank_files(folder: Location) -> bool:
-    """Return whether the checkpoint in a folder was saved with these files."""
-    with suppress(CheckpointError):
-        return isinstance(folder, Path) and ORDER in read_index(folder)
-    return False
+def faults_of_files(source: Source, folder: Location) -> Iterator[str]:
+    """Yield the faults of the files beside a checkpoint that was saved with them."""
+    if not has_rank_files(folder):
+        return
+    assert isinstance(folder, Path)  # as `expect_directory` had it
+    for name in names_of_files(source):
+        try:
+            check_pickle(folder / name)
+        except CheckpointError as error:
+            yield (
+                f"{error}. Only DeepSpeed's tools read it; if the save was killed while it put"
+                f" such files in place, `hadal checkpoint clean {folder.parent} --yes` does so"
+            )
 
 
-def put_beside(home: Path, folder: Path, *, replaces: bool) -> None:
-    """Move a save's files from their home to the tag's folder; `replaces`: those there go first.
+def names_of_files(source: Source) -> list[str]:
+    """Return the names of all ranks' files."""
+    return [name for rank in range(source.world_size) for name in _names_of(source, rank) if name]
 
-    Raises:
-        CheckpointError: a file cannot be moved or removed.
-    """
-    with system_errors(folder, "written"):
-        for name in names_of_ranks(folder) if replaces else ():
-            (folder / name).unlink()
-        for name in names_of_ranks(home):
-            os.replace(home / name, folder / name)
-        sync_folder(folder)
+
+def _names_of(source: Source, rank: int) -> tuple[str, str]:
+    """Return the names of a rank's files of the model and of the optimizer; "" if it has none."""
+    stage, shard = source.stage or 0, f"zero_pp_rank_{rank}_"
+    weights = {entry.dtype for (_, kind), entry in source.entries.items() if kind == WEIGHT}
+    prefix = "bf16_" if torch.bfloat16 in weights else ""
+    model = f"{shard}{MODEL_STATES}" if stage == 3 else MODEL_STATES * (rank == 0)
+    has_optimizer = stage > 0 and any(True for _ in source.groups)
+    return model, f"{prefix}{shard}mp_rank_00_optim_states.pt" * has_optimizer
 
 
 def _write(value: Any, path: Path) -> None:
