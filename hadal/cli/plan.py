@@ -16,6 +16,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
@@ -46,7 +47,7 @@ from hadal.cli.terminal import (
     table,
     write_picture,
 )
-from hadal.errors import HadalError, ModelError
+from hadal.errors import HadalError, ModelError, UsageError
 from hadal.units import shown_nbytes, shown_numel
 
 if TYPE_CHECKING:
@@ -321,6 +322,7 @@ def _of_program(
     Raises:
         CommandError: it ended before that.
     """
+    import hadal
     from hadal.engine.planned_program import plan_instead
 
     if any(value is not None for value in (parsed.params, parsed.model, parsed.config)):
@@ -333,6 +335,8 @@ def _of_program(
         raise _Planned(planner_of(model).plan(raw, batch))
 
     plan_instead(forwarded, ranks)
+    with suppress(UsageError):  # DeepSpeed itself is there
+        hadal.install_as_deepspeed()
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     for key, value in (alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}).items():
         os.environ.setdefault(key, value)
@@ -410,10 +414,9 @@ def _show(found: Foresight, changes: Sequence[Change]) -> None:
             made.add_row(need.kind, *map(_gb, need.held), need.how)
     made.add_row("total", *map(_gb, found.total), _verdict(found), style="heading")
     show(heading(_filled(f"{_said(found)}, {stage}")), "", made, "")
-    rows = []
-    for (kind, kept, recomputed), same in groupby(found.blocks, lambda block: block[1:]):
-        each = f"{_gb(kept)} GB each until backward, with recomputation {_gb(recomputed)} GB"
-        rows.append((f"{len([*same])} x {kind}", each))
+    until = "GB each until backward, with recomputation"
+    blocks = [(b.kind, f"{_gb(b.kept)} {until} {_gb(b.recomputed)} GB") for b in found.blocks]
+    rows = [(f"{len([*same])} x {kind}", each) for (kind, each), same in groupby(blocks)]
     if rows:
         show(aligned(rows), "")
     if found.peak is not None:

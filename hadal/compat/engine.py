@@ -61,12 +61,13 @@ class DeepSpeedEngine(Accessors):
     rounds_early = True
     seeds_data = False  # DeepSpeed shuffles with seed 0, not with the program's seed
 
+    _given_config: Any = None
+    _outer: DeepSpeedOptimizer | None = None
+    _offload: ParameterOffload | None = None
+    _was_applied = False
+
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        self._given_config: Any = None
-        self._outer: DeepSpeedOptimizer | None = None
-        self._offload: ParameterOffload | None = None
-        self._was_applied = False
         self._monitors = MonitorMaster.of(parts.config, parts.monitor)
         self.timers = SynchronizedWallClockTimer()
         """Clocks by name, including the phases of updates if `wall_clock_breakdown` is set."""

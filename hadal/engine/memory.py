@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -291,6 +291,16 @@ def optimizer_of(config: Config) -> tuple[str, int]:
     made.step()
     kept = [value for value in made.state[weight].values() if isinstance(value, torch.Tensor)]
     return name, sum(value.numel() == weight.numel() for value in kept)
+
+
+def section_of(optimizer: Any) -> dict[str, Any] | None:
+    """Return the section of a program's own optimizer; None if its kind is not known."""
+    name = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in KINDS), None)
+    if name is None:
+        return None
+    known = optimizer.defaults
+    params = {key: known[key] for key in ("momentum", "amsgrad", "centered") if known.get(key)}
+    return {"type": name, "params": params}
 
 
 # ---- beside the states ---------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from hadal.engine.activations import copied
 from hadal.engine.clusters import cluster_named
 from hadal.engine.foresight import LIBRARIES, Foresight, Moment, advise, plan
 from hadal.engine.listeners import EngineSetting
-from hadal.engine.memory import job_of, optimizer_of, shard_tiers
+from hadal.engine.memory import job_of, optimizer_of, section_of, shard_tiers
 from hadal.engine.plan import RankCounts
 from hadal.listener import Forward, Listener, Update
 from hadal.units import shown_nbytes
@@ -148,10 +148,8 @@ class PlannedMemory(Listener):
         raw = config.as_dict()
         if config.origins.get("zero_optimization.overlap_comm") == "inferred":
             raw["zero_optimization"]["overlap_comm"] = None  # another stage infers another value
-        engine = self._engine()
-        name = type(getattr(engine, "optimizer", None)).__name__
-        if raw["optimizer"] is None and name in KINDS:
-            raw["optimizer"] = {"type": name}
+        if raw["optimizer"] is None:
+            raw["optimizer"] = section_of(getattr(self._engine(), "optimizer", None))
         return raw
 
     # ---- out of memory ---------------------------------------------------------------------------

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, partialmethod
-from itertools import chain
-from typing import Any, NoReturn
+from itertools import chain, count
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from hadal.config import Config, load_config
-from hadal.config.optimizer import KINDS
 from hadal.config.reading import read
 from hadal.device import current_device
 from hadal.engine import assemble
-from hadal.engine.arguments import choose_config
+from hadal.engine.arguments import InitializeArguments, choose_config
 from hadal.engine.engine import Engine
-from hadal.errors import UsageError, few
+from hadal.engine.memory import section_of
+from hadal.engine.policies import BatchSizes
+from hadal.engine.precision import scale_rule_of
+from hadal.engine.state import State
+from hadal.engine.topology import model_parts_of
+from hadal.errors import ConfigError, UsageError, few
 from hadal.listener import Forward
+from hadal.plugins.monitor.monitor import Monitor
 from hadal.zero.init import Init
 
 _log = logging.getLogger(__name__)
@@ -32,56 +39,124 @@ Forwarded = Callable[[nn.Module, dict[str, Any], Any], NoReturn]
 """Takes the model, the configuration and the batch of a first forward; it ends the program."""
 
 
-class PlannedEngine(nn.Module):
-    """A stand-in for an engine, which answers as far as the configuration does."""
+class _Known(SimpleNamespace):
+    """The parts of an engine that a plan knows; asking for another one is an error."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UsageError(
+            f"an engine that is planned has no {name} before its first forward in training; use it"
+            " after that, or plan the model alone (hadal plan --model)"
+        )
+
+
+def _nothing(*_: Any, **__: Any) -> Any:
+    """Do nothing, in place of work on ranks and shards."""
+
+
+class PlannedEngine(Engine):
+    """A stand-in for an engine, which answers as far as the configuration does.
+
+    It has the attributes and the methods of an engine. Forwards that do not train are the model's.
+    """
+
+    compile = zero_grad = destroy = save_checkpoint = _nothing
+    is_compiled = False
 
     def __init__(
-        self, model: nn.Module, raw: dict[str, Any], config: Config, forwarded: Forwarded
+        self,
+        model: nn.Module,
+        config: Config,
+        optimizer: Any,
+        schedule: Any,
+        hand_over: Callable[[Any], NoReturn],
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.module = model
-        self.device = current_device()
-        self._raw, self._config = raw, config
-        self._forwarded = forwarded
+        self._hand_over = hand_over
+        # First: of two engines of a model, the last one trains it.
+        self._watch = model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+        micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+        readers = _Known(rank=0, size=config.train_batch_size // (micro * steps))
+        shared = config.sequence_parallel_size
+        topology = _Known(
+            data_parallel=readers,
+            sharding=_Known(rank=0, size=readers.size * shared),
+            sequence_parallel_size=shared,
+            model_parallel_size=model_parts_of(config),
+        )
+        self._parts: Any = _Known(
+            model=model,
+            config=config,
+            device=current_device(),
+            monitor=Monitor(enabled=False),
+            topology=topology,
+            world=readers,
+            listeners=(),
+            loader=None,
+            scale_rule=scale_rule_of(config, current_device()),
+            batches=BatchSizes(micro, steps, readers.size, config.managed_gradient_accumulation),
+            clocks=_Known(last={}),
+            runtime=_Known(bring_together=_nothing),
+        )
+        self._state = State(cast(Any, self._parts))
+        self._state.training = cast(Any, _Known(optimizer=optimizer, schedule=schedule))
+        self._state.loss_backward = cast(Any, _Known())
+        self._preemption = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Hand the batch over."""
-        both = Forward(args, kwargs, updates=0, micro_step=0, is_training=True)
-        self._forwarded(self.module, self._raw, both if args and kwargs else kwargs or args)
+    monitor = property(lambda self: self._parts.monitor)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; in training, hand the batch over."""
+        dtype = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), None)
+        if not self._trains:  # the weights are in the dtype in which the program made them
+            args, kwargs = tree_map_only(
+                torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs)
+            )
+        return self.module(*args, **kwargs)
+
+    @property
+    def _trains(self) -> bool:
+        return self.module.training and torch.is_grad_enabled()
+
+    def _begin(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._trains:
+            self._watch.remove()
+            both = Forward(args, kwargs, updates=0, micro_step=0, is_training=True)
+            self._hand_over(both if args and kwargs else kwargs or args)
 
     def train_batch(self, data_iter: Iterator[Any]) -> NoReturn:
         """Hand the first micro-batch of a pipeline over."""
-        self._forwarded(self.module, self._raw, next(data_iter))
+        self._watch.remove()
+        self._hand_over(next(data_iter))
+
+    def load_checkpoint(self, *_: Any, **__: Any) -> tuple[None, dict[str, Any]]:
+        """Load nothing: a plan needs no values."""
+        return None, {}
 
     def deepspeed_io(
-        self, dataset: Any, batch_size: int | None = None, *others: Any, **rest: Any
-    ) -> DataLoader[Any]:
+        self, dataset: Any, batch_size: int | None = None, *_: Any, **rest: Any
+    ) -> Any:
         """Return a loader of micro-batches."""
-        size = batch_size or self._config.train_micro_batch_size_per_gpu
+        size = batch_size or self._parts.batches.micro
         return DataLoader(dataset, size, collate_fn=rest.get("collate_fn"))
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if not callable(getattr(Engine, name, None)):
-                raise
-        if hasattr(self._config, name):
-            return lambda: getattr(self._config, name)
-        return partial(_not_yet, name)
+
+def _for_ranks(raw: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Return a configuration whose batch is for these ranks; the program counts one."""
+    train, micro = raw.get("train_batch_size"), raw.get(MICRO)
+    try:
+        load_config(raw, world_size=ranks, allow_unbuilt=True)
+    except ConfigError:
+        if not isinstance(train, int) or not isinstance(micro, int):
+            return raw
+        raw = {key: value for key, value in raw.items() if key != "train_batch_size"}
+        raw.setdefault("gradient_accumulation_steps", max(1, train // micro))
+    return raw
 
 
-def _not_yet(name: str, *_: Any, **__: Any) -> NoReturn:
-    raise UsageError(
-        f"engine.{name}() before the first forward: a plan has no answer; call it later, or plan"
-        " the model alone (hadal plan --model)"
-    )
-
-
-def _tell_left_out(model: nn.Module, chosen: Iterable[Any]) -> None:
+def _tell_left_out(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
     """Warn of parameters that a program would not train, which a plan counts as trained."""
-    groups = [each["params"] if isinstance(each, dict) else [each] for each in chosen]
-    trained = set(chain(*groups))
+    trained = set(chain(*(group["params"] for group in groups)))
     left_out = [n for n, p in model.named_parameters() if p.requires_grad and p not in trained]
     if left_out:
         _log.warning(
@@ -98,33 +173,38 @@ def plan_instead(forwarded: Forwarded, ranks: int) -> None:
     It must be called before the program, or a module under DeepSpeed's name, imports it.
     """
 
-    signature = inspect.signature(assemble.initialize)
+    signature, engines = inspect.signature(assemble.initialize), count(1)
 
     def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        model, optimizer, loader = given["model"], given["optimizer"], None
+        model, optimizer = given["model"], given["optimizer"]
+        loader: Any = None
         if model is None:
             raise UsageError("initialize was given no model: there is nothing to plan")
         _, raw = read(choose_config(given["args"], given["config"], given["config_params"]))
-        if MICRO in raw:
-            # The program has found its own number of ranks, which is one.
-            raw = {key: value for key, value in raw.items() if key != "train_batch_size"}
-        name = type(optimizer).__name__
-        if raw.get("optimizer") is None and name in KINDS:  # the program's own
-            raw = {**raw, "optimizer": {"type": name}}
+        raw = _for_ranks(raw, ranks)
+        arguments = InitializeArguments(
+            *(optimizer, given["model_parameters"], given["lr_scheduler"]),
+            *(given["training_data"], given["collate_fn"]),
+        )
         config = load_config(raw, world_size=ranks, allow_unbuilt=True)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            # Programs ask for its param groups.
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        _tell_left_out(model, given["model_parameters"] or optimizer.param_groups)
+        made = arguments.make_optimizer(config, model)
+        if optimizer is not None:
+            raw = {**raw, "optimizer": section_of(made)}
+            if raw["optimizer"] is None:
+                _log.warning("%s is planned as Adam: two values per element", type(made).__name__)
         if given["training_data"] is not None:
             size = config.train_micro_batch_size_per_gpu
             loader = DataLoader(given["training_data"], size, collate_fn=given["collate_fn"])
-        engine = PlannedEngine(model, raw, config, forwarded)
-        engine.optimizer = optimizer
-        return engine, optimizer, loader, given["lr_scheduler"]
+        schedule = None if made is None else arguments.make_schedule(config, made, loader)
+        _tell_left_out(model, made.param_groups if made else ())
+        if next(engines) == 2:
+            _log.warning("the engine that trains first is planned; others come on top")
+        kind = type("PlannedEngine", (PlannedEngine, given["engine_type"]), {})
+        engine = kind(model, config, made, schedule, partial(forwarded, model, raw))
+        return engine, engine.optimizer, loader, schedule
 
     assemble.initialize = initialize
     # Weights are never read: a plan needs each whole, with its shape.
