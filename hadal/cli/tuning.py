@@ -64,10 +64,8 @@ def _tuner(parsed: argparse.Namespace, said: CommandOutput) -> Tuner:
     wish = read_request(choices.words, plan.job.world_size)
     # Notes on the configuration are printed now; each experiment prints its own.
     logging.getLogger("hadal.config").setLevel(logging.ERROR)
-    own, section = _without_search(parsed.own), wish.section
-    readers = wish.ranks if section.mp_size > 1 else None
-    variables, pool = dict(os.environ), plan.job.pool
-    runner = Runner(choices, own, variables, folder, section, pool, readers, said.note)
+    own, variables = _without_search(parsed.own), dict(os.environ)
+    runner = Runner(choices, own, variables, folder, wish.section, plan.job.pool, said.note)
     return Tuner(wish, runner)
 
 

@@ -81,8 +81,9 @@ class General(Section):
         "(Ulysses; with fewer heads than ranks, keys and values travel around a ring), and its "
         "loss is that of whole sequences. Any other model gets the program's inputs, and each "
         "rank passes its part of the loss to `engine.backward`; the parts must add up to the loss "
-        "of the whole sequence.",
+        'of the whole sequence. For the autotuner a list, or "all" divisors of the ranks.',
         ge=1,
+        mark=TUNABLE,
     )
     data_parallel_size: Integer | None = key(
         None,

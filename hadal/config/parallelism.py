@@ -244,7 +244,11 @@ class ExpertParallel(Switched):
 
     enabled: Boolean = key(False, "Distribute experts.")
     autoep_size: Integer = key(
-        1, "Ranks that share the experts; 1 keeps all of them on each rank.", ge=1
+        1,
+        "Ranks that share the experts; 1 keeps all of them on each rank. For the autotuner a list, "
+        'or "all" divisors of the ranks.',
+        ge=1,
+        mark=TUNABLE,
     )
     expert_tensor_parallel_size: Integer = key(1, "Reserved; must be 1.", ge=1, le=1)
     preset_model: (
@@ -360,7 +364,8 @@ class Pipeline(Section):
     stages: Literal["auto"] | Integer = key(
         "auto",
         "The number of stages, with `auto`. A PipelineModule has its own number: `auto` or the same"
-        " here.",
+        ' here. For the autotuner a list, or "all" divisors of the ranks.',
+        mark=TUNABLE,
     )
     chunks: Integer = key(
         1,

@@ -42,7 +42,7 @@ from hadal.engine.arguments import (
     with_schedule,
 )
 from hadal.engine.engine import Engine
-from hadal.engine.features import listeners_of, opened_monitor, setting_of
+from hadal.engine.features import copied_for_plans, listeners_of, opened_monitor, setting_of
 from hadal.engine.policies import batch_sizes_of, disk_steps_of, saving_of, warn_of_one_thread
 from hadal.engine.report import hush, log_state, open_log
 from hadal.engine.state import Parts, Training
@@ -129,8 +129,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         optimizer, model_parameters, lr_scheduler, training_data, collate_fn
     )
     source, is_cut = _read_source(args, config, config_params, arguments, world)
-    if is_cut:
-        model, arguments = _split(model, source, arguments)
+    unchanged = copied_for_plans(model, source, world)
+    model, arguments = _split(model, source, arguments) if is_cut else (model, arguments)
     engine_type = _type_for(model, engine_type, pipeline_engine_type)
     _end_engine_of(model)
 
@@ -156,7 +156,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         checks.check_same(model, groups, arguments.described(optimizer), topology.sharding, world)
         sharded = ShardedModel(model, config, topology, device)
         sharded.make_plan(modules, groups, world)
-        setting = setting_of(config, model, world, device, topology, sharded.plan)
+        setting = setting_of(config, model, world, device, topology, sharded.plan, unchanged)
         listeners = listeners_of(setting)
         with _among_parts(topology, world):
             sharded.apply_plan(setting.clocks.reducing)

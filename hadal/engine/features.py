@@ -22,6 +22,7 @@ from hadal.config import Config
 from hadal.config.autotuning import Autotuning
 from hadal.config.monitors import JsonlMonitor
 from hadal.config.parallelism import HybridEngine
+from hadal.config.reading import read
 from hadal.engine.clocks import Clocks
 from hadal.engine.listeners import EngineSetting
 from hadal.engine.plan import ModelPlan
@@ -33,12 +34,14 @@ from hadal.errors import MonitorError, UsageError
 from hadal.listener import Listener, Setting
 from hadal.optim.loss_scale import ScaleRule
 from hadal.plugins.autotuning.measuring import Experiment, PlansOf
+from hadal.plugins.autotuning.words import found_at
 from hadal.plugins.monitor.files import path_of
 from hadal.plugins.monitor.monitor import Monitor
 from hadal.plugins.monitor.opening import describe_run, open_writers, sections_on
 from hadal.plugins.monitor.training import ScalarScope, TrainingEvents
 from hadal.zero.access import GatheredParameters
 from hadal.zero.policy import STAGES
+from hadal.zero.sharded_init import show_as_given
 from hadal.zero.state import ParameterValues
 
 _log = logging.getLogger(__name__)
@@ -58,6 +61,20 @@ class Feature:
     """Returns True if the section switches it on; None: its `enabled` says so."""
 
 
+def copied_for_plans(model: Any, source: Any, world: Ranks) -> nn.Module | None:
+    """Return a copy of a model that is about to be changed, if a search plans it on this rank."""
+    if world.rank or found_at(read(source)[1], "autotuning.model_info.candidates") is None:
+        return None
+    from hadal.engine.activations import copied  # for this alone
+
+    try:
+        show_as_given(model.named_parameters())
+        return copied(model, torch.device("meta"))
+    except Exception as error:  # modules may hold anything, which may refuse copies
+        _log.warning("autotuning: no plans, since the model cannot be copied: %r", error)
+        return None
+
+
 def setting_of(
     config: Config,
     model: nn.Module,
@@ -65,6 +82,7 @@ def setting_of(
     device: torch.device,
     topology: Topology,
     plan: ModelPlan,
+    unchanged: nn.Module | None = None,
 ) -> EngineSetting:
     """Return the setting of an engine; its clocks measure the times that listeners need."""
     others = config.autotuning.enabled or config.flops_profiler.enabled
@@ -89,6 +107,7 @@ def setting_of(
         clocks=clocks,
         monitor=monitor,
         plan=plan,
+        unchanged=unchanged,
     )
 
 
@@ -157,25 +176,19 @@ def _recomputed(section: Any, setting: EngineSetting) -> Listener | None:
 
 
 def _experiment(section: Autotuning, setting: EngineSetting) -> Listener:
-    plans = None
-    if section.model_info and section.model_info.candidates and setting.world.rank == 0:
-        plans = _planner_of(setting)
+    plans = None if setting.unchanged is None else _planner_of(setting.unchanged, setting)
     largest = setting.plan.unit_numel
     return Experiment(section, setting.model, largest, setting.world, setting.device, plans)
 
 
-def _planner_of(setting: EngineSetting) -> PlansOf | None:
-    """Return the planner of configurations for a search; None if the model cannot be copied."""
+def _planner_of(model: nn.Module, setting: EngineSetting) -> PlansOf:
+    """Return the planner of a model's configurations for a search."""
     from hadal.engine.clusters import cluster_here  # for this alone, as the next
     from hadal.engine.foresight import CandidatePlanner
 
     ranks = get_local_world_size() or setting.world.size
-    try:
-        cluster, nodes = cluster_here(setting.device, ranks), setting.world.size // ranks
-        return CandidatePlanner(setting.model, setting.config, cluster, nodes).plan
-    except Exception as error:  # modules may hold anything, which may refuse copies
-        _log.warning("autotuning: no plans, since the model cannot be copied: %r", error)
-        return None
+    cluster, nodes = cluster_here(setting.device, ranks), setting.world.size // ranks
+    return CandidatePlanner(model, setting.config, cluster, nodes).plan
 
 
 def _scalars(_: Any, setting: EngineSetting) -> Listener:

@@ -27,9 +27,9 @@ from hadal.engine.activations import (
     LossOf,
     MicroStep,
     Segment,
-    copied,
     trace,
 )
+from hadal.engine.checks import is_in_stages
 from hadal.engine.clusters import ComputeCluster, cluster_of
 from hadal.engine.memory import (
     GPU,
@@ -262,7 +262,7 @@ class Planner:
         self, ranks: Sequence[PlannedRank], batch: Any
     ) -> tuple[list[MicroStep], list[Sending]]:
         """Return a micro-step of each stage, and what the stage sends."""
-        if len(ranks) == 1:
+        if not is_in_stages(ranks[0].held):
             return [self._once(ranks, batch, self._trace)], []
         from hadal.engine import stage_traces  # for these alone
 
@@ -322,8 +322,7 @@ class CandidatePlanner:
     def __init__(self, model: nn.Module, config: Config, cluster: ComputeCluster, nodes: int):
         self._config = config
         self._computes_on_host = cluster.computes_on_host
-        # The engine is about to shard the model's own parameters.
-        self._planner = Planner(copied(model, torch.device("meta")), cluster, nodes)
+        self._planner = Planner(model, cluster, nodes)
 
     def plan(self, batch: Any, patches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return bytes, seconds and samples of an update under each patch; or `failure`.
@@ -341,7 +340,9 @@ class CandidatePlanner:
         may_offload = _leaves_device(raw) or not self._computes_on_host
         try:
             self._planner.plan({k: v for k, v in raw.items() if k != _TRAIN}, batch)
-        except (ModelError, NotBuiltYetError) as error:
+        except NotBuiltYetError:
+            pass  # of these ranks; others may be
+        except ModelError as error:
             _log.warning("autotuning: neither times nor activations are planned: %s", error)
             batch = None
         found: list[dict[str, Any]] = [{} for _ in patches]
@@ -364,7 +365,10 @@ class CandidatePlanner:
 
     def _planned(self, raw: dict[str, Any], batch: Any) -> tuple[dict[str, Any], bool]:
         try:
-            made = self._planner.plan(raw, batch)
+            try:
+                made = self._planner.plan(raw, batch)
+            except NotBuiltYetError:
+                made = self._planner.plan(raw, None)
         except HadalError as error:
             return {"failure": " ".join(str(error).split())}, False
         total, time = made.total, made.time

@@ -183,3 +183,5 @@ class EngineSetting(Setting):
     clocks: Clocks
     monitor: Monitor
     plan: ModelPlan
+    unchanged: nn.Module | None
+    """A copy of the model as it was given, on meta, if a search plans it; else None."""

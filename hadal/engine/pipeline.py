@@ -91,6 +91,11 @@ class PipelineEngine(Engine):
         """The samples of a micro-batch on one rank."""
         return self.train_micro_batch_size_per_gpu()
 
+    @property
+    def loaded(self) -> Any:
+        """The last micro-batch that this rank has read; None on a stage in the middle."""
+        return self._work.loaded
+
     def is_first_stage(self) -> bool:
         """Return True if this stage reads the inputs."""
         return self.grid.is_first_stage
@@ -359,6 +364,8 @@ class _StageWork:
         self.batches: Iterator[Batch] | None = None
         self.batch_fn: BatchFunction | None = None
         self.computes_loss = True
+        self.loaded: Any = None
+        """The last micro-batch that was read."""
         self.outputs: Any = None
         """The last output, on the last stage, outside of training."""
 
@@ -370,6 +377,7 @@ class _StageWork:
             )
         batch = next(self.batches)
         batch = batch if self.batch_fn is None else self.batch_fn(batch)
+        self.loaded = batch
         batch = self._module.pair_of(batch)
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise UsageError(

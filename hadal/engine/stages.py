@@ -156,7 +156,6 @@ class StageSequences:
 
 # Features that see a whole model, or change its inputs but not the labels, which are elsewhere.
 _UNBUILT = (
-    "autotuning",
     "compression_training",
     "curriculum_learning",
     "data_efficiency.data_routing.random_ltd",

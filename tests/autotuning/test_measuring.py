@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 import torch
 from ranks import on_ranks
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hadal
 from hadal.engine.clusters import cluster_here
 
 FEW, MANY = 2, 6
+SLICED = {"tensor_parallel": {"autotp_size": 2}}
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 
 
 class Block(nn.Module):
@@ -57,6 +61,26 @@ def trained(model: nn.Module, stage: int, **section: Any) -> int:
     return updates
 
 
+def trained_in_stages(**section: Any) -> None:
+    """Train two stages until the experiment ends."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, num_attention_heads=2, **sizes))
+    config = {
+        "train_micro_batch_size_per_gpu": FEW,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW"},
+        "pipeline": {"auto": True, "stages": 2},
+        "autotuning": {"enabled": True, "start_step": 1, "end_step": 2, **section},
+    }
+    engine, *_ = hadal.initialize(model=model, config=config)
+    words = torch.zeros(FEW, 8, dtype=torch.long)
+    with pytest.raises(SystemExit) as left:
+        for _ in range(9):
+            engine.train_batch(repeat({"input_ids": words, "labels": words}))
+    assert left.value.code == 0
+    engine.destroy()
+
+
 def patch(stage: int, micro: int) -> dict[str, Any]:
     sizes = {"train_batch_size": 2 * micro, "train_micro_batch_size_per_gpu": micro}
     return {**sizes, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": stage}}
@@ -87,6 +111,28 @@ def test_a_profile_plans_candidates_as_hadal_plan_does(tmp_path: Path) -> None:
         assert "zero_optimization.stage" in plans[2]["failure"]
 
 
+@on_ranks(2)
+def test_stages_and_degrees_are_planned_and_measured(tmp_path: Path) -> None:
+    """The profile runs a model in stages, and plans other degrees of the model as it was."""
+    degrees = [{"pipeline": {"stages": 1}}, {"pipeline": {"stages": 2}}]
+    degrees += [{"pipeline": {"stages": 1}, **more} for more in (SLICED, EXPERTS)]
+    asked = [{**patch(1, FEW), "gradient_accumulation_steps": 2, **each} for each in degrees]
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    info = {"profile": True, "candidates": str(tmp_path / "asked.json")}
+    told = tmp_path / "told.json"
+    trained_in_stages(model_info=info, model_info_path=str(told))
+    whole, halves, slices, experts = json.loads(told.read_text())["plans"]
+    assert (whole["samples"], halves["samples"]) == (4 * FEW, 2 * FEW)
+    assert halves["memory"] < whole["memory"]
+    assert slices["samples"] == 2 * FEW
+    assert "expert_parallel" in experts["failure"]  # the model has none
+    # Stages wait between their phases, so an update takes longer than these.
+    trained_in_stages(metric_path=str(told))
+    found = json.loads(told.read_text())
+    assert found["latency"] > found["forward"] + found["backward"] + found["step"]
+    assert found["throughput"] * found["latency"] == pytest.approx(2 * FEW * 1000)
+
+
 @pytest.mark.claims("autotuning.value_to_beat", "autotuning.start_step", "autotuning.end_step")
 @pytest.mark.parametrize(
     ("metric", "best", "updates"),
@@ -105,4 +151,6 @@ def test_what_cannot_win_ends_after_its_first_measured_update(
     made = trained(Block(), 1, metric=metric, value_to_beat=best, metric_path=str(told))
     found = json.loads(told.read_text())
     assert found["measured_steps"] == updates - 1
+    assert found["latency"] == found["forward"] + found["backward"] + found["step"]
+    assert found["throughput"] * found["latency"] == pytest.approx(2 * FEW * 1000)
     assert made in (updates - 1, updates)

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hadal.cli import tuning
-from hadal.plugins.autotuning.measuring import numbers_of
-from hadal.plugins.autotuning.runs import Outcome
+from hadal.plugins.autotuning.runs import Outcome, is_exhausted, is_of_place
 from hadal.plugins.autotuning.search import (
     corrected,
     corrected_nbytes,
-    is_exhausted,
     is_over,
     nearest,
     next_upwards,
@@ -103,22 +101,25 @@ def test_less_latency_is_a_gain(one: float, other: float) -> None:
         assert (gains[0] > gains[1]) == is_more
 
 
-@given(st.floats(0, 1e3), st.floats(0.001, 1e3), st.floats(0, 1e3), st.floats(1, 1e5))
-def test_latency_and_throughput(
-    forward: float, backward: float, step: float, samples: float
-) -> None:
-    means = {"forward": forward, "backward": backward, "step": step, "backward_inner": 1e9}
-    latency, throughput = numbers_of(means, samples)
-    assert latency == forward + backward + step
-    assert throughput * latency == pytest.approx(samples * 1000)
-
-
 def test_out_of_memory_is_recognized() -> None:
     assert is_exhausted(
         "rank 1: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
     )
     assert is_exhausted("rank 0: ended by SIGKILL: loading")
     assert not is_exhausted("rank 0: ValueError: bad batch")
+
+
+def test_failures_of_a_device_or_host_are_recognized() -> None:
+    for reason in (
+        "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+        "torch.distributed.DistBackendError: NCCL error: unhandled system error",
+        "ended by SIGBUS: loading",
+        "ModuleNotFoundError: No module named 'transformers'",
+    ):
+        assert is_of_place(f"rank 3: {reason}")
+    for reason in ("torch.OutOfMemoryError: CUDA out of memory", "ValueError: bad batch"):
+        assert not is_of_place(f"rank 3: {reason}")
+    assert not is_of_place("not at its end after 9 s, the time limit")
 
 
 # ---- the summary -------------------------------------------------------------------------------

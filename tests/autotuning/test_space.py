@@ -263,6 +263,45 @@ def test_degrees_of_tensor_parallelism_are_tried_if_listed(wish: Reader) -> None
     ]
 
 
+@pytest.mark.claims("pipeline.stages", "sequence_parallel_size", "expert_parallel.autoep_size")
+def test_listed_degrees_are_combined_if_they_divide_the_ranks(wish: Reader) -> None:
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    lists = {
+        "sequence_parallel_size": [1, 2],
+        "pipeline": {"auto": True, "stages": "all"},
+        "expert_parallel": {"enabled": True, "autoep_size": [1, 4]},
+    }
+    found = wish({**sizes, **lists, "tensor_parallel": {"autotp_size": 2}}, ranks=4)
+    made = [config_of(found, TuningTrial(1, 2, each)) for each in combinations(found, 1)]
+    degrees = [
+        (
+            config["sequence_parallel_size"],
+            config["pipeline"]["stages"],
+            config["expert_parallel"]["autoep_size"],
+            config["train_batch_size"],
+        )
+        for config in made
+    ]
+    # Two ranks share layers in any case. Ranks that share experts read samples of their own.
+    parts = [(1, 1, 12), (1, 2, 6), (2, 1, 6)]
+    assert degrees == [(s, p, e, batch) for s, p, batch in parts for e in (1, 4)]
+    for lists, told in (
+        ({"pipeline": {"stages": [1, 2]}}, "no effect without pipeline.auto"),
+        ({"expert_parallel": {"autoep_size": [1, 2]}}, "no effect without expert_parallel.enabled"),
+        ({"sequence_parallel_size": [3]}, "3 does not divide the 4 ranks; list divisors"),
+        (
+            {"pipeline": {"auto": True, "stages": [4]}, "sequence_parallel_size": [2, 1]},
+            "2 of sequence_parallel_size x 4 of pipeline.stages do not divide the 4 ranks",
+        ),
+        (
+            {"sequence_parallel_size": [1, 2], "autotuning": {**ON, "mp_size": 2}},
+            "2, and a list in sequence_parallel_size",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            wish(lists, ranks=4)
+
+
 def test_the_configuration_of_a_trial(wish: Reader) -> None:
     own = {
         "train_batch_size": 64,

@@ -14,14 +14,17 @@ from typing import Any
 import pytest
 
 from hadal.errors import LaunchError, TuningError
+from hadal.launcher import choices
 from hadal.launcher.choices import Choices
 from hadal.launcher.hosts import Pool
+from hadal.plugins.autotuning import runs
 from hadal.plugins.autotuning.files import write_json
 from hadal.plugins.autotuning.runs import CONFIG, ExperimentRun, Outcome, Runner
 from hadal.plugins.autotuning.space import SearchRequest, read_request
 from hadal.plugins.autotuning.tuner import PROFILE, Tuner
 
 STATES, SAMPLE, MEMORY = 1_000, 100, 2_000
+CHOSEN = ("launcher", "num_nodes", "num_slots")
 OUT_OF_MEMORY = "rank 0: torch.OutOfMemoryError: CUDA out of memory."
 
 
@@ -37,17 +40,22 @@ class Formulas(Runner):
     """Samples a second as a plan of these settings has them."""
     losing: dict[str, str] = field(default_factory=dict)
     """Hosts that are lost by the experiment of a name."""
+    broken: tuple[str, int] | None = None
+    """A host and its broken device."""
     seconds: Callable[[str], float] = lambda name: 1.0
     """The duration of an experiment."""
     made: list[str] = field(default_factory=list)
     spans: list[tuple[float, float, tuple[str, ...]]] = field(default_factory=list)
     """The beginning, end and hosts of each."""
+    pools: list[Pool] = field(default_factory=list)
+    """The hosts and slots of each."""
     now: float = 0.0
 
     def _submit(self, experiment: ExperimentRun) -> Future[Outcome]:
         outcome = self.outcome_of(experiment)
         experiment.ended_at = self.now + self.seconds(experiment.name)
-        self.spans.append((self.now, experiment.ended_at, experiment.hosts))
+        self.spans.append((self.now, experiment.ended_at, tuple(experiment.pool)))
+        self.pools.append(experiment.pool)
         if outcome.found is not None:
             write_json(experiment.answer, outcome.found)
             os.utime(experiment.answer, (experiment.ended_at, experiment.ended_at))
@@ -76,6 +84,9 @@ class Formulas(Runner):
         lost = self.losing.pop(name, None)
         if lost is not None:
             return Outcome(name, None, f"host {lost} is lost", lost_hosts=(lost,))
+        host, device = self.broken or ("", 0)
+        if device in experiment.pool.get(host, ()):
+            return Outcome(name, None, "rank 0: RuntimeError: CUDA error: ECC error", "e.log")
         peak = STATES + self.hidden + SAMPLE * size
         if peak > MEMORY:
             return Outcome(name, None, OUT_OF_MEMORY, "e.log")
@@ -90,9 +101,9 @@ class Formulas(Runner):
         if self.planned is None:
             return {"memory": STATES}
         size, samples = patch["train_micro_batch_size_per_gpu"], patch["train_batch_size"]
-        if patch.get("tensor_parallel") == {"autotp_size": 8}:
-            return {"failure": "8 does not divide 2 ranks"}
         speed = self.planned(dict(patch["zero_optimization"]) | {"micro": size} | dict(patch))
+        if not speed:
+            return {"failure": "5 heads do not fit 2 ranks"}
         return {"memory": STATES + SAMPLE * size, "seconds": samples / speed, "samples": samples}
 
 
@@ -139,9 +150,12 @@ def formulas(folder: Path, pool: Pool | None = None, **fields: Any) -> tuple[Sea
     words = ("t.py", "--deepspeed", str(folder / "ds.json"))
     pool = pool or {"localhost": (0, 1)}
     wish = read_request(words, sum(map(len, pool.values())))
-    hostfile = str(folder / "hosts")
-    choices = Choices(words, hostfile=hostfile, num_nodes=len(pool))
-    return wish, Formulas(choices, (), {}, folder, wish.section, pool, None, print, **fields)
+    hosts = folder / "hosts"
+    named: dict[str, Any] = {key: fields.pop(key) for key in CHOSEN if key in fields}
+    if hosts.exists():
+        named |= {"hostfile": str(hosts), "num_nodes": len(pool)}
+    chosen = Choices(words, **named)
+    return wish, Formulas(chosen, (), {}, folder, wish.section, pool, print, **fields)
 
 
 # ---- with plans ----------------------------------------------------------------------------------
@@ -246,15 +260,21 @@ def test_listed_degrees_are_candidates(searched: Any) -> None:
 
     tuner, made = searched(
         lambda stage, size, name: (5.0 if "tpas2" in name else 3.0) * size,
-        degrees=[1, 2, 8],
+        degrees=[1, 2],
         planned=plan,
     )
     assert made == ["z0_tmbspg8_gas1_tpas2"]
     best = json.loads((tuner.runner.results / "ds_config_optimal.json").read_text())
     assert best["tensor_parallel"] == {"autotp_size": 2}
     assert best["train_batch_size"] == 8  # both ranks read the same samples
-    told = [line for line in tuner.findings.failures() if "8 does not divide 2 ranks" in line]
-    assert len(told) == 1
+    # One that does not fit the model is left out, with the reason.
+    tuner, made = searched(
+        lambda stage, size, name: 3.0 * size,
+        degrees=[1, 2],
+        planned=lambda told: 2.0 - told["tensor_parallel"]["autotp_size"],
+    )
+    assert not any("tpas2" in name for name in made)
+    assert sum("5 heads do not fit" in line for line in tuner.findings.failures()) == 1
 
 
 def test_what_runs_out_of_memory_leaves_out_what_needs_as_much(searched: Any) -> None:
@@ -371,7 +391,7 @@ def test_a_model_that_cannot_be_profiled_ends_the_search(searched: Any, tmp_path
 
 def test_an_experiment_is_checked_with_the_ranks_that_read(tmp_path: Path) -> None:
     """Two ranks share a copy of the model by a program's mpu, which only `mp_size` knows."""
-    config = {
+    config: dict[str, Any] = {
         "train_batch_size": 2,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,
@@ -380,10 +400,8 @@ def test_an_experiment_is_checked_with_the_ranks_that_read(tmp_path: Path) -> No
 
     def reason_with(readers: int) -> str:
         runner = formulas(tmp_path, speed=lambda *_: 1.0)[1]
-        runner.readers = readers
-        runner.start(
-            f"of_{readers}", config | {"zero_optimization": {"stage": 0}}, {"enabled": True}
-        )
+        config["zero_optimization"] = {"stage": 0}
+        runner.start(f"of_{readers}", config, {"enabled": True}, readers)
         return str(runner.finished().reason)
 
     assert reason_with(1) == ""
@@ -397,7 +415,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
 
     def section_of(name: str, **others: Any) -> tuple[bool, dict[str, Any]]:
         section = {"enabled": True, **({"model_info": {}} if name == PROFILE else {})}
-        runner.start(name, config, section, **others)
+        runner.start(name, config, section, 2, **others)
         is_new = runner.finished().is_new
         told = json.loads((runner.results / name / CONFIG).read_text())["autotuning"]
         return is_new, told
@@ -486,6 +504,75 @@ def test_a_lost_host_is_left_out_and_its_experiment_repeated(spread: Any, capsys
     # Too few are left: what was measured stays, and is taken up again.
     tuner = spread("a b", 2, fails=True, losing={"z1_tmbspg8_gas1": "b"}, planned=planned_speed)
     assert tuner.findings.best().outcome.name == best
+
+
+def test_what_fails_on_a_broken_host_is_no_bad_configuration(spread: Any, capsys: Any) -> None:
+    best = "z0_tmbspg8_gas1"
+    tuner = spread("a b c", broken=("a", 1), planned=planned_speed)
+    assert tuner.findings.best().outcome.name == best
+    assert tuner.runner.made.count("z0_tmbspg8") == 2
+    told = capsys.readouterr().out
+    assert f"{best} failed on a:0,1 and is repeated on others" in told
+    assert f"{best} runs on b:0,1; a:0,1, where it failed, is left out from now on" in told
+    assert all("a" not in hosts for begin, _, hosts in tuner.runner.spans if begin >= 3)
+    assert not any("CUDA error" in line for line in tuner.findings.failures())
+
+
+@pytest.fixture
+def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Formulas]:
+    """Return a function that searches with one of a host's four devices for each experiment."""
+    for module in (choices, runs):
+        monkeypatch.setattr(module, "devices_here", lambda: 4)
+
+    def search(zero: dict[str, Any], **fields: Any) -> Formulas:
+        config = {
+            "train_micro_batch_size_per_gpu": [1, 2, 3, 4],
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": {"stage": 0, **zero},
+            "autotuning": {"enabled": True, "tuner_type": "gridsearch"},
+        }
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        fields = {"speed": lambda *_: 10.0, "planned": lambda _: 10.0, **fields}
+        tuner = Tuner(*formulas(tmp_path, {"localhost": (0,)}, num_slots=1, **fields))
+        tuner.run()
+        assert isinstance(tuner.runner, Formulas)
+        return tuner.runner
+
+    return search
+
+
+def test_experiments_run_side_by_side_on_the_devices_of_one_host(devices: Any) -> None:
+    runner = devices({})
+    assert runner.lanes == 4
+    assert runner.pools[1:5] == [{"localhost": (slot,)} for slot in range(4)]
+    assert {begin for begin, *_ in runner.spans[1:5]} == {1}
+    plan = runner._planned_on({"localhost": (2,)}, runner.choices.words)
+    assert (plan.job.pool, plan.job.shows_slots, plan.job.port) == ({"localhost": (2,)}, True, 0)
+
+
+def test_an_experiment_that_computes_on_the_host_has_it_alone(devices: Any) -> None:
+    spans = devices({"offload_optimizer": [None, {"device": "cpu"}]}).spans[1:]
+    alone = [span for span in spans if sum(span[0] < e and b < span[1] for b, e, _ in spans) == 1]
+    assert (len(spans), len(alone)) == (8, 4)
+
+
+def test_a_broken_device_is_left_out(devices: Any) -> None:
+    runner = devices({}, broken=("localhost", 3))
+    assert sorted(runner.made) == sorted([f"z0_tmbspg{size}" for size in (1, 2, 3, 4, 4)])
+    assert runner.lanes == 3
+
+
+def test_nodes_of_an_allocation_run_experiments_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"autotuning": {"enabled": True}}))
+    monkeypatch.setattr(runs, "_nodes_of", lambda nodes: ["n1", "n2", "n3", "n4"])
+    own: Pool = {"node 0": (0, 1), "node 1": (0, 1)}
+    runner = formulas(tmp_path, own, launcher="slurm", num_nodes=2, num_slots=2, speed=float)[1]
+    assert runner.lanes == 2
+    plan = runner._planned_on({"n3": (0, 1), "n4": (0, 1)}, runner.choices.words)
+    words = plan.start_commands["srun"].words
+    assert ("--nodes=2" in words, "--nodelist=n3,n4" in words) == (True, True)
 
 
 def test_a_stopped_search_on_several_hosts_goes_on_as_it_was(spread: Any) -> None:

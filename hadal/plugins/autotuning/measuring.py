@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +58,8 @@ class Experiment(Listener):
         plans_of: PlansOf | None = None,
     ) -> None:
         self._plans_of = plans_of
+        self._engine: Callable[[], Any] = lambda: None
+        self._is_in_stages = False
         self._forward: Forward | None = None
         self._profiles = section.model_info is not None and section.model_info.profile
         self._operations: Counter | None = None
@@ -74,7 +76,7 @@ class Experiment(Listener):
         self._samples = 0
         self._skipped_before = 0
         self._began_at: float | None = None
-        self._in_use = 0
+        self._in_use = self._held = 0
         # Counting is slow, so it gets its own update if there is one before the measured ones.
         self._counted_update = max(1, section.start_profile_step - 1)
         self._is_counting = self._counted_update == 1
@@ -87,19 +89,29 @@ class Experiment(Listener):
 
     # ---- forward and backward ------------------------------------------------------------------
 
+    def on_attach(self, engine: Any) -> None:
+        """Learn whether the engine trains a model in stages."""
+        self._engine, self._is_in_stages = weakref.ref(engine), hasattr(engine, "train_batch")
+
     def before_forward(self, forward: Forward) -> None:
-        """Record the memory in use before a forward, which activations exclude."""
-        if self._profiles and torch.is_grad_enabled():
+        """Record the memory in use before the first forward, which activations exclude."""
+        if self._began_at is None and self._section.start_profile_step == 1:
+            self._began_at = time.perf_counter()
+        if self._profiles and torch.is_grad_enabled() and self._forward is None:
             reset_peak_memory(self._device)
             self._in_use = memory_in_use(self._device)
             self._forward = forward
         self._count()
 
     def after_forward(self, output: Any) -> None:
-        """Exit after a forward, if nothing else is to be measured."""
+        """Exit after a forward, if nothing else is to be measured and no other stage waits."""
         self._stop_counting()
         if self._profiles and torch.is_grad_enabled():
-            self._leave_with_model_info()
+            # The peak of a host process may precede this forward.
+            on_host = is_host_memory(self._device)
+            self._held = (memory_in_use if on_host else peak_memory)(self._device)
+            if not self._is_in_stages:
+                self._leave_with_model_info()
 
     def before_backward(self) -> None:
         """Count the operations of a backward too."""
@@ -123,9 +135,6 @@ class Experiment(Listener):
 
     def _leave_with_model_info(self) -> None:
         parameters = list(self._model.parameters())
-        # The peak of a host process may precede this forward.
-        on_host = is_host_memory(self._device)
-        held = (memory_in_use if on_host else peak_memory)(self._device)
         info = self._section.model_info
         assert info is not None  # it requested this
         self._leave(
@@ -134,7 +143,7 @@ class Experiment(Listener):
                 "num_params": sum(p.numel() for p in parameters),
                 "trainable_num_params": sum(p.numel() for p in parameters if p.requires_grad),
                 "largest_unit_num_params": self._unit_numel,
-                "activation_mem_per_gpu": max(0, held - self._in_use),
+                "activation_mem_per_gpu": max(0, self._held - self._in_use),
                 "rank": self._world.rank,
                 "memory_per_gpu": memory_of_a_rank(self._device),
                 "hidden_size": info.hidden_size,
@@ -148,7 +157,7 @@ class Experiment(Listener):
         if path is None or self._plans_of is None or self._forward is None:
             return []
         try:
-            batch = _batch_of(self._model, self._forward)
+            batch = self._engine().loaded if self._is_in_stages else self._forward
             return self._plans_of(batch, json.loads(Path(path).read_text(encoding="utf-8")))
         except Exception as error:  # the search goes on without plans
             _log.warning("autotuning: no plans of this model: %r", error)
@@ -158,6 +167,8 @@ class Experiment(Listener):
 
     def after_update(self, update: Update) -> None:
         """Add the times of an update, and exit after the last one."""
+        if self._profiles:
+            self._leave_with_model_info()
         times, number, skipped = update.times, update.number, update.skipped_updates
         first, last = self._section.start_profile_step, self._section.end_profile_step
         self._is_counting = number + 1 == self._counted_update
@@ -170,10 +181,10 @@ class Experiment(Listener):
             self._spent[name] = self._spent.get(name, 0.0) + spent
         self._samples += update.samples
         if number >= last or (number == first and self._has_lost()):
-            self._leave(
-                self._section.metric_path or METRIC_PATH,
-                self._metrics(number - first + 1, skipped - self._skipped_before),
-            )
+            found = self._metrics(number - first + 1, skipped - self._skipped_before)
+            peaks = gather_codes(peak_memory(self._device), self._world)
+            path = self._section.metric_path or METRIC_PATH
+            self._leave(path, found | {"peak_memory_per_gpu": max(peaks)})
 
     def _has_lost(self) -> bool:
         """Return on all ranks whether rank 0's first measured update is far from the best."""
@@ -187,19 +198,21 @@ class Experiment(Listener):
 
     def _metrics(self, count: int, skipped: int) -> dict[str, Any]:
         means = {name: spent / count for name, spent in self._spent.items()}
-        latency, throughput = numbers_of(means, self._samples / count)
         counted = self._operations
         whole_s = None if self._began_at is None else time.perf_counter() - self._began_at
+        if self._is_in_stages and whole_s is not None:  # a stage waits between its phases
+            latency = 1000.0 * whole_s / count
+        else:
+            latency = means["forward"] + means["backward"] + means["step"]
         return {
             "latency": latency,
-            "throughput": throughput,
+            "throughput": self._samples / count * 1000.0 / latency,
             "FLOPS_per_gpu": None if counted is None else counted.flops * 1000.0 / latency,
             **means,
             "throughput_with_data": None if whole_s is None else self._samples / whole_s,
             "train_batch_size": self._samples / count,
             "measured_steps": count,
             "skipped_steps": skipped,
-            "peak_memory_per_gpu": peak_memory(self._device),
             "memory_per_gpu": memory_of_a_rank(self._device),
         }
 
@@ -215,20 +228,6 @@ class Experiment(Listener):
         code = max(gather_codes(fault, self._world))
         _log.info("autotuning: measured; the results are in %s", path)
         sys.exit(code)
-
-
-def _batch_of(model: nn.Module, forward: Forward) -> Any:
-    """Return the arguments of a forward as a plan takes them."""
-    if not forward.kwargs:
-        return forward.args
-    bound = inspect.signature(model.forward).bind_partial(*forward.args).arguments
-    return {**bound, **forward.kwargs}
-
-
-def numbers_of(means: Mapping[str, float], samples: float) -> tuple[float, float]:
-    """Return latency (ms) and throughput (samples/s) from phases (ms) and samples of an update."""
-    latency = means["forward"] + means["backward"] + means["step"]
-    return latency, samples * 1000.0 / latency
 
 
 def memory_of_a_rank(device: torch.device) -> int:

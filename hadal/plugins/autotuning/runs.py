@@ -6,8 +6,10 @@ import base64
 import json
 import math
 import os
+import re
 import shlex
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -19,14 +21,14 @@ from typing import Any
 from hadal.config import load_config
 from hadal.config.autotuning import Autotuning
 from hadal.errors import HadalError, LaunchError
-from hadal.launcher.choices import Choices, planned
+from hadal.launcher.choices import Choices, LaunchPlan, devices_here, planned, planned_on
 from hadal.launcher.front import STOPPING, Front, handle_signals, printer_for
 from hadal.launcher.hosts import Pool
 from hadal.launcher.processes import PASSED_ON
 from hadal.plugins.autotuning.files import read_json, write_json
 from hadal.plugins.autotuning.words import config_flag, mapped, with_value
 
-CONFIG, _CMD, _DESCRIPTION, _HOSTFILE = "ds_config.json", "cmd.txt", "exp.json", "hostfile"
+CONFIG, _CMD, _DESCRIPTION = "ds_config.json", "cmd.txt", "exp.json"
 _RESULTS = _METRICS, _MODEL_INFO, _OUT, _ERROR = (
     *("metrics.json", "model_info.json"),
     *("stdout.log", "stderr.log"),
@@ -76,18 +78,20 @@ class ExperimentRun:
     words: tuple[str, ...]
     answer: Path
     """The file that it writes."""
+    is_alone: bool = False
+    """True if it computes on its hosts too, where other experiments would disturb it."""
     outcome: Future[Outcome] = field(default_factory=Future)
-    hosts: tuple[str, ...] = ()
-    """The hosts that it runs on; () if it has ended already, or waits for some."""
+    pool: Pool = field(default_factory=dict)
+    """The hosts and slots that it runs on; none if it has ended already, or waits for some."""
     ended_at: float = math.inf
     """The time at which it ended in an earlier search."""
-    is_repeated: bool = False
-    """True if it has lost a host once."""
+    failed_on: Pool | None = None
+    """The hosts and slots on which it has failed, if it is repeated on others."""
 
 
 @dataclass
 class Runner:
-    """A runner of experiments with one command: side by side, on hosts that are free."""
+    """A runner of experiments with one command: side by side, on hosts or devices that are free."""
 
     choices: Choices
     """The command's parsed flags, and the program's words."""
@@ -99,16 +103,14 @@ class Runner:
     section: Autotuning
     pool: Pool
     """The hosts and slots of one experiment; others of the hostfile may stand in for these."""
-    readers: int | None = None
-    """The ranks that see different samples, if the configuration does not tell (`mp_size`)."""
     say: Callable[[str], None] = lambda text: None
 
     def __post_init__(self) -> None:
         self.results = self._absolute(self.section.results_dir)
         self.experiments = self._absolute(self.section.exps_dir)
         self.world_size = sum(map(len, self.pool.values()))
-        self._hosts = self._usable_hosts()
-        """The usable hosts, in order."""
+        self._places = self._usable_places()
+        """The usable hosts, each with the slots that an experiment takes there, in order."""
         self._running: list[ExperimentRun] = []
         self._fronts: list[Front] = []
         self._sent: list[signal.Signals] = []
@@ -118,26 +120,41 @@ class Runner:
     def _absolute(self, path: str) -> Path:
         return Path(os.path.abspath(self.folder / Path(path).expanduser()))
 
-    def _usable_hosts(self) -> dict[str, int]:
-        """Return the hosts with as many slots as each of an experiment's, and these numbers."""
-        own = {host: len(slots) for host, slots in self.pool.items()}
-        if self.choices.num_nodes is None or not (self.folder / self.choices.hostfile).exists():
+    def _usable_places(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the hosts and slots of an experiment, and others like them.
+
+        A host whose slots are devices has room for several experiments of one host. Where they are
+        processes of a host that computes, each experiment would slow down the others.
+        """
+        own, choices = list(self.pool.items()), self.choices
+        nodes, count, sizes = choices.num_nodes, choices.num_slots, {*map(len, self.pool.values())}
+        if len(sizes) > 1 or (nodes is None and count is None):
             return own
-        choices = replace(self.choices, num_nodes=None)
-        whole = planned(choices, self.variables, self.folder).job.pool
-        alike = {
-            host: len(slots) for host, slots in whole.items() if {len(slots)} == {*own.values()}
-        }
-        return own | alike
+        (size,) = sizes
+        if choices.launcher == "slurm" and not (self.folder / choices.hostfile).exists():
+            is_free = nodes and not (choices.include or choices.exclude)
+            names = _nodes_of(self.variables.get("SLURM_JOB_NODELIST", "")) if is_free else []
+            return [(name, own[0][1]) for name in names] or own
+        choices = replace(choices, num_nodes=None, num_slots=None)
+        job = planned(choices, self.variables, self.folder).job
+        is_shared = choices.launcher == "ssh" and len(own) == 1 and devices_here() > 0
+        is_numbered = job.shows_slots or not self.variables.get("CUDA_VISIBLE_DEVICES")
+        blocks = [
+            (host, slots[first : first + size])
+            for host, slots in job.pool.items()
+            for first in range(0, len(slots) - size + 1, size)
+            if (first == 0 or (is_shared and is_numbered)) and (count or len(slots) == size)
+        ]
+        return list(dict.fromkeys([*own, *(blocks if nodes or is_shared else ())]))
 
     @property
     def lanes(self) -> int:
         """The number of experiments that may run side by side."""
-        return len(self._hosts) // len(self.pool)
+        return len(self._places) // len(self.pool)
 
     @property
     def has_room(self) -> bool:
-        """True if there are free hosts for another experiment."""
+        """True if there is room for another experiment."""
         return len(self._running) < self.lanes
 
     def words_with(self, config: Mapping[str, Any], file: Path) -> tuple[str, ...]:
@@ -162,15 +179,17 @@ class Runner:
         name: str,
         config: Mapping[str, Any],
         section: Mapping[str, Any],
+        readers: int,
         candidates: Sequence[Mapping[str, Any]] = (),
         to_beat: float | None = None,
     ) -> None:
-        """Start an experiment on free hosts; one that was measured before has ended at once.
+        """Start an experiment on free slots; one that was measured before has ended at once.
 
         Args:
             name: its name, and that of its folder.
             config: the configuration, without an autotuning section.
             section: the autotuning section.
+            readers: the ranks that see different samples.
             candidates: configurations that a profile plans, as patches of its own.
             to_beat: the best value so far; one with another is the same experiment.
         """
@@ -195,7 +214,9 @@ class Runner:
         description |= {"result_dir": str(folder), "command": list(words)}
         description |= {"candidates": list(candidates)} if candidates else {}
         description["exp_id"] = self._numbers.setdefault(name, len(self._numbers))
-        experiment = ExperimentRun(name, words, answer)
+        zero = config["zero_optimization"]
+        is_alone = any(zero.get(key) for key in ("offload_optimizer", "offload_param"))
+        experiment = ExperimentRun(name, words, answer, is_alone)
         self._running.append(experiment)
         known, earlier = read_json(answer), read_json(folder / _DESCRIPTION) or {}
         if known is not None and earlier | {"exp_id": description["exp_id"]} == description:
@@ -213,19 +234,32 @@ class Runner:
         write_json(folder / CONFIG, asked)
         (folder / _CMD).write_text(self.command(experiment.words) + "\n", encoding="utf-8")
         try:
-            load_config(asked, world_size=self.world_size, data_parallel_size=self.readers)
+            load_config(asked, world_size=self.world_size, data_parallel_size=readers)
         except HadalError as error:
             experiment.outcome.set_result(Outcome(name, None, " ".join(str(error).split())))
         self._begin()
 
     def _begin(self) -> None:
-        """Begin the experiments for which there are hosts now."""
+        """Begin the experiments for which there are slots now, in order."""
         for each in self._running:
-            busy = {host for other in self._running for host in other.hosts}
-            hosts = [host for host in self._hosts if host not in busy][: len(self.pool)]
-            if not each.hosts and not each.outcome.done() and len(hosts) == len(self.pool):
-                each.hosts = tuple(hosts)
-                each.outcome = self._submit(each)
+            if each.pool or each.outcome.done():
+                continue
+            each.pool = self._free_for(each)
+            if not each.pool:
+                break  # later ones would always be ahead of one that needs a whole host
+            each.outcome = self._submit(each)
+
+    def _free_for(self, experiment: ExperimentRun) -> Pool:
+        """Return hosts and slots on which an experiment may begin; none if it has to wait."""
+        busy = [place for each in self._running for place in each.pool.items()]
+        closed = {host for each in self._running if each.is_alone for host in each.pool}
+        if experiment.is_alone:
+            closed |= {host for host, _ in busy}
+        free = [place for place in self._places if place not in busy and place[0] not in closed]
+        free = [place for place in free if place not in (experiment.failed_on or {}).items()]
+        if len(free) < len(self.pool) and not busy:  # hosts were lost: where it failed is left
+            free = self._places
+        return dict(free[: len(self.pool)]) if len(free) >= len(self.pool) else {}
 
     def _submit(self, experiment: ExperimentRun) -> Future[Outcome]:
         return self._threads.submit(self._launched, experiment)
@@ -233,7 +267,7 @@ class Runner:
     def finished(self) -> Outcome:
         """Wait for the next experiment that ends; those of an earlier search come as they did then.
 
-        One that loses a host starts once more, on others.
+        One that loses a host, or fails as a broken one would, starts once more, on others.
 
         Raises:
             Stopped: a signal stopped the search.
@@ -245,35 +279,52 @@ class Runner:
         one = min(over, key=lambda each: each.ended_at)
         self._running.remove(one)
         outcome = one.outcome.result()
-        lost = self._hosts.keys() & {*outcome.lost_hosts}
-        for host in lost:
-            del self._hosts[host]
-            self.say(f"{host} is left out from now on: {outcome.reason}")
+        is_lost = self._leave_out(one, outcome)
         if not self.lanes:
             raise LaunchError(
-                f"an experiment takes {len(self.pool)} hosts, and {len(self._hosts)} are left;"
+                f"an experiment takes {len(self.pool)} hosts, and {len(self._places)} are left;"
                 " repeat the command when there are more: it goes on from here"
             )
-        if lost and not one.is_repeated:
-            self._running.append(replace(one, outcome=Future(), hosts=(), is_repeated=True))
+        is_suspect = outcome.found is None and is_of_place(outcome.reason)
+        has_others = len(self._places) >= 2 * len(self.pool)
+        is_repeated = one.failed_on is None and (is_lost or (is_suspect and has_others))
+        if is_repeated:
+            self._running.append(
+                replace(one, outcome=Future(), pool={}, failed_on={} if is_lost else one.pool)
+            )
+            if not is_lost:
+                where = "is repeated on others, as devices or hosts may be the reason"
+                self.say(f"{one.name} failed on {_shown(one.pool)} and {where}: {outcome.reason}")
         self._begin()
-        return self.finished() if lost and not one.is_repeated else outcome
+        return self.finished() if is_repeated else outcome
+
+    def _leave_out(self, experiment: ExperimentRun, outcome: Outcome) -> bool:
+        """Leave out lost hosts, and slots where one failed that runs on others; tell of them.
+
+        Return whether any host was lost.
+        """
+        lost = {host for host, _ in self._places} & {*outcome.lost_hosts}
+        for host in lost:
+            self.say(f"{host} is left out from now on: {outcome.reason}")
+        failed = experiment.failed_on or {}
+        broken = {*failed.items()} & {*self._places} if outcome.found is not None else set()
+        if broken:
+            where, name = f"{_shown(failed)}, where it failed,", experiment.name
+            self.say(f"{name} runs on {_shown(experiment.pool)}; {where} is left out from now on")
+        self._places = [p for p in self._places if p[0] not in lost and p not in broken]
+        return bool(lost)
 
     def _launched(self, experiment: ExperimentRun) -> Outcome:
         """Run an experiment to its end, in a thread of its own."""
         name, folder = experiment.name, experiment.answer.parent
-        choices = replace(self.choices, words=experiment.words)
-        if experiment.hosts != tuple(self.pool):
-            lines = (f"{host} slots={self._hosts[host]}\n" for host in experiment.hosts)
-            (folder / _HOSTFILE).write_text("".join(lines), encoding="utf-8")
-            choices = replace(choices, hostfile=str(folder / _HOSTFILE))
-        plan = planned(choices, self.variables, self.folder)
+        plan = self._planned_on(experiment.pool, experiment.words)
         out, error = folder / _OUT, folder / _ERROR
         began = time.monotonic()
         with out.open("wb") as said, error.open("wb") as complained:
 
             def tell(text: str) -> None:
                 complained.write(f"hadal run: {text}\n".encode())
+                complained.flush()
 
             front = Front(
                 plan.job,
@@ -281,8 +332,9 @@ class Runner:
                 printer_for(plan.job, plan.names_hosts, said, complained),
                 tell,
                 address=plan.address,
-                waits_for_all=not choices.no_ssh_check,
+                waits_for_all=not self.choices.no_ssh_check,
             )
+            tell(f"{name} runs on {_shown(experiment.pool)}")
             front.limit_s = self.section.experiment_timeout
             self._fronts.append(front)
             for sent in self._sent:  # while it was started
@@ -304,6 +356,17 @@ class Runner:
             )
             return Outcome(name, None, reason, str(out), seconds)
         return Outcome(name, found, seconds=seconds)
+
+    def _planned_on(self, pool: Pool, words: tuple[str, ...]) -> LaunchPlan:
+        """Return the command's job on other hosts and slots."""
+        choices = replace(self.choices, words=words)
+        if choices.launcher == "slurm" and pool != self.pool:
+            choices = replace(choices, include="@".join(pool))
+        elif pool != self.pool:
+            plan = planned_on(pool, choices, self.variables, {}, self.folder)
+            is_free = choices.launcher == "ssh" and len(pool) == 1  # to choose its port
+            return replace(plan, job=replace(plan.job, port=0)) if is_free else plan
+        return planned(choices, self.variables, self.folder)
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
@@ -331,10 +394,44 @@ class Runner:
                 signal.signal(each, handler)
 
 
+def is_exhausted(reason: str) -> bool:
+    """Return whether a failed experiment's message means that it ran out of memory."""
+    text = reason.lower()
+    words = ("out of memory", "outofmemory", "can't allocate memory", "memoryerror", "sigkill")
+    return any(word in text for word in words)
+
+
+_OF_PLACE = re.compile(
+    r"CUDA|cuda|HIP error|NCCL|nccl|Accelerator|Dist\w*Error|CommunicationError|OSError|BrokenPipe"
+    r"|Connection|Permission|FileNotFound|ModuleNotFound|ImportError|exit code"
+    r"|SIG(BUS|SEGV|ABRT|ILL)"
+)
+
+
+def is_of_place(reason: str) -> bool:
+    """Return whether a failed experiment's message may mean that a device or host is broken."""
+    return bool(_OF_PLACE.search(reason)) and not is_exhausted(reason)
+
+
+def _nodes_of(nodes: str) -> list[str]:
+    """Return the names in a node list of Slurm; none without its commands."""
+    try:
+        told = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True
+        )
+    except OSError:
+        return []
+    return told.stdout.split()
+
+
+def _shown(pool: Pool) -> str:
+    return ", ".join(f"{host}:{','.join(map(str, slots))}" for host, slots in pool.items())
+
+
 def forget(results: Path, experiments: Path, *also: str) -> None:
     """Remove the files of earlier searches from their folders; `also` names further files."""
     for description in results.glob(f"*/{_DESCRIPTION}"):
-        for name in (*_RESULTS, CONFIG, _CMD, _CANDIDATES, _HOSTFILE, _DESCRIPTION):
+        for name in (*_RESULTS, CONFIG, _CMD, _CANDIDATES, _DESCRIPTION):
             description.with_name(name).unlink(missing_ok=True)
         if not any(description.parent.iterdir()):
             description.parent.rmdir()

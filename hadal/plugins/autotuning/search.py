@@ -79,10 +79,3 @@ def next_upwards(row: Sequence[TuningTrial], start: int) -> TuningTrial | None:
     larger = usable[usable.index(top) + 1 :]
     near = [trial for trial in larger if trial.micro_batch <= 2 * top.micro_batch]
     return near[-1] if near else next(iter(larger), None)
-
-
-def is_exhausted(reason: str) -> bool:
-    """Return whether a failed experiment's message means that it ran out of memory."""
-    text = reason.lower()
-    words = ("out of memory", "outofmemory", "can't allocate memory", "memoryerror", "sigkill")
-    return any(word in text for word in words)

@@ -17,14 +17,19 @@ from hadal.config.section import default_of, mark_of, shown
 from hadal.config.zero_optimization import ZeroOptimization
 from hadal.errors import Fault, raise_faults
 from hadal.plugins.autotuning.runs import Outcome
-from hadal.plugins.autotuning.words import config_flag, value_of
+from hadal.plugins.autotuning.words import config_flag, found_at, value_of
 
 TRAIN, MICRO, ACCUMULATION = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
 )
-TENSOR = "tensor_parallel.autotp_size"
+TENSOR, SEQUENCE, STAGES, EXPERTS = DEGREES = (
+    "tensor_parallel.autotp_size",
+    "sequence_parallel_size",
+    "pipeline.stages",
+    "expert_parallel.autoep_size",
+)
 NO_GAIN, NO_OUTCOME = -math.inf, Outcome("", None)
 ALL_STAGES = (0, 1, 2, 3)
 _BUCKETS = [50_000_000, 500_000_000, 1_000_000_000]
@@ -82,15 +87,26 @@ class SearchRequest:
     """True if each micro-batch gets the accumulation that fills `max_train_batch_size`."""
     ranges: dict[str, tuple[Any, ...]]
     """Keys with a list of values: under zero_optimization, or paths with dots."""
-    readers: int
-    """The ranks that would read different samples if each had a model of its own."""
-    ranks: int
-    """The number of data-parallel ranks."""
+    world_size: int
+    degrees: dict[str, int]
+    """The ranks that share a layer, a sequence and a model in stages, where no list varies them."""
 
     def at(self, others: Others) -> SearchRequest:
         """Return the request for ranks that share the model as these settings have it."""
-        size = json.loads(dict(others).get(TENSOR, "null"))
-        return self if size is None else replace(self, ranks=self.readers // size or 1)
+        varied = {key: json.loads(text) for key, text in others if key in self.degrees}
+        return replace(self, degrees=self.degrees | varied) if varied else self
+
+    @property
+    def ranks(self) -> int:
+        """The number of data-parallel ranks."""
+        model = max(self.section.mp_size, self.degrees[TENSOR] * self.degrees[STAGES])
+        return self.world_size // (model * self.degrees[SEQUENCE]) or 1
+
+    def is_possible(self, others: Others) -> bool:
+        """Return whether the ranks can be divided as these settings have it."""
+        parts = math.prod(self.at(others).degrees.values())
+        size = int(dict(others).get(EXPERTS, "1"))
+        return self.world_size % parts == 0 and self.world_size % size == 0
 
     def accumulation_of(self, micro_batch: int) -> int | None:
         """Return the micro-steps of an update; None if the program sets them itself."""
@@ -185,9 +201,10 @@ def read_request(words: Sequence[str], world_size: int) -> SearchRequest:
     stages, are_chosen = _stages(raw)
     ranges = _ranges(raw["zero_optimization"])
     raw["zero_optimization"] |= {key: values[0] for key, values in ranges.items()}
-    if degrees := _degrees(raw.get("tensor_parallel"), world_size, name):
-        ranges[TENSOR] = degrees
-        raw["tensor_parallel"] = {**raw["tensor_parallel"], "autotp_size": 1}
+    for key in DEGREES:
+        if degrees := _degrees(key, raw, world_size, name):
+            ranges[key] = degrees
+            _put(raw, key, degrees[0])
     micro_batch = raw.get(MICRO)
     listed = _integers(MICRO, micro_batch, name)
     if micro_batch in (None, "auto") or listed:
@@ -203,7 +220,8 @@ def read_request(words: Sequence[str], world_size: int) -> SearchRequest:
     accumulation: int | None = checked.gradient_accumulation_steps
     if raw.get(ACCUMULATION) in (None, "auto"):
         accumulation = _number_at(flags.get(ACCUMULATION), words)
-    readers, tensor = world_size // checked.sequence_parallel_size, checked.tensor_parallel
+    tensor, pipeline = checked.tensor_parallel, checked.pipeline
+    stages_of_model = pipeline.stages if pipeline.auto and pipeline.stages != "auto" else 1
     wish = SearchRequest(
         raw,
         section,
@@ -214,8 +232,12 @@ def read_request(words: Sequence[str], world_size: int) -> SearchRequest:
         accumulation,
         section.max_train_batch_size is not None and _may_fill(raw, flags),
         ranges,
-        readers,
-        readers // max(section.mp_size, tensor.autotp_size if tensor.is_on else 1) or 1,
+        world_size,
+        {
+            TENSOR: tensor.autotp_size if tensor.is_on else 1,
+            SEQUENCE: checked.sequence_parallel_size,
+            STAGES: stages_of_model,
+        },
     )
     raise_faults([*_faults(wish, world_size)], name)
     return wish
@@ -256,11 +278,27 @@ def _integers(path: str, value: Any, name: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _degrees(tensor: Any, world_size: int, name: str) -> tuple[int, ...]:
-    """Return the listed degrees of tensor parallelism; "all" are the divisors of the ranks."""
-    value = tensor.get("autotp_size") if isinstance(tensor, Mapping) else None
+def _degrees(key: str, raw: Mapping[str, Any], world_size: int, name: str) -> tuple[int, ...]:
+    """Return the listed degrees of one kind; "all" are the divisors of the ranks."""
+    *sections, inner = key.split(".")
+    value = raw.get(sections[0]) if sections else raw
+    value = value.get(inner) if isinstance(value, Mapping) else None
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    return _integers(TENSOR, divisors if value == "all" else value, name)
+    listed = _integers(key, divisors if value == "all" else value, name)
+    if other := next((size for size in listed if size not in divisors), None):
+        why = f"{other} does not divide the {world_size} ranks; list divisors"
+        raise_faults([Fault(key, why)], name)
+    return listed
+
+
+def _put(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set a setting in a configuration, or in a patch of one."""
+    section, _, inner = key.rpartition(".")
+    if section or key not in DEGREES:
+        section = section or "zero_optimization"
+        config[section] = {**config.get(section, {}), inner: value}
+    else:
+        config[key] = value
 
 
 def _ranges(zero: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -284,9 +322,19 @@ def _faults(wish: SearchRequest, world_size: int) -> Iterator[Fault]:
     if world_size % section.mp_size:
         message = f"{section.mp_size} does not divide the {world_size} ranks; use a divisor"
         yield Fault("autotuning.mp_size", message)
-    if section.mp_size > 1 and TENSOR in wish.ranges:
-        message = f"{section.mp_size}, and a list in {TENSOR}; leave mp_size out"
+    listed = [key for key in DEGREES if key in wish.ranges]
+    if section.mp_size > 1 and listed:
+        message = f"{section.mp_size}, and a list in {listed[0]}; leave mp_size out"
         yield Fault("autotuning.mp_size", message)
+    for key, switch in ((STAGES, "pipeline.auto"), (EXPERTS, "expert_parallel.enabled")):
+        if key in listed and not found_at(wish.raw, switch):
+            yield Fault(key, f"a list has no effect without {switch}; set that to true")
+    if not wish.is_possible(wish.own):
+        first = " x ".join(f"{wish.ranges[key][0]} of {key}" for key in listed)
+        message = (
+            f"{first} do not divide the {wish.world_size} ranks; list first what fits together"
+        )
+        yield Fault(listed[0], message)
     if most is not None and least > most:
         message = f"{least} is more than max_train_batch_size {most}; lower it"
         yield Fault("autotuning.min_train_batch_size", message)
@@ -320,7 +368,10 @@ def combinations(wish: SearchRequest, stage: int) -> list[Others]:
     made = [wish.own]
     for values in product(*varied.values()):
         texts = {key: json.dumps(value) for key, value in zip(varied, values, strict=True)}
-        if any(text != (own.get(key) or json.dumps(_default(key))) for key, text in texts.items()):
+        is_own = all(
+            text == (own.get(key) or json.dumps(_default(key))) for key, text in texts.items()
+        )
+        if not is_own and wish.is_possible(tuple(texts.items())):
             made.append(tuple(texts.items()))
     given = {*zero, *(f"{name}.{key}" for name, inner in wish.raw.items() for key in _keys(inner))}
     for changes in levers:
@@ -354,8 +405,7 @@ def patch_of(wish: SearchRequest, trial: TuningTrial) -> dict[str, Any]:
     """Return the keys of a trial's configuration that its settings decide."""
     patch: dict[str, Any] = {"zero_optimization": {"stage": trial.stage}, MICRO: trial.micro_batch}
     for key, text in trial.others:
-        section, _, inner = key.rpartition(".")
-        patch.setdefault(section or "zero_optimization", {})[inner] = json.loads(text)
+        _put(patch, key, json.loads(text))
     wish = wish.at(trial.others)
     # If only the program knows its accumulation steps, it fills in both.
     accumulation = wish.accumulation_of(trial.micro_batch)

@@ -9,19 +9,17 @@ from typing import Any
 
 from hadal.errors import TuningError
 from hadal.plugins.autotuning.files import write_json
-from hadal.plugins.autotuning.runs import Runner, forget
+from hadal.plugins.autotuning.runs import Runner, forget, is_exhausted
 from hadal.plugins.autotuning.search import (
     TRUST,
     corrected,
     corrected_nbytes,
-    is_exhausted,
     is_over,
     next_upwards,
     shuffled,
 )
 from hadal.plugins.autotuning.space import (
     NO_GAIN,
-    TENSOR,
     SearchRequest,
     TuningTrial,
     combinations,
@@ -36,6 +34,7 @@ from hadal.plugins.autotuning.summary import (
     UNITS,
     Findings,
 )
+from hadal.plugins.autotuning.words import found_at
 
 PROFILE = "profile_model_info"
 _GB = 1e9
@@ -129,16 +128,17 @@ class Tuner:
         wish, info = self._wish, self._wish.section.model_info
         if info is not None and info.num_params is not None:
             return
-        # The planner cuts a copy of the whole model.
-        others = tuple(pair for pair in wish.own if pair[0] != TENSOR)
-        trial = TuningTrial(max(self._stages), self._first_micro_batch, others)
+        stage = max(self._stages)
+        if found_at(wish.raw, "pipeline.auto"):  # whose ranks hold their weights whole
+            stage = min(stage, 2)
+        trial = TuningTrial(stage, self._first_micro_batch, wish.own)
         section: dict[str, Any] = {"profile": True}
         if info is not None:
             section |= {"hidden_size": info.hidden_size, "num_layers": info.num_layers}
         self._say(f"{PROFILE}: one forward of {trial.micro_batch} samples")
         section = {"enabled": True, "model_info": section}
         patches = [patch_of(wish, each) for each in self._space]
-        self.runner.start(PROFILE, config_of(wish, trial), section, patches)
+        self.runner.start(PROFILE, config_of(wish, trial), section, wish.ranks, patches)
         outcome = self.runner.finished()
         if outcome.found is None:
             self.findings.left_out[PROFILE] = outcome.failure
@@ -357,7 +357,8 @@ class Tuner:
             "end_profile_step": section.end_profile_step,
         }
         to_beat = None if best is None else abs(best.gain)
-        self.runner.start(name, config_of(self._wish, trial), experiment, to_beat=to_beat)
+        readers = self._wish.at(trial.others).ranks
+        self.runner.start(name, config_of(self._wish, trial), experiment, readers, to_beat=to_beat)
 
     def _finish(self) -> None:
         """Wait for an experiment, and record it; of one that is repeated, the mean counts."""
