@@ -368,6 +368,17 @@ SUITES = (
         programs=_FUNASR_PROGRAMS,
     ),
     Suite(
+        name="dlrover",
+        version="0.7.0.dev0 at 7c3e9648",
+        what="flash checkpoint: its test that saves and loads, with an engine instead of its mock",
+        passes=0,
+        repository="intelligent-machine-learning/dlrover",
+        copied=("dlrover",),
+        packages=("grpcio", "deprecated", "protobuf", "kubernetes", "pytest"),
+        tests=("dlrover/trainer/tests/torch/deepspeed_ckpt_test.py",),
+        options=("-p", "an_engine", "-k", "save_load"),
+    ),
+    Suite(
         name="deepspeed",
         version="0.19.6 at edaa7221",
         what="its own unit tests, each once, of files with at most one over ranks",
