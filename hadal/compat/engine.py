@@ -487,10 +487,15 @@ class DeepSpeedEngine(Accessors):
         """The name of each parameter of the module."""
         return {parameter: name for name, parameter in self.module.named_parameters()}
 
-    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that share this rank's sequences; None if none do."""
+    @property
+    def seq_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share this rank's sequences; None if none do."""
         shared = self._parts.topology.sequence_parallel
         return None if shared is None else shared.group
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
+        """Return the ranks that share this rank's sequences; None if none do."""
+        return self.seq_parallel_group
 
 
 def is_autocast_initialized() -> bool:

@@ -49,6 +49,7 @@ def test_an_engine_tells_its_checked_configuration_and_its_ranks() -> None:
     assert told._param_dict is config
     assert (engine.dp_world_size, engine.seq_dp_world_size) == (1, 1)
     assert (engine.mp_world_size, engine.sequence_parallel_size) == (1, 1)
+    assert engine.seq_parallel_group is engine.get_sequence_parallel_group() is None
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     assert engine.param_names == names
     assert engine.seq_data_parallel_group is optimizer.dp_process_group

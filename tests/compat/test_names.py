@@ -70,9 +70,9 @@ def _groups() -> dict[str, Any]:
     groups._newest.clear()  # another test's engine, whose process group these ranks share
     world = groups.get_data_parallel_world_size()
     config = config_of(2, sequence_parallel_size=2)
-    initialize(model=model_of(), config=config)
+    engine = initialize(model=model_of(), config=config)[0]
     shared, data = groups.get_sequence_parallel_group(), groups.get_data_parallel_group()
-    assert shared is not None
+    assert shared is not None and shared is engine.seq_parallel_group
     return {
         "before": world,
         "sequence": (groups.get_sequence_parallel_rank(), shared.size()),
