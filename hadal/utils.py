@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hadal.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from hadal.checkpoint.fp32 import (
+    from hadal.checkpoint.export import (
         convert_zero_checkpoint_to_fp32_state_dict as convert_zero_checkpoint_to_fp32_state_dict,
         convert_zero_checkpoint_to_state_dict as convert_zero_checkpoint_to_state_dict,
         get_fp32_state_dict_from_zero_checkpoint as get_fp32_state_dict_from_zero_checkpoint,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "hadal.checkpoint.fp32": (
+        "hadal.checkpoint.export": (
             "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict "
             "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint"
         ),

@@ -267,7 +267,7 @@ def _write_weights(parsed: argparse.Namespace, dtype: str) -> int:
     if parsed.debug:
         logging.basicConfig(level=logging.DEBUG)
 
-    from hadal.checkpoint.fp32 import convert_zero_checkpoint_to_state_dict
+    from hadal.checkpoint.export import convert_zero_checkpoint_to_state_dict
     from hadal.checkpoint.shards import DTYPE_OF
 
     try:

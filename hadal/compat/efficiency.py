@@ -13,7 +13,7 @@ from hadal.config import load_config
 from hadal.data.reading import Sharding
 from hadal.engine.engine import Engine
 from hadal.errors import UsageError
-from hadal.plugins.compression.curvature import (
+from hadal.plugins.compression.training import (
     PowerIteration,
     blocks_of,
     dominant_eigenvalue,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hadal.comm import Ranks, ReduceOp, all_reduce, all_to_all_single
 from hadal.comm.adjoint import across
 from hadal.compat.groups import get_tensor_model_parallel_group
-from hadal.plugins.moe.dispatch import dropped, gathered
+from hadal.plugins.moe.experts import dropped, gathered
 from hadal.plugins.moe.gate import (
     DropPolicy,
     Routing,

@@ -15,7 +15,7 @@ from hadal.plugins.sequence import (
     mean_over_sequence,
     vocab_parallel_cross_entropy as over_split_vocabulary,
 )
-from hadal.plugins.sequence.loss import whole_value
+from hadal.plugins.sequence.cross_entropy import whole_value
 from hadal.plugins.sequence.tiles import IGNORED
 
 Group = dist.ProcessGroup | None

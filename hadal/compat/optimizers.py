@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from hadal.errors import OptimizerError, UsageError
 from hadal.optim.build import build_optimizer
-from hadal.optim.loss_scale import ScaleRule, ScaleState, first_scale, next_scale
 from hadal.optim.muon import direction_of
+from hadal.optim.norm import ScaleRule, ScaleState, first_scale, next_scale
 
 # Options that Hadal spells differently.
 _RENAMED = {"adamw_mode": "adam_w_mode"}

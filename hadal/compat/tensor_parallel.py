@@ -16,8 +16,14 @@ from hadal.comm import get_rank, get_world_size
 from hadal.comm.adjoint import gathered
 from hadal.config.parallelism import SplitLayer
 from hadal.errors import ModelError, NotBuiltYetError, UsageError
-from hadal.plugins.tensor_parallel.cut import key_heads_of, shard_sizes, text_config_of
-from hadal.plugins.tensor_parallel.layers import ColumnLinear, RowLinear, SlicedLayer
+from hadal.plugins.tensor_parallel.layers import (
+    ColumnLinear,
+    RowLinear,
+    SlicedLayer,
+    key_heads_of,
+    shard_sizes,
+    text_config_of,
+)
 from hadal.plugins.tensor_parallel.rules import (
     PRESETS,
     LayerRule,

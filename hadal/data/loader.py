@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from hadal.data.orders import GivenOrder, ShardedOrder, count_batches
 from hadal.data.reading import (
     Batches,
     Collate,
+    GivenOrder,
     HandedBatch,
     Request,
+    ShardedOrder,
     Sharding,
     Stream,
     StreamPlan,
     Trail,
+    count_batches,
     mixed,
     pass_epoch,
     state_of,

@@ -26,7 +26,7 @@ from hadal.engine.collector import collector_at_rest
 from hadal.engine.state import State
 from hadal.engine.training import expect_training
 from hadal.errors import CheckpointError
-from hadal.optim.loss_scale import ScaleState
+from hadal.optim.norm import ScaleState
 from hadal.units import nbytes_of
 
 _log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from hadal.engine.report import Reporter
 from hadal.engine.topology import Topology
 from hadal.errors import MonitorError, UsageError
 from hadal.listener import Listener, Setting
-from hadal.optim.loss_scale import ScaleRule
+from hadal.optim.norm import ScaleRule
 from hadal.plugins.autotuning.measuring import Experiment, PlansOf
 from hadal.plugins.autotuning.words import found_at
 from hadal.plugins.monitor.files import path_of

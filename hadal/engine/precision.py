@@ -18,7 +18,7 @@ from hadal.config import Config
 from hadal.device import emulates
 from hadal.engine.policies import dtype_named, wire_dtype
 from hadal.errors import Fault, raise_faults
-from hadal.optim.loss_scale import ScaleRule
+from hadal.optim.norm import ScaleRule
 from hadal.zero.policy import STAGES, Precision
 
 

@@ -22,9 +22,9 @@ from hadal.plugins.pipeline import PipelineModule, PipelineParallelGrid
 from hadal.plugins.pipeline.decoder import DecoderModule
 from hadal.plugins.pipeline.orders import check_schedule
 from hadal.plugins.pipeline.topology import ProcessTopology
+from hadal.plugins.sequence.cross_entropy import whole_value
 from hadal.plugins.sequence.huggingface import attach
 from hadal.plugins.sequence.loader import is_cut, padded, slice_of_rank
-from hadal.plugins.sequence.loss import whole_value
 from hadal.plugins.sequence.tiles import IGNORED
 from hadal.zero import sharded_init
 from hadal.zero.boxes import Box

@@ -28,8 +28,7 @@ from hadal.engine.precision import Casting
 from hadal.engine.topology import Topology
 from hadal.errors import UsageError
 from hadal.listener import Listener
-from hadal.optim.loss_scale import ScaleRule, ScaleState, first_scale
-from hadal.optim.norm import RowNorms, clip_coefficient
+from hadal.optim.norm import RowNorms, ScaleRule, ScaleState, clip_coefficient, first_scale
 from hadal.optim.step import OptimizerStepper
 from hadal.optim.workspace import Multiplier
 from hadal.plugins.monitor.monitor import Monitor

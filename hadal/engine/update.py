@@ -29,19 +29,21 @@ from hadal.engine.state import GradientCheck, Parts, PendingUpdate, State, Train
 from hadal.engine.training import expect_training
 from hadal.errors import HadalError, LossError, NonFiniteError, UsageError
 from hadal.listener import Options, Update
-from hadal.optim.loss_scale import ScaleRule, ScaleState, next_scale
 from hadal.optim.norm import (
     RowNorms,
+    ScaleRule,
+    ScaleState,
     clip_on_device,
     first_nonfinite_weight,
     first_overflow,
     first_row_overflow,
     global_norm,
     has_overflow,
+    next_scale,
 )
 from hadal.optim.schedules import SAMPLES, needs_metric, required_arguments, restorer
 from hadal.optim.step import FlatStepper
-from hadal.plugins.sequence.loss import as_parts
+from hadal.plugins.sequence.cross_entropy import as_parts
 
 
 class Backwards:

@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 
 from hadal.errors import LaunchError
-from hadal.launcher.cores import read_cores
 from hadal.launcher.hosts import Pool, filtered, is_here, narrowed, read_hostfile
 from hadal.launcher.job import GRACE_S, JOIN_S, LOST_S, Elastic, Job, Program, ProgramKind
+from hadal.launcher.place import read_cores
 from hadal.launcher.start_commands import MPI, StartCommand, by_pdsh, by_slurm, by_ssh, here
 from hadal.launcher.variables import (
     DEEPSPEED_ENV,

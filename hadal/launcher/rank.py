@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hadal.errors import LaunchError
-from hadal.launcher.cores import cores_of, near_devices
 from hadal.launcher.job import (
     Program,
     ProgramKind,
@@ -27,7 +26,15 @@ from hadal.launcher.job import (
     program_in,
     said,
 )
-from hadal.launcher.place import RankPlace, find_place, group_of, meeting_host, slots_of
+from hadal.launcher.place import (
+    RankPlace,
+    cores_of,
+    find_place,
+    group_of,
+    meeting_host,
+    near_devices,
+    slots_of,
+)
 from hadal.launcher.processes import (
     PASSED_ON,
     adopt_orphans,

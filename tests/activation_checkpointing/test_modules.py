@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import hadal
 from hadal import comm
 from hadal.errors import ConfigError, UsageError
-from hadal.plugins.activation_checkpointing.modules import Recomputed
+from hadal.plugins.activation_checkpointing.listener import Recomputed
 from hadal.zero.grouping import repeated_blocks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

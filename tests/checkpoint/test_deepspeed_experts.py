@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hadal import comm
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
-from hadal.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
+from hadal.checkpoint.export import get_fp32_state_dict_from_zero_checkpoint
 from hadal.errors import CheckpointError, NotBuiltYetError
 from hadal.zero.state import safe_get_full_fp32_param
 

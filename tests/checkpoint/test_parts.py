@@ -25,7 +25,7 @@ from ranks import RankPools, on_ranks
 from torch import Tensor, nn
 
 from hadal import comm
-from hadal.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
+from hadal.checkpoint.export import get_fp32_state_dict_from_zero_checkpoint
 from hadal.errors import CheckpointError
 from hadal.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from hadal.zero.boxes import Box

@@ -16,8 +16,7 @@ from torch import nn
 from hadal.compat.engine import initialize
 from hadal.compat.install import alias
 from hadal.errors import NotBuiltYetError, UsageError
-from hadal.plugins.tensor_parallel.cut import WeightCut
-from hadal.plugins.tensor_parallel.layers import ColumnLinear, RowLinear
+from hadal.plugins.tensor_parallel.layers import ColumnLinear, RowLinear, WeightCut
 
 GOLDEN: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "data/tensor_parallel.json").read_text()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.errors import UsageError
-from hadal.plugins.compression.curvature import (
+from hadal.plugins.compression.training import (
     PowerIteration,
     blocks_of,
     dominant_eigenvalue,

@@ -18,8 +18,8 @@ from compression.test_curvature import GOLDEN, Net, configured, inputs, values_o
 from hadal import comm
 from hadal.config import load_config
 from hadal.errors import ConfigError, UsageError
-from hadal.plugins.compression.curvature import PowerIteration, relative
 from hadal.plugins.compression.eigenvalues import BlockEigenvalues
+from hadal.plugins.compression.training import PowerIteration, relative
 
 KEYS = "eigenvalue"
 

@@ -14,8 +14,8 @@ from compression.test_curvature import Net, configured, inputs
 from compression.test_eigenvalues import engine_of
 from hadal.config import load_config
 from hadal.errors import ConfigError, UsageError
-from hadal.plugins.compression.curvature import slowdown_of
 from hadal.plugins.compression.layers import compressed_modules
+from hadal.plugins.compression.training import slowdown_of
 
 KEYS = "quantize_training.eigenvalue"
 BITS = {

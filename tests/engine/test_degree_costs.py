@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import hadal
 from engine.test_pipeline import MICRO, batches, engine_of
 from hadal.comm import adjoint
-from hadal.plugins.moe import dispatch
+from hadal.plugins.moe import experts
 from hadal.plugins.pipeline import wires
 
 FILE = Path(__file__).parents[2] / "benchmarks/degrees.py"
@@ -118,13 +118,13 @@ def exchanges(recomputes: bool) -> list[int]:
     layer = layer_of(2)
     tokens = tokens_of(hadal.comm.get_rank()).requires_grad_()
     seen: list[int] = []
-    given_to = dispatch._exchanged
+    given_to = experts._exchanged
 
     def exchanged(rows: torch.Tensor, *rest: Any) -> torch.Tensor:
         seen.append(rows.nbytes)
         return given_to(rows, *rest)
 
-    with patch.object(dispatch, "_exchanged", exchanged):
+    with patch.object(experts, "_exchanged", exchanged):
         call = (lambda x: checkpoint(layer, x, use_reentrant=False)) if recomputes else layer
         call(tokens)[0].square().sum().backward()
     return seen

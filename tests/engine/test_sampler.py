@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch.utils.data import DistributedSampler
 
-from hadal.data.orders import batches_of, count_batches, order_of
-from hadal.data.reading import Sharding
+from hadal.data.reading import Sharding, batches_of, count_batches, order_of
 from hadal.errors import UsageError
 
 COUNTS = st.integers(0, 60)

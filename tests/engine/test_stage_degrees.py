@@ -34,7 +34,7 @@ from engine.test_degrees import (
     mixtral,
 )
 from hadal import comm
-from hadal.checkpoint.fp32 import load_state_dict_from_zero_checkpoint
+from hadal.checkpoint.export import load_state_dict_from_zero_checkpoint
 from hadal.engine.parallel import tp_model_init
 from hadal.engine.pipeline import PipelineEngine
 from hadal.errors import HadalError

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hadal.errors import LaunchError
-from hadal.launcher.cores import cores_of, near_devices, read_cores
 from hadal.launcher.job import (
     Frame,
     Hello,
@@ -31,7 +30,7 @@ from hadal.launcher.job import (
     share_of,
 )
 from hadal.launcher.node import variables_of
-from hadal.launcher.place import RankPlace, find_place
+from hadal.launcher.place import RankPlace, cores_of, find_place, near_devices, read_cores
 from hadal.launcher.variables import (
     expanded,
     of_env_files,

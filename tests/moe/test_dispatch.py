@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hadal import comm
 from hadal.comm import Ranks
-from hadal.plugins.moe.dispatch import plan_dispatch
+from hadal.plugins.moe.experts import plan_dispatch
 
 
 def choices_of(tokens: int, experts: int, k: int, seed: int) -> tuple[Tensor, Tensor]:

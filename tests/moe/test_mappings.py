@@ -8,7 +8,7 @@ from ranks import RankPools
 
 from hadal.comm import Ranks
 from hadal.errors import ModelError
-from hadal.plugins.moe.dispatch import dropped, gathered
+from hadal.plugins.moe.experts import dropped, gathered
 
 
 def split(dim: int) -> list[bool]:

@@ -402,7 +402,7 @@ FEATURES: dict[str, Feature] = {
     "curriculum_learning": rare(partial(short_sequences, False)),
     "curriculum_learning, truncated": Feature(partial(short_sequences, True)),
     "dynamic_batching": Feature(batches_by_tokens),
-    "eigenvalue": Feature(eigenvalues, range(1, 60), "compression/curvature.py zero/offload.py"),
+    "eigenvalue": Feature(eigenvalues, range(1, 60), "compression/training.py zero/offload.py"),
     "eigenvalue in another update": rare(partial(eigenvalues, gas_boundary_resolution=100)),
     "quantize_training": Feature(moq),
     "weight_quantization": rare(
@@ -430,22 +430,22 @@ FEATURES: dict[str, Feature] = {
     "pruning by trained scores": Feature(partial(compressed, test_momentum.LEARNED)),
     "rows and heads": rare(partial(compressed, test_momentum.SMALLER)),
     # ---- models in parts, long sequences
-    "MoE": Feature(partial(experts, ep_size=2, k=2), range(2), "moe/dispatch.py"),
-    "MoE of one rank": rare(partial(experts, ep_size=1, k=1), 0, 1, where="moe/dispatch.py"),
+    "MoE": Feature(partial(experts, ep_size=2, k=2), range(2), "moe/experts.py"),
+    "MoE of one rank": rare(partial(experts, ep_size=1, k=1), 0, 1, where="moe/experts.py"),
     "RSample": rare(
         partial(experts, ep_size=2, k=1, noisy_gate_policy="RSample"),
         *range(2),
-        where="moe/dispatch.py",
+        where="moe/experts.py",
     ),
     "Jitter": rare(
         partial(experts, ep_size=2, k=4, noisy_gate_policy="Jitter"),
         *range(2),
-        where="moe/dispatch.py",
+        where="moe/experts.py",
     ),
     # Models of transformers look for packed documents when they make their mask. torch's grouped
     # product reads the ends of its groups, except on CUDA.
     "expert_parallel": Feature(
-        experts_of_transformers, range(1, 16), "moe/dispatch.py moe/experts.py engine/precision.py"
+        experts_of_transformers, range(1, 16), "moe/experts.py engine/precision.py"
     ),
     "tensor_parallel": Feature(
         partial(of_transformers, tensor_parallel={"autotp_size": 2}, stage=1),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hadal.errors import HadalError, LossScaleError
-from hadal.optim.loss_scale import ScaleRule, first_scale, next_scale
+from hadal.optim.norm import ScaleRule, first_scale, next_scale
 
 
 def trace(rule: ScaleRule, letters: str) -> tuple[list[float], list[int]]:

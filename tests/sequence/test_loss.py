@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import hadal
 from hadal import comm
 from hadal.plugins.sequence import mean_over_sequence, sequence_loss
-from hadal.plugins.sequence.loss import as_parts
+from hadal.plugins.sequence.cross_entropy import as_parts
 
 LENGTH, WORDS = 8, 7
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import hadal
 from hadal import comm
-from hadal.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
+from hadal.checkpoint.export import get_fp32_state_dict_from_zero_checkpoint
 from hadal.zero.state import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tensor_parallel.models import batch_of, model_of
 

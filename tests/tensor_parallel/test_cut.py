@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from hadal.errors import ModelError
-from hadal.plugins.tensor_parallel.cut import WeightCut, shard_sizes, subparameter_sizes
+from hadal.plugins.tensor_parallel.layers import WeightCut, shard_sizes, subparameter_sizes
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ from hadal.plugins.activation_checkpointing.listener import (
     BudgetedModules as BudgetedModules,
     RecomputedModules as RecomputedModules,
     Surroundings as Surroundings,
-)
-from hadal.plugins.activation_checkpointing.modules import (
     chosen as chosen,
     recomputed_elsewhere as recomputed_elsewhere,
 )

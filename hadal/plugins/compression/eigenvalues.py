@@ -18,13 +18,13 @@ from hadal.comm.faults import raised_on_all
 from hadal.config.compression import Eigenvalue
 from hadal.errors import UsageError
 from hadal.listener import Forward, Listener, Setting, Update
-from hadal.plugins.compression.curvature import (
+from hadal.plugins.compression.training import (
+    CompressionTechniques,
     PowerIteration,
     blocks_of,
     dominant_eigenvalue,
     relative,
 )
-from hadal.plugins.compression.training import CompressionTechniques
 
 _log = logging.getLogger(__name__)
 _LABEL = "the sum of the eigenvalues of blocks"

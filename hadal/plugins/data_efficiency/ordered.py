@@ -12,8 +12,7 @@ import numpy as np
 from hadal.config import Config
 from hadal.config.data_efficiency import CurriculumMetric, DataEfficiency, DataSampling
 from hadal.data.loader import ChosenOrder, ShardedLoader
-from hadal.data.orders import count_batches
-from hadal.data.reading import Sharding
+from hadal.data.reading import Sharding, count_batches
 from hadal.errors import UsageError
 from hadal.listener import Listener, Setting
 from hadal.order import Order, Picked

@@ -19,8 +19,13 @@ from torch.nn import functional as F
 from hadal.comm.ranks import expert_groups, group_name
 from hadal.config.parallelism import ExpertParallel
 from hadal.errors import ModelError
-from hadal.plugins.moe.dispatch import counts_of, plan_dispatch
-from hadal.plugins.moe.experts import grouped_linear, looped_linear, mark_expert
+from hadal.plugins.moe.experts import (
+    counts_of,
+    grouped_linear,
+    looped_linear,
+    mark_expert,
+    plan_dispatch,
+)
 from hadal.plugins.moe.layer import Load, MoE
 
 _SIGMOID_PRESETS = ("deepseek_v3", "minimax_m3")

@@ -23,8 +23,7 @@ from hadal.comm.ranks import (
 from hadal.device import is_in_backward
 from hadal.errors import ModelError
 from hadal.listener import Listener, Setting, Update
-from hadal.plugins.moe.dispatch import plan_dispatch
-from hadal.plugins.moe.experts import Experts
+from hadal.plugins.moe.experts import Experts, plan_dispatch
 from hadal.plugins.moe.gate import (
     Routing,
     capacity_of,

@@ -21,9 +21,8 @@ from hadal.device import synchronize
 from hadal.device.inventory import peak_flops
 from hadal.listener import Forward, Listener, Setting, Update
 from hadal.plugins.profiling.counting import Counter, prepare_counting
-from hadal.plugins.profiling.profile import Profile, Trained, tree_of
+from hadal.plugins.profiling.profile import Profile, ReportLayout, Trained, tree_of, write_report
 from hadal.plugins.profiling.profiler import FlopsProfiler, ModuleTimes
-from hadal.plugins.profiling.text import ReportLayout, write_report
 
 _log = logging.getLogger(__name__)
 

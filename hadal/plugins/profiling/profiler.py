@@ -19,14 +19,17 @@ from hadal.errors import UsageError
 from hadal.plugins.profiling.counting import Counter
 from hadal.plugins.profiling.profile import (
     Profile,
+    ReportLayout,
     Tree,
+    aggregated,
     duration_to_string,
     macs_to_string,
     number_to_string,
     params_to_string,
+    standalone_report,
     tree_of,
+    write_report,
 )
-from hadal.plugins.profiling.text import ReportLayout, aggregated, standalone_report, write_report
 
 
 class ModuleTimes:

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from hadal.plugins.sequence.attention import DistributedAttention as DistributedAttention
     from hadal.plugins.sequence.cross_entropy import (
         linear_cross_entropy as linear_cross_entropy,
+        mean_over_sequence as mean_over_sequence,
+        sequence_loss as sequence_loss,
         vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
         vocab_sequence_parallel_cross_entropy as vocab_sequence_parallel_cross_entropy,
     )
@@ -20,10 +22,6 @@ if TYPE_CHECKING:
     from hadal.plugins.sequence.huggingface import UlyssesSPAttentionHF as UlyssesSPAttentionHF
     from hadal.plugins.sequence.loader import (
         UlyssesSPDataLoaderAdapter as UlyssesSPDataLoaderAdapter,
-    )
-    from hadal.plugins.sequence.loss import (
-        mean_over_sequence as mean_over_sequence,
-        sequence_loss as sequence_loss,
     )
     from hadal.plugins.sequence.ring import ring_attention as ring_attention
     from hadal.plugins.sequence.tiles import (
@@ -39,13 +37,12 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "hadal.plugins.sequence.attention": "DistributedAttention",
         "hadal.plugins.sequence.cross_entropy": (
-            "linear_cross_entropy vocab_parallel_cross_entropy "
-            "vocab_sequence_parallel_cross_entropy"
+            "linear_cross_entropy mean_over_sequence sequence_loss "
+            "vocab_parallel_cross_entropy vocab_sequence_parallel_cross_entropy"
         ),
         "hadal.plugins.sequence.groups": "SequenceGroups initialize_sequence_parallel",
         "hadal.plugins.sequence.huggingface": "UlyssesSPAttentionHF",
         "hadal.plugins.sequence.loader": "UlyssesSPDataLoaderAdapter",
-        "hadal.plugins.sequence.loss": "mean_over_sequence sequence_loss",
         "hadal.plugins.sequence.ring": "ring_attention",
         "hadal.plugins.sequence.tiles": (
             "AutogradComputeMLP SequenceTiledCompute TiledFusedLogitsLoss TiledMLP "

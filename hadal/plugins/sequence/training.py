@@ -23,6 +23,7 @@ from hadal.device import has_values, read_on_host
 from hadal.errors import SequenceError
 from hadal.listener import Forward, Listener, Setting
 from hadal.plugins.sequence.attention import DistributedAttention
+from hadal.plugins.sequence.cross_entropy import whole_value
 from hadal.plugins.sequence.huggingface import attach, detach, is_attached
 from hadal.plugins.sequence.loader import (
     check_padding,
@@ -32,7 +33,6 @@ from hadal.plugins.sequence.loader import (
     slice_of_rank,
     tokens_of,
 )
-from hadal.plugins.sequence.loss import whole_value
 from hadal.plugins.sequence.tiles import IGNORED
 
 _log = logging.getLogger(__name__)

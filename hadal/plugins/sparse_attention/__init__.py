@@ -5,7 +5,6 @@ from hadal.plugins.sparse_attention.bert import (
     BertSparseSelfAttention as BertSparseSelfAttention,
     SparseAttentionUtils as SparseAttentionUtils,
 )
-from hadal.plugins.sparse_attention.blocks import MatMul as MatMul, Softmax as Softmax
 from hadal.plugins.sparse_attention.huggingface import (
     give_pattern as give_pattern,
     plan_pattern as plan_pattern,
@@ -23,6 +22,10 @@ from hadal.plugins.sparse_attention.layouts import (
     from_config as from_config,
     get_sparse_attention_config as get_sparse_attention_config,
 )
-from hadal.plugins.sparse_attention.modules import SparseSelfAttention as SparseSelfAttention
+from hadal.plugins.sparse_attention.modules import (
+    MatMul as MatMul,
+    Softmax as Softmax,
+    SparseSelfAttention as SparseSelfAttention,
+)
 
 __all__ = public_names(globals())

@@ -23,12 +23,14 @@ from hadal.comm.collectives import broadcast_
 from hadal.config.parallelism import TensorParallel
 from hadal.device import current_device, random_state, set_random_state
 from hadal.errors import ModelError, UsageError
-from hadal.plugins.tensor_parallel.cut import WeightCut, is_attention, show_share
 from hadal.plugins.tensor_parallel.layers import (
     ColumnLinear,
     RowLinear,
     TensorGroup,
     VocabularyEmbedding,
+    WeightCut,
+    is_attention,
+    show_share,
     sum_gradient,
     take_slice,
 )

@@ -12,7 +12,7 @@ from torch import nn
 
 from hadal.config.parallelism import TensorParallel
 from hadal.errors import ModelError, few
-from hadal.plugins.tensor_parallel.cut import (
+from hadal.plugins.tensor_parallel.layers import (
     HEAD_NAMES,
     WeightCut,
     head_size_of,
