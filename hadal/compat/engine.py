@@ -38,7 +38,7 @@ from hadal.engine.arguments import choose_config
 from hadal.engine.assemble import initialize as _initialize
 from hadal.engine.policies import leaves_of
 from hadal.engine.state import Parts
-from hadal.errors import UsageError
+from hadal.errors import LossError, ModelError, UsageError
 from hadal.zero import GatheredParameters
 from hadal.zero.grouping import find_tables
 from hadal.zero.leaves import mark
@@ -166,7 +166,7 @@ class DeepSpeedEngine(Accessors):
 
     # ---- training --------------------------------------------------------------------------------
 
-    @also(AssertionError)
+    @also(AssertionError, of=(LossError, ModelError, UsageError))
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:

@@ -11,11 +11,16 @@ from hadal.errors import HadalError
 
 
 @contextmanager
-def also(*kinds: type[Exception]) -> Iterator[None]:
-    """Let the errors that Hadal raises inside be caught as these kinds too. Decorates functions."""
+def also(
+    *kinds: type[Exception], of: tuple[type[HadalError], ...] = (HadalError,)
+) -> Iterator[None]:
+    """Let Hadal's errors inside be caught as these kinds too, if they are of `of`.
+
+    Decorates functions.
+    """
     try:
         yield
-    except HadalError as error:
+    except of as error:
         kind = type(error)
         missing = tuple(one for one in kinds if not issubclass(kind, one))
         if missing:

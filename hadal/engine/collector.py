@@ -26,6 +26,13 @@ class _Hold:
         if not self._holders and self._was_enabled:
             gc.enable()
 
+    def give_back_old(self) -> None:
+        """Do so, and count all objects as old: the next collection would scan the new ones."""
+        if self._holders == 1 and self._was_enabled and not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()
+        self.give_back()
+
 
 _hold = _Hold()
 
@@ -40,7 +47,7 @@ def collector_at_rest() -> Iterator[None]:
     try:
         yield
     finally:
-        _hold.give_back()
+        _hold.give_back_old()
 
 
 def hold_collector(owner: object) -> weakref.finalize:  # type: ignore[type-arg]

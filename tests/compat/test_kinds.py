@@ -19,7 +19,13 @@ from hadal.compat.engine import initialize
 from hadal.compat.install import alias
 from hadal.compat.kinds import also
 from hadal.compat.surface import NameKind, modules
-from hadal.errors import CheckpointError, ConfigError, HadalError, UsageError
+from hadal.errors import (
+    CheckpointError,
+    CommunicationError,
+    ConfigError,
+    HadalError,
+    UsageError,
+)
 
 DS = alias("deepspeed")
 STAGES = (0, 1, 2, 3)
@@ -61,6 +67,10 @@ WRONG: dict[str, tuple[type[Exception], Callable[[Path], Any]]] = {
         AssertionError,
         lambda _: alias("deepspeed.utils.groups")._get_expert_parallel_group("nope"),
     ),
+    "a loss of several elements": (
+        AssertionError,
+        lambda _: begin().backward(torch.ones(2, requires_grad=True) * 2),
+    ),
     "no optimizer": (
         TypeError,
         lambda _: alias("deepspeed.runtime.lr_schedules").WarmupLR(object()),
@@ -79,6 +89,18 @@ def test_an_error_is_of_deepspeed_s_kind_and_of_hadal_s(name: str, tmp_path: Pat
     with pytest.raises(kind) as found:
         program(tmp_path)
     assert isinstance(found.value, HadalError | ValueError)
+
+
+def test_a_lost_rank_is_no_assertion_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, lost = begin(), CommunicationError("rank 0 lost rank 1")
+
+    def run(*given: Any, **named: Any) -> None:
+        raise lost
+
+    monkeypatch.setattr(engine._backwards, "run", run)
+    with pytest.raises(CommunicationError) as found:
+        backward(engine, 0)
+    assert found.value is lost and not isinstance(lost, AssertionError)
 
 
 def test_every_error_s_name_can_be_caught() -> None:

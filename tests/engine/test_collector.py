@@ -8,7 +8,7 @@ import pytest
 from ranks import on_ranks
 
 from engine.toys import engine_of, train
-from hadal.engine.collector import hold_collector
+from hadal.engine.collector import collector_at_rest, hold_collector
 
 
 class Owner:
@@ -52,3 +52,17 @@ def test_it_is_restored_unchanged_and_at_the_end_of_its_owner(was_enabled: bool)
         assert gc.isenabled() == was_enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_objects_that_were_made_meanwhile_are_not_scanned_next() -> None:
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    with collector_at_rest():
+        kept = [[each] for each in range(5000)]
+    assert gc.isenabled() and gc.get_count()[0] < 500 and gc.get_freeze_count() == 0
+    gc.freeze()
+    with collector_at_rest():
+        kept += [[each] for each in range(5000)]
+    assert gc.isenabled() and gc.get_freeze_count() > 0  # the program's own
+    if not was_frozen:
+        gc.unfreeze()
