@@ -161,8 +161,10 @@ def prepare(suite: Suite, folder: Path, checkouts: Path, interpreter: Path) -> d
 def run_suite(suite: Suite, folder: Path, checkouts: Path, interpreter: Path) -> list[Case]:
     """Run all of a suite in a folder of its own."""
     variables = prepare(suite, folder, checkouts, interpreter)
-    files = [str(path.relative_to(folder)) for each in suite.tests for path in folder.glob(each)]
-    cases = [case for each in sorted(files) for case in run_tests(suite, each, folder, variables)]
+    files = {path for each in suite.tests for path in folder.glob(each)}
+    files -= {path for each in suite.without for path in folder.glob(each)}
+    names = sorted(str(path.relative_to(folder)) for path in files)
+    cases = [case for each in names for case in run_tests(suite, each, folder, variables)]
     for program in suite.programs:
         cases.append(run_program(program, folder, variables))
         print(f"  {program.name}: {cases[-1].end} {cases[-1].why}", flush=True)
@@ -231,10 +233,15 @@ def compare(work: Path, checkouts: Path, deepspeed: Path) -> list[Case]:
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def reasons(cases: list[Case]) -> str:
+def reason_of(suite: Suite, case: Case) -> str:
+    text = f"{case.name} {case.why}"
+    return next((kind for look, kind in suite.kinds.items() if re.search(look, text)), case.why)
+
+
+def reasons(suite: Suite, cases: list[Case]) -> str:
     """Return why not all passed, in a table's cell: the most frequent reasons first."""
-    counted = Counter(case.why for case in cases if case.end != "passed")
-    told = [f"{count} × {why}" for why, count in counted.most_common(4)]
+    counted = Counter(reason_of(suite, case) for case in cases if case.end != "passed")
+    told = [f"{count} × {why}" for why, count in counted.most_common(len(suite.kinds) or 4)]
     if len(counted) > len(told):
         told.append(f"{len(counted) - len(told)} further reasons")
     return "; ".join(told).replace("|", "/").replace("\n", " ").replace("<", "&lt;")
@@ -243,7 +250,7 @@ def reasons(cases: list[Case]) -> str:
 def row_of(suite: Suite, what: str, cases: list[Case], today: str) -> str:
     ends = Counter(case.end for case in cases)
     counts = [str(ends[end]) for end in ("passed", "failed", "skipped")]
-    why = suite.why or reasons(cases)
+    why = suite.why or reasons(suite, cases)
     cells = [suite.name, suite.version, what, *counts, why, today]
     return "| " + " | ".join(cells) + " |"
 

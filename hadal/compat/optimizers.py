@@ -6,7 +6,7 @@ Objects of those classes are elementwise and step flat shards.
 from __future__ import annotations
 
 from inspect import Parameter, Signature
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -53,7 +53,13 @@ class _Maker(type):
             for name, value in given.items()
             if name not in _WITHOUT_EFFECT
         }
-        return build_optimizer(cls.kind, options, list(parameters))
+        made: Any = build_optimizer(cls.kind, options, list(parameters))
+        made.made_by = cls
+        return cast(Optimizer, made)
+
+    def __instancecheck__(cls, thing: Any) -> bool:
+        """Return whether this class has created the optimizer."""
+        return isinstance(thing, Optimizer) and getattr(thing, "made_by", None) is cls
 
 
 # Defaults of options, unless a class has its own.

@@ -717,7 +717,10 @@ def test_optimizers_take_the_options_that_their_names_had() -> None:
     assert DeepSpeedCPUAdam(groups, lr=1.0).param_groups[0]["lr"] == 0.25
     assert DeepSpeedCPULion([parameter]).__class__.__name__ == "Lion"
     assert FusedLamb([parameter], max_coeff=5.0).param_groups[0]["max_coeff"] == 5.0
-    assert FusedAdam(params=[parameter], lr=2.0).param_groups[0]["lr"] == 2.0
+    fused = FusedAdam(params=[parameter], lr=2.0)
+    assert fused.param_groups[0]["lr"] == 2.0
+    assert isinstance(fused, FusedAdam) and not isinstance(fused, DeepSpeedCPUAdam)
+    assert not isinstance(torch.optim.AdamW([parameter]), FusedAdam)
     assert FusedAdam([parameter], 1e-3, True, (0.5, 0.9)).param_groups[0]["betas"] == (0.5, 0.9)
     assert "adamw_mode" in inspect.signature(DeepSpeedCPUAdam).parameters
     with pytest.raises(TypeError, match="momentum"):
