@@ -10,14 +10,26 @@ from hadal.comm import get_world_size
 from hadal.comm.start import env_world_size
 from hadal.compat.kinds import also
 from hadal.compat.monitors import DeepSpeedMonitorConfig
+from hadal.compat.surface import data
 from hadal.config import Config, load_config
 from hadal.config.elasticity import Elasticity, choice_of, elastic_faults, micro_for
 from hadal.config.reading import Source, read
 from hadal.engine.precision import SAFE
 from hadal.errors import ConfigError
 
-# The JSON key for each DeepSpeed attribute with another name.
-_PATHS = {
+# The JSON key for each DeepSpeed attribute with another name. Methods of engines are among them.
+_PATHS = data("accessors.json")["paths"] | {
+    "amp_enabled": "amp.enabled",
+    "autotuning_config": "autotuning",
+    "compile_config": "compile",
+    "compression_config": "compression_training",
+    "expert_parallel_config": "expert_parallel",
+    "grad_accum_dtype": "data_types.grad_accum_dtype",
+    "mics_hierarchial_params_gather": "zero_optimization.mics_hierarchical_params_gather",
+    "mics_shard_size": "zero_optimization.mics_shard_size",
+    "sparse_gradients_enabled": "sparse_gradients",
+    "timers_config": "timers",
+    "use_data_before_expert_parallel_": "use_data_before_expert_parallelism",
     "zero_optimization_stage": "zero_optimization.stage",
     "optimizer_params": "optimizer.params",
     "scheduler_name": "scheduler.type",
@@ -35,11 +47,15 @@ _PATHS = {
 }
 
 
+_PLAIN = ("compression_config", "data_efficiency_config")
+"""Sections that are dicts, although their names end as those of objects."""
+
+
 class DeepSpeedConfig:
     """A validated configuration. Its top-level keys are attributes; sections are dicts.
 
-    Names ending in `_config` are sections with attributes (`zero_config.stage`). Keys that are not
-    built yet can be read; `initialize` refuses them.
+    Most names ending in `_config` are sections with attributes (`zero_config.stage`). Keys that are
+    not built yet can be read; `initialize` refuses them.
 
     Args:
         config: a dict, the path of a JSON file, or its text (also in base64).
@@ -81,7 +97,7 @@ class DeepSpeedConfig:
         if name.startswith("_"):
             raise AttributeError(name)
         path = _PATHS.get(name, name)
-        if name.endswith("_config"):
+        if name.endswith("_config") and name not in _PLAIN:
             return getattr(self._checked, path)
         value: Any = self._values
         for part in path.split("."):
