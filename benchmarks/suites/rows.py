@@ -299,13 +299,13 @@ SUITES = (
     Suite(
         name="transformers",
         version="5.0.0, tests at d6a6c826",
-        what="`test_deepspeed.py`",
-        passes=46,
+        what="`test_deepspeed.py`, with `checkpoint.deepspeed_files`",
+        passes=50,
         repository="huggingface/transformers",
         copied=("tests", "examples", "src", "conftest.py"),
         packages=("transformers==5.0.0",),
         tests=("tests/deepspeed/test_deepspeed.py",),
-        options=("-p", "on_cpus"),
+        options=("-p", "on_cpus", "-p", "with_files"),
     ),
     Suite(
         name="run_clm",
