@@ -156,7 +156,9 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         checks.check_same(model, groups, arguments.described(optimizer), topology.sharding, world)
         sharded = ShardedModel(model, config, topology, device)
         sharded.make_plan(modules, groups, world)
-        setting = setting_of(config, model, world, device, topology, sharded.plan, unchanged)
+        setting = setting_of(
+            config, model, world, device, topology, sharded.plan, unchanged, optimizer
+        )
         listeners = listeners_of(setting)
         with _among_parts(topology, world):
             sharded.apply_plan(setting.clocks.reducing)

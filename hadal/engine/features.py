@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects
@@ -83,6 +84,7 @@ def setting_of(
     topology: Topology,
     plan: ModelPlan,
     unchanged: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
 ) -> EngineSetting:
     """Return the setting of an engine; its clocks measure the times that listeners need."""
     others = config.autotuning.enabled or config.flops_profiler.enabled
@@ -108,6 +110,7 @@ def setting_of(
         monitor=monitor,
         plan=plan,
         unchanged=unchanged,
+        optimizer=optimizer,
     )
 
 
@@ -188,7 +191,8 @@ def _planner_of(model: nn.Module, setting: EngineSetting) -> PlansOf:
 
     ranks = get_local_world_size() or setting.world.size
     cluster, nodes = cluster_here(setting.device, ranks), setting.world.size // ranks
-    return CandidatePlanner(model, setting.config, cluster, nodes).plan
+    own = type(setting.optimizer).__name__ if setting.config.optimizer is None else ""
+    return CandidatePlanner(model, setting.config, cluster, nodes, own).plan
 
 
 def _scalars(_: Any, setting: EngineSetting) -> Listener:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hadal.config import Config, load_config
+from hadal.config.optimizer import KINDS
 from hadal.config.reading import read
 from hadal.config.section import leaves
 from hadal.engine.activations import (
@@ -317,10 +318,21 @@ class Planner:
 
 
 class CandidatePlanner:
-    """Plans of a model under changed configurations, with batches of other sizes."""
+    """Plans of a model under changed configurations, with batches of other sizes.
 
-    def __init__(self, model: nn.Module, config: Config, cluster: ComputeCluster, nodes: int):
+    `optimizer` is the class of the program's own, if the configuration names none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        cluster: ComputeCluster,
+        nodes: int,
+        optimizer: str = "",
+    ):
         self._config = config
+        self._own = {"optimizer": {"type": optimizer}} if optimizer in KINDS else {}
         self._computes_on_host = cluster.computes_on_host
         self._planner = Planner(model, cluster, nodes)
 
@@ -336,7 +348,7 @@ class CandidatePlanner:
             patches: keys to merge into the configuration, micro-batches among them.
         """
         steps = self._config.gradient_accumulation_steps
-        raw = _as_given(self._config) | {_ACCUMULATION: steps}
+        raw = _as_given(self._config) | {_ACCUMULATION: steps} | self._own
         may_offload = _leaves_device(raw) or not self._computes_on_host
         try:
             self._planner.plan({k: v for k, v in raw.items() if k != _TRAIN}, batch)

@@ -185,3 +185,5 @@ class EngineSetting(Setting):
     plan: ModelPlan
     unchanged: nn.Module | None
     """A copy of the model as it was given, on meta, if a search plans it; else None."""
+    optimizer: Optimizer | None
+    """The optimizer; None if there is nothing to train."""

@@ -41,15 +41,15 @@ class ByValue(Block):
         return super().forward(values[kept], wanted)
 
 
-def trained(model: nn.Module, stage: int, **section: Any) -> int:
+def trained(model: nn.Module, stage: int, own: Any = None, **section: Any) -> int:
     """Train until the experiment ends; return the updates."""
     config = {
         "train_micro_batch_size_per_gpu": FEW,
-        "optimizer": {"type": "AdamW"},
+        **({} if own else {"optimizer": {"type": "AdamW"}}),
         "zero_optimization": {"stage": stage},
         "autotuning": {"enabled": True, "start_step": 2, "end_step": 4, **section},
     }
-    engine, *_ = hadal.initialize(model=model, config=config)
+    engine, *_ = hadal.initialize(model=model, config=config, optimizer=own)
     with pytest.raises(SystemExit) as left:
         for _ in range(9):
             values = torch.ones(FEW, 64)
@@ -94,6 +94,7 @@ def test_a_profile_plans_candidates_as_hadal_plan_does(tmp_path: Path) -> None:
     (tmp_path / "asked.json").write_text(json.dumps(asked))
     info = {"profile": True, "candidates": str(tmp_path / "asked.json")}
     told = tmp_path / "told.json"
+    model: nn.Module
     for model in (Block(), ByValue()):
         trained(model, 3, model_info=info, model_info_path=str(told))
         plans = json.loads(told.read_text())["plans"]
@@ -109,6 +110,10 @@ def test_a_profile_plans_candidates_as_hadal_plan_does(tmp_path: Path) -> None:
             assert found["memory"] == same.total.device + same.total.host
             assert (found["samples"], found["seconds"] > 0) == (2 * micro, True)
         assert "zero_optimization.stage" in plans[2]["failure"]
+    # A program's own optimizer is planned as what it is: without the two moments of Adam.
+    trained(ByValue(), 3, torch.optim.SGD, model_info=info, model_info_path=str(told))
+    less = plans[0]["memory"] - json.loads(told.read_text())["plans"][0]["memory"]
+    assert less == 2 * 4 * sum(p.numel() for p in model.parameters()) // 2
 
 
 @on_ranks(2)

@@ -19,7 +19,7 @@ from hadal.launcher.choices import Choices
 from hadal.launcher.hosts import Pool
 from hadal.plugins.autotuning import runs
 from hadal.plugins.autotuning.files import write_json
-from hadal.plugins.autotuning.runs import CONFIG, ExperimentRun, Outcome, Runner
+from hadal.plugins.autotuning.runs import CANDIDATES, CONFIG, ExperimentRun, Outcome, Runner
 from hadal.plugins.autotuning.space import SearchRequest, read_request
 from hadal.plugins.autotuning.tuner import PROFILE, Tuner
 
@@ -38,6 +38,8 @@ class Formulas(Runner):
     """Bytes that no prediction sees."""
     planned: Callable[[dict[str, Any]], float] | None = None
     """Samples a second as a plan of these settings has them."""
+    saved: int = 0
+    """Bytes that offloading saves."""
     losing: dict[str, str] = field(default_factory=dict)
     """Hosts that are lost by the experiment of a name."""
     broken: tuple[str, int] | None = None
@@ -72,10 +74,11 @@ class Formulas(Runner):
         name = experiment.name
         config = json.loads((experiment.answer.parent / CONFIG).read_text())
         stage, size = config["zero_optimization"]["stage"], config["train_micro_batch_size_per_gpu"]
-        if name == PROFILE and self.hidden > MEMORY:
+        saved = self.saved * bool(config["zero_optimization"].get("offload_optimizer"))
+        if name.startswith(PROFILE) and self.hidden - 10 * saved > MEMORY:
             return Outcome(name, None, OUT_OF_MEMORY, "e.log")
-        if name == PROFILE:
-            candidates = json.loads((experiment.answer.parent / "candidates.json").read_text())
+        if name.startswith(PROFILE):
+            candidates = json.loads((experiment.answer.parent / CANDIDATES).read_text())
             sizes = {"num_params": 2 * 10**8, "largest_unit_num_params": 6 * 10**7}
             info: dict[str, Any] = {**sizes, "trainable_num_params": 9, "memory_per_gpu": MEMORY}
             info |= {"activation_mem_per_gpu": SAMPLE * size}
@@ -87,7 +90,7 @@ class Formulas(Runner):
         host, device = self.broken or ("", 0)
         if device in experiment.pool.get(host, ()):
             return Outcome(name, None, "rank 0: RuntimeError: CUDA error: ECC error", "e.log")
-        peak = STATES + self.hidden + SAMPLE * size
+        peak = STATES + self.hidden + SAMPLE * size - saved
         if peak > MEMORY:
             return Outcome(name, None, OUT_OF_MEMORY, "e.log")
         named = signature(self.speed).parameters.keys() - {"stage", "size"}
@@ -104,7 +107,9 @@ class Formulas(Runner):
         speed = self.planned(dict(patch["zero_optimization"]) | {"micro": size} | dict(patch))
         if not speed:
             return {"failure": "5 heads do not fit 2 ranks"}
-        return {"memory": STATES + SAMPLE * size, "seconds": samples / speed, "samples": samples}
+        saved = self.saved * bool(patch["zero_optimization"].get("offload_optimizer"))
+        nbytes = STATES + SAMPLE * size - saved
+        return {"memory": nbytes, "seconds": samples / speed, "samples": samples}
 
 
 @pytest.fixture
@@ -117,6 +122,7 @@ def searched(tmp_path: Path) -> Callable[..., tuple[Tuner, list[str]]]:
         micro: object = 1,
         hidden: int = 0,
         fails: bool = False,
+        saved: int = 0,
         accumulation: int | None = 1,
         zero: dict[str, Any] | None = None,
         degrees: Sequence[int] = (),
@@ -133,7 +139,8 @@ def searched(tmp_path: Path) -> Callable[..., tuple[Tuner, list[str]]]:
             "csv_monitor": {"enabled": True},
         }
         path.write_text(json.dumps(config))
-        tuner = Tuner(*formulas(tmp_path, speed=speed, hidden=hidden, planned=planned))
+        fields = {"speed": speed, "hidden": hidden, "planned": planned, "saved": saved}
+        tuner = Tuner(*formulas(tmp_path, **fields))
         if fails:
             with pytest.raises(TuningError) as caught:
                 tuner.run()
@@ -287,6 +294,26 @@ def test_what_runs_out_of_memory_leaves_out_what_needs_as_much(searched: Any) ->
     )
     assert made == ["z0_tmbspg8", "z0_tmbspg6", "z0_tmbspg4", "z1_tmbspg4"]
     assert tuner.findings.best().outcome.name == "z0_tmbspg4_gas1"
+
+
+def test_what_fits_with_offloading_alone_is_found(searched: Any) -> None:
+    def speed(*_: Any) -> float:
+        return 10.0
+
+    large = {"micro": [12], "planned": lambda _: 10.0, "saved": 500}
+    _, made = searched(speed, **large, fast=False)
+    assert all("_oocpu" in name for name in made)
+    _, made = searched(speed, **large, fails=True)
+    assert (
+        "no configuration runs; recomputation and offloading are tried if fast is false" in made[0]
+    )
+    # The first job offloads too, if it runs out of memory; candidates are planned without.
+    small = {**large, "micro": [1], "hidden": MEMORY + 9}
+    tuner, made = searched(speed, **small, fails=True)
+    told = json.loads((tuner.runner.results / f"{PROFILE}_offloaded" / CONFIG).read_text())
+    assert told["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    (patch,) = json.loads((tuner.runner.results / f"{PROFILE}_offloaded" / CANDIDATES).read_text())
+    assert patch["zero_optimization"] == {"offload_optimizer": None, "stage": 0}
 
 
 def test_a_program_that_always_fails_is_not_tried_for_ever(searched: Any) -> None:

@@ -33,7 +33,7 @@ _RESULTS = _METRICS, _MODEL_INFO, _OUT, _ERROR = (
     *("metrics.json", "model_info.json"),
     *("stdout.log", "stderr.log"),
 )
-_CANDIDATES = "candidates.json"
+CANDIDATES = "candidates.json"
 _LOOK_S = 0.2
 # Experiments are no part of the user's runs, whose files they would share.
 _MONITORS = {"tensorboard", "csv_monitor", "jsonl_monitor", "wandb", "comet"}
@@ -198,7 +198,7 @@ class Runner:
         answer = folder / (_MODEL_INFO if profiles else _METRICS)
         section = {**section, "model_info_path" if profiles else "metric_path": str(answer)}
         if candidates:
-            path = str(folder / _CANDIDATES)
+            path = str(folder / CANDIDATES)
             section["model_info"] = {**section["model_info"], "candidates": path}
         asked = {key: value for key, value in config.items() if key not in _MONITORS}
         asked["autotuning"] = section
@@ -230,7 +230,7 @@ class Runner:
             asked["autotuning"] = {**section, "value_to_beat": to_beat}
             experiment.words = self.words_with(asked, folder / CONFIG)
         if candidates:
-            (folder / _CANDIDATES).write_text(json.dumps(candidates), encoding="utf-8")
+            (folder / CANDIDATES).write_text(json.dumps(candidates), encoding="utf-8")
         write_json(folder / CONFIG, asked)
         (folder / _CMD).write_text(self.command(experiment.words) + "\n", encoding="utf-8")
         try:
@@ -431,7 +431,7 @@ def _shown(pool: Pool) -> str:
 def forget(results: Path, experiments: Path, *also: str) -> None:
     """Remove the files of earlier searches from their folders; `also` names further files."""
     for description in results.glob(f"*/{_DESCRIPTION}"):
-        for name in (*_RESULTS, CONFIG, _CMD, _CANDIDATES, _DESCRIPTION):
+        for name in (*_RESULTS, CONFIG, _CMD, CANDIDATES, _DESCRIPTION):
             description.with_name(name).unlink(missing_ok=True)
         if not any(description.parent.iterdir()):
             description.parent.rmdir()

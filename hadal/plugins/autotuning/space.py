@@ -54,13 +54,14 @@ _SPACES = (
 )
 
 _RECOMPUTED = "activation_checkpointing.modules"
-_OFFLOADED = {"device": "cpu", "pin_memory": True}
+OFFLOADED = "offload_optimizer", "offload_param"
+ON_HOST = {"device": "cpu", "pin_memory": True}
 _LEVERS: tuple[dict[str, Any], ...] = (
     {"overlap_comm": True},
     {"overlap_comm": False},
     {_RECOMPUTED: "units"},
-    {"offload_optimizer": _OFFLOADED},
-    {_RECOMPUTED: "units", "offload_optimizer": _OFFLOADED},
+    {"offload_optimizer": ON_HOST},
+    {_RECOMPUTED: "units", "offload_optimizer": ON_HOST},
 )
 
 Others = tuple[tuple[str, str], ...]

@@ -20,6 +20,8 @@ from hadal.plugins.autotuning.search import (
 )
 from hadal.plugins.autotuning.space import (
     NO_GAIN,
+    OFFLOADED,
+    ON_HOST,
     SearchRequest,
     TuningTrial,
     combinations,
@@ -80,7 +82,9 @@ class Tuner:
         best = self.findings.best()
         if best is None:
             reasons = "\n".join(f"  {line}" for line in self.findings.failures())
-            raise TuningError(f"no configuration runs:\n{reasons}")
+            is_small = self._wish.section.fast and any(map(self._lack, self._space))
+            hint = "; recomputation and offloading are tried if fast is false" * is_small
+            raise TuningError(f"no configuration runs{hint}:\n{reasons}")
         return best
 
     def _search(self) -> None:
@@ -137,9 +141,17 @@ class Tuner:
             section |= {"hidden_size": info.hidden_size, "num_layers": info.num_layers}
         self._say(f"{PROFILE}: one forward of {trial.micro_batch} samples")
         section = {"enabled": True, "model_info": section}
-        patches = [patch_of(wish, each) for each in self._space]
-        self.runner.start(PROFILE, config_of(wish, trial), section, wish.ranks, patches)
+        config, patches = config_of(wish, trial), [patch_of(wish, each) for each in self._space]
+        self.runner.start(PROFILE, config, section, wish.ranks, patches)
         outcome = self.runner.finished()
+        zero, offloaded = config["zero_optimization"], OFFLOADED[: 2 if stage == 3 else 1]
+        if is_exhausted(outcome.reason) and not zero.keys() & {*OFFLOADED}:
+            self._say(f"{PROFILE} ran out of memory: once more with {' and '.join(offloaded)}")
+            config["zero_optimization"] = zero | dict.fromkeys(offloaded, ON_HOST)
+            for patch in patches:
+                patch["zero_optimization"] = dict.fromkeys(offloaded) | patch["zero_optimization"]
+            self.runner.start(f"{PROFILE}_offloaded", config, section, wish.ranks, patches)
+            outcome = self.runner.finished()
         if outcome.found is None:
             self.findings.left_out[PROFILE] = outcome.failure
             raise TuningError(f"the model cannot be profiled: {outcome.failure}")
