@@ -166,17 +166,25 @@ def run(parsed: argparse.Namespace) -> int:
         HadalError: the model, the configuration or the cluster has faults.
     """
     cluster = _cluster(parsed)  # a wrong name is an error before torch is imported
+    if parsed.output is not None:
+        parsed.output = picture_path(parsed.output)
 
+    from hadal.comm.imagined import ImaginedWorld
+
+    # Models in stages, and programs, make groups of ranks.
+    with ImaginedWorld(0, parsed.nodes * cluster.devices_per_node):
+        return _run(parsed, cluster)
+
+
+def _run(parsed: argparse.Namespace, cluster: ComputeCluster) -> int:
     from hadal.engine.foresight import Planner, advise
     from hadal.engine.stage_plans import best_plan, plan_stages
 
-    if parsed.output is not None:
-        parsed.output = picture_path(parsed.output)
     planner_of = partial(
         Planner, cluster=cluster, nodes=parsed.nodes, with_values=parsed.with_values
     )
     if parsed.program:
-        found = _of_program(parsed, planner_of, parsed.nodes * cluster.devices_per_node)
+        found = _of_program(parsed, planner_of, cluster)
     else:
         model, batch = _model(parsed)
         planner = planner_of(model)
@@ -315,13 +323,15 @@ class _Planned(BaseException):
 
 
 def _of_program(
-    parsed: argparse.Namespace, planner_of: Callable[[nn.Module], Planner], ranks: int
+    parsed: argparse.Namespace, planner_of: Callable[..., Planner], cluster: ComputeCluster
 ) -> Foresight:
-    """Run a program, as one rank, up to the first forward of its engine.
+    """Run a program, as the first of the ranks, up to the first forward of its engine.
 
     Raises:
         CommandError: it ended before that.
     """
+    import torch.distributed as dist
+
     import hadal
     from hadal.engine.planned_program import plan_instead
 
@@ -331,14 +341,16 @@ def _of_program(
     if not Path(name).is_file():
         raise CommandError(f"{name} is no file; expected a Python program")
 
-    def forwarded(model: nn.Module, raw: dict[str, Any], batch: Any) -> NoReturn:
-        raise _Planned(planner_of(model).plan(raw, batch))
+    def forwarded(model: nn.Module, raw: dict[str, Any], batch: Any, **own: Any) -> NoReturn:
+        raise _Planned(planner_of(model, **own).plan(raw, batch))
 
-    plan_instead(forwarded, ranks)
+    plan_instead(forwarded)
     with suppress(UsageError):  # DeepSpeed itself is there
         hadal.install_as_deepspeed()
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    for key, value in (alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}).items():
+    dist.init_process_group = lambda *_, **__: None  # its ranks are there
+    sizes = {"WORLD_SIZE": dist.get_world_size(), "LOCAL_WORLD_SIZE": cluster.devices_per_node}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", **{k: str(size) for k, size in sizes.items()}}
+    for key, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
         os.environ.setdefault(key, value)
     sys.argv = [name, *words]
     sys.path.insert(0, str(Path(name).resolve().parent))
@@ -379,7 +391,7 @@ def _said(found: Foresight) -> str:
     from hadal.engine.memory import SizedModel
     from hadal.zero.estimate import counted
 
-    model, job, sizes = found.rank.model, found.rank.job, counted(found.rank.model)
+    model, job, sizes = found.rank.model, found.rank.job, counted(*found.whole)
     name = "" if isinstance(model, SizedModel) else f"{type(model).__name__}, "
     frozen = f" ({shown_numel(sizes.frozen)} frozen)" if sizes.frozen else ""
     devices = f"{job.nodes} x {job.devices_per_node} devices of {found.cluster.name}"
@@ -429,14 +441,15 @@ def _show(found: Foresight, changes: Sequence[Change]) -> None:
     if len(found.stages) > 1:
         show(_filled(_stages(found)))
     show("")
-    sizes, job = counted(found.rank.model), found.rank.job
-    whole, parts = (host_nbytes(sizes, job, born_sharded=born) for born in (False, True))
-    inside = f";\ninside zero.Init {_gb(parts)} GB" if parts < whole else ""
-    show(
-        "While every process builds the model in fp32, a node's host holds"
-        f" {_gb(whole)} GB{inside}.",
-        "",
-    )
+    if len(found.whole) == 1:
+        sizes, job = counted(*found.whole), found.rank.job
+        whole, parts = (host_nbytes(sizes, job, born_sharded=born) for born in (False, True))
+        inside = f";\ninside zero.Init {_gb(parts)} GB" if parts < whole else ""
+        show(
+            "While every process builds the model in fp32, a node's host holds"
+            f" {_gb(whole)} GB{inside}.",
+            "",
+        )
     if found.time is not None:
         _show_time(found)
     if changes:

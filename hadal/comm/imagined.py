@@ -36,11 +36,20 @@ _GROUPS = 1 << 24
 
 
 class ImaginedWorld:
-    """A context in which `torch.distributed` has these ranks, beside a world that runs."""
+    """A context in which `torch.distributed` has these ranks, beside a world that runs.
+
+    Inside another imagined world its groups stay known, as this rank sees its own.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         first = next(_serials) * _GROUPS
         empty: dict[_Place, Any] = {(distributed_c10d, name): {} for name in _TABLES}
+        if dist.is_initialized() and dist.get_backend() == "fake":
+            empty = {(where, name): {**getattr(where, name)} for where, name in empty}
+            shift = rank - dist.get_rank()
+            numbers = empty[distributed_c10d, "_pg_group_ranks"]
+            for group, places in numbers.items():
+                numbers[group] = {number + shift: place for number, place in places.items()}
         empty |= dict.fromkeys(_VALUES) | {(distributed_c10d, "_group_count"): first}
         empty |= {(ranks, "_made"): _CountsFrom(first), (ranks, "_newest"): {}}
         self._other = _exchanged(empty)
@@ -48,7 +57,8 @@ class ImaginedWorld:
         try:
             from torch.testing._internal.distributed.fake_pg import FakeStore  # it names "fake"
 
-            dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+            make = distributed_c10d.init_process_group  # programs that are planned have another
+            make("fake", rank=rank, world_size=size, store=FakeStore())
         finally:
             sys.excepthook = hook
             self._other = _exchanged(self._other)

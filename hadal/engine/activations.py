@@ -8,11 +8,13 @@ where attention takes the same few tensors as the fused kernels of accelerators.
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
@@ -32,6 +35,7 @@ from hadal.comm import Ranks
 from hadal.engine.precision import Casting
 from hadal.errors import ModelError
 from hadal.listener import Forward, Listener
+from hadal.plugins.pipeline.later_weights import Later, LaterWeights, root_of
 from hadal.zero.grouping import Unit, repeated_blocks
 
 _HOST = torch.device("cpu")
@@ -136,6 +140,10 @@ class MicroStep:
     """The bytes of the inputs that modules keep which are recomputed."""
     blocks: list[BlockMemory]
     """Each use of a repeated block."""
+    later_from: int = sys.maxsize
+    """The segment of backward from which on deferred gradients of weights are computed."""
+    later: int = 0
+    """The bytes that are kept for them meanwhile."""
 
     @property
     def peak(self) -> int:
@@ -150,8 +158,10 @@ class Features(NamedTuple):
     """The modules that are recomputed in backward, by full name."""
     sequence: Ranks | None = None
     """The ranks that share each sequence."""
-    groups: Mapping[str, str] = {}
-    """The purposes of groups of ranks, by their names; others are of experts."""
+    groups: Mapping[Any, str] = {}
+    """The purposes of groups of ranks, by their names or ranks; others are of experts."""
+    defers: bool = False
+    """True if linear layers compute the gradients of their weights after all of a backward."""
 
 
 def trace(
@@ -202,6 +212,7 @@ def trace(
         kept = _Kept()
         for name in features.recomputed:
             kept.watch(inner[name])
+        later = LaterWeights(running) if features.defers else None
         args, kwargs = _arguments(batch, with_values=with_values)
         given = Forward(args, kwargs, updates=0, micro_step=0, is_training=model.training)
         for listener in _listeners(running, features):
@@ -216,6 +227,9 @@ def trace(
             held = recorder.now.total
             recorder.turn()
             loss.backward()
+            if later is not None:
+                del loss
+                recorder.run_later(later.take())
         except _VALUES_NEEDED as error:
             raise ModelError(
                 f"{type(model).__name__} cannot be planned without values: {error}; its shapes"
@@ -228,12 +242,20 @@ def trace(
                 f" has {_shown(batch)}. Give one that its forward takes (hadal plan: --model"
                 " MODULE:FUNCTION, which returns the model and one micro-batch)"
             ) from error
-    return MicroStep(recorder.forward, recorder.segments, held, kept.nbytes, recorder.blocks)
+    return MicroStep(
+        recorder.forward,
+        recorder.segments,
+        held,
+        kept.nbytes,
+        recorder.blocks,
+        recorder.later_from,
+        recorder.later,
+    )
 
 
 def _listeners(model: nn.Module, features: Features) -> Iterator[Listener]:
     """Yield those of an engine's listeners that change its forward."""
-    recomputed, sequence, _ = features
+    recomputed, sequence = features.recomputed, features.sequence
     if sequence is not None and hasattr(getattr(model, "config", None), "_attn_implementation"):
         from hadal.plugins.sequence.training import SequenceSlices  # for this alone
 
@@ -252,8 +274,10 @@ def _listeners(model: nn.Module, features: Features) -> Iterator[Listener]:
 
 def copied(model: nn.Module, device: torch.device, *, with_values: bool = False) -> nn.Module:
     """Return a copy of a model on a device; an engine's hooks and shards stay behind."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
+    # Groups of ranks are not copied.
+    memo: dict[int, Any] = {id(group): group for group in distributed_c10d._world.pg_map}
+    layers = (one for one in getattr(model, "_layer_specs", ()) if isinstance(one, nn.Module))
+    for module in chain(model.modules(), *(layer.modules() for layer in layers)):
         others = [value for value in vars(module).values() if isinstance(value, Tensor)]
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False), *others):
             if id(tensor) in memo:
@@ -264,7 +288,11 @@ def copied(model: nn.Module, device: torch.device, *, with_values: bool = False)
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = made
-    return copy.deepcopy(model, memo)
+    twin = copy.deepcopy(model, memo)
+    sequences = sys.modules.get("hadal.plugins.sequence.huggingface")
+    if sequences is not None:
+        sequences.attach_copies(memo)
+    return twin
 
 
 def _arguments(batch: Any, *, with_values: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -326,7 +354,7 @@ class _Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, units: Sequence[Unit], copies: Mapping[int, nn.Module], groups: Mapping[str, str]
+        self, units: Sequence[Unit], copies: Mapping[int, nn.Module], groups: Mapping[Any, str]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = Held()
@@ -342,6 +370,7 @@ class _Recorder(TorchDispatchMode):
         self._missing: dict[str, int] = {}
         self._vocabulary = 0
         self._begun: dict[str, int] = {}
+        self.later_from, self.later = sys.maxsize, 0
 
     # ---- hooks -----------------------------------------------------------------------------------
 
@@ -386,6 +415,18 @@ class _Recorder(TorchDispatchMode):
         for units in self._waits.values():
             for unit in units:
                 self._missing[unit] = self._missing.get(unit, 0) + 1
+
+    def run_later(self, deferred: list[Later]) -> None:
+        """Compute deferred gradients of weights, after the rest of backward."""
+        kept = (tensor for one in deferred for tensor in (one.input, one.gradient))
+        storages = (tensor.untyped_storage() for tensor in kept)
+        self.later = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        self._close_all()
+        self.later_from = len(self.segments)
+        self.segments.append(Segment("", peaks=[self.now]))
+        root = root_of(deferred)
+        if root is not None:
+            root.backward()
 
     def _begin(self, unit: str, *_: Any) -> None:
         if unit in self._open:
@@ -466,8 +507,9 @@ class _Recorder(TorchDispatchMode):
             if tensors and isinstance(tensors[0], Tensor)
         ]
         nbytes, dtype = max(sizes, key=lambda size: size[0])
-        part = self._groups.get(found.group_name, "experts")
         ranks = tuple(dist.get_process_group_ranks(found))
+        named = (self._groups.get(name) for name in (found.group_name, ranks))
+        part = next(filter(None, named), "experts")
         key = Exchange(part, kind, ranks, dtype)
         self.segments[-1].exchanges.setdefault(key, []).append(nbytes)
 

@@ -131,12 +131,12 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     source, is_cut = _read_source(args, config, config_params, arguments, world)
     unchanged = copied_for_plans(model, source, world)
     model, arguments = _split(model, source, arguments) if is_cut else (model, arguments)
-    engine_type = _type_for(model, engine_type, pipeline_engine_type)
+    engine_type = type_for(model, engine_type, pipeline_engine_type)
     _end_engine_of(model)
 
     # Check what this rank can know alone, and find the ranks that share the model.
     with raised_on_all(world, "initialize"):
-        requested = requested_ranks(_groups_of(model, mpu), mesh_param, world)
+        requested = requested_ranks(groups_of(model, mpu), mesh_param, world)
         model = checks.check_model(model)
         config = _read_config(model, source, arguments, requested, engine_type)
         _check(model, config, world, device)
@@ -251,7 +251,7 @@ def _split(
     return cut_by_configuration(model, source, arguments)
 
 
-def _type_for(model: Any, whole: type[Engine], staged: type[PipelineEngine] | None) -> type[Engine]:
+def type_for(model: Any, whole: type[Engine], staged: type[PipelineEngine] | None) -> type[Engine]:
     """Return the class of a model's engine; another one trains stages."""
     if not checks.is_in_stages(model):
         return whole
@@ -274,7 +274,7 @@ def _end_engine_of(model: Any) -> None:
         return
 
 
-def _groups_of(model: Any, mpu: Any) -> Any:
+def groups_of(model: Any, mpu: Any) -> Any:
     """Return the groups of ranks that the caller passed, or those of a model in stages."""
     if not checks.is_in_stages(model):
         return mpu

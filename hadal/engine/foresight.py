@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import pairwise
@@ -18,7 +19,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hadal.config import Config, load_config
+from hadal.comm import Ranks
+from hadal.config import Config
 from hadal.config.optimizer import KINDS
 from hadal.config.reading import read
 from hadal.config.section import leaves
@@ -37,14 +39,15 @@ from hadal.engine.memory import (
     Memory,
     MemoryKind,
     PlannedRank,
+    config_for,
     memory_of,
     plan_rank,
     wire_nbytes,
 )
 from hadal.engine.policies import tiers_of, transport_of
 from hadal.engine.precision import Casting, casting_of
-from hadal.engine.step_time import Sending, StepTime, in_stages, step_time
-from hadal.engine.topology import stages_of
+from hadal.engine.step_time import StepTime, step_time
+from hadal.engine.topology import RequestedRanks, requested_ranks, stages_of
 from hadal.errors import HadalError, ModelError, NotBuiltYetError
 from hadal.optim.workspace import block_numel
 from hadal.zero.estimate import TierBytes
@@ -98,6 +101,8 @@ class Foresight:
     """The planner that made it, which knows the micro-step of this batch."""
     stages: tuple[int, ...] = ()
     """The bytes of a device at the peak of each pipeline stage, of which this is the fullest."""
+    whole: tuple[nn.Module, ...] = ()
+    """The model; all stages of one that a program has split."""
 
     @property
     def peak(self) -> Moment | None:
@@ -206,7 +211,12 @@ class Planner:
         nodes: int,
         loss_of: LossOf | None = None,
         with_values: bool = False,
+        requested: RequestedRanks | None = None,
     ) -> None:
+        """Plan a model; `requested`: the program's own groups of ranks."""
+        if is_in_stages(model):
+            requested = requested_ranks(model.mpu(), None, Ranks.world())
+        self._requested = requested
         self._model = model
         self._cluster = cluster
         self._nodes = nodes
@@ -218,19 +228,22 @@ class Planner:
         """Plan a configuration; arguments and errors are those of `plan`."""
         found = self.stages(given, batch)
         totals = tuple(one.total.device for one in found)
-        return replace(found[totals.index(max(totals))], stages=totals)
+        whole = [one.rank.held for one in found] if is_in_stages(self._model) else [self._model]
+        return replace(found[totals.index(max(totals))], stages=totals, whole=(*whole,))
 
     def stages(self, given: Any, batch: Any) -> list[Foresight]:
         """Plan one rank of each stage of a pipeline; without one, the only one."""
         _, raw = read(given)
         cluster, nodes = self._cluster, self._nodes
         on_node = cluster.devices_per_node
-        config = load_config(given, world_size=on_node * nodes, allow_unbuilt=True)
+        own = self._requested
+        config = config_for(given, on_node * nodes, own)
         device = torch.device("cpu") if cluster.computes_on_host else GPU
+        stages = self._model.num_stages if is_in_stages(self._model) else stages_of(config)
         stage_rank = partial(plan_rank, config, self._model, on_node, nodes, device)
         ranks = [
-            stage_rank(stage=stage, with_values=self._with_values)
-            for stage in range(stages_of(config))
+            stage_rank(stage=stage, requested=own, with_values=self._with_values)
+            for stage in range(stages)
         ]
         found = [
             Foresight(rank, memory_of(rank), cluster, None, [], None, raw, batch, self)
@@ -241,13 +254,20 @@ class Planner:
     def _with_time(self, found: Sequence[Foresight], batch: Any) -> list[Foresight]:
         """Return the plans of all stages with activations and time."""
         ranks, cluster = [one.rank for one in found], self._cluster
-        steps, sent = self._traced(ranks, batch)
+        is_staged = is_in_stages(ranks[0].held)
+        if is_staged:
+            from hadal.engine import stage_traces  # for these alone
+
+            chunks = self._once(ranks, batch, stage_traces.trace_chunks)
+            steps = [*map(stage_traces.micro_step_of, ranks, chunks)]
+        else:
+            steps = [self._once(ranks, batch, self._trace)]
         times = [
             step_time(step, one.planned, one.config, one.counts, cluster, one.job, one.moments)
             for one, step in zip(ranks, steps, strict=True)
         ]
-        if len(ranks) > 1:
-            times = in_stages(times, sent, ranks[0].config, cluster, ranks[0].job)
+        if is_staged:
+            times = stage_traces.in_stages(times, ranks, chunks, cluster)
         return [
             replace(one, micro_step=s, moments=_moments(one.rank, one.memory, s), time=time)
             for one, s, time in zip(found, steps, times, strict=True)
@@ -255,23 +275,9 @@ class Planner:
 
     def on(self, cluster: ComputeCluster) -> Planner:
         """Return a planner for another cluster, which knows the same micro-steps."""
-        other = Planner(self._model, cluster, self._nodes, self._loss_of, self._with_values)
-        other._known = self._known
+        other = copy(self)
+        other._cluster = cluster
         return other
-
-    def _traced(
-        self, ranks: Sequence[PlannedRank], batch: Any
-    ) -> tuple[list[MicroStep], list[Sending]]:
-        """Return a micro-step of each stage, and what the stage sends."""
-        if not is_in_stages(ranks[0].held):
-            return [self._once(ranks, batch, self._trace)], []
-        from hadal.engine import stage_traces  # for these alone
-
-        chunks = self._once(ranks, batch, stage_traces.trace_chunks)
-        steps = [
-            stage_traces.micro_step_of(rank, own) for rank, own in zip(ranks, chunks, strict=True)
-        ]
-        return steps, [stage_traces.sending_of(own) for own in chunks]
 
     def _once(self, ranks: Sequence[PlannedRank], batch: Any, run: Callable[..., Any]) -> Any:
         """Return a trace that may be known from another plan."""
@@ -705,7 +711,7 @@ def _arrive(
                     landed += 0 if is_cut else share
                 if waiting >= WAITING_NBYTES:
                     waiting = 0
-                if first or is_cut:
+                if (first or is_cut) and rank.device.type != "cpu":
                     waiting += itemsize * member.parameter.numel()
                 left[bucket.name] -= 1
             sent = in_flight + sum(opened.values()) + waiting

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hadal.comm.ranks import size_in_name
-from hadal.config import Config
+from hadal.config import Config, load_config
 from hadal.config.optimizer import KINDS
 from hadal.engine.activations import Features
 from hadal.engine.checks import is_in_stages
@@ -30,7 +30,7 @@ from hadal.engine.policies import (
     transport_of,
     weight_buffers_of,
 )
-from hadal.engine.topology import communicators_of, model_parts_of
+from hadal.engine.topology import RequestedRanks, communicators_of, model_parts_of
 from hadal.optim.build import build_optimizer
 from hadal.optim.workspace import block_numel
 from hadal.units import shown_binary, shown_numel
@@ -130,9 +130,29 @@ class PlannedRank:
         if self.part is None:
             return Features(recomputed)
         topology = self.part.topology
-        groups = {"slices": topology.tensor_parallel, "sequences": topology.sequence_parallel}
-        named = {str(ranks.group.group_name): part for part, ranks in groups.items() if ranks}
-        return Features(recomputed, topology.sequence_parallel, named)
+        sequence = topology.sequence_parallel
+        groups = {"slices": topology.tensor_parallel, "sequences": sequence}
+        named: dict[Any, str] = {
+            ranks.group.group_name: part for part, ranks in groups.items() if ranks
+        }
+        if topology.is_from_program:
+            # The program cuts sequences itself, and may have made the same groups again.
+            sequence = None
+            named |= {ranks.numbers: part for part, ranks in groups.items() if ranks}
+        defers = is_in_stages(self.held) and self.config.pipeline.schedule == "zero_bubble"
+        return Features(recomputed, sequence, named, defers)
+
+
+def config_for(source: Any, ranks: int, requested: RequestedRanks | None) -> Config:
+    """Load a configuration to plan with, for ranks that need not exist."""
+    requested = requested or RequestedRanks()
+    return load_config(
+        source,
+        world_size=ranks,
+        sequence_parallel_size=requested.sequence_parallel_size,
+        data_parallel_size=requested.data_parallel_size,
+        allow_unbuilt=True,
+    )
 
 
 def plan_rank(
@@ -143,6 +163,7 @@ def plan_rank(
     device: torch.device = GPU,
     *,
     stage: int = 0,
+    requested: RequestedRanks | None = None,
     with_values: bool = False,
 ) -> PlannedRank:
     """Plan one rank.
@@ -154,6 +175,7 @@ def plan_rank(
         nodes: the nodes.
         device: the kind of device that computes; on a CPU, all its memory is the host's.
         stage: its stage of a pipeline.
+        requested: the program's own groups of ranks.
         with_values: the part of a model has values too.
 
     Raises:
@@ -167,10 +189,11 @@ def plan_rank(
         numel = sum(p.numel() for p in model.parameters())
         held = model if parts == 1 else SizedModel(numel // parts, model.layer_numel)
         whose = f"{model.assumed}{f', in {parts} equal parts' if parts > 1 else ''}"
-    elif _is_in_parts(model, config):
+    elif requested or _is_in_parts(model, config):
         from hadal.engine.rank_parts import RankPart  # for this alone
 
-        part = RankPart(model, config, job.devices, stage, with_values=with_values)
+        requested = requested or RequestedRanks()
+        part = RankPart(model, config, job.devices, stage, requested, with_values=with_values)
         held, ranks, modules = part.model, part.topology.sharding.size, part.modules
     else:
         modules = plan_modules(model, config)
@@ -208,7 +231,7 @@ def memory_of(rank: PlannedRank) -> Memory:
     rest = [
         _gathers(planned),
         _reductions(planned, config, rank.counts),
-        *([] if rank.device.type == "cpu" else _of_libraries(planned, config, job)),
+        *([] if rank.device.type == "cpu" else _of_libraries(rank)),
     ]
     return Memory(held, rest, config.zero_optimization.stage, rank.optimizer)
 
@@ -396,14 +419,16 @@ def wire_nbytes(bucket: BucketPlan, config: Config, counts: RankCounts) -> int:
     return max(0, sent + received - row * precision.accumulate.itemsize)
 
 
-def _of_libraries(planned: ModelPlan, config: Config, job: JobSize) -> list[MemoryKind]:
+def _of_libraries(rank: PlannedRank) -> list[MemoryKind]:
     """Return what the device's libraries take."""
+    planned, config, job = rank.planned, rank.config, rank.job
+    topology = None if rank.part is None else rank.part.topology
     named = {bucket.holders.experts for bucket in planned.buckets}
     experts = {size_in_name(name) or 1 for name in named if name is not None}
     if config.expert_parallel.enabled:
         experts.add(config.expert_parallel.autoep_size)
     node = job.devices_per_node
-    found = communicators_of(config, job.devices, node, sorted(experts))
+    found = communicators_of(config, job.devices, node, sorted(experts), topology)
     nbytes = [
         _PAIR_CHANNELS * (max(2, min(one.ranks, node)) - 1) if one.is_to_each else _RING_CHANNELS
         for one in found

@@ -378,14 +378,8 @@ class _StageWork:
         batch = next(self.batches)
         batch = batch if self.batch_fn is None else self.batch_fn(batch)
         self.loaded = batch
-        batch = self._module.pair_of(batch)
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise UsageError(
-                f"a micro-batch is a {type(batch).__name__}; expected a pair of inputs and labels."
-                " set_batch_fn() takes a function that makes one"
-            )
         first, last = self._engine.is_first_stage(), self._engine.is_last_stage()
-        inputs, labels = (self._moved(part) for part in batch)
+        inputs, labels = (self._moved(part) for part in self._module.halves_of(batch))
         return self._cast(inputs, self._casting.inputs) if first else None, labels if last else None
 
     @staticmethod

@@ -15,28 +15,28 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
-from hadal.config import Config, load_config
+from hadal.comm import Ranks
+from hadal.config import Config
 from hadal.config.reading import read
 from hadal.device import current_device
-from hadal.engine import assemble
+from hadal.engine import assemble, checks
 from hadal.engine.arguments import InitializeArguments, choose_config
 from hadal.engine.engine import Engine
-from hadal.engine.memory import section_of
+from hadal.engine.memory import config_for, section_of
 from hadal.engine.policies import BatchSizes
 from hadal.engine.precision import scale_rule_of
 from hadal.engine.state import State
-from hadal.engine.topology import model_parts_of
-from hadal.errors import ConfigError, UsageError, few
+from hadal.engine.topology import requested_ranks
+from hadal.errors import UsageError, few
 from hadal.listener import Forward
 from hadal.plugins.monitor.monitor import Monitor
 from hadal.zero.init import Init
 
 _log = logging.getLogger(__name__)
 
-MICRO = "train_micro_batch_size_per_gpu"
-
-Forwarded = Callable[[nn.Module, dict[str, Any], Any], NoReturn]
-"""Takes the model, the configuration and the batch of a first forward; it ends the program."""
+Forwarded = Callable[..., NoReturn]
+"""Takes the model, the configuration and the batch of a first forward, and in `requested` the
+program's own groups of ranks; it ends the program."""
 
 
 class _Known(SimpleNamespace):
@@ -82,7 +82,7 @@ class PlannedEngine(Engine):
             data_parallel=readers,
             sharding=_Known(rank=0, size=readers.size * shared),
             sequence_parallel_size=shared,
-            model_parallel_size=model_parts_of(config),
+            model_parallel_size=Ranks.world().size // (readers.size * shared),
         )
         self._parts: Any = _Known(
             model=model,
@@ -90,7 +90,7 @@ class PlannedEngine(Engine):
             device=current_device(),
             monitor=Monitor(enabled=False),
             topology=topology,
-            world=readers,
+            world=Ranks.world(),
             listeners=(),
             loader=None,
             scale_rule=scale_rule_of(config, current_device()),
@@ -102,6 +102,10 @@ class PlannedEngine(Engine):
         self._state.training = cast(Any, _Known(optimizer=optimizer, schedule=schedule))
         self._state.loss_backward = cast(Any, _Known())
         self._preemption = None
+        self._work = SimpleNamespace(batches=None, batch_fn=None)
+        if checks.is_in_stages(model):
+            self.grid = model.mpu()
+            self.num_stages, self.stage_id = model.num_stages, model.stage_id
 
     monitor = property(lambda self: self._parts.monitor)
 
@@ -124,10 +128,11 @@ class PlannedEngine(Engine):
             both = Forward(args, kwargs, updates=0, micro_step=0, is_training=True)
             self._hand_over(both if args and kwargs else kwargs or args)
 
-    def train_batch(self, data_iter: Iterator[Any]) -> NoReturn:
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> NoReturn:
         """Hand the first micro-batch of a pipeline over."""
         self._watch.remove()
-        self._hand_over(next(data_iter))
+        batch = next(self._work.batches if data_iter is None else data_iter)
+        self._hand_over(batch if self._work.batch_fn is None else self._work.batch_fn(batch))
 
     def load_checkpoint(self, *_: Any, **__: Any) -> tuple[None, dict[str, Any]]:
         """Load nothing: a plan needs no values."""
@@ -139,19 +144,6 @@ class PlannedEngine(Engine):
         """Return a loader of micro-batches."""
         size = batch_size or self._parts.batches.micro
         return DataLoader(dataset, size, collate_fn=rest.get("collate_fn"))
-
-
-def _for_ranks(raw: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Return a configuration whose batch is for these ranks; the program counts one."""
-    train, micro = raw.get("train_batch_size"), raw.get(MICRO)
-    try:
-        load_config(raw, world_size=ranks, allow_unbuilt=True)
-    except ConfigError:
-        if not isinstance(train, int) or not isinstance(micro, int):
-            return raw
-        raw = {key: value for key, value in raw.items() if key != "train_batch_size"}
-        raw.setdefault("gradient_accumulation_steps", max(1, train // micro))
-    return raw
 
 
 def _tell_left_out(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
@@ -167,10 +159,11 @@ def _tell_left_out(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> Non
         )
 
 
-def plan_instead(forwarded: Forwarded, ranks: int) -> None:
+def plan_instead(forwarded: Forwarded) -> None:
     """Let `initialize` return a stand-in in this process from now on, under any of its names.
 
-    It must be called before the program, or a module under DeepSpeed's name, imports it.
+    It must be called before the program, or a module under DeepSpeed's name, imports it, where the
+    ranks to plan for run, or are imagined.
     """
 
     signature, engines = inspect.signature(assemble.initialize), count(1)
@@ -184,12 +177,14 @@ def plan_instead(forwarded: Forwarded, ranks: int) -> None:
         if model is None:
             raise UsageError("initialize was given no model: there is nothing to plan")
         _, raw = read(choose_config(given["args"], given["config"], given["config_params"]))
-        raw = _for_ranks(raw, ranks)
+        requested, mpu = None, assemble.groups_of(model, given["mpu"])
+        if mpu is not None or given["mesh_param"] is not None:
+            requested = requested_ranks(mpu, given["mesh_param"], Ranks.world())
         arguments = InitializeArguments(
             *(optimizer, given["model_parameters"], given["lr_scheduler"]),
             *(given["training_data"], given["collate_fn"]),
         )
-        config = load_config(raw, world_size=ranks, allow_unbuilt=True)
+        config = config_for(raw, Ranks.world().size, requested)
         made = arguments.make_optimizer(config, model)
         if optimizer is not None:
             raw = {**raw, "optimizer": section_of(made)}
@@ -202,8 +197,11 @@ def plan_instead(forwarded: Forwarded, ranks: int) -> None:
         _tell_left_out(model, made.param_groups if made else ())
         if next(engines) == 2:
             _log.warning("the engine that trains first is planned; others come on top")
-        kind = type("PlannedEngine", (PlannedEngine, given["engine_type"]), {})
-        engine = kind(model, config, made, schedule, partial(forwarded, model, raw))
+        base = assemble.type_for(model, given["engine_type"], given["pipeline_engine_type"])
+        kind = type("PlannedEngine", (PlannedEngine, base), {})
+        hand_over = partial(forwarded, model, raw, requested=requested)
+        engine = kind(model, config, made, schedule, hand_over)
+        engine._work.batches = loader and iter(loader)
         return engine, engine.optimizer, loader, schedule
 
     assemble.initialize = initialize

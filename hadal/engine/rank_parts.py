@@ -14,18 +14,26 @@ from hadal.engine.activations import copied
 from hadal.engine.apply import change_modules, cut_model, plan_for_ranks
 from hadal.engine.arguments import InitializeArguments
 from hadal.engine.checks import is_in_stages
-from hadal.engine.topology import make_groups, requested_ranks, stages_of, with_slices
-from hadal.errors import NotBuiltYetError
+from hadal.engine.topology import (
+    RequestedRanks,
+    make_groups,
+    requested_ranks,
+    stages_of,
+    with_slices,
+)
+
+_NOTHING = RequestedRanks()
 
 
 class RankPart:
     """The part of a model that one rank holds, on the meta device, or with values on the CPU.
 
     Args:
-        model: the whole model.
+        model: the whole model, or one in stages, or one that is a part among the program's groups.
         config: the configuration.
         ranks: all ranks.
         stage: its stage of a pipeline, of which the first rank is meant.
+        requested: the program's own groups.
         with_values: copy values.
 
     Raises:
@@ -38,35 +46,32 @@ class RankPart:
         config: Config,
         ranks: int,
         stage: int = 0,
+        requested: RequestedRanks = _NOTHING,
         *,
         with_values: bool = False,
     ) -> None:
+        # Stages are the slowest axis of a grid of ranks, unless a program has one of its own.
+        first = ranks // stages_of(config) * stage
         if is_in_stages(model):
-            raise NotBuiltYetError(
-                "planning a PipelineModule is not built yet: each rank builds other layers of it;"
-                " plan a model of transformers with pipeline.auto"
-            )
-        if config.pipeline.auto and config.sequence_parallel_size > 1:
-            raise NotBuiltYetError(
-                "planning a pipeline whose ranks also share sequences (pipeline.auto with"
-                " sequence_parallel_size) is not built yet: their exchanges would be missing; plan"
-                " it without one of the two"
-            )
-        # Stages are the slowest axis of a grid of ranks.
-        self.world = ImaginedWorld(ranks // stages_of(config) * stage, ranks)
+            first = model.mpu().stage_to_global(stage)
+        self.world = ImaginedWorld(first, ranks)
         """A context in which its ranks exist."""
         with self.world:
-            world, mpu = Ranks.world(), None
+            world = Ranks.world()
             device = torch.device("cpu" if with_values else "meta")
             part: Any = copied(model, device, with_values=with_values)
-            if config.pipeline.auto:
-                from hadal.engine import stages  # for these alone
+            if is_in_stages(part):
+                part.restage(with_values=with_values)
+            elif config.pipeline.auto:
+                from hadal.engine import stages  # for this alone
 
                 nothing = InitializeArguments(None, None, None, None, None)
                 part, _ = stages.cut_by_configuration(part, config.as_dict(), nothing)
-                mpu = stages.groups_of_stages(part, None)
+            if is_in_stages(part):
+                from hadal.engine import stages  # for this alone
+
                 stages.prepare_stage(part, config)
-            requested = requested_ranks(mpu, None, world)
+                requested = requested_ranks(part.mpu(), None, world)
             self.topology = make_groups(with_slices(requested, config), config, world)
             self.modules = plan_for_ranks(part, config, requested, self.topology, world)
             change_modules(part, self.modules)

@@ -1,7 +1,8 @@
-"""The activations of pipeline stages: one micro-batch is traced, and a schedule keeps several.
+"""The activations and the time of pipeline stages: one micro-batch is traced for all of a schedule.
 
 The chunks of a model are traced in its order, each with the values that the one before it sends.
-What a stage holds of other micro-batches follows from the instructions of its own schedule.
+What a stage holds of other micro-batches, and how long it waits for other stages, follows from the
+instructions of the schedule.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hadal.engine.activations import Held, MicroStep, Segment, trace
+from hadal.engine.clusters import ComputeCluster
 from hadal.engine.memory import PlannedRank
 from hadal.engine.precision import Casting, cast_floats
-from hadal.engine.step_time import Sending
-from hadal.errors import NotBuiltYetError
+from hadal.engine.step_time import PartTime, StepTime
 from hadal.listener import Forward
 from hadal.plugins.pipeline.module import PipelineModule
-from hadal.plugins.pipeline.orders import training_schedule
+from hadal.plugins.pipeline.orders import JobKind, end_times, order_of, training_schedule
 from hadal.plugins.pipeline.schedule import (
     BackwardPass,
+    BackwardWeights,
     ForwardPass,
     LoadMicroBatch,
     PipeInstruction,
@@ -64,15 +66,10 @@ def trace_chunks(
 
     Raises:
         ModelError: a stage cannot run.
-        NotBuiltYetError: the schedule defers gradients.
+        UsageError: the batch is no pair.
     """
-    if stages[0].config.pipeline.schedule == "zero_bubble":
-        raise NotBuiltYetError(
-            'pipeline.schedule "zero_bubble": planning the gradients that it defers is not built'
-            ' yet; plan "1f1b", which keeps as many micro-batches and none of these'
-        )
     modules = [_module(rank) for rank in stages]
-    value, labels = modules[0].pair_of(batch)
+    value, labels = modules[0].halves_of(batch)
     if casting.inputs is not None:
         value = cast_floats(value, casting.inputs)
     found: list[list[ChunkTrace]] = [[] for _ in stages]
@@ -154,9 +151,8 @@ class _FromNextChunk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
-        found = [torch.empty(s, dtype=dtype, device=device) for s, dtype, device in ctx.forms]
-        ctx.held.extend(found)
-        return None, *found
+        ctx.found = [torch.empty(s, dtype=dtype, device=device) for s, dtype, device in ctx.forms]
+        return None, *ctx.found
 
 
 def _on_host(value: Any) -> Any:
@@ -169,12 +165,6 @@ def _nbytes(layout: ValueLayout | None, *, gradients: bool) -> int:
     forms = () if layout is None else layout.gradients if gradients else layout.tensors
     meta = torch.device("meta")
     return sum(form.empty(meta).nbytes for form in forms)
-
-
-def sending_of(chunks: Sequence[ChunkTrace]) -> Sending:
-    """Return what a stage sends for each micro-batch."""
-    sent = [nbytes for one in chunks for nbytes in (one.outputs, one.input_gradients) if nbytes]
-    return Sending(len(sent), sum(sent))
 
 
 # ---- a schedule ----------------------------------------------------------------------------------
@@ -195,7 +185,11 @@ def micro_step_of(rank: PlannedRank, chunks: Sequence[ChunkTrace]) -> MicroStep:
     )
     beside, alive = _held_beside([one for step in schedule for one in step], chunks)
     forward = [_raised(chunk.step.forward, n) for chunk, n in zip(chunks, beside[0], strict=True)]
-    backward = [_raised(chunk.step.backward, n) for chunk, n in zip(chunks, beside[1], strict=True)]
+    backward = [
+        _raised(chunk.step.backward[: chunk.step.later_from], ahead)
+        + _raised(chunk.step.backward[chunk.step.later_from :], later)
+        for chunk, ahead, later in zip(chunks, *beside[1:], strict=True)
+    ]
     steps = [chunk.step for chunk in chunks]
     return MicroStep(
         _joined(forward),
@@ -203,34 +197,39 @@ def micro_step_of(rank: PlannedRank, chunks: Sequence[ChunkTrace]) -> MicroStep:
         sum(step.kept for step in steps),
         sum(count * step.inputs_of_recomputed for count, step in zip(alive, steps, strict=True)),
         [block for step in steps for block in step.blocks],
+        steps[0].later_from,  # a schedule that defers has one chunk
     )
+
+
+_PASSES = ForwardPass, BackwardPass, BackwardWeights
 
 
 def _held_beside(
     todo: Sequence[PipeInstruction], chunks: Sequence[ChunkTrace]
-) -> tuple[tuple[list[int], list[int]], list[int]]:
-    """Return the most bytes beside each chunk's forwards and backwards, and its micro-batches.
+) -> tuple[list[list[int]], list[int]]:
+    """Return the most bytes beside each chunk's passes of each kind, and its micro-batches.
 
     As the executor: receives start before the computation ahead of their own; a buffer keeps what
     was sent until another micro-batch is in it.
     """
     slots: dict[tuple[int, int], int] = {}
     alive, most_alive = [0] * len(chunks), [0] * len(chunks)
-    beside = [0] * len(chunks), [0] * len(chunks)
+    beside = [[0] * len(chunks) for _ in _PASSES]
     for place, one in enumerate(todo):
-        if not isinstance(one, LoadMicroBatch | RecvActivation | ForwardPass | BackwardPass):
+        if not isinstance(one, (LoadMicroBatch, RecvActivation, *_PASSES)):
             continue
         where = one.kwargs.get("chunk", 0), one.buffer_id
         index, chunk = where[0], chunks[where[0]]
         if isinstance(one, LoadMicroBatch | RecvActivation):
             slots[where] = chunk.inputs
             continue
-        is_back = isinstance(one, BackwardPass)
+        kind = _PASSES.index(type(one))
         others = sum(nbytes for other, nbytes in slots.items() if other != where)
         coming = _received_next(todo[place + 1 :], chunks)
-        beside[is_back][index] = max(beside[is_back][index], others + coming)
-        slots[where] = chunk.outputs + chunk.input_gradients if is_back else chunk.step.kept
-        alive[index] += -1 if is_back else 1
+        beside[kind][index] = max(beside[kind][index], others + coming)
+        sent = chunk.outputs + chunk.input_gradients
+        slots[where] = (chunk.step.kept, sent + chunk.step.later, sent)[kind]
+        alive[index] += (1, -1, 0)[kind]
         most_alive[index] = max(most_alive[index], alive[index])
     return beside, most_alive
 
@@ -260,4 +259,52 @@ def _joined(passes: Sequence[Sequence[Segment]]) -> list[Segment]:
     for segments in passes:
         before = len(found)
         found += [replace(one, until=one.until and one.until + before) for one in segments]
+    return found
+
+
+# ---- time ----------------------------------------------------------------------------------------
+
+
+def in_stages(
+    times: Sequence[StepTime],
+    ranks: Sequence[PlannedRank],
+    traces: Sequence[Sequence[ChunkTrace]],
+    cluster: ComputeCluster,
+) -> list[StepTime]:
+    """Return the times of a pipeline's stages with their waits for each other, by the schedule.
+
+    Args:
+        times: of each stage alone.
+        ranks: a rank of each stage.
+        traces: the chunks of each.
+        cluster: what devices and networks reach.
+    """
+    config, grid, count = ranks[0].config, _module(ranks[0]).mpu(), len(ranks)
+    section, steps, chunks = config.pipeline, config.gradient_accumulation_steps, len(traces[0])
+    orders = [order_of(section.schedule, steps, count, stage, chunks) for stage in range(count)]
+    node = ranks[0].job.devices_per_node
+    apart = grid.stage_to_global(count - 1) - grid.stage_to_global(0)
+    is_inside = 2 * apart <= node * max(1, count - 1)
+    link = cluster.with_ranks(node).links_of("bf16", 0 if is_inside else 1).all_to_all
+    sent = [
+        [nbytes for one in own for nbytes in (one.outputs, one.input_gradients) if nbytes]
+        for own in traces
+    ]
+    seconds = [len(one) * link.latency + sum(one) / link.bandwidth for one in sent]
+    each = [second / max(1, len(one)) for second, one in zip(seconds, sent, strict=True)]
+
+    def cost(stage: int, kind: JobKind) -> float:
+        return times[stage].passes[[*JobKind].index(kind)] / steps / chunks
+
+    alone = max(end_times(orders, cost))
+    together = max(end_times(orders, cost, max(each)))
+    rest = max(time.seconds - sum(time.passes) for time in times)
+    whole = together + rest
+    found = []
+    for time, own, one in zip(times, seconds, sent, strict=True):
+        messages = PartTime(steps * own, together - alone, steps * sum(one))
+        waits = whole - time.seconds - messages.exposed
+        parts = {**time.parts, "messages": messages, "bubble": PartTime(waits, waits, 0)}
+        utilization = time.utilization * time.seconds / whole
+        found.append(replace(time, parts=parts, seconds=whole, utilization=utilization))
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ from hadal.engine.clusters import ComputeCluster, Link, ProductSpeed
 from hadal.engine.plan import ModelPlan, RankCounts
 from hadal.engine.policies import disk_steps_of, tiers_of, transport_of
 from hadal.engine.precision import autocast_dtype
-from hadal.plugins.pipeline.orders import JobKind, end_times, order_of
 from hadal.zero.estimate import JobSize
 from hadal.zero.grouping import BucketPlan
 from hadal.zero.offload import Offload
@@ -79,8 +78,8 @@ class StepTime:
     device's peak; for a measured cluster, to the most that it reached."""
     left_out: tuple[str, ...]
     """Work that takes time but is not counted."""
-    passes: tuple[float, float]
-    """The seconds of all forwards, and of all backwards."""
+    passes: tuple[float, ...]
+    """The seconds of all forwards, of all backwards, and of all gradients that were deferred."""
 
     @property
     def samples_per_second(self) -> float:
@@ -113,62 +112,6 @@ def step_time(
     update.queues.forget()
     update.run()
     return update.found()
-
-
-class Sending(NamedTuple):
-    """Messages of one micro-batch to one neighbour of a pipeline's stage."""
-
-    calls: int
-    nbytes: int
-
-
-def in_stages(
-    times: Sequence[StepTime],
-    sent: Sequence[Sending],
-    config: Config,
-    cluster: ComputeCluster,
-    job: JobSize,
-) -> list[StepTime]:
-    """Return the times of a pipeline's stages with their waits for each other, by the schedule.
-
-    Args:
-        times: of each stage alone.
-        sent: what each stage sends, activations and gradients.
-        config: the configuration.
-        cluster: what devices and networks reach.
-        job: the ranks of each node, and the nodes.
-    """
-    section, steps = config.pipeline, config.gradient_accumulation_steps
-    chunks, count = section.chunks, len(times)
-    orders = [order_of(section.schedule, steps, count, stage, chunks) for stage in range(count)]
-    apart = job.devices // count
-    is_inside = 2 * apart <= job.devices_per_node
-    links = cluster.with_ranks(job.devices_per_node).links_of("bf16", 0 if is_inside else 1)
-    link = links.all_to_all
-    seconds = [one.calls * link.latency + one.nbytes / link.bandwidth for one in sent]
-    each = [second / max(1, one.calls) for second, one in zip(seconds, sent, strict=True)]
-
-    def cost(stage: int, kind: JobKind) -> float:
-        return times[stage].passes[kind is JobKind.BACKWARD] / steps / chunks
-
-    alone = max(end_times(orders, cost))
-    together = max(end_times(orders, cost, max(each)))
-    rest = max(time.seconds - sum(time.passes) for time in times)
-    found = []
-    for time, own, one in zip(times, seconds, sent, strict=True):
-        messages = PartTime(steps * own, together - alone, steps * one.nbytes)
-        waits = together + rest - time.seconds - messages.exposed
-        parts = {**time.parts, "messages": messages, "bubble": PartTime(waits, waits, 0)}
-        share = time.seconds / (together + rest)
-        found.append(
-            replace(
-                time,
-                parts=parts,
-                seconds=together + rest,
-                utilization=time.utilization * share,
-            )
-        )
-    return found
 
 
 # ---- queues --------------------------------------------------------------------------------------
@@ -368,7 +311,7 @@ class _Update:
 
     def run(self) -> None:
         """Run one update."""
-        self._passes = [0.0, 0.0]
+        self._passes = [0.0, 0.0, 0.0]
         steps = self._config.gradient_accumulation_steps
         for bucket in self._buckets:
             bucket.is_near = False
@@ -389,16 +332,20 @@ class _Update:
             self._pass("forward", self._forward, there)
             turned = self.queues.now
             self._begin_backward(step == 0, is_last)
-            self._pass("backward", self._backward, back)
+            starts = self._pass("backward", self._backward, back)
             self._end_backward()
-            self._passes[0] += turned - begun
-            self._passes[1] += self.queues.now - turned
+            ended = self.queues.now
+            parted = [*starts[self._micro_step.later_from :], ended][0]
+            for number, seconds in enumerate((turned - begun, parted - turned, ended - parted)):
+                self._passes[number] += seconds
         self._step()
 
-    def _pass(self, part: str, path: _Path, plan: Plan) -> None:
+    def _pass(self, part: str, path: _Path, plan: Plan) -> list[float]:
+        """Run a pass, and return when each segment began."""
         arriving: dict[int, _Event] = {}
-        begun = gathered = 0
+        begun, gathered, starts = 0, 0, []
         for segment, until in zip(path.segments, path.begun, strict=True):
+            starts.append(self.queues.now)
             for bucket in self._whole.get(segment.unit, ()):
                 self.queues.wait(bucket.ready)
             for position in range(begun, until):
@@ -411,6 +358,7 @@ class _Update:
             self._exchange(segment)
             if part == "backward":
                 self._take(segment.arrived)
+        return starts
 
     def _exchange(self, segment: Segment) -> None:
         """Wait for collectives of the model itself, on whose values it computes."""
@@ -636,7 +584,7 @@ class _Update:
             micro * steps * (self._dense_ranks // self._config.sequence_parallel_size),
             products / seconds / self._speeds.peak_flops,
             _left_out(self._config),
-            (self._passes[0], self._passes[1]),
+            (*self._passes,),
         )
 
 

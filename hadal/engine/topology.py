@@ -323,7 +323,11 @@ def stages_of(config: Config) -> int:
 
 
 def communicators_of(
-    config: Config, ranks: int, node_size: int, experts: Iterable[int] = ()
+    config: Config,
+    ranks: int,
+    node_size: int,
+    experts: Iterable[int] = (),
+    topology: Topology | None = None,
 ) -> list[Communicator]:
     """Return the communicators of one of `ranks`, as `initialize` makes and training uses them.
 
@@ -335,8 +339,11 @@ def communicators_of(
         ranks: all ranks, which need not exist.
         node_size: how many of them are on one node.
         experts: over how many ranks the model distributes experts; several numbers are possible.
+        topology: the groups, which say what the configuration may not.
     """
     stages, parts = stages_of(config), model_parts_of(config)
+    if topology is not None:
+        stages, parts = topology.pipe.size if topology.pipe else 1, topology.model_parallel_size
     dense = ranks // parts
     found = [
         Communicator("all ranks", ranks),
@@ -345,7 +352,7 @@ def communicators_of(
         Communicator("slices of sequences", config.sequence_parallel_size, True),
     ]
     if stages > 1:
-        is_ring = config.pipeline.chunks > 1
+        is_ring = config.pipeline.schedule == "interleaved"
         neighbours = 2 if is_ring else min(2, stages - 1)
         found += [Communicator("messages between stages", 2, True)] * (2 * neighbours)
     if parts > 1:

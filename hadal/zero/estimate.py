@@ -168,10 +168,16 @@ class States(NamedTuple):
         return self.weights.plus(self.gradients).plus(self.optimizer).plus(self.buffers)
 
 
-def counted(model: nn.Module) -> Model:
-    """Count a model's parameters, without reading their values."""
-    numels = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    own = (sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
+def counted(*parts: nn.Module) -> Model:
+    """Count the parameters of a model, or of all its stages, without reading their values."""
+    parameters = (p for part in parts for p in part.parameters())
+    numels = [
+        (p.numel(), p.requires_grad)
+        for p in parameters
+        if not getattr(p, "ds_pipe_replicated", False)
+    ]
+    modules = (module for part in parts for module in part.modules())
+    own = (sum(p.numel() for p in module.parameters(recurse=False)) for module in modules)
     return Model(
         trained=sum(numel for numel, is_trained in numels if is_trained),
         frozen=sum(numel for numel, is_trained in numels if not is_trained),

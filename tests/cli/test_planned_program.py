@@ -8,11 +8,21 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
+from engine.parts import Megatron
 from torch import nn
 
 import hadal
+from hadal.comm import Ranks
+from hadal.comm.imagined import ImaginedWorld
 from hadal.engine import assemble
-from hadal.engine.planned_program import MICRO, plan_instead
+from hadal.engine.clusters import cluster_of
+from hadal.engine.foresight import Foresight, Planner
+from hadal.engine.pipeline import PipelineEngine
+from hadal.engine.planned_program import plan_instead
+from hadal.errors import UsageError
+from hadal.pipeline import LayerSpec, PipelineModule
+from hadal.zero.estimate import counted
 
 CONFIG = {"train_batch_size": 32, "gradient_accumulation_steps": 2}
 
@@ -26,16 +36,17 @@ class Scaled(nn.Linear):
         return super().forward(values) * by
 
 
-def forwarded(*given: Any) -> NoReturn:
-    raise _End(*given)
+def forwarded(*given: Any, requested: Any) -> NoReturn:
+    raise _End(*given, requested)
 
 
 @pytest.fixture
 def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     monkeypatch.setattr(assemble, "initialize", assemble.initialize)
     monkeypatch.setattr(hadal.zero.Init, "__init__", hadal.zero.Init.__init__)
-    plan_instead(forwarded, ranks=4)
-    yield lambda **given: assemble.initialize(**{"config": CONFIG, **given})
+    plan_instead(forwarded)
+    with ImaginedWorld(0, 4):
+        yield lambda config=CONFIG, **given: assemble.initialize(config=config, **given)
 
 
 def test_batches_are_those_of_the_ranks(begin: Callable[..., Any]) -> None:
@@ -51,15 +62,72 @@ def test_arguments_by_place_and_by_name(begin: Callable[..., Any]) -> None:
     engine, *_ = begin(model=Scaled(4, 4))
     with pytest.raises(_End) as end:
         engine(torch.ones(4, 4), by=2.0)
-    found = hadal.plan(*end.value.args, cluster="h100x4")
+    found = hadal.plan(*end.value.args[:3], cluster="h100x4")
     assert found.time is not None and found.rank.config.train_micro_batch_size_per_gpu == 4
 
 
-def test_a_batch_of_a_pipeline(begin: Callable[..., Any]) -> None:
-    engine, *_ = begin(model=nn.Linear(4, 4))
+def planned(given: tuple[Any, ...]) -> Foresight:
+    model, raw, batch, requested = given
+    return Planner(model, cluster_of("h100x4"), 1, requested=requested).plan(raw, batch)
+
+
+def test_a_module_in_stages_is_planned_whole(begin: Callable[..., Any]) -> None:
+    module = PipelineModule(
+        [LayerSpec(nn.Linear, 4, 4), torch.tanh, LayerSpec(nn.Linear, 4, 8), nn.Linear(8, 2)],
+        num_stages=2,
+        loss_fn=nn.functional.cross_entropy,
+    )
+    rows = [{"x": torch.ones(4), "y": 1}] * 16
+    keys = {"optimizer": {"type": "AdamW"}, "pipeline": {"schedule": "zero_bubble"}}
+    engine, *_ = begin(
+        model=module,
+        training_data=rows,
+        config=CONFIG | keys,
+        pipeline_engine_type=PipelineEngine,
+    )
+    assert isinstance(engine, PipelineEngine) and engine.micro_batches == 2
+    assert engine.is_first_stage() and engine.grid.get_data_parallel_world_size() == 2
+    engine.set_batch_fn(lambda row: (row["x"], row["y"]))
+    with pytest.raises(_End) as end:
+        engine.train_batch()
+    found = planned(end.value.args)
+    assert found.time is not None and found.time.samples == 32
+    assert len(found.stages) == len(found.whole) == 2 and found.time.parts["bubble"].seconds > 0
+    assert counted(*found.whole).numel == 20 + 40 + 18
+    (engine, *_) = begin(model=module)
     with pytest.raises(_End) as end:
         engine.train_batch(iter([{"input": 1}]))
-    assert end.value.args[2] == {"input": 1}
+    with pytest.raises(UsageError, match="a micro-batch is a dict; expected a pair"):
+        planned(end.value.args)
+
+
+class Sliced(nn.Linear):
+    """A slice of a layer, as a program cuts it."""
+
+    def __init__(self, mpu: Any) -> None:
+        self.ranks = mpu.get_model_parallel_group()
+        super().__init__(64, 64 // mpu.get_model_parallel_world_size())
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        parts = super().forward(values)
+        dist.all_reduce(parts.detach().clone(), group=self.ranks)
+        return parts
+
+
+def test_the_program_s_own_groups_are_planned(begin: Callable[..., Any]) -> None:
+    slices, data = Ranks.world().in_blocks(2)
+    mpu = Megatron(data, slices)
+    keys = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}}
+    engine, *_ = begin(model=Sliced(mpu), mpu=mpu, config=CONFIG | keys)
+    assert engine.train_micro_batch_size_per_gpu() == 8
+    with pytest.raises(_End) as end:
+        engine(torch.ones(8, 64))
+    found = planned(end.value.args)
+    assert found.time is not None and found.time.samples == 32
+    assert found.time.parts["slices"].wire_nbytes == 2 * 8 * 32 * 4
+    assert "the same parameters" in next(n.how for n in found.kinds if n.kind == "communicators")
+    states = {need.kind: need.held.device for need in found.kinds}
+    assert states["optimizer"] == pytest.approx(states["weights"], rel=0.01)  # 2 moments, 2 ranks
 
 
 def test_a_model_of_zero_init_stays_whole(begin: Callable[..., Any]) -> None:
@@ -69,7 +137,7 @@ def test_a_model_of_zero_init_stays_whole(begin: Callable[..., Any]) -> None:
     engine, *_ = begin(model=model)
     with pytest.raises(_End) as end:
         engine(torch.ones(4, 4))
-    assert hadal.plan(*end.value.args, cluster="h100x4").time is not None
+    assert hadal.plan(*end.value.args[:3], cluster="h100x4").time is not None
 
 
 def test_the_program_s_own_optimizer_is_planned(begin: Callable[..., Any]) -> None:
@@ -77,7 +145,7 @@ def test_the_program_s_own_optimizer_is_planned(begin: Callable[..., Any]) -> No
     engine, *_ = begin(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(_End) as end:
         engine(torch.ones(4, 4))
-    found = hadal.plan(*end.value.args, cluster="h100x4")
+    found = hadal.plan(*end.value.args[:3], cluster="h100x4")
     states = {need.kind: need.held.device for need in found.kinds}
     assert states["optimizer"] <= 20 * 4  # masters; no moments
 
@@ -91,7 +159,7 @@ def test_an_own_optimizer_replaces_the_section_with_its_state(
     engine, *_ = begin(model=model, optimizer=own, config=config)
     with pytest.raises(_End) as end:
         engine(torch.ones(4, 4))
-    assert hadal.plan(*end.value.args, cluster="h100x4").rank.moments == moments
+    assert hadal.plan(*end.value.args[:3], cluster="h100x4").rank.moments == moments
 
 
 def test_an_engine_has_what_programs_ask_for(begin: Callable[..., Any], tmp_path: Path) -> None:
@@ -140,23 +208,6 @@ def test_evaluation_comes_before_training(begin: Callable[..., Any]) -> None:
         engine.module(batch)
     with torch.no_grad():
         assert hadal.plan(model, CONFIG, batch.float(), cluster="h100x4").time is not None
-
-
-@pytest.mark.parametrize(
-    ("batch", "sizes"),
-    [
-        ({"train_batch_size": 32}, (4, 2)),  # for the planned ranks
-        ({"train_batch_size": 12}, (4, 3)),  # for the program's one rank
-        ({"train_batch_size": 8, "gradient_accumulation_steps": 2}, (4, 2)),
-        ({"gradient_accumulation_steps": 5}, (4, 5)),
-    ],
-)
-def test_a_batch_that_the_program_counted_for_one_rank(
-    batch: dict[str, int], sizes: tuple[int, int], begin: Callable[..., Any]
-) -> None:
-    engine, *_ = begin(model=nn.Linear(4, 4), config={MICRO: 4, **batch})
-    assert engine.train_micro_batch_size_per_gpu() == sizes[0]
-    assert engine.gradient_accumulation_steps() == sizes[1]
 
 
 def test_several_engines_are_told(

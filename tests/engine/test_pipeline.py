@@ -33,7 +33,7 @@ from hadal.plugins.pipeline import (
     PipelineModule,
     PipeModelDataParallelTopology,
     TiedLayerSpec,
-    executor,
+    later_weights,
 )
 
 WORDS, WIDTH, ROWS, LENGTH, MICRO, UPDATES = 7, 4, 2, 3, 4, 3
@@ -206,7 +206,7 @@ def test_schedules_equal_one_process(schedule: str, chunks: int, ranks: RankPool
 
 def count_put_off() -> int:
     """The gradients of weights that this stage computes later, in one update."""
-    found, original = 0, executor.gradients_of
+    found, original = 0, later_weights.gradients_of
 
     def count(put_off: Any) -> Any:
         nonlocal found
@@ -215,7 +215,7 @@ def count_put_off() -> int:
 
     engine = engine_of(2, {"pipeline": {"schedule": "zero_bubble"}})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "gradients_of", count)
+        patch.setattr(later_weights, "gradients_of", count)
         engine.train_batch(batches(0, 1))
     engine.destroy()
     assert not any("forward" in vars(layer) for layer in engine.module.modules())

@@ -21,7 +21,7 @@ from torch import Tensor
 from hadal.comm import Ranks
 from hadal.comm.ranks import once
 from hadal.errors import CommunicationError, PipelineError, UsageError
-from hadal.plugins.pipeline.later_weights import Later, gradients_of
+from hadal.plugins.pipeline.later_weights import GradientEntry, Later, root_of
 from hadal.plugins.pipeline.schedule import (
     BackwardPass,
     BackwardWeights,
@@ -73,19 +73,6 @@ class Computation(Protocol):
 
     def place(self, chunk: int) -> str:
         """Return the current layer of a chunk's forward, for errors."""
-
-
-class _GradientEntry(torch.autograd.Function):
-    """A scalar whose backward passes the received gradients to the outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return outputs[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:
-        return None, *ctx.gradients
 
 
 @dataclass(slots=True)
@@ -439,7 +426,7 @@ class Executor:
         slot.forms = layout.gradients
         if self._trains and slot.forms:
             takers = [tensor for tensor in tensors if tensor.requires_grad]
-            root: Tensor = _GradientEntry.apply(slot.gradients, *takers)  # type: ignore[no-untyped-call]
+            root: Tensor = GradientEntry.apply(slot.gradients, *takers)  # type: ignore[no-untyped-call]
             slot.root = root
 
     def _backward(self, chunk: Chunk, place: _Place, subject: MessageSubject) -> None:
@@ -457,14 +444,7 @@ class Executor:
             slot.received.clear()
 
     def _backward_weights(self, chunk: Chunk, place: _Place, subject: MessageSubject) -> None:
-        slot = self._slots[place]
-        gradients = gradients_of(slot.later)
-        slot.later = []
-        root: Tensor | None = None
-        if gradients:
-            values = list(gradients.values())
-            root = _GradientEntry.apply(values, *gradients)  # type: ignore[no-untyped-call]
-        self._run_backward(root, None)
+        self._run_backward(root_of(self._slots[place].later), None)
 
     def _run_backward(self, root: Tensor | None, loss: Tensor | None) -> None:
         self._backwards -= 1

@@ -61,7 +61,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (value,) = ctx.saved_tensors
         weight, rows = ctx.weight, gradient.flatten(0, -2)
-        ctx.put_off(Later(weight, value.flatten(0, -2), rows, ctx.is_transposed))
+        # Detached: a view would keep the graph of the whole forward, and so the stage's input.
+        ctx.put_off(Later(weight, value.detach().flatten(0, -2), rows, ctx.is_transposed))
         of_input = None
         if ctx.needs_input_grad[2]:
             of_input = gradient @ (weight.t() if ctx.is_transposed else weight)
@@ -111,6 +112,21 @@ class LaterWeights:
         self._later.append(later)
 
 
+class GradientEntry(torch.autograd.Function):
+    """A scalar whose backward passes known gradients to tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
+        """Return the scalar."""
+        ctx.gradients = gradients
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        """Return the gradients."""
+        return None, *ctx.gradients
+
+
 def gradients_of(put_off: Sequence[Later]) -> dict[nn.Parameter, Tensor]:
     """Return the gradient of each weight, summed over its uses, the last use first."""
     found: dict[nn.Parameter, Tensor] = {}
@@ -121,6 +137,19 @@ def gradients_of(put_off: Sequence[Later]) -> dict[nn.Parameter, Tensor]:
         else:
             found[one.weight] = computed
     return found
+
+
+def root_of(put_off: list[Later]) -> Tensor | None:
+    """Return a root whose backward gives weights the gradients that are computed from this list.
+
+    The list is emptied. None if there are none.
+    """
+    found = gradients_of(put_off)
+    put_off.clear()
+    if not found:
+        return None
+    root: Tensor = GradientEntry.apply([*found.values()], *found)  # type: ignore[no-untyped-call]
+    return root
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:

@@ -18,7 +18,7 @@ from hadal.comm import Ranks, init_distributed
 from hadal.comm.faults import is_same_everywhere, raised_on_all
 from hadal.errors import CheckpointError, MismatchError, NotBuiltYetError, UsageError, few
 from hadal.plugins.pipeline.grid import PipelineParallelGrid, group_of
-from hadal.plugins.pipeline.partition import Weigher, cut, matches
+from hadal.plugins.pipeline.partition import Weigher, built_without_memory, cut, matches
 from hadal.plugins.pipeline.specs import (
     Layer,
     LayerSpec,
@@ -99,15 +99,11 @@ class PipelineModule(nn.Module):
         init_distributed()
         world = Ranks.world()
         with raised_on_all(world, "PipelineModule"):
-            topology = topology or _topology_of(num_stages, world.size)
+            self._topo = topology or _topology_of(num_stages, world.size)
             self._layer_specs = _checked(layers)
             if chunks < 1:
                 raise UsageError(f"PipelineModule(chunks={chunks}): expected at least 1")
-        self._grid = PipelineParallelGrid(topology)
-        self._topo = topology
-        self.num_stages = self._grid.pipe_parallel_size
-        self.stage_id = self._grid.stage_id
-        self.global_rank, self.world_size = world.rank, world.size
+        self._find_stage(world)
         self.loss_fn = loss_fn
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
         self.checkpointable_layers = checkpointable_layers
@@ -120,10 +116,25 @@ class PipelineModule(nn.Module):
             self._parts_wanted = self.num_stages * chunks
             self._partition_layers(partition_method)
         self._check_same(world)
-        own = range(self.stage_id, self.num_stages * chunks, self.num_stages)
+        self._forwards = [0] * chunks
+        self._make_layer: Callable[[LayerSpec], nn.Module] = LayerSpec.build
+        self._make_stage(world)
+        if world.rank == 0:
+            self._tell()
+
+    # ---- building --------------------------------------------------------------------------------
+
+    def _find_stage(self, world: Ranks) -> None:
+        self._grid = PipelineParallelGrid(self._topo)
+        self.num_stages = self._grid.pipe_parallel_size
+        self.stage_id = self._grid.stage_id
+        self.global_rank, self.world_size = world.rank, world.size
+
+    def _make_stage(self, world: Ranks) -> None:
+        """Build the layers of this rank's stage."""
+        own = range(self.stage_id, self._parts_wanted, self.num_stages)
         self.chunks = [range(*self.parts[number : number + 2]) for number in own]
         """The layers of each chunk of this stage."""
-        self._forwards = [0] * chunks
         self.renamed: dict[nn.Parameter, str] = {}
         """Names in the whole model of parameters that have a different name on this stage."""
         self._functions: dict[int, Callable[[Any], Any]] = {}
@@ -133,10 +144,19 @@ class PipelineModule(nn.Module):
             self._build()
         self.tied_comms: dict[str, Tie] = self._tie()
         begin_equal(self.tied_comms)
-        if world.rank == 0:
-            self._tell()
 
-    # ---- building --------------------------------------------------------------------------------
+    def restage(self, *, with_values: bool) -> None:
+        """Replace the layers by those of this rank in the current world, for plans.
+
+        They are built on the meta device, unless `with_values`.
+        """
+        for name in self.fwd_map:
+            del self._modules[name]
+        world = Ranks.world()
+        self._find_stage(world)
+        self.seed_layers = False
+        self._make_layer = LayerSpec.build if with_values else built_without_memory
+        self._make_stage(world)
 
     # Programs replace these two, under DeepSpeed's names, by splits of their own.
 
@@ -198,7 +218,7 @@ class PipelineModule(nn.Module):
 
     def _built(self, spec: LayerSpec) -> nn.Module:
         spec.global_rank = self.global_rank
-        return spec.build()
+        return self._make_layer(spec)
 
     def _built_tied(self, spec: TiedLayerSpec) -> Callable[[Any], Any]:
         if spec.key not in self.tied_modules:
@@ -279,6 +299,20 @@ class PipelineModule(nn.Module):
     def pair_of(self, batch: Any) -> Any:
         """Return the inputs and the labels of a micro-batch, which is that pair by default."""
         return batch
+
+    def halves_of(self, batch: Any) -> Any:
+        """Return the pair of a micro-batch that was read.
+
+        Raises:
+            UsageError: it is none.
+        """
+        pair = self.pair_of(batch)
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise UsageError(
+                f"a micro-batch is a {type(pair).__name__}; expected a pair of inputs and labels."
+                " set_batch_fn() takes a function that makes one"
+            )
+        return pair
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each layer of this stage in place, as `nn.Module.compile`."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -314,45 +315,46 @@ def taken_apart(value: Any, where: str) -> tuple[list[Tensor], ValueLayout]:
         UsageError: it holds anything else; `where` names the layer.
     """
     tensors: list[Tensor] = []
-
-    def frame_of(one: Any) -> Any:
-        if isinstance(one, Tensor):
-            tensors.append(one)
-            return _TENSOR
-        if isinstance(one, _PLAIN):
-            return ("plain", one)
-        if isinstance(one, list | tuple):
-            return ("items", type(one), tuple(map(frame_of, one)))
-        if isinstance(one, Mapping):
-            return ("mapping", type(one), tuple(one), tuple(map(frame_of, one.values())))
-        if dataclasses.is_dataclass(one) and not isinstance(one, type):
-            values = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
-            return ("fields", type(one), tuple(values), tuple(map(frame_of, values.values())))
-        raise UsageError(
-            f"{where} returned a {type(one).__name__}, which cannot be sent to the next stage;"
-            " return a tensor, or a tuple, list, dict or dataclass of tensors and plain values"
-        )
-
-    frame = frame_of(value)
+    frame = _frame_of(value, tensors, where)
     forms = tuple(TensorForm(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
     return tensors, ValueLayout(frame, forms)
 
 
+# Not inside: a function that calls itself by a variable is a cycle, which would keep the tensors.
+def _frame_of(one: Any, tensors: list[Tensor], where: str) -> Any:
+    if isinstance(one, Tensor):
+        tensors.append(one)
+        return _TENSOR
+    if isinstance(one, _PLAIN):
+        return ("plain", one)
+    inside: Callable[[Any], Any] = partial(_frame_of, tensors=tensors, where=where)
+    if isinstance(one, list | tuple):
+        return ("items", type(one), tuple(map(inside, one)))
+    if isinstance(one, Mapping):
+        return ("mapping", type(one), tuple(one), tuple(map(inside, one.values())))
+    if dataclasses.is_dataclass(one) and not isinstance(one, type):
+        values = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+        return ("fields", type(one), tuple(values), tuple(map(inside, values.values())))
+    raise UsageError(
+        f"{where} returned a {type(one).__name__}, which cannot be sent to the next stage;"
+        " return a tensor, or a tuple, list, dict or dataclass of tensors and plain values"
+    )
+
+
 def put_together(frame: Any, tensors: Iterable[Tensor]) -> Any:
     """Return the value with this frame, of new tensors."""
-    left = iter(tensors)
+    return _value_of(frame, iter(tensors))
 
-    def value_of(one: Any) -> Any:
-        kind, *rest = one
-        if kind == "tensor":
-            return next(left)
-        if kind == "plain":
-            return rest[0]
-        make, *names, inside = rest
-        values = [value_of(each) for each in inside]
-        return _MAKERS[kind](make, *names, values)
 
-    return value_of(frame)
+def _value_of(one: Any, left: Iterator[Tensor]) -> Any:
+    kind, *rest = one
+    if kind == "tensor":
+        return next(left)
+    if kind == "plain":
+        return rest[0]
+    make, *names, inside = rest
+    values = [_value_of(each, left) for each in inside]
+    return _MAKERS[kind](make, *names, values)
 
 
 def _items(make: Any, values: list[Any]) -> Any:

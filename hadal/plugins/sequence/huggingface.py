@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -273,6 +273,17 @@ def attach(
     if not has_hook:
         model.register_forward_pre_hook(_take_positions, with_kwargs=True)
     return attention
+
+
+def attach_copies(memo: Mapping[int, Any]) -> None:
+    """Let copies of modules exchange heads as the modules do.
+
+    Args:
+        memo: that of `copy.deepcopy`: copies by the `id` of what they are copies of.
+    """
+    for module, attention in [*_attached.items()]:
+        if id(module) in memo:
+            _attached[memo[id(module)]] = attention
 
 
 def is_attached(model: nn.Module) -> bool:
