@@ -174,6 +174,7 @@ class DeepSpeedEngine(Accessors):
         given = super().backward(loss, retain_graph, scale_wrt_gas)
         return given / self.gradient_accumulation_steps() if scale_wrt_gas else given
 
+    @also(AssertionError, of=(UsageError,))
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:  # type: ignore[override]
         """Do as `hadal.Engine.step`.
 

@@ -48,6 +48,12 @@ def unused_parameter(folder: Path) -> None:
     engine.step()
 
 
+def step_without_averages(folder: Path) -> None:
+    engine = begin()
+    with engine.no_sync():
+        engine.step()
+
+
 WRONG: dict[str, tuple[type[Exception], Callable[[Path], Any]]] = {
     "batches that contradict": (AssertionError, lambda _: begin(train_batch_size=7)),
     "an unknown schedule": (AssertionError, lambda _: begin(scheduler={"type": "Nope"})),
@@ -62,6 +68,7 @@ WRONG: dict[str, tuple[type[Exception], Callable[[Path], Any]]] = {
     "a batch that does not divide": (ValueError, lambda _: begin().set_train_batch_size(4)),
     "a tag that is not there": (AssertionError, missing_tag),
     "a parameter that is not used": (AssertionError, unused_parameter),
+    "a step without averages": (AssertionError, step_without_averages),
     "no directory": (ValueError, lambda _: begin().save_checkpoint(None)),
     "groups of no experts": (
         AssertionError,

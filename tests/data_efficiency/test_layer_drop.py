@@ -6,6 +6,7 @@ import copy
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engine.toys import engine_of
@@ -99,6 +100,7 @@ def test_the_model_gets_the_probability(tmp_path: Path):
     assert [each["pld_theta"] for each in given] == pytest.approx(THETAS, abs=0)
     assert all(each["progressive_layer_drop"] is True for each in given)
     assert engine.layer_drop.theta == theta_at(0.5, 0.1, 4) == pytest.approx(0.8704091103408589)
+    assert theta_at(0.0, 0.001, 11) == np.exp(-0.01)  # to the last bit, as in DeepSpeed
     engine.save_checkpoint(tmp_path)
     engine.destroy()
 

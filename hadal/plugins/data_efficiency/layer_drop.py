@@ -7,12 +7,12 @@ attributes and `isinstance` are unaffected.
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
 from torch import Tensor, nn
 
 from hadal.config.data_efficiency import ProgressiveLayerDrop
@@ -112,9 +112,9 @@ def warn_of_idle_layers(setting: Setting) -> None:
 def theta_at(theta: float, gamma: float, updates: int) -> float:
     """Return the keep probability after `updates` updates: 1 at first, then falling to `theta`.
 
-    The second update still has 1, as in DeepSpeed.
+    The second update still has 1, as in DeepSpeed. NumPy's exponential has the same last bit, too.
     """
-    return (1.0 - theta) * math.exp(-gamma * max(0, updates - 1)) + theta
+    return (1.0 - theta) * float(np.exp(-gamma * max(0, updates - 1))) + theta
 
 
 def keeps_of(count: int, theta: float) -> list[float]:
