@@ -43,7 +43,6 @@ class Suite:
     """Files of these tests that do not run."""
     options: tuple[str, ...] = ()
     programs: tuple[Program, ...] = ()
-    why: str = ""
     kinds: Mapping[str, str] = field(default_factory=dict)
     """Short reasons for tests that do not pass, by patterns of their names and messages; the first
     that matches counts."""

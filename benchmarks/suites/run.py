@@ -250,8 +250,7 @@ def reasons(suite: Suite, cases: list[Case]) -> str:
 def row_of(suite: Suite, what: str, cases: list[Case], today: str) -> str:
     ends = Counter(case.end for case in cases)
     counts = [str(ends[end]) for end in ("passed", "failed", "skipped")]
-    why = suite.why or reasons(suite, cases)
-    cells = [suite.name, suite.version, what, *counts, why, today]
+    cells = [suite.name, suite.version, what, *counts, reasons(suite, cases), today]
     return "| " + " | ".join(cells) + " |"
 
 
