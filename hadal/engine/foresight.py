@@ -345,9 +345,9 @@ class CandidatePlanner:
     def plan(self, batch: Any, patches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return bytes, seconds and samples of an update under each patch; or `failure`.
 
-        A model that cannot run without values has bytes alone, without activations. Once no patch
-        of a micro-batch fits, larger ones are not planned, and have nothing; nor has offloading
-        from a host that computes, unless this configuration sets it.
+        A model that cannot run without values has bytes alone, without activations. Once a patch
+        does not fit, the same with a larger micro-batch is not planned, and has nothing; nor has
+        offloading from a host that computes, unless this configuration sets it.
 
         Args:
             batch: a micro-batch of this configuration; dimension 0 of its tensors counts samples.
@@ -364,21 +364,18 @@ class CandidatePlanner:
             _log.warning("autotuning: neither times nor activations are planned: %s", error)
             batch = None
         found: list[dict[str, Any]] = [{} for _ in patches]
-        by_size: dict[int, list[int]] = {}
-        for number, patch in enumerate(patches):
-            if may_offload or not _leaves_device(patch):
-                by_size.setdefault(patch[_MICRO], []).append(number)
-        for micro, numbers in sorted(by_size.items()):
-            given = _resized(batch, self._config.train_micro_batch_size_per_gpu, micro)
-            # Their train_batch_size follows from the rest, for ranks that only the program knows.
-            changed = [merged(raw, patches[n]) for n in numbers]
-            for one in changed:
-                one.pop(_TRAIN, None)
-            plans = [self._planned(one, given) for one in changed]
-            for number, (told, _) in zip(numbers, plans, strict=True):
-                found[number] = told
-            if not any(fits for _, fits in plans):
-                break
+        too_large = []
+        for number, patch in sorted(enumerate(patches), key=lambda each: each[1][_MICRO]):
+            others = {k: v for k, v in patch.items() if k not in (_MICRO, _ACCUMULATION, _TRAIN)}
+            if others in too_large or (_leaves_device(patch) and not may_offload):
+                continue
+            given = _resized(batch, self._config.train_micro_batch_size_per_gpu, patch[_MICRO])
+            # Its train_batch_size follows from the rest, for ranks that only the program knows.
+            changed = merged(raw, patch)
+            changed.pop(_TRAIN, None)
+            found[number], fits = self._planned(changed, given)
+            if "memory" in found[number] and not fits:
+                too_large.append(others)
         return found
 
     def _planned(self, raw: dict[str, Any], batch: Any) -> tuple[dict[str, Any], bool]:

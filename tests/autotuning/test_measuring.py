@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hadal
 from hadal.engine.clusters import cluster_here
 
-FEW, MANY = 2, 6
+FEW, MANY, HUGE = 2, 6, 10**9
 SLICED = {"tensor_parallel": {"autotp_size": 2}}
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 
@@ -91,6 +91,7 @@ def patch(stage: int, micro: int) -> dict[str, Any]:
 def test_a_profile_plans_candidates_as_hadal_plan_does(tmp_path: Path) -> None:
     asked = [patch(1, FEW), patch(3, MANY), patch(9, MANY), patch(1, FEW)]
     asked[3]["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    asked += [patch(1, HUGE), patch(1, 2 * HUGE), patch(2, 2 * HUGE)]
     (tmp_path / "asked.json").write_text(json.dumps(asked))
     info = {"profile": True, "candidates": str(tmp_path / "asked.json")}
     told = tmp_path / "told.json"
@@ -110,6 +111,8 @@ def test_a_profile_plans_candidates_as_hadal_plan_does(tmp_path: Path) -> None:
             assert found["memory"] == same.total.device + same.total.host
             assert (found["samples"], found["seconds"] > 0) == (2 * micro, True)
         assert "zero_optimization.stage" in plans[2]["failure"]
+        # Once a micro-batch does not fit, larger ones of the same settings are not planned.
+        assert ("memory" in plans[4], plans[5], "memory" in plans[6]) == (True, {}, True)
     # A program's own optimizer is planned as what it is: without the two moments of Adam.
     trained(ByValue(), 3, torch.optim.SGD, model_info=info, model_info_path=str(told))
     less = plans[0]["memory"] - json.loads(told.read_text())["plans"][0]["memory"]

@@ -142,8 +142,9 @@ class SearchRequest:
             least = max(least, -(-section.min_train_batch_size // samples))
             most = most if whole is None else min(most, whole // samples)
         if not found and least <= most:
-            # Twice as many, and the half between; the other way likewise.
-            rough = (self.start * 2.0**step * part for step in range(-20, 21) for part in (1, 1.5))
+            # Twice as many, and the half between; the other way likewise. Each degree has its own.
+            parts = (1,) if self.ranges.keys() & {*DEGREES} else (1, 1.5)
+            rough = (self.start * 2.0**step * part for step in range(-20, 21) for part in parts)
             found = {max(least, min(self.start, most)), most, *map(int, rough)}
         return tuple(sorted(size for size in found if least <= size <= most))
 
