@@ -8,6 +8,7 @@ where attention takes the same few tensors as the fused kernels of accelerators.
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedOperatorException,
+    is_fake,
 )
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.comm import Ranks
+from hadal.engine.mistakes import mixed_dtypes
 from hadal.engine.precision import Casting
 from hadal.errors import ModelError
 from hadal.listener import Forward, Listener
@@ -44,6 +47,9 @@ _VALUES_NEEDED = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_OF_ONE_DTYPE = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+_GROUPED = torch.ops.aten._grouped_mm.default
 _COLLECTIVES = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
@@ -197,6 +203,8 @@ def trace(
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))  # wherever the caller asks
         stack.enter_context(torch.enable_grad())
+        stack.callback(_FAKE_LOG.setLevel, _FAKE_LOG.level)
+        _FAKE_LOG.setLevel(logging.CRITICAL)  # what fails is told below
         if mode is not None:
             stack.enter_context(mode)
         running = copied(model, _HOST, with_values=with_values)
@@ -230,18 +238,10 @@ def trace(
             if later is not None:
                 del loss
                 recorder.run_later(later.take())
-        except _VALUES_NEEDED as error:
-            raise ModelError(
-                f"{type(model).__name__} cannot be planned without values: {error}; its shapes"
-                " depend on values. Plan with one real micro-batch on the CPU: with_values=True"
-                " (hadal plan --with-values)"
-            ) from error
         except Exception as error:  # code of the model may raise any error
-            raise ModelError(
-                f"{type(model).__name__} failed in the planned micro-step: {error!r}; the batch"
-                f" has {_shown(batch)}. Give one that its forward takes (hadal plan: --model"
-                " MODULE:FUNCTION, which returns the model and one micro-batch)"
-            ) from error
+            mixed = mixed_dtypes(str(error), args, kwargs, running)
+            told = f" {_told(error, batch)}" if mixed is None else f": {mixed}"
+            raise ModelError(f"{type(model).__name__}{told}") from error
     return MicroStep(
         recorder.forward,
         recorder.segments,
@@ -321,6 +321,20 @@ def _loss(output: Any) -> Tensor:
     if loss is None:
         raise TypeError(f"a {type(output).__name__} without a tensor is no loss; pass loss_of")
     return loss if loss.dim() == 0 else loss.float().sum()
+
+
+def _told(error: Exception, batch: Any) -> str:
+    """Return what an error of a planned micro-step means."""
+    if isinstance(error, _VALUES_NEEDED):
+        return (
+            f"cannot be planned without values: {error}; its shapes depend on values. Plan with one"
+            " real micro-batch on the CPU: with_values=True (hadal plan --with-values)"
+        )
+    return (
+        f"failed in the planned micro-step: {error!r}; the batch has {_shown(batch)}. Give one that"
+        " its forward takes (hadal plan: --model MODULE:FUNCTION, which returns the model and one"
+        " micro-batch)"
+    )
 
 
 def _shown(batch: Any) -> str:
@@ -472,12 +486,20 @@ class _Recorder(TorchDispatchMode):
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = operation(*args, **kwargs)
+        if operation is _GROUPED and args[0].dtype != torch.bfloat16 and is_fake(args[0]):
+            # Without values, torch knows it in bfloat16 alone.
+            low = [one.to(torch.bfloat16) for one in args[:2]]
+            out = operation(*low, *args[2:], **kwargs).to(args[0].dtype)
+        else:
+            out = operation(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if operation.namespace == "c10d":
             self._exchange(operation, args)
         elif operation.namespace != "prim" and not _is_view(operation):
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            if operation in _OF_ONE_DTYPE and len({leaf.dtype for leaf in read}) > 1:
+                # Without values torch does not check it.
+                raise RuntimeError(f"{operation.name()} expects matrices of the same dtype")
             moved = sum(tensor.nbytes for tensor in (*read, *made))
             formula = _formulas().get(operation.overloadpacket)
             segment = self.segments[-1]

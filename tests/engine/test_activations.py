@@ -178,6 +178,35 @@ def test_an_error_of_the_model_names_the_batch() -> None:
         traced(blocks(), torch.empty(8, 3, device="meta"))
 
 
+class Grouped(nn.Module):
+    """Products of groups of rows, each with a matrix of its own, as experts have."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, WIDTH, WIDTH, device="meta", dtype=dtype))
+
+    def forward(self, values: Tensor) -> Tensor:
+        ends = torch.tensor([ROWS // 2, ROWS], dtype=torch.int32, device=values.device)
+        return torch._grouped_mm(values, self.weight, offs=ends)
+
+
+def test_products_of_groups_are_known_in_every_dtype() -> None:
+    """Torch's own shapes are those of bfloat16 alone."""
+    kept = {}
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        batch = torch.empty(ROWS, WIDTH, device="meta", dtype=dtype, requires_grad=True)
+        step = traced(Grouped(dtype), batch)
+        kept[dtype] = step.backward[-1].peak.total
+        assert step.forward[-1].flops == 2 * ROWS * WIDTH * WIDTH
+    assert kept[torch.float16] == kept[torch.bfloat16] < kept[torch.float32]
+
+
+def test_inputs_of_another_dtype_than_the_weights_are_told_as_in_training() -> None:
+    features = torch.empty(ROWS, WIDTH, device="meta")
+    with pytest.raises(ModelError, match=r"weights are bfloat16 and its inputs float32.*Cast the"):
+        traced(blocks().bfloat16(), features)
+
+
 def test_the_model_itself_is_left_alone() -> None:
     model = blocks("cpu")
     before = [(name, type(p), p.device, p.grad) for name, p in model.named_parameters()]

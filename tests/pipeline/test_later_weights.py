@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from hadal.plugins.pipeline.later_weights import LaterWeights, gradients_of
+from hadal.plugins.pipeline.wires import put_together, taken_apart
 
 
 class Model(nn.Module):
@@ -71,3 +75,25 @@ def test_undeferrable_gradients_are_computed_at_once() -> None:
     later.close()
     layer(value).sum().backward()
     assert not later.take() and "forward" not in vars(layer)
+
+
+def test_what_is_deferred_keeps_nothing_else() -> None:
+    model, value = nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4, requires_grad=True)
+    later, entry = LaterWeights(model), weakref.ref(value)
+    model(value).sum().backward()
+    kept = later.take()
+    del value
+    assert len(kept) == 1 and entry() is None
+
+
+def test_tensors_that_are_sent_wait_for_no_garbage_collector() -> None:
+    gc.disable()
+    try:
+        value = {"hidden": [torch.ones(2), 3]}
+        seen = weakref.ref(value["hidden"][0])
+        tensors, layout = taken_apart(value, "a layer")
+        value = put_together(layout.frame, tensors)
+        del value, tensors
+        assert seen() is None
+    finally:
+        gc.enable()
