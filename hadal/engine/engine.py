@@ -478,6 +478,8 @@ class Engine(Checkpoints, StateOffload, nn.Module):
     def destroy(self) -> None:
         """Remove the hooks and restore every parameter as a whole tensor. All ranks must call it.
 
+        At stage 3 a device must have room for all weights; at others for those of one bucket.
+
         Raises:
             OffloadError: weights cannot be read from their disk; files are removed anyway.
         """

@@ -787,9 +787,17 @@ class Bucket:
             self._views.check_placeholders()
 
     def release(self) -> None:
-        """Give every parameter its own memory again, with its current (whole) values."""
+        """Give every parameter its own memory again, with its current (whole) values.
+
+        The full buffer is freed, unless it has the optimizer's masters, or the program views it.
+        """
         self._refresh.end()
+        is_apart = self.partition.weights or self.has_own_master or not self.trainable
+        is_free = is_apart and not self.has_other_views
         self._views.release()
+        if is_free:
+            self.keep_for_current()
+            self._resize_full(0)
 
 
 def write_back_all(cuts: Iterable[tuple[Bucket, int, int]]) -> None:

@@ -647,12 +647,13 @@ class Gathering:
                 self.kept_views.note(bucket)
                 self._free(bucket)
 
-    def gather_for_good(self) -> None:
-        """Gather every bucket for good."""
+    def gathered_for_good(self) -> Iterator[Bucket]:
+        """Yield every bucket, gathered for good."""
         if not self.uses.units:
             return
         expect_in_step()
         self._free_rounded(self._buckets)
         for bucket in self._buckets:
             self.begin_use(bucket)
+            yield bucket
         self._meet(Marker.END_OF_ACCESS)

@@ -608,8 +608,9 @@ class ZeroRuntime:
     def release(self) -> None:
         """Give every parameter its own memory, with whole values."""
         self.bring_together()
-        self.gathering.gather_for_good()
-        for bucket in self.buckets:
+        self.clear_gradients()  # after an error for lack of memory, they make room
+        whole = [bucket for bucket in self.buckets if not bucket.partition.weights]
+        for bucket in chain(whole, self.gathering.gathered_for_good()):
             bucket.release()
 
 

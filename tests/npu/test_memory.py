@@ -144,6 +144,39 @@ class Scattered(Tower):
         return super().forward(values[values.sum(1).nonzero()[:, 0]])
 
 
+def ended(stage: int) -> tuple[int, int, int]:
+    """Return the bytes of the weights, and those that an engine's end takes in it and after it."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, **LIMITS},
+        "bf16": {"enabled": True},
+    }
+    engine, *_ = hadal.initialize(model=Tower(), config=config)
+    train(engine, 2)
+    weights = {name: weight.clone() for name, weight in engine.module_state_dict().items()}
+    assert isinstance(engine.optimizer, torch.optim.Optimizer)
+    master = engine.optimizer.param_groups[0]["params"][0].clone()
+    gc.collect()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    engine.destroy()
+    peak = torch.accelerator.max_memory_allocated() - before
+    after = torch.accelerator.memory_allocated() - before
+    for name, weight in engine.module.state_dict().items():
+        assert torch.equal(weight.cpu(), weights[name].cpu())
+    assert torch.equal(engine.optimizer.param_groups[0]["params"][0], master)
+    return sum(weight.nbytes for weight in weights.values()), peak, after
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_an_end_takes_one_bucket_beside_the_weights(stage: int, npus: RankPools) -> None:
+    for weights, peak, after in npus(2).run(ended, stage):
+        new = weights if stage == 3 else 0  # half of them were there, as shards
+        assert after <= 1.05 * new
+        assert peak <= new + 0.5 * weights
+
+
 def train(engine: Any, updates: int) -> None:
     dtype = next(engine.module.parameters()).dtype
     values = torch.ones(ROWS, WIDTH, device=engine.device, dtype=dtype)
@@ -167,6 +200,8 @@ def out_of_memory(config: dict[str, Any], kind: type[Tower], share: float) -> tu
         except torch.OutOfMemoryError as error:
             said = "\n".join([str(error), *getattr(error, "__notes__", ())])
             assert not isinstance(error.__context__, torch.OutOfMemoryError)  # the first is told
+        if config.get("zero_optimization", {}).get("stage") != 3:  # it makes no weight whole
+            engine.destroy()
     engine.destroy()
     del engine
     gc.collect()
