@@ -327,16 +327,17 @@ class OneCycle(Schedule):
     def momentum(self, n: int, group: int) -> float:
         """Return the first beta of a param group after `n` steps."""
         low, high = self._low_momentum[group], self._high_momentum[group]
-        if n == 0:
-            return low
         if n > sum(self._sizes):
             return high * (1.0 + self._decay[2] * self._decay_intervals(n))
         return high - (high - low) * self.position(n)
 
     def _write(self) -> None:
         super()._write()
-        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
-            group["betas"] = (*betas, *group["betas"][2:])
+        pairs = zip(self.optimizer.param_groups, self.get_mom() or (), strict=False)
+        for index, (group, (first, second)) in enumerate(pairs):
+            # As in DeepSpeed, training starts with the lower one, although `get_mom` differs.
+            first = self._low_momentum[index] if self.last_batch_iteration < 0 else first
+            group["betas"] = (first, second, *group["betas"][2:])
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Return the current first two betas of each param group; None if they do not vary."""

@@ -214,6 +214,7 @@ def test_schedules_have_the_attributes_that_programs_read():
         cosine.step(number)
         assert cosine.get_lr_ratio() == pytest.approx(ratio)
     cycle = build_schedule("OneCycle", ONE_CYCLE, optimizer)
+    assert cycle.get_mom() == [(0.99, 0.99)] * 2 and optimizer.param_groups[0]["betas"][0] == 0.85
     cycle.step(99)
     assert cycle.get_mom() == [pytest.approx((0.85, 0.99))] * 2
     steady = build_schedule("OneCycle", {**ONE_CYCLE, "cycle_momentum": False}, optimizer)
