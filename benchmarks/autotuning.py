@@ -46,7 +46,9 @@ class Found:
     config: dict[str, Any]
 
 
-def config_of(kind: str, micro_batches: Iterable[int], batch: int) -> dict[str, Any]:
+def config_of(
+    kind: str, stages: Iterable[int], micro_batches: Iterable[int], batch: int
+) -> dict[str, Any]:
     """The configuration of a search: stages, pairs of a fixed batch, overlap, recomputation."""
     return {
         "train_micro_batch_size_per_gpu": [*micro_batches],
@@ -54,7 +56,7 @@ def config_of(kind: str, micro_batches: Iterable[int], batch: int) -> dict[str, 
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "zero_optimization": {
-            "stage": "all",
+            "stage": [*stages],
             # Set, so that these are not searched.
             "reduce_bucket_size": 500_000_000,
             "allgather_bucket_size": 500_000_000,
@@ -118,6 +120,7 @@ def main() -> int:
     """Search three times, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deepspeed", metavar="CONFIG", help="train, as one experiment")
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--micro", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--batch", type=int, default=8, help="samples of an update")
     parser.add_argument("--turns", type=int, default=2, help="measurements of each choice")
@@ -127,7 +130,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         found = [
-            search(kind, folder / kind, config_of(kind, args.micro, args.batch))
+            search(kind, folder / kind, config_of(kind, args.stages, args.micro, args.batch))
             for kind in _SECTIONS
         ]
         speeds = in_turns(found, folder, args.turns)

@@ -43,6 +43,7 @@ from hadal.engine.arguments import (
 )
 from hadal.engine.engine import Engine
 from hadal.engine.features import copied_for_plans, listeners_of, opened_monitor, setting_of
+from hadal.engine.listeners import GivenArguments
 from hadal.engine.policies import batch_sizes_of, disk_steps_of, saving_of, warn_of_one_thread
 from hadal.engine.report import hush, log_state, open_log
 from hadal.engine.state import Parts, Training
@@ -157,7 +158,13 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         sharded = ShardedModel(model, config, topology, device)
         sharded.make_plan(modules, groups, world)
         setting = setting_of(
-            config, model, world, device, topology, sharded.plan, unchanged, optimizer
+            config,
+            model,
+            world,
+            device,
+            topology,
+            sharded.plan,
+            GivenArguments(unchanged, RequestedRanks() if is_cut else requested, optimizer),
         )
         listeners = listeners_of(setting)
         with _among_parts(topology, world):

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects
@@ -25,7 +24,7 @@ from hadal.config.monitors import JsonlMonitor
 from hadal.config.parallelism import HybridEngine
 from hadal.config.reading import read
 from hadal.engine.clocks import Clocks
-from hadal.engine.listeners import EngineSetting
+from hadal.engine.listeners import EngineSetting, GivenArguments
 from hadal.engine.plan import ModelPlan
 from hadal.engine.policies import budget_of
 from hadal.engine.precision import casting_of, scale_rule_of
@@ -83,8 +82,7 @@ def setting_of(
     device: torch.device,
     topology: Topology,
     plan: ModelPlan,
-    unchanged: nn.Module | None = None,
-    optimizer: Optimizer | None = None,
+    given: GivenArguments,
 ) -> EngineSetting:
     """Return the setting of an engine; its clocks measure the times that listeners need."""
     others = config.autotuning.enabled or config.flops_profiler.enabled
@@ -109,8 +107,7 @@ def setting_of(
         clocks=clocks,
         monitor=monitor,
         plan=plan,
-        unchanged=unchanged,
-        optimizer=optimizer,
+        given=given,
     )
 
 
@@ -179,20 +176,19 @@ def _recomputed(section: Any, setting: EngineSetting) -> Listener | None:
 
 
 def _experiment(section: Autotuning, setting: EngineSetting) -> Listener:
-    plans = None if setting.unchanged is None else _planner_of(setting.unchanged, setting)
+    plans = None if setting.given.model is None else _planner_of(setting.given, setting)
     largest = setting.plan.unit_numel
     return Experiment(section, setting.model, largest, setting.world, setting.device, plans)
 
 
-def _planner_of(model: nn.Module, setting: EngineSetting) -> PlansOf:
+def _planner_of(given: GivenArguments, setting: EngineSetting) -> PlansOf:
     """Return the planner of a model's configurations for a search."""
     from hadal.engine.clusters import cluster_here  # for this alone, as the next
     from hadal.engine.foresight import CandidatePlanner
 
     ranks = get_local_world_size() or setting.world.size
     cluster, nodes = cluster_here(setting.device, ranks), setting.world.size // ranks
-    own = type(setting.optimizer).__name__ if setting.config.optimizer is None else ""
-    return CandidatePlanner(model, setting.config, cluster, nodes, own).plan
+    return CandidatePlanner(given, setting.config, cluster, nodes).plan
 
 
 def _scalars(_: Any, setting: EngineSetting) -> Listener:

@@ -34,6 +34,7 @@ from hadal.engine.activations import (
 )
 from hadal.engine.checks import is_in_stages
 from hadal.engine.clusters import ComputeCluster, cluster_of
+from hadal.engine.listeners import GivenArguments
 from hadal.engine.memory import (
     GPU,
     Memory,
@@ -324,23 +325,17 @@ class Planner:
 
 
 class CandidatePlanner:
-    """Plans of a model under changed configurations, with batches of other sizes.
-
-    `optimizer` is the class of the program's own, if the configuration names none.
-    """
+    """Plans of a model under changed configurations, with batches of other sizes."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: Config,
-        cluster: ComputeCluster,
-        nodes: int,
-        optimizer: str = "",
-    ):
+        self, given: GivenArguments, config: Config, cluster: ComputeCluster, nodes: int
+    ) -> None:
+        assert given.model is not None  # a search has it copied
         self._config = config
-        self._own = {"optimizer": {"type": optimizer}} if optimizer in KINDS else {}
+        name = type(given.optimizer).__name__ if config.optimizer is None else ""
+        self._own = {"optimizer": {"type": name}} if name in KINDS else {}
         self._computes_on_host = cluster.computes_on_host
-        self._planner = Planner(model, cluster, nodes)
+        self._planner = Planner(given.model, cluster, nodes, requested=given.ranks)
 
     def plan(self, batch: Any, patches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return bytes, seconds and samples of an update under each patch; or `failure`.

@@ -8,14 +8,14 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal.engine.clocks import Clocks
 from hadal.engine.plan import ModelPlan
-from hadal.engine.topology import Topology
+from hadal.engine.topology import RequestedRanks, Topology
 from hadal.errors import UsageError
 from hadal.listener import Forward, Listener, Options, Setting
 from hadal.plugins.monitor.monitor import Monitor
@@ -175,6 +175,17 @@ def _momentum_of(group: dict[str, Any]) -> Any:
     return group.get("betas", group.get("momentum", 0.0))
 
 
+class GivenArguments(NamedTuple):
+    """Arguments of `initialize` from which a search plans other configurations."""
+
+    model: nn.Module | None
+    """A copy of the model before it was changed, on meta; None without a search."""
+    ranks: RequestedRanks
+    """The program's own groups."""
+    optimizer: Optimizer | None
+    """The optimizer; None if there is nothing to train."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSetting(Setting):
     """Setting of the engine's own features."""
@@ -183,7 +194,4 @@ class EngineSetting(Setting):
     clocks: Clocks
     monitor: Monitor
     plan: ModelPlan
-    unchanged: nn.Module | None
-    """A copy of the model as it was given, on meta, if a search plans it; else None."""
-    optimizer: Optimizer | None
-    """The optimizer; None if there is nothing to train."""
+    given: GivenArguments

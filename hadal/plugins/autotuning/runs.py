@@ -137,15 +137,15 @@ class Runner:
             return [(name, own[0][1]) for name in names] or own
         choices = replace(choices, num_nodes=None, num_slots=None)
         job = planned(choices, self.variables, self.folder).job
-        is_shared = choices.launcher == "ssh" and len(own) == 1 and devices_here() > 0
         is_numbered = job.shows_slots or not self.variables.get("CUDA_VISIBLE_DEVICES")
+        is_shared = choices.launcher == "ssh" and len(own) == 1 and is_numbered and devices_here()
         blocks = [
             (host, slots[first : first + size])
             for host, slots in job.pool.items()
             for first in range(0, len(slots) - size + 1, size)
-            if (first == 0 or (is_shared and is_numbered)) and (count or len(slots) == size)
+            if (is_shared or (nodes and first == 0)) and (count or len(slots) == size)
         ]
-        return list(dict.fromkeys([*own, *(blocks if nodes or is_shared else ())]))
+        return list(dict.fromkeys([*own, *blocks]))
 
     @property
     def lanes(self) -> int:
@@ -289,12 +289,11 @@ class Runner:
         has_others = len(self._places) >= 2 * len(self.pool)
         is_repeated = one.failed_on is None and (is_lost or (is_suspect and has_others))
         if is_repeated:
-            self._running.append(
-                replace(one, outcome=Future(), pool={}, failed_on={} if is_lost else one.pool)
-            )
-            if not is_lost:
-                where = "is repeated on others, as devices or hosts may be the reason"
-                self.say(f"{one.name} failed on {_shown(one.pool)} and {where}: {outcome.reason}")
+            where = {} if is_lost else one.pool
+            self._running.append(replace(one, outcome=Future(), pool={}, failed_on=where))
+        if is_repeated and not is_lost:
+            why = "is repeated on others, as devices or hosts may be the reason"
+            self.say(f"{one.name} failed on {_shown(one.pool)} and {why}: {outcome.reason}")
         self._begin()
         return self.finished() if is_repeated else outcome
 

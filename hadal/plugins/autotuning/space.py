@@ -105,9 +105,7 @@ class SearchRequest:
 
     def is_possible(self, others: Others) -> bool:
         """Return whether the ranks can be divided as these settings have it."""
-        parts = math.prod(self.at(others).degrees.values())
-        size = int(dict(others).get(EXPERTS, "1"))
-        return self.world_size % parts == 0 and self.world_size % size == 0
+        return self.world_size % math.prod(self.at(others).degrees.values()) == 0
 
     def accumulation_of(self, micro_batch: int) -> int | None:
         """Return the micro-steps of an update; None if the program sets them itself."""
@@ -282,9 +280,7 @@ def _integers(path: str, value: Any, name: str) -> tuple[int, ...]:
 
 def _degrees(key: str, raw: Mapping[str, Any], world_size: int, name: str) -> tuple[int, ...]:
     """Return the listed degrees of one kind; "all" are the divisors of the ranks."""
-    *sections, inner = key.split(".")
-    value = raw.get(sections[0]) if sections else raw
-    value = value.get(inner) if isinstance(value, Mapping) else None
+    value = found_at(raw, key)
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
     listed = _integers(key, divisors if value == "all" else value, name)
     if other := next((size for size in listed if size not in divisors), None):
@@ -331,11 +327,9 @@ def _faults(wish: SearchRequest, world_size: int) -> Iterator[Fault]:
     for key, switch in ((STAGES, "pipeline.auto"), (EXPERTS, "expert_parallel.enabled")):
         if key in listed and not found_at(wish.raw, switch):
             yield Fault(key, f"a list has no effect without {switch}; set that to true")
-    if not wish.is_possible(wish.own):
+    if listed and not wish.is_possible(wish.own):
         first = " x ".join(f"{wish.ranges[key][0]} of {key}" for key in listed)
-        message = (
-            f"{first} do not divide the {wish.world_size} ranks; list first what fits together"
-        )
+        message = f"{first} do not divide the {world_size} ranks; list first what fits together"
         yield Fault(listed[0], message)
     if most is not None and least > most:
         message = f"{least} is more than max_train_batch_size {most}; lower it"
