@@ -16,8 +16,6 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from hadal import comm
-from hadal.comm import Ranks
-from hadal.comm.adjoint import gathered
 from hadal.compat.surface import NameKind, data, placeholder
 from hadal.config.section import plain
 from hadal.engine.engine import Engine
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
         ProgressiveLayerDrop,
         RandomLTDScheduler,
     )
-    from hadal.compat.tools import SparseTensor
 
 _log = logging.getLogger(__name__)
 _TABLE = data("accessors.json")
@@ -290,37 +287,6 @@ class Accessors(Engine):
         """
         if grads is not None:
             self.allreduce_no_retain(grads, self.topology.sharding.group, elements_per_buffer)
-
-    def sparse_all_gather(self, value: Tensor, dp_group: Any) -> list[Tensor]:
-        """Return the rows of every rank of a group. All of its ranks must call it."""
-        counts = self.all_gather_scalar(torch.tensor([len(value)], device=value.device), dp_group)
-        sizes = [int(count) for count in counts]
-        ranks = Ranks.world() if dp_group is None else Ranks.of(dp_group)
-        whole = gathered(value, 0, sizes, ranks, "the rows of a table's gradient")
-        return list(whole.split(sizes))
-
-    def sparse_allreduce(
-        self, sparse: SparseTensor, dp_group: Any, dp_world_size: int | None = None
-    ) -> SparseTensor:
-        """Give a sparse gradient its mean over a group: every rank's rows, divided by the ranks."""
-        mean = sparse.values / (dp_world_size or comm.get_world_size(dp_group))
-        sparse.indices = torch.cat(self.sparse_all_gather(sparse.indices, dp_group))
-        sparse.values = torch.cat(self.sparse_all_gather(mean, dp_group))
-        return sparse
-
-    def sparse_allreduce_bucket(
-        self, bucket: Sequence[SparseTensor], dp_group: Any, dp_world_size: int | None = None
-    ) -> list[SparseTensor]:
-        """Do as `sparse_allreduce` with each of them."""
-        return [self.sparse_allreduce(each, dp_group, dp_world_size) for each in bucket]
-
-    def sparse_allreduce_no_retain(
-        self, bucket: Sequence[SparseTensor], dp_group: Any, dp_world_size: int | None = None
-    ) -> None:
-        """Give the gradients that these were made of their mean over a group."""
-        for each in self.sparse_allreduce_bucket(bucket, dp_group, dp_world_size):
-            assert each.orig_dense_tensor is not None  # those of an embedding
-            each.orig_dense_tensor.data = each.to_coo_tensor()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Return `no_sync()`: the reductions of the backwards inside may wait for the step."""

@@ -27,19 +27,8 @@ _LAYER = re.compile(_FACTS["LAYER_FILE_PREFIX_PATTERN"])
 _DEGREES = "checkpoint_parallel_dimensions"
 
 
-@also(AssertionError)
-def basic_folder_validation(dir: str | Path) -> None:
-    """Check that a folder is there.
-
-    Raises:
-        CheckpointError: it is not.
-    """
-    if not Path(dir).is_dir():
-        raise CheckpointError(f"{dir} is no folder; pass the folder of a checkpoint's tag")
-
-
 def get_files(dir: str | Path) -> list[str]:
-    """Return the files in a folder and below it."""
+    """Return the files in a folder and below it; none if there is no folder."""
     return sorted(str(path) for path in Path(dir).rglob("*") if path.is_file())
 
 
@@ -110,10 +99,6 @@ class meg_2d_parallel_map:
     tp_degree: int
     map: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
-    def add_data(self, pp_index: int, tp_index: int, data: Sequence[int]) -> None:
-        """Give a rank further files."""
-        self.map.setdefault((pp_index, tp_index), []).extend(data)
-
     def get_data(self, pp_index: int | None = None, tp_index: int | None = None) -> list[int]:
         """Return the files of a rank, of all stages or of all parts."""
         stages = range(self.pp_degree) if pp_index is None else [pp_index]
@@ -129,17 +114,14 @@ def reshape_meg_2d_parallel(
     verbose: bool = False,
 ) -> meg_2d_parallel_map:
     """Return the files of each of fewer ranks: parts are joined first, then stages."""
-    narrow = meg_2d_parallel_map(old_pp_degree, new_tp_degree)
-    made = meg_2d_parallel_map(new_pp_degree, new_tp_degree)
-    for stage in range(old_pp_degree):
-        own = range(stage * old_tp_degree, (stage + 1) * old_tp_degree)
-        for part, numbers in enumerate(partition_data(own, new_tp_degree)):
-            narrow.add_data(stage, part, numbers)
+    ranks = range(old_pp_degree * old_tp_degree)
+    stages = [partition_data(own, new_tp_degree) for own in partition_data(ranks, old_pp_degree)]
+    found = {}
     for part in range(new_tp_degree):
-        shares = partition_data(narrow.get_data(None, part), new_pp_degree)
-        for stage, numbers in enumerate(shares):
-            made.add_data(stage, part, numbers)
-    return made
+        joined = [at for parts in stages for at in parts[part]]
+        for stage, share in enumerate(partition_data(joined, new_pp_degree)):
+            found[stage, part] = share
+    return meg_2d_parallel_map(new_pp_degree, new_tp_degree, found)
 
 
 @dataclass
@@ -192,7 +174,6 @@ def get_model_3d_descriptor(dir: str | Path) -> model_3d_desc:
     Raises:
         CheckpointError: its files contradict each other.
     """
-    basic_folder_validation(dir)
     files = get_files(dir)
     models = get_files_with_prefix(files, "mp_rank_")
     return _ranks_of(dir, files, [(file, read_pickle(Path(file))) for file in models])
@@ -228,7 +209,6 @@ class ZeROCheckpoint:
 
     @also(AssertionError, RuntimeError)
     def __init__(self, dir: str | Path, source_3d: model_3d_desc | None = None) -> None:
-        basic_folder_validation(dir)
         self.dir, self.file_list = dir, get_zero_files(dir)
         self.num_files = len(self.file_list)
         if not self.num_files:
@@ -313,7 +293,6 @@ class DeepSpeedCheckpoint:
         dp_degree: int | None = None,
         final_layer_norm_idx: int = -1,
     ) -> None:
-        basic_folder_validation(dir)
         self.dir, self.final_layer_norm_idx = dir, final_layer_norm_idx
         self.file_list = get_files(dir)
         self.mp_rank_files = get_files_with_prefix(self.file_list, "mp_rank_")
@@ -382,18 +361,6 @@ class DeepSpeedCheckpoint:
         """Return another value that the program saved; None if it did not."""
         return self.global_state.get(info_key)
 
-    def get_embedding_files(self, tp_index: int) -> list[str]:
-        """Return the files of a part's first layer."""
-        return self.tp_to_embedding_map[tp_index]
-
-    def get_final_norm_files(self, tp_index: int) -> list[str]:
-        """Return the files of a part's last norm."""
-        return self.tp_to_final_norm_map[tp_index]
-
-    def get_pp_transformer_map(self, pp_index: int) -> Sequence[str]:
-        """Return the beginnings of the file names of a stage's layers."""
-        return self.pp_to_transformer_map[pp_index]
-
     def get_2d_parallel_files(self, tp_index: int, pp_index: int) -> list[str]:
         """Return the files of a rank's model states."""
         return [self.mp_rank_files[at] for at in self.new_2d_map.get_data(pp_index, tp_index)]
@@ -407,11 +374,11 @@ class DeepSpeedCheckpoint:
 
     def get_embedding_state(self, tp_index: int) -> dict[str, Any]:
         """Return a part's first layer."""
-        return _joined(self.get_embedding_files(tp_index))
+        return _joined(self.tp_to_embedding_map[tp_index])
 
     def get_final_norm_state(self, tp_index: int) -> dict[str, Any]:
         """Return the last norm, which all parts have whole."""
-        return dict(_read(self.get_final_norm_files(tp_index)[0]))
+        return dict(_read(self.tp_to_final_norm_map[tp_index][0]))
 
     def get_transformer_state(self, tp_index: int, pp_index: int) -> list[dict[str, Any]]:
         """Return the layers of a rank."""

@@ -8,7 +8,6 @@ part of the whole. Unlike DeepSpeed's, the gathers have gradients.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,49 +35,31 @@ _BETWEEN = re.compile(
 )
 
 
-@dataclass
-class SPModelInfo:
-    """The attentions of a model, and the layer between its encoder and its decoder."""
-
-    vit_attn_modules: list[tuple[str, nn.Module]] = field(default_factory=list)
-    llm_attn_modules: list[tuple[str, nn.Module]] = field(default_factory=list)
-    vision_projection_module: tuple[str, nn.Module] | None = None
-
-
-def detect_model_sp_info(model: nn.Module) -> SPModelInfo:
-    """Return the modules of a model that sequence parallelism concerns, by their class names."""
-    named = list(model.named_modules())
-    between = (pair for pair in named if _BETWEEN.search(pair[0]))
-    return SPModelInfo(
-        [pair for pair in named if type(pair[1]).__name__ in _SEES],
-        [pair for pair in named if _READS.fullmatch(type(pair[1]).__name__)],
-        next(between, None),
-    )
-
-
 def auto_wrap_model_for_sp(model: nn.Module, process_group: Any) -> nn.Module:
     """Wrap the attentions of a model's image encoder; return the model.
 
     Raises:
         ModelError: none of its modules is a known attention.
     """
-    found = detect_model_sp_info(model)
-    if not found.vit_attn_modules and not found.llm_attn_modules:
+    named = list(model.named_modules())
+    reads = [name for name, each in named if _READS.fullmatch(type(each).__name__)]
+    sees = [(name, each) for name, each in named if type(each).__name__ in _SEES]
+    if not sees and not reads:
         raise ModelError(
             f"auto_wrap_model_for_sp: {type(model).__name__} has no known attention; wrap its own"
             " in UlyssesSPViTAttention"
         )
-    for name, attention in found.vit_attn_modules:
+    for name, attention in sees:
         has_cls = _SEES[type(attention).__name__]
         model.set_submodule(name, UlyssesSPViTAttention(attention, process_group, has_cls))
-    if found.llm_attn_modules:
+    if reads:
         logger.warning(
-            f"auto_wrap_model_for_sp leaves {len(found.llm_attn_modules)} attentions of the decoder"
-            " as they are; the key sequence_parallel_size splits their sequences"
+            f"auto_wrap_model_for_sp leaves {len(reads)} attentions of the decoder as they are; the"
+            " key sequence_parallel_size splits their sequences"
         )
-    if found.vision_projection_module is not None:
-        name = found.vision_projection_module[0]
-        logger.warning(f"auto_wrap_model_for_sp: wrap {name} in a fusion adapter for this model")
+    between = next((name for name, _ in named if _BETWEEN.search(name)), None)
+    if between is not None:
+        logger.warning(f"auto_wrap_model_for_sp: wrap {between} in a fusion adapter of this model")
     return model
 
 

@@ -70,10 +70,6 @@ def test_an_encoder_s_attention_sees_the_patches_of_all_ranks(with_class_token: 
 @on_ranks(1)
 def test_a_model_s_attentions_are_found_and_wrapped() -> None:
     model = seeing()
-    found = NAMES.detect_model_sp_info(model)
-    assert [name for name, _ in found.vit_attn_modules] == ["encoder.0"]
-    assert [name for name, _ in found.llm_attn_modules] == ["decoder.0"]
-    assert found.vision_projection_module[0] == "mm_projector"
     inner, logger = model.encoder[0], alias("deepspeed.utils.logging").logger
     told: list[str] = []
     handler = logging.Handler()
