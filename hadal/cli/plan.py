@@ -15,7 +15,7 @@ import runpy
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -203,7 +203,7 @@ def _run(parsed: argparse.Namespace, cluster: ComputeCluster) -> int:
         show_json(_plain(found, changes) | {"units": [block._asdict() for block in found.blocks]})
     else:
         _show(found, changes)
-        for line in found.rank.config.lines:
+        for line in (*found.rank.config.lines, *_odd_rows(found)):
             note(line)
     if parsed.output is not None:
         write_picture(figure_of(found), parsed.output)
@@ -235,14 +235,15 @@ def _model(parsed: argparse.Namespace) -> tuple[nn.Module, Any]:
         return SizedModel(parsed.params, parsed.largest_layer), None
     if parsed.model is None:
         raise CommandError("expected --model or --params, or a program with its arguments")
-    model, batch = model_at(parsed.model)
+    device = "cpu" if parsed.with_values else "meta"
+    model, batch = model_at(parsed.model, device)
     if not parsed.has_batch:
         return model, None
     return model, _tokens(model, parsed) if batch is None else batch
 
 
-def model_at(path: str) -> tuple[nn.Module, Any]:
-    """Build the model of a folder, or that a function returns, without memory for it.
+def model_at(path: str, device: str = "meta") -> tuple[nn.Module, Any]:
+    """Build the model of a folder, or that a function returns, by default without memory for it.
 
     The function may return a batch beside it; None if there is none.
 
@@ -253,7 +254,7 @@ def model_at(path: str) -> tuple[nn.Module, Any]:
     from torch import nn
 
     if os.path.isfile(os.path.join(path, "config.json")):
-        return _model_in(path), None
+        return _model_in(path, device), None
     if ":" not in path:
         is_size = re.fullmatch(r"[\d.]+[KMBT]?", path, re.IGNORECASE)
         remedy = f"use --params {path}" if is_size else "the function builds the model"
@@ -263,7 +264,7 @@ def model_at(path: str) -> tuple[nn.Module, Any]:
         )
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             model = pkgutil.resolve_name(path)()
     except Exception as error:  # the user's module may raise any error
         raise ModelError(
@@ -276,8 +277,8 @@ def model_at(path: str) -> tuple[nn.Module, Any]:
     return model, batch
 
 
-def _model_in(folder: str) -> nn.Module:
-    """Build the model that a config.json of transformers describes, without memory for it.
+def _model_in(folder: str, device: str) -> nn.Module:
+    """Build the model that a config.json of transformers describes.
 
     Raises:
         ModelError: transformers is missing, or cannot build it.
@@ -289,7 +290,7 @@ def _model_in(folder: str) -> nn.Module:
 
         config = transformers.AutoConfig.from_pretrained(folder)
         name = (config.architectures or ["of no class"])[0]
-        with torch.device("meta"):
+        with torch.device(device):
             model: nn.Module = getattr(transformers, name)(config)
     except Exception as error:  # code of the model may raise any error
         raise ModelError(
@@ -311,7 +312,8 @@ def _tokens(model: nn.Module, parsed: argparse.Namespace) -> Any:
     most = getattr(known, "max_position_embeddings", None) or _LENGTH
     length = parsed.sequence_length or min(_LENGTH, most)
     rows = read(parsed.config or {})[1].get("train_micro_batch_size_per_gpu", 1)
-    ids = torch.zeros(rows if isinstance(rows, int) else 1, length, dtype=torch.long, device="meta")
+    with torch.device("cpu" if parsed.with_values else "meta"):
+        ids = torch.zeros(rows if isinstance(rows, int) else 1, length, dtype=torch.long)
     if "labels" not in inspect.signature(type(model).forward).parameters:
         return {"input_ids": ids}
     is_of_rows = type(model).__name__.endswith("ForSequenceClassification")
@@ -464,6 +466,15 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
 
     shapes = (getattr(leaf, "shape", None) for leaf in tree_leaves(batch))
     return list(dict.fromkeys(tuple(shape) for shape in shapes if shape))  # no single numbers
+
+
+def _odd_rows(found: Foresight) -> Iterator[str]:
+    micro, shapes = found.rank.config.train_micro_batch_size_per_gpu, _shapes(found.batch)
+    if shapes and all(rows != micro for rows, *_ in shapes):
+        yield (
+            f"the micro-batch has {shapes[0][0]} rows, but train_micro_batch_size_per_gpu is"
+            f" {micro}, which samples per second count"
+        )
 
 
 def _verdict(found: Foresight) -> str:

@@ -320,6 +320,8 @@ def _loss(output: Any) -> Tensor:
         loss = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
     if loss is None:
         raise TypeError(f"a {type(output).__name__} without a tensor is no loss; pass loss_of")
+    if not loss.requires_grad:
+        raise TypeError("its loss depends on no parameter that is trained")
     return loss if loss.dim() == 0 else loss.float().sum()
 
 

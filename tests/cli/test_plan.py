@@ -200,12 +200,14 @@ def test_a_function_may_return_a_batch(
     (tmp_path / "planned_models.py").write_text(
         "import torch\n"
         "def build():\n"
-        "    return torch.nn.Linear(64, 64), torch.ones(8, 64)\n"
+        "    return torch.nn.Linear(64, 64), torch.ones(8, 64, dtype=torch.bfloat16)\n"
         "def alone():\n"
         "    return torch.nn.Linear(64, 64)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     words[2] = "planned_models:build"
+    assert main(words) == 0
+    assert "micro-batch has 8 rows, but train_micro_batch_size" in capsys.readouterr().err
     assert "moments" in planned(words, capsys)[1]
     words[2] = "planned_models:alone"
     assert "moments" not in planned(words, capsys)[1]
@@ -215,6 +217,27 @@ def test_a_function_may_return_a_batch(
     words[2] = "planned_models:alone"
     assert main(words) == 0
     assert "Without a batch, activations and time are left out." in capsys.readouterr().out
+
+
+def test_values_are_computed_with_what_a_function_makes(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "routed_models.py").write_text(
+        "import torch\n"
+        "class Routed(torch.nn.Linear):\n"
+        "    def forward(self, values):\n"
+        "        return super().forward(values[values.sum(1).nonzero()[:, 0]])\n"
+        "def build():\n"
+        "    return Routed(64, 64), torch.ones(8, 64, dtype=torch.bfloat16)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words[2] = "routed_models:build"
+    assert main(words) == 1
+    assert "hadal plan --with-values" in capsys.readouterr().err
+    assert "moments" in planned([*words, "--with-values"], capsys)[1]
 
 
 PROGRAM = """
@@ -228,7 +251,7 @@ engine, _, loader, _ = hadal.initialize(model=model, config=sys.argv[1], trainin
 assert engine.train_micro_batch_size_per_gpu() == 2
 assert engine.gradient_accumulation_steps() == 1 and engine.train_batch_size() == 8
 for (row,) in loader:
-    engine.backward(engine(row).float().sum())
+    engine.backward(engine(row.bfloat16()).float().sum())
     raise SystemExit("trained")
 """
 

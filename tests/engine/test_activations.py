@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import hadal
 from hadal.engine.activations import Features, MicroStep, trace
 from hadal.engine.precision import Casting
 from hadal.errors import ModelError
@@ -214,3 +215,9 @@ def test_the_model_itself_is_left_alone() -> None:
     assert [(n, type(p), p.device, p.grad) for n, p in model.named_parameters()] == before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert "forward" not in vars(model[0])
+
+
+def test_a_loss_that_trains_nothing_is_told() -> None:
+    layer = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(ModelError, match="its loss depends on no parameter that is trained"):
+        hadal.plan(layer, {"train_batch_size": 1}, torch.ones(1, 4), cluster="h100x1")
