@@ -30,12 +30,12 @@ from hadal.plugins.data_efficiency.indexed import RowsBuilder
 from hadal.plugins.data_efficiency.indexing import (
     ByteTokenizer,
     Indexing,
+    PlainTexts,
     index_texts,
     tokenizer_of,
 )
 from hadal.plugins.data_efficiency.metric_files import Origin, write_single
 from hadal.plugins.data_efficiency.ordered import CurriculumOrder
-from hadal.plugins.data_efficiency.texts import PlainTexts
 
 
 @contextmanager

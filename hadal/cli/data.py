@@ -211,7 +211,7 @@ def run_index(parsed: argparse.Namespace) -> int:
 
 
 def _source(parsed: argparse.Namespace) -> Any:
-    from hadal.plugins.data_efficiency.texts import DatasetTexts, source_of
+    from hadal.plugins.data_efficiency.indexing import DatasetTexts, source_of
 
     if parsed.format != "dataset":
         return source_of(parsed.input, parsed.format, parsed.field, parsed.document)

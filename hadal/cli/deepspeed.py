@@ -14,10 +14,9 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hadal.cli.flags import choices_of, divided
 from hadal.cli.main import command_line, main
 from hadal.cli.parser import CONFIG_HELP, Parser, add_flag, integer, size
-from hadal.cli.run import parsed_words, pid_file, start
+from hadal.cli.run import choices_of, divided, parsed_words, pid_file, start
 from hadal.cli.terminal import FAILED, fail, progress, show
 from hadal.errors import HadalError, UsageError
 from hadal.launcher.choices import planned_on

@@ -23,9 +23,8 @@ from hadal.cli import (
     run,
     ssh,
 )
-from hadal.cli.flags import divided
 from hadal.cli.parser import Parser, add_group
-from hadal.cli.run import UNREAD
+from hadal.cli.run import UNREAD, divided
 from hadal.cli.terminal import FAILED, MISUSED, fail
 from hadal.errors import HadalError, LaunchError
 

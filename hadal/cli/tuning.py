@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hadal.cli.flags import CommandOutput, choices_of
+from hadal.cli.run import CommandOutput, choices_of
 from hadal.cli.terminal import COLOURS, FAILED, MISUSED, fail, save_picture, show
 from hadal.errors import HadalError, LaunchError
 

@@ -311,7 +311,7 @@ def check_scores(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> 
     others = [name for name, p in named if p.requires_grad and p not in trained]
     if not others or not trained:
         return
-    from hadal.plugins.compression.rules import is_score  # for this alone
+    from hadal.plugins.compression.layers import is_score  # for this alone
 
     found = list(filter(is_score, others))
     if found:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hadal.cli.flags import divided
 from hadal.cli.main import command_line, main
 from hadal.cli.parser import Parser, spelled
+from hadal.cli.run import divided
 
 
 def parsers(parser: Parser) -> Iterator[Parser]:

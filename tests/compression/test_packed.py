@@ -168,8 +168,7 @@ def test_rows_of_an_embedding_are_those_of_its_weight():
     for groups in (1, 3, 12):
         table = nn.Embedding(12, 16, padding_idx=2)
         model = nn.Sequential(table)
-        from hadal.plugins.compression.packed import remember
-        from hadal.plugins.compression.packing import grid_of
+        from hadal.plugins.compression.packed import grid_of, remember
         from hadal.plugins.compression.quantizers import quantize
 
         remember(table, grid_of(table.weight, 5, groups, symmetric=False))

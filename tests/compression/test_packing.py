@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hadal.plugins.compression.packing import CodeLayout, decode, encode, grid_of, pack, unpack
+from hadal.plugins.compression.packed import CodeLayout, decode, encode, grid_of, pack, unpack
 from hadal.plugins.compression.quantizers import quantize
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.plugins.compression.rules import WeightRule
+from hadal.plugins.compression.layers import WeightRule
 
 
 def rule(start=8, target=4, period=2, offset=0, change=None, in_forward=False) -> WeightRule:

@@ -13,16 +13,19 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hadal.errors import UsageError
-from hadal.plugins.data_efficiency import texts
+from hadal.plugins.data_efficiency import indexing as texts
 from hadal.plugins.data_efficiency.indexed import IndexedRows
 from hadal.plugins.data_efficiency.indexing import (
     ByteTokenizer,
+    DatasetTexts,
     Indexing,
+    JsonTexts,
+    PlainTexts,
     dtype_for,
     index_texts,
+    source_of,
     tokenizer_of,
 )
-from hadal.plugins.data_efficiency.texts import DatasetTexts, JsonTexts, PlainTexts, source_of
 
 WORDS = ["ein Text", "größer 語 🙂", "x", "and a longer line of words"] * 50
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hadal.cli.flags import divided
 from hadal.cli.main import command_line, main
+from hadal.cli.run import divided
 from hadal.errors import LaunchError
 from hadal.launcher import choices as choosing
 from hadal.launcher.choices import Choices, LaunchPlan, planned

@@ -18,7 +18,7 @@ import torch
 from pace import paces
 from torch import nn
 
-from hadal.cli.flags import elastic_bounds
+from hadal.cli.run import elastic_bounds
 from launcher.jobs import LIMIT_S, alive, descendants, interrupt, run, start, wait_for
 
 # Stands for ssh: a host is this machine, and refuses while a file `down-HOST` exists.

@@ -15,9 +15,16 @@ from torch.nn import functional as F
 
 from hadal import comm
 from hadal.errors import SequenceError
-from hadal.plugins.sequence import partial, ring_attention
-from hadal.plugins.sequence.partial import Operands, Pattern, attend, empty_result, gradients, merge
-from hadal.plugins.sequence.ring import chunks_of
+from hadal.plugins.sequence import ring, ring_attention
+from hadal.plugins.sequence.ring import (
+    Operands,
+    Pattern,
+    attend,
+    chunks_of,
+    empty_result,
+    gradients,
+    merge,
+)
 
 BATCH, WIDTH = 2, 4
 
@@ -80,9 +87,9 @@ def test_pieces_are_the_whole(
     query, key, value = (one.detach() for one in operands)
     found = [torch.zeros_like(one) for one in (query, key, value)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partial, "_SCORES", scores)
+        patch.setattr(ring, "_SCORES", scores)
         if not fused:
-            patch.setattr(partial, "has_fused_attention", lambda device: False)
+            patch.setattr(ring, "has_fused_attention", lambda device: False)
         for rows in ranges:
             here = slice(rows.start, rows.stop)
             total = empty_result(query[:, :, here])

@@ -16,14 +16,17 @@ from hadal.config.load import load_config
 from hadal.config.reading import read
 from hadal.errors import ConfigError, Fault, UsageError, few, written
 from hadal.plugins.compression.layers import (
+    ActivationRule,
+    Bits,
     Compressed,
+    PruneRule,
+    WeightRule,
     change,
     change_back,
     compressed_modules,
 )
 from hadal.plugins.compression.matching import Match, matches_of
-from hadal.plugins.compression.packed import remember
-from hadal.plugins.compression.packing import Grid, grid_of
+from hadal.plugins.compression.packed import Grid, grid_of, remember
 from hadal.plugins.compression.pruning import (
     Pruned,
     Whole,
@@ -34,7 +37,6 @@ from hadal.plugins.compression.pruning import (
     prunings_of,
 )
 from hadal.plugins.compression.report import note_sizes
-from hadal.plugins.compression.rules import ActivationRule, Bits, PruneRule, WeightRule
 from hadal.plugins.compression.shrinking import (
     CutDimension,
     Cuts,

@@ -14,11 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from hadal.errors import ModelError, UsageError
-from hadal.plugins.compression.layers import Compressed, change, compressed_modules
+from hadal.plugins.compression.layers import ActivationRule, Compressed, change, compressed_modules
 from hadal.plugins.compression.masks import as_matrix, as_weight
-from hadal.plugins.compression.packed import Packed, load_state, packed_modules
-from hadal.plugins.compression.packing import CodeLayout, levels_of, pack, unpack
-from hadal.plugins.compression.rules import ActivationRule
+from hadal.plugins.compression.packed import (
+    CodeLayout,
+    Packed,
+    levels_of,
+    load_state,
+    pack,
+    packed_modules,
+    unpack,
+)
 from hadal.plugins.compression.shrinking import shapes_of, take_shapes
 
 FILE = "model.safetensors"

@@ -14,15 +14,18 @@ from torch import Tensor, nn
 from hadal.config.compression import CompressionTraining, SparsePruningShared
 from hadal.errors import Fault, UsageError, few
 from hadal.plugins.compression.layers import (
+    BlockRule,
     Compressed,
+    PruneRule,
     change,
     compressible,
+    mask_name,
+    score_name,
     why_not,
 )
 from hadal.plugins.compression.masks import Blocks, as_matrix, rows_of
 from hadal.plugins.compression.matching import Match, matches_of, searched
 from hadal.plugins.compression.quantizers import largest
-from hadal.plugins.compression.rules import BlockRule, PruneRule, mask_name, score_name
 
 _log = logging.getLogger("hadal.plugins.compression")
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hadal.plugins.compression.layers import Compressed, compressible
+from hadal.plugins.compression.layers import Compressed, compressible, mask_name, score_name
 from hadal.plugins.compression.packed import Packed, grid_left
 from hadal.plugins.compression.pruning import BLOCK_SCORES
-from hadal.plugins.compression.rules import mask_name, score_name
 from hadal.plugins.compression.shrinking import pruned_by
 from hadal.units import shown_nbytes
 

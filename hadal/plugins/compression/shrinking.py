@@ -13,11 +13,17 @@ from torch import Tensor, nn
 
 from hadal.config.compression import CompressionTraining
 from hadal.errors import Fault, ModelError
-from hadal.plugins.compression.layers import Compressed, why_not
+from hadal.plugins.compression.layers import (
+    BlockRule,
+    Compressed,
+    PruneRule,
+    mask_name,
+    score_name,
+    why_not,
+)
 from hadal.plugins.compression.matching import Match, searched
 from hadal.plugins.compression.packed import cut_grid
 from hadal.plugins.compression.pruning import BLOCK_SCORES, matrix_shape
-from hadal.plugins.compression.rules import BlockRule, PruneRule, mask_name, score_name
 
 _log = logging.getLogger(__name__)
 

@@ -24,10 +24,15 @@ from hadal.plugins.compression.compress import (
     tell_missing_teacher,
     with_old_form,
 )
-from hadal.plugins.compression.layers import Compressed, RunningRange, compressed_modules
+from hadal.plugins.compression.layers import (
+    BlockRule,
+    Compressed,
+    RunningRange,
+    compressed_modules,
+    mask_name,
+)
 from hadal.plugins.compression.masks import MOST, Blocks, thresholds
 from hadal.plugins.compression.pruning import BLOCK_SCORES, score_of_blocks
-from hadal.plugins.compression.rules import BlockRule, mask_name
 
 
 @dataclass(frozen=True, slots=True)
