@@ -282,6 +282,7 @@ def test_a_program_is_planned_up_to_its_first_forward(ends: bool, tmp_path: Path
 def in_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A directory in which programs are planned by this process, which is restored."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr(hadal, "initialize")  # is resolved anew, and restored afterwards
     monkeypatch.setattr(assemble, "initialize", assemble.initialize)
     monkeypatch.setattr(hadal.zero.Init, "__init__", hadal.zero.Init.__init__)
     monkeypatch.setattr(sys, "argv", sys.argv)
