@@ -431,8 +431,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
         num_nodes: nodes of the job.
         additional_buffer_factor: factor on host memory, to leave room for other uses.
     """
-    job = JobSize(num_gpus_per_node, num_nodes)
-    _print_needs(2, counted(model), job, additional_buffer_factor)
+    _print_needs(2, counted(model), JobSize(num_gpus_per_node, num_nodes), additional_buffer_factor)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
@@ -460,8 +459,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
         num_nodes: nodes of the job.
         additional_buffer_factor: factor on host memory, to leave room for other uses.
     """
-    job = JobSize(num_gpus_per_node, num_nodes)
-    _print_needs(3, counted(model), job, additional_buffer_factor)
+    _print_needs(3, counted(model), JobSize(num_gpus_per_node, num_nodes), additional_buffer_factor)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(

@@ -130,7 +130,7 @@ class KeptChunks:
                 raise UsageError(
                     f"{folder} cannot be created: {error.strerror}; choose another directory"
                 ) from error
-            _put(told, lambda path: path.write_text(known, "utf-8"))
+            put_file(told, lambda path: path.write_text(known, "utf-8"))
 
     def _path(self, span: Span) -> Path:
         return self._folder / f"{span.start}_{span.stop}.npz"
@@ -145,7 +145,7 @@ class KeptChunks:
             with open(path, "wb") as file:
                 np.savez(file, **cast("dict[str, Any]", arrays))
 
-        _put(self._path(span), write)
+        put_file(self._path(span), write)
 
     def load(self, span: Span) -> Arrays:
         """Return the results of a chunk."""
@@ -157,7 +157,7 @@ class KeptChunks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _put(path: Path, write: Callable[[Path], object]) -> None:
+def put_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file atomically: it is complete, or it does not exist."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.partial")
     write(draft)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hadal.errors import UsageError
+from hadal.plugins.data_efficiency.chunks import put_file
 from hadal.plugins.data_efficiency.clusters import Ids, Metric
 from hadal.plugins.data_efficiency.indexed import (
     IndexedRows,
@@ -219,10 +219,8 @@ def write_origin(folder: Path, metric: str, origin: Origin) -> None:
     """Record the data set of a metric, if it can be distinguished from others."""
     if origin.checksum is None:
         return
-    path = prefix_of(folder, metric, _ORIGIN)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    draft.write_text(json.dumps(origin._asdict()) + "\n", "utf-8")
-    os.replace(draft, path)
+    text = json.dumps(origin._asdict()) + "\n"
+    put_file(prefix_of(folder, metric, _ORIGIN), lambda path: path.write_text(text, "utf-8"))
 
 
 # ---- of a configuration --------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import datetime
 import json
 import math
 import os
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -266,8 +267,8 @@ def _state(run: RunRecord) -> str:
 
 
 def _median(values: Any) -> float:
-    ordered = sorted(value for value in values if math.isfinite(value))
-    return ordered[len(ordered) // 2] if ordered else math.nan
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.median_high(finite) if finite else math.nan
 
 
 def _side_by_side(rows: Sequence[Mapping[str, str | None]]) -> dict[str, list[str]]:
