@@ -61,14 +61,14 @@ def partition_data(data_list: Sequence[Any], num_partitions: int) -> list[list[A
 
 
 def merge_state(state_a: Any, state_b: Any, key_list: Sequence[str] = ()) -> Any:
-    """Join the states of two ranks: tensors end to end, other values are the first's.
+    """Join the states of two ranks: tensors end to end, numbers and others are the first's.
 
     Raises:
         ValueError: they differ in kind or in length.
     """
     if type(state_a) is not type(state_b):
         raise ValueError(f"{'.'.join(key_list)}: {type(state_a)} and {type(state_b)} do not merge")
-    if isinstance(state_a, Tensor):
+    if isinstance(state_a, Tensor) and state_a.dim():  # else a count, the same on all ranks
         return torch.cat([state_a, state_b])
     if isinstance(state_a, dict):
         both = {

@@ -21,6 +21,7 @@ from hadal.checkpoint.export import state_dict_of
 from hadal.checkpoint.inspection import inspected
 from hadal.checkpoint.stored import StoredSource
 from hadal.cli.main import main as hadal_main
+from hadal.compat.reshaping import DeepSpeedCheckpoint
 from hadal.config import load_config
 from hadal.errors import CheckpointError, ConfigError, NotBuiltYetError
 from hadal.plugins.moe import MoE
@@ -112,6 +113,15 @@ def test_the_files_hold_the_masters_and_moments(
         elif value.numel():
             assert torch.equal(source.read(weight, f"state.{key}", 0, entry.numel), value.view(-1))
     assert [report.faults for report in inspected(tmp_path)] == [[]]
+    if stage in (1, 2):  # as a tool reads it, for one rank
+        whole = DeepSpeedCheckpoint(tmp_path / "one", dp_degree=1)
+        assert whole.original_world_size == 2
+        flats = whole.get_zero_checkpoint_state(0, 0, 0)["optimizer_state_dict"]
+        flat = flats["single_partition_of_fp32_groups"][0]
+        one, expected = values["scale"], values["first.weight"]
+        assert torch.equal(
+            flat[: 1 + expected.numel()], torch.cat([one.view(1), expected.view(-1)])
+        )
 
 
 def save_on(folder: str, tags: list[str], section: dict[str, Any]) -> None:
