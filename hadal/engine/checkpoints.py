@@ -225,6 +225,8 @@ class Checkpoints:
             if parts.runtime.gradients:
                 expect_training(state)
             loaded = load(folder, state.live(), wanted)
+            if state.training is not None:
+                state.training.stepper.bring_values()
         state.optimizer_trains = False  # it may have been saved after `eval`
         if str(folder.parent) == str(place):
             state.jobs = (*loaded.jobs[-_REMEMBERED_JOBS:], state.jobs[-1])

@@ -173,9 +173,16 @@ class OptimizerStepper(ABC):
                 self._pieces[one] = self._lay(one) if has_flat else []
                 pieces = [*self._pieces[one], *self._wholes.pieces(one)]
                 self._disk_states.put(one.bucket, pieces)
-        if not self._on_disk():
-            self._wholes.bring_values()  # a program may read them before the first update
+        self.bring_values()
         self._members = self._members_now()
+
+    def bring_values(self) -> None:
+        """Put new masters into the whole parameters, which a program may read before an update.
+
+        All ranks must call it.
+        """
+        if not self._on_disk():
+            self._wholes.bring_values()
 
     def _members_now(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self._optimizer.param_groups]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +59,34 @@ def test_owners_notice_edits(world: int, precision: str, ranks: RankPools) -> No
     """An edit of a weight between updates reaches the owner, which has cached older values."""
     for stage in range(4):
         ranks(world).run(train_with_edits, stage, precision, SHAPES)
+
+
+def masters_after_a_load(stage: int, folder: str) -> None:
+    made = []
+    for _ in range(2):
+        model = Leaves(SHAPES)
+        optimizer = ByNorm(model.parameters(), lr=0.25)
+        made.append((engine_of(stage, model, {"optimizer": optimizer}, optimizer=None), optimizer))
+    (trained, first), (again, second) = made
+    trained.backward(trained(given_gradients(SHAPES, 0, comm.get_rank())))
+    trained.step()
+    trained.save_checkpoint(folder)
+    again.load_checkpoint(folder)
+    for found, master in zip(masters(second), masters(first), strict=True):
+        assert torch.equal(found, master)
+    trained.destroy()
+    again.destroy()
+
+
+def masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [values.detach() for group in optimizer.param_groups for values in group["params"]]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_optimizer_shows_loaded_masters_before_an_update(
+    stage: int, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(2).run(masters_after_a_load, stage, str(tmp_path))
 
 
 def count_traffic(stage: int, precision: str) -> tuple[list[int], int]:
