@@ -2,7 +2,9 @@
 
 Each case is planned on the meta device and then trained for some updates, on the accelerator that
 there is, or on the test device of `tests/npu`, whose allocator counts as an accelerator's does. The
-peak is that of the allocator in one update, without what was there before `initialize`.
+peak is that of the allocator in one update, without what was there before `initialize`. Stages of a
+pipeline wait for each other forever on the test device, which receives in order: without an
+accelerator they train on CPUs, where the bytes of all live tensors are counted.
 
 See ``benchmarks/README.md``.
 """
@@ -232,6 +234,11 @@ class Case:
         }
         return found | ({self.dtype: {"enabled": True}} if self.dtype != "fp32" else {})
 
+    @property
+    def is_on_host(self) -> bool:
+        """True if it trains on CPUs."""
+        return "pipeline" in self.keys and not torch.accelerator.is_available()
+
 
 _BUCKETS = {
     "reduce_bucket_size": 1_000_000,
@@ -247,12 +254,11 @@ _HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 _BOTH = {**_HOST, "offload_param": {"device": "cpu", "pin_memory": True}}
 
 _TENSOR = {"tensor_parallel": {"autotp_size": 2}}
-# The test device receives in order, for which stages wait forever, or queues tasks, which keep
-# their tensors: tests/engine/test_foresight.py compares stages with real updates instead.
 _SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "gpipe": {"schedule": "gpipe"},
     "interleaved": {"schedule": "interleaved", "chunks": 2},
+    "zero_bubble": {"schedule": "zero_bubble"},
 }
 _EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 
@@ -295,7 +301,7 @@ CASES = {
             accumulation=4,
             keys={"pipeline": {"auto": True, "stages": 2} | keys},
         )
-        for name, keys in (_SCHEDULES.items() if torch.accelerator.is_available() else ())
+        for name, keys in _SCHEDULES.items()
     },
     **{f"convolutions, stage {s}, fp32": Case(convolutions, stage=s, dtype="fp32") for s in (0, 2)},
 }
@@ -307,10 +313,14 @@ CASES = {
 def planned(case: Case) -> dict[str, Any]:
     """Return the bytes of each kind on the device at the peak, without values."""
     import hadal
+    from hadal.engine.clusters import cluster_here
 
     with torch.device("meta"):
         model, batch = case.build()
-    found = hadal.plan(model, case.config, batch, cluster=f"h100x{case.ranks}")
+    cluster: Any = f"h100x{case.ranks}"
+    if case.is_on_host:
+        cluster = cluster_here(torch.device("cpu"), case.ranks)
+    found = hadal.plan(model, case.config, batch, cluster=cluster)
     assert found.peak is not None
     return {need.kind: need.held.device for need in found.kinds} | {
         "moment": f"{found.peak.phase} {found.peak.unit}"
@@ -323,6 +333,8 @@ def measured(case: Case) -> int:
 
     model, batch = case.build()
     gc.collect()
+    if case.is_on_host:
+        return measured_on_host(case, model, batch)
     before = torch.accelerator.memory_allocated()
     engine, *_ = hadal.initialize(model=model, config=case.config)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[case.dtype]
@@ -334,6 +346,24 @@ def measured(case: Case) -> int:
         else:
             _train(engine, batch, case, dtype)
         peak = torch.accelerator.max_memory_allocated() - before
+    engine.destroy()
+    return peak
+
+
+def measured_on_host(case: Case, model: nn.Module, batch: Batch) -> int:
+    """Return the most bytes of live tensors in one update of a pipeline."""
+    import hadal
+    from hadal.engine.activations import _Recorder
+
+    recorder = _Recorder([], {}, {})
+    for tensor in (*model.parameters(), *model.buffers(), *batch.values()):
+        recorder._known[tensor.untyped_storage()] = True
+    with recorder:
+        engine, *_ = hadal.initialize(model=model, config=case.config)
+        for _ in range(_UPDATES):
+            recorder.segments[-1].peaks[-1] = recorder.now
+            engine.train_batch(repeat(batch))
+    peak = recorder.segments[-1].peak.total
     engine.destroy()
     return peak
 
@@ -355,7 +385,7 @@ def _there(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 def work(names: list[str], output: Path) -> None:
     """Train the cases on this rank, and write the figures on the first."""
-    if not torch.accelerator.is_available():
+    if not torch.accelerator.is_available() and not CASES[names[0]].is_on_host:
         sys.path.insert(0, str(ROOT / "tests"))
         import npu
 
@@ -394,8 +424,10 @@ def launch(ranks: int, names: list[str], output: Path) -> None:
 def measure(names: list[str]) -> dict[str, int]:
     """Return the bytes at the peak of the fullest rank by case."""
     with tempfile.TemporaryDirectory() as folder:
-        for ranks in sorted({CASES[name].ranks for name in names}):
-            launch(ranks, [n for n in names if CASES[n].ranks == ranks], Path(folder))
+        jobs = sorted({(CASES[name].ranks, CASES[name].is_on_host) for name in names})
+        for job in jobs:
+            own = [n for n in names if (CASES[n].ranks, CASES[n].is_on_host) == job]
+            launch(job[0], own, Path(folder))
         lines = [line for file in Path(folder).iterdir() for line in file.read_text().splitlines()]
     found: dict[str, int] = {}
     for name, nbytes in map(json.loads, lines):

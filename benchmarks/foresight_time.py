@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,12 +40,15 @@ class Case:
     accumulation: int = 1
     recomputes: bool = False
     zero: Mapping[str, Any] = field(default_factory=dict)
+    parts: str = ""
+    """What its ranks share, by `PARTS`."""
 
     @property
     def label(self) -> str:
         words = [self.model, f"{self.ranks} ranks", f"stage {self.stage}", self.dtype]
         words += [f"{self.accumulation} micro-steps"] * (self.accumulation > 1)
         words += ["recomputed"] * self.recomputes
+        words += [self.parts] * bool(self.parts)
         return ", ".join([*words, *(f"{key} {value:,}" for key, value in self.zero.items())])
 
     @property
@@ -59,8 +62,15 @@ class Case:
         }
         raw |= {self.dtype: {"enabled": True}} if self.dtype != "fp32" else {}
         raw |= {"activation_checkpointing": {"modules": "units"}} if self.recomputes else {}
-        return raw
+        return raw | PARTS.get(self.parts, {})
 
+
+PARTS: Mapping[str, dict[str, Any]] = {
+    "slices": {"tensor_parallel": {"autotp_size": 2}},
+    "sequences": {"sequence_parallel_size": 2},
+    "experts": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+    "stages": {"pipeline": {"auto": True, "stages": 2}},
+}
 
 CASES = (
     Case("gpt", 1, 0, "bf16"),
@@ -75,6 +85,10 @@ CASES = (
     Case("llama", 2, 3, "bf16", recomputes=True),
     Case("cnn", 1, 0, "fp32"),
     Case("cnn", 2, 2, "fp32"),
+    Case("llama", 2, 1, "fp32", parts="slices"),
+    Case("llama", 2, 1, "fp32", parts="sequences"),
+    Case("mixtral", 2, 1, "fp32", parts="experts"),
+    Case("llama", 2, 1, "fp32", 4, parts="stages"),
 )
 
 
@@ -140,6 +154,14 @@ def _llama() -> tuple[nn.Module, Any]:
     return LlamaForCausalLM(config), _tokens(2, 128)
 
 
+def _mixtral() -> tuple[nn.Module, Any]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4000}
+    return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=8)), _tokens(2, 128)
+
+
 def _tokens(samples: int, length: int) -> dict[str, Tensor]:
     tokens = torch.zeros(samples, length, dtype=torch.long)
     return {"input_ids": tokens, "labels": tokens}
@@ -150,6 +172,7 @@ MODELS: Mapping[str, Callable[[], tuple[nn.Module, Any]]] = {
     "gpt2": _gpt2,
     "llama": _llama,
     "cnn": _cnn,
+    "mixtral": _mixtral,
 }
 
 
@@ -185,7 +208,11 @@ def measured(case: Case, seconds: float) -> dict[str, float]:
     while not over:
         dist.barrier()
         forward = backward = step = 0.0
-        for _ in range(case.accumulation):
+        if case.parts == "stages":
+            start = time.perf_counter()
+            engine.train_batch(repeat(batch))
+            forward = time.perf_counter() - start
+        for _ in range(case.accumulation * (case.parts != "stages")):
             start = time.perf_counter()
             output = engine(*args, **kwargs)
             loss = output if isinstance(output, Tensor) else output.loss
