@@ -82,10 +82,10 @@ def usual_batch(ranks: int) -> tuple[int, int]:
 
 def draft(answers: Answers) -> Draft:
     """Choose the fastest plan that fits, or the smallest one, and write its configuration."""
+    from hadal.engine.candidates import best_plan, plan_stages
     from hadal.engine.clusters import cluster_of
     from hadal.engine.foresight import Planner
     from hadal.engine.memory import SizedModel
-    from hadal.engine.stage_plans import best_plan, plan_stages
 
     cluster = replace(
         cluster_of("h100x8", answers.devices), device_nbytes=answers.memory, host_nbytes=sys.maxsize

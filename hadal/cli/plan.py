@@ -54,8 +54,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import nn
 
+    from hadal.engine.candidates import Change
     from hadal.engine.clusters import ComputeCluster
-    from hadal.engine.foresight import Change, Foresight, Planner
+    from hadal.engine.foresight import Foresight, Planner
     from hadal.zero.estimate import MemoryPlan
 
 _GB = 1e9
@@ -177,8 +178,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _run(parsed: argparse.Namespace, cluster: ComputeCluster) -> int:
-    from hadal.engine.foresight import Planner, advise
-    from hadal.engine.stage_plans import best_plan, plan_stages
+    from hadal.engine.candidates import advise, best_plan, plan_stages
+    from hadal.engine.foresight import Planner
 
     planner_of = partial(
         Planner, cluster=cluster, nodes=parsed.nodes, with_values=parsed.with_values
@@ -478,7 +479,7 @@ def _odd_rows(found: Foresight) -> Iterator[str]:
 
 
 def _verdict(found: Foresight) -> str:
-    from hadal.engine.stage_plans import MemoryFit
+    from hadal.engine.candidates import MemoryFit
 
     for lacks, whose in zip(found.lacks, ("a device", "a node's host"), strict=False):
         if lacks:

@@ -183,8 +183,8 @@ def _experiment(section: Autotuning, setting: EngineSetting) -> Listener:
 
 def _planner_of(given: GivenArguments, setting: EngineSetting) -> PlansOf:
     """Return the planner of a model's configurations for a search."""
-    from hadal.engine.clusters import cluster_here  # for this alone, as the next
-    from hadal.engine.foresight import CandidatePlanner
+    from hadal.engine.candidates import CandidatePlanner  # for this alone, as the next
+    from hadal.engine.clusters import cluster_here
 
     ranks = get_local_world_size() or setting.world.size
     cluster, nodes = cluster_here(setting.device, ranks), setting.world.size // ranks

@@ -23,8 +23,9 @@ from hadal.comm import get_local_world_size
 from hadal.config.optimizer import KINDS
 from hadal.device import memory_use, total_memory
 from hadal.engine.activations import copied
+from hadal.engine.candidates import advise
 from hadal.engine.clusters import cluster_named
-from hadal.engine.foresight import LIBRARIES, Foresight, Moment, advise, plan
+from hadal.engine.foresight import LIBRARIES, Foresight, Moment, plan
 from hadal.engine.listeners import EngineSetting
 from hadal.engine.memory import job_of, optimizer_of, section_of, shard_tiers
 from hadal.engine.plan import RankCounts

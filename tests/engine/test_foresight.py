@@ -19,8 +19,9 @@ from hadal.comm import Ranks
 from hadal.comm.imagined import ImaginedWorld
 from hadal.config import load_config
 from hadal.engine.activations import _Recorder
+from hadal.engine.candidates import CandidatePlanner, advise, merged
 from hadal.engine.clusters import cluster_here, cluster_named, cluster_of
-from hadal.engine.foresight import CandidatePlanner, Foresight, Planner, advise, merged
+from hadal.engine.foresight import Foresight, Planner
 from hadal.engine.memory import SizedModel
 from hadal.errors import ConfigError, ModelError
 from hadal.plugins.pipeline import LayerSpec, PipelineModule, TiedLayerSpec

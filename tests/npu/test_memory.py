@@ -28,7 +28,7 @@ from hadal.comm import functions
 from hadal.comm.comms_log import numbers_of
 from hadal.config import load_config
 from hadal.engine import planned_memory
-from hadal.engine.foresight import merged
+from hadal.engine.candidates import merged
 from hadal.engine.topology import communicators_of
 
 from .features import experts, in_stages, keys, of_transformers
