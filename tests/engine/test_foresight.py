@@ -22,7 +22,9 @@ from hadal.engine.activations import _Recorder
 from hadal.engine.candidates import CandidatePlanner, advise, merged
 from hadal.engine.clusters import cluster_here, cluster_named, cluster_of
 from hadal.engine.foresight import Foresight, Planner
+from hadal.engine.listeners import GivenArguments
 from hadal.engine.memory import SizedModel
+from hadal.engine.topology import RequestedRanks
 from hadal.errors import ConfigError, ModelError
 from hadal.plugins.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from hadal.plugins.pipeline.schedule import BackwardPass, BackwardWeights, ForwardPass
@@ -160,13 +162,17 @@ def test_a_host_that_computes_offloads_nothing() -> None:
     assert patches and not any("offload" in patch for patch in patches)
 
 
+def given(whole: nn.Module) -> GivenArguments:
+    return GivenArguments(whole, RequestedRanks(), None)
+
+
 @pytest.mark.parametrize("is_listed", [False, True])
 def test_a_search_offloads_to_a_host_that_computes_only_if_asked(is_listed: bool) -> None:
     away = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
     own = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}}
     raw = {"train_micro_batch_size_per_gpu": 8, **(own if is_listed else {})}
     planner = CandidatePlanner(
-        model(), load_config(raw, world_size=2), cluster_here(torch.device("cpu"), 2), 1
+        given(model()), load_config(raw, world_size=2), cluster_here(torch.device("cpu"), 2), 1
     )
     size = {"train_micro_batch_size_per_gpu": 8}
     batch = torch.empty(8, WIDTH, device="meta")
@@ -466,13 +472,13 @@ def test_degrees_are_candidates_of_a_search() -> None:
         {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": size}}
         for size in (3, 2, 1)
     ]
-    three, two, one = CandidatePlanner(llama(), config, cluster, 1).plan(tokens(0), patches)
+    three, two, one = CandidatePlanner(given(llama()), config, cluster, 1).plan(tokens(0), patches)
     assert "3 does not divide the 4 ranks" in three["failure"]
     assert (two["samples"], one["samples"]) == (4, 8)
     # A model that cannot be cut is planned whole.
     config = load_config(raw | {"train_micro_batch_size_per_gpu": ROWS}, world_size=4)
     patches = [{**patch, "train_micro_batch_size_per_gpu": ROWS} for patch in patches]
-    _, two, one = CandidatePlanner(model(), config, cluster, 1).plan(BATCH.float(), patches)
+    _, two, one = CandidatePlanner(given(model()), config, cluster, 1).plan(BATCH.float(), patches)
     assert "autotp_size" in two["failure"] and one["seconds"] > 0
 
 
