@@ -578,7 +578,7 @@ def test_experiments_run_side_by_side_on_the_devices_of_one_host(devices: Any) -
 
 
 def test_an_experiment_that_computes_on_the_host_has_it_alone(devices: Any) -> None:
-    spans = devices({"offload_optimizer": [None, {"device": "cpu"}]}).spans[1:]
+    spans = devices({"offload_optimizer": [{"device": "none"}, {"device": "cpu"}]}).spans[1:]
     alone = [span for span in spans if sum(span[0] < e and b < span[1] for b, e, _ in spans) == 1]
     assert (len(spans), len(alone)) == (8, 4)
 

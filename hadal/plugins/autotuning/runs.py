@@ -28,6 +28,7 @@ from hadal.launcher.processes import PASSED_ON
 from hadal.plugins.autotuning.files import read_json, write_json
 from hadal.plugins.autotuning.words import config_flag, mapped, with_value
 
+OFFLOADED = "offload_optimizer", "offload_param"
 CONFIG, _CMD, _DESCRIPTION = "ds_config.json", "cmd.txt", "exp.json"
 _RESULTS = _METRICS, _MODEL_INFO, _OUT, _ERROR = (
     *("metrics.json", "model_info.json"),
@@ -214,8 +215,8 @@ class Runner:
         description |= {"result_dir": str(folder), "command": list(words)}
         description |= {"candidates": list(candidates)} if candidates else {}
         description["exp_id"] = self._numbers.setdefault(name, len(self._numbers))
-        zero = config["zero_optimization"]
-        is_alone = any(zero.get(key) for key in ("offload_optimizer", "offload_param"))
+        tiers = [config["zero_optimization"].get(key) or {} for key in OFFLOADED]
+        is_alone = any(tier.get("device", "none") != "none" for tier in tiers)
         experiment = ExperimentRun(name, words, answer, is_alone)
         self._running.append(experiment)
         known, earlier = read_json(answer), read_json(folder / _DESCRIPTION) or {}

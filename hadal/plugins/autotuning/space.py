@@ -54,7 +54,6 @@ _SPACES = (
 )
 
 _RECOMPUTED = "activation_checkpointing.modules"
-OFFLOADED = "offload_optimizer", "offload_param"
 ON_HOST = {"device": "cpu", "pin_memory": True}
 _LEVERS: tuple[dict[str, Any], ...] = (
     {"overlap_comm": True},

@@ -9,7 +9,7 @@ from typing import Any
 
 from hadal.errors import TuningError
 from hadal.plugins.autotuning.files import write_json
-from hadal.plugins.autotuning.runs import Runner, forget, is_exhausted
+from hadal.plugins.autotuning.runs import OFFLOADED, Runner, forget, is_exhausted
 from hadal.plugins.autotuning.search import (
     TRUST,
     corrected,
@@ -20,7 +20,6 @@ from hadal.plugins.autotuning.search import (
 )
 from hadal.plugins.autotuning.space import (
     NO_GAIN,
-    OFFLOADED,
     ON_HOST,
     SearchRequest,
     TuningTrial,
