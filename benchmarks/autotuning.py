@@ -148,12 +148,12 @@ def main() -> int:
     ]
     titles = ["search", "runs", "seconds", "choice", "samples/s", "of the best"]
     print(markdown_table(titles, rows))
+    tuned = [one for one in found if one.kind in MOST_RUNS]
     holds = all(
-        speeds[one.choice] >= GOAL * best and one.runs <= MOST_RUNS[one.kind] for one in found
+        speeds[one.choice] >= GOAL * best and one.runs <= MOST_RUNS[one.kind] for one in tuned
     )
-    print(
-        f"the tuner {'meets' if holds else 'misses'} its goal: {GOAL:.0%} in at most 3 and 8 runs"
-    )
+    verdict = "meets" if holds else "misses"
+    print(f"the tuner {verdict} its goal: {GOAL:.0%} in at most 3 and 8 runs")
     return 0 if holds else 1
 
 
