@@ -597,8 +597,13 @@ def figure_of(found: Foresight) -> Figure:
         colors=[*COLOURS, FAINT],
         step="mid",
     )
+    room, peak = found.cluster.device_nbytes, max(moment.total for moment in moments)
+    said = _gb(peak)
     if not found.cluster.computes_on_host:
-        axis.axhline(found.cluster.device_nbytes / _GB, color="black", linewidth=1)
+        said += f" of {_gb(room)}"
+        if peak > room / 3:  # or the memory is a strip below it
+            axis.axhline(room / _GB, color="black", linewidth=1)
+            axis.text(0, room / _GB, " a device's memory", va="bottom", fontsize=9)
     phases = [moment.phase for moment in moments]
     starts = [at for at, name in enumerate(phases) if not at or phases[at - 1] != name]
     axis.set_xticks(starts, [phases[at] for at in starts], ha="left")
@@ -610,5 +615,6 @@ def figure_of(found: Foresight) -> Figure:
     axis.legend(
         handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1, 0.5)
     )
-    figure.suptitle(f"{type(found.rank.model).__name__} on {found.cluster.name}", fontsize=12)
+    name = f"{type(found.rank.model).__name__} on {found.cluster.name}"
+    figure.suptitle(f"{name}, {said} GB at the peak", fontsize=12)
     return figure
