@@ -423,34 +423,11 @@ class _Kind(type):
         return get_accelerator()
 
 
-class CPU_Accelerator(metaclass=_Kind):
-    """The accelerator of a job on CPUs."""
-
-    kind = "cpu"
-
-
-class CUDA_Accelerator(metaclass=_Kind):
-    """The accelerator of a job on NVIDIA's or AMD's devices."""
-
-    kind = "cuda"
-
-
-class MPS_Accelerator(metaclass=_Kind):
-    """The accelerator of a job on Apple's devices."""
-
-    kind = "mps"
-
-
-class NPU_Accelerator(metaclass=_Kind):
-    """The accelerator of a job on Huawei's devices."""
-
-    kind = "npu"
-
-
-class XPU_Accelerator(metaclass=_Kind):
-    """The accelerator of a job on Intel's devices."""
-
-    kind = "xpu"
+for _kind in ("cpu", "cuda", "mps", "npu", "xpu"):
+    _name = f"{_kind.upper()}_Accelerator"
+    _doc = f"The accelerator of a job on devices of torch's kind {_kind!r}."
+    _contents = {"__module__": __name__, "__doc__": _doc, "kind": _kind}
+    globals()[_name] = _Kind(_name, (), _contents)
 
 
 # ---- the memory that programs pin ----------------------------------------------------------------
