@@ -112,17 +112,23 @@ def start_coded_reduce_scatter(
     """
     exact = torch.promote_types(torch.float32, full.dtype)
 
-    def start_hop(number: int, values: Tensor) -> Pending:
+    def start_hop(number: int, values: Tensor) -> tuple[Pending, Tensor]:
         ranks = hops[number]
         # For each rank of this hop: its slice for every group of the hops that follow.
         table = values.view(-1, ranks.size, out.numel()).transpose(0, 1)
-        totals = torch.empty(table.shape[1:], dtype=exact, device=full.device)
-        pending = _start_sum(table, totals, ranks, messages, number, label)
-        if number + 1 < len(hops):
-            return pending.then(lambda: start_hop(number + 1, totals))
-        return pending.then(lambda: sum_into(out, [totals.view(-1)], factor, accumulate))
+        totals = torch.empty(table.shape[1:], dtype=exact, device=out.device)
+        return _start_sum(table, totals, ranks, messages, number, label), totals
 
-    return start_hop(0, full)
+    def end(totals: Tensor) -> None:
+        sum_into(out, [totals.view(-1)], factor, accumulate)
+
+    # A function that called itself would be a cycle, and keep the tensors.
+    def start_second(first: Tensor) -> Pending:
+        pending, totals = start_hop(1, first)
+        return pending.then(lambda: end(totals))
+
+    pending, totals = start_hop(0, full)
+    return pending.then(lambda: end(totals) if len(hops) == 1 else start_second(totals))
 
 
 def _start_sum(

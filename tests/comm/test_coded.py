@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from functools import partial
 
@@ -108,6 +110,20 @@ def test_an_owner_sums_its_own_and_the_received_values(collectives: bool) -> Non
             with by_collectives() if collectives else nullcontext():
                 start(True, "a sum").wait()
             assert torch.allclose(out, 0.5 * total, rtol=1e-6, atol=1e-7)
+
+
+@on_ranks(2)
+def test_a_sum_keeps_its_input_no_longer_than_it_takes() -> None:
+    ranks = Ranks.world()
+    full, out = values_of(ranks.rank, 128), torch.zeros(64)
+    seen = weakref.ref(full)
+    gc.disable()
+    try:
+        start_coded_reduce_scatter(full, out, [ranks], Messages(INT4), 1.0, False, "a sum").wait()
+        del full
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("collectives", [False, True], ids=["pairs", "collectives"])
