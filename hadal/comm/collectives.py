@@ -514,13 +514,13 @@ def gather_codes_and_least(
     least = None
     if ranks.size > 2:
         # Usually all are equal, which the largest and the smallest show in log(size) messages.
-        bounds = torch.tensor([code, -code, -count])
+        bounds = torch.tensor([code, -code, -count], device="cpu")
         _small_reduction(bounds, dist.ReduceOp.MAX, ranks, label, _CODES)
         largest, smallest, least = int(bounds[0]), -int(bounds[1]), -int(bounds[2])
         if largest == smallest:
             return [code] * ranks.size, least
-    answers = torch.empty(ranks.size, 2, dtype=torch.int64)
-    answers[ranks.rank] = torch.tensor([code, count])
+    answers = torch.empty(ranks.size, 2, dtype=torch.int64, device="cpu")
+    answers[ranks.rank] = torch.tensor([code, count], device="cpu")
     pending = start_all_gather(answers.view(-1), ranks, _CODES, CODE)
     pending.label = label
     pending.wait()

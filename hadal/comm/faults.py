@@ -47,7 +47,7 @@ def is_same_everywhere(text: str, ranks: Ranks, *, is_by_torch: bool = False) ->
     code = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     if not is_by_torch:
         return len(set(gather_codes(code, ranks))) == 1
-    bounds = torch.tensor([code, -code])
+    bounds = torch.tensor([code, -code], device="cpu")
     if ranks.size > 1:
         label, operation = "the comparison of versions", dist.ReduceOp.MAX
         labelled(label, functions.all_reduce, bounds, operation, ranks.host_group)

@@ -240,6 +240,31 @@ def test_values_are_computed_with_what_a_function_makes(
     assert "moments" in planned([*words, "--with-values"], capsys)[1]
 
 
+def test_a_function_may_return_stages(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "planned_stages.py").write_text(
+        "import torch\n"
+        "from hadal.pipeline import LayerSpec, PipelineModule\n"
+        "def build():\n"
+        "    layers = [LayerSpec(torch.nn.Linear, 64, 64) for _ in range(6)]\n"
+        "    loss_of = torch.nn.functional.mse_loss\n"
+        "    module = PipelineModule(layers, num_stages=3, loss_fn=loss_of)\n"
+        "    return module, (torch.ones(2, 64), torch.ones(2, 64))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words[2] = "planned_stages:build"
+    (tmp_path / "ds_config.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 2}))
+    assert main([*words, "--cluster", "h100x6"]) == 0
+    told = capsys.readouterr().out
+    assert "PipelineModule, 25.0 K parameters" in told and "of 3, which need" in told
+    assert main([*words, "--cluster", "h100x4"]) == 1
+    assert "must divide the number of ranks, 4" in capsys.readouterr().err
+
+
 PROGRAM = """
 import sys
 import torch
