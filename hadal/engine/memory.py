@@ -231,9 +231,17 @@ def memory_of(rank: PlannedRank) -> Memory:
     rest = [
         _gathers(planned),
         _reductions(planned, config, rank.counts),
+        *_tables(rank.held),
         *([] if rank.device.type == "cpu" else _of_libraries(rank)),
     ]
     return Memory(held, rest, config.zero_optimization.stage, rank.optimizer)
+
+
+def _tables(model: nn.Module) -> list[MemoryKind]:
+    """Return the model's buffers, which every rank holds as they are."""
+    nbytes = sum(buffer.nbytes for buffer in model.buffers())
+    how = "the model's buffers: masks, statistics, frequencies"
+    return [MemoryKind("tables", TierBytes(nbytes), how)] if nbytes else []
 
 
 def _sum(found: Iterable[TierBytes]) -> TierBytes:

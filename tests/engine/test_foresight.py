@@ -221,6 +221,13 @@ def test_what_a_host_has_no_room_for_goes_to_a_disk() -> None:
     assert not any("offload_param" in patch for patch in patches)  # the host would lack more
 
 
+def test_buffers_of_the_model_are_counted() -> None:
+    one, config = model(), planned(3).raw
+    before = hadal.plan(one, config, BATCH, cluster="h100x4").total.device
+    one.register_buffer("mask", torch.empty(1000, 1000, device="meta"))
+    assert hadal.plan(one, config, BATCH, cluster="h100x4").total.device == before + 4_000_000
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_a_plan_does_not_depend_on_where_it_is_asked_for(context: Any) -> None:
     with context():

@@ -102,6 +102,7 @@ def test_the_peak_of_an_update_is_known_before(
     }
     with torch.device("meta"):
         model, batch = Tower(), torch.ones(ROWS, WIDTH)
+    batch = batch.bfloat16() if dtype == "bf16" else batch
     found = hadal.plan(model, config, batch, cluster="h100x2")
     others = ("communicators", "context", "fragments")
     said = sum(need.held.device for need in found.kinds if need.kind not in others)
