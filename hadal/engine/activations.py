@@ -8,11 +8,12 @@ where attention takes the same few tensors as the fused kernels of accelerators.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -29,6 +30,7 @@ from torch._subclasses.fake_tensor import (
     is_fake,
 )
 from torch.distributed import distributed_c10d
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
@@ -50,6 +52,7 @@ _VALUES_NEEDED = (
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _OF_ONE_DTYPE = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 _GROUPED = torch.ops.aten._grouped_mm.default
+_DROPOUT = inspect.signature(nn.functional.dropout)
 _COLLECTIVES = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
@@ -166,6 +169,8 @@ class Features(NamedTuple):
     """The ranks that share each sequence."""
     groups: Mapping[Any, str] = {}
     """The purposes of groups of ranks, by their names or ranks; others are of experts."""
+    fuses: bool = False
+    """True if the device has fused kernels, as accelerators do."""
     defers: bool = False
     """True if linear layers compute the gradients of their weights after all of a backward."""
 
@@ -205,8 +210,8 @@ def trace(
         stack.enter_context(torch.enable_grad())
         stack.callback(_FAKE_LOG.setLevel, _FAKE_LOG.level)
         _FAKE_LOG.setLevel(logging.CRITICAL)  # what fails is told below
-        if mode is not None:
-            stack.enter_context(mode)
+        stack.enter_context(mode or nullcontext())
+        stack.enter_context(_FusedDropout() if features.fuses else nullcontext())
         running = copied(model, _HOST, with_values=with_values)
         inner = dict(running.named_modules())
         for name, parameter in model.named_parameters():
@@ -251,6 +256,21 @@ def trace(
         recorder.later_from,
         recorder.later,
     )
+
+
+class _FusedDropout(TorchFunctionMode):
+    """Dropout as accelerators compute it, which keep a byte per element for backward."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is not nn.functional.dropout:
+            return function(*args, **kwargs)
+        given = _DROPOUT.bind(*args, **kwargs)
+        given.apply_defaults()
+        values, p, trains, _ = given.args
+        return torch.native_dropout(values, p, trains)[0] if trains and 0 < p < 1 else values
 
 
 def _listeners(model: nn.Module, features: Features) -> Iterator[Listener]:

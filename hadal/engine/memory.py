@@ -126,9 +126,9 @@ class PlannedRank:
     @property
     def features(self) -> Features:
         """The features that change the forward of its modules."""
-        recomputed = self.planned.modules.recomputed
+        recomputed, fuses = self.planned.modules.recomputed, self.device.type != "cpu"
         if self.part is None:
-            return Features(recomputed)
+            return Features(recomputed, fuses=fuses)
         topology = self.part.topology
         sequence = topology.sequence_parallel
         groups = {"slices": topology.tensor_parallel, "sequences": sequence}
@@ -140,7 +140,7 @@ class PlannedRank:
             sequence = None
             named |= {ranks.numbers: part for part, ranks in groups.items() if ranks}
         defers = is_in_stages(self.held) and self.config.pipeline.schedule == "zero_bubble"
-        return Features(recomputed, sequence, named, defers)
+        return Features(recomputed, sequence, named, fuses, defers)
 
 
 def config_for(source: Any, ranks: int, requested: RequestedRanks | None) -> Config:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import hadal
 from hadal.engine.activations import Features, MicroStep, trace
+from hadal.engine.clusters import cluster_here
 from hadal.engine.precision import Casting
 from hadal.errors import ModelError
 from hadal.zero.grouping import LeafModules, find_units
@@ -221,3 +222,15 @@ def test_a_loss_that_trains_nothing_is_told() -> None:
     layer = nn.Linear(4, 4).requires_grad_(False)
     with pytest.raises(ModelError, match="its loss depends on no parameter that is trained"):
         hadal.plan(layer, {"train_batch_size": 1}, torch.ones(1, 4), cluster="h100x1")
+
+
+@pytest.mark.parametrize(("cluster", "itemsize"), [("h100x1", 1), ("cpu", 4)])
+def test_an_accelerator_keeps_a_byte_per_element_of_dropout(cluster: str, itemsize: int) -> None:
+    def kept(p: float) -> int:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(p), nn.Linear(64, 64))
+        where = cluster_here(torch.device("cpu"), 1) if cluster == "cpu" else cluster
+        found = hadal.plan(model, {"train_batch_size": 8}, torch.ones(8, 64), cluster=where)
+        assert found.micro_step is not None
+        return found.micro_step.kept
+
+    assert kept(0.1) - kept(0.0) == itemsize * 8 * 64
