@@ -145,7 +145,7 @@ _HELLO = (
 )
 _EXAMPLES_NEED = (
     "transformers==4.57.6 datasets==4.8.4 tensorboard==2.21.0"
-    " fire==0.7.1 loguru==0.7.3 pytz==2026.6 sh==2.4.0"
+    " fire==0.7.1 loguru==0.7.3 pytz==2026.6 sh==1.14.2"
 )
 _EXAMPLES = {
     "step 1, ZeRO-2, LoRA": _CHAT_SFT + " --zero_stage 2 --lora_dim 4 --output_dir lora",
@@ -389,7 +389,7 @@ SUITES = (
         passes=5,
         repository="deepspeedai/Megatron-DeepSpeed",
         copied=("megatron", "tools", "pretrain_gpt.py"),
-        packages=("nltk", "pybind11"),
+        packages=("nltk", "pybind11", "six", "pillow"),
         files=_MEGATRON_FILES,
         programs=_MEGATRON_PROGRAMS,
     ),
