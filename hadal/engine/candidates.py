@@ -18,6 +18,7 @@ from hadal.config.section import leaves
 from hadal.engine.clusters import ComputeCluster
 from hadal.engine.foresight import LIBRARIES, Foresight, Planner
 from hadal.engine.listeners import GivenArguments
+from hadal.engine.policies import dtype_named
 from hadal.errors import HadalError, ModelError, NotBuiltYetError
 from hadal.zero.estimate import PLANS, MemoryPlan, TierBytes
 
@@ -30,8 +31,17 @@ _ROOM = 0.8
 def plan_stages(
     planner: Planner, batch: Any = None, precision: str = "bf16"
 ) -> dict[MemoryPlan, Foresight]:
-    """Plan a model under each of `PLANS`, with Adam and default keys; `batch` as in `plan`."""
-    found = {}
+    """Plan a model under each of `PLANS`, with Adam and default keys; `batch` as in `plan`.
+
+    Floating-point inputs are planned in the precision, which a program would cast them to.
+    """
+    found, dtype = {}, dtype_named(precision)
+
+    def cast(leaf: Any) -> Any:
+        is_floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if is_floating else leaf
+
+    batch = tree_map(cast, batch)
     tensors = (one for one in tree_leaves(batch) if isinstance(one, torch.Tensor) and one.dim())
     rows = next(map(len, tensors), 1)
     for chosen in PLANS:

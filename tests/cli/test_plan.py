@@ -201,10 +201,14 @@ def test_a_function_may_return_a_batch(
         "import torch\n"
         "def build():\n"
         "    return torch.nn.Linear(64, 64), torch.ones(8, 64, dtype=torch.bfloat16)\n"
+        "def exact():\n"
+        "    return torch.nn.Linear(64, 64), torch.ones(8, 64)\n"
         "def alone():\n"
         "    return torch.nn.Linear(64, 64)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    words[2] = "planned_models:exact"
+    assert main(words[:3]) == 0  # stages are compared in bf16
     words[2] = "planned_models:build"
     assert main(words) == 0
     assert "micro-batch has 8 rows, but train_micro_batch_size" in capsys.readouterr().err
