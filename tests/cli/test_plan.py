@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import hadal
 from hadal.cli.main import main
@@ -314,6 +315,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.delattr(hadal, "initialize")  # is resolved anew, and restored afterwards
     monkeypatch.setattr(assemble, "initialize", assemble.initialize)
     monkeypatch.setattr(hadal.zero.Init, "__init__", hadal.zero.Init.__init__)
+    monkeypatch.setattr(dist, "init_process_group", dist.init_process_group)
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(os, "environ", {**os.environ})
