@@ -46,6 +46,8 @@ class Suite:
     kinds: Mapping[str, str] = field(default_factory=dict)
     """Short reasons for tests that do not pass, by patterns of their names and messages; the first
     that matches counts."""
+    compared_with: str = ""
+    """Folder of the checkout of DeepSpeed whose losses are compared, in place of its package."""
 
 
 # ---- trl -----------------------------------------------------------------------------------------
@@ -392,6 +394,7 @@ SUITES = (
         packages=("nltk", "pybind11", "six", "pillow"),
         files=_MEGATRON_FILES,
         programs=_MEGATRON_PROGRAMS,
+        compared_with="DeepSpeed",  # it imports what the last release has no more
     ),
     Suite(
         name="ray",

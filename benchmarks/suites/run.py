@@ -28,7 +28,7 @@ from rows import SUITES, Program, Suite
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TABLE = ROOT / "docs/compatibility.md"
-HEAD = "| suite | version | what ran | passed | failed | skipped | why not all | date |"
+HEAD = "| suite | version | what ran | passed | failed | skipped | date | why not all |"
 LIMIT_S = 600
 
 
@@ -217,6 +217,9 @@ def compare(work: Path, checkouts: Path, deepspeed: Path) -> list[Case]:
             prepare(suite, work / suite.name, checkouts, interpreter)
             for interpreter in (Path(sys.executable), deepspeed / "bin" / "python")
         ]
+        if suite.compared_with:
+            path = checkouts / suite.compared_with
+            variables[1]["PYTHONPATH"] = f"{path}{os.pathsep}{variables[1]['PYTHONPATH']}"
         for program in suite.programs:
             if program.ranks == 0:
                 run_program(program, work / suite.name, variables[0])
@@ -250,7 +253,7 @@ def reasons(suite: Suite, cases: list[Case]) -> str:
 def row_of(suite: Suite, what: str, cases: list[Case], today: str) -> str:
     ends = Counter(case.end for case in cases)
     counts = [str(ends[end]) for end in ("passed", "failed", "skipped")]
-    cells = [suite.name, suite.version, what, *counts, reasons(suite, cases), today]
+    cells = [suite.name, suite.version, what, *counts, today, reasons(suite, cases)]
     return "| " + " | ".join(cells) + " |"
 
 
