@@ -7,6 +7,9 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Objects that a collection scans in less than a millisecond.
+_MANY = 10_000
+
 
 class _Hold:
     """Count of holders that disable the collector; the last one restores it."""
@@ -27,8 +30,9 @@ class _Hold:
             gc.enable()
 
     def give_back_old(self) -> None:
-        """Do so, and count all objects as old: the next collection would scan the new ones."""
-        if self._holders == 1 and self._was_enabled and not gc.get_freeze_count():
+        """Do so, and count many new objects as old: the next collection would scan them."""
+        is_worth = self._holders == 1 and self._was_enabled and gc.get_count()[0] > _MANY
+        if is_worth and not gc.get_freeze_count():  # which counts the frozen ones, one by one
             gc.freeze()
             gc.unfreeze()
         self.give_back()

@@ -57,12 +57,16 @@ def test_it_is_restored_unchanged_and_at_the_end_of_its_owner(was_enabled: bool)
 def test_objects_that_were_made_meanwhile_are_not_scanned_next() -> None:
     was_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
+    scans: list[str] = []
+    gc.callbacks.append(watch := lambda phase, _: scans.append(phase))
     with collector_at_rest():
-        kept = [[each] for each in range(5000)]
-    assert gc.isenabled() and gc.get_count()[0] < 500 and gc.get_freeze_count() == 0
+        kept = [[each] for each in range(20_000)]
+    kept += [[each] for each in range(10)]
+    gc.callbacks.remove(watch)
+    assert gc.isenabled() and not scans and gc.get_freeze_count() == 0
     gc.freeze()
     with collector_at_rest():
-        kept += [[each] for each in range(5000)]
+        kept += [[each] for each in range(20_000)]
     assert gc.isenabled() and gc.get_freeze_count() > 0  # the program's own
     if not was_frozen:
         gc.unfreeze()
