@@ -28,7 +28,7 @@ def accepts(module: nn.Module, keyword: str) -> bool:
 def listens(model: nn.Module, keyword: str) -> bool:
     """Return whether the keyword reaches a forward that uses it, judging by signatures.
 
-    A forward with **kwargs is assumed to use it, unless the model contains a transformers class:
+    A forward with `**kwargs` is assumed to use it, unless the model contains a transformers class:
     these ignore unknown keywords.
     """
     if not accepts(model, keyword):
