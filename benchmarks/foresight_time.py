@@ -163,7 +163,8 @@ def _mixtral() -> tuple[nn.Module, Any]:
 
 
 def _tokens(samples: int, length: int) -> dict[str, Tensor]:
-    tokens = torch.zeros(samples, length, dtype=torch.long)
+    # Different ones, which are sent to different experts.
+    tokens = torch.arange(samples * length).view(samples, length) * 31 % 4000
     return {"input_ids": tokens, "labels": tokens}
 
 
