@@ -27,9 +27,12 @@ def pytest_sessionstart() -> None:
     from deepspeed.accelerator import get_accelerator
 
     for builder, name in _COMPILED.items():
-        if not Path(os.environ["TORCH_EXTENSIONS_DIR"], name, f"{name}.so").exists():
+        operations = get_accelerator().create_op_builder(builder)
+        where = Path(os.environ["TORCH_EXTENSIONS_DIR"], name)
+        (where / "lock").unlink(missing_ok=True)  # of a run that was ended; all would wait for it
+        if operations is not None and not (where / f"{name}.so").exists():
             with suppress(NotImplementedError):
-                get_accelerator().create_op_builder(builder).load()
+                operations.load()
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
