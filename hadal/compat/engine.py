@@ -227,6 +227,11 @@ class DeepSpeedEngine(Accessors):
         return super().save_checkpoint(*given, **named)
 
     load_checkpoint = also(AssertionError)(Accessors.load_checkpoint)
+    offload_states = also(ValueError)(Accessors.offload_states)
+    scale = also(AssertionError)(Accessors.scale)
+    set_gradient_accumulation_boundary = also(AssertionError)(
+        Accessors.set_gradient_accumulation_boundary
+    )
 
     @also(ValueError)
     def set_train_batch_size(self, train_batch_size: int) -> None:

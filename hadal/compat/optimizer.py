@@ -190,6 +190,10 @@ class DeepSpeedOptimizer:
         """True if overflows change the loss scale."""
         return self.loss_scaler.dynamic
 
+    def needs_scaler(self) -> bool:
+        """Return whether a backward of the program's own needs `engine.scale(loss)`."""
+        return self.dynamic_loss_scale or self.loss_scale != 1.0
+
     def quantize_nontrainable_params(self) -> None:
         """Do nothing: `initialize` has quantized them if the configuration requests it."""
         self._expect_stage("quantize_nontrainable_params", 3)

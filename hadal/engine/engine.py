@@ -27,7 +27,7 @@ from hadal.engine.state import LossBackward, Parts, State
 from hadal.engine.state_offload import StateOffload
 from hadal.engine.topology import Topology
 from hadal.engine.training import begin_training
-from hadal.engine.update import Backwards, Updates, measure
+from hadal.engine.update import Backwards, Updates, expect_loss, measure
 from hadal.errors import NotBuiltYetError, UsageError
 from hadal.listener import Forward, Listener
 from hadal.optim.schedules import check_step_arguments, needs_metric
@@ -232,7 +232,11 @@ class Engine(Checkpoints, StateOffload, nn.Module):
 
         `engine.scale(loss).backward()` then equals `engine.backward(loss)`; if nothing is
         fp16, `loss.backward()` does too.
+
+        Raises:
+            LossError: `loss` is not a scalar that depends on trainable parameters.
         """
+        expect_loss(loss, f"rank {self._parts.ranks.rank}: engine.scale(loss)")
         self._state.scaled = loss.detach()
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scale
 

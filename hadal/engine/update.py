@@ -169,21 +169,26 @@ class Backwards:
             )
         if not state.backwards:
             state.parts.sharded.check_late(where)
-        if not isinstance(loss, Tensor):
-            raise LossError(
-                f"{where} expects a tensor, got {type(loss).__name__}; pass the loss itself, for"
-                " example outputs.loss or outputs[0]"
-            )
-        if loss.numel() != 1:
-            raise LossError(
-                f"{where} expects a scalar, got a tensor of shape {tuple(loss.shape)}; reduce it"
-                " first, for example loss.mean()"
-            )
-        if not loss.requires_grad:
-            raise LossError(
-                f"{where}: the loss does not depend on any trainable parameter; was it computed"
-                " under torch.no_grad(), or detached?"
-            )
+        expect_loss(loss, where)
+
+
+def expect_loss(loss: object, where: str) -> None:
+    """Raise LossError if a backward cannot begin at `loss`."""
+    if not isinstance(loss, Tensor):
+        raise LossError(
+            f"{where} expects a tensor, got {type(loss).__name__}; pass the loss itself, for"
+            " example outputs.loss or outputs[0]"
+        )
+    if loss.numel() != 1:
+        raise LossError(
+            f"{where} expects a scalar, got a tensor of shape {tuple(loss.shape)}; reduce it"
+            " first, for example loss.mean()"
+        )
+    if not loss.requires_grad:
+        raise LossError(
+            f"{where}: the loss does not depend on any trainable parameter; was it computed"
+            " under torch.no_grad(), or detached?"
+        )
 
 
 _log = logging.getLogger(__name__)

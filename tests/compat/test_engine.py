@@ -168,7 +168,7 @@ def test_accessors_tell_the_configuration() -> None:
     assert not engine.zero_cpu_offload()
     assert not engine.dynamic_loss_scale()
     assert engine.initial_dynamic_scale() == 1.0
-    assert engine.scale(torch.ones(())).item() == 1.0
+    assert engine.scale(torch.ones((), requires_grad=True)).item() == 1.0
     engine.empty_partition_cache()
     assert engine.is_map_style_dataset([1])
     assert not engine.is_iterable_style_dataset([1])
@@ -463,6 +463,7 @@ def test_the_optimizer_tells_of_the_last_update() -> None:
         256.0,
         True,
     )
+    assert optimizer.needs_scaler() and not engine_of(0).optimizer.needs_scaler()
     inputs, targets = batch_of(0)
     engine.backward(loss_of(engine(inputs.half()), targets) * torch.inf)
     optimizer.step()

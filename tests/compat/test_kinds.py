@@ -78,6 +78,17 @@ WRONG: dict[str, tuple[type[Exception], Callable[[Path], Any]]] = {
         AssertionError,
         lambda _: begin().backward(torch.ones(2, requires_grad=True) * 2),
     ),
+    "a scaled loss of several elements": (
+        AssertionError,
+        lambda _: begin().scale(torch.ones(2, requires_grad=True) * 2),
+    ),
+    "a boundary that is not counted": (
+        AssertionError,
+        lambda _: begin(
+            managed_gradient_accumulation=False, zero_optimization={"overlap_comm": False}
+        ).set_gradient_accumulation_boundary(True),
+    ),
+    "states moved to a disk": (ValueError, lambda _: begin().offload_states(device="nvme")),
     "no optimizer": (
         TypeError,
         lambda _: alias("deepspeed.runtime.lr_schedules").WarmupLR(object()),

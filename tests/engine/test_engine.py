@@ -352,6 +352,11 @@ def vector_loss() -> None:
     engine.backward(engine(batch_of(0)[0]))
 
 
+def scaled_vector_loss() -> None:
+    engine = engine_of(1)
+    engine.scale(engine(batch_of(0)[0]))
+
+
 def detached_loss() -> None:
     engine = engine_of(1)
     with torch.no_grad():
@@ -401,6 +406,7 @@ def metric_inside_an_accumulation() -> None:
         (optimizer_by_hand, UsageError, "engine.step()"),
         (optimizer_of_the_caller_by_hand, UsageError, "engine.step()"),
         (vector_loss, LossError, "scalar"),
+        (scaled_vector_loss, LossError, "engine.scale(loss) expects a scalar"),
         (detached_loss, LossError, "no_grad"),
         (number_as_loss, LossError, "float"),
         (all_frozen, UsageError, "nothing to train"),

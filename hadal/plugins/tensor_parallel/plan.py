@@ -170,7 +170,7 @@ class _Planner:
             )
         if not self._plan.layers and not self._plan.embeddings:
             raise ModelError(
-                f"{_PATH}.autotp_size: no rule matches a layer of {type(self._model).__name__};"
+                f"{_PATH}.autotp_size: no rule cuts a layer of {type(self._model).__name__};"
                 f" set {_PATH}.partition_config.layer_specs whose patterns match from the start of"
                 " its parameters' full names"
             )
