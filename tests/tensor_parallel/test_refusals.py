@@ -149,7 +149,7 @@ def test_a_column_that_gathers_its_outputs_needs_no_row() -> None:
 
 @pytest.mark.claims("tensor_parallel.partition_config.layer_specs[].model_types")
 def test_a_rule_may_be_for_other_models() -> None:
-    with pytest.raises(ModelError, match="no rule matches a layer of Tower"):
+    with pytest.raises(ModelError, match="no rule cuts a layer of Tower"):
         planned({**COLUMN, "model_types": ["llama"]})
 
 
