@@ -23,6 +23,7 @@ from hadal.comm.adjoint import gathered
 from hadal.comm.collectives import max_, sum_
 from hadal.comm.mpu import model_group_of
 from hadal.compat.accelerator import get_accelerator
+from hadal.compat.groups import get_data_parallel_group
 from hadal.compat.log import log_dist
 from hadal.device import current_device, memory_use, widest_float
 from hadal.device.autograd import is_in_backward, will_collect
@@ -123,19 +124,26 @@ def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) ->
 def clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> Tensor:
-    """Clip the gradients of parameters that no engine trains, as torch does; return their norm.
+    """Clip the gradients of parameters that no engine trains; return their norm.
 
-    With `mpu` it is the norm over all parts of the model: parameters marked as split count on every
-    model-parallel rank, the others on the first. All of these ranks must call it.
+    It is averaged over the ranks that see different samples: with experts it differs, and ranks
+    that clipped by norms of their own would no longer have equal weights. With `mpu` it is the norm
+    over all parts of the model: parameters marked as split count on every model-parallel rank, the
+    others on the first. All ranks must call it.
 
     Raises:
         UsageError: an engine trains one of them, and its configuration does not clip.
     """
     given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if mpu is None:
-        return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
     gradients = [(p, p.grad) for p in given if p.grad is not None]
-    total = _norm_over_parts(gradients, float(norm_type), Ranks.of(model_group_of(mpu)))
+    if mpu is None:
+        total = nn.utils.get_total_norm([gradient for _, gradient in gradients], norm_type)
+    else:
+        total = _norm_over_parts(gradients, float(norm_type), Ranks.of(model_group_of(mpu)))
+    if dist.is_initialized():
+        ranks = Ranks.of(get_data_parallel_group())
+        total = total.to(current_device(), torch.float32) / ranks.size
+        sum_(total, ranks, "the mean norm of gradients over ranks")
     nn.utils.clip_grads_with_norm_(given, max_norm, total)
     return total
 

@@ -619,6 +619,19 @@ def test_gradients_are_clipped_by_the_norm_of_all_parts(
         assert clipped == pytest.approx([3.0 * 0.5 / wanted, (1 + part) * 0.5 / wanted], rel=1e-4)
 
 
+def _clip_an_expert() -> tuple[float, float]:
+    initialize(model=model_of(), config=config_of(1))  # its groups are those that count
+    shared, expert = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    shared.grad, expert.grad = torch.tensor([1.0]), torch.tensor([1.0 + hadal.comm.get_rank()])
+    return clip_grad_norm_([shared, expert], 0.1).item(), shared.grad.item()
+
+
+def test_ranks_clip_alike_although_experts_have_norms_of_their_own(ranks: RankPools) -> None:
+    mean = (2**0.5 + 5**0.5) / 2
+    for norm, clipped in ranks(2).run(_clip_an_expert):
+        assert (norm, clipped) == (pytest.approx(mean), pytest.approx(0.1 / mean))
+
+
 def test_clocks_add_up_and_tell_means(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(100))
     monkeypatch.setattr("hadal.engine.clocks.time.perf_counter", lambda: next(now))
