@@ -51,6 +51,15 @@ class QuantizeAlgo(Section):
     rounding: Literal["nearest", "stochastic"] = key("nearest", "Rounding mode.")
 
 
+class MixedQuantize(Switched):
+    """A blend of unquantized and quantized weights."""
+
+    enabled: Boolean = key(False, "Blend; without quantize_weight_in_forward.")
+    quantize_change_ratio: Number = key(
+        0.001, "Growth of the quantized fraction per update.", gt=0, le=1
+    )
+
+
 class QuantizeTraining(Section):
     """Options of quantized training (Mixture of Quantization), before `compression_training`."""
 
@@ -76,6 +85,9 @@ class QuantizeTraining(Section):
     quantize_bits: QuantizeBits = section(QuantizeBits, "Bits at the start and at the end.")
     quantize_schedule: QuantizeSchedule = section(QuantizeSchedule, "Schedule of the bit width.")
     quantize_algo: QuantizeAlgo = section(QuantizeAlgo, "Rounding of values.")
+    fp16_mixed_quantize: MixedQuantize = section(
+        MixedQuantize, "Blend of unquantized and quantized weights."
+    )
     eigenvalue: Eigenvalue = section(
         Eigenvalue, "Curvature of blocks, which makes their bits fall more slowly."
     )
@@ -132,15 +144,6 @@ class LayerReduction(Switched):
             yield Fault(
                 "keep_number_layer", f"{kept}, but teacher_layer names {len(chosen)} layers"
             )
-
-
-class MixedQuantize(Switched):
-    """A blend of unquantized and quantized weights."""
-
-    enabled: Boolean = key(False, "Blend; without quantize_weight_in_forward.")
-    quantize_change_ratio: Number = key(
-        0.001, "Growth of the quantized fraction per update.", gt=0, le=1
-    )
 
 
 class WeightQuantizationShared(Switched):

@@ -24,12 +24,19 @@ OLD = {
 }
 
 
+@pytest.mark.claims(
+    "quantize_training.fp16_mixed_quantize.enabled",
+    "quantize_training.fp16_mixed_quantize.quantize_change_ratio",
+)
 def test_it_is_weight_quantization_of_all_modules():
-    found = section_of({"quantize_training": OLD}).weight_quantization
+    blend = {"enabled": True, "quantize_change_ratio": 0.5}
+    old = {**OLD, "fp16_mixed_quantize": blend}
+    found = section_of({"quantize_training": old}).weight_quantization
     shared, group = found.shared_parameters, found.different_groups["all"]
     assert (shared.schedule_offset, shared.quantize_groups, shared.quantize_verbose) == (1, 4, True)
     assert (shared.quantization_type, shared.rounding) == ("asymmetric", "stochastic")
     assert not shared.quantize_weight_in_forward
+    assert shared.fp16_mixed_quantize.model_dump() == blend
     assert list(group.modules) == ["*"]
     params = group.params
     assert (params.start_bits, params.target_bits, params.quantization_period) == (6, 3, 1)

@@ -85,6 +85,7 @@ def with_old_form(
         "quantize_verbose": old.quantize_verbose,
         "quantization_type": algo.q_type if named else old.quantize_type,
         "rounding": algo.rounding,
+        "fp16_mixed_quantize": old.fp16_mixed_quantize.model_dump(),
     }
     params = {
         "start_bits": old.quantize_bits.start_bits,
