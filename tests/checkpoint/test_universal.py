@@ -279,20 +279,37 @@ def test_patterns_are_noted(info: Any, entry: Any, tmp_path: Path) -> None:
         export_universal(opened(saved.checkpoint), tmp_path / "w")
 
 
+def test_patterns_in_the_client_state_are_noted(tmp_path: Path, ranks: RankPools) -> None:
+    """Megatron-DeepSpeed has them in every checkpoint."""
+    name, info = "inner.weight", {"parameter_with_row_parallelism_patterns": ["inner.*"]}
+    client_state = {"universal_checkpoint_info": info}
+    ranks(1).run(save_with, str(tmp_path / "own"), client_state)
+    theirs = unpack("stage3_bf16_world2", tmp_path / "theirs")
+    for path in theirs.checkpoint.glob("*_model_states.pt"):
+        put(path, {**read_named(path), **client_state})
+    assert opened(theirs.checkpoint).client_state().items() >= client_state.items()
+    for place, dims in ((tmp_path / "own", 1), (theirs.checkpoint, None)):
+        out = export_universal(opened(place), place.parent / "u")
+        model = next(out.glob("*_model_states.pt"))
+        assert read_named(model).items() >= client_state.items()
+        found = read_named(out / "zero" / name / "fp32.pt")
+        assert dims == (found["cat_dim"] if isinstance(found, dict) else None)
+
+
 def test_what_it_cannot_hold_is_refused(tmp_path: Path, ranks: RankPools) -> None:
     unnamed = unpack("stage0_bf16_world2", tmp_path / "unnamed")
     with pytest.raises(CheckpointError, match="holds no optimizer state with names"):
         export_universal(opened(unnamed.folder), tmp_path / "u")
-    ranks(1).run(save_taken, str(tmp_path / "taken"))
+    ranks(1).run(save_with, str(tmp_path / "taken"), {"module": 1})
     with pytest.raises(CheckpointError, match="has the keys module, which DeepSpeed uses"):
         export_universal(opened(tmp_path / "taken"), tmp_path / "u")
     assert not (tmp_path / "u").exists() and not (tmp_path / "latest_universal").exists()
 
 
-def save_taken(folder: str) -> None:
+def save_with(folder: str, client_state: dict[str, Any]) -> None:
     engine = engine_of(0, "fp32")
     train(engine, range(1))
-    engine.save_checkpoint(folder, client_state={"module": 1})
+    engine.save_checkpoint(folder, client_state=client_state)
     engine.destroy()
 
 

@@ -33,7 +33,7 @@ OWN_KEYS = frozenset(
         *("sparse_tensor_module_names", "skipped_steps", "global_steps", "global_samples"),
         *("dp_world_size", "mp_world_size", "num_experts", "ds_autoep_layers"),
         *("checkpoint_parallel_dimensions", "ds_config", "ds_version"),
-        *("universal_checkpoint_info", "autotp_universal_checkpoint_info"),
+        "autotp_universal_checkpoint_info",
     )
 )
 """DeepSpeed's own keys of the model states; all other keys are the caller's."""

@@ -54,7 +54,8 @@ def export_universal(
 
     One parameter's value is in memory at a time; `progress` is called with the bytes of each. A
     checkpoint of DeepSpeed becomes, file for file, what `ds_to_universal` makes of it; `strict`
-    raises if a pattern of its `universal_checkpoint_info` matches no parameter. Returns the folder.
+    raises if a pattern of `universal_checkpoint_info`, which programs such as Megatron-DeepSpeed
+    put into the client state, matches no parameter. Returns the folder.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or the files cannot be written.
@@ -66,14 +67,17 @@ def export_universal(
         raise CheckpointError(
             f"{source.path} holds no optimizer state with names; the universal format needs it"
         )
+    patterns = _Patterns(source.client_state().get("universal_checkpoint_info") or {}, source.path)
     with drafted_folder(folder, _COMMON) as draft:
         # Its converter gives experts of different ranks one name, and a pipeline no tied weights.
         if isinstance(source, DeepSpeedSource) and not (
             source.by_role.experts or source.by_role.layers
         ):
-            _convert(source, draft, strict, progress)
+            _convert(source, draft, patterns, progress)
         else:
-            _write(source, draft, progress)
+            _write(source, draft, patterns, progress)
+        if strict:
+            patterns.expect_matches()
     folder = folder.absolute() if isinstance(folder, Path) else folder
     replace_file(folder.parent / LATEST_UNIVERSAL, folder.name)
     return folder
@@ -87,12 +91,12 @@ def nbytes_of_universal(source: Source) -> int:
 # ---- from any source -----------------------------------------------------------------------------
 
 
-def _write(source: Source, draft: Path, progress: Progress) -> None:
+def _write(source: Source, draft: Path, patterns: _Patterns, progress: Progress) -> None:
     zero = draft / "zero"
     kinds = trained_kinds(source)
     for name in kinds:
         for stem, value in _values_of(source, name, kinds[name]):
-            write_named({"cat_dim": 0, "param": value}, inside(zero, name) / f"{stem}.pt")
+            write_named(patterns.described(name, value), inside(zero, name) / f"{stem}.pt")
             progress(value.nbytes)
         for key, value in source.state.get(name, {}).items():
             write_named(value, inside(zero, name) / f"{key}.pt")
@@ -274,19 +278,19 @@ def module_of(source: Source, scratch: Path) -> dict[str, Tensor]:
 # ---- from a checkpoint of DeepSpeed --------------------------------------------------------------
 
 
-def _convert(source: DeepSpeedSource, draft: Path, strict: bool, progress: Progress) -> None:
+def _convert(source: DeepSpeedSource, draft: Path, patterns: _Patterns, progress: Progress) -> None:
     zero = draft / "zero"
     model = read_named(source.by_role.model[0])
     optimizer = read_named(source.by_role.optimizer[0])["optimizer_state_dict"]
-    patterns = _Patterns(model.get("universal_checkpoint_info") or {}, source.path)
     kinds = trained_kinds(source)
     state = optimizer.get("base_optimizer_state", {}).get("state", {})
     stage = source.stage or 0
     for number, group in enumerate(source.groups):
         for name in group.names:
             for stem, value in _values_of(source, name, kinds[name]):
+                described = patterns.described(name, value)
                 # At stage 3 a file is the value alone, end to end.
-                entry = value.view(-1) if stage == 3 else patterns.described(name, value)
+                entry = value.view(-1) if stage == 3 else described
                 write_named(entry, inside(zero, name) / f"{stem}.pt")
                 progress(value.nbytes)
             step = state.get(number, {}).get(_STEP) if stage < 3 else None
@@ -298,11 +302,6 @@ def _convert(source: DeepSpeedSource, draft: Path, strict: bool, progress: Progr
             if isinstance(value, Tensor) and not place.exists():
                 write_named({"param": value.float()}, place)
                 progress(4 * value.numel())
-    if strict and patterns.unused:
-        raise CheckpointError(
-            f"{source.path}: {few(sorted(patterns.unused))} in universal_checkpoint_info match no"
-            " parameter; correct them, or convert with --no_strict"
-        )
     write_named(_common_state(optimizer), draft / _COMMON)
     for path in source.by_role.model:
         with system_errors(draft / path.name, "written"):
@@ -334,14 +333,22 @@ class _Patterns:
                 f"{path} has parameters made of sub-parameters of different sizes, which is not"
                 " supported yet; convert it with DeepSpeed"
             )
-        self._info = info
+        self._info, self._path = info, path
         kinds = (*(kind for kind, _ in self._KINDS), self._VOCABULARY)
-        self.unused = {one for kind in kinds for one in info.get(kind, [])}
+        self._unused = {one for kind in kinds for one in info.get(kind, [])}
 
     def _match(self, kind: str, name: str) -> bool:
         found = [one for one in self._info.get(kind, []) if re.match(one, name)]
-        self.unused.difference_update(found)
+        self._unused.difference_update(found)
         return bool(found)
+
+    def expect_matches(self) -> None:
+        """Raise if a pattern has matched no parameter."""
+        if self._unused:
+            raise CheckpointError(
+                f"{self._path}: {few(sorted(self._unused))} in universal_checkpoint_info match no"
+                " parameter; correct them, or convert with --no_strict"
+            )
 
     def described(self, name: str, value: Tensor) -> dict[str, Any]:
         """Return a value with what another number of tensor ranks has to know."""
