@@ -15,12 +15,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hadal.checkpoint.collecting import Values
-from hadal.checkpoint.live import Live
-from hadal.checkpoint.saving import Plain, SaveJob, SaveRequest, begin
 from hadal.checkpoint.storage import Location
 from hadal.checkpoint.together import together
 from hadal.comm import Ranks
@@ -28,6 +26,11 @@ from hadal.comm.collectives import gather_codes
 from hadal.device import current_device, device_thread, host_empty, read_on_host, synchronize
 from hadal.errors import CheckpointError
 from hadal.offload.file import OwnFolder
+
+if TYPE_CHECKING:
+    from hadal.checkpoint.collecting import Values
+    from hadal.checkpoint.live import Live
+    from hadal.checkpoint.saving import SaveJob, SaveRequest
 
 _log = logging.getLogger(__name__)
 _WHAT = "what is to be saved"
@@ -63,6 +66,8 @@ class Saver:
         Raises:
             CheckpointError: on every rank: this save failed, or cannot begin.
         """
+        from hadal.checkpoint.saving import begin  # for this alone
+
         self._join()
         self._fault = None
         _failed.discard(self)
@@ -120,16 +125,17 @@ class Saver:
         """Return the job with copies of all tensors in host memory."""
         contents = replace(job.contents, tensors=self._copied(job.contents.tensors))
         own, client = (
-            Plain(
-                plain.values,
-                {name: read_on_host(one, _WHAT).clone() for name, one in plain.tensors.items()},
+            plain._replace(
+                tensors={
+                    name: read_on_host(one, _WHAT).clone() for name, one in plain.tensors.items()
+                }
             )
             for plain in (job.own, job.client)
         )
         synchronize(current_device(), _WHAT)
         # The end of the program waits for this thread, which then cannot start another one.
-        writing = replace(job.rules.writing, is_doubled=False)
-        rules = replace(job.rules, writing=writing)
+        writing = job.rules.writing._replace(is_doubled=False)
+        rules = job.rules._replace(writing=writing)
         return replace(job, contents=contents, own=own, client=client, rules=rules)
 
     def _copied(self, tensors: Mapping[str, Values]) -> dict[str, Values]:

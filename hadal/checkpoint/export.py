@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
 from hadal.checkpoint.files import location_of
-from hadal.checkpoint.huggingface import MAX_SHARD, NAME, PICKLE, Value, write_model
+from hadal.checkpoint.huggingface import Value, write_model
 from hadal.checkpoint.opening import opened
+from hadal.checkpoint.rules import MAX_SHARD, NAME, PICKLE
 from hadal.checkpoint.source import Source
 from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError

@@ -16,7 +16,6 @@ import re
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +41,7 @@ from hadal.checkpoint.files import (
 from hadal.checkpoint.formats.registry import format_of, is_found_by_path
 from hadal.checkpoint.index import INDEX, MARK, mark_in, read_index
 from hadal.checkpoint.leases import Lease, expect_alone, is_alive, mark_of
+from hadal.checkpoint.rules import Keep
 from hadal.checkpoint.storage import Location, StorageItem, sync_folder
 from hadal.errors import CheckpointError, few
 
@@ -451,16 +451,6 @@ def named_by(folder: Location) -> str | None:
 _HOUR = 3600.0
 JOBS = "jobs"
 """The index's key of the jobs of a run: each resumed from a checkpoint of the one before it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """Retention limits: a checkpoint that meets either is kept; if both are None, all are kept."""
-
-    last: int | None = None
-    """Keep this many of the newest checkpoints."""
-    hours: float | None = None
-    """Keep checkpoints younger than this."""
 
 
 def prune(save_dir: Location, saved: str, keep: Keep, jobs: Collection[str]) -> None:

@@ -35,10 +35,6 @@ from hadal.checkpoint.shards import bytes_of, header_of
 from hadal.checkpoint.storage import Location, draft_of, sync_folder
 from hadal.errors import CheckpointError
 
-MAX_SHARD = "5GB"
-NAME = "model.safetensors"
-PICKLE = "pytorch_model.bin"
-
 
 class Value(NamedTuple):
     """The name, shape and dtype of a tensor to write."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hadal.checkpoint.folders import Keep
-from hadal.checkpoint.shards import Writing
+from hadal.checkpoint.rules import Rules
 from hadal.comm import Ranks
 from hadal.listener import Listener
 from hadal.optim.step import OptimizerStepper
@@ -41,44 +39,6 @@ def plain_slots(slots: Sequence[Slot]) -> tuple[Slot, ...]:
     )
 
 
-class StagingRules(NamedTuple):
-    """The place in which an asynchronous save keeps the state until it is written."""
-
-    folder: Path | None = None
-    """A directory of this machine; None: host memory."""
-    nbytes: int | None = None
-    """The most bytes that it may take in a process; None: any number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """The configuration's settings for saving and loading."""
-
-    verifies: bool = True
-    """True if loading compares every byte with its checksum; otherwise only sizes and headers."""
-    keep: Keep = field(default_factory=Keep)
-    tag_validation: str = "Warn"
-    """Action if ranks save under different tags: "Ignore", "Warn" or "Fail"."""
-    prefers_universal: bool = False
-    """True if a load without a tag follows `latest_universal` rather than `latest`."""
-    is_node_local: bool = False
-    """True if each node has its own folder, which other nodes do not see."""
-    is_async: bool = False
-    """True if a save returns once the state is copied, and a thread writes the copy."""
-    staging: StagingRules = field(default_factory=StagingRules)
-    uses_masters: bool = True
-    """True if masters are loaded from saved masters; otherwise from the weights."""
-    writing: Writing = field(default_factory=Writing)
-    gathers_weights: bool = False
-    """True if partitioned weights are gathered to save the model alone."""
-    cuts_weights: bool = False
-    """True if weights are partitioned."""
-    stage: int = 0
-    """The ZeRO stage, recorded for tools that read the folder."""
-    writes_deepspeed: bool = False
-    """True if a save writes the files of DeepSpeed's ranks as well."""
-
-
 @dataclass(frozen=True, slots=True)
 class Live:
     """The objects of the running program that a checkpoint saves and loads."""
@@ -99,7 +59,7 @@ class Live:
     part: int = 0
     """The model-parallel part that this rank holds; 0 if the model is whole."""
     parts: int = 1
-    rules: Rules = Rules()
+    rules: Rules = field(default_factory=Rules)
 
     @property
     def ranks(self) -> Ranks:

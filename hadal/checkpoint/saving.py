@@ -42,8 +42,9 @@ from hadal.checkpoint.folders import CLIENT, JOBS, prune, rank_file
 from hadal.checkpoint.formats.deepspeed import expect_directory, write_rank_files
 from hadal.checkpoint.index import write_index
 from hadal.checkpoint.leases import Lease
-from hadal.checkpoint.live import LISTENERS, Live, Rules
+from hadal.checkpoint.live import LISTENERS, Live
 from hadal.checkpoint.plain import encoded, encoded_known
+from hadal.checkpoint.rules import Rules
 from hadal.checkpoint.shards import write_tensors
 from hadal.checkpoint.source import OWN
 from hadal.checkpoint.storage import Location, draft_of

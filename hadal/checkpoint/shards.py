@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hadal.checkpoint.files import Seal, parsing_errors, storage_of, system_errors, write_file
 from hadal.checkpoint.index import strict_json
+from hadal.checkpoint.rules import Writing
 from hadal.checkpoint.storage import Chunk, Location
 from hadal.device import read_on_host
 from hadal.errors import CheckpointError
@@ -44,17 +45,6 @@ DTYPES = {
 
 
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Writing:
-    """Settings for writing files."""
-
-    buffer_nbytes: int = 1 << 26
-    """The number of bytes that are copied from a device, summed and written at a time."""
-    is_doubled: bool = True
-    """True if one such buffer is written while the next is filled."""
-    logs_speed: bool = False
 
 
 def write_tensors(

@@ -182,7 +182,7 @@ def run_export(parsed: argparse.Namespace) -> int:
 
 def _export_hf(source: Source, parsed: argparse.Namespace) -> list[Location]:
     from hadal.checkpoint.export import DTYPES, export, nbytes_of_export
-    from hadal.checkpoint.huggingface import NAME
+    from hadal.checkpoint.rules import NAME
 
     dtype = None if parsed.dtype is None else DTYPES[parsed.dtype]
     exclude_frozen = parsed.exclude_frozen_parameters

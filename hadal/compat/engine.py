@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal import __version__
-from hadal.checkpoint.saving import place_scripts
 from hadal.comm import get_local_rank, get_rank, get_world_size
 from hadal.comm.collectives import broadcast_
 from hadal.compat.accessors import Accessors
@@ -318,6 +317,8 @@ class DeepSpeedEngine(Accessors):
 
     def _copy_recovery_script(self, save_path: str | Path) -> None:
         """Put `zero_to_fp32.py` into a directory of checkpoints, as each save does."""
+        from hadal.checkpoint.saving import place_scripts  # for this alone
+
         place_scripts(Path(save_path))
 
     @staticmethod

@@ -8,10 +8,9 @@ the beginning of their names.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,18 +51,33 @@ def homes() -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
 class Module:
-    """The names that programs use from one module of the surface."""
+    """The names that programs use from one module of the surface; read when they are asked for."""
 
-    name: str
-    kinds: dict[str, NameKind]
-    constants: dict[str, Any]
-    """Names of plain values that are the same in every release."""
-    same: dict[str, str]
-    """Names from other modules of the surface, with their full names there."""
-    children: tuple[str, ...]
-    """Its submodules."""
+    def __init__(self, name: str, entry: Mapping[str, Any], children: list[str]) -> None:
+        self.name = name
+        self.constants: dict[str, Any] = entry.get("constants", {})
+        """Names of plain values that are the same in every release."""
+        self.children = children
+        """Its submodules."""
+        self._entry = entry
+
+    @cached_property
+    def kinds(self) -> dict[str, NameKind]:
+        """Its own names."""
+        found: dict[str, NameKind] = {}
+        for kind, group in zip(NameKind, ("functions", "classes", "values"), strict=True):
+            found |= dict.fromkeys(self._entry.get(group, "").split(), kind)
+        return found
+
+    @cached_property
+    def same(self) -> dict[str, str]:
+        """Names from other modules of the surface, with their full names there."""
+        found = {}
+        for room, names in self._entry.get("same", {}).items():
+            for leaf, _, other in (each.partition("=") for each in names.split()):
+                found[leaf] = f"{room}.{other or leaf}"
+        return found
 
 
 @cache
@@ -75,28 +89,9 @@ def modules() -> dict[str, Module]:
         parent, _, leaf = name.rpartition(".")
         if parent:
             children[parent].append(leaf)
-    found = {name: _module(name, entry, children[name]) for name, entry in entries.items()}
+    found = {name: Module(name, entry, children[name]) for name, entry in entries.items()}
     seconds = {name: entry["is"] for name, entry in entries.items() if "is" in entry}
     return found | {second: found[first] for second, first in seconds.items()}
-
-
-def _module(name: str, entry: dict[str, Any], children: list[str]) -> Module:
-    groups = (
-        ("functions", NameKind.FUNCTION),
-        ("classes", NameKind.CLASS),
-        ("values", NameKind.VALUE),
-    )
-    same = {}
-    for room, names in entry.get("same", {}).items():
-        for leaf, _, other in (each.partition("=") for each in names.split()):
-            same[leaf] = f"{room}.{other or leaf}"
-    return Module(
-        name,
-        {each: kind for group, kind in groups for each in entry.get(group, "").split()},
-        entry.get("constants", {}),
-        same,
-        tuple(children),
-    )
 
 
 # ---- placeholders for names that are not built yet: importable, but they raise when used ---------

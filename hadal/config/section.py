@@ -199,6 +199,10 @@ class Section(BaseModel):
                 yield Fault(name, "required while the section is on; add it")
 
 
+# pydantic would evaluate them again for each section, as it does not its own models'.
+Section.__annotations__.clear()
+
+
 class Switched(Section):
     """A section that `enabled` turns on."""
 

@@ -12,12 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hadal.checkpoint.consolidated import ShardSource, consolidated, shards_of, write_consolidated
 from hadal.checkpoint.files import location_of
-from hadal.checkpoint.folders import why_none
-from hadal.checkpoint.huggingface import MAX_SHARD, NAME
-from hadal.checkpoint.live import COUNTERS
-from hadal.checkpoint.saving import SaveRequest
+from hadal.checkpoint.rules import MAX_SHARD, NAME
 from hadal.checkpoint.storage import Location
 from hadal.checkpoint.together import common_folder, compare_tags
 from hadal.comm.faults import raised_on_all
@@ -95,6 +91,8 @@ class Checkpoints:
             ShardedAccessError: a sharded weight was written to on this rank (on the others it is a
                 `CheckpointError` with the same message).
         """
+        from hadal.checkpoint.saving import SaveRequest  # for this alone
+
         state, parts = self._state, self._state.parts
         began = time.perf_counter()
         state.expect_alive()
@@ -191,6 +189,8 @@ class Checkpoints:
             CheckpointError: it is damaged, or was saved by another model. Raised on every rank,
                 before anything has changed.
         """
+        from hadal.checkpoint.folders import why_none
+        from hadal.checkpoint.live import COUNTERS
         from hadal.checkpoint.loading import Wanted, find, load  # for this alone
 
         state, parts = self._state, self._state.parts
@@ -258,6 +258,8 @@ class Checkpoints:
             CheckpointError: torch is older, or tensor, pipeline or expert parallelism divides the
                 model.
         """
+        from hadal.checkpoint.consolidated import shards_of  # for this alone
+
         self._state.expect_alive()
         return shards_of(self._state.live())
 
@@ -271,6 +273,7 @@ class Checkpoints:
             CheckpointError: shards are missing, or are another rank's; on every rank, and nothing
                 has changed.
         """
+        from hadal.checkpoint.consolidated import ShardSource
         from hadal.checkpoint.loading import Wanted, load_from  # for this alone
 
         state, parts = self._state, self._state.parts
@@ -316,6 +319,8 @@ class Checkpoints:
             CheckpointError: it cannot be written; on every rank.
             ValueError: `max_shard_size` is not a size.
         """
+        from hadal.checkpoint.consolidated import write_consolidated  # for this alone
+
         self._state.expect_alive()
         live = self._state.live()
         nbytes = nbytes_of(max_shard_size)
@@ -363,6 +368,8 @@ class Checkpoints:
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
         """Return the whole model in rank 0's host memory, else None; tied names share a tensor."""
+        from hadal.checkpoint.consolidated import consolidated  # for this alone
+
         self._state.expect_alive()
         live = self._state.live()
         live.runtime.meet_at_checkpoint()

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import torch
 
-from hadal.checkpoint.folders import Keep
-from hadal.checkpoint.live import Rules, StagingRules
-from hadal.checkpoint.shards import Writing
+from hadal.checkpoint.rules import Keep, Rules, StagingRules, Writing
 from hadal.comm.codecs import Blockwise
 from hadal.comm.start import get_local_world_size
 from hadal.config import Config

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hadal.checkpoint.background import Saver
 from hadal.checkpoint.files import new_mark
-from hadal.checkpoint.live import COUNTERS, Live, Rules
+from hadal.checkpoint.rules import Rules
 from hadal.comm import Ranks
 from hadal.config import Config
 from hadal.data.loader import Loading, ShardedLoader
@@ -35,6 +35,9 @@ from hadal.plugins.monitor.monitor import Monitor
 from hadal.zero.hooks import Hooks
 from hadal.zero.regroup import renamed
 from hadal.zero.runtime import ZeroRuntime
+
+if TYPE_CHECKING:
+    from hadal.checkpoint.live import Live
 
 _COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 
@@ -368,6 +371,8 @@ class State:
 
     def live(self) -> Live:
         """Return the state that a checkpoint saves or loads."""
+        from hadal.checkpoint.live import COUNTERS, Live  # for this alone
+
         self.learn_of_skip()
         parts, training = self.parts, self.training
         # A program may have wrapped its parameters in other modules.

@@ -18,8 +18,9 @@ from torch import nn
 
 from checkpoint.listing import home_of, names_in
 from hadal import comm
-from hadal.checkpoint.folders import Keep, prune
+from hadal.checkpoint.folders import prune
 from hadal.checkpoint.index import read_index
+from hadal.checkpoint.rules import Keep
 from hadal.errors import CheckpointError
 
 

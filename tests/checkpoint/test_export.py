@@ -22,8 +22,9 @@ import hadal
 from checkpoint.deepspeed_cases import Unpacked, toy, unpack
 from hadal import comm
 from hadal.checkpoint.export import export, state_dict_of
-from hadal.checkpoint.huggingface import NAME, Value, shards_of, write_model
+from hadal.checkpoint.huggingface import Value, shards_of, write_model
 from hadal.checkpoint.opening import opened
+from hadal.checkpoint.rules import NAME
 from hadal.errors import CheckpointError
 from hadal.units import nbytes_of
 from hadal.utils import (

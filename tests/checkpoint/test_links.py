@@ -14,9 +14,9 @@ from ranks import on_ranks
 from checkpoint.listing import link_files, names_in
 from hadal import comm
 from hadal.checkpoint.export import export
-from hadal.checkpoint.huggingface import NAME
 from hadal.checkpoint.inspection import inspected
 from hadal.checkpoint.opening import opened
+from hadal.checkpoint.rules import NAME
 from hadal.errors import CheckpointError
 
 

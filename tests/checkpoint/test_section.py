@@ -21,7 +21,8 @@ from checkpoint.test_reshard import Odd, trained
 from hadal import comm
 from hadal.checkpoint import shards
 from hadal.checkpoint.files import Chunk, Seal, write_file
-from hadal.checkpoint.shards import Writing, write_tensors
+from hadal.checkpoint.rules import Writing
+from hadal.checkpoint.shards import write_tensors
 from hadal.config import load_config
 from hadal.errors import CheckpointError, UnbuiltConfigError
 

@@ -64,6 +64,16 @@ def test_a_submodule_may_be_the_first_import(site: Path) -> None:
     assert (done.stdout, done.stderr) == ("hadal.zero.init\n", "")
 
 
+def test_the_first_use_loads_what_the_first_call_needs(site: Path) -> None:
+    # A program waits for it; what saves and loads comes with the first of them.
+    code = "import deepspeed, sys; deepspeed.initialize; print(*sys.modules)"
+    names = forked("-c", code, path=(site,)).stdout.split()
+    loaded = {name for name in names if name.startswith("hadal.")}
+    later = ["saving", "loading", "live", "folders", "formats", "consolidated", "huggingface"]
+    assert not loaded & {f"hadal.checkpoint.{name}" for name in later}
+    assert 100 < len(loaded) <= 170
+
+
 def test_it_combines_with_a_call(site: Path) -> None:
     code = "import hadal; hadal.install_as_deepspeed(); import deepspeed; print(deepspeed.__file__)"
     assert told(code, path=(site,)) == [str(ROOT / "hadal/compat/install.py")]
