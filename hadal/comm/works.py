@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -48,12 +47,7 @@ class _InStep(ContextDecorator):
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         global _cut
         if error is None or (isinstance(error, Exception) and not is_from_a_signal(error)):
             return

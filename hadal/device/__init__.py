@@ -39,14 +39,9 @@ from hadal.device.compiler import (
     tells_of_compiling as tells_of_compiling,
 )
 from hadal.device.kernels import (
-    AdagradRule as AdagradRule,
-    AdamRule as AdamRule,
-    SgdRule as SgdRule,
-    fused_adagrad_ as fused_adagrad_,
-    fused_adam_ as fused_adam_,
     fused_attention as fused_attention,
     fused_attention_backward as fused_attention_backward,
-    fused_sgd_ as fused_sgd_,
+    fused_step_ as fused_step_,
     gathered_numel as gathered_numel,
     has_flex_attention as has_flex_attention,
     has_fused_attention as has_fused_attention,

@@ -14,9 +14,8 @@ are copied to a full vector.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,37 +27,8 @@ Tensors = Sequence[Tensor]
 _VECTOR_NBYTES = 64
 
 
-class AdamRule(NamedTuple):
-    """The numbers of one Adam update, as torch.optim's param groups hold them."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool
-    maximize: bool = False
-
-
-class SgdRule(NamedTuple):
-    """The numbers of one SGD update, as torch.optim's param groups hold them."""
-
-    lr: float
-    momentum: float = 0.0
-    dampening: float = 0.0
-    weight_decay: float = 0.0
-    nesterov: bool = False
-    maximize: bool = False
-
-
-class AdagradRule(NamedTuple):
-    """The numbers of one Adagrad update, as torch.optim's param groups hold them."""
-
-    lr: float
-    lr_decay: float
-    eps: float
-    weight_decay: float
-    maximize: bool = False
+# The lists of tensors that each kernel takes: parameters, gradients and all kinds of state.
+_LISTS = {"adam": 5, "adamw": 5, "adagrad": 3, "sgd": 3}
 
 
 def has_fused_kernels(device: torch.device) -> bool:
@@ -66,98 +36,33 @@ def has_fused_kernels(device: torch.device) -> bool:
     return device.type in _get_fused_kernels_supported_devices()
 
 
-def fused_adam_(
-    parameters: Tensors,
-    gradients: Tensors,
-    moments: tuple[Tensors, Tensors],
-    max_second_moments: Tensors | None,
+def fused_step_(
+    kernel: str,
+    numbers: Mapping[str, float],
+    lists: Sequence[Tensors],
     steps: Tensors,
-    rule: AdamRule,
     divisor: Tensor | None = None,
     overflowed: Tensor | None = None,
 ) -> None:
-    """Make one Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) update in one kernel.
+    """Make one update in one kernel.
 
-    An infinite step disables bias correction: b^inf is 0, so 1 - b^inf is exactly 1.
+    Args:
+        kernel: adam (Kingma & Ba 2015), adamw (Loshchilov & Hutter 2019), adagrad (Duchi et al.
+            2011), or sgd, with the momentum of Sutskever 2013 if it has one. sgd does not support
+            tensors of 16 bits: torch 2.13's CPU kernel skips some of their elements and reads
+            beyond the end.
+        numbers: those of the update, by the kernel's own names for them.
+        lists: parameters, gradients, and the state of each kind that there is.
+        steps: for each parameter; sgd has none. An infinite step disables Adam's bias correction:
+            b^inf is 0, so 1 - b^inf is exactly 1.
+        divisor: of the gradients.
+        overflowed: whether to change nothing.
     """
-    kernel = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
-    largest = [] if max_second_moments is None else [max_second_moments]
-    with _whole_vectors([parameters, gradients, *moments, *largest]) as (pieces, numbers):
-        kernel(
-            pieces[0],
-            pieces[1],
-            pieces[2],
-            pieces[3],
-            pieces[4] if largest else [],
-            [steps[number] for number in numbers],
-            lr=rule.lr,
-            beta1=rule.beta1,
-            beta2=rule.beta2,
-            weight_decay=rule.weight_decay,
-            eps=rule.eps,
-            amsgrad=bool(largest),
-            maximize=rule.maximize,
-            grad_scale=divisor,
-            found_inf=overflowed,
-        )
-
-
-def fused_sgd_(
-    parameters: Tensors,
-    gradients: Tensors,
-    momenta: Tensors | None,
-    rule: SgdRule,
-    is_first: bool,
-    divisor: Tensor | None = None,
-    overflowed: Tensor | None = None,
-) -> None:
-    """Make one SGD update, with momentum (Sutskever 2013) if given, in one kernel.
-
-    The first update sets the momentum to the gradient. Tensors of 16 bits are not supported: torch
-    2.13's CPU kernel skips some of their elements and reads beyond the end.
-    """
-    owned = [] if momenta is None else [momenta]
-    with _whole_vectors([parameters, gradients, *owned]) as (pieces, _):
-        torch._fused_sgd_(
-            pieces[0],
-            pieces[1],
-            pieces[2] if owned else [],
-            weight_decay=rule.weight_decay,
-            momentum=rule.momentum,
-            lr=rule.lr,
-            dampening=rule.dampening,
-            nesterov=rule.nesterov,
-            maximize=rule.maximize,
-            is_first_step=is_first,
-            grad_scale=divisor,
-            found_inf=overflowed,
-        )
-
-
-def fused_adagrad_(
-    parameters: Tensors,
-    gradients: Tensors,
-    square_sums: Tensors,
-    steps: Tensors,
-    rule: AdagradRule,
-    divisor: Tensor | None = None,
-    overflowed: Tensor | None = None,
-) -> None:
-    """Make one Adagrad (Duchi et al. 2011) update in one kernel."""
-    with _whole_vectors([parameters, gradients, square_sums]) as (pieces, numbers):
-        torch._fused_adagrad_(
-            pieces[0],
-            pieces[1],
-            pieces[2],
-            [steps[number] for number in numbers],
-            lr=rule.lr,
-            lr_decay=rule.lr_decay,
-            weight_decay=rule.weight_decay,
-            eps=rule.eps,
-            maximize=rule.maximize,
-            grad_scale=divisor,
-            found_inf=overflowed,
-        )
+    step = getattr(torch, f"_fused_{kernel}_")
+    absent: list[Tensors] = [[]] * (_LISTS[kernel] - len(lists))
+    with _whole_vectors(lists) as (pieces, places):
+        counts = [[steps[place] for place in places]] if steps else []
+        step(*pieces, *absent, *counts, **numbers, grad_scale=divisor, found_inf=overflowed)
 
 
 @contextmanager

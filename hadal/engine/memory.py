@@ -404,8 +404,7 @@ def _reductions(planned: ModelPlan, config: Config, counts: RankCounts) -> Memor
 
 def wire_nbytes(bucket: BucketPlan, config: Config, counts: RankCounts) -> int:
     """Return the bytes that a bucket's reduction takes beside its gradients and their mean."""
-    experts = bucket.holders.experts
-    ranks = counts.dense if experts is None else counts.holding(experts)
+    ranks = counts.ranks_of(bucket.holders)
     if ranks == 1:
         return 0
     precision, shards = bucket.precision, counts.shards_of(bucket.holders)

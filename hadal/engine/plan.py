@@ -70,6 +70,10 @@ class RankCounts(NamedTuple):
             lambda name: max(1, ranks // (size_in_name(name) or 1)),
         )
 
+    def ranks_of(self, holders: HolderGroups) -> int:
+        """Return the number of ranks that hold some parameters."""
+        return self.dense if holders.experts is None else self.holding(holders.experts)
+
     def shards_of(self, holders: HolderGroups) -> int:
         """Return the number of shards of a copy of some parameters' states."""
         return self.shards if holders.experts is None else self.holding(holders.experts)
@@ -246,11 +250,10 @@ def _policies(
     partition = cache(lambda ranks, stage: partition_of(config, ranks, stage, device))
 
     def policy(name: str, parameter: nn.Parameter) -> ParameterPolicy:
-        holders, ranks = holders_of(parameter), counts.dense
-        if holders.experts is not None:
-            ranks = counts.holding(holders.experts)
-            # Experts that all ranks hold are as dense parameters.
-            holders = holders if ranks != counts.dense else HolderGroups()
+        holders = holders_of(parameter)
+        ranks = counts.ranks_of(holders)
+        if holders.experts is not None and ranks == counts.dense:
+            holders = HolderGroups()  # experts that all ranks hold are as dense parameters
         number = _group_above(name, grouped)
         stage = None if number is None else groups[number].stage
         return ParameterPolicy(partition(ranks, stage), precision_of(parameter), holders)

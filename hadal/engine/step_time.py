@@ -288,9 +288,7 @@ class _Update:
         self.queues = _Queues(shares_cores=cluster.computes_on_host)
 
     def _bucket(self, plan: BucketPlan, counts: RankCounts) -> _Bucket:
-        experts = plan.holders.experts
-        ranks = counts.dense if experts is None else counts.holding(experts)
-        shards = counts.shards_of(plan.holders)
+        ranks, shards = counts.ranks_of(plan.holders), counts.shards_of(plan.holders)
         apart = max(1, self._job.devices // ranks)
         return _Bucket(
             plan,

@@ -18,15 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hadal.device import (
-    AdagradRule,
-    AdamRule,
-    SgdRule,
-    current_device,
-    fused_adagrad_,
-    fused_adam_,
-    fused_sgd_,
-)
+from hadal.device import current_device, fused_step_
 from hadal.errors import OptimizerError
 
 State = dict[str, Any]
@@ -142,7 +134,7 @@ class ElementwiseOptimizer(OwnOptimizer):
 
 # ---- torch's optimizers: its fused kernels, with its classes' state ------------------------------
 
-_FLAGS = ("decoupled", "maximize", "nesterov")
+_FLAGS = ("amsgrad", "maximize", "nesterov")
 
 
 def begin_adam(
@@ -163,86 +155,59 @@ def begin_adam(
             state[name] = zeros()
     beta1, beta2 = group["betas"]
     decoupled = group.get("decoupled_weight_decay") if decoupled is None else decoupled
-    rule = AdamRule(**_numbers(group, AdamRule, beta1=beta1, beta2=beta2, decoupled=decoupled))
+    numbers = _numbers(group, "lr eps weight_decay amsgrad maximize", beta1=beta1, beta2=beta2)
+    apply = _Fused("adamw" if decoupled else "adam", numbers, corrected)
     count = _count(state, state["exp_avg"].device)
-    return SliceUpdate(tuple(state[name] for name in names), _Adam(rule, corrected), number=count)
+    return SliceUpdate(tuple(state[name] for name in names), apply, number=count)
 
 
 def begin_sgd(group: Group, state: State, zeros: Zeros) -> SliceUpdate:
     """Begin an update of SGD, with the momentum of Sutskever et al. 2013 if there is any."""
-    rule = SgdRule(**_numbers(group, SgdRule))
     is_first = state.get("momentum_buffer") is None
-    if rule.momentum and is_first:
+    if group["momentum"] and is_first:
         state["momentum_buffer"] = zeros()
-
-    momentum = (state["momentum_buffer"],) if rule.momentum else ()
+    momentum = (state["momentum_buffer"],) if group["momentum"] else ()
+    names = "lr momentum dampening weight_decay nesterov maximize"
+    apply = _Fused("sgd", _numbers(group, names, is_first_step=is_first))
     # The kernel is wrong for 16 bits on a CPU (torch 2.13): it skips elements.
-    return SliceUpdate(momentum, _Sgd(rule, is_first), in_float32=True)
+    return SliceUpdate(momentum, apply, in_float32=True)
 
 
 def begin_adagrad(group: Group, state: State, zeros: Zeros) -> SliceUpdate:
     """Begin an update of Adagrad (Duchi et al. 2011)."""
     if "sum" not in state:
         state["sum"] = zeros().fill_(group["initial_accumulator_value"])
-    rule = AdagradRule(**_numbers(group, AdagradRule))
+    apply = _Fused("adagrad", _numbers(group, "lr lr_decay eps weight_decay maximize"))
     count = _count(state, state["sum"].device)
-    return SliceUpdate((state["sum"],), _Adagrad(rule), number=count)
+    return SliceUpdate((state["sum"],), apply, number=count)
 
 
-def _numbers(
-    group: Group, rule: type[AdamRule | SgdRule | AdagradRule], **more: Any
-) -> dict[str, Any]:
-    """Return the fields of a rule, from a param group, whose rates may be tensors, and `more`."""
-    given = {**group, **more}
-    return {
-        name: bool(given[name]) if name in _FLAGS else float(given[name]) for name in rule._fields
-    }
+_Numbers = tuple[tuple[str, float], ...]
+
+
+def _numbers(group: Group, names: str, **more: float) -> _Numbers:
+    """Return numbers of a param group, whose rates may be tensors, and `more`, by name."""
+    given = {name: group[name] for name in names.split()}
+    found = {n: bool(value) if n in _FLAGS else float(value) for n, value in given.items()}
+    return (*found.items(), *more.items())
 
 
 @dataclass(frozen=True, slots=True)
-class _Adam:
-    rule: AdamRule
-    corrected: bool
+class _Fused:
+    """An update in one of torch's kernels; equal ones are made together."""
+
+    kernel: str
+    numbers: _Numbers
+    corrected: bool = True
 
     def __call__(self, blocks: Sequence[Block], scaling: Scaling) -> None:
-        values, gradients, state, counts = _lists(blocks)
+        counts = [block.number for block in blocks if block.number is not None]
         if not self.corrected:
             # After infinitely many updates there is nothing to correct.
             counts = [torch.full_like(counts[0], math.inf)] * len(counts)
-        largest = state[2] if len(state) == 3 else None
-        fused_adam_(values, gradients, (state[0], state[1]), largest, counts, self.rule, *scaling)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sgd:
-    rule: SgdRule
-    is_first: bool
-
-    def __call__(self, blocks: Sequence[Block], scaling: Scaling) -> None:
-        values, gradients, state, _ = _lists(blocks)
-        momenta = state[0] if state else None
-        fused_sgd_(values, gradients, momenta, self.rule, self.is_first, *scaling)
-
-
-@dataclass(frozen=True, slots=True)
-class _Adagrad:
-    rule: AdagradRule
-
-    def __call__(self, blocks: Sequence[Block], scaling: Scaling) -> None:
-        values, gradients, (sums,), counts = _lists(blocks)
-        fused_adagrad_(values, gradients, sums, counts, self.rule, *scaling)
-
-
-def _lists(
-    blocks: Sequence[Block],
-) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, ...]], list[Tensor]]:
-    """Return the blocks' values, gradients, kinds of state, and counts, as kernels take them."""
-    return (
-        [block.values for block in blocks],
-        [block.gradient for block in blocks],
-        list(zip(*(block.state for block in blocks), strict=True)),
-        [block.number for block in blocks if block.number is not None],
-    )
+        rows = [(block.values, block.gradient, *block.state) for block in blocks]
+        lists = list(zip(*rows, strict=True))
+        fused_step_(self.kernel, dict(self.numbers), lists, counts, *scaling)
 
 
 def _count(state: State, device: torch.device) -> Tensor:

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -159,12 +158,7 @@ class GatheredParameters:
             if isinstance(keeper, ZeroRuntime) and keeper.gathering.phase is Phase.IDLE:
                 self._stack.enter_context(saving(keeper.gathering))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         with self._stack:
             if self._modifier_rank is None or not _can_go_on(error):
                 return

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -164,12 +163,7 @@ class Init:
             Init._contexts.append(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if not self._enabled:
             return
         Init._contexts.remove(self)

@@ -9,16 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from hadal.device import (
-    AdagradRule,
-    AdamRule,
-    SgdRule,
     collective_backend,
     current_device,
-    fused_adagrad_,
-    fused_adam_,
     fused_attention,
     fused_attention_backward,
-    fused_sgd_,
+    fused_step_,
     has_fused_attention,
     synchronize,
 )
@@ -84,6 +79,8 @@ def test_a_fully_masked_row_returns_zero_and_has_no_gradient():
 
 
 NUMEL = 1003
+ADAM = {"lr": 0.02, "beta1": 0.8, "beta2": 0.97, "eps": 1e-7, "weight_decay": 0.1}
+ADAM |= {"amsgrad": False, "maximize": False}
 WHOLE_VECTORS = NUMEL // 64 * 64  # torch rounds what is left behind them in another way
 
 
@@ -100,14 +97,15 @@ def test_adam_is_torchs_own(kind, decay, maximize, amsgrad, dtype):
     optimizer = kind([expected], **settings, amsgrad=amsgrad, maximize=maximize, fused=True)
     moments = torch.zeros_like(found), torch.zeros_like(found)
     largest = torch.zeros_like(found) if amsgrad else None
-    rule = AdamRule(0.02, 0.8, 0.97, 1e-7, decay, kind is torch.optim.AdamW, maximize)
+    numbers = {**ADAM, "weight_decay": decay, "amsgrad": amsgrad, "maximize": maximize}
+    state_given = [[one] for one in (*moments, largest) if one is not None]
     for count in range(1, 5):
         gradient = torch.randn(NUMEL, generator=generator, dtype=dtype)
         expected.grad = gradient.clone()
         optimizer.step()
         step = torch.tensor(float(count))
-        largest_given = None if largest is None else [largest]
-        fused_adam_([found], [gradient], ([moments[0]], [moments[1]]), largest_given, [step], rule)
+        lists = [[found], [gradient], *state_given]
+        fused_step_(kind.__name__.lower(), numbers, lists, [step])
         assert step == count
         assert_torchs_own(found, expected.detach())
     state = optimizer.state[expected]
@@ -131,11 +129,11 @@ def test_kernels_agree_with_the_plain_loop(kind):
     found = expected.detach().clone()
     optimizer = kind([expected], lr=0.01, weight_decay=0.1, foreach=False)
     moments = torch.zeros_like(found), torch.zeros_like(found)
-    rule = AdamRule(0.01, 0.9, 0.999, 1e-8, 0.1, kind is torch.optim.AdamW)
+    numbers = {**ADAM, "lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
     for count in range(1, 4):
         expected.grad = torch.randn(NUMEL, generator=generator)
-        given = [found], [expected.grad.clone()], ([moments[0]], [moments[1]]), None
-        fused_adam_(*given, [torch.tensor(float(count))], rule)
+        lists = [[one] for one in (found, expected.grad.clone(), *moments)]
+        fused_step_(kind.__name__.lower(), numbers, lists, [torch.tensor(float(count))])
         optimizer.step()
     assert torch.allclose(found, expected.detach(), rtol=1e-6, atol=1e-7)
 
@@ -152,20 +150,20 @@ COUNT = torch.tensor(3.0)
 
 
 def adam(tensors: Sequence[Tensor], divisor: Tensor | None) -> None:
-    rule = AdamRule(0.02, 0.8, 0.97, 1e-7, 0.1, True)
     lists = [[one] for one in tensors]
-    fused_adam_(*lists[:2], (lists[2], lists[3]), lists[4], [COUNT], rule, divisor)
+    fused_step_("adamw", {**ADAM, "amsgrad": True}, lists, [COUNT], divisor)
 
 
 def sgd(tensors: Sequence[Tensor], divisor: Tensor | None) -> None:
-    rule = SgdRule(0.02, 0.9, 0.1, 0.1)
-    fused_sgd_(*([one] for one in tensors[:3]), rule, is_first=False, divisor=divisor)
+    rates = {"lr": 0.02, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}
+    numbers = {**rates, "nesterov": False, "maximize": False, "is_first_step": False}
+    fused_step_("sgd", numbers, [[one] for one in tensors[:3]], [], divisor)
 
 
 def adagrad(tensors: Sequence[Tensor], divisor: Tensor | None) -> None:
-    rule = AdagradRule(0.02, 0.1, 1e-7, 0.1)
-    lists = [[one] for one in tensors]
-    fused_adagrad_(*lists[:2], lists[3], [COUNT], rule, divisor)
+    numbers = {"lr": 0.02, "lr_decay": 0.1, "eps": 1e-7, "weight_decay": 0.1, "maximize": False}
+    lists = [[one] for one in (*tensors[:2], tensors[3])]
+    fused_step_("adagrad", numbers, lists, [COUNT], divisor)
 
 
 def starts_of(numel: int) -> Tensor:
