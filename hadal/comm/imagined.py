@@ -6,7 +6,7 @@ A collective takes what this rank sends to be what the others send.
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from itertools import count
 from typing import Any
@@ -51,7 +51,7 @@ class ImaginedWorld:
             for group, places in numbers.items():
                 numbers[group] = {number + shift: place for number, place in places.items()}
         empty |= dict.fromkeys(_VALUES) | {(distributed_c10d, "_group_count"): first}
-        empty |= {(ranks, "_made"): _CountsFrom(first), (ranks, "_newest"): {}}
+        empty |= {(ranks, "_made"): defaultdict(lambda: first), (ranks, "_newest"): {}}
         self._other = _exchanged(empty)
         hook = sys.excepthook
         try:
@@ -76,14 +76,3 @@ def _exchanged(new: Mapping[_Place, Any]) -> dict[_Place, Any]:
     for (where, name), value in new.items():
         setattr(where, name, value)
     return old
-
-
-class _CountsFrom(Counter[tuple[int, ...]]):
-    """Counts that begin at a number."""
-
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        self._first = first
-
-    def __missing__(self, key: tuple[int, ...]) -> int:
-        return self._first

@@ -222,9 +222,9 @@ def trace(
         copies = {id(m): inner[name] for name, m in model.named_modules()}
         recorder = _Recorder(units, copies, features.groups)
         recorder.watch(running)
-        kept = _Kept()
+        inputs: list[int] = []
         for name in features.recomputed:
-            kept.watch(inner[name])
+            _note_inputs(inner[name], inputs)
         later = LaterWeights(running) if features.defers else None
         args, kwargs = _arguments(batch, with_values=with_values)
         given = Forward(args, kwargs, updates=0, micro_step=0, is_training=model.training)
@@ -232,7 +232,7 @@ def trace(
             given = listener.before_forward(given) or given
         args, kwargs = given.args, given.kwargs
         try:
-            recorder.add(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            recorder.add(tensors_in((args, kwargs)))
             stack.enter_context(recorder)
             output = casting.run(running, _HOST, args, kwargs)
             loss = _loss(output) if loss_of is None else loss_of(output)
@@ -251,7 +251,7 @@ def trace(
         recorder.forward,
         recorder.segments,
         held,
-        kept.nbytes,
+        sum(inputs),
         recorder.blocks,
         recorder.later_from,
         recorder.later,
@@ -337,7 +337,7 @@ def _loss(output: Any) -> Tensor:
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
     if loss is None:
-        loss = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+        loss = next(iter(tensors_in(output)), None)
     if loss is None:
         raise TypeError(f"a {type(output).__name__} without a tensor is no loss; pass loss_of")
     if not loss.requires_grad:
@@ -360,26 +360,25 @@ def _told(error: Exception, batch: Any) -> str:
 
 
 def _shown(batch: Any) -> str:
-    shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    shapes = [tuple(tensor.shape) for tensor in tensors_in(batch)]
     return f"tensors of shapes {', '.join(map(str, shapes))}" if shapes else "no tensor"
 
 
-class _Kept:
-    """The inputs of modules that are recomputed, counted once each."""
+def _note_inputs(module: nn.Module, found: list[int]) -> None:
+    """Append the bytes of the inputs of a module's first call."""
 
-    def __init__(self) -> None:
-        self.nbytes = 0
+    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+        handle.remove()
+        own = {id(p) for p in module.parameters()}
+        tensors = tensors_in((args, kwargs))
+        found.append(sum(t.nbytes for t in tensors if t.requires_grad and id(t) not in own))
 
-    def watch(self, module: nn.Module) -> None:
-        """Count the inputs of a module's first call."""
+    handle = module.register_forward_pre_hook(note, with_kwargs=True)
 
-        def count(_: nn.Module, args: Any, kwargs: Any) -> None:
-            handle.remove()
-            own = {id(p) for p in module.parameters()}
-            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            self.nbytes += sum(t.nbytes for t in tensors if t.requires_grad and id(t) not in own)
 
-        handle = module.register_forward_pre_hook(count, with_kwargs=True)
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested containers."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 class _Recorder(TorchDispatchMode):
@@ -438,7 +437,7 @@ class _Recorder(TorchDispatchMode):
         self._begun[name] = self.now.total
 
     def _leave(self, name: str, block: nn.Module, _: Any, output: Any) -> None:
-        own = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        own = sum(tensor.nbytes for tensor in tensors_in(output))
         kept = self.now.total - self._begun[name]
         if not self._is_back:
             self.blocks.append(BlockMemory(name, type(block).__name__, kept, own))
@@ -477,9 +476,9 @@ class _Recorder(TorchDispatchMode):
         if self._is_back:
             return
         self._close(unit)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(partial(self._begin, unit))
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._begin, unit))
 
     def _arrive(self, name: str, units: Sequence[str], parameter: Tensor) -> None:
         parameter.grad = None
@@ -514,11 +513,11 @@ class _Recorder(TorchDispatchMode):
             out = operation(*low, *args[2:], **kwargs).to(args[0].dtype)
         else:
             out = operation(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        made = tensors_in(out)
         if operation.namespace == "c10d":
             self._exchange(operation, args)
         elif operation.namespace != "prim" and not _is_view(operation):
-            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            read = tensors_in((args, kwargs))
             if operation in _OF_ONE_DTYPE and len({leaf.dtype for leaf in read}) > 1:
                 # Without values torch does not check it.
                 raise RuntimeError(f"{operation.name()} expects matrices of the same dtype")

@@ -10,11 +10,12 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from hadal.config import Config
 from hadal.config.optimizer import KINDS
 from hadal.config.section import leaves
+from hadal.engine.activations import tensors_in
 from hadal.engine.clusters import ComputeCluster
 from hadal.engine.foresight import LIBRARIES, Foresight, Planner
 from hadal.engine.listeners import GivenArguments
@@ -42,8 +43,7 @@ def plan_stages(
         return leaf.to(dtype) if is_floating else leaf
 
     batch = tree_map(cast, batch)
-    tensors = (one for one in tree_leaves(batch) if isinstance(one, torch.Tensor) and one.dim())
-    rows = next(map(len, tensors), 1)
+    rows = next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
     for chosen in PLANS:
         raw: dict[str, Any] = {"train_micro_batch_size_per_gpu": rows}
         raw["zero_optimization"] = chosen.section("/")

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from hadal.comm import Ranks
 from hadal.config import Config
@@ -27,6 +26,7 @@ from hadal.engine.activations import (
     LossOf,
     MicroStep,
     Segment,
+    tensors_in,
     trace,
 )
 from hadal.engine.checks import is_in_stages
@@ -43,12 +43,12 @@ from hadal.engine.memory import (
 )
 from hadal.engine.policies import tiers_of, transport_of
 from hadal.engine.precision import Casting, casting_of
-from hadal.engine.step_time import StepTime, step_time
+from hadal.engine.step_time import StepTime, buckets_by_unit, step_time, uses_along
 from hadal.engine.topology import RequestedRanks, requested_ranks, stages_of
 from hadal.optim.workspace import block_numel
 from hadal.zero.estimate import TierBytes
 from hadal.zero.gradients import WAITING_NBYTES
-from hadal.zero.paths import Use, held_along, make_plan
+from hadal.zero.paths import held_along, make_plan
 from hadal.zero.policy import Tier
 
 _MOVING = ("gradients", "gathers", "reductions")
@@ -257,10 +257,7 @@ class Planner:
             steps = [*map(stage_traces.micro_step_of, ranks, chunks)]
         else:
             steps = [self._once(ranks, batch, self._trace)]
-        times = [
-            step_time(step, one.planned, one.config, one.counts, cluster, one.job, one.moments)
-            for one, step in zip(ranks, steps, strict=True)
-        ]
+        times = [step_time(step, one, cluster) for one, step in zip(ranks, steps, strict=True)]
         if is_staged:
             times = stage_traces.in_stages(times, ranks, chunks, cluster)
         return [
@@ -284,7 +281,7 @@ class Planner:
         ]
         sections = config.tensor_parallel, config.expert_parallel, config.pipeline
         degrees = f"{sections} {config.sequence_parallel_size} {first.job}" if first.part else ""
-        shapes = [t.shape for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
+        shapes = [tensor.shape for tensor in tensors_in(batch)]
         recomputed = [tuple(rank.planned.modules.recomputed) for rank in ranks]
         of_all = [tuple(some.values()) for some in dtypes]
         key = (*shapes, casting, *recomputed, *of_all, degrees)
@@ -370,16 +367,11 @@ def _keeps_inputs_on_host(config: Config) -> bool:
 def _gathered(rank: PlannedRank, step: MicroStep) -> tuple[list[int], list[int]]:
     """Return the bytes of gathered weights in each segment of forward and backward."""
     planned = rank.planned
-    cut = [bucket for bucket in planned.buckets if bucket.partition.weights]
-    sizes = [bucket.numel for bucket in cut]
-    nbytes = [bucket.numel * bucket.precision.compute.itemsize for bucket in cut]
-    of_unit: dict[str, list[int]] = {}
-    of_parameter = {m.parameter: n for n, bucket in enumerate(cut) for m in bucket.members}
-    for unit in planned.units:
-        numbers = [of_parameter[m.parameter] for m in unit.members if m.parameter in of_parameter]
-        of_unit.setdefault(unit.name, []).extend(numbers)
-    forward, starts = _uses(step.forward, of_unit)
-    backward, starts_back = _uses(step.backward, of_unit)
+    sizes = [bucket.numel for bucket in planned.buckets]
+    nbytes = [bucket.numel * bucket.precision.compute.itemsize for bucket in planned.buckets]
+    used = buckets_by_unit(planned, cut=True)
+    forward, starts = uses_along(step.forward, used)
+    backward, starts_back = uses_along(step.backward, used)
     there = make_plan(forward, sizes, planned.limits, following=backward)
     back = make_plan(backward, sizes, planned.limits, there.kept_at_end)
     kept = sum(nbytes[number] for number in back.held)
@@ -387,22 +379,6 @@ def _gathered(rank: PlannedRank, step: MicroStep) -> tuple[list[int], list[int]]
         _by_segment(held_along(there, nbytes), starts),
         _by_segment(held_along(back, nbytes), starts_back, kept),
     )
-
-
-def _uses(
-    segments: Sequence[Segment], of_unit: Mapping[str, Sequence[int]]
-) -> tuple[list[Use], list[int]]:
-    """Return the uses of buckets, and the number of the first use of each segment."""
-    numbers = [list(dict.fromkeys(of_unit.get(segment.unit, ()))) for segment in segments]
-    starts = [0]
-    for some in numbers:
-        starts.append(starts[-1] + len(some))
-    uses = [
-        Use(number, starts[segment.until])
-        for segment, some in zip(segments, numbers, strict=True)
-        for number in some
-    ]
-    return uses, starts
 
 
 def _by_segment(held: Sequence[int], starts: Sequence[int], before: int = 0) -> list[int]:

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from hadal.comm import get_local_world_size
 from hadal.config.optimizer import KINDS
 from hadal.device import memory_use, total_memory
-from hadal.engine.activations import copied
+from hadal.engine.activations import copied, tensors_in
 from hadal.engine.candidates import advise
 from hadal.engine.clusters import cluster_named
 from hadal.engine.foresight import LIBRARIES, Foresight, Moment, plan
@@ -231,7 +231,7 @@ class PlannedMemory(Listener):
         if planned is None:
             return ""
         gauges, moments = self._setting.clocks.memory, planned.moments
-        inputs = sum(leaf.nbytes for leaf in tree_leaves(self._forward) if isinstance(leaf, Tensor))
+        inputs = sum(tensor.nbytes for tensor in tensors_in(self._forward))
         first = moments[0]
         states = first._replace(held={**first.held, "activations": inputs, "gathers": 0})
         compared = [("before forward", gauges["forward"].before.device, states)]
@@ -249,7 +249,7 @@ class PlannedMemory(Listener):
 
 
 def _seen(value: Any) -> list[weakref.ref[Tensor]]:
-    return [weakref.ref(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [*map(weakref.ref, tensors_in(value))]
 
 
 def _needed(found: Foresight) -> Moment:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from hadal.engine.activations import Held, MicroStep, Segment, trace
+from hadal.engine.activations import Held, MicroStep, Segment, tensors_in, trace
 from hadal.engine.clusters import ComputeCluster
 from hadal.engine.memory import PlannedRank
 from hadal.engine.precision import Casting, cast_floats
@@ -89,7 +89,7 @@ def trace_chunks(
                 ends.root,
                 with_values=with_values,
             )
-        given = [t for t in tree_leaves(value) if isinstance(t, Tensor)] if number else []
+        given = tensors_in(value) if number else []
         received = sum(t.nbytes for t in given), sum(t.nbytes for t in given if t.requires_grad)
         sent = _nbytes(ends.layout, gradients=False), _nbytes(ends.layout, gradients=True)
         found[index].append(ChunkTrace(step, received[0], sent[0], received[1], sent[1]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -20,10 +20,10 @@ from hadal.comm.codecs import Codec
 from hadal.config import Config
 from hadal.engine.activations import MicroStep, Segment
 from hadal.engine.clusters import ComputeCluster, Link, ProductSpeed
-from hadal.engine.plan import ModelPlan, RankCounts
+from hadal.engine.memory import PlannedRank
+from hadal.engine.plan import ModelPlan
 from hadal.engine.policies import disk_steps_of, tiers_of, transport_of
 from hadal.engine.precision import autocast_dtype
-from hadal.zero.estimate import JobSize
 from hadal.zero.grouping import BucketPlan
 from hadal.zero.offload import Offload
 from hadal.zero.paths import Plan, Use, make_plan
@@ -87,27 +87,15 @@ class StepTime:
         return self.samples / self.seconds
 
 
-def step_time(
-    micro_step: MicroStep,
-    planned: ModelPlan,
-    config: Config,
-    counts: RankCounts,
-    cluster: ComputeCluster,
-    job: JobSize,
-    moments: int = 2,
-) -> StepTime:
+def step_time(micro_step: MicroStep, rank: PlannedRank, cluster: ComputeCluster) -> StepTime:
     """Return the time of one update in the midst of many.
 
     Args:
-        micro_step: one forward and backward of a rank.
-        planned: the plan of the model, which every rank computes whole.
-        config: the configuration.
-        counts: the ranks.
+        micro_step: one forward and backward of the rank.
+        rank: the rank.
         cluster: what devices and networks reach.
-        job: the ranks of each node, and the nodes.
-        moments: the values that the optimizer keeps for each element, beside the master.
     """
-    update = _Update(micro_step, planned, config, counts, cluster, job, moments)
+    update = _Update(micro_step, rank, cluster)
     update.run()  # its last gathers may still be under way in the next forward
     update.queues.forget()
     update.run()
@@ -240,55 +228,33 @@ class _Bucket:
 # ---- one update ----------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Path:
-    """The uses of sharded buckets along the segments of a pass."""
-
-    segments: Sequence[Segment]
-    uses: list[Use] = field(default_factory=list)
-    begun: list[int] = field(default_factory=list)
-    """For each segment, how many uses have begun."""
-
-
 class _Update:
     """A simulated update."""
 
-    def __init__(
-        self,
-        micro_step: MicroStep,
-        planned: ModelPlan,
-        config: Config,
-        counts: RankCounts,
-        cluster: ComputeCluster,
-        job: JobSize,
-        moments: int,
-    ) -> None:
-        self._config = config
-        self._cluster = cluster.with_ranks(job.devices_per_node)
-        self._job = job
-        self._dense_ranks = counts.dense
+    def __init__(self, micro_step: MicroStep, rank: PlannedRank, cluster: ComputeCluster) -> None:
+        planned = rank.planned
+        self._config, self._job, self._counts = rank.config, rank.job, rank.counts
+        self._cluster = cluster.with_ranks(rank.job.devices_per_node)
         self._micro_step = micro_step
-        self._moments = moments
+        self._moments = rank.moments
         self._limits = planned.limits
-        self._dtype = _product_dtype(planned, config, cluster)
-        self._speeds = self._cluster.speeds_of(self._dtype)
-        self._buckets = [self._bucket(plan, counts) for plan in planned.buckets]
+        self._speeds = self._cluster.speeds_of(_product_dtype(planned, rank.config, cluster))
+        self._buckets = [self._bucket(plan) for plan in planned.buckets]
         self._of_gradient = {
             member.name: bucket
             for bucket in self._buckets
             if bucket.plan.trainable
             for member in bucket.plan.members
         }
-        self._cut = [bucket for bucket in self._buckets if bucket.plan.partition.weights]
-        self._whole = _by_unit(planned, self._buckets, cut=False)
-        cut = _by_unit(planned, self._buckets, cut=True)
-        self._forward = _path(micro_step.forward, cut, self._cut)
-        self._backward = _path(micro_step.backward, cut, self._cut)
+        self._whole = buckets_by_unit(planned, cut=False)
+        cut = buckets_by_unit(planned, cut=True)
+        self._forward, self._starts = uses_along(micro_step.forward, cut)
+        self._backward, self._starts_back = uses_along(micro_step.backward, cut)
         self._numels = {m.name: m.parameter.numel() for u in planned.units for m in u.members}
         self.queues = _Queues(shares_cores=cluster.computes_on_host)
 
-    def _bucket(self, plan: BucketPlan, counts: RankCounts) -> _Bucket:
-        ranks, shards = counts.ranks_of(plan.holders), counts.shards_of(plan.holders)
+    def _bucket(self, plan: BucketPlan) -> _Bucket:
+        ranks, shards = self._counts.ranks_of(plan.holders), self._counts.shards_of(plan.holders)
         apart = max(1, self._job.devices // ranks)
         return _Bucket(
             plan,
@@ -314,23 +280,21 @@ class _Update:
         for bucket in self._buckets:
             bucket.is_near = False
         held: frozenset[int] = frozenset()
+        sizes = [bucket.plan.numel for bucket in self._buckets]
         for step in range(steps):
             is_last = step == steps - 1
-            sizes = [bucket.plan.numel for bucket in self._cut]
-            there = make_plan(
-                self._forward.uses, sizes, self._limits, held, following=self._backward.uses
-            )
-            following = () if is_last else self._forward.uses
+            there = make_plan(self._forward, sizes, self._limits, held, following=self._backward)
+            following = () if is_last else self._forward
             back = make_plan(
-                self._backward.uses, sizes, self._limits, there.kept_at_end, following=following
+                self._backward, sizes, self._limits, there.kept_at_end, following=following
             )
             held = back.kept_at_end
             begun = self.queues.now
             self.queues.compute("forward", self._cluster.micro_step_start)
-            self._pass("forward", self._forward, there)
+            self._pass("forward", self._micro_step.forward, self._starts, there)
             turned = self.queues.now
             self._begin_backward(step == 0, is_last)
-            starts = self._pass("backward", self._backward, back)
+            starts = self._pass("backward", self._micro_step.backward, self._starts_back, back)
             self._end_backward()
             ended = self.queues.now
             parted = [*starts[self._micro_step.later_from :], ended][0]
@@ -338,20 +302,21 @@ class _Update:
                 self._passes[number] += seconds
         self._step()
 
-    def _pass(self, part: str, path: _Path, plan: Plan) -> list[float]:
-        """Run a pass, and return when each segment began."""
+    def _pass(
+        self, part: str, segments: Sequence[Segment], uses: Sequence[int], plan: Plan
+    ) -> list[float]:
+        """Run a pass, and return when each segment began; `uses`: those begun before each."""
         arriving: dict[int, _Event] = {}
-        begun, gathered, starts = 0, 0, []
-        for segment, until in zip(path.segments, path.begun, strict=True):
+        gathered, starts = 0, []
+        for segment, (first, stop) in zip(segments, pairwise(uses), strict=True):
             starts.append(self.queues.now)
-            for bucket in self._whole.get(segment.unit, ()):
-                self.queues.wait(bucket.ready)
-            for position in range(begun, until):
+            for number in self._whole.get(segment.unit, ()):
+                self.queues.wait(self._buckets[number].ready)
+            for position in range(first, stop):
                 for number in plan.gathers[gathered : plan.started[position]]:
-                    arriving[number] = self._gather(self._cut[number])
+                    arriving[number] = self._gather(self._buckets[number])
                 gathered = plan.started[position]
-                self.queues.wait(arriving.get(path.uses[position].bucket))
-            begun = until
+                self.queues.wait(arriving.get(plan.uses[position].bucket))
             self.queues.compute(part, self._seconds(segment))
             self._exchange(segment)
             if part == "backward":
@@ -579,7 +544,7 @@ class _Update:
         return StepTime(
             parts,
             seconds,
-            micro * steps * (self._dense_ranks // self._config.sequence_parallel_size),
+            micro * steps * (self._counts.dense // self._config.sequence_parallel_size),
             products / seconds / self._speeds.peak_flops,
             _left_out(self._config),
             (*self._passes,),
@@ -605,33 +570,31 @@ def _product_dtype(planned: ModelPlan, config: Config, cluster: ComputeCluster) 
     return _DTYPES.get(chosen, "fp32")
 
 
-def _by_unit(
-    planned: ModelPlan, buckets: Sequence[_Bucket], *, cut: bool
-) -> dict[str, list[_Bucket]]:
-    """Return the buckets that each unit uses, with sharded weights or with whole ones."""
-    bucket_of = {m.parameter: bucket for bucket in buckets for m in bucket.plan.members}
-    found: dict[str, dict[int, _Bucket]] = defaultdict(dict)
+def buckets_by_unit(planned: ModelPlan, *, cut: bool) -> dict[str, list[int]]:
+    """Return the numbers of the buckets that each unit uses, with sharded weights or whole ones."""
+    buckets = [(n, b) for n, b in enumerate(planned.buckets) if b.partition.weights is cut]
+    number_of = {member.parameter: n for n, bucket in buckets for member in bucket.members}
+    found: dict[str, dict[int, None]] = defaultdict(dict)
     for unit in planned.units:
-        for member in unit.members:
-            bucket = bucket_of.get(member.parameter)
-            if bucket is not None and bucket.plan.partition.weights is cut:
-                found[unit.name][id(bucket)] = bucket
-    return {unit: list(used.values()) for unit, used in found.items()}
+        mine = (number_of.get(member.parameter) for member in unit.members)
+        found[unit.name] |= {number: None for number in mine if number is not None}
+    return {unit: [*used] for unit, used in found.items()}
 
 
-def _path(
-    segments: Sequence[Segment], used: Mapping[str, Sequence[_Bucket]], cut: Sequence[_Bucket]
-) -> _Path:
-    number_of = {id(bucket): number for number, bucket in enumerate(cut)}
-    counts = [len(used.get(segment.unit, ())) for segment in segments]
-    # How many uses begin before each segment.
-    before = [0, *accumulate(counts)]
-    path = _Path(segments)
-    for segment, (first, last) in zip(segments, pairwise(before), strict=True):
-        until = before[min(segment.until, len(segments))] if segment.until else last
-        path.uses += [
-            Use(number_of[id(bucket)], max(until, last)) for bucket in used.get(segment.unit, ())
-        ]
-        path.begun.append(last)
-        assert len(path.uses) == last and first <= last
-    return path
+def uses_along(
+    segments: Sequence[Segment], used: Mapping[str, Sequence[int]]
+) -> tuple[list[Use], list[int]]:
+    """Return the uses of buckets along a pass, and how many begin before each segment.
+
+    Args:
+        segments: those of the pass.
+        used: the numbers of the buckets that each unit uses.
+    """
+    numbers = [used.get(segment.unit, ()) for segment in segments]
+    starts = [0, *accumulate(map(len, numbers))]
+    uses = [
+        Use(number, starts[segment.until])
+        for segment, some in zip(segments, numbers, strict=True)
+        for number in some
+    ]
+    return uses, starts

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hadal.config import Config, load_config
 from hadal.engine.activations import Features, MicroStep, trace
 from hadal.engine.clusters import ComputeCluster, Link, Links, ProductSpeed, Speeds, cluster_named
+from hadal.engine.memory import PlannedRank
 from hadal.engine.plan import ModelPlan, ModulesPlan, RankCounts, plan_model
 from hadal.engine.precision import Casting
 from hadal.engine.step_time import PARTS, StepTime, _Queues, step_time
@@ -95,7 +96,9 @@ def time_of(
     ranks = devices * nodes
     planned, counts = plan_of(config, ranks), RankCounts.of(config, ranks)
     micro_step = traced(recomputed)[0]
-    found = step_time(micro_step, planned, config, counts, on, JobSize(devices, nodes))
+    job, device = JobSize(devices, nodes), torch.device("cuda")
+    rank = PlannedRank(config, tower(), planned, counts, job, device, "AdamW", 2, "the tower")
+    found = step_time(micro_step, rank, on)
     assert tuple(found.parts) == PARTS
     assert sum(part.exposed for part in found.parts.values()) == pytest.approx(found.seconds)
     assert all(part.exposed <= part.seconds * (1 + 1e-9) for part in found.parts.values())
