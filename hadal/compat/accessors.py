@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _TABLE = data("accessors.json")
-_PATHS: dict[str, str] = _TABLE["paths"]
+PATHS: dict[str, str] = _TABLE["paths"]
 """The key that each method returns."""
 _UNBUILT: list[str] = _TABLE["unbuilt"]
 """DeepSpeed's ways of reducing, compiling and saving, which differ here."""
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Accessors(Engine):
@@ -48,7 +48,7 @@ class Accessors(Engine):
         """Return the dtype of gradients on the wire."""
         named = self._parts.config.communication_data_type
         if named:
-            return _DTYPES[named]
+            return DTYPES[named]
         trained = (each for each in self._parts.runtime.buckets if each.trainable)
         return next((each.precision.reduce for each in trained), torch.float32)
 
@@ -65,7 +65,7 @@ class Accessors(Engine):
     def torch_autocast_dtype(self) -> torch.dtype | None:
         """Return the dtype of autocast, if the configuration names one."""
         section = self._parts.config.torch_autocast
-        return None if section is None else _DTYPES.get(section.dtype or "")
+        return None if section is None else DTYPES.get(section.dtype or "")
 
     def postscale_gradients(self) -> bool:
         """Return whether gradients are divided after they are summed, not before."""
@@ -189,7 +189,7 @@ class Accessors(Engine):
         """Return the dtype of the weights, and that in which gradients are added up."""
         config = self._parts.config
         named = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
-        return _DTYPES[named], _DTYPES[config.data_types.grad_accum_dtype or named]
+        return DTYPES[named], DTYPES[config.data_types.grad_accum_dtype or named]
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Return the milliseconds of each phase that was timed (`wall_clock_breakdown`)."""
@@ -350,7 +350,7 @@ def _constant(name: str, value: Any) -> Callable[[Engine], Any]:
     return read
 
 
-for _name, _path in _PATHS.items():
+for _name, _path in PATHS.items():
     setattr(Accessors, _name, _accessor(_name, _path))
 for _name, _value in _TABLE["constants"].items():
     setattr(Accessors, _name, _constant(_name, _value))

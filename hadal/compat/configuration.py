@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 from packaging.version import Version
 
-from hadal.comm import get_world_size
+from hadal.comm import get_rank, get_world_size
 from hadal.comm.start import env_world_size
+from hadal.compat.accessors import DTYPES, PATHS, Accessors
 from hadal.compat.kinds import also
 from hadal.compat.monitors import DeepSpeedMonitorConfig
-from hadal.compat.surface import data
+from hadal.compat.sections import DeepSpeedCommsConfig
 from hadal.config import Config, load_config
+from hadal.config.compression import Eigenvalue
 from hadal.config.elasticity import Elasticity, choice_of, elastic_faults, micro_for
+from hadal.config.not_built import Nebula
+from hadal.config.parallelism import HybridEngine
 from hadal.config.reading import Source, read
+from hadal.config.section import plain
 from hadal.engine.precision import SAFE
 from hadal.errors import ConfigError
 
 # The JSON key for each DeepSpeed attribute with another name. Methods of engines are among them.
-_PATHS = data("accessors.json")["paths"] | {
+_PATHS = PATHS | {
     "amp_enabled": "amp.enabled",
     "autotuning_config": "autotuning",
+    "bfloat16_immediate_grad_update": "bf16.immediate_grad_update",
     "buffer_dtype": "data_types.buffer_dtype",
+    "checkpoint_parallel_write_pipeline": "checkpoint.parallel_write.pipeline_stage",
     "compile_config": "compile",
     "compression_config": "compression_training",
     "expert_parallel_config": "expert_parallel",
     "grad_accum_dtype": "data_types.grad_accum_dtype",
+    "keep_in_fp32_modules": "data_types.keep_in_fp32_modules",
     "mics_hierarchial_params_gather": "zero_optimization.mics_hierarchical_params_gather",
     "mics_shard_size": "zero_optimization.mics_shard_size",
     "param_dtype": "data_types.param_dtype",
     "sparse_gradients_enabled": "sparse_gradients",
-    "timers_config": "timers",
+    "timers_config": "timers.throughput",
     "use_data_before_expert_parallel_": "use_data_before_expert_parallelism",
     "zero_optimization_stage": "zero_optimization.stage",
     "optimizer_params": "optimizer.params",
@@ -46,10 +56,14 @@ _PATHS = data("accessors.json")["paths"] | {
     "activation_checkpointing_config": "activation_checkpointing",
     "flops_profiler_config": "flops_profiler",
     "checkpoint_config": "checkpoint",
+    **{f"eigenvalue_{name}": f"eigenvalue.{name}" for name in Eigenvalue.model_fields},
 }
-
-
-_PLAIN = ("compression_config", "data_efficiency_config")
+_METHODS = (
+    *("checkpoint_tag_validation_enabled", "checkpoint_tag_validation_fail"),
+    *("curriculum_params_legacy", "dynamic_loss_scale_args", "torch_autocast_dtype"),
+)
+"""Values that an engine's methods return."""
+_PLAIN = ("aio_config", "checkpoint_config", "compression_config", "data_efficiency_config")
 """Sections that are dicts, although their names end as those of objects."""
 
 
@@ -57,7 +71,7 @@ class DeepSpeedConfig:
     """A validated configuration. Its top-level keys are attributes; sections are dicts.
 
     Most names ending in `_config` are sections with attributes (`zero_config.stage`). Keys that are
-    not built yet can be read; `initialize` refuses them.
+    not built yet can be read; `initialize` refuses them. Names of older releases are there too.
 
     Args:
         config: a dict, the path of a JSON file, or its text (also in base64).
@@ -90,7 +104,9 @@ class DeepSpeedConfig:
     def _hold(self, checked: Config, given: dict[str, Any]) -> None:
         self._checked = checked
         self._values = checked.as_dict()
+        self._values["eigenvalue"] = plain(checked.eigenvalue or Eigenvalue())
         self._param_dict = given
+        self.global_rank, self.world_size = get_rank(), get_world_size()
         section = checked.sparse_attention
         self._layout = None if section is None else section.of_the_mode()
 
@@ -99,16 +115,19 @@ class DeepSpeedConfig:
         if name.startswith("_"):
             raise AttributeError(name)
         path = _PATHS.get(name, name)
+        if name in _METHODS:
+            engine: Any = SimpleNamespace(_parts=SimpleNamespace(config=self._checked))
+            return getattr(Accessors, name)(engine)
         if name.endswith("_config") and name not in _PLAIN:
-            return getattr(self._checked, path)
+            return attrgetter(path)(self._checked)
         value: Any = self._values
         for part in path.split("."):
             if value is None:
-                return None
+                return False if name.endswith("_enabled") else None
             if part not in value:
                 raise AttributeError(f"the configuration has no key {name!r}")
             value = value[part]
-        return value
+        return DTYPES.get(value) if name.endswith("_data_type") else value
 
     @property
     def sparse_attention(self) -> dict[str, Any] | None:
@@ -119,6 +138,32 @@ class DeepSpeedConfig:
     def monitor_config(self) -> DeepSpeedMonitorConfig:
         """The sections of the monitors."""
         return DeepSpeedMonitorConfig.of(self._checked)
+
+    @property
+    def comms_config(self) -> DeepSpeedCommsConfig:
+        """The section `comms_logger`, if there is one."""
+        return DeepSpeedCommsConfig(self._param_dict)
+
+    @property
+    def nebula_config(self) -> Nebula:
+        """The section `nebula`, or its defaults."""
+        return self._checked.nebula or Nebula()
+
+    @property
+    def hybrid_engine(self) -> HybridEngine:
+        """The section `hybrid_engine`."""
+        return self._checked.hybrid_engine
+
+    @property
+    def amp_params(self) -> dict[str, Any] | bool:
+        """The given section `amp` without its switch; False without one."""
+        given = self._param_dict.get("amp")
+        return given is not None and {k: v for k, v in given.items() if k != "enabled"}
+
+    @property
+    def initial_dynamic_scale(self) -> float:
+        """The first loss scale in fp16, if it is dynamic."""
+        return 2.0**self._checked.fp16.initial_scale_power
 
     @property
     def optimizer_name(self) -> str | None:

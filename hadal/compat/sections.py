@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from functools import reduce
 from importlib import import_module
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
+from hadal.compat.kinds import also
+from hadal.compat.log import logger
 from hadal.config.section import Section
 from hadal.errors import ConfigError
 
@@ -37,7 +40,10 @@ _OF_CONFIGURATIONS = {
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """The base of programs' own configuration classes: values "auto" count as left out."""
+    """The base of programs' own configuration classes: values "auto" count as left out.
+
+    A field's `json_schema_extra` can say that it is "deprecated", and name its "new_param".
+    """
 
     model_config = ConfigDict(
         validate_default=True,
@@ -49,12 +55,56 @@ class DeepSpeedConfigModel(BaseModel):
         protected_namespaces=(),
     )
 
+    @also(AssertionError)
     def __init__(self, strict: bool = False, **data: Any) -> None:
         super().__init__(**(data if strict else _without_auto(data)))
+        for name in self.model_fields_set & type(self).model_fields.keys():
+            extra = type(self).model_fields[name].json_schema_extra
+            if isinstance(extra, dict) and extra.get("deprecated"):
+                self._replace(name, extra)
+
+    def _replace(self, name: str, extra: dict[str, Any]) -> None:
+        """Set the successor of a deprecated field."""
+        new = extra.get("new_param")
+        _warn_of_old(name, new, extra.get("deprecated_msg"))
+        if new is None or not extra.get("set_new_param", True):
+            return
+        value = extra.get("new_param_fn", lambda same: same)(getattr(self, name))
+        delattr(self, name)
+        *outer, last = new.split(".")
+        owner = reduce(getattr, outer, self)
+        _expect_one(name, new, owner.model_fields_set, last)
+        setattr(owner, last, value)
 
 
 def _without_auto(data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in data.items() if value != "auto"}
+
+
+def _warn_of_old(name: str, new: str | None, more: str | None) -> None:
+    instead = f" use {new} instead" if new else ""
+    said = f": {more}" if more else ""
+    logger.warning("Config parameter %s is deprecated%s%s", name, instead, said)
+
+
+def _expect_one(old: str, new: str, given: Container[str], last: str) -> None:
+    if last in given:
+        raise ConfigError(f"{old} is an old name of {new}, which is given too; keep {new}")
+
+
+def _todays(section: type[Section], given: dict[str, Any]) -> dict[str, Any]:
+    """Return a section's keys under their names of today; the others are logged."""
+    for old in given.keys() - section.model_fields:
+        moved = section.moved.get(old)
+        new = moved.to.rpartition(".")[2] if moved else section.renamed.get(old)
+        if new is None and old not in section.leftovers:
+            continue  # unknown
+        _warn_of_old(old, new, section.leftovers.get(old))
+        value = given.pop(old)
+        if new is not None and (value or not moved):
+            _expect_one(old, new, given, new)
+            given[new] = moved.true if moved else value
+    return given
 
 
 def _section(home: str) -> type[Section]:
@@ -77,8 +127,11 @@ def _of_keys(name: str, home: str) -> type[Section]:
         model_config = ConfigDict(frozen=False, validate_assignment=True)
         section: ClassVar[type[Section]] = found
 
+        @also(AssertionError)
         def __init__(self, strict: bool = False, **data: Any) -> None:
-            super().__init__(**(data if strict else _without_auto(data)))
+            super().__init__(**_todays(found, data if strict else _without_auto(data)))
+            if getattr(self, "overlap_comm", True) is None:
+                self.__dict__["overlap_comm"] = True  # null is true
 
     Keys.__name__ = Keys.__qualname__ = name
     Keys.__doc__ = found.__doc__

@@ -186,7 +186,7 @@ class WeightQuantizationParams(Section):
 class _Scope(Section):
     """The modules of a group."""
 
-    modules: TextOrTexts = key(("*",), _MODULES)
+    modules: TextOrTexts = key(["*"], _MODULES)
 
 
 class _Technique(Section):

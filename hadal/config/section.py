@@ -399,7 +399,7 @@ def _choices(annotation: Any, limits: tuple[Any, ...]) -> Iterator[str]:
 
 
 def _single(annotation: Any, origin: Any, limits: tuple[Any, ...]) -> str:
-    if origin is tuple:
+    if origin in (tuple, list):
         return _several(get_args(annotation))
     if origin is dict:
         return "an object"
@@ -415,7 +415,7 @@ def _null_last(annotation: Any) -> list[Any]:
 
 
 def _several(arguments: tuple[Any, ...]) -> str:
-    if len(arguments) == 2 and arguments[1] is Ellipsis:
+    if arguments[1:] in ((), (Ellipsis,)):
         return f"a list, each {_kind(arguments[0])}"
     return f"a list of {len(arguments)}, each {_kind(arguments[0])}"
 

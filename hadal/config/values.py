@@ -102,8 +102,8 @@ def boolean_word(value: Any) -> Any:
 
 
 def one_or_many(value: Any) -> Any:
-    """Convert a single string to a tuple of one."""
-    return (value,) if isinstance(value, str) else value
+    """Convert a single string to a list of one."""
+    return [value] if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ Text: TypeAlias = Annotated[str, Strict()]
 Integers: TypeAlias = tuple[Integer, ...]
 Numbers: TypeAlias = tuple[Number, ...]
 Texts: TypeAlias = tuple[Text, ...]
-TextOrTexts: TypeAlias = Annotated[tuple[Text, ...], BeforeValidator(one_or_many)]
+TextOrTexts: TypeAlias = Annotated[list[Text], BeforeValidator(one_or_many)]
 NumberOrNumbers: TypeAlias = Number | Numbers
 
 Dtype: TypeAlias = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(lowered)]

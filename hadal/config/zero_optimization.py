@@ -24,19 +24,19 @@ from hadal.config.section import (
 from hadal.config.values import Boolean, Integer, Number, TextOrTexts, whole
 from hadal.errors import Fault
 
-_SPARSE_BLOCKS = (
+_SPARSE_BLOCKS = [
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
-)
+]
 
 
 class LeafModule(Section):
     """Modules that stage 3 gathers as a whole, ignoring the modules inside them."""
 
     classes: TextOrTexts = key(_SPARSE_BLOCKS, "Class names, with or without their module.")
-    names: TextOrTexts = key((), "Full names of modules in the model.")
-    name_suffixes: TextOrTexts = key((), "Suffixes of such names.")
+    names: TextOrTexts = key([], "Full names of modules in the model.")
+    name_suffixes: TextOrTexts = key([], "Suffixes of such names.")
 
 
 _STAGE = "zero_optimization.stage"
@@ -61,7 +61,7 @@ class StageGroup(Section):
     """Modules at a lower ZeRO stage than the model's other modules."""
 
     modules: TextOrTexts = key(
-        (),
+        [],
         'Class names ("MixtralExperts"), or patterns of the end of full names ("mlp.experts.*"; * '
         "is any part between two dots). All parameters below these modules are meant.",
     )

@@ -462,8 +462,8 @@ def test_a_configuration_can_be_read_before_there_is_an_engine() -> None:
     assert (config.optimizer_name, config.optimizer_params["lr"]) == ("adam", 0.5)
     assert config.fp16_enabled is False
     assert config._param_dict == told
-    assert (config.pld_enabled, config.mics_shard_size, config.amp_enabled) == (None, -1, None)
-    assert config.torch_autocast_enabled is None and config.sparse_gradients_enabled is False
+    assert (config.pld_enabled, config.mics_shard_size, config.amp_enabled) == (False, -1, False)
+    assert config.torch_autocast_enabled is False and config.sparse_gradients_enabled is False
     assert config.tensor_parallel_config.autotp_size == 0
     assert config.param_dtype is config.buffer_dtype is None
     assert config.data_efficiency_config["enabled"] is config.data_efficiency_enabled is False

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import pytest
+import torch
+from pydantic import Field
 
 from hadal.compat import sections
 from hadal.compat.install import alias
@@ -96,6 +99,95 @@ def test_a_program_s_own_class_ignores_auto() -> None:
     assert default(Mine, "size") == 3
     with pytest.raises(ValueError, match="'other'"):
         default(Mine, "other")
+
+
+def test_old_keys_set_those_of_today(caplog: pytest.LogCaptureFixture) -> None:
+    config = found("runtime.zero.config.DeepSpeedZeroConfig")
+    found("utils.logger").addHandler(caplog.handler)
+    try:
+        zero = config(
+            cpu_offload=True,
+            cpu_offload_param=False,
+            cpu_offload_use_pin_memory=True,
+            stage3_gather_fp16_weights_on_model_save=True,
+        )
+    finally:
+        found("utils.logger").removeHandler(caplog.handler)
+    assert zero.offload_optimizer.device == "cpu" and zero.offload_param is None
+    assert zero.gather_16bit_weights_on_model_save
+    assert "cpu_offload is deprecated use offload_optimizer instead" in caplog.text
+    assert "cpu_offload_use_pin_memory is deprecated: " in caplog.text
+    with pytest.raises(AssertionError, match="cpu_offload is an old name of offload_optimizer"):
+        config(cpu_offload=True, offload_optimizer={"device": "cpu"})
+
+
+class _Inner(DeepSpeedConfigModel):
+    size: int = 0
+
+
+class _Renamed(DeepSpeedConfigModel):
+    size: int = 3
+    inner: _Inner = _Inner()
+    width: str = Field(
+        "0", json_schema_extra={"deprecated": True, "new_param": "size", "new_param_fn": int}
+    )
+    depth: int = Field(0, json_schema_extra={"deprecated": True, "new_param": "inner.size"})
+    gone: int = Field(
+        0, json_schema_extra={"deprecated": True, "new_param": "size", "set_new_param": False}
+    )
+
+
+def test_a_deprecated_field_of_a_program_s_own_class_sets_its_successor(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(found("utils.logger"), "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        made = _Renamed(width="5", depth=7, gone=1)
+    assert (made.size, made.inner.size, made.gone) == (5, 7, 1)
+    assert not hasattr(made, "width")
+    assert "width is deprecated use size instead" in caplog.text
+    assert _Renamed().width == "0"
+    with pytest.raises(AssertionError, match="width is an old name of size"):
+        _Renamed(width="5", size=5)
+
+
+def test_lists_of_leaf_modules_are_lists_and_overlap_is_a_boolean() -> None:
+    config = found("runtime.zero.config.DeepSpeedZeroConfig")
+    zero = config(stage=3, leaf_module={"classes": "my.Class", "names": ["a"]})
+    assert (zero.leaf_module.classes, zero.leaf_module.names) == (["my.Class"], ["a"])
+    assert zero.model_dump()["leaf_module"]["name_suffixes"] == []
+    assert found("runtime.zero.leaf_module_config.DeepSpeedZeroLeafModuleConfig")().names == []
+    assert config().overlap_comm is True and config(overlap_comm=False).overlap_comm is False
+
+
+def test_a_whole_configuration_has_the_attributes_of_older_releases_too() -> None:
+    given = {
+        "train_batch_size": 2,
+        "communication_data_type": "bf16",
+        "comms_logger": {"enabled": True},
+        "checkpoint": {"tag_validation": "Fail"},
+        "fp16": {"enabled": True, "loss_scale_window": 7},
+        "amp": {"enabled": False, "opt_level": "O1"},
+    }
+    told = found("runtime.config.DeepSpeedConfig")(given)
+    assert (told.global_rank, told.world_size) == (0, 1)
+    assert told.comms_config.comms_logger_enabled and told.comms_config.comms_logger.enabled
+    assert told.checkpoint_tag_validation_enabled and told.checkpoint_tag_validation_fail
+    assert told.checkpoint_config["tag_validation"] == "Fail" and told.aio_config["queue_depth"] > 0
+    assert told.checkpoint_parallel_write_pipeline is False and told.graph_harvesting is False
+    assert told.dynamic_loss_scale_args["scale_window"] == 7
+    assert told.initial_dynamic_scale == 2**16
+    assert told.amp_params == {"opt_level": "O1"} and not told.amp_enabled
+    assert told.nebula_config.enabled is False
+    assert (told.eigenvalue_enabled, told.eigenvalue_max_iter) == (False, 100)
+    assert told.curriculum_params_legacy == {}
+    assert (told.torch_autocast_enabled, told.torch_autocast_dtype) == (False, None)
+    assert told.communication_data_type is torch.bfloat16
+    assert told.seq_parallel_communication_data_type is torch.float32
+    assert told.hybrid_engine.max_out_tokens == 512 and told.timers_config.synchronized
+    assert told.keep_in_fp32_modules == "auto" and not told.bfloat16_immediate_grad_update
+    with pytest.raises(AttributeError, match="nope"):
+        told.nope  # noqa: B018 - as programs test for a key
 
 
 def test_duplicate_keys_are_an_error() -> None:

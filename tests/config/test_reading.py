@@ -57,7 +57,7 @@ def test_comments_and_trailing_commas(tmp_path):
     )
     config = load_config(path)
     assert config.wandb.project == "a # b // c /* d */ , }"
-    assert config.zero_optimization.leaf_module.names == ("a, ]", "b\\", 'c"')
+    assert config.zero_optimization.leaf_module.names == ["a, ]", "b\\", 'c"']
 
 
 def test_a_syntax_error_names_line_and_column(tmp_path):

@@ -484,7 +484,7 @@ def test_values_are_normalised():
     assert config.optimizer.params == {"lr": 0.001, "betas": (0.0, 0.9)}
     assert config.checkpoint.tag_validation == "Ignore"
     assert config.torch_autocast.dtype == "fp16"
-    assert config.zero_optimization.leaf_module.names == ("a.b",)
+    assert config.zero_optimization.leaf_module.names == ["a.b"]
 
 
 @pytest.mark.claims("zero_optimization.legacy_stage1")
