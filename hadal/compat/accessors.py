@@ -16,7 +16,10 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from hadal import comm
+from hadal.comm import Ranks
+from hadal.comm.adjoint import gathered
 from hadal.compat.surface import NameKind, data, placeholder
+from hadal.compat.tools import SparseTensor
 from hadal.config.section import plain
 from hadal.engine.engine import Engine
 from hadal.errors import UsageError
@@ -277,6 +280,38 @@ class Accessors(Engine):
         places = [(total := total + each.numel()) // numel_per_bucket for each in bucket]
         for _, part in groupby(zip(places, bucket, strict=True), itemgetter(0)):
             self.allreduce_and_copy([each for _, each in part], dp_group, dp_world_size)
+
+    def sparse_all_gather(self, value: Tensor, dp_group: Any) -> list[Tensor]:
+        """Return each rank's rows, of which they may have different numbers; all must call it."""
+        own = torch.tensor([len(value)], device=value.device)
+        sizes = [int(size) for size in self.all_gather_scalar(own, dp_group)]
+        whole = gathered(value, 0, sizes, Ranks.of(dp_group), "the rows of a sparse tensor")
+        return list(whole.split(sizes))
+
+    def sparse_allreduce(
+        self, sparse: SparseTensor, dp_group: Any, dp_world_size: int | None = None
+    ) -> SparseTensor:
+        """Replace rows by those of all ranks, whose sum is the mean. All ranks must call it."""
+        mean = sparse.values.to(self.communication_data_type)
+        mean = mean / (dp_world_size or comm.get_world_size(dp_group))
+        sparse.indices = torch.cat(self.sparse_all_gather(sparse.indices, dp_group))
+        found = torch.cat(self.sparse_all_gather(mean, dp_group))
+        sparse.values = found.to(sparse.values.dtype)
+        return sparse
+
+    def sparse_allreduce_bucket(
+        self, bucket: Sequence[SparseTensor], dp_group: Any, dp_world_size: int | None = None
+    ) -> list[SparseTensor]:
+        """Do so with several."""
+        return [self.sparse_allreduce(each, dp_group, dp_world_size) for each in bucket]
+
+    def sparse_allreduce_no_retain(
+        self, bucket: Sequence[SparseTensor], dp_group: Any, dp_world_size: int | None = None
+    ) -> None:
+        """Do so, and put the mean into the tensors that they were made of."""
+        for each in self.sparse_allreduce_bucket(bucket, dp_group, dp_world_size):
+            assert each.orig_dense_tensor is not None
+            each.orig_dense_tensor.data = each.to_coo_tensor()
 
     def buffered_allreduce_fallback(
         self, grads: Sequence[Tensor] | None = None, elements_per_buffer: int = 500_000_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from hadal import comm
 from hadal.comm import Ranks, ReduceOp, Row
-from hadal.comm.codecs import Sign
-from hadal.comm.coded import CompressedMean, Owed
-from hadal.comm.comms_log import comms_log as _log
+from hadal.comm.codecs import Blockwise, Sign
+from hadal.comm.coded import CompressedMean, Messages, Owed, start_coded_reduce_scatter
+from hadal.comm.comms_log import algorithm_bandwidth, bus_bandwidth, comms_log as _log
 from hadal.comm.start import DEFAULT_PORT
+from hadal.compat.accelerator import get_accelerator
 from hadal.units import shown_binary
 
 
@@ -90,6 +91,33 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
         piece[: max(0, min(length, tensor.numel() - mine * length))]
         for piece, tensor, length in zip(found.split(lengths), tensors, lengths, strict=True)
     ]
+
+
+def all_to_all_quant_reduce(tensors: Sequence[Tensor], groups: Mapping[str, Any]) -> list[Tensor]:
+    """Return this rank's slice of the mean of each tensor over the ranks, sent in 4 bits.
+
+    Tensors that are 1-D, or no multiple of twice the ranks, are sent as they are.
+
+    Args:
+        tensors: the same shapes on all ranks.
+        groups: the ranks of each host as `local_<host>`; those with the same place on all hosts as
+            `global_<place>`.
+    """
+    ranks, own = comm.get_world_size(), get_accelerator().device_count()
+    host, place = divmod(comm.get_rank(), own)
+    hops = [Ranks.of(groups[name]) for name in (f"local_{host}", f"global_{place}")]
+    hops = [hop for hop in hops if hop.size > 1] or hops[:1]
+    found = []
+    for each in tensors:
+        if each.dim() == 1 or each.numel() % (2 * ranks):
+            found += reduce_scatter_coalesced([each])
+            continue
+        mean, messages = each.new_empty(each.numel() // ranks), Messages(Blockwise(4, 128))
+        start_coded_reduce_scatter(
+            each.flatten(), mean, hops, messages, 1 / ranks, False, "all_to_all_quant_reduce"
+        ).wait()
+        found.append(mean)
+    return found
 
 
 class TorchBackend:
@@ -250,6 +278,21 @@ class CommsLogger:
         if print_log or show_straggler:
             return log_summary(show_straggler, return_dict)
         return _arranged(_log.rows(), False) if return_dict else None
+
+    def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
+        """Return the calls of each kind and size: their number, and of each of the latest calls
+        the milliseconds and the two bandwidths in Gbit/s.
+        """
+        found: dict[str, dict[int, list[Any]]] = {}
+        for row in _log.rows():
+            one = found.setdefault(row.operation, {}).setdefault(row.nbytes, [0, [], [], []])
+            one[0] += row.count
+            for seconds in row.latencies_s:
+                ranks = len(row.ranks)
+                one[1].append(seconds * 1e3)
+                one[2].append(algorithm_bandwidth(row.nbytes, seconds) * 8e-9)
+                one[3].append(bus_bandwidth(row.operation, row.nbytes, seconds, ranks) * 8e-9)
+        return found
 
     def has_data(self) -> bool:
         """Return whether anything was recorded."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import stat
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -17,10 +20,10 @@ from torch.optim import Optimizer
 from hadal import __version__
 from hadal.comm import get_local_rank, get_rank, get_world_size
 from hadal.comm.collectives import broadcast_
-from hadal.compat.accessors import Accessors
+from hadal.compat.accessors import DTYPES, Accessors
 from hadal.compat.checkpoint_engines import CheckpointEngine, TorchCheckpointEngine
 from hadal.compat.configuration import DeepSpeedConfig
-from hadal.compat.groups import remember_groups
+from hadal.compat.groups import expert_groups, remember_groups
 from hadal.compat.kinds import also
 from hadal.compat.log import debug_extract_module_and_param_names, log_dist, logger
 from hadal.compat.monitors import MonitorMaster
@@ -37,12 +40,13 @@ from hadal.engine.arguments import choose_config
 from hadal.engine.assemble import initialize as _initialize
 from hadal.engine.policies import leaves_of
 from hadal.engine.state import Parts
-from hadal.errors import LossError, ModelError, UsageError
+from hadal.errors import ConfigError, LossError, ModelError, UsageError
 from hadal.zero import GatheredParameters
 from hadal.zero.grouping import find_tables
 from hadal.zero.leaves import mark
 
 _PREFIX = "module."  # prefix of the names in an engine's state dict
+_EXPERT = ".deepspeed_experts."
 _engines: WeakSet[DeepSpeedEngine] = WeakSet()
 
 
@@ -72,8 +76,9 @@ class DeepSpeedEngine(Accessors):
         """Clocks by name, including the phases of updates if `wall_clock_breakdown` is set."""
         if parts.clocks.lap is not None:
             self.add_listener(PhaseTimers(self.timers))
-        self.tput_timer = ThroughputTimer()
+        self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size())
         """The engine's throughput."""
+        self.tput_timer.start()
         self.mpu: Any = None
         """The `mpu` that `initialize` was given, as the next three."""
         self.client_optimizer: Any = None
@@ -123,12 +128,11 @@ class DeepSpeedEngine(Accessors):
                 self._offload = ParameterOffload(self.module)
             return self._offload
         if self._outer is None or self._outer.optimizer is not inner:
-            moves = self._parts.scale_rule.dynamic
             stage = self.zero_optimization_stage()
             # Without sharding and rounding, programs attach torch's schedules to it.
             is_plain = not (stage or self.fp16_enabled() or self.bfloat16_enabled())
             kind = PlainOptimizer if is_plain else DeepSpeedOptimizer
-            self._outer = kind(inner, self, stage=stage, moves_scale=moves)
+            self._outer = kind(inner, self, stage=stage)
         return self._outer
 
     @property
@@ -193,7 +197,9 @@ class DeepSpeedEngine(Accessors):
             self._report_progress(self.global_steps)
         if isinstance(self._outer, PlainOptimizer):
             self._outer._opt_called = True  # an attached schedule checks it
-        self.tput_timer.end_update(self.train_batch_size())
+        self.tput_timer.batch_size = self.train_batch_size()
+        self.tput_timer.stop(global_step=True)
+        self.tput_timer.start()
 
     def _report_progress(self, step: int) -> None:
         """Log the step and the learning rates; a program's own is called at `steps_per_print`.
@@ -344,6 +350,59 @@ class DeepSpeedEngine(Accessors):
         name = f"expp_rank_{expp_rank}_mp_rank_{part:02d}_optim_states.pt"
         return str(Path(checkpoints_path, tag, name))
 
+    @staticmethod
+    def load_moe_state_dict(  # noqa: PLR0913 - the signature is DeepSpeed's
+        checkpoint_path: str | Path,
+        tag: str,
+        state_dict: dict[str, Any],
+        old_moe_load: bool,
+        model: nn.Module | None = None,
+        mpu: Any = None,
+        num_experts: Any = 1,
+        checkpoint_engine: CheckpointEngine | None = None,
+        autoep_layers: Any = None,
+        folding_spec: Any = None,
+        checkpoint_mp_rank: int | None = None,
+    ) -> None:
+        """Add this rank's experts, each from its file of DeepSpeed's, to a model's state dict.
+
+        Raises:
+            UsageError: the files are of a release that has one number for all layers.
+        """
+        from hadal.plugins.moe.layer import MoE  # for this alone
+
+        if old_moe_load:
+            raise UsageError(
+                "load_moe_state_dict(old_moe_load=True): files of experts without their layer's"
+                " number are not read; pass a folder with layer_<n>_expert_<m>_*.pt"
+            )
+        read = (checkpoint_engine or TorchCheckpointEngine()).load
+        layers = [each for each in cast(nn.Module, model).modules() if isinstance(each, MoE)]
+        for number, layer in enumerate(layers):
+            count = layer.num_local_experts
+            first = expert_groups(layer.expert_group_name).parallel.rank * count
+            for place in range(count):
+                file = DeepSpeedEngine._get_expert_ckpt_name(
+                    checkpoint_path, number, first + place, tag, mpu, checkpoint_mp_rank
+                )
+                theirs, here = f"{_EXPERT}{first + place}.", f"{_EXPERT}{place}."
+                found = read(file, map_location="cpu").items()
+                state_dict.update({name.replace(theirs, here): value for name, value in found})
+
+    def _change_recovery_script_permissions(self, dst: str | Path) -> None:
+        """Let the owner run a script, if its folder allows it."""
+        with suppress(FileNotFoundError, PermissionError):
+            Path(dst).chmod(Path(dst).stat().st_mode | stat.S_IEXEC)
+
+    def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
+        """Return the shapes of the trained parameters by name, one dict for each param group."""
+        names, found = self.param_names, cast(dict[int, dict[str, torch.Size]], {})
+        for bucket in self._parts.runtime.buckets:
+            for parameter, slot in zip(bucket.parameters, bucket.layout.slots, strict=True):
+                if slot.group >= 0:
+                    found.setdefault(slot.group, {})[names[parameter]] = parameter.shape
+        return [found[group] for group in sorted(found)]
+
     def _broadcast_model(self) -> None:
         """Give all ranks rank 0's weights and buffers, as `initialize` did. All ranks must call it.
 
@@ -385,6 +444,39 @@ class DeepSpeedEngine(Accessors):
     def bfloat16_enabled(self) -> bool:
         """Return whether the model computes in bf16."""
         return bool(self._parts.config.bf16.enabled)
+
+    def _mixed_precision_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """Return the dtype of 16-bit weights, and that of buffers, if they have one."""
+        is_half, named = self.fp16_enabled(), self._config.buffer_dtype
+        weights = torch.half if is_half else torch.bfloat16 if self.bfloat16_enabled() else None
+        return weights, DTYPES.get(named)
+
+    def _assert_valid_mixed_precision_config(self) -> None:
+        """Raise a ConfigError if `data_types.param_dtype` is another than the sections give."""
+        named, found = self._config.param_dtype, self._mixed_precision_dtypes()[0]
+        if named is not None and DTYPES[named] != (found or torch.float32):
+            with also(AssertionError):
+                raise ConfigError(
+                    f"data_types.param_dtype {named!r} conflicts with the sections fp16 and bf16,"
+                    f" which give {found or torch.float32}; remove it"
+                )
+
+    def _cast_module_mixed_precision(
+        self,
+        param_dtype: torch.dtype | None,
+        buffer_dtype: torch.dtype | None,
+        is_zero_init_model: bool,
+        keep_pattern: re.Pattern[str] | None = None,
+    ) -> None:
+        """Cast a module's weights, unless they are sharded already, and its buffers."""
+        weights = () if is_zero_init_model else self.module.parameters()
+        wanted = [(each, param_dtype) for each in weights]
+        for name, buffer in self.module.named_buffers():
+            is_kept = keep_pattern is not None and keep_pattern.search(name)
+            wanted.append((buffer, torch.float32 if is_kept else buffer_dtype))  # type: ignore[arg-type]
+        for each, dtype in wanted:
+            if dtype is not None and each.dtype in DTYPES.values():
+                each.data = each.data.to(dtype)
 
     def gradient_clipping(self) -> float:
         """Return the maximum gradient norm; 0.0 means no limit."""
@@ -446,6 +538,12 @@ class DeepSpeedEngine(Accessors):
     def has_moe_layers(self) -> bool:
         """True if the model has layers of experts."""
         return bool(self.num_experts)
+
+    def _has_autoep_layers(self) -> bool:
+        """Return whether the section `expert_parallel` has distributed experts."""
+        from hadal.plugins.moe.blocks import DistributedExperts  # for this alone
+
+        return any(isinstance(each, DistributedExperts) for each in self.module.modules())
 
     @property
     def num_experts(self) -> list[int]:
@@ -513,6 +611,25 @@ def is_autocast_initialized() -> bool:
 def has_comm_dtype(param: nn.Parameter) -> bool:
     """Return whether `torch_autocast` gives a parameter's gradient a dtype of its own when sent."""
     return get_comm_dtype(param) != param.dtype
+
+
+def init_autocast_params(
+    engine: DeepSpeedEngine,
+    dtype: torch.dtype,
+    torch_autocast_lower_precision_safe_modules: list[str] | None,
+) -> None:
+    """Check that `initialize` has set up an engine's autocast so.
+
+    Raises:
+        UsageError: it has not.
+    """
+    section = engine._parts.config.torch_autocast
+    given = None if section is None else section.lower_precision_safe_modules
+    has = engine.torch_autocast_dtype(), None if given is None else list(given)
+    if has != (dtype, torch_autocast_lower_precision_safe_modules):
+        raise UsageError(
+            f"init_autocast_params: the engine has {has}; set torch_autocast in the configuration"
+        )
 
 
 def get_comm_dtype(param: nn.Parameter) -> torch.dtype:

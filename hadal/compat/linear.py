@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from inspect import signature
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -135,6 +138,46 @@ class OptimizedLinear(nn.Module):
         names = ("bias", "dtype", "device")
         sizes = given["input_dim"], given["output_dim"]
         return given["linear_cls"](*sizes, **{name: given[name] for name in names})
+
+
+@contextmanager
+def Init(
+    lora_config: LoRAConfig | None = None, quant_config: QuantizationConfig | None = None
+) -> Iterator[None]:
+    """Let `torch.nn.Linear` make such layers inside, without biases.
+
+    `AutoModelForCausalLM` creates their updates as well; for other models call `init_lora`.
+    """
+    real, chosen = nn.Linear, {"lora_config": lora_config, "quantization_config": quant_config}
+    if lora_config is not None:
+        lora_config.delay_lora_init = True
+
+    class Linear:
+        def __new__(
+            cls, in_features: int, out_features: int, bias: bool = False, **kwargs: Any
+        ) -> Any:
+            return OptimizedLinear(
+                in_features, out_features, bias, **kwargs, **chosen, linear_cls=real
+            )
+
+    def with_updates(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        def made(*args: Any, **kwargs: Any) -> nn.Module:
+            model = make(*args, **kwargs)
+            if lora_config is not None:
+                init_lora(model)
+            return model
+
+        return made
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(nn, "Linear", Linear))
+        if find_spec("transformers") is not None:
+            from transformers import AutoModelForCausalLM as models
+
+            for name in ("from_pretrained", "from_config"):
+                new = with_updates(getattr(models, name))
+                stack.enter_context(patch.object(models, name, new))
+        yield
 
 
 def init_lora(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hadal.compat.optimizers import Scale
 from hadal.compat.surface import NameKind, placeholder, unbuilt
 from hadal.engine.engine import Engine
 from hadal.engine.training import expect_training
@@ -56,22 +57,16 @@ class ParameterOffload:
         """Restore a module's hooks; none were removed."""
 
 
-class EngineScale:
+class EngineScale(Scale):
     """An engine's loss scale, which programs read from its optimizer."""
 
-    def __init__(self, engine: Engine, *, dynamic: bool) -> None:
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine._parts.scale_rule)
         self._engine = engine
-        self.dynamic = dynamic
-        """True if overflows move it."""
 
     @property
     def loss_scale(self) -> float:
         """The factor of the loss."""
-        return self._engine.loss_scale
-
-    @property
-    def cur_scale(self) -> float:
-        """The same as `loss_scale`, an older name."""
         return self._engine.loss_scale
 
 
@@ -81,11 +76,9 @@ class DeepSpeedOptimizer:
     Attributes that it does not have are the inner optimizer's.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, engine: Engine, *, stage: int, moves_scale: bool
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, engine: Engine, *, stage: int) -> None:
         self.optimizer = optimizer
-        self.loss_scaler = EngineScale(engine, dynamic=moves_scale)
+        self.loss_scaler = EngineScale(engine)
         self._engine = engine
         self._stage = stage
 
@@ -188,7 +181,7 @@ class DeepSpeedOptimizer:
     @property
     def dynamic_loss_scale(self) -> bool:
         """True if overflows change the loss scale."""
-        return self.loss_scaler.dynamic
+        return bool(self.loss_scaler.dynamic)
 
     def needs_scaler(self) -> bool:
         """Return whether a backward of the program's own needs `engine.scale(loss)`."""

@@ -196,14 +196,30 @@ class ZeroOneAdam(metaclass=_Maker):
 # ---- loss scalers, usable on their own; the arithmetic is Hadal's --------------------------------
 
 
-class _Scaler:
-    """A loss scale and its changes."""
+_OF_THE_RULE = {
+    "dynamic": "dynamic",
+    "scale_window": "window",
+    "min_scale": "minimum",
+    "delayed_shift": "hysteresis",
+    "consecutive_hysteresis": "consecutive_hysteresis",
+    "raise_error_at_min_scale": "ends_at_floor",
+}
 
-    dynamic = False
+
+class Scale:
+    """A loss scale, and the rule by which it changes."""
+
+    scale_factor = 2.0
 
     def __init__(self, rule: ScaleRule) -> None:
         self._rule = rule
         self._state: ScaleState = first_scale(rule)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a value of the rule: whether it is dynamic, its window, ..."""
+        if name not in _OF_THE_RULE:
+            raise AttributeError(f"a loss scale has no {name!r}")
+        return getattr(self._rule, _OF_THE_RULE[name])
 
     @property
     def loss_scale(self) -> float:
@@ -212,8 +228,12 @@ class _Scaler:
 
     @property
     def cur_scale(self) -> float:
-        """The same as `loss_scale`."""
-        return self._state.scale
+        """The same as `loss_scale`, an older name."""
+        return self.loss_scale
+
+
+class _Scaler(Scale):
+    """A loss scale of the program's own."""
 
     def update_scale(self, overflow: bool) -> None:
         """Record an update that overflowed or not."""
@@ -241,8 +261,6 @@ class LossScaler(_Scaler):
 
 class DynamicLossScaler(_Scaler):
     """A loss scale that halves at overflows and doubles after clean updates."""
-
-    dynamic = True
 
     def __init__(
         self,

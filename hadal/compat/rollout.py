@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +144,17 @@ class HybridEngineRollout(RolloutEngine):
 
     def sync_weights(self, step: int) -> None:
         """Do nothing: the weights are the training engine's own."""
+
+
+def validate_cuda_graph_support(config: Any, zero_stage: int) -> str:
+    """Return why generation uses no graphs of the device: they are not built."""
+    return str(unbuilt("capturing graphs of generation", "Use the module's own generate"))
+
+
+def decode_steps_from_generate_kwargs(kwargs: Mapping[str, Any]) -> int | None:
+    """Return how many forwards follow that of the prompt; None if that is not fixed."""
+    most, least = kwargs.get("max_new_tokens"), kwargs.get("min_new_tokens")
+    return None if most is None or most != least else int(most) - 1
 
 
 def build_rollout(

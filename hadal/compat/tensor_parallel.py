@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -328,3 +329,85 @@ def get_shard_size(
         )
     mine = get_rank(mp_group) if rank is None else rank
     return get_shard_size_list(total_size, mp_size, meta, name, num_kv_heads)[mine]
+
+
+# ---- biases of attentions by position (ALiBi), of this rank's heads ------------------------------
+
+
+def _own_heads(count: int, group: dist.ProcessGroup | None, sizes: Sequence[int] | None) -> slice:
+    """Return this rank's heads of `count`; `sizes` are those of each rank, evenly by default."""
+    ranks = get_world_size(group)
+    shares = sizes or get_shard_size_list(count, ranks, AutoTPMeta())
+    if (len(shares), sum(shares)) != (ranks, count):
+        raise ValueError(
+            f"head_shard_sizes {shares} do not divide {count} heads among {ranks} ranks"
+        )
+    first = sum(shares[: get_rank(group)])
+    return slice(first, first + shares[get_rank(group)])
+
+
+def install_head_sharded_helper(
+    module: nn.Module,
+    name: str,
+    wrapper: Callable[..., Tensor],
+    meta: AutoTPMeta,
+    mp_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Let one of the functions below replace a method of this module, which stays `<name>_orig`."""
+    if f"{name}_orig" not in vars(module):
+        setattr(module, f"{name}_orig", getattr(module, name))
+    heads, ranks = meta.num_attention_heads, get_world_size(mp_group)
+    sizes = None if heads is None else get_shard_size_list(heads, ranks, meta)
+    choices = {"mp_group": mp_group, "head_shard_sizes": sizes, "total_num_heads": heads}
+    setattr(module, name, partial(wrapper, module, **choices))
+
+
+def build_bloom_alibi_tensor(
+    attention_mask: Tensor,
+    num_heads: int,
+    dtype: torch.dtype,
+    mp_group: dist.ProcessGroup | None = None,
+    head_shard_sizes: Sequence[int] | None = None,
+    total_num_heads: int | None = None,
+) -> Tensor:
+    """Return Bloom's biases [batch * own heads, 1, length]."""
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    count, (batch, length) = total_num_heads or num_heads, attention_mask.shape
+    own = _own_heads(count, mp_group, head_shard_sizes)
+    whole = build_alibi_tensor(attention_mask, count, dtype)
+    return whole.view(batch, count, 1, length)[:, own].reshape(-1, 1, length)
+
+
+def build_mpt_alibi_tensor(
+    self: Any,
+    num_heads: int,
+    sequence_length: int,
+    alibi_bias_max: int = 8,
+    device: Any = None,
+    mp_group: dist.ProcessGroup | None = None,
+    head_shard_sizes: Sequence[int] | None = None,
+    total_num_heads: int | None = None,
+) -> Tensor:
+    """Return the biases [own heads, ...] of the method that this one replaces."""
+    count = total_num_heads or num_heads
+    whole: Tensor = self.build_mpt_alibi_tensor_orig(count, sequence_length, alibi_bias_max, device)
+    return whole[_own_heads(count, mp_group, head_shard_sizes)]
+
+
+def get_alibi_mask(
+    self: Any,
+    tensor: Tensor,
+    seq_length_with_past: int,
+    mp_group: dist.ProcessGroup | None = None,
+    head_shard_sizes: Sequence[int] | None = None,
+    total_num_heads: int | None = None,
+) -> Tensor:
+    """Return the mask [own heads, length, length] of Baichuan's method, which this one replaces."""
+    mine, self.n_head = self.n_head, total_num_heads or self.n_head
+    try:
+        mask: Tensor = self.get_alibi_mask_orig(tensor, seq_length_with_past)
+        own = _own_heads(self.n_head, mp_group, head_shard_sizes)
+    finally:
+        self.n_head = mine
+    return mask[own, :seq_length_with_past, :seq_length_with_past]

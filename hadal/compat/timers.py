@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
+from typing import Any
 
-from hadal.compat.log import log_dist
-from hadal.device import current_device, synchronize
+from hadal.compat.log import log_dist, logger
+from hadal.device import current_device, memory_use, synchronize
 from hadal.listener import Listener, Update
-
-_WARM_UP = 2  # updates left out of the rate
 
 
 class Timer:
@@ -115,29 +114,71 @@ class SynchronizedWallClockTimer:
 
 
 class ThroughputTimer:
-    """Samples per second over an engine's updates, from the end of the second one."""
+    """Samples per second over an engine's updates, or between a program's starts and stops.
 
-    def __init__(self) -> None:
-        self.global_step_count = 0
+    Args:
+        config: its `enabled` and `synchronized` are obeyed; None never waits for the device.
+        batch_size: samples of an update on all ranks.
+        start_step: updates left out of the rate.
+        steps_per_output: updates from one report to the next; None reports nothing.
+        monitor_memory: whether a report ends with the memory in use.
+        logging_fn: called with a report; by default it is logged.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        batch_size: int | None = 1,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], Any] | None = None,
+    ) -> None:
+        self.config, self.batch_size, self.start_step = config, batch_size or 1, start_step
+        self.steps_per_output, self.monitor_memory = steps_per_output, monitor_memory
+        self.logging = logging_fn or logger.info
+        self.started = False
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = 0.0
         self._samples = 0
-        self._last = 0.0
+        self._began = 0.0
 
-    def end_update(self, samples: int) -> None:
-        """Record an update with this many samples over all ranks."""
-        now = time.perf_counter()
-        self.global_step_count += 1
-        if self.global_step_count > _WARM_UP:
-            self._samples += samples
-            self.total_elapsed_time += now - self._last
-        self._last = now
+    def start(self) -> None:
+        """Begin a micro-step, or a whole update."""
+        self.started = getattr(self.config, "enabled", True)
+        self._began = self._now()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """End it; `global_step` says that it ends an update."""
+        if not self.started:
+            return
+        self.started = False
+        self.micro_step_count += 1
+        is_timed = self.global_step_count >= self.start_step
+        if is_timed:
+            self.total_elapsed_time += self._now() - self._began
+        if global_step:
+            self.global_step_count += 1
+            self._samples += self.batch_size if is_timed else 0
+            every = self.steps_per_output
+            if report_speed and every and self.global_step_count % every == 0:
+                used = f", {memory_use(current_device())}" if self.monitor_memory else ""
+                rate = f"{self.avg_samples_per_sec():.2f} samples/s"
+                self.logging(
+                    f"epoch={self.epoch_count}/step={self.global_step_count}, {rate}{used}"
+                )
+
+    def _now(self) -> float:
+        return _now() if getattr(self.config, "synchronized", False) else time.perf_counter()
 
     def avg_samples_per_sec(self) -> float:
         """Return the rate so far; -1 during the first updates."""
         return self._samples / self.total_elapsed_time if self._samples else -1.0
 
     def update_epoch_count(self) -> None:
-        """Do nothing: the end of an epoch does not change the rate."""
+        """Begin another epoch, whose micro-steps count from 0."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
 
 
 # The names of an update's phases, for programs and in the log.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +72,38 @@ class LinearFunctionForZeroStage3:
 
 autocast_custom_fwd = partial(torch.amp.custom_fwd, device_type=accelerator_kind() or "cpu")
 autocast_custom_bwd = partial(torch.amp.custom_bwd, device_type=accelerator_kind() or "cpu")
+
+
+class ZeROOrderedDict(OrderedDict[str, Any]):
+    """A module's parameters. Weights that are freed gather themselves when they are used."""
+
+    def __init__(self, parent_module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._parent_module, self._in_forward = parent_module, False
+
+    def __reduce__(self) -> Any:
+        found: tuple[Any, ...] = super().__reduce__()  # type: ignore[assignment]
+        return found[0], (self._parent_module,), *found[2:]
+
+
+def ensure_zero_ordered_dict(module: nn.Module) -> None:
+    """Keep a module's parameters in such a dict, and the one before as `_original_parameters`."""
+    own = getattr(module, "_parameters", None)
+    if isinstance(own, dict) and not isinstance(own, ZeROOrderedDict):
+        vars(module).setdefault("_original_parameters", own)
+        module._parameters = ZeROOrderedDict(module, own)
+
+
+class MultipleAllGatherHandles:
+    """Several gathers under way."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self.handles = handles
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Wait for all of them."""
+        for handle in self.handles:
+            handle.wait(handle_dependency=handle_dependency)
 
 
 class OnDevice:

@@ -285,6 +285,8 @@ class OneCycle(Schedule):
         first = _count(cycle_first_step_size, "cycle_first_step_size")
         second = first if cycle_second_step_size is None else cycle_second_step_size
         self._sizes = (first, _count(second, "cycle_second_step_size", least=0))
+        self.total_size = sum(self._sizes)
+        self.step_ratio = first / self.total_size
         stairs = cycle_second_stair_count
         stairs = cycle_first_stair_count if stairs is None else stairs
         self._stairs = (cycle_first_stair_count, stairs)

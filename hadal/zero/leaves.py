@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -138,15 +139,19 @@ class TiledLinear(nn.Module):
         self.out_features = out_features
         self.input_is_already_split = input_is_already_split
         self.combine_out_splits = combine_out_splits
-        self.in_parts = even_parts(in_features, in_splits)
-        self.out_parts = even_parts(out_features, out_splits)
+        self._columns = even_parts(in_features, in_splits)
+        self._heights = even_parts(out_features, out_splits)
+        self.in_parts = [0, *accumulate(self._columns)]
+        """The first column of each tile of a row, and the end."""
+        self.out_parts = [0, *accumulate(self._heights)]
+        """The first row of each tile of a column, and the end."""
         last = in_splits - 1
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(columns, rows, bias=bias and place == last, **kwargs)
-                for place, columns in enumerate(self.in_parts)
+                for place, columns in enumerate(self._columns)
             )
-            for rows in self.out_parts
+            for rows in self._heights
         )
         # Each tile is gathered separately, inside a model's block too.
         mark((tile for row in self._rows() for tile in row), True)
@@ -165,7 +170,7 @@ class TiledLinear(nn.Module):
 
     def _split(self, input_: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
         is_whole = isinstance(input_, Tensor) and not self.input_is_already_split
-        return cast(Tensor, input_).split(self.in_parts, dim=-1) if is_whole else list(input_)
+        return cast(Tensor, input_).split(self._columns, dim=-1) if is_whole else list(input_)
 
     def _joined(self, outputs: list[Tensor]) -> Tensor | list[Tensor]:
         return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
@@ -185,11 +190,11 @@ class TiledLinear(nn.Module):
                 f" layer to copy {tuple(other.weight.shape)} {_with_bias(other.bias is None)}; give"
                 " one of the same shape"
             )
-        for row, weights in zip(rows, other.weight.split(self.out_parts), strict=True):
-            for tile, weight in zip(row, weights.split(self.in_parts, dim=1), strict=True):
+        for row, weights in zip(rows, other.weight.split(self._heights), strict=True):
+            for tile, weight in zip(row, weights.split(self._columns, dim=1), strict=True):
                 tile.weight.copy_(weight)
         if other.bias is not None:
-            for row, bias in zip(rows, other.bias.split(self.out_parts), strict=True):
+            for row, bias in zip(rows, other.bias.split(self._heights), strict=True):
                 row[-1].bias.copy_(bias)
 
 

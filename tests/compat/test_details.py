@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +28,7 @@ from hadal.compat.log import (
 )
 from hadal.compat.optimizer import ParameterOffload
 from hadal.compat.parameters import ZeroParamStatus, ZeroParamType, is_zero_param, z3_leaf_parameter
-from hadal.compat.timers import NoopTimer
+from hadal.compat.timers import NoopTimer, ThroughputTimer
 from hadal.compat.tools import (
     bwc_pipeline_parallel_group,
     bwc_pipeline_parallel_world_size,
@@ -37,6 +40,7 @@ from hadal.compat.tools import (
     get_only_unique_item,
     noop_decorator,
 )
+from hadal.errors import UsageError
 from hadal.zero.leaves import set_z3_leaf_modules, unset_z3_leaf_modules
 
 
@@ -270,3 +274,90 @@ def test_counts_of_a_module_while_a_profiler_has_them() -> None:
     counter.end_profile()
     with pytest.raises(RuntimeError, match="start_profile"):
         profiler.get_module_flops(model)
+
+
+def test_a_program_s_own_throughput_timer_counts_what_it_times() -> None:
+    said: list[str] = []
+    config = SimpleNamespace(enabled=True, synchronized=True)
+    timer = ThroughputTimer(config, 8, start_step=1, steps_per_output=2, logging_fn=said.append)
+    for step in range(6):
+        timer.start()
+        timer.stop(global_step=bool(step % 2))
+    assert (timer.micro_step_count, timer.global_step_count) == (6, 3)
+    assert timer.avg_samples_per_sec() * timer.total_elapsed_time == pytest.approx(2 * 8)
+    assert len(said) == 1 and "epoch=0/step=2" in said[0]
+    timer.update_epoch_count()
+    timer.stop()  # was not started
+    assert (timer.epoch_count, timer.micro_step_count) == (1, 0)
+    off = ThroughputTimer(SimpleNamespace(enabled=False, synchronized=True), 8)
+    off.start()
+    off.stop(global_step=True)
+    assert off.global_step_count == 0
+
+
+def test_dtypes_of_a_module_are_told_checked_and_cast() -> None:
+    def fake(**named: Any) -> Any:
+        config = SimpleNamespace(param_dtype=None, buffer_dtype=None, **named)
+        model = nn.BatchNorm1d(2)
+        half, brain = named.get("half", False), named.get("brain", False)
+        return SimpleNamespace(
+            _config=config,
+            module=model,
+            fp16_enabled=lambda: half,
+            bfloat16_enabled=lambda: brain,
+            _mixed_precision_dtypes=lambda: dtypes(made),
+        )
+
+    kind = alias("deepspeed").DeepSpeedEngine
+    dtypes = kind._mixed_precision_dtypes
+    made = fake(brain=True)
+    assert dtypes(made) == (torch.bfloat16, None)
+    made._config.buffer_dtype = "fp32"
+    assert dtypes(made) == (torch.bfloat16, torch.float32)
+    kind._assert_valid_mixed_precision_config(made)
+    made._config.param_dtype = "fp16"
+    with pytest.raises(AssertionError, match="param_dtype"):
+        kind._assert_valid_mixed_precision_config(made)
+    kind._cast_module_mixed_precision(
+        made, torch.bfloat16, torch.float16, False, re.compile("running_var")
+    )
+    found = {n: t.dtype for n, t in made.module.state_dict().items()}
+    assert list(found.values()) == [
+        *(torch.bfloat16, torch.bfloat16),
+        *(torch.float16, torch.float32, torch.int64),
+    ]
+    kind._cast_module_mixed_precision(made, torch.float32, None, True)
+    assert made.module.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_names_of_an_engine_s_inside(stage: int, tmp_path: Path) -> None:
+    model = model_of()
+    groups = [
+        {"params": list(model[0].parameters())},
+        {"params": [*model[2].parameters(), *model[3].parameters()]},
+    ]
+    engine, *_ = initialize(model=model, model_parameters=groups, config=config_of(stage))
+    shapes = engine._get_zero_param_shapes()
+    assert [list(group) for group in shapes] == [
+        ["0.weight", "0.bias"],
+        ["2.weight", "2.bias", "3.weight", "3.bias"],
+    ]
+    assert shapes[0]["0.weight"] == (9, 6)
+    assert not engine._has_autoep_layers()
+    script = tmp_path / "script.py"
+    script.touch(0o600)
+    engine._change_recovery_script_permissions(script)
+    engine._change_recovery_script_permissions(tmp_path / "none")
+    assert script.stat().st_mode & 0o700 == 0o700
+
+
+def test_autocast_is_set_up_by_initialize_alone() -> None:
+    names = alias("deepspeed.runtime.torch_autocast")
+    section = {"enabled": True, "dtype": "bfloat16"}
+    engine, *_ = initialize(model=model_of(), config=config_of(1, torch_autocast=section))
+    names.init_autocast_params(engine, torch.bfloat16, None)
+    assert names.is_autocast_initialized()
+    for wrong in ((torch.float16, None), (torch.bfloat16, ["torch.nn.Linear"])):
+        with pytest.raises(UsageError, match="set torch_autocast"):
+            names.init_autocast_params(engine, *wrong)

@@ -233,6 +233,7 @@ def test_clocks_and_rates_are_the_programs_to_read() -> None:
     for each in (engine, quiet):
         train(each, range(4))
     assert engine.tput_timer.global_step_count == 4
+    assert engine.tput_timer.batch_size == engine.train_batch_size()
     counted = 2 * engine.train_batch_size()
     rate = engine.tput_timer.avg_samples_per_sec()
     assert rate * engine.tput_timer.total_elapsed_time == pytest.approx(counted)
@@ -355,12 +356,12 @@ def test_torch_s_schedules_hang_on_the_optimizer_where_nothing_is_cut() -> None:
 
 def test_accessors_shadow_no_attribute_and_resolve() -> None:
     engine: Any = engine_of(2, fp16={"enabled": True}, torch_autocast={"enabled": False})
-    named = {*accessors._PATHS, *accessors._UNBUILT}
+    named = {*accessors.PATHS, *accessors._UNBUILT}
     own = set(vars(accessors.Accessors)) - {"__module__", "__doc__"}
     assert named < own
     assert not own & {name for name in dir(Engine) if not name.startswith("__")}
     sections = engine._parts.config.as_dict()
-    for name, path in accessors._PATHS.items():
+    for name, path in accessors.PATHS.items():
         getattr(engine, name)()
         scope: Any = sections
         for part in path.split("."):
@@ -520,7 +521,9 @@ def test_masters_are_reported_under_the_name_of_their_stage(stage: int) -> None:
     assert hasattr(optimizer, "param_coordinator") == (stage == 3)
     if stage == 3:
         assert optimizer.parameter_offload.get_param_coordinator().is_invalid_trace()
-    assert (optimizer.loss_scaler.loss_scale, optimizer.loss_scaler.dynamic) == (1.0, False)
+    scaler = optimizer.loss_scaler
+    assert (scaler.loss_scale, scaler.cur_scale, scaler.dynamic) == (1.0, 1.0, False)
+    assert (scaler.scale_window, scaler.scale_factor) == (1000, 2.0)
 
 
 # ---- parameters ----------------------------------------------------------------------------------

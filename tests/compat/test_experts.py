@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import RankPools
+from torch import nn
 
 from hadal.comm import init_distributed
 from hadal.compat.install import alias
@@ -144,3 +146,29 @@ def test_groups_are_requested_by_name(ranks: RankPools) -> None:
     init_distributed()
     with pytest.raises(UsageError, match="'ep_size_64'"):
         alias("deepspeed.utils.groups")._get_expert_parallel_group("ep_size_64")
+
+
+def experts_of_a_checkpoint(folder: str) -> list[float]:
+    layer = alias("deepspeed").moe.layer.MoE
+    expert = nn.Linear(2, 2, bias=False)
+    model = nn.Sequential(*(layer(2, expert, 4, ep_size=2) for _ in range(2)))
+    kind = alias("deepspeed").DeepSpeedEngine
+    if dist.get_rank() == 0:
+        for number in range(2):
+            for expert in range(4):
+                name = f"{number}.deepspeed_moe.experts.deepspeed_experts.{expert}.weight"
+                path = kind._get_expert_ckpt_name(folder, number, expert, "tag")
+                Path(path).parent.mkdir(exist_ok=True)
+                torch.save({name: torch.full((2, 2), number * 4.0 + expert)}, path)
+    dist.barrier()
+    state = model.state_dict()
+    kind.load_moe_state_dict(folder, "tag", state, False, model)
+    model.load_state_dict(state)
+    with pytest.raises(UsageError, match="old_moe_load"):
+        kind.load_moe_state_dict(folder, "tag", state, True, model)
+    return [each[0, 0].item() for name, each in state.items() if "deepspeed_experts" in name]
+
+
+def test_a_rank_loads_its_own_experts_from_their_files(ranks: RankPools, tmp_path: Path) -> None:
+    found = ranks(2).run(experts_of_a_checkpoint, str(tmp_path))
+    assert found == [[0.0, 1.0, 4.0, 5.0], [2.0, 3.0, 6.0, 7.0]]

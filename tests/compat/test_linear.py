@@ -63,3 +63,33 @@ def test_kinds_of_layers_and_refusals(caplog: pytest.LogCaptureFixture) -> None:
     for given in ({}, {"lora_config": lora}):
         with pytest.raises(NotBuiltYetError, match="quantization_config"):
             linear.OptimizedLinear(4, 2, quantization_config=linear.QuantizationConfig(), **given)
+
+
+class _Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+
+def test_a_context_makes_such_layers_of_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, real = alias("deepspeed.linear"), nn.Linear
+    with linear.Init(lora_config=linear.LoRAConfig(lora_r=2)):
+        model = _Small()
+    assert nn.Linear is real
+    kind = alias("deepspeed.linear.optimized_linear").LoRAOptimizedLinear
+    assert type(model.first) is kind and not hasattr(model.first, "lora_weight_1")
+    linear.init_lora(model)
+    assert type(model.first.lora_weight_1) is real and not model.first.weight.requires_grad
+    with linear.Init(), pytest.raises(ZeroDivisionError):
+        assert type(_Small().first) is real
+        raise ZeroDivisionError
+    assert nn.Linear is real
+
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", lambda config: _Small())
+    before = AutoModelForCausalLM.from_config
+    with linear.Init(lora_config=linear.LoRAConfig(lora_r=2)):
+        made = AutoModelForCausalLM.from_config(None)
+    assert type(made.first.lora_weight_1) is real
+    assert AutoModelForCausalLM.from_config is before

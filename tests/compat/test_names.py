@@ -10,6 +10,7 @@ import sys
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forks
@@ -135,6 +136,11 @@ def test_the_log_of_collectives_is_switched_and_reported(
         log.stop_profiling_op(["all_reduce"])
         comm.all_reduce(torch.ones(4))
         assert log.get_total_operations() == 3 and log.has_data()
+        raw = log.get_raw_data()
+        assert raw.keys() == {"all_gather", "all_reduce"} and raw["all_reduce"].keys() == {16, 32}
+        count, latencies, algorithm, bus = raw["all_reduce"][16]
+        assert count == len(latencies) == len(algorithm) == len(bus) == 1
+        assert algorithm[0] == pytest.approx(16 * 8e-9 / (latencies[0] / 1e3))
         assert not log.prof_all and log.prof_ops == ["all_gather"]
         log.start_profiling_comms()
         assert log.prof_all
@@ -388,6 +394,9 @@ def test_a_loss_scaler_moves_as_the_engine_s() -> None:
         scaler.update_scale(overflow)
         scales.append(scaler.loss_scale)
     assert scales == [4.0, 4.0, 4.0, 8.0, 4.0, 2.0]
+    assert (scaler.scale_window, scaler.min_scale, scaler.delayed_shift) == (2, 2, 1)
+    assert scaler.scale_factor == 2 and scaler.raise_error_at_min_scale and scaler.dynamic
+    assert not hasattr(scaler, "nope")
     with pytest.raises(LossScaleError, match="floor"):
         scaler.update_scale(True)
     weight = nn.Parameter(torch.ones(2))
@@ -778,7 +787,6 @@ def test_a_program_sets_attributes_of_a_parameter_of_its_own() -> None:
         ("runtime.domino.transformer.DominoTransformer", "tp_overlap_comm"),
         ("compile.passes.prefetch.schedule_prefetch", "stage3_prefetch_bucket_size"),
         ("module_inject.auto_ep.AutoEP", "expert_parallel"),
-        ("linear.Init", "peft"),
         ("checkpoint.ds_to_universal.merge_tp_slices", "hadal checkpoint"),
     ],
 )
@@ -936,3 +944,70 @@ def test_versions_are_this_machine_s() -> None:
     assert told.torch_info["cuda_version"] == (torch.version.cuda or "0.0")
     assert told.installed_ops == COMPATIBLE_OPS
     assert alias("deepspeed").HAS_TRITON is (importlib.util.find_spec("triton") is not None)
+
+
+def reduced_in_four_bits() -> list[list[float]]:
+    rank = torch.distributed.get_rank()
+    names = alias("deepspeed.runtime.comm.coalesced_collectives")
+    whole = torch.linspace(-1, 1, 16).view(4, 4) * (rank + 1)
+    everybody = torch.distributed.new_group()
+    alone = [torch.distributed.new_group([one]) for one in range(2)]
+    is_one_host = get_accelerator().device_count() == 2
+    far, near = ("local", "global") if is_one_host else ("global", "local")
+    groups = {f"{far}_0": everybody, **{f"{near}_{one}": alone[one] for one in range(2)}}
+    found = names.all_to_all_quant_reduce([whole, torch.arange(4.0), torch.ones(3, 1)], groups)
+    return [each.tolist() for each in found]
+
+
+def test_a_mean_in_four_bits_is_near_the_exact_one(ranks: RankPools) -> None:
+    parts = ranks(2).run(reduced_in_four_bits)
+    mean = torch.tensor(parts[0][0] + parts[1][0])
+    torch.testing.assert_close(mean, torch.linspace(-1.5, 1.5, 16), atol=0.08, rtol=0)
+    assert not torch.equal(mean, torch.linspace(-1.5, 1.5, 16))
+    assert [parts[0][1], parts[1][1]] == [[0.0, 1.0], [2.0, 3.0]]
+    assert [parts[0][2], parts[1][2]] == [[1.0, 1.0], [1.0]]
+
+
+def reduced_rows() -> list[Any]:
+    engine, *_ = initialize(model=model_of(), config=config_of(1))
+    rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    dense = torch.zeros(4, 2)
+    if rank:
+        dense[[1, 3]] = torch.tensor([[2.0, 4.0], [6.0, 8.0]])
+    sparse = dense.to_sparse(1)
+    rows = alias("deepspeed.runtime.sparse_tensor").SparseTensor
+    (mean,) = engine.sparse_allreduce_bucket([rows(sparse)], group)
+    engine.sparse_allreduce_no_retain([rows(sparse)], group)
+    parts = engine.sparse_all_gather(torch.full((rank, 2), 5.0), group)
+    engine.destroy()
+    return [mean.to_dense().tolist(), sparse.to_dense().tolist(), [len(each) for each in parts]]
+
+
+def test_sparse_gradients_are_averaged_by_their_rows(ranks: RankPools) -> None:
+    mean = [[0.0, 0.0], [1.0, 2.0], [0.0, 0.0], [3.0, 4.0]]
+    assert ranks(2).run(reduced_rows) == [[mean, mean, [0, 1]]] * 2
+
+
+def test_parameters_in_a_dict_that_knows_its_module() -> None:
+    names = alias("deepspeed.runtime.zero.parameter_offload")
+    layer = nn.Linear(2, 2)
+    own = layer._parameters
+    names.ensure_zero_ordered_dict(layer)
+    held = layer._parameters
+    assert isinstance(held, names.ZeROOrderedDict) and layer._original_parameters is own
+    assert held == own and held._parent_module is layer  # type: ignore[attr-defined]
+    names.ensure_zero_ordered_dict(layer)
+    assert layer._parameters is held
+    twin = copy.deepcopy(layer)
+    assert twin._parameters._parent_module is twin  # type: ignore[attr-defined]
+    engine, *_ = initialize(model=nn.Sequential(layer), config=config_of(3))
+    assert engine(torch.ones(1, 2)).shape == (1, 2)
+    engine.destroy()
+
+
+def test_several_gathers_are_waited_for() -> None:
+    waited = []
+    handle = SimpleNamespace(wait=lambda handle_dependency: waited.append(handle_dependency))
+    kind = alias("deepspeed.runtime.zero.partition_parameters").MultipleAllGatherHandles
+    kind([handle, handle]).wait(handle_dependency=False)
+    assert waited == [False, False]

@@ -68,3 +68,11 @@ def test_wrong_requests_are_errors() -> None:
         rollout.build_rollout(rollout.RolloutConfig())
     with pytest.raises(NotImplementedError, match="Leave it False"):
         rollout.HybridEngineRollout(None, None, rollout.RolloutConfig(use_graph_capture=True))
+
+
+def test_graphs_are_not_captured_and_the_reason_is_told() -> None:
+    graphs = alias("deepspeed.runtime.hybrid_engine_graph")
+    assert "not built" in graphs.validate_cuda_graph_support(None, 0)
+    steps = graphs.decode_steps_from_generate_kwargs
+    assert steps({"max_new_tokens": 5, "min_new_tokens": 5}) == 4
+    assert steps({"max_new_tokens": 5}) is steps({"min_new_tokens": 5}) is None

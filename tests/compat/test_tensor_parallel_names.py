@@ -166,3 +166,46 @@ def gathered_weights(stage: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_slices_are_whole_weights_inside_the_context(ranks: RankPools, stage: int) -> None:
     assert ranks(2).run(gathered_weights, stage) == 2 * [[(4, 3), (3, 4)]]
+
+
+class _Mpt(nn.Module):
+    def build_mpt_alibi_tensor(
+        self, heads: int, length: int, alibi_bias_max: int = 8, device: Any = None
+    ) -> torch.Tensor:
+        return torch.arange(heads).view(heads, 1, 1) * torch.ones(1, 1, length)
+
+
+class _Baichuan(nn.Module):
+    n_head = 3
+
+    def get_alibi_mask(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
+        return torch.arange(self.n_head).view(-1, 1, 1) * torch.ones(1, length + 1, length + 1)
+
+
+def own_biases() -> list[Any]:
+    names = alias("deepspeed.module_inject.auto_tp_model_utils")
+    meta = SHARDS.AutoTPMeta(num_attention_heads=6, num_kv_heads=3)
+    mpt, other = _Mpt(), _Baichuan()
+    for _ in range(2):  # the second time wraps nothing twice
+        names.install_head_sharded_helper(
+            mpt, "build_mpt_alibi_tensor", names.build_mpt_alibi_tensor, meta
+        )
+        names.install_head_sharded_helper(other, "get_alibi_mask", names.get_alibi_mask, meta)
+    bloom = names.build_bloom_alibi_tensor(torch.ones(2, 3), 6, torch.float32)
+    with pytest.raises(ValueError, match="do not divide 6 heads among 2 ranks"):
+        names.build_bloom_alibi_tensor(torch.ones(1, 3), 6, torch.float32, head_shard_sizes=[6, 6])
+    mask = other.get_alibi_mask(torch.ones(1), 2)
+    assert mask.shape[1:] == (2, 2) and other.n_head == 3
+    return [mpt.build_mpt_alibi_tensor(3, 2)[:, 0, 0].tolist(), mask[:, 0, 0].tolist(), bloom]
+
+
+def test_biases_by_position_are_those_of_the_rank_s_own_heads(ranks: RankPools) -> None:
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    first, second = ranks(2).run(own_biases)
+    # Three key-value heads of two heads each: the first rank has two of them.
+    assert (first[0], second[0]) == ([0.0, 1.0, 2.0, 3.0], [4.0, 5.0])
+    assert (first[1], second[1]) == ([0.0, 1.0, 2.0, 3.0], [4.0, 5.0])
+    whole = build_alibi_tensor(torch.ones(2, 3), 6, torch.float32).view(2, 6, 3)
+    both = [each[2].view(2, 3, 3) for each in (first, second)]
+    torch.testing.assert_close(torch.cat(both, dim=1), whole)

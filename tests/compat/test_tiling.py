@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -34,8 +35,12 @@ def test_tiles_compute_the_same_as_one_layer(splits: tuple[int, int], bias: bool
     x = torch.randn(2, 3, 5, dtype=torch.float64)
     torch.testing.assert_close(tiled(x), whole(x))
     apart = TiledLinear(5, 7, bias, *splits, True, False, init_linear=whole, dtype=torch.float64)
-    parts = apart(x.split(apart.in_parts, dim=-1))
-    assert [part.shape[-1] for part in parts] == apart.out_parts
+    parts = apart([x[..., a:b] for a, b in pairwise(apart.in_parts)])
+    assert [part.shape[-1] for part in parts] == [b - a for a, b in pairwise(apart.out_parts)]
+    for row, (top, bottom) in enumerate(pairwise(apart.out_parts)):
+        for column, (left, right) in enumerate(pairwise(apart.in_parts)):
+            tile = apart.linears[row][column]  # type: ignore[index]
+            assert torch.equal(tile.weight, whole.weight[top:bottom, left:right])
     torch.testing.assert_close(torch.cat(parts, dim=-1), whole(x))
 
 

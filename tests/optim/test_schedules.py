@@ -217,6 +217,7 @@ def test_schedules_have_the_attributes_that_programs_read():
     assert cycle.get_mom() == [(0.99, 0.99)] * 2 and optimizer.param_groups[0]["betas"][0] == 0.85
     cycle.step(99)
     assert cycle.get_mom() == [pytest.approx((0.85, 0.99))] * 2
+    assert (cycle.total_size, cycle.step_ratio) == (200, 0.5)
     steady = build_schedule("OneCycle", {**ONE_CYCLE, "cycle_momentum": False}, optimizer)
     assert steady.get_mom() is None
 
