@@ -172,8 +172,8 @@ def test_accessors_tell_the_configuration() -> None:
     engine.empty_partition_cache()
     assert engine.is_map_style_dataset([1])
     assert not engine.is_iterable_style_dataset([1])
-    with pytest.raises(NotImplementedError, match=r"load_moe_state_dict is not"):
-        engine.load_moe_state_dict()
+    with pytest.raises(NotImplementedError, match=r"print_forward_breakdown is not"):
+        engine.print_forward_breakdown()
 
 
 def test_the_engine_counts_the_experts_of_each_layer() -> None:
