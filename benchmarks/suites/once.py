@@ -22,10 +22,12 @@ _COMPILED = {
 }
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart(session: Any) -> None:
     """Compile DeepSpeed's operations before the time of a test begins; Hadal has none."""
     from deepspeed.accelerator import get_accelerator
 
+    if hasattr(session.config, "workerinput"):
+        return  # the process that starts the workers has done it
     for builder, name in _COMPILED.items():
         operations = get_accelerator().create_op_builder(builder)
         where = Path(os.environ["TORCH_EXTENSIONS_DIR"], name)

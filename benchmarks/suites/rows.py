@@ -437,10 +437,13 @@ SUITES = (
         repository="deepspeedai/DeepSpeed",
         copied=("tests",),
         itself=("deepspeed", "accelerator", "op_builder", "csrc", "version.txt"),
-        packages=("pytest", "parameterized==0.9.0", "hjson==3.1.0", "py-cpuinfo==9.0.0"),
+        packages=(
+            *("pytest", "pytest-xdist", "pytest-timeout"),
+            *("parameterized==0.9.0", "hjson==3.1.0", "py-cpuinfo==9.0.0"),
+        ),
         tests=("tests/unit/**/test_*.py",),
         without=_files_of(_DEEPSPEED_LEAVES_OUT),
-        options=("-p", "once"),
+        options=("-p", "once", "--numprocesses=2", "--dist=loadfile", "--timeout=300"),
         kinds=_DEEPSPEED_KINDS,
     ),
 )

@@ -64,7 +64,9 @@ def environment(work: Path, interpreter: Path) -> dict[str, str]:
     }
 
 
-def run(command: list[str], folder: Path, variables: Mapping[str, str]) -> tuple[int | None, str]:
+def run(
+    command: list[str], folder: Path, variables: Mapping[str, str], limit_s: float = LIMIT_S
+) -> tuple[int | None, str]:
     """Run a command with all that it starts; return its exit code, None if it hung, and output."""
     log = folder / "output.txt"
     with log.open("w") as output:
@@ -77,7 +79,7 @@ def run(command: list[str], folder: Path, variables: Mapping[str, str]) -> tuple
             start_new_session=True,
         )
         try:
-            code: int | None = process.wait(LIMIT_S)
+            code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
         with contextlib.suppress(ProcessLookupError):
@@ -95,16 +97,16 @@ def last_error(output: str) -> str:
     return (told[-1] if told else output.strip()[-160:])[:160]
 
 
-def run_tests(suite: Suite, files: str, folder: Path, variables: Mapping[str, str]) -> list[Case]:
-    """Run one file or folder of tests in a pytest of its own, unless its report is there."""
-    report = folder / "reports" / (files.replace("/", ".") + ".xml")
-    code: int | None = 0
+def run_tests(
+    suite: Suite, files: list[str], folder: Path, variables: Mapping[str, str]
+) -> list[Case]:
+    """Run files or folders of tests in one pytest."""
+    report = folder / "report.xml"
+    command = ["python", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
+    command += ["--continue-on-collection-errors", "-W", "ignore", f"--junitxml={report}"]
+    code, output = run([*command, *suite.options, *files], folder, variables, LIMIT_S * len(files))
     if not report.exists():
-        command = ["python", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
-        command += ["-W", "ignore", f"--junitxml={report}", *suite.options, files]
-        code, output = run(command, folder, variables)
-    if not report.exists():
-        return [Case(files, "failed", "timeout" if code is None else last_error(output))]
+        return [Case(suite.name, "failed", "timeout" if code is None else last_error(output))]
     return list(read_report(report))
 
 
@@ -164,7 +166,7 @@ def run_suite(suite: Suite, folder: Path, checkouts: Path, interpreter: Path) ->
     files = {path for each in suite.tests for path in folder.glob(each)}
     files -= {path for each in suite.without for path in folder.glob(each)}
     names = sorted(str(path.relative_to(folder)) for path in files)
-    cases = [case for each in names for case in run_tests(suite, each, folder, variables)]
+    cases = run_tests(suite, names, folder, variables) if names else []
     for program in suite.programs:
         cases.append(run_program(program, folder, variables))
         print(f"  {program.name}: {cases[-1].end} {cases[-1].why}", flush=True)
@@ -283,7 +285,6 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for what programs write")
     parser.add_argument("--checkouts", type=Path, default=ROOT / ".checkouts")
     parser.add_argument("--deepspeed", type=Path, default=ROOT / ".venv-deepspeed")
-    parser.add_argument("--resume", action="store_true", help="keep the reports of earlier tests")
     parser.add_argument("--list", action="store_true", help="print every test and how it ended")
     arguments = parser.parse_args()
     work, checkouts = arguments.work.resolve(), arguments.checkouts.resolve()
@@ -301,9 +302,8 @@ def main() -> None:
         suite = known[name]
         if not is_there(suite, checkouts):
             continue
-        if not arguments.resume:
-            for folder in (work / name, work / f"{name}-itself"):
-                shutil.rmtree(folder, ignore_errors=True)
+        for folder in (work / name, work / f"{name}-itself"):
+            shutil.rmtree(folder, ignore_errors=True)
         began = time.monotonic()
         what, cases = measure(suite, work, checkouts, arguments.deepspeed.absolute())
         write_row(name, row_of(suite, what, cases, today))
