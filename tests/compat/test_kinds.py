@@ -265,7 +265,7 @@ def test_an_engine_averages_tensors_of_the_program() -> None:
     assert tensors[1] == 0.5
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_reductions_of_several_backwards_may_wait_for_the_step(stage: int) -> None:
     def weights_after(coalesces: bool) -> Any:
@@ -275,7 +275,8 @@ def test_reductions_of_several_backwards_may_wait_for_the_step(stage: int) -> No
         with engine.coalesce_grad_reduction() if coalesces else nullcontext():
             for at in range(2):
                 engine.set_gradient_accumulation_boundary(at == 1)
-                backward(engine, at)
+                with engine.no_sync() if coalesces and at == 0 else nullcontext():
+                    backward(engine, at)
             if coalesces:
                 with pytest.raises(UsageError, match="no_sync"):
                     engine.step()
@@ -302,6 +303,15 @@ def test_names_of_deepspeed_s_files() -> None:
 def test_a_curriculum_that_is_not_there_is_an_error() -> None:
     with pytest.raises(UsageError, match="curriculum"):
         begin().set_custom_curriculum_learning_schedule({"seqlen": lambda step: step})
+
+
+def test_a_parameter_of_one_element_is_whole_until_initialize() -> None:
+    with DS.zero.Init():
+        module = nn.Linear(1, 2)
+        module.scale = nn.Parameter(torch.ones(1))
+    assert hasattr(module.bias, "ds_id") and not hasattr(module.scale, "ds_id")
+    initialize(model=module, config=config_of(3))
+    assert module.scale.ds_numel == 1
 
 
 def test_an_existing_module_is_shown_in_the_configured_dtype() -> None:
