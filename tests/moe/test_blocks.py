@@ -285,6 +285,12 @@ def test_mistakes_are_named() -> None:
         ModelError, match=r"3, which does not divide the 4 experts of model\.layers"
     ):
         plan_experts(model_of("mixtral"), ExpertParallel(enabled=True), ExpertPlace(3, 0))
+    block = nn.Module()
+    block.gate, block.experts = nn.Linear(2, 4), nn.Module()
+    block.experts.gate_up_proj = nn.Parameter(torch.ones(4, 6, 2))
+    block.experts.down_proj = nn.Parameter(torch.ones(4, 2, 3))
+    with pytest.raises(ModelError, match=r"0 \(Module\) have no forward\(hidden_states, top_k_i"):
+        plan_experts(nn.Sequential(block), ExpertParallel(enabled=True), ExpertPlace(2, 0))
     with pytest.raises(ModelError, match="and top_k 9 do not fit 4 experts"):
         on_one_rank(model_of("mixtral"), top_k=9)
     with pytest.raises(ModelError, match=r"no block of Linear has a router \('gate'\)"):

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ _MODELS = {
     "minimax_m3": ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text", "minimax_m2"),
 }
 _ALPHA, _LIMIT = 1.702, 7.0
+_CALLED_WITH = 4  # self, tokens, choices, weights
 
 
 class ExpertPlace(NamedTuple):
@@ -274,6 +276,13 @@ def _setting(
         raise ModelError(
             f"expert_parallel.autoep_size is {size}, which does not divide the {total}"
             f" experts of {block.name}; choose a divisor"
+        )
+    # torch's own `forward`, of a module without one, takes any arguments as one parameter.
+    if size > 1 and len(signature(type(experts).forward).parameters) < _CALLED_WITH:
+        raise ModelError(
+            f"expert_parallel: the experts of {block.name} ({type(experts).__name__}) have no"
+            " forward(hidden_states, top_k_index, top_k_weights), so the block itself reads the"
+            " weights of all experts; move that code into such a forward, or leave the section out"
         )
     for reason in ("has_bias", "is_transposed"):
         if getattr(experts, reason, False):
