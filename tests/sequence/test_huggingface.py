@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,6 +146,23 @@ def test_evaluation_may_be_whole() -> None:
     here = slice(6 * comm.get_rank(), 6 * comm.get_rank() + 6)
     torch.testing.assert_close(model(given[:, here]).logits, expected[:, here])
     assert register(model, "sdpa", 1, 1) is None
+
+
+def _register_a_kernel_of_the_hub(path: str) -> None:
+    from transformers import modeling_flash_attention_utils as lazily
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name, core = "some/kernel", partial(print)
+    with pytest.MonkeyPatch.context() as patches:
+        load = partial(ALL_ATTENTION_FUNCTIONS.register, value=core)
+        patches.setattr(lazily, "lazy_import_flash_attention", load)
+        register(path, name, 2, 1)
+    assert ALL_ATTENTION_FUNCTIONS[name].hadal_core is core
+
+
+def test_a_kernel_of_the_hub_is_loaded_before_its_model(tmp_path: Path, ranks: RankPools) -> None:
+    llama().config.save_pretrained(tmp_path)
+    ranks(2).run(_register_a_kernel_of_the_hub, str(tmp_path))
 
 
 def _refused(kind: str) -> None:

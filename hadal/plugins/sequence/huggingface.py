@@ -316,8 +316,11 @@ def _take_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any
 
 def _dispatched(name: str) -> Attention:
     """Return transformers' function of a name, and make that name distinguish modules."""
+    from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    if "/" in name and name not in ALL_ATTENTION_FUNCTIONS:
+        lazy_import_flash_attention(name)  # a kernel of the hub; a model that is loaded has it
     known = ALL_ATTENTION_FUNCTIONS.get(name)
     if known is None:
         names = ", ".join(sorted(one for one in ALL_ATTENTION_FUNCTIONS if "|" not in one))
