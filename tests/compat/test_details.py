@@ -361,3 +361,11 @@ def test_autocast_is_set_up_by_initialize_alone() -> None:
     for wrong in ((torch.float16, None), (torch.bfloat16, ["torch.nn.Linear"])):
         with pytest.raises(UsageError, match="set torch_autocast"):
             names.init_autocast_params(engine, *wrong)
+
+
+def test_an_optimizer_without_an_engine_has_state_in_its_weights_dtype() -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    optimizer = alias("deepspeed.ops.adam").DeepSpeedCPUAdam([weight])
+    optimizer.step()
+    assert optimizer.state[weight]["exp_avg"].dtype == torch.bfloat16

@@ -132,7 +132,8 @@ def hold_synchronization_back(stage: int) -> None:
     # Several backwards of one micro-step: the last one in no_sync, the step reduces what is left.
     engine.set_train_batch_size(ROWS * comm.get_world_size())
     with engine.no_sync():
-        backward(engine, 3)
+        with engine.no_sync():
+            backward(engine, 3)
         with pytest.raises(UsageError, match="no_sync"):
             engine.step()
     engine.step()

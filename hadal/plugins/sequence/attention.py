@@ -203,6 +203,7 @@ def single_all_to_all(
         raise SequenceError(
             f"a tensor of shape {tuple(input.shape)} cannot be split over {size} ranks along"
             f" dimension {dim}; expected four dimensions, with that one divisible"
+            " (DistributedAttention takes any number of heads)"
         )
     heads = input.shape[2] * (1 if by_heads else size)
     ranges = share_heads(heads, heads, size).queries
