@@ -5,7 +5,7 @@ A row names classes by path, so that the configuration is read without torch.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from annotated_types import Ge, Lt
 from pydantic import BeforeValidator, ConfigDict
@@ -436,6 +436,9 @@ class Optimizer(Typed):
     types = built_in()
     torch_types = tuple(KINDS)
     home = "torch.optim"
+    leftovers: ClassVar[Mapping[str, str]] = {
+        "adam_w_mode": 'ignored here, also by DeepSpeed: it acts in "params"'
+    }
 
     type: Annotated[Text, BeforeValidator(canonical_type)] = key(
         None,

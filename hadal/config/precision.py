@@ -17,7 +17,6 @@ from hadal.config.values import (
     Number,
     Spelled,
     Texts,
-    boolean_word,
 )
 from hadal.errors import Fault
 
@@ -111,9 +110,6 @@ class Bf16(Switched):
     )
 
 
-Flag = Annotated[Boolean, BeforeValidator(boolean_word)]
-
-
 class Amp(Switched):
     """Mixed precision with Apex's levels and keywords, implemented with torch.amp. Stage 0 only.
 
@@ -135,17 +131,17 @@ class Amp(Switched):
         "Dtype to cast weights, buffers and inputs to (`torch.float16` and the like are "
         "accepted too); null is fp32 at O0, no cast at O1, fp16 at O2 and O3.",
     )
-    patch_torch_functions: Flag | None = key(
+    patch_torch_functions: Boolean | None = key(
         None,
         "Run the forward pass under fp16 autocast; null is true at O1 and false elsewhere. "
         "Cannot be combined with casting the model.",
     )
-    keep_batchnorm_fp32: Flag | None = key(
+    keep_batchnorm_fp32: Boolean | None = key(
         None,
         "Keep batch norm's weights and buffers in fp32 when the model is cast; null is true at "
         "O2 and false elsewhere.",
     )
-    master_weights: Flag | None = key(
+    master_weights: Boolean | None = key(
         None,
         "Keep fp32 masters of cast weights; null is true at O2 and false elsewhere. Moments are "
         "fp32 in any case.",

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from hadal.config.general import General
 from hadal.config.section import Child, Moved, Section, Typed, expected, found, mark_of
 from hadal.config.top_level import Config
-from hadal.config.values import spelled_numbers
+from hadal.config.values import boolean_word, spelled_numbers
 from hadal.errors import ConfigError, Fault, UnbuiltConfigError, nearest, written
 
 AUTO = "auto"
@@ -282,7 +282,7 @@ def _move(
         target = target[name]
         if not isinstance(target, dict):
             return
-    value, given = section.pop(old), target.get(last)
+    value, given = boolean_word(section.pop(old)), target.get(last)
     if value is None:
         return
     if moved.true is not None and not isinstance(value, bool):

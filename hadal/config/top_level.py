@@ -37,7 +37,9 @@ Origin = Literal["you", "auto", "default", "inferred"]
 _FOREIGN = "ignored: another program reads it"
 _COMMENT = "ignored: a comment"
 _DEGREE = "ignored: another program reads it; here tensor_parallel and pipeline divide a model"
-_BELOW_ZERO = 'ignored at the top level, also by DeepSpeed: it acts in "zero_optimization"'
+_BELOW = 'ignored at the top level, also by DeepSpeed: it acts in "%s"'
+_OF_FP16 = "loss_scale loss_scale_window hysteresis min_loss_scale"
+_OF_ZERO = "offload_optimizer offload_param stage3_max_live_parameters stage3_max_reuse_distance"
 
 
 class Config(General):
@@ -54,7 +56,8 @@ class Config(General):
         **dict.fromkeys(("comment", "comments"), _COMMENT),
         **dict.fromkeys(("pipe-parallel-size", "pipe_parallel_size"), _DEGREE),
         **dict.fromkeys(("model-parallel-size", "model_parallel_size"), _DEGREE),
-        **dict.fromkeys(("offload_optimizer", "offload_param"), _BELOW_ZERO),
+        **dict.fromkeys(_OF_FP16.split(), _BELOW % "fp16"),
+        **dict.fromkeys(_OF_ZERO.split(), _BELOW % "zero_optimization"),
     }
     elsewhere: ClassVar[Mapping[str, str]] = {
         "moe": 'experts are layers of the model (hadal.moe.MoE), or cut by "expert_parallel"'

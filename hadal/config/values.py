@@ -97,8 +97,9 @@ def titled(value: Any) -> Any:
 
 
 def boolean_word(value: Any) -> Any:
-    """Convert Python's words "True" and "False" to booleans."""
-    return {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
+    """Convert "true" and "false", also with a capital as Python writes them, to booleans."""
+    words = {"true": True, "True": True, "false": False, "False": False}
+    return words.get(value, value) if isinstance(value, str) else value
 
 
 def one_or_many(value: Any) -> Any:
@@ -117,7 +118,7 @@ class Spelled:
         return self.names.get(value, value) if isinstance(value, str) else value
 
 
-Boolean: TypeAlias = Annotated[bool, Strict()]
+Boolean: TypeAlias = Annotated[bool, Strict(), BeforeValidator(boolean_word)]
 Integer: TypeAlias = Annotated[int, BeforeValidator(whole)]
 Nbytes: TypeAlias = Annotated[Integer, BeforeValidator(in_bytes)]
 Number: TypeAlias = Annotated[float, BeforeValidator(real)]

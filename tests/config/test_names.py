@@ -41,6 +41,10 @@ PUBLIC = {
     "model_parallel_size": 2,
     "offload_optimizer": {"device": "cpu", "pin_memory": True},
     "offload_param": {"device": "cpu"},
+    "stage3_max_live_parameters": 1e9,
+    "loss_scale": 0,
+    "hysteresis": 2,
+    "optimizer": {"type": "Adam", "adam_w_mode": True},
     "fp16": {"opt_level": "O2", "fp16_scale_tolerance": 0.25},
     "compile": {"disable": False, "backend": "inductor"},
     "flops_profiler": {"step": 1},
@@ -55,8 +59,10 @@ def test_keys_of_public_configurations_are_ignored_and_reported():
         "flops_profiler.step: ignored, as by DeepSpeed: use profile_step",
         "fp16.fp16_scale_tolerance: ignored: another program reads it",
         "fp16.opt_level: ignored: a level of Apex, which only `amp` has",
-        "offload_optimizer, offload_param: ignored at the top level, also by DeepSpeed: it acts in"
-        ' "zero_optimization"',
+        'loss_scale, hysteresis: ignored at the top level, also by DeepSpeed: it acts in "fp16"',
+        "offload_optimizer, offload_param, stage3_max_live_parameters: ignored at the top level,"
+        ' also by DeepSpeed: it acts in "zero_optimization"',
+        'optimizer.adam_w_mode: ignored here, also by DeepSpeed: it acts in "params"',
         "pipe-parallel-size, model_parallel_size: ignored: another program reads it; here"
         " tensor_parallel and pipeline divide a model",
     ]
@@ -142,7 +148,7 @@ def test_other_things_are_not(value):
     assert "expected an integer > 0, got " in message or "range for the autotuner" in message
 
 
-@pytest.mark.parametrize("value", [1, 0, "true", "false", None, 1.0])
+@pytest.mark.parametrize("value", [1, 0, "yes", "", None, 1.0])
 def test_booleans_are_true_or_false(value):
     path, message = only_fault({**BASE, "fp16": {"enabled": value}})
     assert path == "fp16.enabled"
