@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, cast
 from weakref import WeakSet
 
@@ -58,6 +59,15 @@ class Norm(float):
         return float(self)
 
 
+def _counter(counter: str) -> Any:
+    """Return one of the engine's counters, which programs also set."""
+    return property(
+        getattr(Accessors, counter).fget,
+        lambda engine, count: setattr(engine._state, counter, count),
+        doc=getattr(Accessors, counter).__doc__,
+    )
+
+
 class DeepSpeedEngine(Accessors):
     """An engine with the name and the methods of DeepSpeed's."""
 
@@ -101,6 +111,11 @@ class DeepSpeedEngine(Accessors):
             mark([each for name, each in modules if leaves.selects(name, each)], True)
         elif self.zero_optimization():
             mark_stage_1_or_2(parts.runtime)
+
+    micro_steps = _counter("micro_steps")
+    global_steps = _counter("global_steps")
+    global_samples = _counter("global_samples")
+    skipped_steps = _counter("skipped_steps")
 
     # ---- parts -----------------------------------------------------------------------------------
 
@@ -160,6 +175,19 @@ class DeepSpeedEngine(Accessors):
     def lr_scheduler(self, schedule: Any) -> None:
         if self._state.training is not None:
             self._state.training.schedule = schedule
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """Train with another optimizer from now on: this becomes a new engine of the model."""
+        made = initialize(
+            model=self.module,
+            optimizer=client_optimizer,
+            model_parameters=model_parameters,
+            mpu=self.mpu,
+            config=self._given_config,
+        )[0]
+        self.__dict__ = made.__dict__
+        self.__dict__["_made"] = made  # others refer to it weakly
+        _engines.add(self)
 
     def destroy(self) -> None:
         """Remove the hooks, as `hadal.Engine.destroy`; a second call does nothing."""
@@ -320,6 +348,31 @@ class DeepSpeedEngine(Accessors):
         return super().save_16bit_model(
             save_dir, save_filename, exclude_frozen_parameters, max_shard_size
         )
+
+    def _create_checkpoint_file(
+        self, save_dir: str | Path, tag: str, zero_checkpoint: bool = False
+    ) -> bool:
+        """Make the directory of a checkpoint; return True."""
+        Path(save_dir, tag).mkdir(parents=True, exist_ok=True)
+        return True
+
+    def _save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        exclude_frozen_parameters: bool = False,
+    ) -> None:
+        """Write DeepSpeed's file of this rank's weights and `client_state`; not a collective.
+
+        Programs with files of their own call it; `load_checkpoint` does not read it.
+        """
+        from hadal.compat.files import get_model_ckpt_name_for_rank  # for this alone
+
+        weights = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        part = f"{self.get_model_parallel_rank():02d}"
+        name = get_model_ckpt_name_for_rank(Path(save_dir, tag), part)
+        torch.save({"module": weights, **client_state}, name)
 
     def _copy_recovery_script(self, save_path: str | Path) -> None:
         """Put `zero_to_fp32.py` into a directory of checkpoints, as each save does."""

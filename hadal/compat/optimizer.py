@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
+_METHODS_OF_THE_ENGINE = ("offload_states", "reload_states", "empty_partition_cache")
 
 
 class Coordinator:
@@ -83,9 +84,11 @@ class DeepSpeedOptimizer:
         self._stage = stage
 
     def __getattr__(self, name: str) -> Any:
-        """Return the inner optimizer's attribute."""
+        """Return the inner optimizer's attribute, or a method that the engine has in its place."""
         if name == "optimizer":
             raise AttributeError(name)
+        if name in _METHODS_OF_THE_ENGINE:
+            return getattr(self._engine, name)
         return getattr(self.optimizer, name)
 
     @property

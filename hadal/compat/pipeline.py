@@ -29,6 +29,17 @@ def _action(kind: type[PipeInstruction]) -> Action:
 class PipelineEngine(engine.PipelineEngine, DeepSpeedEngine):
     """An engine of stages with the name and the methods of DeepSpeed's."""
 
+    _micro_batches = 0
+
+    @property
+    def micro_batches(self) -> int:
+        """The micro-batches of one update; programs set another number before `eval_batch`."""
+        return self._micro_batches or self.gradient_accumulation_steps()
+
+    @micro_batches.setter
+    def micro_batches(self, count: int) -> None:
+        self._micro_batches = 0 if count == self.gradient_accumulation_steps() else count
+
     @property
     def pipeline_parallelism(self) -> bool:
         """True: layers are distributed over ranks."""

@@ -662,6 +662,46 @@ def test_a_program_may_give_rank_0s_weights_to_all(stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(2)
+def test_a_program_may_write_the_file_of_weights_on_one_rank(stage: int, tmp_path: Path) -> None:
+    engine = engine_of(stage)
+    train(engine, range(1))
+    if get_rank() == 0:
+        assert engine._create_checkpoint_file(tmp_path, "4", False)
+        engine._save_checkpoint(tmp_path, "4", client_state={"iteration": 4})
+        found = torch.load(tmp_path / "4" / "mp_rank_00_model_states.pt")
+        assert found.pop("iteration") == 4
+        assert_equal(found["module"], dict(engine.module.state_dict()))
+    engine.destroy()
+
+
+def test_programs_set_the_counters() -> None:
+    engine = engine_of(2, gradient_accumulation_steps=2)
+    train(engine, range(1))
+    assert engine.is_gradient_accumulation_boundary()
+    engine.zero_grad()
+    engine.micro_steps = 0
+    assert not engine.is_gradient_accumulation_boundary()
+    engine.global_steps, engine.global_samples, engine.skipped_steps = 7, 28, 1
+    assert (engine.global_steps, engine.global_samples, engine.skipped_steps) == (7, 28, 1)
+    engine.destroy()
+
+
+def test_an_optimizer_may_come_after_the_engine() -> None:
+    config = {key: value for key, value in config_of(2).items() if key != "optimizer"}
+    engine = initialize(model=model_of(), config=config)[0]
+    weights = list(engine.module.parameters())
+    engine._configure_optimizer(lambda given: torch.optim.SGD(given, lr=0.5), weights)
+    assert isinstance(engine.optimizer.optimizer, torch.optim.SGD)
+    engine.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(engine.optimizer.optimizer, 0.5)
+    before = {name: value.clone() for name, value in engine.state_dict().items()}
+    train(engine, range(1))
+    assert engine.global_steps == 1 and engine.get_lr() == [0.25]
+    assert any(not torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    engine.destroy()
+
+
 def test_the_recovery_script_is_placed_on_request(tmp_path: Path) -> None:
     engine_of(1)._copy_recovery_script(tmp_path)
     assert (tmp_path / "zero_to_fp32.py").is_file()

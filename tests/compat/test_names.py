@@ -576,7 +576,7 @@ def test_an_engine_s_states_are_on_a_device() -> None:
     kinds = alias("deepspeed.runtime.zero.offload_config").OffloadStateTypeEnum
     engine, *_ = initialize(model=model_of(), config=config_of(3))
     assert where(engine, kinds.lp_params) == {torch.device("cpu")}
-    engine.offload_states(include=[kinds.lp_params])
+    engine.optimizer.offload_states(include=[kinds.lp_params])
     assert where(engine, kinds.lp_params) == {torch.device("cpu")}
     engine.reload_states()
     engine.destroy()

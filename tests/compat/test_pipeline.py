@@ -65,6 +65,9 @@ def train(folder: Path) -> list[float]:
     assert engine.agg_train_loss.item() == found[-1]
     assert engine.global_steps == 3 and engine.global_samples == 24 and engine.micro_steps == 0
     seen = engine.eval_batch(iter([{"x": x, "y": -x}] * 4))
+    engine.micro_batches, known = 1, engine.micro_batches
+    assert engine.eval_batch(iter([{"x": x, "y": -x}])).item() == seen.item() and known == 4
+    engine.micro_batches = known
     for call in (engine, engine.backward, engine.step):
         with pytest.raises(error):
             call()
@@ -90,7 +93,7 @@ def test_a_program_in_stages(ranks: RankPools, tmp_path: Path) -> None:
     assert [float(value) for _, value in losses] == pytest.approx(first[:3])
     assert [(int(step), float(value)) for step, value in rows["Train_Samples_eval_loss"]] == [
         (24, pytest.approx(first[3]))
-    ]
+    ] * 2
 
 
 def patched_train(batches: int) -> tuple[list[str], list[float]]:
@@ -107,7 +110,13 @@ def patched_train(batches: int) -> tuple[list[str], list[float]]:
     class Mine(plan.TrainSchedule):  # type: ignore[misc, name-defined]
         def steps(self) -> Any:
             yield [Note(text="begin")]
-            yield from super().steps()
+            for step, found in enumerate(super().steps()):
+                micro_batch, is_forward = self._step_to_micro_batch(step)
+                kind = plan.ForwardPass if is_forward else plan.BackwardPass
+                buffers = [each.buffer_id for each in found if isinstance(each, kind)]
+                is_valid = self._valid_micro_batch(micro_batch)
+                assert buffers == ([self._buffer_idx(micro_batch)] if is_valid else [])
+                yield found
 
     def forward(self: Any, buffer_id: int) -> None:
         seen.append(f"forward {buffer_id}")

@@ -144,11 +144,20 @@ class PipeSchedule(ABC):
         """Return True if no stage follows this one."""
         return self.stage_id == self.stages - 1
 
+    # Programs whose `steps` replaces the one below call these.
+
+    def _valid_stage(self, stage_id: int) -> bool:
+        return 0 <= stage_id < self.stages
+
+    def _valid_micro_batch(self, micro_batch_id: int) -> bool:
+        return 0 <= micro_batch_id < self.micro_batches
+
+    def _buffer_idx(self, micro_batch_id: int) -> int:
+        return micro_batch_id % self.num_pipe_buffers()
+
     def _buffer(self, micro_batch: int) -> int | None:
         """Return the buffer of a micro-batch; None if there is no such micro-batch."""
-        if not 0 <= micro_batch < self.micro_batches:
-            return None
-        return micro_batch % self.num_pipe_buffers()
+        return self._buffer_idx(micro_batch) if self._valid_micro_batch(micro_batch) else None
 
     def _loads(self, buffer: int) -> list[PipeInstruction]:
         return [LoadMicroBatch(buffer)] if self.is_first_stage or self.is_last_stage else []
@@ -167,8 +176,8 @@ class TrainSchedule(PipeSchedule):
         total = 2 * (self.micro_batches + self.stages - 1)
         before = None
         for step in range(total):
-            is_forward = step % 2 == self.stage_id % 2
-            buffer = self._buffer(self._micro_batch(step))
+            due, is_forward = self._step_to_micro_batch(step)
+            buffer = self._buffer(due)
             make = self._forward if is_forward else self._backward
             instructions = make(buffer, before)
             if step == total - 1:
@@ -176,13 +185,13 @@ class TrainSchedule(PipeSchedule):
             yield instructions
             before = buffer
 
-    def _micro_batch(self, step: int) -> int:
-        """Return the number of the micro-batch that is due, which may not exist."""
-        if step % 2 == self.stage_id % 2:
-            return step // 2 - self.stage_id // 2
+    def _step_to_micro_batch(self, step_id: int) -> tuple[int, bool]:
+        """Return the micro-batch that is due, which may not exist, and True for its forward."""
+        if step_id % 2 == self.stage_id % 2:
+            return step_id // 2 - self.stage_id // 2, True
         # The last stage starts backwards right after its first forward; each stage before it starts
         # one step later than the next one.
-        return (step + self.stage_id + 1) // 2 - self.stages
+        return (step_id + self.stage_id + 1) // 2 - self.stages, False
 
     def _forward(self, buffer: int | None, before: int | None) -> list[PipeInstruction]:
         """Send the gradient of the step before, then compute an output."""
