@@ -148,13 +148,9 @@ def _unforked_memory(kind: type[Mapping], nbytes: int, on_huge_pages: bool) -> M
     return memory
 
 
-def _keep_the_parents() -> None:
-    """Never unmap the parent's memory in a forked process, where its address may be reused."""
-    _of_the_parent.extend(_unforked)
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_the_parents)
+    # Never unmap the parent's memory in a forked process, where its address may be reused.
+    os.register_at_fork(after_in_child=lambda: _of_the_parent.extend(_unforked))
 
 
 def page_locked(nbytes: int) -> torch.Tensor:

@@ -113,11 +113,6 @@ class Event:
         if self._event is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._event)
 
-    def hold(self, stream: torch.Stream) -> None:
-        """Make a stream's later work wait for it."""
-        if self._event is not None:
-            stream.wait_event(self._event)
-
 
 def keep_for_current(values: Tensor) -> None:
     """Prevent reuse of a tensor's memory before the current stream's work so far is finished.
@@ -179,8 +174,8 @@ class SideStream:
 
     def follow(self, event: Event) -> None:
         """Make later work of this stream wait for an event of another stream."""
-        if self._stream is not None:
-            event.hold(self._stream)
+        if self._stream is not None and event._event is not None:
+            self._stream.wait_event(event._event)
 
     def copy(self, out: Tensor, values: Tensor) -> None:
         """Copy `values` into `out` of the same dtype; with unpinned host memory the host waits."""

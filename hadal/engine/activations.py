@@ -522,13 +522,15 @@ class _Recorder(TorchDispatchMode):
                 # Without values torch does not check it.
                 raise RuntimeError(f"{operation.name()} expects matrices of the same dtype")
             moved = sum(tensor.nbytes for tensor in (*read, *made))
-            formula = _formulas().get(operation.overloadpacket)
+            from hadal.plugins.profiling.counting import FORMULAS  # for this alone
+
+            formula = FORMULAS.get(operation.overloadpacket)
             segment = self.segments[-1]
             if formula is None:
                 segment.moved += moved
                 segment.kernels += 1
             else:
-                found = formula(*args, **kwargs, out_val=out)
+                found: Any = formula(*args, **kwargs, out_val=out)
                 flops = int(getattr(found, "products", found))
                 name = operation.name()
                 kind = next((k for k in ("convolution", "attention") if k in name), "matrices")
@@ -586,9 +588,3 @@ def _is_view(operation: Any) -> bool:
     return any(result.alias_info is not None for result in operation._schema.returns) and not (
         operation._schema.is_mutable
     )
-
-
-def _formulas() -> Mapping[Any, Callable[..., Any]]:
-    from hadal.plugins.profiling.counting import FORMULAS  # for this alone
-
-    return FORMULAS

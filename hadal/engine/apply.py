@@ -123,7 +123,8 @@ class ShardedModel:
         self, model: nn.Module, config: Config, topology: Topology, device: torch.device
     ) -> None:
         self.model = model
-        self._config = config
+        self.config = config
+        self.topology = topology
         self._device = device
         self._sharings = Sharings(config, topology.sharing)
         self._counts = RankCounts(
@@ -155,26 +156,26 @@ class ShardedModel:
         group_of = {p: number for number, members in enumerate(groups) for p in members}
         with raised_on_all(world, "initialize", OffloadError):
             self.plan = plan_model(
-                self.model, modules, self._config, self._device, self._counts, group_of
+                self.model, modules, self.config, self._device, self._counts, group_of
             )
             self.check_birth(dict(self.model.named_parameters()))
             self.offloading.open_disks()
         if world.rank == 0:
-            modules.log_recomputed(self._config)
+            modules.log_recomputed(self.config)
 
     def apply_plan(self, reducing: AbstractContextManager[Any] | None = None) -> None:
         """Make the buckets, and all that uses them. All ranks must call it together.
 
         `reducing`: surrounds reductions, to measure them.
         """
-        config, plan, ranks = self._config, self.plan, self._sharings.dense.ranks
+        config, plan, ranks = self.config, self.plan, self._sharings.dense.ranks
         buckets = self._buckets()
         self.runtime = ZeroRuntime(
             plan.units,
             buckets,
             ranks,
             plan.limits,
-            reduction_of(config, config.sequence_parallel_size),
+            reduction_of(config),
             divergence_of(config),
             Sanity(ranks) if config.zero_optimization.enable_sanity_checks else None,
         )
@@ -193,7 +194,7 @@ class ShardedModel:
         return buckets
 
     def _bucket(self, plan: BucketPlan, sends: UnreadSends) -> Bucket:
-        sharing, config = self._sharings.of(plan.holders), self._config
+        sharing, config = self._sharings.of(plan.holders), self.config
         shards = sharing.shards.size
         with sharded_init.taking_over(
             [member.parameter for member in plan.members], sharing
@@ -222,7 +223,7 @@ class ShardedModel:
                 look_at(parameter, parameter.data.to(self._device))
                 for values in tensors_inside(parameter):
                     broadcast_(values, 0, ranks, f"the broadcast of {plan.name}")
-        rule = buffer_rule_of(self._config, self.model)
+        rule = buffer_rule_of(self.config, self.model)
         for path, module in self.model.named_modules():
             if module in self._modules:
                 continue
@@ -239,7 +240,7 @@ class ShardedModel:
         """Make the buckets' parameters known to `GatheredParameters`, `apply` and copies."""
         parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
         access.register(self.runtime, parameters)
-        if not self._config.zero_optimization.override_module_apply:
+        if not self.config.zero_optimization.override_module_apply:
             access.leave_alone(parameters)
 
     # ---- parameters that come later --------------------------------------------------------------
@@ -251,7 +252,7 @@ class ShardedModel:
 
     def check_birth(self, named: Mapping[str, nn.Parameter]) -> None:
         """Raise `UsageError` for a parameter that was created sharded for a different setup."""
-        zero = self._config.zero_optimization
+        zero = self.config.zero_optimization
         checks.check_birth(named.items(), lambda p: self._sharings.of(holders_of(p)), zero)
 
     def take_in(self, group_of: Mapping[nn.Parameter, int]) -> None:
@@ -259,7 +260,7 @@ class ShardedModel:
         runtime, known = self.runtime, self.plan
         sharded_init.show_as_given(self.late_parameters().items())
         self.plan = plan_model(
-            self.model, known.modules, self._config, self._device, self._counts, group_of, known
+            self.model, known.modules, self.config, self._device, self._counts, group_of, known
         )
         buckets = self._buckets()
         order = {p: number for number, p in enumerate(self.model.parameters())}

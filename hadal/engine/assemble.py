@@ -179,15 +179,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         )
         loader = arguments.make_loader(loading, world, shuffle=not checks.is_in_stages(model))
         make_training = partial(
-            _make_training,
-            arguments,
-            config,
-            optimizer,
-            groups,
-            sharded,
-            topology,
-            loader,
-            listeners,
+            _make_training, arguments, optimizer, groups, sharded, loader, listeners
         )
         with raised_on_all(world, "initialize"):
             is_now = arguments.name_an_optimizer(config) and sharded.runtime.gradients
@@ -385,17 +377,15 @@ def _among_parts(topology: Topology, world: Ranks) -> AbstractContextManager[Non
 
 def _make_training(
     arguments: InitializeArguments,
-    config: Config,
     optimizer: Optimizer | None,
     groups: list[list[nn.Parameter]],
     sharded: ShardedModel,
-    topology: Topology,
     loader: ShardedLoader | None,
     listeners: tuple[Listener, ...],
 ) -> Training:
     """Make the optimizer's state and the schedule, once there are gradients; all ranks call it."""
     assert optimizer is not None  # there are gradients, so there is something to train
-    runtime = sharded.runtime
+    runtime, config, topology = sharded.runtime, sharded.config, sharded.topology
     with raised_on_all(topology.sharding, "making the optimizer's state", OffloadError):
         # Also if that is in the first backward: state may be offloaded to a disk.
         stepper = build_stepper(

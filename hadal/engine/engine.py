@@ -580,12 +580,9 @@ class Engine(Checkpoints, StateOffload, nn.Module):
         )
         loading = self._parts.loading
         if route == "train" and self._state.loader is None:
-            loader = loading.training_loader(dataset, reading, batch_size)
-        else:
-            loader = loading.loader(dataset, batch_size, reading)
-        if route == "train" and self._state.loader is None:
-            self._state.loader = loader
-        return loader
+            self._state.loader = loading.training_loader(dataset, reading, batch_size)
+            return self._state.loader
+        return loading.loader(dataset, batch_size, reading)
 
     @property
     def config(self) -> Config:

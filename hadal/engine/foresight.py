@@ -125,10 +125,7 @@ class Foresight:
     @property
     def total(self) -> TierBytes:
         """The bytes of one rank at the peak."""
-        total = TierBytes()
-        for need in self.kinds:
-            total = total.plus(need.held)
-        return total
+        return TierBytes().plus(*(need.held for need in self.kinds))
 
     @property
     def lacks(self) -> TierBytes:

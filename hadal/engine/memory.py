@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -86,12 +86,12 @@ class Memory:
     @property
     def total(self) -> TierBytes:
         """The sum of all kinds."""
-        return _sum(need.held for need in [*self.states, *self.rest])
+        return TierBytes().plus(*(need.held for need in [*self.states, *self.rest]))
 
     @property
     def held(self) -> TierBytes:
         """The sum of the states."""
-        return _sum(need.held for need in self.states)
+        return TierBytes().plus(*(need.held for need in self.states))
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,13 +242,6 @@ def _tables(model: nn.Module) -> list[MemoryKind]:
     nbytes = sum(buffer.nbytes for buffer in model.buffers())
     how = "the model's buffers: masks, statistics, frequencies"
     return [MemoryKind("tables", TierBytes(nbytes), how)] if nbytes else []
-
-
-def _sum(found: Iterable[TierBytes]) -> TierBytes:
-    total = TierBytes()
-    for one in found:
-        total = total.plus(one)
-    return total
 
 
 def job_of(config: Config, devices_per_node: int, nodes: int) -> JobSize:
@@ -411,7 +404,7 @@ def wire_nbytes(bucket: BucketPlan, config: Config, counts: RankCounts) -> int:
     codec = transport_of(config, shards).reduce
     if codec is not None and bucket.partition.gradients:
         return 2 * codec.wire_bytes(bucket.numel)  # what is sent, and what is received
-    factors = reduction_of(config, config.sequence_parallel_size).factors(ranks)
+    factors = reduction_of(config).factors(ranks)
     is_scaled = factors.before != 1.0 or precision.reduce == torch.float16
     own = precision.compute if bucket.partition.gradients else precision.accumulate
     sent = bucket.numel * precision.reduce.itemsize * (is_scaled or precision.reduce != own)

@@ -100,12 +100,11 @@ def dtype_named(name: str | None) -> torch.dtype | None:
     return None if name is None else _DTYPES[name]
 
 
-def wire_dtype(config: Config, sequence_parallel_size: int = 1) -> torch.dtype | None:
+def wire_dtype(config: Config) -> torch.dtype | None:
     """Return the dtype of gradients on the wire; None is the dtype of their accumulation."""
-    chosen = config.communication_data_type
-    if sequence_parallel_size > 1:
-        chosen = config.seq_parallel_communication_data_type
-    return dtype_named(chosen)
+    if config.sequence_parallel_size > 1:
+        return dtype_named(config.seq_parallel_communication_data_type)
+    return dtype_named(config.communication_data_type)
 
 
 def partition_of(config: Config, ranks: int, stage: int | None, device: torch.device) -> Partition:
@@ -125,14 +124,14 @@ def partition_of(config: Config, ranks: int, stage: int | None, device: torch.de
     return Partition()
 
 
-def reduction_of(config: Config, sequence_parallel_size: int = 1) -> Reduction:
+def reduction_of(config: Config) -> Reduction:
     """Return how the gradients of all ranks are reduced."""
     zero = config.zero_optimization
     return Reduction(
         adds_up=config.gradient_allreduce_op == "sum",
         prescales=config.prescale_gradients,
         predivides_by=config.gradient_predivide_factor,
-        sequence_parallel_size=sequence_parallel_size,
+        sequence_parallel_size=config.sequence_parallel_size,
         inside_backward=zero.grad_hooks,
         refuses_unused=not zero.ignore_unused_parameters,
     )
@@ -255,7 +254,6 @@ def budget_of(config: Config, device: torch.device) -> int | None:
     return int(budget * total_memory(device).total) if budget <= 1 else int(budget)
 
 
-_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 # Maximum elements of one kind of state per read: more makes no disk faster.
 _LARGEST_PART_NUMEL = 1 << 24
 _WEIGHT_NBYTES = 4
@@ -274,8 +272,8 @@ def tiers_of(config: Config) -> Offload:
     weights, optimizer = zero.offload_param, zero.offload_optimizer
     cuts_weights = STAGES[zero.stage].weights and weights is not None
     return Offload(
-        weights=_TIERS[weights.device] if cuts_weights and weights else Tier.DEVICE,
-        optimizer=_TIERS[optimizer.device] if optimizer else Tier.DEVICE,
+        weights=Tier(weights.device) if cuts_weights and weights else Tier.DEVICE,
+        optimizer=Tier(optimizer.device) if optimizer else Tier.DEVICE,
         pins_weights=bool(weights and weights.pin_memory),
         pins_optimizer=bool(optimizer and optimizer.pin_memory),
     )

@@ -244,8 +244,7 @@ def _precision(
         compute=compute,
         master=master,
         accumulate=accumulate,
-        reduce=wire_dtype(config, config.sequence_parallel_size)
-        or _own_wire(accumulate, wire, device),
+        reduce=wire_dtype(config) or _own_wire(accumulate, wire, device),
         state=state,
         rounds_early=cast is not None and bool(config.data_types.early_rounding),
     )

@@ -22,8 +22,6 @@ from hadal.engine.topology import (
     with_slices,
 )
 
-_NOTHING = RequestedRanks()
-
 
 class RankPart:
     """The part of a model that one rank holds, on the meta device, or with values on the CPU.
@@ -45,10 +43,10 @@ class RankPart:
         model: nn.Module,
         config: Config,
         ranks: int,
-        stage: int = 0,
-        requested: RequestedRanks = _NOTHING,
+        stage: int,
+        requested: RequestedRanks,
         *,
-        with_values: bool = False,
+        with_values: bool,
     ) -> None:
         # Stages are the slowest axis of a grid of ranks, unless a program has one of its own.
         first = ranks // stages_of(config) * stage

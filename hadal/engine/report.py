@@ -188,25 +188,15 @@ class Reporter(Listener):
         if not self._speaks:
             return
         if self._every is not None:
-            self._add(update)
-            if update.number % self._every == 0:
-                _log.info("%s", self._line(update))
+            self._updates += 1
+            self._samples += update.samples
+            self._losses += [] if update.loss is None else [update.loss]
+            if update.number % self._every == 0:  # it waits for the device
+                _log.info("%s", self._columns.line(dict(self._cells(update))))
+                self._losses.clear()
+                self._updates = self._samples = self._tokens = 0
         if update.number % (self._every or 1) == 0:
             self._log_breakdowns(update.number)
-
-    def _add(self, update: Update) -> None:
-        self._updates += 1
-        self._samples += update.samples
-        loss = update.loss
-        if loss is not None:
-            self._losses.append(loss)
-
-    def _line(self, update: Update) -> str:
-        """Return the next line, and reset the counts. Waits for the device."""
-        line = self._columns.line(dict(self._cells(update)))
-        self._losses.clear()
-        self._updates = self._samples = self._tokens = 0
-        return line
 
     def _cells(self, update: Update) -> Iterator[tuple[str, str]]:
         """Yield the columns that have a value."""

@@ -130,13 +130,10 @@ class PendingUpdate:
     """The number of the update (from 0)."""
     check: GradientCheck
     overflowed: HostCopy
+    """Above 0 if it was skipped; all ranks find the same."""
     undo: Callable[[], None]
     """Undoes the step of the schedule."""
     losses: Sequence[Tensor]
-
-    def was_skipped(self) -> bool:
-        """Read the flag; all ranks find the same."""
-        return bool(self.overflowed.values() > 0)
 
 
 class LossBackward:
@@ -360,7 +357,7 @@ class State:
     def learn_of_skip(self) -> None:
         """Read whether the device has skipped the last update, and undo its side effects."""
         pending, self.pending = self.pending, None
-        if pending is not None and pending.was_skipped():
+        if pending is not None and bool(pending.overflowed.values() > 0):
             pending.undo()
             self.skipped_steps += 1
             norm = None if pending.check.measured is None else math.inf

@@ -135,8 +135,8 @@ def build_stepper(
     optimizer: Optimizer,
     gradients: Sequence[Gradients],
     parameters: Sequence[Sequence[nn.Parameter]],
-    steps: DiskSteps | None = None,
-    parts: ModelParts | None = None,
+    steps: DiskSteps,
+    parts: ModelParts | None,
 ) -> OptimizerStepper:
     """Build the stepper for a user's optimizer, and pass the buckets' tensors to the optimizer.
 
@@ -155,7 +155,7 @@ def build_stepper(
             f"{type(optimizer).__name__}(differentiable=True) cannot be used: an engine's update"
             " is not differentiable; remove it"
         )
-    kind, steps = kind_of(optimizer), steps or DiskSteps()
+    kind = kind_of(optimizer)
     if kind.is_elementwise:
         return FlatStepper(optimizer, gradients, steps=steps)
     refuse_other_state_dtype(optimizer, gradients)

@@ -160,7 +160,9 @@ class GatheredParameters:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         with self._stack:
-            if self._modifier_rank is None or not _can_go_on(error):
+            # After an error in the user's code the ranks can still communicate.
+            is_cut_short = not isinstance(error, Exception | None)
+            if self._modifier_rank is None or is_cut_short or isinstance(error, CommunicationError):
                 return
             for parameter in self._parameters:
                 bucket = _keepers[parameter].bucket_of[parameter]
@@ -169,12 +171,6 @@ class GatheredParameters:
                 # torch does not count writes by collectives, and on an accelerator nothing else
                 # shows that there was one.
                 increment_version(parameter)
-
-
-def _can_go_on(error: BaseException | None) -> bool:
-    """Return True if the ranks can still communicate, as after an error in the user's code."""
-    ordinary = error is None or isinstance(error, Exception)
-    return ordinary and not isinstance(error, CommunicationError)
 
 
 # ---- `Module.apply` ------------------------------------------------------------------------------

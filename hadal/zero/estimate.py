@@ -148,9 +148,9 @@ class TierBytes(NamedTuple):
             return cls(disk=_GENERATIONS * nbytes)
         return cls(host=nbytes) if tier is Tier.HOST else cls(nbytes)
 
-    def plus(self, other: TierBytes) -> TierBytes:
+    def plus(self, *others: TierBytes) -> TierBytes:
         """Return the sum of both."""
-        return TierBytes(*map(sum, zip(self, other, strict=True)))
+        return TierBytes(*map(sum, zip(self, *others, strict=True)))
 
 
 class States(NamedTuple):
@@ -165,7 +165,7 @@ class States(NamedTuple):
     @property
     def total(self) -> TierBytes:
         """The sum of all kinds."""
-        return self.weights.plus(self.gradients).plus(self.optimizer).plus(self.buffers)
+        return TierBytes().plus(*self)
 
 
 def counted(*parts: nn.Module) -> Model:
@@ -287,7 +287,9 @@ def _optimizer(one: Portion, rest: ShardTiers) -> TierBytes:
     weights = rest.weights if one.cut.weights else Tier.DEVICE
     found = TierBytes()
     for part, tier in ((off, rest.optimizer), (one.stepped - off, Tier.DEVICE)):
-        master = one.cost.master or (one.cost.weight if _parts_master(weights, tier) else 0)
+        # Masters of the weights' own dtype may be separate from the weights.
+        is_apart = weights is not tier or tier is Tier.DISK
+        master = one.cost.master or one.cost.weight * is_apart
         found = found.plus(TierBytes.at(tier, (master + one.cost.state) * part))
     return found
 
@@ -295,11 +297,6 @@ def _optimizer(one: Portion, rest: ShardTiers) -> TierBytes:
 def _part_off(rest: ShardTiers, count: int) -> int:
     """Return how many of the optimizer's elements are offloaded."""
     return 0 if rest.optimizer is Tier.DEVICE else round(rest.ratio * count)
-
-
-def _parts_master(weights: Tier, optimizer: Tier) -> bool:
-    """Return whether masters of the weights' own dtype are separate from the weights."""
-    return weights is not optimizer or Tier.DISK in (weights, optimizer)
 
 
 def layer_nbytes(model: Model, cost: Cost = HALF) -> int:
@@ -322,8 +319,6 @@ def host_nbytes(model: Model, job: JobSize, *, born_sharded: bool) -> int:
 
 # ---- the usual plans -----------------------------------------------------------------------------
 
-_TIERS = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
-
 
 class MemoryPlan(NamedTuple):
     """A ZeRO stage, and the tiers of the optimizer and of the weights."""
@@ -336,8 +331,8 @@ class MemoryPlan(NamedTuple):
     def tiers(self) -> dict[str, str]:
         """The tiers by the configuration's names."""
         return {
-            "offload_optimizer": _TIERS[self.optimizer],
-            "offload_param": _TIERS[self.weights],
+            "offload_optimizer": self.optimizer.value,
+            "offload_param": self.weights.value,
         }
 
     def section(self, folder: str) -> dict[str, Any]:

@@ -308,9 +308,6 @@ class InitSettings:
     io: Aio = field(default_factory=Aio)
 
 
-_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
-
-
 def _tier_of(settings: InitSettings, remote_device: str | None) -> Tier:
     """Return the tier of shards for `zero.Init(remote_device=...)` and the configuration.
 
@@ -318,7 +315,7 @@ def _tier_of(settings: InitSettings, remote_device: str | None) -> Tier:
         UsageError: there is no such device, a path is missing, or the two contradict each other.
     """
     where = f"zero.Init(remote_device={remote_device!r})"
-    if remote_device is not None and remote_device not in _TIERS:
+    if remote_device is not None and remote_device not in [tier.value for tier in Tier]:
         raise UsageError(f"{where}: expected None, 'none', 'cpu' or 'nvme'")
     chosen = settings.tier or Tier.DEVICE
     if remote_device is not None:
@@ -327,7 +324,7 @@ def _tier_of(settings: InitSettings, remote_device: str | None) -> Tier:
                 f"{where}: the configuration's zero_optimization.offload_param.device is"
                 ' "nvme"; pass remote_device="nvme", or leave it out'
             )
-        chosen = _TIERS[remote_device]
+        chosen = Tier(remote_device)
     if chosen is Tier.DISK and not settings.nvme_path:
         raise UsageError(
             f"{where}: the disk needs a folder; pass config_dict_or_path with"
@@ -358,20 +355,15 @@ def _settings_of(source: Any) -> InitSettings:
     zero = config.zero_optimization
     offload = zero.offload_param
     # Without a stage, the configuration of a model that is sharded here means stage 3.
-    is_cut = STAGES[zero.stage].weights or "stage" not in _zero_section(raw)
+    is_cut = STAGES[zero.stage].weights or "stage" not in (raw.get("zero_optimization") or ())
     return InitSettings(
         dtype,
         zero.override_module_apply,
-        _TIERS[offload.device] if offload is not None and is_cut else None,
+        Tier(offload.device) if offload is not None and is_cut else None,
         None if offload is None else offload.nvme_path,
         offload is not None and offload.pin_memory,
         config.aio,
     )
-
-
-def _zero_section(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    section = raw.get("zero_optimization")
-    return section if isinstance(section, Mapping) else {}
 
 
 def _without_autos(value: Any) -> Any:

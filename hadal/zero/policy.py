@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
 
 import torch
 
@@ -61,13 +61,13 @@ class Precision:
 
 
 class Tier(Enum):
-    """A kind of memory that stores values between uses."""
+    """A kind of memory that stores values between uses, by its name in the configuration."""
 
-    DEVICE = auto()
+    DEVICE = "none"
     """The memory of the device that computes."""
-    HOST = auto()
+    HOST = "cpu"
     """The memory of the host; the same if a CPU computes."""
-    DISK = auto()
+    DISK = "nvme"
     """Files."""
 
 

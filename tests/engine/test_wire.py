@@ -321,14 +321,15 @@ def test_an_accelerator_adds_up_in_fp32_unless_another_dtype_is_named(kind: str)
 @pytest.mark.claims("seq_parallel_communication_data_type")
 def test_shared_sequences_have_a_wire_of_their_own() -> None:
     config = configured(communication_data_type="bf16")
-    assert wire_dtype(config, 1) is torch.bfloat16
-    assert wire_dtype(config, 2) is torch.float32
+    assert wire_dtype(config) is torch.bfloat16
+    assert wire_dtype(config.model_copy(update={"sequence_parallel_size": 2})) is torch.float32
     config = configured(seq_parallel_communication_data_type="FP16", bf16={"enabled": True})
     assert wire_of(config) is torch.bfloat16
     assert wire_of(config.model_copy(update={"sequence_parallel_size": 4})) is torch.float16
     config = configured(seq_parallel_communication_data_type=None, bf16={"enabled": True})
     assert wire_of(config.model_copy(update={"sequence_parallel_size": 4})) is torch.bfloat16
-    assert reduction_of(config, 4).factors(8) == (1.0, 1 / 2)
+    shared = config.model_copy(update={"sequence_parallel_size": 4})
+    assert reduction_of(shared).factors(8) == (1.0, 1 / 2)
 
 
 # ---- the way -------------------------------------------------------------------------------------
