@@ -388,25 +388,19 @@ class _Transformer(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
-class _Convolutions(nn.Module):
+class _Convolutions(nn.Sequential):
     """Convolutions of smaller and smaller images with more and more channels; it returns a loss."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        widths = [3, *(width << level for level in range(4))]
-        self.blocks = nn.Sequential(
-            *(
-                nn.Sequential(
-                    nn.Conv2d(few, many, 3, stride=2, padding=1),
-                    nn.Conv2d(many, many, 3, padding=1),
-                )
-                for few, many in pairwise(widths)
-            )
-        )
+        for few, many in pairwise([3, *(width << level for level in range(4))]):
+            self.append(nn.Conv2d(few, many, 3, stride=2, padding=1))
+            self.append(nn.Conv2d(many, many, 3, padding=1))
 
     def forward(self, images: Tensor) -> Tensor:
-        loss: Tensor = self.blocks(images).mean()
-        return loss
+        for layer in self:
+            images = layer(images)
+        return images.mean()
 
 
 class _Attention(nn.Module):

@@ -204,14 +204,9 @@ def precisions_of(
 
     def precision_of(parameter: nn.Parameter) -> Precision:
         # A frozen parameter has no gradient to send; it shares a bucket with its neighbours.
-        travels_low = parameter.requires_grad and parameter in lowered
-        return _precision(
-            config,
-            parameter.dtype,
-            None if parameter in exact else model_dtype(config),
-            wire if travels_low else None,
-            device,
-        )
+        low = wire if parameter.requires_grad and parameter in lowered else None
+        cast = None if parameter in exact else model_dtype(config)
+        return _precision(config, parameter.dtype, cast, low, device)
 
     return precision_of
 

@@ -33,12 +33,8 @@ _SECONDS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 # ---- the log -------------------------------------------------------------------------------------
 
 
-class _ErrorsOnly(logging.Filter):
-    """Filter that passes errors."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record passes."""
-        return record.levelno >= logging.ERROR
+def _errors_only(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 class _IfAlone(logging.StreamHandler):  # type: ignore[type-arg]  # from Python 3.11 on
@@ -53,9 +49,6 @@ class _IfAlone(logging.StreamHandler):  # type: ignore[type-arg]  # from Python 
         bars = tqdm.tqdm.external_write_mode(sys.stderr) if tqdm is not None else nullcontext()
         with bars:
             super().emit(record)
-
-
-_errors_only = _ErrorsOnly()
 
 
 def hush(rank: int) -> None:

@@ -40,7 +40,6 @@ from hadal.offload.tensors import DiskTensor, Stop
 from hadal.optim.elementwise import Group, OwnOptimizer, SliceUpdate, State, Zeros
 from hadal.optim.on_disk import (
     Deferred,
-    DiskSteps,
     begin_on_disk,
     of_piece,
     rewriting_in_turn,
@@ -49,12 +48,12 @@ from hadal.optim.on_disk import (
 )
 from hadal.optim.pieces import Piece
 from hadal.optim.state_on_disk import DiskState
-from hadal.optim.step import DISK_STEPS, OptimizerStepper, as_one_step, refresh, sending_of
+from hadal.optim.step import OptimizerStepper, as_one_step, refresh, sending_of
 from hadal.optim.workspace import Multiplier, block_numel, scale_
 from hadal.zero.bucket import refresh_all
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment
-from hadal.zero.sharing import ModelParts, Sharing, is_model_part
+from hadal.zero.sharing import Sharing, is_model_part
 
 _PLACES = ("rate", "moments")
 
@@ -309,14 +308,7 @@ class LambStepper(OptimizerStepper):
 
     _optimizer: Lamb
 
-    def __init__(
-        self,
-        optimizer: Lamb,
-        gradients: Sequence[Gradients],
-        parameters: Sequence[Sequence[nn.Parameter]],
-        steps: DiskSteps = DISK_STEPS,
-        parts: ModelParts | None = None,
-    ) -> None:
+    def __init__(self, *given: Any) -> None:
         self._first_rows: dict[Gradients, int] = {}
         """The row of each bucket's first parameter."""
         self._groups: list[int] = []
@@ -325,7 +317,7 @@ class LambStepper(OptimizerStepper):
         """The rows of parameters that are sharded over the model's parts, with their names."""
         self._are_agreed = False
         """True once the parts are known to have the same such rows."""
-        super().__init__(optimizer, gradients, parameters, steps, parts)
+        super().__init__(*given)
 
     def _lay(self, one: Gradients) -> list[Piece]:
         slots, first = one.bucket.layout.slots, len(self._groups)

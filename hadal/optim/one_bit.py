@@ -38,28 +38,12 @@ class SignOptimizer(OwnOptimizer):
     freeze_step: int
 
     def __init__(
-        self,
-        params: Any,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        eps_inside_sqrt: bool,
-        weight_decay: float,
-        amsgrad: bool,
-        **more: float,
+        self, params: Any, amsgrad: bool, betas: tuple[float, float], **settings: float
     ) -> None:
         name = type(self).__name__
         if amsgrad:
             raise OptimizerError(f"{name} does not support amsgrad; remove it or set it to false")
-        settings: dict[str, Any] = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "eps": eps,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "weight_decay": weight_decay,
-            **more,
-        }
-        super().__init__(params, settings)
+        super().__init__(params, {**settings, "betas": tuple(betas)})
 
     @property
     def last_of_variance(self) -> int:
@@ -110,7 +94,8 @@ class OneBitAdam(SignOptimizer):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, eps_inside_sqrt, weight_decay, amsgrad)
+        settings = {"lr": lr, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt}
+        super().__init__(params, amsgrad, betas, **settings, weight_decay=weight_decay)
         self.freeze_step = freeze_step
 
 
@@ -139,8 +124,9 @@ class OneBitLamb(SignOptimizer):
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
     ) -> None:
-        bounds = {"max_coeff": max_coeff, "min_coeff": min_coeff}
-        super().__init__(params, lr, betas, eps, eps_inside_sqrt, weight_decay, amsgrad, **bounds)
+        settings = {"lr": lr, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt}
+        settings |= {"weight_decay": weight_decay, "max_coeff": max_coeff, "min_coeff": min_coeff}
+        super().__init__(params, amsgrad, betas, **settings)
         self.freeze_step = freeze_step
         self.coeff_beta = coeff_beta
         self.factor_max = factor_max
@@ -232,7 +218,8 @@ class ZeroOneAdam(SignOptimizer):
         local_step_clipper: int = 16,
         amsgrad: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, eps_inside_sqrt, weight_decay, amsgrad)
+        settings = {"lr": lr, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt}
+        super().__init__(params, amsgrad, betas, **settings, weight_decay=weight_decay)
         self.freeze_step = self.var_freeze_step = var_freeze_step
         self.var_update_scaler = var_update_scaler
         self.local_step_scaler = local_step_scaler

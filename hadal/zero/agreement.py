@@ -47,7 +47,6 @@ _NUMBERS = {marker: number for number, marker in _MARKERS.items()}
 _BACKWARD_MARKERS = {Marker.FINE, Marker.FINE_AND_LAST, Marker.END_OF_BACKWARD}
 _PROGRESS = -_NUMBERS[Marker.PROGRESS]
 _MARKER_BITS = 4
-WORD_LIMIT = 1 << 59
 
 
 class Meeting(NamedTuple):
@@ -104,7 +103,7 @@ class Agreement:
     def finish(self, marker: Marker, word: int = 0) -> Meeting:
         """Serve shards until every rank reaches the same point; return the announcements there.
 
-        `word` is in [0, `WORD_LIMIT`).
+        `word` has at most 59 bits.
 
         Raises:
             MismatchError: the ranks reached different markers, so their programs differ.
