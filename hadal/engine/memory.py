@@ -247,13 +247,8 @@ def _tables(model: nn.Module) -> list[MemoryKind]:
 def job_of(config: Config, devices_per_node: int, nodes: int) -> JobSize:
     """Return the devices that share the states."""
     zero = config.zero_optimization
-    is_cut = STAGES[zero.stage].weights
-    return JobSize(
-        devices_per_node,
-        nodes,
-        copy_devices=max(0, zero.mics_shard_size) if is_cut else 0,
-        second_copy_devices=zero.zero_hpz_partition_size if is_cut else 0,
-    )
+    second = zero.zero_hpz_partition_size if STAGES[zero.stage].weights else 0
+    return JobSize(devices_per_node, nodes, second)
 
 
 # ---- a model of which only the size is known -----------------------------------------------------

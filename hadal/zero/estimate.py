@@ -47,11 +47,6 @@ class Cost:
     moment: int = _FP32_NBYTES
     """The bytes of one value of the optimizer's state."""
 
-    @property
-    def optimizer(self) -> int:
-        """The bytes of the master and the state."""
-        return self.master + self.state
-
 
 # fp32 master and two moments with 16-bit weights and gradients; in fp32 weights are masters.
 HALF = Cost(2, 2, 4, 8)
@@ -101,8 +96,6 @@ class JobSize:
 
     devices_per_node: int = 1
     nodes: int = 1
-    copy_devices: int = 0
-    """The devices that share one copy of all states (`mics_shard_size`); 0: all."""
     second_copy_devices: int = 0
     """The devices that share a second copy of stage 3's weights (`zero_hpz_partition_size`)."""
 
@@ -110,11 +103,6 @@ class JobSize:
     def devices(self) -> int:
         """The number of devices of all nodes."""
         return self.devices_per_node * self.nodes
-
-    @property
-    def cuts(self) -> int:
-        """The number of shards of a copy."""
-        return self.copy_devices or self.devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +113,6 @@ class Model:
     frozen: int = 0
     largest: int = 0
     """The most elements that one module owns directly."""
-    persistent: int = 0
-    """The elements that stage 3 does not shard."""
 
     @property
     def numel(self) -> int:
@@ -168,21 +154,12 @@ class States(NamedTuple):
         return TierBytes().plus(*self)
 
 
-def counted(*parts: nn.Module) -> Model:
-    """Count the parameters of a model, or of all its stages, without reading their values."""
-    parameters = (p for part in parts for p in part.parameters())
-    numels = [
-        (p.numel(), p.requires_grad)
-        for p in parameters
-        if not getattr(p, "ds_pipe_replicated", False)
-    ]
-    modules = (module for part in parts for module in part.modules())
-    own = (sum(p.numel() for p in module.parameters(recurse=False)) for module in modules)
-    return Model(
-        trained=sum(numel for numel, is_trained in numels if is_trained),
-        frozen=sum(numel for numel, is_trained in numels if not is_trained),
-        largest=max(own, default=0),
-    )
+def counted(model: nn.Module) -> Model:
+    """Count the parameters of a model without reading their values."""
+    parameters = [p for p in model.parameters() if not getattr(p, "ds_pipe_replicated", False)]
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    own = (sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
+    return Model(trained, sum(p.numel() for p in parameters) - trained, max(own))
 
 
 class Portion(NamedTuple):
@@ -193,8 +170,6 @@ class Portion(NamedTuple):
     shards: int
     trained: int = 0
     frozen: int = 0
-    persistent: int = 0
-    """The elements whose weights are whole, although `cut` shards weights."""
 
     @property
     def stepped(self) -> int:
@@ -238,9 +213,8 @@ def states_of(
     stage: int, model: Model, job: JobSize, cost: Cost = HALF, rest: ShardTiers | None = None
 ) -> States:
     """Return a rank's state between steps, with the gradients before one; within 1 % (padding)."""
-    counts = model.trained, model.frozen, model.persistent
-    portions = [Portion(STAGES[stage], cost, job.cuts, *counts)]
-    return states_of_portions(portions, rest or ShardTiers(), job.second_copy_devices)
+    portion = Portion(STAGES[stage], cost, job.devices, model.trained, model.frozen)
+    return states_of_portions([portion], rest or ShardTiers(), job.second_copy_devices)
 
 
 def states_of_portions(
@@ -264,13 +238,13 @@ def states_of_portions(
 
 
 def _weights(one: Portion, rest: ShardTiers, second_copy_devices: int) -> TierBytes:
-    sharded, nbytes = one.trained + one.frozen - one.persistent, one.cost.weight
+    numel, nbytes = one.trained + one.frozen, one.cost.weight
     if not one.cut.weights:
-        return TierBytes(nbytes * (sharded + one.persistent))
-    second = math.ceil(sharded / second_copy_devices) if second_copy_devices > 1 else 0
-    shard = math.ceil(sharded / one.shards)
+        return TierBytes(nbytes * numel)
+    second = math.ceil(numel / second_copy_devices) if second_copy_devices > 1 else 0
+    shard = math.ceil(numel / one.shards)
     on_host = min(shard, rest.in_host_numel) if rest.weights is Tier.DISK else 0
-    found = TierBytes(nbytes * (one.persistent + second), nbytes * on_host)
+    found = TierBytes(nbytes * second, nbytes * on_host)
     return found.plus(TierBytes.at(rest.weights, nbytes * (shard - on_host)))
 
 
@@ -304,15 +278,10 @@ def layer_nbytes(model: Model, cost: Cost = HALF) -> int:
     return (cost.weight + cost.gradient) * model.largest
 
 
-def layers_take_turns(stage: int, job: JobSize, rest: ShardTiers) -> bool:
-    """Return whether layers are unsharded one at a time, rather than all being on one device."""
-    return STAGES[stage].weights and (job.cuts > 1 or rest.weights is not Tier.DEVICE)
-
-
 def host_nbytes(model: Model, job: JobSize, *, born_sharded: bool) -> int:
     """Return a node's host bytes while each of its processes builds the model in fp32."""
     if born_sharded:
-        rest = math.ceil(model.numel / job.cuts) + model.largest
+        rest = math.ceil(model.numel / job.devices) + model.largest
         return _FP32_NBYTES * job.devices_per_node * rest
     return _FP32_NBYTES * job.devices_per_node * model.numel
 
@@ -503,7 +472,8 @@ class _Row(NamedTuple):
 
 def _row(stage: int, model: Model, job: JobSize, cost: Cost, rest: ShardTiers) -> _Row:
     held = states_of(stage, model, job, cost, rest).total
-    in_turn = layers_take_turns(stage, job, rest)
+    # Layers are unsharded one at a time, rather than all being on one device.
+    in_turn = STAGES[stage].weights and (job.devices > 1 or rest.weights is not Tier.DEVICE)
     resting = job.devices_per_node * held.host
     return _Row(
         held.device + in_turn * layer_nbytes(model, cost),
