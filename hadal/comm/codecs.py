@@ -114,15 +114,13 @@ class Blockwise(Codec):
     """Symmetric integers: a block's largest magnitude becomes the largest integer of `bits`.
 
     The wire holds the scales in float32, then the numbers: a byte each, or two in a byte, one from
-    the first half of a block and one from the second. Values are off by half a scale at most; with
-    `is_stochastic` by one, up or down at random and right on average (drawn from torch's default
-    generator of the device). If a value is not finite, no value of its block is.
+    the first half of a block and one from the second. Values are off by half a scale at most. If a
+    value is not finite, no value of its block is.
     """
 
     bits: Literal[4, 8] = 8
     block_numel: int = 256
     """Values with one scale: an even number."""
-    is_stochastic: bool = False
 
     @property
     def limit(self) -> int:
@@ -142,11 +140,7 @@ class Blockwise(Codec):
             rows = values[start:stop].view(len(scales), -1).to(torch.float32, copy=True)
             torch.mul(rows.abs().amax(1, keepdim=True), 1.0 / self.limit, out=scales)
             rows.mul_(scales.reciprocal().masked_fill_(scales < _SMALLEST_SCALE, 0.0))
-            if self.is_stochastic:
-                rows.add_(torch.rand_like(rows)).floor_().clamp_(-self.limit, self.limit)
-            else:
-                rows.round_()
-            self._put(rows, numbers)
+            self._put(rows.round_(), numbers)
 
     def decoded(self, wire: Tensor, numel: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the values of a wire, some blocks at a time, and the offset of each."""
