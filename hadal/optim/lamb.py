@@ -101,10 +101,16 @@ class Lamb(OwnOptimizer):
             "min_coeff": min_coeff,
         }
         super().__init__(params, defaults)
+        self.ratios: dict[nn.Parameter | None, Tensor] = {}
+        """Ratios of the last update, by parameter; those of a stepper are one tensor."""
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """Return each parameter's ratio in the last update; programs record their distribution."""
+        return [ratio for found in self.ratios.values() for ratio in found.flatten().tolist()]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a loaded state; one that does not say where it was corrected is as by default."""
-        super().__setstate__(state)
+        super().__setstate__({"ratios": {}, **state})
         for group in self.param_groups:
             group.setdefault("bias_correction_in", "rate")
 
@@ -118,7 +124,7 @@ class Lamb(OwnOptimizer):
         (update,) = updates = _updates([values], group, count)
         norms = _Norms(own.device)
         norms.add([0], [own], updates)
-        ratio = _trust_ratios(norms.square_sums(1), [group])[0]
+        self.ratios[parameter] = ratio = _trust_ratios(norms.square_sums(1), [group])[0]
         own.addcmul_(update, ratio.to(update.dtype), value=-_rate(group, count))
 
 
@@ -346,6 +352,7 @@ class LambStepper(OptimizerStepper):
             begun = deferred.run(partial(self._begin, on_disk)) or {}
             deferred.run(partial(self._learn, begun, multiplier, norms))
             ratios = self._ratios(norms.square_sums(len(self._groups)))
+            self._optimizer.ratios = {None: ratios}
             deferred.run(partial(self._move, begun, ratios, sending))
             deferred.tell()
         if on_disk:

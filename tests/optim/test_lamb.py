@@ -111,6 +111,8 @@ def step_engine(stage: int, precision: str, options: dict[str, Any]) -> None:
         given = given_gradients(SHAPES, update, comm.get_rank())
         engine.backward(engine([gradient.to(dtype) for gradient in given]))
         engine.step()
+    ratios = sorted(one.ratio for one in references)
+    assert sorted(optimizer.get_lamb_coeffs()) == pytest.approx(ratios, rel=1e-4)
     engine.destroy()
     for index, (leaf, one) in enumerate(zip(model.leaves, references, strict=True)):
         found, expected = leaf.detach().double(), one.weight
@@ -146,7 +148,7 @@ def test_the_formula(options: dict[str, Any]) -> None:
         {"lr": 0.02, **options, "betas": list(options.get("betas", (0.9, 0.999)))},
         model.parameters(),
     )
-    assert type(optimizer) is Lamb
+    assert type(optimizer) is Lamb and optimizer.get_lamb_coeffs() == []
     for update in range(UPDATES):
         mean = given_gradients(SHAPES, update, 0)
         for leaf, one, gradient in zip(model.leaves, references, mean, strict=True):
@@ -154,6 +156,8 @@ def test_the_formula(options: dict[str, Any]) -> None:
             one.step(gradient)
         plain.step(mean[0])
         optimizer.step()
+    ratios = [one.ratio for one in references]
+    assert optimizer.get_lamb_coeffs() == pytest.approx(ratios, rel=1e-4)
     for leaf, one in zip(model.leaves, references, strict=True):
         assert torch.allclose(leaf.detach().double(), one.weight, rtol=2e-6, atol=2e-6)
     # It makes a difference, so a key that does nothing would be seen.
