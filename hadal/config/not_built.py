@@ -19,7 +19,6 @@ NOT_BUILT: Mapping[str, tuple[str, str]] = {
     "tensor_parallel.vocab_parallel_ce_backend": ("", "choose another"),
     "weight_quantization.enabled": ("", "leave the section out"),
     "zero_optimization.offload_optimizer.super_offload": ("", ""),
-    "zero_optimization.pipeline_loading_checkpoint": ("", ""),
     "zero_optimization.save_muon_momentum_buffer_in_memory": ("one tier stores all state", ""),
     "zero_optimization.zenflow": ("", "leave it out: offload_optimizer updates everything at once"),
 }

@@ -337,7 +337,10 @@ class ZeroOptimization(Section):
         mark=NO_EFFECT,
     )
     pipeline_loading_checkpoint: Boolean = key(
-        False, "Load one rank after another, to save host memory.", mark=UNBUILT_AT_STAGE_3
+        False,
+        "Load one rank after another, to save host memory. Each rank reads its slices into their "
+        "place, which needs no memory to save.",
+        mark=NO_EFFECT,
     )
     override_module_apply: Boolean = key(
         True,

@@ -13,7 +13,16 @@ import pytest
 import torch
 from cases import every
 from engine.logs import logged
-from engine.toys import alone, assert_close, assert_equal, backward, engine_of, model_of, train
+from engine.toys import (
+    alone,
+    assert_close,
+    assert_equal,
+    backward,
+    engine_of,
+    model_of,
+    tiny_at,
+    train,
+)
 from ranks import RankPools, on_ranks
 from torch import nn
 
@@ -57,13 +66,13 @@ class WithBuffers(nn.Module):
         return self.layers(self.norm(inputs))
 
 
-def fresh(stage: int, name: str, seed: int = 3) -> Any:
+def fresh(stage: int, name: str, seed: int = 3, **more: Any) -> Any:
     torch.manual_seed(seed)
     model = WithBuffers()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(seed - 3)
-    return engine_of(stage, model, **SETTINGS[name])
+    return engine_of(stage, model, **SETTINGS[name], **more)
 
 
 def summary(engine: Any) -> dict[str, Any]:
@@ -107,6 +116,7 @@ def test_training_goes_on_bit_for_bit(stage: int, name: str, tmp_path: Path) -> 
     again.destroy()
 
 
+@pytest.mark.claims("zero_optimization.pipeline_loading_checkpoint")
 @pytest.mark.fast_cells("momentum-3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", ["bf16", "momentum"])
@@ -133,7 +143,8 @@ def test_moments_keep_the_memory_they_were_read_into(stage: int, name: str, tmp_
         patch.setattr(direct, "_TRIED_BLOCKS", sys.maxsize)
         patch.setattr(direct, "_free", [])
         patch.setattr(StoredSource, "take_slice", take_slice)
-        again = fresh(stage, name, seed=5)
+        section = {"stage": stage, **tiny_at(stage), "pipeline_loading_checkpoint": True}
+        again = fresh(stage, name, seed=5, zero_optimization=section)
         again.load_checkpoint(tmp_path)
         again.load_checkpoint(tmp_path)
     held = {t.data_ptr() for state in again.optimizer.state.values() for t in tensors_in(state)}

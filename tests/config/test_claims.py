@@ -46,7 +46,6 @@ EVERYDAY = {
 _ZERO = "zero_optimization."
 _COMPRESSION = "compression_training."
 OF_A_FEATURE = {
-    f"{_ZERO}pipeline_loading_checkpoint": "checkpoints",
     f"{_ZERO}offload_optimizer.super_offload": "offload",
     f"{_ZERO}offload_optimizer.cpuadam_cores_perc": "offload",
     f"{_ZERO}zenflow*": "offload",

@@ -66,7 +66,7 @@ def test_keys_at_their_defaults_always_load():
 @pytest.mark.parametrize(
     "keys",
     [
-        {"pipeline_loading_checkpoint": True},
+        {"save_muon_momentum_buffer_in_memory": True},
     ],
 )
 def test_keys_of_stage_3_require_nothing_below_it(keys):
@@ -142,7 +142,6 @@ IDLE = [
     ({"stage3_max_live_parameters": 7}, 2, "at stage 2, only at stage 3"),
     ({"stage3_gather_16bit_weights_on_model_save": True}, 2, "at stage 2, only at stage 3"),
     ({"grad_hooks": False}, 3, "at stage 3, only at stages 0 and 1"),
-    ({"pipeline_loading_checkpoint": True}, 2, "at stage 2, only at stage 3"),
     ({"save_muon_momentum_buffer_in_memory": True}, 2, "at stage 2, only at stage 3"),
     ({"offload_param": {"device": "cpu"}}, 1, "at stage 1, only at stage 3"),
     ({"sub_group_size": 7}, 3, 'without an offload device "nvme"'),
