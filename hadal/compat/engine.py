@@ -25,7 +25,7 @@ from hadal.compat.accessors import DTYPES, Accessors
 from hadal.compat.checkpoint_engines import CheckpointEngine, TorchCheckpointEngine
 from hadal.compat.configuration import DeepSpeedConfig
 from hadal.compat.groups import expert_groups, remember_groups
-from hadal.compat.kinds import also
+from hadal.compat.kinds import also, recognized
 from hadal.compat.log import debug_extract_module_and_param_names, log_dist, logger
 from hadal.compat.monitors import MonitorMaster
 from hadal.compat.optimizer import DeepSpeedOptimizer, ParameterOffload, PlainOptimizer
@@ -754,23 +754,13 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     return engine, engine.optimizer, loader, schedule
 
 
-class _HybridEngineClass(type):
-    """A class without objects of its own: engines with `hybrid_engine` on are its instances."""
-
-    def __instancecheck__(cls, thing: Any) -> bool:
-        """Return whether `initialize` made it with `hybrid_engine.enabled`."""
-        return isinstance(thing, DeepSpeedEngine) and thing._parts.config.hybrid_engine.enabled
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise: the class cannot be instantiated."""
-        raise UsageError(
-            f"{cls.__name__} cannot be created by programs: deepspeed.initialize returns an engine"
-            " that is an instance of it if hybrid_engine.enabled is true"
-        )
-
-
-class DeepSpeedHybridEngine(metaclass=_HybridEngineClass):
-    """An engine that generates with whole weights: its module's `generate` gathers them once."""
+DeepSpeedHybridEngine = recognized(
+    "DeepSpeedHybridEngine",
+    "An engine that generates with whole weights: its module's `generate` gathers them once.",
+    lambda one: isinstance(one, DeepSpeedEngine) and one._parts.config.hybrid_engine.enabled,
+    "deepspeed.initialize returns an engine that is an instance of it if hybrid_engine.enabled is"
+    " true",
+)
 
 
 def _refuse_engine(place: str, engine: Any) -> NoReturn:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hadal.comm import get_rank, get_world_size
 from hadal.comm.adjoint import gathered
+from hadal.compat.kinds import recognized
 from hadal.config.parallelism import SplitLayer
 from hadal.errors import ModelError, NotBuiltYetError, UsageError
 from hadal.plugins.tensor_parallel.layers import (
@@ -166,57 +167,26 @@ class GatherReplacedLayerParams:
         self._stack.close()
 
 
-class _SlicedKind(type):
-    """A class of layers that were cut, by how: `base`, with at least so many fused parts."""
-
-    base: type[SlicedLayer]
-    parts = 2
-
-    def __instancecheck__(cls, thing: Any) -> bool:
-        """Return whether a layer is of this kind."""
-        return isinstance(thing, cls.base) and len(thing.cut.parts) >= cls.parts
-
-    def __subclasscheck__(cls, kind: type) -> bool:
-        """Return whether a class is of this kind."""
-        return issubclass(kind, cls.base)
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise: `initialize` makes these layers.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(
-            f"{cls.__name__} cannot be created by programs: tensor_parallel.autotp_size cuts the"
-            " layers of a model, and a rule of tensor_parallel.partition_config.layer_specs with a"
-            " shape cuts a fused one"
-        )
+def _sliced(name: str, doc: str, base: type[SlicedLayer], parts: int = 1) -> Any:
+    """Return the class of layers that were cut so, with at least so many fused parts."""
+    return recognized(
+        name,
+        doc,
+        lambda thing: isinstance(thing, base) and len(thing.cut.parts) >= parts,
+        "tensor_parallel.autotp_size cuts the layers of a model, and a rule of"
+        " tensor_parallel.partition_config.layer_specs with a shape cuts a fused one",
+        base,
+    )
 
 
-class LinearLayer(metaclass=_SlicedKind):
-    """A layer that is cut by its outputs."""
-
-    base = ColumnLinear
-    parts = 1
-
-
-class LinearAllreduce(metaclass=_SlicedKind):
-    """A layer that is cut by its inputs."""
-
-    base = RowLinear
-    parts = 1
-
-
-class SubParamLinearLayer(metaclass=_SlicedKind):
-    """A layer with fused parts, each cut by its outputs."""
-
-    base = ColumnLinear
-
-
-class SubParamLinearAllreduce(metaclass=_SlicedKind):
-    """A layer with fused parts, each cut by its inputs."""
-
-    base = RowLinear
+LinearLayer = _sliced("LinearLayer", "A layer that is cut by its outputs.", ColumnLinear)
+LinearAllreduce = _sliced("LinearAllreduce", "A layer that is cut by its inputs.", RowLinear)
+SubParamLinearLayer = _sliced(
+    "SubParamLinearLayer", "A layer with fused parts, each cut by its outputs.", ColumnLinear, 2
+)
+SubParamLinearAllreduce = _sliced(
+    "SubParamLinearAllreduce", "A layer with fused parts, each cut by its inputs.", RowLinear, 2
+)
 
 
 # ---- sizes of slices -----------------------------------------------------------------------------
@@ -334,16 +304,20 @@ def get_shard_size(
 # ---- biases of attentions by position (ALiBi), of this rank's heads ------------------------------
 
 
-def _own_heads(count: int, group: dist.ProcessGroup | None, sizes: Sequence[int] | None) -> slice:
-    """Return this rank's heads of `count`; `sizes` are those of each rank, evenly by default."""
-    ranks = get_world_size(group)
-    shares = sizes or get_shard_size_list(count, ranks, AutoTPMeta())
-    if (len(shares), sum(shares)) != (ranks, count):
+def _own_heads(
+    count: int,
+    mp_group: dist.ProcessGroup | None = None,
+    head_shard_sizes: Sequence[int] | None = None,
+    total_num_heads: int | None = None,
+) -> tuple[int, slice]:
+    """Return the heads of all ranks, and the range of this one's; by default they are even."""
+    heads, ranks, rank = total_num_heads or count, get_world_size(mp_group), get_rank(mp_group)
+    sizes = head_shard_sizes or get_shard_size_list(heads, ranks, AutoTPMeta())
+    if (len(sizes), sum(sizes)) != (ranks, heads):
         raise ValueError(
-            f"head_shard_sizes {shares} do not divide {count} heads among {ranks} ranks"
+            f"head_shard_sizes {sizes} do not divide {heads} heads among {ranks} ranks"
         )
-    first = sum(shares[: get_rank(group)])
-    return slice(first, first + shares[get_rank(group)])
+    return heads, slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
 
 
 def install_head_sharded_helper(
@@ -363,20 +337,14 @@ def install_head_sharded_helper(
 
 
 def build_bloom_alibi_tensor(
-    attention_mask: Tensor,
-    num_heads: int,
-    dtype: torch.dtype,
-    mp_group: dist.ProcessGroup | None = None,
-    head_shard_sizes: Sequence[int] | None = None,
-    total_num_heads: int | None = None,
+    attention_mask: Tensor, num_heads: int, dtype: torch.dtype, *ranks: Any, **of_ranks: Any
 ) -> Tensor:
-    """Return Bloom's biases [batch * own heads, 1, length]."""
+    """Return Bloom's biases [batch * own heads, 1, length]; `_own_heads` has the last arguments."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-    count, (batch, length) = total_num_heads or num_heads, attention_mask.shape
-    own = _own_heads(count, mp_group, head_shard_sizes)
-    whole = build_alibi_tensor(attention_mask, count, dtype)
-    return whole.view(batch, count, 1, length)[:, own].reshape(-1, 1, length)
+    (heads, own), (batch, length) = _own_heads(num_heads, *ranks, **of_ranks), attention_mask.shape
+    whole = build_alibi_tensor(attention_mask, heads, dtype).view(batch, heads, 1, length)
+    return whole[:, own].reshape(-1, 1, length)
 
 
 def build_mpt_alibi_tensor(
@@ -385,29 +353,23 @@ def build_mpt_alibi_tensor(
     sequence_length: int,
     alibi_bias_max: int = 8,
     device: Any = None,
-    mp_group: dist.ProcessGroup | None = None,
-    head_shard_sizes: Sequence[int] | None = None,
-    total_num_heads: int | None = None,
+    *ranks: Any,
+    **of_ranks: Any,
 ) -> Tensor:
     """Return the biases [own heads, ...] of the method that this one replaces."""
-    count = total_num_heads or num_heads
-    whole: Tensor = self.build_mpt_alibi_tensor_orig(count, sequence_length, alibi_bias_max, device)
-    return whole[_own_heads(count, mp_group, head_shard_sizes)]
+    heads, own = _own_heads(num_heads, *ranks, **of_ranks)
+    whole: Tensor = self.build_mpt_alibi_tensor_orig(heads, sequence_length, alibi_bias_max, device)
+    return whole[own]
 
 
 def get_alibi_mask(
-    self: Any,
-    tensor: Tensor,
-    seq_length_with_past: int,
-    mp_group: dist.ProcessGroup | None = None,
-    head_shard_sizes: Sequence[int] | None = None,
-    total_num_heads: int | None = None,
+    self: Any, tensor: Tensor, seq_length_with_past: int, *ranks: Any, **of_ranks: Any
 ) -> Tensor:
     """Return the mask [own heads, length, length] of Baichuan's method, which this one replaces."""
-    mine, self.n_head = self.n_head, total_num_heads or self.n_head
+    mine, (heads, own) = self.n_head, _own_heads(self.n_head, *ranks, **of_ranks)
+    self.n_head = heads
     try:
         mask: Tensor = self.get_alibi_mask_orig(tensor, seq_length_with_past)
-        own = _own_heads(self.n_head, mp_group, head_shard_sizes)
     finally:
         self.n_head = mine
     return mask[own, :seq_length_with_past, :seq_length_with_past]
