@@ -123,40 +123,20 @@ class Accelerator:
         """Return the default backend of `engine.compile`."""
         return "inductor"
 
-    @property
-    def FloatTensor(self) -> Any:
-        """The constructor of fp32 tensors on this device."""
-        return self._maker("FloatTensor", torch.float32)
-
-    @property
-    def HalfTensor(self) -> Any:
-        """The constructor of fp16 tensors on this device."""
-        return self._maker("HalfTensor", torch.float16)
-
-    @property
-    def BFloat16Tensor(self) -> Any:
-        """The constructor of bf16 tensors on this device."""
-        return self._maker("BFloat16Tensor", torch.bfloat16)
-
-    @property
-    def DoubleTensor(self) -> Any:
-        """The constructor of fp64 tensors on this device."""
-        return self._maker("DoubleTensor", torch.float64)
-
-    @property
-    def IntTensor(self) -> Any:
-        """The constructor of int32 tensors on this device."""
-        return self._maker("IntTensor", torch.int32)
-
-    @property
-    def LongTensor(self) -> Any:
-        """The constructor of int64 tensors on this device."""
-        return self._maker("LongTensor", torch.int64)
-
-    @property
-    def ByteTensor(self) -> Any:
-        """The constructor of uint8 tensors on this device."""
-        return self._maker("ByteTensor", torch.uint8)
+    FloatTensor = property(lambda self: self._maker("FloatTensor", torch.float32))
+    """The constructor of fp32 tensors on this device."""
+    HalfTensor = property(lambda self: self._maker("HalfTensor", torch.float16))
+    """The constructor of fp16 tensors on this device."""
+    BFloat16Tensor = property(lambda self: self._maker("BFloat16Tensor", torch.bfloat16))
+    """The constructor of bf16 tensors on this device."""
+    DoubleTensor = property(lambda self: self._maker("DoubleTensor", torch.float64))
+    """The constructor of fp64 tensors on this device."""
+    IntTensor = property(lambda self: self._maker("IntTensor", torch.int32))
+    """The constructor of int32 tensors on this device."""
+    LongTensor = property(lambda self: self._maker("LongTensor", torch.int64))
+    """The constructor of int64 tensors on this device."""
+    ByteTensor = property(lambda self: self._maker("ByteTensor", torch.uint8))
+    """The constructor of uint8 tensors on this device."""
 
     def _maker(self, name: str, dtype: torch.dtype) -> Any:
         """Return torch's class of that name, or an equivalent function if the device has none."""
@@ -178,15 +158,10 @@ class Accelerator:
     use_host_timers = resolves_data_dependency = is_synchronized_device
     handles_memory_backpressure = is_synchronized_device
 
-    @property
-    def Stream(self) -> Any:
-        """The stream class; None on a CPU."""
-        return getattr(self._module(), "Stream", None)
-
-    @property
-    def Event(self) -> Any:
-        """The event class; None on a CPU."""
-        return getattr(self._module(), "Event", None)
+    Stream = property(lambda self: getattr(self._module(), "Stream", None))
+    """The stream class; None on a CPU."""
+    Event = property(lambda self: getattr(self._module(), "Event", None))
+    """The event class; None on a CPU."""
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context that queues work on a stream; it does nothing on a CPU."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _TABLE = data("accessors.json")
 PATHS: dict[str, str] = _TABLE["paths"]
-"""The key that each method returns."""
+"""The key that each method returns; "attributes" are those of `DeepSpeedConfig` alone."""
 _UNBUILT: list[str] = _TABLE["unbuilt"]
 """DeepSpeed's ways of reducing, compiling and saving, which differ here."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -266,13 +266,8 @@ class DataAnalyzer(_Analysis):
         """
         if self._custom_reduce is not None:
             self._custom_reduce(
-                self.dataset,
-                self._names,
-                self._types,
-                self.save_path,
-                self.num_workers,
-                self.num_threads,
-                self.num_threads_reduce,
+                *(self.dataset, self._names, self._types, self.save_path),
+                *(self.num_workers, self.num_threads, self.num_threads_reduce),
             )
             return
         for measure in self._work.measures:

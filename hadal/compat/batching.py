@@ -256,14 +256,8 @@ def lr_scheduler_for_variable_batch_size(
     Raises:
         ValueError: neither a schedule nor an optimizer is given.
     """
-    return VariableBatchSizeLR(
-        lr_scheduler_or_optimizer,
-        base_batch_size,
-        batch_sizes,
-        dataloader,
-        lr_scaling_method,
-        verbose,
-    )
+    given, method = lr_scheduler_or_optimizer, lr_scaling_method
+    return VariableBatchSizeLR(given, base_batch_size, batch_sizes, dataloader, method, verbose)
 
 
 def get_dataloader_and_lr_scheduler_for_variable_batch_size(  # noqa: PLR0913 - DeepSpeed's
@@ -294,29 +288,14 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size(  # noqa: PLR0913 - 
     The schedule is None if neither a schedule nor an optimizer is given.
     """
     numbered, sizes, longest = batch_by_seqlens(
-        dataset_seqlens,
-        max_tokens,
-        dataset_filter_ids,
-        min_batch_size,
-        max_batch_size,
-        sequence_picking_order,
-        effective_batch_size,
-        required_microbatches_of_same_size,
-        verbose,
-        seed,
+        *(dataset_seqlens, max_tokens, dataset_filter_ids, min_batch_size, max_batch_size),
+        *(sequence_picking_order, effective_batch_size, required_microbatches_of_same_size),
+        *(verbose, seed),
     )
     loader, arguments = dataloader_for_variable_batch_size(
-        dataset,
-        numbered,
-        longest,
-        dataloader_rank,
-        dataloader_batch_size,
-        dataloader_num_replicas,
-        dataloader_collate_fn,
-        dataloader_num_workers,
-        dataloader_pin_memory,
-        required_microbatches_of_same_seqlen,
-        sample_padding_fn,
+        *(dataset, numbered, longest, dataloader_rank, dataloader_batch_size),
+        *(dataloader_num_replicas, dataloader_collate_fn, dataloader_num_workers),
+        *(dataloader_pin_memory, required_microbatches_of_same_seqlen, sample_padding_fn),
     )
     schedule = None
     if lr_scheduler_or_optimizer is not None:

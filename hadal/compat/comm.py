@@ -137,17 +137,9 @@ class TorchBackend:
             backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size
         )
 
-    def is_initialized(self) -> bool:
-        """Return whether a process group exists."""
-        return comm.is_initialized()
-
-    def has_all_gather_into_tensor(self) -> bool:
-        """Return True: torch always has this function."""
-        return comm.has_all_gather_into_tensor()
-
-    def has_reduce_scatter_tensor(self) -> bool:
-        """Return True: torch always has this function."""
-        return comm.has_reduce_scatter_tensor()
+    is_initialized = staticmethod(comm.is_initialized)
+    has_all_gather_into_tensor = staticmethod(comm.has_all_gather_into_tensor)
+    has_reduce_scatter_tensor = staticmethod(comm.has_reduce_scatter_tensor)
 
     def get_all_gather_function(self) -> Callable[..., Any]:
         """Return the gather into one tensor."""

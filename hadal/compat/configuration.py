@@ -14,50 +14,18 @@ from hadal.compat.accessors import DTYPES, PATHS, Accessors
 from hadal.compat.kinds import also
 from hadal.compat.monitors import DeepSpeedMonitorConfig
 from hadal.compat.sections import DeepSpeedCommsConfig
+from hadal.compat.surface import data
 from hadal.config import Config, load_config
 from hadal.config.compression import Eigenvalue
 from hadal.config.elasticity import Elasticity, choice_of, elastic_faults, micro_for
 from hadal.config.not_built import Nebula
-from hadal.config.parallelism import HybridEngine
 from hadal.config.reading import Source, read
 from hadal.config.section import plain
 from hadal.engine.precision import SAFE
 from hadal.errors import ConfigError
 
-# The JSON key for each DeepSpeed attribute with another name. Methods of engines are among them.
-_PATHS = PATHS | {
-    "amp_enabled": "amp.enabled",
-    "autotuning_config": "autotuning",
-    "bfloat16_immediate_grad_update": "bf16.immediate_grad_update",
-    "buffer_dtype": "data_types.buffer_dtype",
-    "checkpoint_parallel_write_pipeline": "checkpoint.parallel_write.pipeline_stage",
-    "compile_config": "compile",
-    "compression_config": "compression_training",
-    "expert_parallel_config": "expert_parallel",
-    "grad_accum_dtype": "data_types.grad_accum_dtype",
-    "keep_in_fp32_modules": "data_types.keep_in_fp32_modules",
-    "mics_hierarchial_params_gather": "zero_optimization.mics_hierarchical_params_gather",
-    "mics_shard_size": "zero_optimization.mics_shard_size",
-    "param_dtype": "data_types.param_dtype",
-    "sparse_gradients_enabled": "sparse_gradients",
-    "timers_config": "timers.throughput",
-    "use_data_before_expert_parallel_": "use_data_before_expert_parallelism",
-    "zero_optimization_stage": "zero_optimization.stage",
-    "optimizer_params": "optimizer.params",
-    "scheduler_name": "scheduler.type",
-    "scheduler_params": "scheduler.params",
-    "fp16_enabled": "fp16.enabled",
-    "bfloat16_enabled": "bf16.enabled",
-    "loss_scale": "fp16.loss_scale",
-    "zero_config": "zero_optimization",
-    "float16_config": "fp16",
-    "bfloat16_config": "bf16",
-    "aio_config": "aio",
-    "activation_checkpointing_config": "activation_checkpointing",
-    "flops_profiler_config": "flops_profiler",
-    "checkpoint_config": "checkpoint",
-    **{f"eigenvalue_{name}": f"eigenvalue.{name}" for name in Eigenvalue.model_fields},
-}
+_PATHS = PATHS | data("accessors.json")["attributes"]
+"""The key of each attribute with another name; engines' methods are among them."""
 _METHODS = (
     *("checkpoint_tag_validation_enabled", "checkpoint_tag_validation_fail"),
     *("curriculum_params_legacy", "dynamic_loss_scale_args", "torch_autocast_dtype"),
@@ -134,25 +102,14 @@ class DeepSpeedConfig:
         """The layout's mode and the keys of that mode, in a dict that the program may change."""
         return self._layout
 
-    @property
-    def monitor_config(self) -> DeepSpeedMonitorConfig:
-        """The sections of the monitors."""
-        return DeepSpeedMonitorConfig.of(self._checked)
-
-    @property
-    def comms_config(self) -> DeepSpeedCommsConfig:
-        """The section `comms_logger`, if there is one."""
-        return DeepSpeedCommsConfig(self._param_dict)
-
-    @property
-    def nebula_config(self) -> Nebula:
-        """The section `nebula`, or its defaults."""
-        return self._checked.nebula or Nebula()
-
-    @property
-    def hybrid_engine(self) -> HybridEngine:
-        """The section `hybrid_engine`."""
-        return self._checked.hybrid_engine
+    monitor_config = property(lambda self: DeepSpeedMonitorConfig.of(self._checked))
+    """The sections of the monitors."""
+    comms_config = property(lambda self: DeepSpeedCommsConfig(self._param_dict))
+    """The section `comms_logger`, if there is one."""
+    nebula_config = property(lambda self: self._checked.nebula or Nebula())
+    """The section `nebula`, or its defaults."""
+    hybrid_engine = property(lambda self: self._checked.hybrid_engine)
+    """The section `hybrid_engine`."""
 
     @property
     def amp_params(self) -> dict[str, Any] | bool:
@@ -160,10 +117,8 @@ class DeepSpeedConfig:
         given = self._param_dict.get("amp")
         return given is not None and {k: v for k, v in given.items() if k != "enabled"}
 
-    @property
-    def initial_dynamic_scale(self) -> float:
-        """The first loss scale in fp16, if it is dynamic."""
-        return 2.0**self._checked.fp16.initial_scale_power
+    initial_dynamic_scale = property(lambda self: 2.0**self._checked.fp16.initial_scale_power)
+    """The first loss scale in fp16, if it is dynamic."""
 
     @property
     def optimizer_name(self) -> str | None:
@@ -171,10 +126,8 @@ class DeepSpeedConfig:
         section = self._checked.optimizer
         return None if section is None else section.type.lower()
 
-    @property
-    def zero_enabled(self) -> bool:
-        """True if anything is sharded."""
-        return int(self._checked.zero_optimization.stage) > 0
+    zero_enabled = property(lambda self: int(self._checked.zero_optimization.stage) > 0)
+    """True if anything is sharded."""
 
 
 def get_gradient_clipping(param_dict: dict[str, Any]) -> float:

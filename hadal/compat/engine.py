@@ -567,30 +567,20 @@ class DeepSpeedEngine(Accessors):
             )
         self.training_dataloader.set_post_process(post_process_func)
 
-    @property
-    def local_rank(self) -> int:
-        """This process's rank on its host."""
-        return get_local_rank()
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank in the world."""
-        return get_rank()
-
-    @property
-    def dist_backend(self) -> str:
-        """The backend of the process group."""
-        return str(dist.get_backend())
+    local_rank = property(lambda self: get_local_rank())
+    """This process's rank on its host."""
+    global_rank = property(lambda self: get_rank())
+    """This process's rank in the world."""
+    dist_backend = property(lambda self: str(dist.get_backend()))
+    """The backend of the process group."""
 
     @property
     def pipeline_parallelism(self) -> bool:
         """False: layers are not distributed over ranks."""
         return False
 
-    @property
-    def has_moe_layers(self) -> bool:
-        """True if the model has layers of experts."""
-        return bool(self.num_experts)
+    has_moe_layers = property(lambda self: bool(self.num_experts))
+    """True if the model has layers of experts."""
 
     def _has_autoep_layers(self) -> bool:
         """Return whether the section `expert_parallel` has distributed experts."""
@@ -605,40 +595,20 @@ class DeepSpeedEngine(Accessors):
 
         return counts_of_experts(self.module)
 
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return get_world_size()
-
-    @property
-    def data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that see different samples."""
-        return self._parts.topology.data_parallel.group
-
-    @property
-    def seq_data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that average gradients."""
-        return self._parts.topology.sharding.group
-
-    @property
-    def dp_world_size(self) -> int:
-        """The number of ranks that see different samples."""
-        return self._parts.topology.data_parallel.size
-
-    @property
-    def seq_dp_world_size(self) -> int:
-        """The number of ranks that average gradients."""
-        return self._parts.topology.sharding.size
-
-    @property
-    def mp_world_size(self) -> int:
-        """The number of ranks that hold parts of this model."""
-        return self._parts.topology.model_parallel_size
-
-    @property
-    def sequence_parallel_size(self) -> int:
-        """The number of ranks that share each sequence."""
-        return self._parts.topology.sequence_parallel_size
+    world_size = property(lambda self: get_world_size())
+    """The number of processes."""
+    data_parallel_group = property(lambda self: self._parts.topology.data_parallel.group)
+    """The ranks that see different samples."""
+    seq_data_parallel_group = property(lambda self: self._parts.topology.sharding.group)
+    """The ranks that average gradients."""
+    dp_world_size = property(lambda self: self._parts.topology.data_parallel.size)
+    """The number of ranks that see different samples."""
+    seq_dp_world_size = property(lambda self: self._parts.topology.sharding.size)
+    """The number of ranks that average gradients."""
+    mp_world_size = property(lambda self: self._parts.topology.model_parallel_size)
+    """The number of ranks that hold parts of this model."""
+    sequence_parallel_size = property(lambda self: self._parts.topology.sequence_parallel_size)
+    """The number of ranks that share each sequence."""
 
     @property
     def param_names(self) -> dict[nn.Parameter, str]:
@@ -729,19 +699,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     if isinstance(model, nn.Module):
         _destroy_engines_of(model)
     made, _, loader, schedule = _initialize(
-        args,
-        model,
-        optimizer,
-        model_parameters,
-        training_data,
-        lr_scheduler,
-        distributed_port,
-        mpu,
-        dist_init_required,
-        collate_fn,
-        config,
-        mesh_param,
-        config_params,
+        *(args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port),
+        *(mpu, dist_init_required, collate_fn, config, mesh_param, config_params),
         engine_type=DeepSpeedEngine,
         pipeline_engine_type=PipelineEngine,
     )

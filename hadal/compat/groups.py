@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from hadal.comm import Ranks, init_distributed, ranks
+from hadal.comm import Ranks, get_rank, init_distributed, ranks
 from hadal.comm.ranks import Table, expert_group_names, expert_tables, make_expert_groups
 from hadal.compat.kinds import also
 from hadal.compat.surface import unbuilt
@@ -51,6 +51,12 @@ def _data_parallel() -> Ranks:
     return Ranks.world()
 
 
+def _sharding() -> Ranks:
+    """Return the ranks that average gradients."""
+    topology = _topology()
+    return _data_parallel() if topology is None else topology.sharding
+
+
 def _sequence_parallel() -> Ranks | None:
     topology = _topology()
     return None if topology is None else topology.sequence_parallel
@@ -59,91 +65,6 @@ def _sequence_parallel() -> Ranks | None:
 def _model_parallel() -> Ranks | None:
     topology = _topology()
     return None if topology is None else topology.model_parallel
-
-
-def get_data_parallel_group() -> dist.ProcessGroup:
-    """Return the ranks that see different samples."""
-    return _data_parallel().group
-
-
-def get_data_parallel_world_size() -> int:
-    """Return the number of ranks that see different samples."""
-    return _data_parallel().size
-
-
-def get_data_parallel_rank() -> int:
-    """Return this rank's index among those that see different samples."""
-    return _data_parallel().rank
-
-
-def get_data_parallel_group_ranks() -> list[int]:
-    """Return the global ranks of that group."""
-    return list(_data_parallel().numbers)
-
-
-def get_broadcast_src_rank() -> int:
-    """Return the global rank of the first of that group."""
-    return _data_parallel().numbers[0]
-
-
-def get_sequence_data_parallel_group() -> dist.ProcessGroup:
-    """Return the ranks that average gradients."""
-    topology = _topology()
-    return (_data_parallel() if topology is None else topology.sharding).group
-
-
-def get_sequence_data_parallel_world_size() -> int:
-    """Return the number of ranks that average gradients."""
-    return get_sequence_data_parallel_group().size()
-
-
-def get_sequence_data_parallel_rank() -> int:
-    """Return this rank's index among those that average gradients."""
-    return get_sequence_data_parallel_group().rank()
-
-
-def get_sequence_parallel_group() -> dist.ProcessGroup | None:
-    """Return the ranks that share this rank's sequences; None if none do."""
-    shared = _sequence_parallel()
-    return None if shared is None else shared.group
-
-
-def get_sequence_parallel_world_size() -> int:
-    """Return the number of ranks that share each sequence."""
-    shared = _sequence_parallel()
-    return 1 if shared is None else shared.size
-
-
-def get_sequence_parallel_rank() -> int:
-    """Return this rank's index among those that share its sequences."""
-    shared = _sequence_parallel()
-    return 0 if shared is None else shared.rank
-
-
-def get_tensor_model_parallel_group() -> dist.ProcessGroup | None:
-    """Return the ranks that hold the parts of this model; None if it has only one."""
-    parts = _model_parallel()
-    return None if parts is None else parts.group
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    """Return the number of ranks that hold the parts of this model."""
-    parts = _model_parallel()
-    return 1 if parts is None else parts.size
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """Return this rank's index among those that hold the parts of this model."""
-    parts = _model_parallel()
-    return 0 if parts is None else parts.rank
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    """Return the global rank of the group's first member."""
-    parts = _model_parallel()
-    if parts is None:
-        return dist.get_rank() if dist.is_initialized() else 0
-    return parts.numbers[0]
 
 
 # ---- ranks around distributed experts, by the name of their groups -------------------------------
@@ -158,7 +79,7 @@ def create_expert_groups(
     folding_spec: None = None,
 ) -> None:
     """Make the groups of experts over a number of ranks, among those with the same parameters."""
-    among = Ranks.of(get_sequence_data_parallel_group())
+    among = _sharding()
     make_expert_groups(expert_parallel_size_, among, data_first=use_data_before_expert_parallel_)
 
 
@@ -182,29 +103,6 @@ def expert_group_ranks(
             for kind, table in zip(found, tables, strict=True):
                 kind.extend(map(list, table))
     return found
-
-
-def _of_experts(kind: str) -> dict[str, Callable[..., Any]]:
-    """Return the functions of the ranks that share experts, or of those with the same ones."""
-
-    def found(group_name: str) -> Ranks:
-        ranks: Ranks = getattr(expert_groups(group_name), kind)
-        return ranks
-
-    return {
-        "group": lambda group_name: found(group_name).group,
-        "group_dict": lambda: {name: found(name).group for name in expert_group_names()},
-        "group_ranks": lambda group_name: list(found(group_name).numbers),
-        "rank": lambda group_name: found(group_name).rank,
-        "src_rank": lambda group_name: found(group_name).numbers[0],
-        "world_size": lambda group_name: found(group_name).size,
-    }
-
-
-for _name, _function in _of_experts("parallel").items():
-    globals()[f"expert_parallel_{_name}"] = _function
-for _name, _function in _of_experts("data").items():
-    globals()[f"expert_data_parallel_{_name}"] = _function
 
 
 def expert_model_parallel_world_size() -> int:
@@ -232,3 +130,51 @@ def max_expert_size_name() -> str:
 def max_expert_parallel_group() -> dist.ProcessGroup:
     """Return the ranks that share experts, of the largest groups."""
     return expert_groups(max_expert_size_name()).parallel.group
+
+
+# ---- functions about each kind of ranks: `get_data_parallel_rank()`, ... -------------------------
+
+_FINDERS: dict[str, Callable[..., Ranks | None]] = {
+    "get_data_parallel": _data_parallel,
+    "get_sequence_data_parallel": _sharding,
+    "get_sequence_parallel": _sequence_parallel,
+    "get_tensor_model_parallel": _model_parallel,
+    "expert_parallel": lambda group_name: expert_groups(group_name).parallel,
+    "expert_data_parallel": lambda group_name: expert_groups(group_name).data,
+}
+_ANSWERS: dict[str, tuple[Callable[[Ranks], Any], Callable[[], Any]]] = {
+    "group": (lambda ranks: ranks.group, lambda: None),
+    "group_ranks": (lambda ranks: list(ranks.numbers), lambda: [get_rank()]),
+    "rank": (lambda ranks: ranks.rank, lambda: 0),
+    "src_rank": (lambda ranks: ranks.numbers[0], get_rank),
+    "world_size": (lambda ranks: ranks.size, lambda: 1),
+}
+"""What is asked of some ranks, and the answers about this one if there are none."""
+
+
+def _function(finder: str, answer: str) -> Callable[..., Any]:
+    def tell(*group_name: str) -> Any:
+        ranks, (of, alone) = _FINDERS[finder](*group_name), _ANSWERS[answer]
+        return alone() if ranks is None else of(ranks)
+
+    return tell
+
+
+for _finder in _FINDERS:
+    for _answer in _ANSWERS:
+        globals()[f"{_finder}_{_answer}"] = _function(_finder, _answer)
+
+
+def expert_parallel_group_dict() -> dict[str, dist.ProcessGroup]:
+    """Return the group of this rank's experts in each layout, by name."""
+    return {name: expert_groups(name).parallel.group for name in expert_group_names()}
+
+
+def expert_data_parallel_group_dict() -> dict[str, dist.ProcessGroup]:
+    """Return the group of ranks with the same experts in each layout, by name."""
+    return {name: expert_groups(name).data.group for name in expert_group_names()}
+
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

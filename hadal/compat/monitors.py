@@ -122,10 +122,8 @@ class csvMonitor(_OneMonitor):
     def __init__(self, csv_config: CsvMonitor) -> None:
         super().__init__(csv_config)
 
-    @property
-    def log_dir(self) -> str | None:
-        """The directory of the files; None on ranks other than 0, or if the section is off."""
-        return None if self._writer is None else str(self._writer.folder)
+    log_dir = property(lambda self: None if self._writer is None else str(self._writer.folder))
+    """The directory of the files; None on ranks other than 0, or if the section is off."""
 
     @property
     def filenames(self) -> list[str]:
@@ -134,7 +132,8 @@ class csvMonitor(_OneMonitor):
 
     def setup_log_dir(self) -> str | None:
         """Return the directory, which exists."""
-        return self.log_dir
+        found: str | None = self.log_dir
+        return found
 
 
 class CometMonitor(_OneMonitor):
@@ -145,10 +144,8 @@ class CometMonitor(_OneMonitor):
     def __init__(self, comet_config: Comet) -> None:
         super().__init__(comet_config)
 
-    @property
-    def experiment(self) -> Any:
-        """Comet's experiment; None on ranks other than 0, or if the section is off."""
-        return None if self._writer is None else self._writer.experiment
+    experiment = property(lambda self: None if self._writer is None else self._writer.experiment)
+    """Comet's experiment; None on ranks other than 0, or if the section is off."""
 
 
 class DeepSpeedMonitorConfig:
@@ -174,10 +171,8 @@ class DeepSpeedMonitorConfig:
         self.tensorboard, self.wandb = config.tensorboard, config.wandb
         self.csv_monitor, self.comet = config.csv_monitor, config.comet
 
-    @property
-    def enabled(self) -> bool:
-        """True if any monitor is on."""
-        return bool(sections_on(self.checked))
+    enabled = property(lambda self: bool(sections_on(self.checked)))
+    """True if any monitor is on."""
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:

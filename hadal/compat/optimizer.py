@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any, cast
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -135,25 +134,18 @@ class DeepSpeedOptimizer:
         if self._stage not in stages:
             raise AttributeError(f"there is no {name} at stage {self._stage}")
 
-    @property
-    def dp_process_group(self) -> dist.ProcessGroup:
-        """The ranks that average gradients."""
-        return self._engine.topology.sharding.group
-
-    @property
-    def _global_grad_norm(self) -> float | None:
-        """The result of `engine.get_global_grad_norm()`."""
-        return self._engine.get_global_grad_norm()
+    dp_process_group = property(lambda self: self._engine.topology.sharding.group)
+    """The ranks that average gradients."""
+    _global_grad_norm = property(lambda self: self._engine.get_global_grad_norm())
+    """The result of `engine.get_global_grad_norm()`."""
 
     def refresh_fp32_params(self) -> None:
         """Do nothing: weights that programs write reach the masters before the next update."""
 
     # ---- overflows -------------------------------------------------------------------------------
 
-    @property
-    def overflow(self) -> bool:
-        """True if the last update was skipped."""
-        return self._engine.overflow
+    overflow = property(lambda self: self._engine.overflow)
+    """True if the last update was skipped."""
 
     def check_overflow(self, external: bool = False) -> bool:
         """Return whether the next update would be skipped. All ranks must call it.
@@ -181,10 +173,8 @@ class DeepSpeedOptimizer:
         """The same as `loss_scale`, an older name."""
         return self.loss_scaler.cur_scale
 
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        """True if overflows change the loss scale."""
-        return bool(self.loss_scaler.dynamic)
+    dynamic_loss_scale = property(lambda self: bool(self.loss_scaler.dynamic))
+    """True if overflows change the loss scale."""
 
     def needs_scaler(self) -> bool:
         """Return whether a backward of the program's own needs `engine.scale(loss)`."""

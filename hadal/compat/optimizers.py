@@ -1,17 +1,18 @@
 """The optimizer classes of `deepspeed.ops`, which create one of Hadal's or torch's; loss scalers.
 
-Objects of those classes are elementwise and step flat shards.
+`optimizers.json` has the classes. Their objects are elementwise and step flat shards.
 """
 
 from __future__ import annotations
 
 from inspect import Parameter, Signature
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hadal.compat.surface import data
 from hadal.errors import OptimizerError, UsageError
 from hadal.optim.build import build_optimizer
 from hadal.optim.muon import direction_of
@@ -62,135 +63,22 @@ class _Maker(type):
         return isinstance(thing, Optimizer) and getattr(thing, "made_by", None) is cls
 
 
-# Defaults of options, unless a class has its own.
-_DEFAULTS: dict[str, Any] = {
-    "deepspeed": None,
-    "lr": 1e-3,
-    "bias_correction": True,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "eps_inside_sqrt": False,
-    "weight_decay": 0.0,
-    "max_grad_norm": 0.0,
-    "max_coeff": 10.0,
-    "min_coeff": 0.01,
-    "amsgrad": False,
-    # Adam's.
-    "adam_w_mode": True,
-    "adamw_mode": True,
-    # How gradients and state are kept.
-    "set_grad_none": True,
-    "fp32_optimizer_states": True,
-    # For optimizers that send signs.
-    "freeze_step": 100000,
-    "cuda_aware": False,
-    "comm_backend_name": "nccl",
-    "coeff_beta": 0.9,
-    "factor_max": 4.0,
-    "factor_min": 0.5,
-    "factor_threshold": 0.1,
-    "var_freeze_step": 100000,
-    "var_update_scaler": 16,
-    "local_step_scaler": 32678,
-    "local_step_clipper": 16,
-}
-
-
-def _signature(names: str, **others: Any) -> Signature:
-    """Return DeepSpeed's signature: parameters first, then options in order; `others` are own
-    defaults.
-    """
+def _signature(names: str, defaults: dict[str, Any]) -> Signature:
+    """Return DeepSpeed's signature: parameters first, then options in order."""
     either = Parameter.POSITIONAL_OR_KEYWORD
     first, *options = names.split()
-    defaults = {**_DEFAULTS, **others}
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in defaults.items()}
     return Signature(
         [Parameter(first, either)]
-        + [Parameter(name, either, default=defaults[name]) for name in options]
+        + [Parameter(name, either, default=values[name]) for name in options]
     )
 
 
-class FusedAdam(metaclass=_Maker):
-    """Adam or AdamW, with torch's fused kernels."""
-
-    kind: ClassVar[str] = "Adam"
-    __signature__ = _signature(
-        "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none"
-    )
-
-
-class DeepSpeedCPUAdam(metaclass=_Maker):
-    """Adam or AdamW on the host, with torch's fused kernels."""
-
-    kind: ClassVar[str] = "Adam"
-    __signature__ = _signature(
-        "model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode"
-        " fp32_optimizer_states"
-    )
-
-
-class DeepSpeedCPUAdagrad(metaclass=_Maker):
-    """Adagrad on the host."""
-
-    kind: ClassVar[str] = "Adagrad"
-    __signature__ = _signature(
-        "model_params lr eps weight_decay amsgrad fp32_optimizer_states", lr=1e-2, eps=1e-10
-    )
-
-
-class FusedLion(metaclass=_Maker):
-    """Lion."""
-
-    kind: ClassVar[str] = "Lion"
-    __signature__ = _signature("params lr betas weight_decay set_grad_none")
-
-
-class DeepSpeedCPULion(metaclass=_Maker):
-    """Lion on the host."""
-
-    kind: ClassVar[str] = "Lion"
-    __signature__ = _signature("model_params lr betas weight_decay fp32_optimizer_states")
-
-
-class FusedLamb(metaclass=_Maker):
-    """Lamb."""
-
-    kind: ClassVar[str] = "Lamb"
-    __signature__ = _signature(
-        "params lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm max_coeff"
-        " min_coeff amsgrad"
-    )
-
-
-class OnebitAdam(metaclass=_Maker):
-    """1-bit Adam."""
-
-    kind: ClassVar[str] = "OneBitAdam"
-    __signature__ = _signature(
-        "params deepspeed lr freeze_step bias_correction betas eps eps_inside_sqrt weight_decay"
-        " max_grad_norm amsgrad cuda_aware comm_backend_name"
-    )
-
-
-class OnebitLamb(metaclass=_Maker):
-    """1-bit Lamb."""
-
-    kind: ClassVar[str] = "OneBitLamb"
-    __signature__ = _signature(
-        "params deepspeed lr freeze_step bias_correction betas eps eps_inside_sqrt weight_decay"
-        " max_grad_norm max_coeff min_coeff amsgrad cuda_aware comm_backend_name coeff_beta"
-        " factor_max factor_min factor_threshold"
-    )
-
-
-class ZeroOneAdam(metaclass=_Maker):
-    """0/1 Adam."""
-
-    kind: ClassVar[str] = "ZeroOneAdam"
-    __signature__ = _signature(
-        "params deepspeed lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm"
-        " var_freeze_step var_update_scaler local_step_scaler local_step_clipper amsgrad"
-        " cuda_aware comm_backend_name"
-    )
+_TABLE = data("optimizers.json")
+for _name, _row in _TABLE["classes"].items():
+    _defaults = {**_TABLE["defaults"], **_row.get("defaults", {})}
+    _contents = {"kind": _row["kind"], "__signature__": _signature(_row["options"], _defaults)}
+    globals()[_name] = _Maker(_name, (), {"__doc__": _row["about"], **_contents})
 
 
 # ---- loss scalers, usable on their own; the arithmetic is Hadal's --------------------------------
@@ -291,10 +179,8 @@ class DynamicLossScaler(_Scaler):
         )
         self.dtype = dtype
 
-    @property
-    def cur_hysteresis(self) -> int:
-        """The number of overflows after which the scale halves."""
-        return self._state.spare
+    cur_hysteresis = property(lambda self: self._state.spare)
+    """The number of overflows after which the scale halves."""
 
     def has_overflow(self, params: Any) -> bool:
         """Return whether a gradient of these parameters is not finite."""

@@ -45,20 +45,12 @@ class PipelineEngine(engine.PipelineEngine, DeepSpeedEngine):
         """True: layers are distributed over ranks."""
         return True
 
-    @property
-    def is_pipe_parallel(self) -> bool:
-        """True if there are several stages."""
-        return self.num_stages > 1
-
-    @property
-    def is_data_parallel(self) -> bool:
-        """True if several ranks have the same layers."""
-        return self.grid.data_parallel_size > 1
-
-    @property
-    def is_model_parallel(self) -> bool:
-        """True if several ranks have slices of the same layers."""
-        return self.grid.slice_parallel_size > 1
+    is_pipe_parallel = property(lambda self: self.num_stages > 1)
+    """True if there are several stages."""
+    is_data_parallel = property(lambda self: self.grid.data_parallel_size > 1)
+    """True if several ranks have the same layers."""
+    is_model_parallel = property(lambda self: self.grid.slice_parallel_size > 1)
+    """True if several ranks have slices of the same layers."""
 
     def log_for_device(self, *msg: object) -> None:
         """Log a message with this stage's place, if debug messages are shown."""

@@ -62,15 +62,10 @@ class RolloutBatch:
                 f" a number for each of {len(self.input_ids)} rows"
             )
 
-    @property
-    def batch_size(self) -> int:
-        """The number of rows."""
-        return int(self.input_ids.shape[0])
-
-    @property
-    def seq_len(self) -> int:
-        """The number of tokens of a row, padding included."""
-        return int(self.input_ids.shape[1])
+    batch_size = property(lambda self: int(self.input_ids.shape[0]))
+    """The number of rows."""
+    seq_len = property(lambda self: int(self.input_ids.shape[1]))
+    """The number of tokens of a row, padding included."""
 
 
 def _expect_rows(ids: Tensor, mask: Tensor, name: str) -> None:

@@ -155,7 +155,7 @@ def test_tools_of_a_programs_own_groups() -> None:
     assert bwc_pipeline_parallel_group(_Slices()) == "stages"
     assert bwc_pipeline_parallel_group() is None
     assert groups.get_data_parallel_group_ranks() == [0]
-    assert groups.get_broadcast_src_rank() == 0
+    assert groups.get_data_parallel_src_rank() == 0
     assert groups.get_sequence_data_parallel_world_size() == 1
     assert groups.get_sequence_data_parallel_rank() == 0
 

@@ -152,6 +152,8 @@ def experts_of_a_checkpoint(folder: str) -> list[float]:
     layer = alias("deepspeed").moe.layer.MoE
     expert = nn.Linear(2, 2, bias=False)
     model = nn.Sequential(*(layer(2, expert, 4, ep_size=2) for _ in range(2)))
+    for each in model:
+        each.set_deepspeed_parallelism()  # type: ignore[operator]
     kind = alias("deepspeed").DeepSpeedEngine
     if dist.get_rank() == 0:
         for number in range(2):
