@@ -132,6 +132,12 @@ class OneBitLamb(SignOptimizer):
         self.factor_max = factor_max
         self.factor_min = factor_min
         self.factor_threshold = factor_threshold
+        self._ratios: dict[int, Tensor] = {}
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """Return each parameter's ratio in the last update; programs record their distribution."""
+        states = [id(state) for state in self.state.values()]
+        return [float(self._ratios[one]) for one in states if one in self._ratios]
 
     def step_parameter(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
         """Make one update of a whole parameter from the averaged gradient."""
@@ -173,6 +179,7 @@ class OneBitLamb(SignOptimizer):
         known = _scalar(state, "lamb_coeff_freeze", 0.0, values)
         # A ratio of 1 means there is none.
         known.copy_(torch.where(ratio == 1, known, torch.lerp(ratio, known, self.coeff_beta)))
+        self._ratios[id(state)] = ratio
         values.sub_(update.mul_(ratio * group["lr"]))
 
     def _move_by_factor(self, values: Tensor, state: State, group: Group) -> None:
@@ -191,6 +198,7 @@ class OneBitLamb(SignOptimizer):
         threshold = self.factor_threshold
         last.copy_(factor.clamp(last * (1 - threshold), last * (1 + threshold)))
         ratio = _scalar(state, "lamb_coeff_freeze", 0.0, values) * last
+        self._ratios[id(state)] = ratio
         values.sub_(update.mul_(ratio * group["lr"]))
 
 

@@ -166,13 +166,14 @@ class OneBitLambOfPaper(Paper):
         self.walk(self.frozen_ratio)
 
     def walk(self, ratio_of: Any) -> None:
-        w = self.weights[0].clone()
+        w, self.ratios = self.weights[0].clone(), []
         prelude = self.m[0] / self.root(self.v)
         for number, slot in enumerate(self.layout.slots):
             cut = slice(slot.offset, slot.stop)
             if slot.numel:
                 update = prelude[cut] + self.o["weight_decay"] * w[cut]
                 ratio = ratio_of(number, cut, w[cut], prelude[cut], update)
+                self.ratios.append(ratio)
                 w[cut] = w[cut] - self.lr * ratio * update
         self.weights = [w] * self.world
 

@@ -105,6 +105,10 @@ def as_in_the_paper(kind: str, precision: str, options: dict[str, Any]) -> None:
     assert len(papers) > 1
     for update in range(UPDATES):
         step_together(engine, papers, update)
+        if kind == "OneBitLamb":
+            ratios = sorted(ratio for paper in papers.values() for ratio in paper.ratios)
+            found = engine.optimizer.get_lamb_coeffs()
+            assert sorted(found) == pytest.approx(ratios, rel=1e-3)
     engine.destroy()
 
 
