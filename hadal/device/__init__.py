@@ -14,7 +14,6 @@ from hadal.device.accelerator import (
     widest_float as widest_float,
 )
 from hadal.device.autograd import (
-    SavedHooks as SavedHooks,
     at_end_of_backward as at_end_of_backward,
     backward_watched as backward_watched,
     graph_task as graph_task,
@@ -48,7 +47,6 @@ from hadal.device.kernels import (
     has_fused_kernels as has_fused_kernels,
 )
 from hadal.device.memory import (
-    MemoryThere as MemoryThere,
     MemoryUse as MemoryUse,
     allocated_host_nbytes as allocated_host_nbytes,
     give_back_freed_memory as give_back_freed_memory,

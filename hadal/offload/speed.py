@@ -62,10 +62,6 @@ class SpeedTest:
         """Read for this many seconds."""
         return self._move(self._store.start_read, seconds)
 
-    def close(self) -> None:
-        """Free the region."""
-        self._store.free(self._region)
-
     def _move(
         self,
         start: Callable[[Region, int, Tensor], IoRequest],
@@ -135,9 +131,9 @@ class Search:
             if settings != default:
                 yield self._next(settings)
         others = [("intra_op_parallelism", queues) for queues in _QUEUES]
-        for key, value in (*others, ("single_submit", True), ("overlap_events", False)):
-            yield self._next(self._base.model_copy(update={key: value}))
         assert self.best is not None  # the defaults are always measured
+        for key, value in (*others, ("single_submit", True), ("overlap_events", False)):
+            yield self._next(self.best.settings.model_copy(update={key: value}))
         for found in (first, self.best):
             times = (found.seconds_per_gb, self._measure(found.settings).seconds_per_gb)
             self.noise = max(self.noise, max(times) / min(times) - 1)
@@ -148,10 +144,6 @@ class Search:
         """Return whether a setting is as fast as the best one within the noise."""
         assert self.best is not None
         return found.seconds_per_gb <= self.best.seconds_per_gb * (1 + self.noise)
-
-    @property
-    def _base(self) -> Aio:
-        return Aio() if self.best is None else self.best.settings
 
     def _next(self, settings: Aio) -> MeasuredSettings:
         found = self._measure(settings)
