@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.comm import Ranks
@@ -316,15 +316,13 @@ def copied(model: nn.Module, device: torch.device, *, with_values: bool = False)
 
 
 def _arguments(batch: Any, *, with_values: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def made(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def made(tensor: Tensor) -> Tensor:
         if with_values:
-            return value.detach().to(_HOST)
-        made = torch.empty(value.shape, dtype=value.dtype, device=_HOST)
-        return made.requires_grad_(value.requires_grad)
+            return tensor.detach().to(_HOST)
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=_HOST)
+        return made.requires_grad_(tensor.requires_grad)
 
-    batch = tree_map(made, batch)
+    batch = tree_map_only(Tensor, made, batch)
     if isinstance(batch, Forward):
         return batch.args, dict(batch.kwargs)
     if isinstance(batch, Mapping):

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from hadal.config import Config
 from hadal.config.optimizer import KINDS
@@ -20,6 +20,7 @@ from hadal.engine.clusters import ComputeCluster
 from hadal.engine.foresight import LIBRARIES, Foresight, Planner
 from hadal.engine.listeners import GivenArguments
 from hadal.engine.policies import dtype_named
+from hadal.engine.precision import cast_floats
 from hadal.errors import HadalError, ModelError, NotBuiltYetError
 from hadal.zero.estimate import PLANS, MemoryPlan, TierBytes
 
@@ -36,13 +37,7 @@ def plan_stages(
 
     Floating-point inputs are planned in the precision, which a program would cast them to.
     """
-    found, dtype = {}, dtype_named(precision)
-
-    def cast(leaf: Any) -> Any:
-        is_floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-        return leaf.to(dtype) if is_floating else leaf
-
-    batch = tree_map(cast, batch)
+    found, batch = {}, cast_floats(batch, dtype_named(precision) or torch.float32)
     rows = next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
     for chosen in PLANS:
         raw: dict[str, Any] = {"train_micro_batch_size_per_gpu": rows}
@@ -156,13 +151,11 @@ def _as_given(config: Config) -> dict[str, Any]:
 def _resized(batch: Any, size: int, new: int) -> Any:
     """Return a batch without values, with `new` samples where there are `size`."""
 
-    def made(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        rows = [new] if value.dim() and len(value) == size else list(value.shape[:1])
-        return torch.empty([*rows, *value.shape[1:]], dtype=value.dtype, device="meta")
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        rows = [new] if tensor.dim() and len(tensor) == size else list(tensor.shape[:1])
+        return torch.empty([*rows, *tensor.shape[1:]], dtype=tensor.dtype, device="meta")
 
-    return tree_map(made, batch)
+    return tree_map_only(torch.Tensor, made, batch)
 
 
 # ---- what to change ------------------------------------------------------------------------------
@@ -270,9 +263,7 @@ class _Trial(NamedTuple):
     def batch_of(self, batch: Any) -> Any:
         if not self.halves:
             return batch
-        return tree_map(
-            lambda t: t[: len(t) // 2] if isinstance(t, torch.Tensor) and t.dim() else t, batch
-        )
+        return tree_map_only(torch.Tensor, lambda t: t[: len(t) // 2] if t.dim() else t, batch)
 
 
 def _applied(found: Foresight, steps: Sequence[_Trial], planner: Planner) -> list[Foresight]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from hadal.engine.activations import Held, MicroStep, Segment, tensors_in, trace
 from hadal.engine.clusters import ComputeCluster
@@ -118,7 +118,7 @@ class _Ends:
         if self._is_last:
             if self._casting.outputs is not None:
                 outputs = cast_floats(outputs, self._casting.outputs)
-            labels = tree_map(_on_host, self._labels)
+            labels = tree_map_only(Tensor, _on_host, self._labels)
             loss = self._module.loss_fn
             found: Tensor = outputs if loss is None else loss(outputs, labels)
             return found
@@ -155,10 +155,8 @@ class _FromNextChunk(torch.autograd.Function):
         return None, *ctx.found
 
 
-def _on_host(value: Any) -> Any:
-    if not isinstance(value, Tensor) or not value.is_meta:
-        return value
-    return torch.empty(value.shape, dtype=value.dtype, device="cpu")
+def _on_host(value: Tensor) -> Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device="cpu") if value.is_meta else value
 
 
 def _nbytes(layout: ValueLayout | None, *, gradients: bool) -> int:
