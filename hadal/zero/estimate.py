@@ -154,11 +154,13 @@ class States(NamedTuple):
         return TierBytes().plus(*self)
 
 
-def counted(model: nn.Module) -> Model:
-    """Count the parameters of a model without reading their values."""
-    parameters = [p for p in model.parameters() if not getattr(p, "ds_pipe_replicated", False)]
+def counted(*parts: nn.Module) -> Model:
+    """Count the parameters of a model, or of all its stages, without reading their values."""
+    found = (p for part in parts for p in part.parameters())
+    parameters = [p for p in found if not getattr(p, "ds_pipe_replicated", False)]
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    own = (sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
+    modules = (module for part in parts for module in part.modules())
+    own = (sum(p.numel() for p in module.parameters(recurse=False)) for module in modules)
     return Model(trained, sum(p.numel() for p in parameters) - trained, max(own))
 
 
