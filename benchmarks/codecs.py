@@ -62,8 +62,6 @@ CODECS: dict[str, Codec] = {
     "cast to bf16 (a copy)": Cast(torch.bfloat16),
     "int8, blocks of 256": Blockwise(8, 256),
     "int4, blocks of 128": Blockwise(4, 128),
-    "int8, stochastic": Blockwise(8, 256, is_stochastic=True),
-    "int4, stochastic": Blockwise(4, 128, is_stochastic=True),
 }
 LOCO = {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
 CODED = {
