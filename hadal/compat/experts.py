@@ -52,9 +52,7 @@ def top1gating(  # noqa: PLR0913 - the signature is DeepSpeed's
         is_noisy=noisy_gate_policy == "RSample",
         keeps_at_random=use_rts,
     )
-    if not drop_tokens:
-        capacity = _agreed(routing, ep_group)
-    return _gated(routing, capacity, sparse_routes)
+    return _gated(routing, capacity if drop_tokens else _agreed(routing, ep_group), sparse_routes)
 
 
 def top2gating(
@@ -71,9 +69,7 @@ def top2gating(
     capacity = capacity_of(tokens, experts, 2, capacity_factor, min_capacity)
     limit = capacity if drop_tokens else None
     routing = route_to_two(logits, limit, samples_second=top2_2nd_expert_sampling)
-    if not drop_tokens:
-        capacity = _agreed(routing, ep_group)
-    return _gated(routing, capacity, sparse_routes)
+    return _gated(routing, capacity if drop_tokens else _agreed(routing, ep_group), sparse_routes)
 
 
 def topkgating(
@@ -91,9 +87,7 @@ def topkgating(
     capacity = capacity_of(tokens, experts, k, capacity_factor, min_capacity)
     limit = capacity if drop_tokens else None
     routing = route_to_many(logits, k, limit, policy=drop_policy)
-    if not drop_tokens:
-        capacity = _agreed(routing, ep_group)
-    return _gated(routing, capacity, sparse_routes)
+    return _gated(routing, capacity if drop_tokens else _agreed(routing, ep_group), sparse_routes)
 
 
 def _agreed(routing: Routing, group: Any) -> int:

@@ -163,22 +163,15 @@ class DeepSpeedOptimizer:
     def skip_step(self, skips: bool) -> None:
         self._engine.skips_next_update = skips
 
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the loss."""
-        return self.loss_scaler.loss_scale
-
-    @property
-    def cur_scale(self) -> float:
-        """The same as `loss_scale`, an older name."""
-        return self.loss_scaler.cur_scale
+    loss_scale = cur_scale = property(lambda self: self.loss_scaler.loss_scale)
+    """The factor of the loss; the second name is an older one."""
 
     dynamic_loss_scale = property(lambda self: bool(self.loss_scaler.dynamic))
     """True if overflows change the loss scale."""
 
     def needs_scaler(self) -> bool:
         """Return whether a backward of the program's own needs `engine.scale(loss)`."""
-        return self.dynamic_loss_scale or self.loss_scale != 1.0
+        return bool(self.dynamic_loss_scale or self.loss_scale != 1.0)
 
     def quantize_nontrainable_params(self) -> None:
         """Do nothing: `initialize` has quantized them if the configuration requests it."""

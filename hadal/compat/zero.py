@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -119,10 +118,8 @@ class OnDevice:
     def __init__(
         self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True
     ) -> None:
-        self._enabled = enabled
-        self._dtype = dtype
+        self._enabled, self._dtype, self._device = enabled, dtype, torch.device(device)
         self._before: list[torch.dtype] = []
-        self._device = torch.device(device)
 
     def __enter__(self) -> None:
         if self._enabled:
@@ -130,12 +127,7 @@ class OnDevice:
             torch.set_default_dtype(self._dtype)
             self._device.__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._enabled:
-            self._device.__exit__(kind, error, trace)
+            self._device.__exit__(*error)
             torch.set_default_dtype(self._before.pop())

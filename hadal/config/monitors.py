@@ -103,7 +103,7 @@ KIND_OF: dict[str, str] = {
     name: kind for kind, names in _FUNCTIONS.items() for name in names.split()
 }
 """Maps a function name to the kind of operation it performs."""
-Operations: TypeAlias = tuple[Annotated[Operation, BeforeValidator(Spelled(KIND_OF))], ...]
+Operations: TypeAlias = list[Annotated[Operation, BeforeValidator(Spelled(KIND_OF))]]
 
 
 class CommsLogging(Switched):
@@ -122,7 +122,7 @@ class CommsLogging(Switched):
         "calling function.",
     )
     prof_ops: Operations = key(
-        (),
+        [],
         "Kinds to record when prof_all is false: all_reduce, all_gather, reduce_scatter, "
         "all_to_all, broadcast, reduce, gather, scatter, send, recv, barrier. Names of torch's "
         "functions are accepted for their kind.",

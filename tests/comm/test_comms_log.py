@@ -561,6 +561,6 @@ def test_a_function_maps_to_its_kind() -> None:
     assert named.prof_ops == ("all_gather", "send")
     section = {"enabled": True, "prof_all": False, "prof_ops": ["reduce_scatter_tensor"]}
     config = load_config({"train_batch_size": 1, "comms_logger": section})
-    assert config.comms_logger.prof_ops == ("reduce_scatter",)
+    assert config.comms_logger.prof_ops == ["reduce_scatter"]
     with pytest.raises(ConfigError, match=r"comms_logger.prof_ops .*\"all_gathr\""):
         load_config({"train_batch_size": 1, "comms_logger": {**section, "prof_ops": ["all_gathr"]}})

@@ -157,6 +157,8 @@ def test_lists_of_leaf_modules_are_lists_and_overlap_is_a_boolean() -> None:
     assert (zero.leaf_module.classes, zero.leaf_module.names) == (["my.Class"], ["a"])
     assert zero.model_dump()["leaf_module"]["name_suffixes"] == []
     assert found("runtime.zero.leaf_module_config.DeepSpeedZeroLeafModuleConfig")().names == []
+    log = found("comm.config.CommsLoggerConfig")
+    assert log().prof_ops == [] and log(prof_ops=["all_reduce"]).prof_ops == ["all_reduce"]
     assert config().overlap_comm is True and config(overlap_comm=False).overlap_comm is False
 
 
