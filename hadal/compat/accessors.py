@@ -114,9 +114,9 @@ class Accessors(Engine):
             return None
         assert section.theta is not None  # the rules of the configuration check it
         assert section.gamma is not None
-        from hadal.compat.efficiency import layer_drop_of  # for this alone
+        from hadal.compat.efficiency import LayerDropOfEngine  # for this alone
 
-        return layer_drop_of(found, section.theta, section.gamma)
+        return LayerDropOfEngine(found, section.theta, section.gamma)
 
     @property
     def random_ltd_scheduler(self) -> RandomLTDScheduler | None:

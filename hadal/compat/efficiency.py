@@ -195,7 +195,7 @@ class ProgressiveLayerDrop:
         self.current_theta = theta_at(self.theta, self.gamma, global_step + 1)
 
 
-class _LayerDropOfEngine(ProgressiveLayerDrop):
+class LayerDropOfEngine(ProgressiveLayerDrop):
     """The view of an engine's."""
 
     def __init__(self, listener: LayerDrop, theta: float, gamma: float) -> None:
@@ -205,11 +205,6 @@ class _LayerDropOfEngine(ProgressiveLayerDrop):
     def get_theta(self) -> float:
         """Return the engine's keep probability after its last update."""
         return self._listener.theta
-
-
-def layer_drop_of(listener: LayerDrop, theta: float, gamma: float) -> ProgressiveLayerDrop:
-    """Return an engine's layer drop as programs see it."""
-    return _LayerDropOfEngine(listener, theta, gamma)
 
 
 class RandomLTDScheduler:
