@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ def plain_name(name: str) -> str:
 def plain_slots(slots: Sequence[Slot]) -> tuple[Slot, ...]:
     """Return a bucket's slots with the names that are saved."""
     return tuple(
-        replace(slot, name=plain_name(slot.name)) if _WRAPPED in slot.name else slot
+        slot._replace(name=plain_name(slot.name)) if _WRAPPED in slot.name else slot
         for slot in slots
     )
 

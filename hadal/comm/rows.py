@@ -7,7 +7,6 @@ itself. The sums are those of the dense way without its zeros: the same bits bet
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -60,8 +59,7 @@ class _Rows(NamedTuple):
         return _WHOLE if self.is_whole else self.numbers.numel()
 
 
-@dataclass(frozen=True, slots=True)
-class RowWire:
+class RowWire(NamedTuple):
     """The wire format of a tensor of rows: as for `start_reduce_scatter`, and the rows' length."""
 
     dtype: torch.dtype

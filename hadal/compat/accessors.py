@@ -6,7 +6,6 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ from hadal import comm
 from hadal.comm import Ranks
 from hadal.comm.adjoint import gathered
 from hadal.compat.surface import NameKind, data, placeholder
-from hadal.compat.tools import SparseTensor
 from hadal.config.section import plain
 from hadal.engine.engine import Engine
 from hadal.errors import UsageError
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
         ProgressiveLayerDrop,
         RandomLTDScheduler,
     )
+    from hadal.compat.tools import SparseTensor
 
 _log = logging.getLogger(__name__)
 _TABLE = data("accessors.json")
@@ -224,7 +223,7 @@ class Accessors(Engine):
             raise UsageError(
                 "set_train_micro_batch_size was called inside an accumulation; step first"
             )
-        self._state.batches = replace(self._state.batches, micro=micro_batch_size)
+        self._state.batches = self._state.batches._replace(micro=micro_batch_size)
 
     def zero_partial_offload(self) -> float:
         """Return the fraction of the optimizer's state that is offloaded, if any is."""

@@ -6,7 +6,6 @@ A micro-batch *fits* a number of ranks if the two together divide the batch.
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, NamedTuple
 
 from annotated_types import Ge
@@ -84,8 +83,7 @@ _SHOWN = 12
 """Maximum number of rank counts listed in an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(NamedTuple):
     """The configured batch limits, and the ranks that may train it."""
 
     cap: int
@@ -98,8 +96,7 @@ class Wish:
     """Among batches that fit equally many numbers of ranks, choose the larger."""
 
 
-@dataclass(frozen=True, slots=True)
-class Nodes:
+class Nodes(NamedTuple):
     """The layout of ranks (version 0.2): ranks per node, and how many of them share a model."""
 
     ranks: int = 1
@@ -172,8 +169,8 @@ def chosen_on_nodes(wish: Wish, nodes: Nodes, ranks: int) -> Choice:
 def by_nodes(wish: Wish, nodes: Nodes) -> Choice:
     """Return the batch that the most numbers of whole nodes can train."""
     each = nodes.replicas
-    per_node = replace(
-        wish, cap=wish.cap // each, least=wish.least // nodes.ranks, most=wish.most // nodes.ranks
+    per_node = wish._replace(
+        cap=wish.cap // each, least=wish.least // nodes.ranks, most=wish.most // nodes.ranks
     )
     train, counts = chosen(per_node)
     return Choice(train * each, tuple(count * each for count in counts))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from hadal.config.data_efficiency import DataEfficiency
 from hadal.config.not_built import NOT_BUILT
@@ -17,8 +16,7 @@ from hadal.config.sparse_attention import KEYS
 from hadal.config.top_level import Config
 
 
-@dataclass(frozen=True, slots=True)
-class _Reports:
+class _Reports(NamedTuple):
     report: Report
     stage: int
     idle: Report
@@ -91,7 +89,7 @@ def _report_section(reports: _Reports, section: Section, path: str) -> None:
                 _note_without(reports, section, path, here)
             return
     elif "enabled" in section.model_fields_set and not section.enabled:  # type: ignore[attr-defined]
-        reports = replace(reports, idle=Report())
+        reports = reports._replace(idle=Report())
     for name in type(section).model_fields:
         if name != section.switch:
             _report_key(reports, section, name, path)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
@@ -38,8 +38,7 @@ _log = logging.getLogger(__name__)
 PostProcess = Callable[[Any, Mapping[str, Any]], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """Options of a loader."""
 
     collate_fn: Collate | None = None
@@ -379,7 +378,7 @@ class ShardedLoader:
     def _stream_state(self) -> dict[str, Any]:
         trails = self._trails
         if not self._reading.workers and not self._resumes:
-            trails = (replace(trails[0], state=state_of(self.dataset)),)
+            trails = (trails[0]._replace(state=state_of(self.dataset)),)
         rows = [[trail.batches, trail.state, trail.ended] for trail in trails]
         return {"workers": self._reading.workers, "in_turn": self._in_turn, "trails": rows}
 
@@ -416,8 +415,7 @@ class ShardedLoader:
         self._loads += 1
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenOrder:
+class ChosenOrder(NamedTuple):
     """The order of the training data, if the configuration requests one."""
 
     path: str
@@ -432,8 +430,7 @@ class ChosenOrder:
     """Collate function if the program passes none; None: torch's `default_collate`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
+class Loading(NamedTuple):
     """Options that the loaders of one engine share."""
 
     sharding: Sharding
@@ -469,8 +466,7 @@ class Loading:
                 f"{chosen.path} chooses samples by their index; {type(dataset).__name__} has none."
                 " Give a data set with a length and items"
             )
-        reading = replace(
-            reading,
+        reading = reading._replace(
             sampler=chosen.make(dataset),
             collate_fn=reading.collate_fn or self.collate_fn or chosen.collate_fn,
             workers=reading.workers or chosen.workers,
@@ -492,8 +488,7 @@ class Loading:
         return ShardedLoader(
             dataset,
             sharding if batch_size is None else replace(sharding, batch_size=batch_size),
-            replace(
-                reading,
+            reading._replace(
                 collate_fn=reading.collate_fn or self.collate_fn,
                 pin_memory=reading.pin_memory and self.can_pin,
                 seed=self.seed if reading.seed is None else reading.seed,

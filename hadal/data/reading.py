@@ -120,8 +120,7 @@ class HandedBatch(NamedTuple):
     """True if the worker has seen the end of its part."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trail:
+class Trail(NamedTuple):
     """Progress of one worker of a stream: the samples it has returned, not those it has read."""
 
     batches: int = 0
@@ -130,8 +129,7 @@ class Trail:
     ended: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StreamPlan:
+class StreamPlan(NamedTuple):
     """Batching of a stream's workers, and their start positions."""
 
     sharding: Sharding

@@ -6,7 +6,6 @@ import argparse
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -201,8 +200,7 @@ _DEFAULT_SCHEDULE = "WarmupDecayLR"
 _DEFAULT_SCHEDULE_STEPS = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class InitializeArguments:
+class InitializeArguments(NamedTuple):
     """The remaining arguments of `initialize`, from which training is made."""
 
     optimizer: Optimizer | OptimizerMaker | None

@@ -6,9 +6,8 @@ import importlib
 import logging
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -48,8 +47,7 @@ _log = logging.getLogger(__name__)
 Build = Callable[[Any, EngineSetting], Listener | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Feature:
+class Feature(NamedTuple):
     """A section or key that adds a listener to the engine."""
 
     path: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -50,7 +49,7 @@ class PipelineEngine(Engine):
         module = parts.model
         assert isinstance(module, PipelineModule)  # `initialize` chooses the class by it
         # The whole model's inputs and outputs are cast, not those of a stage between others.
-        super().__init__(replace(parts, casting=replace(parts.casting, inputs=None, outputs=None)))
+        super().__init__(parts._replace(casting=parts.casting._replace(inputs=None, outputs=None)))
         self.grid = module.mpu()
         self.num_stages, self.stage_id = module.num_stages, module.stage_id
         names = [module.chunk_name(number) for number in range(len(module.parts) - 1)]

@@ -225,7 +225,7 @@ def plan_model(
         [*units, *announced_uses(model, units)],
         buckets,
         parameters,
-        replace(limits, persistent_total_numel=max(0, limits.persistent_total_numel - kept)),
+        limits._replace(persistent_total_numel=max(0, limits.persistent_total_numel - kept)),
     )
 
 

@@ -6,8 +6,8 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -38,8 +38,7 @@ from hadal.zero.policy import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSizes:
+class BatchSizes(NamedTuple):
     """Samples of one update. All numbers are integers: a batch that does not divide is refused."""
 
     micro: int
@@ -85,7 +84,7 @@ class BatchSizes:
                 f" is {self.micro} per device x {self.data_parallel_size} ranks;"
                 " to change the samples of one device, initialize again"
             )
-        return replace(self, accumulation=train // self.micro_step)  # type: ignore[operator]
+        return self._replace(accumulation=train // self.micro_step)  # type: ignore[operator]
 
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -120,7 +119,7 @@ def partition_of(config: Config, ranks: int, stage: int | None, device: torch.de
     if not is_alone or (row.weights and keeps_weights_off(config, device)):
         return row
     if row.gradients and lands_gradients(config, device):
-        return replace(row, weights=False)
+        return row._replace(weights=False)
     return Partition()
 
 
@@ -378,8 +377,7 @@ class Offloading:
             return Offload()
         zero = self._config.zero_optimization
         on_disk = zero.offload_optimizer
-        return replace(
-            self._tiers,
+        return self._tiers._replace(
             weights=weights,
             optimizer=optimizer,
             weights_disk=self._weights_store() if weights is Tier.DISK else None,

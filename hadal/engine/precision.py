@@ -8,8 +8,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,7 @@ from hadal.optim.norm import ScaleRule
 from hadal.zero.policy import STAGES, Precision
 
 
-@dataclass(frozen=True, slots=True)
-class Casting:
+class Casting(NamedTuple):
     """Casts around and inside a forward pass; None means no cast."""
 
     inputs: torch.dtype | None = None
@@ -100,8 +98,7 @@ _AMP_WINDOW = 2000
 _NO_FLOOR = 2.0**-126  # the smallest normal float32: a scale must never become zero
 
 
-@dataclass(frozen=True, slots=True)
-class _AmpLevel:
+class _AmpLevel(NamedTuple):
     """Apex level with the section's changes."""
 
     cast: torch.dtype | None = None
@@ -302,8 +299,7 @@ def _safe_classes(config: Config) -> tuple[type[nn.Module], ...]:
     return tuple(classes)
 
 
-@dataclass(frozen=True, slots=True)
-class BufferRule:
+class BufferRule(NamedTuple):
     """Dtype of each buffer of a model."""
 
     cast: torch.dtype | None

@@ -83,7 +83,7 @@ def trace_chunks(
                 module,
                 rank.planned.units,
                 Forward((value,), {"chunk": number // len(stages)}, 0, 0, is_training=True),
-                replace(casting, inputs=None, outputs=None),
+                casting._replace(inputs=None, outputs=None),
                 dtypes[index],
                 rank.features,
                 ends.root,

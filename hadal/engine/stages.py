@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -68,7 +67,7 @@ def cut_by_configuration(
         found.sequences = StageSequences(found.whole_model, found.mpu().sequence)
     own = set(found.parameters())
     given = arguments.model_parameters
-    return found, replace(arguments, model_parameters=_own_among(given, own))
+    return found, arguments._replace(model_parameters=_own_among(given, own))
 
 
 def _topology(config: Config, size: int) -> ProcessTopology:

@@ -51,8 +51,7 @@ class Training:
     stepper: OptimizerStepper
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(NamedTuple):
     """Parts of an engine, made by `assemble` from the configuration."""
 
     model: nn.Module
@@ -80,8 +79,7 @@ class Parts:
     config: Config
 
 
-@dataclass(frozen=True, slots=True)
-class GradientCheck:
+class GradientCheck(NamedTuple):
     """Norm and overflow of the gradients of an update."""
 
     measured: float | HostCopy | None = None
@@ -122,8 +120,7 @@ class GradientCheck:
         return clip / factor
 
 
-@dataclass(frozen=True, slots=True)
-class PendingUpdate:
+class PendingUpdate(NamedTuple):
     """Update that the device may have skipped; the host does not know yet."""
 
     number: int

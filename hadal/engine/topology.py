@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hadal.comm import Ranks, get_local_world_size
@@ -35,8 +35,7 @@ from hadal.zero.sharing import HolderGroups, ModelParts, Sharing
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Topology:
+class Topology(NamedTuple):
     """Groups of ranks in which this one does each kind of shared work."""
 
     sharing: Sharing
@@ -78,8 +77,7 @@ class Topology:
         return self.model_parallel.size if self.model_parallel else 1
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedRanks:
+class RequestedRanks(NamedTuple):
     """Arguments of a program about its ranks; None leaves the choice to the keys."""
 
     mpu: Any = None
@@ -121,7 +119,7 @@ def with_slices(requested: RequestedRanks, config: Config) -> RequestedRanks:
     section = config.tensor_parallel
     if not section.is_on or requested.cuts_the_model:
         return requested
-    return replace(requested, tensor_parallel_size=section.autotp_size)
+    return requested._replace(tensor_parallel_size=section.autotp_size)
 
 
 def _ranks_of_mesh(mesh_param: Any, world: Ranks) -> RequestedRanks:
@@ -143,7 +141,7 @@ def make_topology(requested: RequestedRanks, config: Config, world: Ranks) -> To
         ConfigError: the nodes do not fit a gather in two hops.
     """
     found = make_groups(requested, config, world)
-    return replace(found, sharing=sharing_of(config, found.sharding))
+    return found._replace(sharing=sharing_of(config, found.sharding))
 
 
 class Sharings:

@@ -13,7 +13,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -445,8 +444,8 @@ class Updates:
         later = not is_unwanted and _decides_on_device(parts, training)
         found = measure(parts, factor, later=later)
         if found.overflow:
-            return replace(found, sources=_sources_of(state.losses, parts))
-        return replace(found, overflow=True, is_asked=True) if is_unwanted else found
+            return found._replace(sources=_sources_of(state.losses, parts))
+        return found._replace(overflow=True, is_asked=True) if is_unwanted else found
 
     def _tell_skipped(self) -> None:
         """Report that the device has skipped the last update. All ranks must call it together."""
@@ -457,7 +456,7 @@ class Updates:
             self._skipped.clear()
         if skipped is not None:
             found = late_check(skipped.check, state.parts)
-            found = replace(found, sources=_sources_of(skipped.losses, state.parts))
+            found = found._replace(sources=_sources_of(skipped.losses, state.parts))
             state.scale = moved_scale(state.scale, found, skipped.number, state.parts)
             self._skipped.add(skipped.number, _reason_of(found))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,8 +24,7 @@ _LAUNCHER_VARIABLES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlace:
+class RankPlace(NamedTuple):
     """A rank's position in the world and on its host."""
 
     rank: int

@@ -225,8 +225,7 @@ class Stop(NamedTuple):
     not."""
 
 
-@dataclass(frozen=True, slots=True)
-class DiskOverlap:
+class DiskOverlap(NamedTuple):
     """The disk's work while a part is processed."""
 
     reads_ahead: bool = True

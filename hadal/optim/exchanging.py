@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -305,7 +305,7 @@ class ExchangingStepper(OptimizerStepper, Generic[OptimizerT]):
         """Set whether the next update's gradients are reduced or stay on their ranks."""
         stays = not self._optimizer.learns_variance(self._count + 1)
         for one in self._gradients:
-            one.reduction = replace(one.reduction, stays=stays)
+            one.reduction = one.reduction._replace(stays=stays)
 
     def _with_gradients(
         self, exchange: BucketExchange, part: Slice, multiplier: Multiplier, *rest: Tensor

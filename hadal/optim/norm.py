@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -222,8 +221,7 @@ def _near(one: Gradients, start: int, norms: Tensor) -> Iterator[str]:
 _FACTOR = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class ScaleRule:
+class ScaleRule(NamedTuple):
     """The rule by which the scale changes (section `fp16`). A static scale never does.
 
     DeepSpeed has two variants. With ZeRO an overflow at the floor ends training and `hysteresis`

@@ -191,7 +191,7 @@ class Bucket:
     def rename(self, names: Sequence[str]) -> None:
         """Set the parameters' full names, in their order."""
         pairs = zip(self.layout.slots, names, strict=True)
-        slots = tuple(dataclasses.replace(slot, name=name) for slot, name in pairs)
+        slots = tuple(slot._replace(name=name) for slot, name in pairs)
         self.layout = self._views.layout = dataclasses.replace(self.layout, slots=slots)
 
     # ---- creation --------------------------------------------------------------------------------
@@ -654,7 +654,7 @@ class Bucket:
 
     def refresh_in_step(self) -> None:
         """Finish refreshes within the step from now on: some reads of weights cannot be seen."""
-        self.transport = dataclasses.replace(self.transport, refreshes_late=False)
+        self.transport = self.transport._replace(refreshes_late=False)
 
     def start_refresh(self) -> None:
         """Begin to gather whole weights that were stepped or loaded in shards.

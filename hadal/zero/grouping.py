@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -28,8 +28,7 @@ def is_leaf(module: nn.Module) -> bool:
     return bool(getattr(module, "_z3_leaf", False))
 
 
-@dataclass(frozen=True, slots=True)
-class LeafModules:
+class LeafModules(NamedTuple):
     """The modules that the user wants unsharded as a whole (`zero_optimization.leaf_module`)."""
 
     classes: tuple[str, ...] = ()
@@ -308,7 +307,7 @@ def _kinds(
         parameter, trains = member.parameter, member.group >= 0
         policy = policy_of(parameter)
         if parameter in persistent:
-            policy = policy._replace(partition=replace(policy.partition, weights=False))
+            policy = policy._replace(partition=policy.partition._replace(weights=False))
         row_numel = parameter.shape[-1] if trains and parameter in tables else 0
         found[_BucketKind(parameter.dtype, trains, policy, row_numel)].append(member)
     return found

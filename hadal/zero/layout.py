@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm, prod
+from typing import NamedTuple
 
 from hadal.units import rounded_up
 
@@ -18,8 +19,7 @@ Span = tuple[int, int]
 """The first element of a range, and the one after its last."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """The place of one parameter in its bucket."""
 
     name: str
@@ -88,8 +88,7 @@ def _common(slot: Slot, span: Span, other: Slot, other_span: Span) -> Span:
     return start, max(start, stop)
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
+class Fragment(NamedTuple):
     """The part of one parameter inside a span of its bucket."""
 
     slot: int
@@ -100,8 +99,7 @@ class Fragment:
     """Its offset, counted from the span's start."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """A contiguous range of a span that belongs to one param group; it is stepped as one."""
 
     group: int
@@ -202,8 +200,7 @@ def lay_out(
     return Layout(tuple(slots), rounded_up(end, step), world_size)
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """The parameters that each rank owns, for an optimizer that needs whole parameters."""
 
     owners: tuple[int, ...]

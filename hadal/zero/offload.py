@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -303,8 +303,7 @@ class Stored:
         self._busy = self._crossing.land(values.to(self.dtype, copy=True), out, after=self._busy)
 
 
-@dataclass(frozen=True, slots=True)
-class Offload:
+class Offload(NamedTuple):
     """The tiers of one bucket's shards (ZeRO-Offload, Ren 2021; ZeRO-Infinity, Rajbhandari 2021).
 
     By default everything is on the device.
@@ -329,7 +328,7 @@ class Offload:
 
     def when_trained(self) -> Offload:
         """Return the settings for parameters that are trained from now on."""
-        return replace(self, optimizer=self.optimizer_later)
+        return self._replace(optimizer=self.optimizer_later)
 
     @property
     def reads_ahead(self) -> int:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -60,8 +60,7 @@ def register_trainer(runtime: ZeroRuntime, trainer: Trainer) -> None:
     _trainers[runtime] = weakref.ref(trainer)
 
 
-@dataclass(frozen=True, slots=True)
-class StateSlice:
+class StateSlice(NamedTuple):
     """The elements of one parameter that an optimizer steps on this rank, and their state."""
 
     slot: Slot

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
@@ -11,8 +11,7 @@ from hadal.comm.codecs import Codec
 from hadal.comm.collectives import Factors
 
 
-@dataclass(frozen=True, slots=True)
-class Partition:
+class Partition(NamedTuple):
     """The kinds of state that are sharded between uses (Rajbhandari 2020).
 
     Each kind includes the ones before it: gradients are sharded only if optimizer state is.
@@ -32,8 +31,7 @@ STAGES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
+class Precision(NamedTuple):
     """The dtypes of one parameter's weights, master, gradients and optimizer state."""
 
     compute: torch.dtype = torch.float32
@@ -71,8 +69,7 @@ class Tier(Enum):
     """Files."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reduction:
+class Reduction(NamedTuple):
     """The reduction of all ranks' gradients to one."""
 
     adds_up: bool = False
@@ -99,8 +96,7 @@ class Reduction:
         return Factors(1.0 / self.predivides_by, self.predivides_by / divisor)
 
 
-@dataclass(frozen=True, slots=True)
-class Feedback:
+class Feedback(NamedTuple):
     """Error feedback: the error of a coded gradient is added to the next one (LoCo, Xie 2024)."""
 
     decay: float = 0.8
@@ -109,8 +105,7 @@ class Feedback:
     """The number of updates after which the average is dropped."""
 
 
-@dataclass(frozen=True, slots=True)
-class Transport:
+class Transport(NamedTuple):
     """The wire formats of a bucket's weights and gradients (ZeRO++, Wang 2023)."""
 
     gather: Codec | None = None
@@ -130,8 +125,7 @@ class Transport:
     """Error feedback for `reduce`; None: errors are lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """Limits on the elements (`numel`) of buckets, of unsharded weights and of prefetches."""
 
     bucket_numel: int = 500_000_000
@@ -154,8 +148,7 @@ class Limits:
     """True: reductions overlap with backward."""
 
 
-@dataclass(frozen=True, slots=True)
-class Divergence:
+class Divergence(NamedTuple):
     """The handling of ranks and updates that take different paths through the model."""
 
     is_expected: bool = False

@@ -185,8 +185,7 @@ class Sharing:
             broadcast_(tensor, 0, self.replicas, label)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelParts:
+class ModelParts(NamedTuple):
     """The ranks that hold different parts of one copy of the model: stages and slices of layers.
 
     A value that they compute together, such as the gradient norm, includes each parameter once.

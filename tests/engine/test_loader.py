@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import logging
@@ -555,7 +554,7 @@ def test_workers_are_initialised_and_read_as_far_ahead_as_wished() -> None:
                 for drawn, index in enumerate(range(15), 1):  # noqa: B007
                     yield index
 
-        loader._reading = dataclasses.replace(loader._reading, sampler=Counted(range(15)))
+        loader._reading = loader._reading._replace(sampler=Counted(range(15)))
         next(iter(loader))
         return drawn
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, NamedTuple, Protocol
 
@@ -49,8 +48,7 @@ class Scalar(NamedTuple):
     samples: int
 
 
-@dataclass(frozen=True, slots=True)
-class GivenScalars:
+class GivenScalars(NamedTuple):
     """Scalars that a program wrote at one moment."""
 
     events: tuple[Scalar, ...]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +28,7 @@ _PREFIX = "Train/Samples/"
 _SUM = "the sum of the ranks' losses"
 
 
-@dataclass(frozen=True, slots=True)
-class ScalarScope:
+class ScalarScope(NamedTuple):
     """The scalars to write, and the ranks over which the loss is averaged."""
 
     ranks: Ranks
@@ -43,8 +41,7 @@ class ScalarScope:
     """True if there is a loss scale."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredUpdate:
+class MeasuredUpdate(NamedTuple):
     """One update, whose values the device may still be computing."""
 
     update: Update
