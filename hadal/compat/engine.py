@@ -631,6 +631,12 @@ def is_autocast_initialized() -> bool:
     return any(engine.torch_autocast_enabled() for engine in _engines)
 
 
+def autocast_if_enabled(engine: DeepSpeedEngine) -> torch.autocast:
+    """Return a context that computes as the engine's forward does under `torch_autocast`."""
+    enabled = engine.torch_autocast_enabled()
+    return torch.autocast(engine.device.type, engine.torch_autocast_dtype(), enabled)
+
+
 def has_comm_dtype(param: nn.Parameter) -> bool:
     """Return whether `torch_autocast` gives a parameter's gradient a dtype of its own when sent."""
     return get_comm_dtype(param) != param.dtype
@@ -707,7 +713,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     engine = cast(DeepSpeedEngine, made)  # as requested above, or a plan's stand-in
     given = choose_config(args, config, config_params)
     engine._given_config = given if isinstance(given, Mapping) else read(given)[1]
-    engine.mpu, engine.collate_fn = mpu, collate_fn
+    engine.mpu = engine.grid if isinstance(engine, PipelineEngine) else mpu
+    engine.collate_fn = collate_fn
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     logger.info("DeepSpeed info: version=%s, which is Hadal %s here", VERSION, __version__)
     return engine, engine.optimizer, loader, schedule

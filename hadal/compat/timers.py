@@ -13,57 +13,6 @@ from hadal.device import current_device, memory_use, synchronize
 from hadal.listener import Listener, Update
 
 
-class Timer:
-    """A timer that is started and stopped, in milliseconds."""
-
-    def __init__(self, name: str) -> None:
-        self.name_ = name
-        self.started_ = False
-        self._records: list[float] = []
-        self._milliseconds = 0.0
-        self._began = 0.0
-
-    def start(self) -> None:
-        """Start the timer."""
-        self.started_ = True
-        self._began = _now()
-
-    def stop(self, reset: bool = False, record: bool = False) -> None:
-        """Stop the timer; `reset` discards earlier time, `record` includes it in `mean`."""
-        spent = 1000.0 * (_now() - self._began)
-        if record:
-            self._records.append(spent)
-        self._milliseconds = spent if reset else self._milliseconds + spent
-        self.started_ = False
-
-    def add(self, milliseconds: float) -> None:
-        """Add a time that another timer measured."""
-        self._milliseconds += milliseconds
-        self._records.append(milliseconds)
-
-    def reset(self) -> None:
-        """Discard everything."""
-        self.started_ = False
-        self._records.clear()
-        self._milliseconds = 0.0
-
-    def elapsed(self, reset: bool = True) -> float:
-        """Return the measured time; a running timer continues."""
-        was_started = self.started_
-        if was_started:
-            self.stop()
-        measured = self._milliseconds
-        if reset:
-            self._milliseconds = 0.0
-        if was_started:
-            self.start()
-        return measured
-
-    def mean(self) -> float:
-        """Return the trimmed mean of the recorded times, without a tenth at each end."""
-        return trim_mean(self._records, 0.1)
-
-
 def _now() -> float:
     """Return seconds, once the device has finished its queued work."""
     synchronize(current_device())
@@ -73,12 +22,62 @@ def _now() -> float:
 class SynchronizedWallClockTimer:
     """Timers by name: `timers("forward").start()`."""
 
-    def __init__(self) -> None:
-        self.timers: dict[str, Timer] = {}
+    class Timer:
+        """A timer that is started and stopped, in milliseconds."""
 
-    def __call__(self, name: str) -> Timer:
+        def __init__(self, name: str) -> None:
+            self.name_ = name
+            self.started_ = False
+            self._records: list[float] = []
+            self._milliseconds = 0.0
+            self._began = 0.0
+
+        def start(self) -> None:
+            """Start the timer."""
+            self.started_ = True
+            self._began = _now()
+
+        def stop(self, reset: bool = False, record: bool = False) -> None:
+            """Stop the timer; `reset` discards earlier time, `record` includes it in `mean`."""
+            spent = 1000.0 * (_now() - self._began)
+            if record:
+                self._records.append(spent)
+            self._milliseconds = spent if reset else self._milliseconds + spent
+            self.started_ = False
+
+        def add(self, milliseconds: float) -> None:
+            """Add a time that another timer measured."""
+            self._milliseconds += milliseconds
+            self._records.append(milliseconds)
+
+        def reset(self) -> None:
+            """Discard everything."""
+            self.started_ = False
+            self._records.clear()
+            self._milliseconds = 0.0
+
+        def elapsed(self, reset: bool = True) -> float:
+            """Return the measured time; a running timer continues."""
+            was_started = self.started_
+            if was_started:
+                self.stop()
+            measured = self._milliseconds
+            if reset:
+                self._milliseconds = 0.0
+            if was_started:
+                self.start()
+            return measured
+
+        def mean(self) -> float:
+            """Return the trimmed mean of the recorded times, without a tenth at each end."""
+            return trim_mean(self._records, 0.1)
+
+    def __init__(self) -> None:
+        self.timers: dict[str, SynchronizedWallClockTimer.Timer] = {}
+
+    def __call__(self, name: str) -> SynchronizedWallClockTimer.Timer:
         """Return the timer of this name, a new one if there is none."""
-        return self.timers.setdefault(name, Timer(name))
+        return self.timers.setdefault(name, self.Timer(name))
 
     def has_timer(self, name: str) -> bool:
         """Return whether there is a timer of this name."""

@@ -352,5 +352,7 @@ def test_dtypes_of_gradients_that_autocast_sends() -> None:
     assert names.is_autocast_initialized() and names.has_comm_dtype(weight)
     assert names.get_comm_dtype(weight) is torch.bfloat16
     assert not names.has_comm_dtype(scale)
+    with names.autocast_if_enabled(engine):
+        assert model[0](torch.ones(1, 4)).dtype is torch.bfloat16
     engine.destroy()
     assert names.get_comm_dtype(weight) is torch.float32

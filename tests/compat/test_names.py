@@ -645,6 +645,7 @@ def test_clocks_add_up_and_tell_means(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(100))
     monkeypatch.setattr("hadal.engine.clocks.time.perf_counter", lambda: next(now))
     timers = SynchronizedWallClockTimer()
+    assert type(timers("one")) is timers.Timer
     timers("step").start()
     timers("step").stop(record=True)
     timers("step").start()

@@ -52,7 +52,10 @@ def train(folder: Path) -> list[float]:
     assert type(engine) is engine_type and isinstance(engine, deepspeed.DeepSpeedEngine)
     assert optimizer is engine.optimizer and engine.pipeline_parallelism
     assert engine.mp_world_size == 2 and engine.dp_world_size == 1
-    assert engine.grid is net.mpu() and engine.num_stages == 2 == net.num_pipeline_stages()
+    assert (
+        engine.grid is net.mpu() is engine.mpu
+        and engine.num_stages == 2 == net.num_pipeline_stages()
+    )
     engine.set_batch_fn(lambda batch: (batch["x"], batch["y"]))
     engine.set_has_attention_mask(True)
     x = torch.ones(2, 4)
