@@ -105,11 +105,11 @@ $(SUITES)/.installed: pyproject.toml constraints.txt
 
 # DeepSpeed itself, which the rows `deepspeed` and `losses` are compared with.
 .venv-deepspeed/.suites: | $(SUITES)/.installed
-	$(SUITES)/bin/python benchmarks/step.py --install-deepspeed
+	$(SUITES)/bin/python benchmarks/step.py --install-deepspeed --timeout 3600
 	.venv-deepspeed/bin/python -m pip install --quiet -c constraints.txt 'torch==2.13.0' trl datasets
 	@touch $@
 
-suites: $(SUITES)/.installed $(if $(filter deepspeed losses,$(or $(SUITE),losses)),.venv-deepspeed/.suites)  ## run other people's programs and tests on Hadal (SUITE="accelerate trl"; hours for all)
+suites: $(SUITES)/.installed $(if $(filter deepspeed losses,$(or $(SUITE),losses)),.venv-deepspeed/.suites)  ## run other people's programs and tests on Hadal (SUITE="accelerate trl"; an hour for all)
 	$(SUITES)/bin/python benchmarks/suites/run.py --work $(SUITES)/work --checkouts $(CHECKOUTS) $(SUITE)
 
 lint: $(VENV)/.test  ## look at style and layout
