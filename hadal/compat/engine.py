@@ -506,7 +506,7 @@ class DeepSpeedEngine(Accessors):
 
     def _assert_valid_mixed_precision_config(self) -> None:
         """Raise a ConfigError if `data_types.param_dtype` is another than the sections give."""
-        named, found = self._config.param_dtype, self._mixed_precision_dtypes()[0]
+        named, found = self._config.param_dtype, DeepSpeedEngine._mixed_precision_dtypes(self)[0]
         if named is not None and DTYPES[named] != (found or torch.float32):
             with also(AssertionError):
                 raise ConfigError(

@@ -131,7 +131,7 @@ def _of_keys(name: str, home: str) -> type[Section]:
         def __init__(self, strict: bool = False, **data: Any) -> None:
             super().__init__(**_todays(found, data if strict else _without_auto(data)))
             if getattr(self, "overlap_comm", True) is None:
-                self.__dict__["overlap_comm"] = True  # null is true
+                self.__dict__["overlap_comm"] = self.stage == 3
 
     Keys.__name__ = Keys.__qualname__ = name
     Keys.__doc__ = found.__doc__

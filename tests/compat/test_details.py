@@ -305,7 +305,6 @@ def test_dtypes_of_a_module_are_told_checked_and_cast() -> None:
             module=model,
             fp16_enabled=lambda: half,
             bfloat16_enabled=lambda: brain,
-            _mixed_precision_dtypes=lambda: dtypes(made),
         )
 
     kind = alias("deepspeed").DeepSpeedEngine

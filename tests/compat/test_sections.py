@@ -159,7 +159,8 @@ def test_lists_of_leaf_modules_are_lists_and_overlap_is_a_boolean() -> None:
     assert found("runtime.zero.leaf_module_config.DeepSpeedZeroLeafModuleConfig")().names == []
     log = found("comm.config.CommsLoggerConfig")
     assert log().prof_ops == [] and log(prof_ops=["all_reduce"]).prof_ops == ["all_reduce"]
-    assert config().overlap_comm is True and config(overlap_comm=False).overlap_comm is False
+    assert config(stage=3).overlap_comm is True and config(stage=1).overlap_comm is False
+    assert config(stage=3, overlap_comm=False).overlap_comm is False
 
 
 def test_a_whole_configuration_has_the_attributes_of_older_releases_too() -> None:
