@@ -102,7 +102,9 @@ class GatheredParameters:
     """A context in which parameters are whole, and which keeps one rank's changes to them.
 
     All ranks must enter and leave it together; it may be nested, and used inside forward. A loss
-    may depend on values computed from the parameters inside: backward gathers them again.
+    may depend on values computed from the parameters inside: backward gathers them again. Views of
+    whole parameters that are kept (`parameter.detach()`, a state dict) keep their values, and their
+    memory, outside of forward and backward.
 
     While all of a model's parameters are whole, evaluating it (under `torch.no_grad()`) involves no
     other rank: ranks may generate texts of different lengths inside.

@@ -110,6 +110,9 @@ class Bucket:
     encoded is a tensor only inside `present`; gathers read it from there.
     """
 
+    earlier_views: int | None = None
+    """If there are more `other_views` when weights are freed, these views keep the values."""
+
     def __init__(
         self,
         plan: BucketPlan,
@@ -535,7 +538,10 @@ class Bucket:
             raise
         self.keep_for_current()
         self._arrived = None
-        self._resize_full(0)
+        if self.earlier_views is not None and self.other_views > self.earlier_views:
+            self._views.leave_full()
+        else:
+            self._resize_full(0)
 
     def keep_for_current(self) -> None:
         """Keep memory of weights, when it is freed, for what the current stream does with it."""
@@ -562,9 +568,14 @@ class Bucket:
         return mine.view(torch.int64).ne(arrived.view(torch.int64)).any()
 
     @property
+    def other_views(self) -> int:
+        """The number of views of the gathered weights besides the parameters."""
+        return self._views.others
+
+    @property
     def has_other_views(self) -> bool:
         """Return True if the user has kept a view of the gathered weights, such as `weight.t()`."""
-        return self._views.have_others(self._own_views)
+        return self.other_views > self._own_views
 
     def serve(self, *, exact: bool = False) -> None:
         """Send my shard to ranks that gather this bucket while this rank does not use it."""

@@ -628,6 +628,8 @@ class Gathering:
             expect_in_step()
         self._free_rounded(held)
         gathered = [bucket for bucket in held if bucket.state is not Weights.FULL]
+        for bucket in gathered:
+            bucket.earlier_views = bucket.other_views if self.phase is Phase.IDLE else None
         for bucket in held:
             self.begin_use(bucket)
             self._pins[bucket] += 1
@@ -639,6 +641,7 @@ class Gathering:
             self._pins.subtract(held)
             for bucket in gathered:
                 self.end_use(bucket)
+                bucket.earlier_views = None
 
     def _free_rounded(self, buckets: Iterable[Bucket]) -> None:
         """Free rounded buckets outside of forward and backward, to gather them exactly."""

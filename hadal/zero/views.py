@@ -66,6 +66,12 @@ class Views:
         for parameter, kind in zip(self._parameters, self._watched_kinds, strict=True):
             parameter.__class__ = kind
 
+    def leave_full(self) -> None:
+        """Leave the full buffer's memory to the program's views of it, and take an empty one."""
+        self._full.data = torch.empty_like(self._full)
+        self._into_full[:] = views_of(self._full, self.layout)
+        self._full.untyped_storage().resize_(0)
+
     def look_at(self, values: Sequence[Tensor]) -> None:
         """Point the parameters at these values, one for each."""
         is_full = values is self._into_full
@@ -92,9 +98,10 @@ class Views:
 
     # ---- checks ----------------------------------------------------------------------------------
 
-    def have_others(self, own: int) -> bool:
-        """Return True if more tensors than the parameters and `own` others use the full buffer."""
-        return number_of_users(self._full) > self._full_users + own
+    @property
+    def others(self) -> int:
+        """The number of tensors, besides the parameters, that use the full buffer."""
+        return number_of_users(self._full) - self._full_users
 
     @property
     def were_written(self) -> bool:
