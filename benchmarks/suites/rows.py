@@ -276,8 +276,7 @@ _FUNASR_NEEDS = "hydra-core==1.3.8 librosa==0.11.0 kaldiio==2.18.1 rapidfuzz==3.
 _DEEPSPEED_LEAVES_OUT = """
 checkpoint: autotp_uc_checkpoint moe_checkpoint universal_checkpoint
 inference/quantization: intX_quantization
-model_parallelism: autotp_custom_patterns autotp_training configurable_parallel_mp
-  configurable_parallel_pp tp_plan_e2e tp_plan_real_models
+model_parallelism: autotp_custom_patterns autotp_training tp_plan_real_models
 runtime/half_precision: dynamic_loss_scale
 runtime/half_precision/onebit: onebit
 ulysses_alst: ulysses_sp_hf
@@ -286,8 +285,7 @@ v1/half_precision: bf16 with_autocast
 v1/moe: autoep_autotp_checkpoint autoep_autotp_grad_parity autoep_autotp_runtime
   autoep_checkpoint autoep_grad_parity autoep_integration
 v1/pin_memory: destroy_unpin
-v1/zero: offload_states stage2_flatten_on_gpu zero zero_activation_checkpoint_lifecycle
-  zero_coalesce_grad_reduction zero_user_backward
+v1/zero: offload_states
 """
 
 
