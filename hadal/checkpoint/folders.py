@@ -20,7 +20,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-from hadal.checkpoint import folders
 from hadal.checkpoint.deepspeed.folder import (
     LATEST_UNIVERSAL,
     has_rank_files,
@@ -468,14 +467,14 @@ def prune(save_dir: Location, saved: str, keep: Keep, jobs: Collection[str]) -> 
     except (CheckpointError, OSError) as error:
         _log.warning("%s: old checkpoints are not removed: %s", save_dir, error)
         return
-    spared = {saved, folders.latest_tag(save_dir)}
+    spared = {saved, latest_tag(save_dir)}
     for number, (age, name) in enumerate(ages):
         is_new = keep.last is not None and number < keep.last
         is_young = keep.hours is not None and age < keep.hours * _HOUR
         if is_new or is_young or name in spared:
             continue
         try:
-            folders.remove(save_dir / name)
+            remove(save_dir / name)
         except (CheckpointError, OSError) as error:
             _log.warning("%s is not removed: %s", save_dir / name, error)
 
@@ -483,7 +482,7 @@ def prune(save_dir: Location, saved: str, keep: Keep, jobs: Collection[str]) -> 
 def _ages(save_dir: Location, jobs: Collection[str]) -> list[tuple[float, str]]:
     """Return (age in seconds, name) of each complete checkpoint that was saved as the latest."""
     now, ages = time.time(), []
-    for folder in folders.all_of(save_dir, with_links=False):
+    for folder in all_of(save_dir, with_links=False):
         try:
             content = read_index(folder)
             sizes = {item.name: item.nbytes for item in items_of(folder / mark_in(content))}

@@ -310,7 +310,10 @@ def _try_schedule(source: Source, live: Live, wanted: Wanted) -> None:
         return
     restore = restorer(live.schedule, deepcopy(live.schedule.state_dict()))
     groups = [] if live.optimizer is None else live.optimizer.param_groups
-    options = [{k: _copied(v) for k, v in group.items() if k != "params"} for group in groups]
+    options = [
+        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        for group in groups
+    ]
     try:
         _load_schedule(source, live)
     finally:
@@ -340,10 +343,6 @@ def _load_schedule(source: Source, live: Live) -> None:
             f"{source.path}: the saved schedule has {len(rates)} param groups, but there are"
             f" {groups}; pass load_lr_scheduler_states=False"
         )
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _try_loader(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -147,10 +147,11 @@ def _job(
     passed |= screen_of(variables, pool)
     elastic = _elastic(choices, variables, pool) if choices.elastic_training else None
     any_port = 0 if elastic or is_one else DEFAULT_PORT
+    names = (variables.get("DS_ENV_FILE") or DEEPSPEED_ENV, HADAL_ENV)
     return Job(
         program=_program(choices, folder, variables),
         pool=pool,
-        variables=of_env_files((Path.home(), folder), _env_names(variables), passed),
+        variables=of_env_files((Path.home(), folder), names, passed),
         shows_slots=shows_slots,
         port=choices.master_port or any_port,
         elastic=elastic,
@@ -444,10 +445,6 @@ def _seconds(variables: Mapping[str, str], key: str, default: float) -> float:
     if not 0 <= seconds < float("inf"):
         raise LaunchError(f"the variable {key} must be a number of seconds, or 0, found {passed!r}")
     return seconds
-
-
-def _env_names(variables: Mapping[str, str]) -> Sequence[str]:
-    return (variables.get("DS_ENV_FILE") or DEEPSPEED_ENV, HADAL_ENV)
 
 
 def _passed_on(variables: Mapping[str, str], folder: Path) -> dict[str, str]:

@@ -6,7 +6,6 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -133,7 +132,10 @@ class BlockEigenvalues(Listener):
         section, setting = self._section, self._setting
         model = _without_hooks(setting.model)
         # Attention's fused kernels have no second derivative.
-        with _kept_random_state(setting.device), sdpa_kernel(SDPBackend.MATH):
+        device = setting.device
+        devices = [] if device.type == "cpu" else [device]
+        kept = torch.random.fork_rng(devices, device_type=device.type)
+        with kept, sdpa_kernel(SDPBackend.MATH):
             output = setting.forward(model, batch.args, batch.kwargs)
             loss = _loss_of(output) if self.loss_of is None else self.loss_of(output)
             blocks = blocks_of(model, section.layer_name, section.layer_num)
@@ -218,11 +220,6 @@ def _expect_gradients(
                 " it, or an operation in between cannot be differentiated twice; recompute with"
                 " use_reentrant=False, let no layer be skipped, or switch eigenvalue off"
             )
-
-
-def _kept_random_state(device: torch.device) -> AbstractContextManager[None]:
-    devices = [] if device.type == "cpu" else [device]
-    return torch.random.fork_rng(devices, device_type=device.type)
 
 
 def _loss_of(output: Any) -> Tensor:

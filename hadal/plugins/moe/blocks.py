@@ -179,20 +179,22 @@ def find_blocks(
     """
     router, experts = section.router_pattern or "gate", section.expert_pattern or "experts"
     first, down, _ = _names(section)
+    pattern = section.moe_layer_pattern
     found = []
     for name, module in model.named_modules():
         inner = getattr(module, experts, None)
         outer = getattr(module, router, None)
-        is_named = section.moe_layer_pattern is None or _ends_like(name, section.moe_layer_pattern)
+        is_named = pattern is None or re.search(rf"(?:^|\.)(?:{pattern})$", name)
         if not (is_named and isinstance(inner, nn.Module) and isinstance(outer, nn.Module)):
             continue
         if _is_stack(inner, first) and _is_stack(inner, down):
             found.append(ExpertBlock(name, outer, inner))
     if not found and not may_have_none:
+        named = f" and a name that ends with {pattern!r}" if pattern else ""
         raise ModelError(
             f"expert_parallel: no block of {type(model).__name__} has a router ({router!r}) next to"
             f" experts ({experts!r}) with weights {first!r} and {down!r} of three dimensions"
-            f"{_of_pattern(section)}; set router_pattern, expert_pattern, expert_w1 and expert_w2"
+            f"{named}; set router_pattern, expert_pattern, expert_w1 and expert_w2"
         )
     _check_preset(model, section.preset_model)
     return found
@@ -200,15 +202,6 @@ def find_blocks(
 
 def _names(section: ExpertParallel) -> tuple[str, str, str | None]:
     return section.expert_w1 or "gate_up_proj", section.expert_w2 or "down_proj", section.expert_w3
-
-
-def _ends_like(name: str, pattern: str) -> bool:
-    return re.search(rf"(?:^|\.)(?:{pattern})$", name) is not None
-
-
-def _of_pattern(section: ExpertParallel) -> str:
-    pattern = section.moe_layer_pattern
-    return f" and a name that ends with {pattern!r}" if pattern else ""
 
 
 def _is_stack(module: Any, name: str) -> bool:

@@ -8,7 +8,7 @@ So the model itself computes masks, rotary angles and types of blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -274,8 +274,10 @@ def _check_between_blocks(model: nn.Module, decoder: Any) -> None:
     decoder.layers = DecoderBlocks(list(layers), lambda _: None)
     modes = {module: module.training for module in decoder.modules()}
     decoder.train()
+    # No random generator advances, and no other device is touched.
+    kept = torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
     try:
-        with torch.no_grad(), _without_norm(decoder), _same_numbers_after(device):
+        with torch.no_grad(), _without_norm(decoder), kept:
             found = decoder(inputs_embeds=hidden, use_cache=False).last_hidden_state
         is_same = found.shape == hidden.shape and torch.equal(found, hidden)
     finally:
@@ -287,12 +289,6 @@ def _check_between_blocks(model: nn.Module, decoder: Any) -> None:
             f"pipeline.auto: {type(model).__name__} scales, drops or adds to its embeddings outside"
             " its blocks, which every stage would repeat. Write it as a PipelineModule"
         )
-
-
-def _same_numbers_after(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context that advances no random generator; it touches no other device."""
-    devices = [] if device.type == "cpu" else [device]
-    return torch.random.fork_rng(devices, device_type=device.type)
 
 
 @contextmanager

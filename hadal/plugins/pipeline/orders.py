@@ -58,11 +58,7 @@ Order = Sequence[StageJob]
 
 def gpipe_order(micro_batches: int, stages: int, stage: int) -> Order:
     """Return all forwards, then all backwards."""
-    return [
-        StageJob(kind, n)
-        for kind in (JobKind.FORWARD, JobKind.BACKWARD)
-        for n in range(micro_batches)
-    ]
+    return _jobs(JobKind.FORWARD, micro_batches) + _jobs(JobKind.BACKWARD, micro_batches)
 
 
 def one_forward_one_backward_order(micro_batches: int, stages: int, stage: int) -> Order:

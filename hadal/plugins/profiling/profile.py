@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -271,17 +271,7 @@ def write_report(profile: Profile, layout: ReportLayout, path: str | None) -> No
 
 def report(profile: Profile, layout: ReportLayout, stream: TextIO | None = None) -> str:
     """Return the report of an update, in colour if `stream` is a terminal."""
-    lines = [
-        _title("Hadal Flops Profiler"),
-        f"Profile Summary at step {profile.step}:",
-        _NOTES,
-        *(f"{label + ':':<56}{value}" for label, value in _figures(profile)),
-        "",
-        aggregated(profile.tree, layout),
-    ]
-    if layout.detailed:
-        lines += ["", _title("Detailed Profile per GPU"), detailed(profile.tree, stream)]
-    return "\n".join([*lines, "-" * _WIDTH])
+    return _report(profile.step, _figures(profile), profile.tree, layout, stream)
 
 
 def standalone_report(tree: Tree, layout: ReportLayout, step: int) -> str:
@@ -294,6 +284,16 @@ def standalone_report(tree: Tree, layout: ReportLayout, step: int) -> str:
         ("fwd latency", duration_to_string(seconds)),
         ("fwd FLOPS per GPU", flops_to_string(count.flops / seconds if seconds else 0.0)),
     ]
+    return _report(step, figures, tree, layout)
+
+
+def _report(
+    step: int,
+    figures: Iterable[tuple[str, str]],
+    tree: Tree,
+    layout: ReportLayout,
+    stream: TextIO | None = None,
+) -> str:
     lines = [
         _title("Hadal Flops Profiler"),
         f"Profile Summary at step {step}:",
@@ -303,7 +303,7 @@ def standalone_report(tree: Tree, layout: ReportLayout, step: int) -> str:
         aggregated(tree, layout),
     ]
     if layout.detailed:
-        lines += ["", _title("Detailed Profile per GPU"), detailed(tree)]
+        lines += ["", _title("Detailed Profile per GPU"), detailed(tree, stream)]
     return "\n".join([*lines, "-" * _WIDTH])
 
 

@@ -45,6 +45,9 @@ class SparsityConfig:
 
     draws: Draws = random
     """The source of random blocks; Python's global generator by default."""
+    num_random_blocks = 0
+    needed: tuple[str, ...] = ()
+    """The attributes that are minimum numbers of blocks in a sequence."""
 
     def __init__(
         self, num_heads: int, block: int = 16, different_layout_per_head: bool = False
@@ -60,7 +63,7 @@ class SparsityConfig:
     @property
     def is_random(self) -> bool:
         """True if two layouts of one length may differ."""
-        return False
+        return self.num_random_blocks > 0
 
     def blocks_of(self, seq_len: int) -> int:
         """Return the number of blocks in a sequence.
@@ -124,7 +127,7 @@ class SparsityConfig:
 
     def sizes(self) -> dict[str, int]:
         """Return the minimum numbers of blocks in a sequence, by name."""
-        return {}
+        return {name: getattr(self, name) for name in self.needed}
 
     def head_layout(self, count: int, head: int) -> Tensor:
         """Return one head's layout over `count` blocks: bool, [count, count]."""
@@ -295,6 +298,8 @@ class VariableSparsityConfig(SparsityConfig):
         ModelError: arguments contradict each other.
     """
 
+    needed = ("num_random_blocks",)
+
     def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
         self,
         num_heads: int,
@@ -321,15 +326,6 @@ class VariableSparsityConfig(SparsityConfig):
         self.attention = attention
         self.horizontal_global_attention = horizontal_global_attention
         self._globals = _ranges(global_block_indices, global_block_end_indices)
-
-    @property
-    def is_random(self) -> bool:
-        """True if two layouts of one length may differ."""
-        return self.num_random_blocks > 0
-
-    def sizes(self) -> dict[str, int]:
-        """Return the minimum numbers of blocks in a sequence, by name."""
-        return {"num_random_blocks": self.num_random_blocks}
 
     def head_layout(self, count: int, head: int) -> Tensor:
         """Return one head's layout over `count` blocks: bool, [count, count]."""
@@ -359,6 +355,8 @@ class BigBirdSparsityConfig(SparsityConfig):
         ChoiceError: another `attention`.
     """
 
+    needed = ("num_random_blocks", "num_sliding_window_blocks", "num_global_blocks")
+
     def __init__(
         self,
         num_heads: int,
@@ -375,19 +373,6 @@ class BigBirdSparsityConfig(SparsityConfig):
         self.num_sliding_window_blocks = num_sliding_window_blocks
         self.num_global_blocks = num_global_blocks
         self.attention = attention
-
-    @property
-    def is_random(self) -> bool:
-        """True if two layouts of one length may differ."""
-        return self.num_random_blocks > 0
-
-    def sizes(self) -> dict[str, int]:
-        """Return the minimum numbers of blocks in a sequence, by name."""
-        return {
-            "num_random_blocks": self.num_random_blocks,
-            "num_sliding_window_blocks": self.num_sliding_window_blocks,
-            "num_global_blocks": self.num_global_blocks,
-        }
 
     def head_layout(self, count: int, head: int) -> Tensor:
         """Return one head's layout over `count` blocks: bool, [count, count]."""
@@ -415,6 +400,8 @@ class BSLongformerSparsityConfig(SparsityConfig):
         ModelError: the ranges are invalid.
     """
 
+    needed = ("num_sliding_window_blocks",)
+
     def __init__(
         self,
         num_heads: int,
@@ -431,10 +418,6 @@ class BSLongformerSparsityConfig(SparsityConfig):
         self.global_block_end_indices = global_block_end_indices
         self.attention = attention
         self._globals = _ranges(global_block_indices, global_block_end_indices)
-
-    def sizes(self) -> dict[str, int]:
-        """Return the minimum numbers of blocks in a sequence, by name."""
-        return {"num_sliding_window_blocks": self.num_sliding_window_blocks}
 
     def head_layout(self, count: int, head: int) -> Tensor:
         """Return one head's layout over `count` blocks: bool, [count, count]."""
@@ -456,6 +439,8 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
         attention: "unidirectional" (only the window's first half); anything else is bidirectional.
     """
 
+    needed = ("num_sliding_window_blocks",)
+
     def __init__(
         self,
         num_heads: int,
@@ -466,10 +451,6 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
         super().__init__(num_heads, block)
         self.num_sliding_window_blocks = num_sliding_window_blocks
         self.attention = attention
-
-    def sizes(self) -> dict[str, int]:
-        """Return the minimum numbers of blocks in a sequence, by name."""
-        return {"num_sliding_window_blocks": self.num_sliding_window_blocks}
 
     def head_layout(self, count: int, head: int) -> Tensor:
         """Return one head's layout over `count` blocks: bool, [count, count]."""

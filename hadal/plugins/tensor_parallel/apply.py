@@ -59,7 +59,8 @@ def cut_sequences(model: nn.Module, plan: CutPlan, group: TensorGroup) -> None:
             f" and feed-forward modules in them, and one of {', '.join(_NORMS)} next to the list;"
             " leave the key out"
         )
-    cut = {id(p) for one in plan.layers for p in one.layer.parameters() if _is_slice(p)}
+    parameters = (p for one in plan.layers for p in one.layer.parameters())
+    cut = {id(p) for p in parameters if getattr(p, "tensor_model_parallel", False) is True}
     for path in blocks:
         for name, parameter in modules[path].named_parameters(path):
             if id(parameter) in cut or name in plan.summed:
@@ -86,10 +87,6 @@ def cut_sequences(model: nn.Module, plan: CutPlan, group: TensorGroup) -> None:
 
 def _is_in(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
-
-
-def _is_slice(parameter: nn.Parameter) -> bool:
-    return getattr(parameter, "tensor_model_parallel", False) is True
 
 
 def _last_norm(modules: dict[str, nn.Module], stacks: set[str]) -> str | None:

@@ -300,13 +300,10 @@ def guessed_rules(model: nn.Module, rows: Sequence[str] = ()) -> tuple[LayerRule
             if name.split(".")[-1] in _ROUTERS:
                 way = SKIP
             origin = "tensor_parallel.injection_policy_tuple" if rows else "the names of layers"
-            rules.append(LayerRule((f"{_escaped(full)}\\.weight$",), way, origin=origin))
+            pattern = full.replace(".", "\\.") + "\\.weight$"
+            rules.append(LayerRule((pattern,), way, origin=origin))
     return tuple(rules)
 
 
 def _ends(name: str, ends: Sequence[str]) -> bool:
     return any(f".{name}".endswith(end if end.startswith(".") else f".{end}") for end in ends)
-
-
-def _escaped(name: str) -> str:
-    return name.replace(".", "\\.")

@@ -201,14 +201,12 @@ def _axes(
     if tokens is not None and rate is not None:
         # The first update has no rate: its samples count as many tokens as those of the second.
         per_sample = np.interp(
-            samples, tokens.samples, tokens.values / np.interp(tokens.samples, *_points(rate))
+            samples,
+            tokens.samples,
+            tokens.values / np.interp(tokens.samples, rate.samples, rate.values),
         )
         axes["tokens"] = np.cumsum(per_sample * np.diff(samples, prepend=0.0))
     return axes
-
-
-def _points(series: Series) -> tuple[Values, Values]:
-    return series.samples, series.values
 
 
 def thinned(series: Series, most: int = 800) -> Series:
