@@ -260,8 +260,7 @@ class StoredSource(Source):
             _layout_of(bucket.slots): number for number, bucket in enumerate(self.part.buckets)
         }
         self._place: dict[tuple[str, str], tuple[int, Slot] | Single] = {}
-        self._entries: dict[tuple[str, str], Entry] = {}
-        self.entries = self._entries
+        self.entries: dict[tuple[str, str], Entry] = {}
         for one in self.part.singles:
             if one.rank is not None and one.rank >= len(self.part.ranks):
                 raise ValueError(f"{one.tensor} is on rank {one.rank}")
@@ -274,7 +273,7 @@ class StoredSource(Source):
     def _enter(self, name: str, kind: str, entry: Entry, place: tuple[int, Slot] | Single) -> None:
         if (name, kind) in self.entries:
             raise ValueError(f"{kind} of {name} is listed twice")
-        self._entries[name, kind] = entry
+        self.entries[name, kind] = entry
         self._place[name, kind] = place
 
     def _enter_slices(self) -> None:

@@ -212,9 +212,9 @@ def _program(unpacked: dict[str, Any]) -> Program:
     return Program(**unpacked)
 
 
-def rank_command(program: Program, python: str = sys.executable) -> list[str]:
+def rank_command(program: Program) -> list[str]:
     """Return the command that starts a rank's wrapper process."""
-    return [python, "-u", "-m", "hadal.launcher.rank", *cut(packed(program))]
+    return [sys.executable, "-u", "-m", "hadal.launcher.rank", *cut(packed(program))]
 
 
 def cut(word: str) -> list[str]:

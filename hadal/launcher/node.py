@@ -168,13 +168,13 @@ def _started(share: HostShare) -> subprocess.Popen[bytes]:
     return agent
 
 
-def agent_command(share: HostShare, python: str = sys.executable) -> list[str]:
+def agent_command(share: HostShare) -> list[str]:
     """Return the command that starts torch's elastic agent for this host's ranks.
 
     Every user of the host can read it, so it names no variables: they may be secrets.
     """
     if share.is_elastic:
-        return [python, "-u", "-m", "hadal.launcher.agent"]
+        return [sys.executable, "-u", "-m", "hadal.launcher.agent"]
     place: dict[str, object] = {"nnodes": share.nodes, "nproc-per-node": len(share.slots)}
     if share.port:
         place |= {
@@ -190,8 +190,8 @@ def agent_command(share: HostShare, python: str = sys.executable) -> list[str]:
             "local-addr": share.address,
         }
     words = [f"--{key}={value}" for key, value in place.items()]
-    rank = rank_command(share.program, python)
-    return [python, "-m", "torch.distributed.run", *words, "--no-python", *rank]
+    rank = rank_command(share.program)
+    return [sys.executable, "-m", "torch.distributed.run", *words, "--no-python", *rank]
 
 
 def variables_of(share: HostShare, there: Mapping[str, str], cores: int) -> dict[str, str]:

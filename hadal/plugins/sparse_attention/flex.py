@@ -174,19 +174,17 @@ def _block_mask(layout: BlockLayout, device: torch.device, *, is_causal: bool) -
     )
 
 
-def coarse(
-    layout: Tensor, block: int, length: int, *, is_causal: bool, edge: int = _EDGE
-) -> tuple[Tensor, Tensor]:
-    """Return which squares of `edge` tokens have any computed pair, and which have only those.
+def coarse(layout: Tensor, block: int, length: int, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Return which squares of _EDGE tokens have any computed pair, and which have only those.
 
-    Both are bool, [heads, ceil(length / edge), ceil(length / edge)].
+    Both are bool, [heads, ceil(length / _EDGE), ceil(length / _EDGE)].
     """
     heads, count, _ = layout.shape
-    squares = -(-length // edge)
+    squares = -(-length // _EDGE)
     # The range of blocks that each square touches; either size may divide the other, or neither.
-    starts = torch.arange(squares, device=layout.device) * edge
+    starts = torch.arange(squares, device=layout.device) * _EDGE
     first = starts // block
-    last = (torch.clamp(starts + edge, max=length) - 1) // block
+    last = (torch.clamp(starts + _EDGE, max=length) - 1) // block
     sums = layout.new_zeros(heads, count + 1, count + 1, dtype=torch.int64)
     lower = layout.tril() if is_causal else layout
     sums[:, 1:, 1:] = lower.long().cumsum(1).cumsum(2)
