@@ -248,7 +248,7 @@ class Runner:
             each.pool = self._free_for(each)
             if not each.pool:
                 break  # later ones would always be ahead of one that needs a whole host
-            each.outcome = self._threads.submit(self._launched, each)
+            each.outcome = self._submit(each)
 
     def _free_for(self, experiment: ExperimentRun) -> Pool:
         """Return hosts and slots on which an experiment may begin; none if it has to wait."""
@@ -261,6 +261,9 @@ class Runner:
         if len(free) < len(self.pool) and not busy:  # hosts were lost: where it failed is left
             free = self._places
         return dict(free[: len(self.pool)]) if len(free) >= len(self.pool) else {}
+
+    def _submit(self, experiment: ExperimentRun) -> Future[Outcome]:
+        return self._threads.submit(self._launched, experiment)
 
     def finished(self) -> Outcome:
         """Wait for the next experiment that ends; those of an earlier search come as they did then.
