@@ -14,7 +14,8 @@ import torch
 from gpu_checks.jobs import run_script
 from gpu_checks.table import ROOT, Line, Lines, check, expect, is_dry, measured
 
-_TINY = ["--device=cpu", "--micro-batch=2", "--accumulation=2", "--steps=1", "--largest=1.3"]
+_TINY = ["--device=cpu", "--small=0.01", "--largest=1.3"]
+_TINY += ["--micro-batch=2", "--accumulation=2", "--steps=1"]
 _DISK_BYTES = 24  # of a parameter and update: master and moments, read and written
 
 Found = dict[str, Any]
