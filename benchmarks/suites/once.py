@@ -5,14 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.file_baton import FileBaton
 
 # A rank is forked from a process that has imported these already.
-multiprocessing.set_forkserver_preload(["torch", "unit.simple_model"])
+multiprocessing.set_forkserver_preload(["torch", "unit.simple_model", __name__])
 os.environ["PYTHONPATH"] = os.pathsep.join((os.path.abspath("tests"), os.environ["PYTHONPATH"]))
 
 _COMPILED = {
@@ -47,6 +49,18 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
         sys.modules["unit.common"].DistributedExec._close_pool = _end_ranks
         # It is called when ranks hang, and would end the other tests of the file.
         pytest.exit = lambda reason, returncode: pytest.fail(reason)
+
+
+def _wait_for_compiler(self: FileBaton) -> None:
+    """Wait for another process that compiles; a rank that was ended leaves its lock behind."""
+    end = time.monotonic() + 10  # all is compiled before the first test
+    while os.path.exists(self.lock_file_path) and time.monotonic() < end:
+        time.sleep(0.1)
+    with suppress(FileNotFoundError):
+        os.remove(self.lock_file_path)
+
+
+FileBaton.wait = _wait_for_compiler  # type: ignore[method-assign]
 
 
 def _end_ranks(self: Any, pool: Any, num_procs: int, force: bool = False) -> None:
