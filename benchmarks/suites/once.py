@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +16,6 @@ from torch.utils.file_baton import FileBaton
 multiprocessing.set_forkserver_preload(["torch", "unit.simple_model", __name__])
 os.environ["PYTHONPATH"] = os.pathsep.join((os.path.abspath("tests"), os.environ["PYTHONPATH"]))
 
-_COMPILED = {
-    "ShareMemCommBuilder": "deepspeed_shm_comm",
-    "FusedAdamBuilder": "fused_adam",
-    "CPUAdamBuilder": "cpu_adam",
-}
-
 
 def pytest_sessionstart(session: Any) -> None:
     """Compile DeepSpeed's operations before the time of a test begins; Hadal has none."""
@@ -30,11 +23,9 @@ def pytest_sessionstart(session: Any) -> None:
 
     if hasattr(session.config, "workerinput"):
         return  # the process that starts the workers has done it
-    for builder, name in _COMPILED.items():
+    for builder in ("ShareMemCommBuilder", "FusedAdamBuilder", "CPUAdamBuilder"):
         operations = get_accelerator().create_op_builder(builder)
-        where = Path(os.environ["TORCH_EXTENSIONS_DIR"], name)
-        (where / "lock").unlink(missing_ok=True)  # of a run that was ended; all would wait for it
-        if operations is not None and not (where / f"{name}.so").exists():
+        if operations is not None:
             with suppress(NotImplementedError):
                 operations.load()
 

@@ -157,6 +157,8 @@ def prepare(suite: Suite, folder: Path, checkouts: Path, interpreter: Path) -> d
     folder.mkdir(exist_ok=True)
     variables = environment(folder.parent, interpreter)
     variables["PYTHONPATH"] = os.pathsep.join([*paths, variables["PYTHONPATH"]])
+    if suite.itself:  # operations of these sources, which others would compile again
+        variables["TORCH_EXTENSIONS_DIR"] = str(folder / "torch_extensions")
     return variables
 
 
