@@ -149,7 +149,7 @@ _ANSWERS: dict[str, tuple[Callable[[Ranks], Any], Callable[[], Any]]] = {
     "src_rank": (lambda ranks: ranks.numbers[0], get_rank),
     "world_size": (lambda ranks: ranks.size, lambda: 1),
 }
-"""What is asked of some ranks, and the answers about this one if there are none."""
+"""Questions asked of some ranks, and the answers about this one if there are none."""
 
 
 def _function(finder: str, answer: str) -> Callable[..., Any]:
