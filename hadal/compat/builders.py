@@ -37,7 +37,7 @@ _KNOWN: dict[str, tuple[str, bool]] = {
     "RaggedUtilsBuilder": ("ragged_device_ops", False),
     "SparseAttnBuilder": ("sparse_attn", True),
     "SpatialInferenceBuilder": ("spatial_inference", False),
-    "TransformerBuilder": ("transformer", False),
+    "TransformerBuilder": ("transformer", True),
     "UtilsBuilder": ("utils", True),
 }
 

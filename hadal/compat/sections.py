@@ -17,7 +17,7 @@ from hadal.errors import ConfigError
 _OF_KEYS = {
     "AutoEPConfig": "parallelism:ExpertParallel",
     "CommsLoggerConfig": "monitors:CommsLogging",
-    "CompileConfig": "not_built:Compile",
+    "CompileConfig": "compile:Compile",
     "DeepSpeedBF16Config": "precision:Bf16",
     "DeepSpeedFP16Config": "precision:Fp16",
     "DeepSpeedThroughputTimerConfig": "monitors:ThroughputTiming",

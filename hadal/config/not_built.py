@@ -1,19 +1,22 @@
 """The sections of features that Hadal does not have: their keys are checked."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from annotated_types import Ge
 from pydantic import BeforeValidator
 
-from hadal.config.section import UNBUILT, Mark, Section, Switched, key, rule, section
+from hadal.config.section import UNBUILT, Mark, Section, Switched, key, section
 from hadal.config.values import Boolean, Integer, Number, Text, whole
-from hadal.errors import Fault
 
 NOT_BUILT: Mapping[str, tuple[str, str]] = {
     "aio.use_gds": ("it needs a GPU, a driver and a disk for GPUDirect Storage", ""),
     "checkpoint.writer.type": ("", "choose another"),
-    "compile.deepcompile": ("", ""),
+    "compile.offload_activation": (
+        "activation_checkpointing.cpu_checkpointing keeps the inputs of recomputed blocks there",
+        "",
+    ),
+    "compile.offload_parameters": ("zero_optimization.offload_param keeps them there", ""),
     "hybrid_engine.inference_tp_size": ("tensor_parallel splits layers in training too", ""),
     "nebula.enabled": ("checkpoint.async_save saves in the background", ""),
     "tensor_parallel.vocab_parallel_ce_backend": ("", "choose another"),
@@ -23,55 +26,6 @@ NOT_BUILT: Mapping[str, tuple[str, str]] = {
     "zero_optimization.zenflow": ("", "leave it out: offload_optimizer updates everything at once"),
 }
 """The reason, and the remedy if it is not to set the default, for each key that is refused."""
-
-
-class Compile(Section):
-    """Graph passes that run once the engine is compiled."""
-
-    switch = "deepcompile"
-    leftovers: ClassVar[Mapping[str, str]] = {
-        "enabled": "ignored, an old key: the program calls engine.compile()",
-        "disable": "ignored, an old key: the program calls engine.compile()",
-        "backend": "ignored, an old key: engine.compile(backend=...)",
-        "kwargs": "ignored, an old key: engine.compile(compile_kwargs=...)",
-    }
-
-    deepcompile: Boolean = key(False, "Use the graph passes.", mark=UNBUILT)
-    passes: tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None = key(
-        None, "Passes to run; null follows the stage. autotp cannot be combined with others."
-    )
-    autoep_non_moe: Boolean = key(False, "Compile the modules around expert layers.")
-    free_activation: Boolean = key(False, "Free activations as soon as they have been used.")
-    free_activation_threshold: Integer = key(
-        10_485_760, "Keep activations of fewer bytes than this.", ge=0
-    )
-    offload_activation: Boolean = key(False, "Keep saved activations in host memory.")
-    offload_activation_pin_memory: Boolean = key(True, "Pin that memory.")
-    offload_opt_states: Boolean = key(False, "Offload optimizer state during forward and backward.")
-    double_buffer: Boolean = key(True, "Alternate between two reduction buffers.")
-    symmetric_memory: Boolean = key(False, "Use symmetric-memory collectives.")
-    debug_log: Boolean = key(False, "Write the graphs to files.")
-    offload_parameters: Boolean = key(False, "Offload parameters between uses.")
-    sync_before_reduce: Boolean = key(
-        False, "Synchronize with the device before each reduction, for debugging."
-    )
-    sync_after_reduce: Boolean = key(
-        False, "Synchronize with the device after each reduction, for debugging."
-    )
-    sync_before_allgather: Boolean = key(
-        False, "Synchronize with the device before each all-gather, for debugging."
-    )
-    sync_after_allgather: Boolean = key(
-        False, "Synchronize with the device after each all-gather, for debugging."
-    )
-    keep_int_input_tensors: Boolean = key(True, "Keep integer inputs for profiling.")
-    keep_all_input_tensors: Boolean = key(False, "Keep all inputs for profiling.")
-
-    @rule("deepcompile", "passes")
-    def _combined_passes(self) -> Iterator[Fault]:
-        passes = self.passes or ()
-        if self.deepcompile and "autotp" in passes and len(set(passes)) > 1:
-            yield Fault("passes", '"autotp" cannot be combined with others; remove them')
 
 
 class Nebula(Switched):

@@ -229,6 +229,36 @@ def _no_norm(config: Config) -> Iterator[Fault]:
             yield Fault(f"{_ZERO}.compute_grad_norm", f"false {what}; change that or leave it out")
 
 
+# ---- compiled graphs -----------------------------------------------------------------------------
+
+
+@rule("compile", _STAGE, "tensor_parallel", "sequence_parallel_size")
+def _passes(config: Config) -> Iterator[Fault]:
+    stage, passes = config.zero_optimization.stage, config.compile.passes or ()
+    parts = config.tensor_parallel
+    needs = {
+        "z1": (stage in (1, 2), f"{_STAGE} 1 or 2, got {stage}"),
+        "z3": (stage == 3, f"{_STAGE} 3, got {stage}"),
+        "autotp": (parts is not None and parts.is_on, "tensor_parallel.autotp_size"),
+        "autosp": (config.sequence_parallel_size > 1, "sequence_parallel_size"),
+    }
+    for name in passes if config.compile.deepcompile else ():
+        is_met, need = needs[name]
+        if not is_met:
+            yield Fault("compile.passes", f'"{name}" needs {need}; set that or remove it')
+
+
+@rule("compile.deepcompile", "compile.offload_opt_states", f"{_ZERO}.offload_optimizer.device")
+def _states_away(config: Config) -> Iterator[Fault]:
+    section, zero = config.compile, config.zero_optimization
+    if section.deepcompile and section.offload_opt_states and zero.offloads_optimizer:
+        yield Fault(
+            "compile.offload_opt_states",
+            f"cannot be combined with {_ZERO}.offload_optimizer, which keeps states off the device"
+            " in updates too; leave one of them out",
+        )
+
+
 # ---- curvature and quantization ------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from pydantic import PrivateAttr
 from hadal.config.activation_checkpointing import ActivationCheckpointing
 from hadal.config.autotuning import Autotuning
 from hadal.config.checkpoint import Checkpoint, DatastatesCkpt
+from hadal.config.compile import Compile
 from hadal.config.compression import CompressionTraining, Eigenvalue, QuantizeTraining
 from hadal.config.data_efficiency import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
 from hadal.config.elasticity import Elasticity
@@ -23,7 +24,7 @@ from hadal.config.monitors import (
     Timers,
     Wandb,
 )
-from hadal.config.not_built import Compile, Nebula, WeightQuantization
+from hadal.config.not_built import Nebula, WeightQuantization
 from hadal.config.offload import Aio
 from hadal.config.optimizer import Optimizer
 from hadal.config.parallelism import ExpertParallel, HybridEngine, Pipeline, TensorParallel
@@ -106,7 +107,7 @@ class Config(General):
         None, "Asynchronous checkpoints, as with checkpoint.async_save."
     )
     nebula: Nebula | None = key(None, "Azure Nebula.")
-    compile: Compile = section(Compile, "Graph passes.")
+    compile: Compile = section(Compile, "What is done around compiled graphs.")
     pipeline: Pipeline = section(Pipeline, "Pipeline stages.")
     progressive_layer_drop: ProgressiveLayerDrop | None = key(None, "Skipped layers.")
     eigenvalue: Eigenvalue | None = key(None, "Curvature.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
@@ -20,6 +20,7 @@ from hadal.device import give_back_freed_memory
 from hadal.engine.checkpoints import Checkpoints
 from hadal.engine.collector import hold_collector
 from hadal.engine.features import ATTRIBUTES
+from hadal.engine.graph_passes import moves_of
 from hadal.engine.listeners import options_of
 from hadal.engine.mistakes import FirstUpdate, missing_attribute, mixed_dtypes
 from hadal.engine.preemption import Preemption
@@ -109,7 +110,7 @@ class Engine(Checkpoints, StateOffload, nn.Module):
         self,
         backend: str | Callable[..., Any] = "inductor",
         compile_kwargs: Mapping[str, Any] | None = None,
-        schedule: Any = None,
+        schedule: Iterable[tuple[int, Collection[Any]]] | None = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
         """Compile the module in place with `torch.compile`; it happens at the next forward.
@@ -120,20 +121,19 @@ class Engine(Checkpoints, StateOffload, nn.Module):
         Args:
             backend: a backend, or torch's name for it.
             compile_kwargs: more arguments of `torch.compile` (mode, dynamic, fullgraph, options).
-            schedule: passes over the graphs; not built yet.
+            schedule: pairs of an update and the passes of `deepspeed.compile.passes` that apply
+                from it on, instead of those of the section `compile`. Those that move Adam's states
+                keep the optimizer's state in host memory during forward and backward; the others
+                say what is done anyway.
             compiled_autograd_enabled: trace the backward as well; not built yet.
 
         Raises:
-            NotBuiltYetError: `schedule` or `compiled_autograd_enabled` is given.
+            NotBuiltYetError: `compiled_autograd_enabled` is given, or a pass moves parameters.
             UsageError: `compile_kwargs` has a name that `torch.compile` does not take, or asks for
-                CUDA graphs although weights are sharded.
+                CUDA graphs although weights are sharded; or `schedule` has a pass that is not known
+                or is for another stage.
         """
         self._state.expect_alive()
-        if schedule is not None:
-            raise NotBuiltYetError(
-                f"engine.compile(schedule={schedule!r}): passes over compiled graphs are not built"
-                " yet; leave schedule out"
-            )
         if compiled_autograd_enabled:
             raise NotBuiltYetError(
                 "engine.compile(compiled_autograd_enabled=True): tracing the backward is not built"
@@ -156,6 +156,11 @@ class Engine(Checkpoints, StateOffload, nn.Module):
                 " memory at each use; use the default mode or"
                 ' mode="max-autotune-no-cudagraphs", or ZeRO stage 0, 1 or 2'
             )
+        section, stage = self._parts.config.compile, self._parts.config.zero_optimization.stage
+        if schedule is not None:
+            self._state.moves = moves_of(schedule, stage)
+        else:
+            self._state.moves = ((0, section.deepcompile and section.offload_opt_states),)
         self.module.compile(backend=backend, **options)
         shield_hooks()  # now that the compiler is there
         self._is_compiled = True
@@ -171,7 +176,9 @@ class Engine(Checkpoints, StateOffload, nn.Module):
         """Run the module; inputs are cast, and autocast is applied, as configured."""
         if self._state.ended and not self._state.destroyed:
             return self._parts.casting.run(self.module, self.device, args, kwargs)
-        self._state.expect_alive()
+        self._state.expect_alive(in_pass=True)
+        if self.module.training and torch.is_grad_enabled():
+            self._begin_pass()
         with self._state.alone(), self._state.listeners as listeners:
             if listeners:
                 updates, micro_step = self.global_steps, self._state.collected
@@ -222,7 +229,7 @@ class Engine(Checkpoints, StateOffload, nn.Module):
             UsageError: nothing is trainable, or a parameter added to the model since `initialize`
                 requires gradients and is not trained.
         """
-        self._state.expect_alive()
+        self._state.expect_alive(in_pass=True)
         with self._state.alone():
             self._backwards.run(loss, retain_graph, divides=scale_wrt_gas)
         return loss
@@ -274,7 +281,7 @@ class Engine(Checkpoints, StateOffload, nn.Module):
             LossScaleError: fp16 gradients overflow at the floor of the loss scale.
         """
         state = self._state
-        state.expect_alive()
+        state.expect_alive(in_pass=True)
         if metric is not None:
             self._check_metric()
         check_step_arguments(self.lr_scheduler, schedule_arguments or {})

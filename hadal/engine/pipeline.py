@@ -151,7 +151,8 @@ class PipelineEngine(Engine):
             raise UsageError("train_batch() was called under torch.no_grad(); use eval_batch()")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        self._state.expect_alive()
+        self._state.expect_alive(in_pass=True)
+        self._begin_pass()
         self.train()
         steps = self._training_steps()
         losses = self._followed(steps, trains=True)

@@ -22,6 +22,7 @@ from hadal.data.loader import Loading, ShardedLoader
 from hadal.device import Event, HostCopy, at_end_of_backward, is_in_backward, is_in_node
 from hadal.engine.apply import ShardedModel
 from hadal.engine.clocks import Clocks
+from hadal.engine.graph_passes import Moves
 from hadal.engine.listeners import Listeners
 from hadal.engine.policies import BatchSizes
 from hadal.engine.precision import Casting
@@ -266,6 +267,8 @@ class State:
     """True if the log says that checkpoints reset error feedback."""
     moved: list[MovedStorage] = field(default_factory=list)
     """Device memory whose contents `offload_states` keeps."""
+    moves: Moves = ()
+    """Whether the optimizer's state leaves the device for forward and backward, by update."""
     host_memory: list[tuple[Tensor, Event]] = field(default_factory=list)
     """Pinned buffers kept for reuse; each is free once its event has completed."""
     destroyed: bool = False
@@ -300,8 +303,11 @@ class State:
         finally:
             self._thread.release()
 
-    def expect_alive(self) -> None:
-        """Raise UsageError after `destroy`; end a forward or backward that was interrupted."""
+    def expect_alive(self, *, in_pass: bool = False) -> None:
+        """Raise UsageError after `destroy`; end a forward or backward that was interrupted.
+
+        States that are away for forward and backward come back, unless it is called `in_pass`.
+        """
         with self.alone():
             self.loss_backward.end_left()
             if self.destroyed:
@@ -311,7 +317,7 @@ class State:
                     "this engine's training has ended (redundancy_clean does that), and it only"
                     " evaluates; save engine.module, or initialize again with it to train on"
                 )
-            self.parts.runtime.expect_here()
+            self.parts.runtime.expect_here(in_pass=in_pass)
             self.parts.hooks.end_left_over()
 
     @property

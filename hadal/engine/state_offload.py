@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hadal.device import Event, host_empty, is_host_memory
+from hadal.engine.graph_passes import moves_states
 from hadal.engine.state import MovedStorage, State
 from hadal.errors import UsageError
 from hadal.offload.crossing import crossing_of
@@ -71,17 +72,28 @@ class StateOffload:
                 " after an engine.step()"
             )
         runtime.away = tuple(sorted(kind.value for kind in wanted))
-        crossing = crossing_of(state.parts.device, pins=pin_memory)
-        for whole in _memory_of(wanted, state):
-            contents, free = _host_memory_for(whole.numel(), pin_memory, state)
-            event = crossing.move_out(whole, contents, after=free)
-            state.moved.append(MovedStorage(whole, contents, event, pin_memory))
+        _move_out(wanted, pin_memory, state)
         if MovableState.WEIGHTS in wanted:
             for bucket in runtime.buckets:
                 bucket.hide()
         if not non_blocking:
             for away in state.moved:
                 away.event.wait_on_host()
+
+    @torch.no_grad()
+    def _begin_pass(self) -> None:
+        """Move the optimizer's state off the device for a forward and its backward, if asked to.
+
+        Whatever needs it brings it back: the update, a checkpoint, a look at a parameter's state.
+        """
+        state, runtime = self._state, self._state.parts.runtime
+        if runtime.bring_back is None and moves_states(state.moves, state.global_steps):
+            runtime.bring_back = self._end_pass
+            _move_out({MovableState.OPTIMIZER}, True, state)
+
+    def _end_pass(self) -> None:
+        self._state.parts.runtime.bring_back = None
+        self.reload_states(non_blocking=True)
 
     @torch.no_grad()
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -110,6 +122,15 @@ class StateOffload:
             for bucket in runtime.buckets:
                 bucket.reveal()
         runtime.away = ()
+
+
+def _move_out(wanted: Collection[MovableState], pins: bool, state: State) -> None:
+    """Begin to move states to host memory, and release their memory once they are there."""
+    crossing = crossing_of(state.parts.device, pins=pins)
+    for whole in _memory_of(wanted, state):
+        contents, free = _host_memory_for(whole.numel(), pins, state)
+        event = crossing.move_out(whole, contents, after=free)
+        state.moved.append(MovedStorage(whole, contents, event, pins))
 
 
 def _host_memory_for(nbytes: int, pinned: bool, state: State) -> tuple[Tensor, Event | None]:

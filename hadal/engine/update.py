@@ -406,6 +406,7 @@ class Updates:
         """Make the update. Return the options before the schedule's step, for listeners."""
         state, parts = self._state, self._state.parts
         training = state.training or expect_training(state)
+        parts.runtime.expect_here()
         self._tell_skipped()
         self._look_back()
         parts.runtime.reduce_all()

@@ -130,6 +130,8 @@ class ZeroRuntime:
         """True: the running backward is the caller's own."""
         self.away: tuple[str, ...] = ()
         """The states that are off the device for a while and cannot be used."""
+        self.bring_back: Callable[[], None] | None = None
+        """Brings back the optimizer's state if it is off the device for forward and backward."""
         self.exchange: OwnExchange | None = None
         """The optimizer's own exchange, if gradients stay on their ranks."""
         self.reducing: AbstractContextManager[Any] = nullcontext()
@@ -140,9 +142,14 @@ class ZeroRuntime:
         is_cut = any(gradients.partitioned for gradients in self.gradients)
         self._reduces_inside = self._reduction.inside_backward or is_cut
 
-    def expect_here(self) -> None:
-        """Raise an error if states are off the device for a while, or after an interrupt."""
+    def expect_here(self, *, in_pass: bool = False) -> None:
+        """Raise an error if states are off the device for a while, or after an interrupt.
+
+        States that are away for forward and backward come back, unless it is called `in_pass`.
+        """
         expect_in_step()
+        if self.bring_back is not None and not in_pass:
+            self.bring_back()
         if self.away:
             raise UsageError(
                 f"rank {self.ranks.rank}: {', '.join(self.away)} were moved off the device by"

@@ -783,10 +783,9 @@ def test_a_program_sets_attributes_of_a_parameter_of_its_own() -> None:
     ("name", "instead"),
     [
         ("init_inference", "hybrid_engine"),
-        ("DeepSpeedTransformerLayer", "TransformerEncoderLayer"),
         ("replace_transformer_layer", "engine.compile"),
         ("runtime.domino.transformer.DominoTransformer", "tp_overlap_comm"),
-        ("compile.passes.prefetch.schedule_prefetch", "stage3_prefetch_bucket_size"),
+        ("compile.backend.launch_compile_passes", "stage3_prefetch_bucket_size"),
         ("module_inject.auto_ep.AutoEP", "expert_parallel"),
         ("checkpoint.ds_to_universal.merge_tp_slices", "hadal checkpoint"),
     ],

@@ -1,10 +1,12 @@
-"""`compile`: requests for graph passes, and only these, are refused as not built yet."""
+"""`compile`: keys that act, that are told to do nothing, and that are not built yet."""
 
 import pytest
 
 from hadal.config import load_config
+from hadal.config.section import mark_of
+from hadal.config.top_level import Config
 
-from .faults import BASE, only_fault
+from .faults import BASE, only_fault, with_zero
 
 OTHER_VALUES = {
     "passes": ["z1"],
@@ -49,10 +51,43 @@ OTHER_VALUES = {
     "compile.keep_all_input_tensors",
 )
 @pytest.mark.parametrize("name", OTHER_VALUES)
-def test_a_pass_is_refused_where_it_is_on_and_dormant_where_it_is_off(name):
-    section = {name: OTHER_VALUES[name]}
-    path, message = only_fault({**BASE, "compile": {"deepcompile": True, **section}})
-    assert path == "compile.deepcompile"
-    assert "not built yet; leave it out or set false" in message
-    config = load_config({**BASE, "compile": section})
+def test_a_key_says_what_it_does_where_the_section_is_on(name):
+    section = {"deepcompile": True, name: OTHER_VALUES[name]}
+    path, source = f"compile.{name}", {**with_zero(stage=1), "compile": section}
+    status = mark_of(type(Config().compile).model_fields[name]).status
+    if status == "not built yet":
+        found, message = only_fault(source)
+        assert found == path and "is not built yet: " in message
+    else:
+        is_told = any(path in n and "has no effect" in n for n in load_config(source).notes)
+        assert is_told == (status == "no effect")
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_a_key_is_dormant_where_the_section_is_off(name):
+    config = load_config({**BASE, "compile": {name: OTHER_VALUES[name]}})
     assert not config.compile.is_on
+
+
+@pytest.mark.parametrize(
+    ("passes", "stage", "need"),
+    [
+        ("z1", 3, "zero_optimization.stage 1 or 2, got 3"),
+        ("z3", 2, "zero_optimization.stage 3, got 2"),
+        ("autotp", 0, "tensor_parallel.autotp_size"),
+        ("autosp", 0, "sequence_parallel_size"),
+    ],
+)
+def test_a_pass_is_refused_where_nothing_does_it(passes, stage, need):
+    section = {"deepcompile": True, "passes": [passes]}
+    assert only_fault({**with_zero(stage=stage), "compile": section}) == (
+        "compile.passes",
+        f'"{passes}" needs {need}; set that or remove it',
+    )
+
+
+def test_states_are_moved_by_one_feature_alone():
+    section = {"deepcompile": True, "offload_opt_states": True}
+    zero = with_zero(stage=1, offload_optimizer={"device": "cpu"})
+    path, message = only_fault({**zero, "compile": section})
+    assert path == "compile.offload_opt_states" and "offload_optimizer" in message

@@ -246,7 +246,11 @@ CONTRADICTIONS = [
         "needs gradient_clipping 0",
     ),
     (
-        {"compile": {"deepcompile": True, "passes": ["autotp", "z1"]}},
+        {
+            **with_zero(stage=1),
+            "tensor_parallel": {"autotp_size": 2},
+            "compile": {"deepcompile": True, "passes": ["autotp", "z1"]},
+        },
         "compile.passes",
         "cannot be combined with others",
     ),

@@ -12,15 +12,17 @@ from .faults import BASE, only_fault, with_zero
 
 
 def test_the_message_names_the_remedy():
-    assert only_fault({**BASE, "compile": {"deepcompile": True}}) == (
-        "compile.deepcompile",
-        "true is not built yet; leave it out or set false",
+    section = {"deepcompile": True, "offload_parameters": True}
+    assert only_fault({**BASE, "compile": section}) == (
+        "compile.offload_parameters",
+        "true is not built yet: zero_optimization.offload_param keeps them there; leave it out or"
+        " set false",
     )
 
 
 def test_another_real_fault_makes_it_an_ordinary_error():
     with pytest.raises(ConfigError) as caught:
-        load_config({**BASE, "compile": {"deepcompile": True}, "fp16": {"enabled": 3}})
+        load_config({**BASE, "nebula": {"enabled": True}, "fp16": {"enabled": 3}})
     assert not isinstance(caught.value, UnbuiltConfigError)
     assert len(caught.value.faults) == 2
 

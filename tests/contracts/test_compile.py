@@ -186,7 +186,7 @@ def compile_wrongly(kwargs: dict[str, Any]) -> tuple[str, str, bool]:
 @pytest.mark.parametrize(
     ("kwargs", "kind", "told"),
     [
-        ({"schedule": [(0, [])]}, "NotBuiltYetError", "not built yet; leave schedule out"),
+        ({"schedule": [(0, ["prefetching"])]}, "UsageError", "'prefetching', expected some of"),
         ({"compiled_autograd_enabled": True}, "NotBuiltYetError", "not built yet; leave it out"),
         ({"compile_kwargs": {"mood": 1}}, "UsageError", "got 'mood', expected some of disable,"),
         ({"compile_kwargs": {"backend": "eager"}}, "UsageError", "got 'backend'"),

@@ -11,8 +11,9 @@ from ranks import RankPools, on_ranks
 
 import hadal
 from hadal import utils
-from hadal.engine import state_offload
-from hadal.errors import UsageError
+from hadal.compat.install import alias
+from hadal.engine import graph_passes, state_offload
+from hadal.errors import NotBuiltYetError, UsageError
 
 from .toys import assert_equal, batch_of, engine_of, loss_of, model_of, train
 
@@ -102,3 +103,53 @@ def test_parameters_that_cannot_move_are_refused() -> None:
     engine.destroy()  # whatever was away is back
     for mine, given in zip(engine.module.parameters(), model_of().parameters(), strict=True):
         assert mine.shape == given.shape and bool(mine.isfinite().all())
+
+
+# ---- graph passes, which ask for it --------------------------------------------------------------
+
+
+def test_a_schedule_of_deepspeeds_passes_is_followed() -> None:
+    passes = "deepspeed.compile.passes"
+    gather = alias(f"{passes}.zero3_compile").add_z3_gather_release
+    prefetch, states = alias(f"{passes}.prefetch"), alias(f"{passes}.offload_adam_states")
+    assert prefetch.NAME == "prefetch"
+    engine = engine_of(3)
+    engine.compile(
+        backend="eager",
+        schedule=[
+            (0, [states.offload_adam_states_for_init, gather, states.move_opt_states_sync]),
+            (2, (gather, prefetch.schedule_prefetch, "selective_gather")),
+            (5, [gather, states.move_opt_states]),
+        ],
+    )
+    moved = [graph_passes.moves_states(engine._state.moves, update) for update in range(7)]
+    assert moved == [True, True, False, False, False, True, True]
+    with pytest.raises(UsageError, match=r"engine\.compile\(schedule="):
+        gather(None, 0, [], None, None, 0, None, False)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "error", "text"),
+    [
+        ([(0, ["zero3_compile"])], UsageError, "zero3_compile of stage 3 at"),
+        ([(0, ["prefetching"])], UsageError, "'prefetching', expected some of zero1_compile"),
+        ([(0, [print])], UsageError, r"engine\.compile\(backend=function\)"),
+        ([(3, []), (3, [])], UsageError, "update 3 after 3"),
+        ([(0, ["offload_parameters"])], NotBuiltYetError, "offload_param keeps"),
+    ],
+)
+def test_a_schedule_that_cannot_be_followed_is_refused(
+    schedule: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        graph_passes.moves_of(schedule, 2)
+
+
+def test_inputs_of_autosp_are_the_same_tensors_of_any_length() -> None:
+    prepare = alias("deepspeed.compile.passes.sp_compile").prepare_autosp_inputs
+    tokens, labels = torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long)
+    found = prepare(tokens, label_id=labels)
+    assert found[0] is tokens and found[1] is labels and found[2:] == (None, None)
+    assert tokens._dynamo_dynamic_indices == {1}  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"position_id has the shape \(8,\)"):
+        prepare(tokens, labels, torch.zeros(8))

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,67 @@ def test_states_move_out_and_in(
     config = runs.config(stage, "bf16")
     wanted = ranks(2).run(_moved, config, pinned, waits)
     same(npus(2).run(_moved, config, pinned, waits), wanted)
+
+
+def _resting(config: dict[str, Any], schedule: Any) -> dict[str, Any]:
+    is_here = current_device().type == "npu"
+    with _late(), warnings.catch_warnings():
+        # torch's compiler looks at what a graph break hands over.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        engine = runs.built(config)
+        if schedule != "none":
+            engine.compile(backend="eager", schedule=schedule)
+        told: dict[str, Any] = {"losses": [], "norms": [], "device": engine.device.type}
+        seen, held = list[bool](), list[int]()
+        weight = engine.module.blocks[0].wide.weight
+        for update in range(4):
+            for tokens in runs.batches(torch.distributed.get_rank(), 1, update):
+                tokens = tokens.to(engine.device)
+                outputs = engine(tokens[:, :-1])
+                loss = F.cross_entropy(outputs.float().flatten(0, 1), tokens[:, 1:].flatten())
+                engine.backward(loss)
+                told["losses"].append(loss.item())
+                seen.append(bool(engine._state.moved))
+                held.append(_state_nbytes(engine))
+                if update == 2 and engine.is_gradient_accumulation_boundary():
+                    told["looked"] = safe_get_full_optimizer_state(weight, "exp_avg").tolist()
+                    assert not engine._state.moved  # a look brings it back
+                with npu.waits() if is_here else contextlib.nullcontext([]) as found:
+                    engine.step()
+                assert all(wait.where.startswith("optim/norm.py") for wait in found), found
+            assert not engine._state.moved
+        told["weights"] = runs.weights(engine)
+        if is_here:
+            told["seen"], told["held"] = seen, held
+        engine.destroy()
+    return told
+
+
+def _state_nbytes(engine: Any) -> int:
+    states = [v for one in engine.optimizer.state.values() for v in one.values()]
+    storages = {v.untyped_storage() for v in states if isinstance(v, Tensor) and v.dim()}
+    return sum(storage.nbytes() for storage in storages)
+
+
+@pytest.mark.fast_cells("3-schedule")
+@every(stage=[0, 1, 2, 3], how=["section", "schedule"])
+def test_optimizer_states_leave_for_forward_and_backward(
+    stage: int, how: str, npus: RankPools, ranks: RankPools
+) -> None:
+    plain = runs.config(stage, "bf16")
+    wanted = ranks(2).run(_resting, plain, "none")
+    if how == "section":
+        section = {"deepcompile": True, "offload_opt_states": True}
+        found = npus(2).run(_resting, {**plain, "compile": section}, None)
+        away = [False] * 2 + [True] * 6  # no state before the first update
+    else:
+        passes = [(0, ["prefetch"] if stage == 3 else []), (2, ["offload_adam_states"])]
+        found = npus(2).run(_resting, plain, passes)
+        away = [False] * 4 + [True] * 4
+    for one in found:
+        assert one.pop("seen") == away
+        assert [nbytes == 0 for nbytes in one.pop("held")] == [True] * 2 + away[2:]
+    same(found, wanted)
 
 
 def _by_short_stages(config: dict[str, Any]) -> dict[str, Any]:
