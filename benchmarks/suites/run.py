@@ -119,7 +119,7 @@ def read_report(report: Path) -> Iterator[Case]:
         if bad is not None:
             lines = [line for line in (bad.text or "").splitlines() if line.startswith("E ")]
             why = (lines or [bad.get("message", "")])[0].removeprefix("E").strip()
-            yield Case(name, "failed", why[:160])
+            yield Case(name, "failed", why[:160].rstrip())
         elif "skipped" in told:
             yield Case(name, "skipped", told["skipped"].get("message", "")[:200])
         else:
