@@ -541,6 +541,14 @@ class Bucket:
         if self.earlier_views is not None and self.other_views > self.earlier_views:
             self._views.leave_full()
         else:
+            self.free_unviewed()
+
+    def free_unviewed(self) -> None:
+        """Free the memory of freed weights, unless the program may read a view of them.
+
+        Such a view keeps the values of the last gather, and the next one fills it again.
+        """
+        if self.state is Weights.SHARDED and not self.has_other_views:
             self._resize_full(0)
 
     def keep_for_current(self) -> None:

@@ -143,6 +143,7 @@ class KeptViews:
     def begin(self) -> None:
         """Begin a forward or a backward."""
         for bucket, left in [*self._left.items()]:
+            bucket.free_unviewed()
             if left > 1 or bucket.has_other_views:
                 self._left[bucket] = left - 1
             else:

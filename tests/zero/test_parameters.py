@@ -187,6 +187,47 @@ def test_views_of_freed_weights_are_found_whenever_they_come(ranks: RankPools) -
         assert found == [False] * 3 + [True] * 4 + [False] * 2
 
 
+def kept(stage: int) -> list[list[float]]:
+    """The sums of views that a hook keeps of three layers' weights, read at any later moment."""
+    torch.manual_seed(7)
+    engine = engine_of(stage, model_of(), zero_optimization={"stage": stage, **TINY})
+    layers = [layer for layer in engine.module if isinstance(layer, nn.Linear)]
+    views: dict[nn.Module, Tensor] = {}
+    hooks = [
+        layer.register_forward_hook(lambda layer, *_: views.update({layer: layer.weight[1:]}))
+        for layer in layers
+    ]
+    inputs = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+    found = []
+
+    def look() -> None:
+        found.append([view.sum().item() for view in views.values()])
+
+    for trains in (True, True, False, True):
+        with torch.set_grad_enabled(trains):
+            engine.train(trains)
+            outputs = engine(inputs)
+        look()
+        if trains:
+            engine.backward(outputs.square().mean() + sum(v.square().sum() for v in views.values()))
+            look()
+            engine.step()
+    for hook in hooks:
+        hook.remove()
+    views.clear()
+    engine.backward(engine(inputs).square().mean())
+    if stage == 3:
+        for bucket in engine._parts.runtime.gathering._buckets:
+            assert bucket.full.untyped_storage().nbytes() == 0, bucket.name
+    engine.destroy()
+    return found
+
+
+def test_views_that_are_kept_can_be_read_after_their_forward(ranks: RankPools) -> None:
+    wanted, found = (ranks(2).run(kept, stage) for stage in (0, 3))
+    assert found == wanted
+
+
 def write_past_torch(keeps: bool) -> str:
     """As a collective does, to a freed parameter, at once or by way of what was kept of it."""
     engine: Any = engine_of(3, zero_optimization={"stage": 3, **TINY})
