@@ -16,11 +16,19 @@ from hadal.comm.functions import all_gather_into_tensor, all_reduce, labelled, r
 from hadal.comm.ranks import Ranks
 
 Way = Callable[[Tensor], Tensor]
+Tensors = tuple[Tensor, ...]
+WayOfAll = Callable[[Tensors], Tensors]
 
 
 def across(x: Tensor, forward: Way, backward: Way) -> Tensor:
     """Return `forward(x)`; its backward applies the adjoint, `backward`, to the gradient."""
-    found: Tensor = _Across.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    (found,) = across_all((x,), lambda all_x: (forward(*all_x),), lambda all_x: (backward(*all_x),))
+    return found
+
+
+def across_all(tensors: Tensors, forward: WayOfAll, backward: WayOfAll) -> Tensors:
+    """Return `forward(tensors)`, which may be sent together; as `across`."""
+    found: Tensors = _Across.apply(forward, backward, *tensors)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -28,13 +36,13 @@ class _Across(torch.autograd.Function):
     """An operation over ranks in forward, and its adjoint, which may be differentiated in turn."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Way, backward: Way) -> Tensor:
+    def forward(ctx: Any, forward: WayOfAll, backward: WayOfAll, *tensors: Tensor) -> Tensors:
         ctx.ways = backward, forward
-        return forward(x)
+        return forward(tensors)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return across(gradient, *ctx.ways), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *across_all(gradients, *ctx.ways)
 
 
 def same(x: Tensor) -> Tensor:

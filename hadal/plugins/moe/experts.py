@@ -388,33 +388,18 @@ class _Spread(torch.autograd.Function):
 
 
 def _exchanged(rows: Tensor, ranks: Ranks, sent: list[int], received: list[int]) -> Tensor:
-    found: Tensor = _TokenExchange.apply(rows, ranks, sent, received)  # type: ignore[no-untyped-call]
-    return found
+    """Exchange each rank's rows for each other rank; backward is the reverse exchange."""
 
-
-class _TokenExchange(torch.autograd.Function):
-    """Exchanges each rank's rows for each other rank; backward is the reverse exchange."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, ranks: Ranks, sent: list[int], received: list[int]
-    ) -> Tensor:
-        ctx.choices = (ranks, received, sent)
+    def exchange(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         arrived = rows.new_empty(sum(received), rows.shape[1])
-        labelled(
-            "the exchange of tokens with experts",
-            all_to_all_single,
-            arrived,
-            rows.contiguous(),
-            received,
-            sent,
-            group=ranks.group_for(rows),
-        )
+        group, label = ranks.group_for(rows), "the exchange of tokens with experts"
+        given = rows.contiguous()
+        labelled(label, all_to_all_single, arrived, given, received, sent, group=group)
         return arrived
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _exchanged(gradient, *ctx.choices), None, None, None
+    return across(
+        rows, lambda x: exchange(x, sent, received), lambda x: exchange(x, received, sent)
+    )
 
 
 # ---- tensor-parallel ranks -----------------------------------------------------------------------

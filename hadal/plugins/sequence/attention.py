@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from hadal.comm.adjoint import WayOfAll, across_all
 from hadal.comm.functions import all_to_all_single, labelled
 from hadal.device import on_device
 from hadal.errors import SequenceError
@@ -252,37 +252,26 @@ def to_heads(
     tensors: Sequence[Tensor], ranges: Sequence[Ranges], group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
     """Turn [batch, length / ranks, heads, size] into [batch, length, this rank's heads, size]."""
-    found: tuple[Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
-        group, True, tuple(ranges), tuple(one.shape[2] for one in tensors), *tensors
-    )
-    return found
+    heads = tuple(one.shape[2] for one in tensors)
+    return across_all(tuple(tensors), *_exchanges(ranges, heads, group))
 
 
 def to_sequence(tensor: Tensor, ranges: Ranges, group: dist.ProcessGroup) -> Tensor:
     """Turn [batch, length, this rank's heads, size] into [batch, length / ranks, heads, size]."""
     heads = max(one.stop for one in ranges)
-    (found,) = _Exchange.apply(group, False, (ranges,), (heads,), tensor)  # type: ignore[no-untyped-call]
-    return found  # type: ignore[no-any-return]
+    gather, back = _exchanges((ranges,), (heads,), group)
+    (found,) = across_all((tensor,), back, gather)
+    return found
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group: dist.ProcessGroup,
-        gathers: bool,
-        ranges: tuple[Ranges, ...],
-        heads: tuple[int, ...],
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.choices = (group, gathers, ranges, heads)
-        return _exchanged(tensors, ranges, heads, group, gathers)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        group, gathers, ranges, heads = ctx.choices
-        return None, None, None, None, *_exchanged(gradients, ranges, heads, group, not gathers)
+def _exchanges(
+    ranges: Sequence[Ranges], heads: Sequence[int], group: dist.ProcessGroup
+) -> tuple[WayOfAll, WayOfAll]:
+    """Return the exchange to whole sequences, and the one back."""
+    return (
+        lambda tensors: _exchanged(tensors, ranges, heads, group, True),
+        lambda tensors: _exchanged(tensors, ranges, heads, group, False),
+    )
 
 
 def _exchanged(

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hadal.comm import Ranks
+from hadal.comm.adjoint import across, gathered, own, same, summed
 from hadal.comm.functions import all_gather_into_tensor, all_reduce, labelled
 from hadal.errors import SequenceError
 from hadal.plugins.sequence.tiles import IGNORED, recomputed
@@ -211,8 +212,16 @@ def vocab_sequence_parallel_cross_entropy(
     )
     if not gather_sequence_loss:
         return reduce_losses(losses, target, ignore_index, reduction)
-    losses = _GatherLosses.apply(losses, sp_group)  # type: ignore[no-untyped-call]
-    return reduce_losses(losses, _gathered(target, sp_group), ignore_index, reduction)
+    ranks = Ranks.world() if sp_group is None else Ranks.of(sp_group)
+    label = "the gather of the losses of whole sequences"
+    sizes = [len(target)] * ranks.size
+    # Not the adjoint: each rank has the gradient of its own positions.
+    losses = across(
+        losses,
+        lambda mine: gathered(mine, 0, sizes, ranks, label),
+        lambda gradient: own(gradient, 0, sizes, ranks),
+    )
+    return reduce_losses(losses, gathered(target, 0, sizes, ranks, label), ignore_index, reduction)
 
 
 def reduce_losses(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
@@ -305,7 +314,8 @@ def _losses_of_rows(
     vocab: _Slice,
 ) -> Tensor:
     if vocab.group is not None:
-        hidden = _SumGradient.apply(hidden, vocab.group)  # type: ignore[no-untyped-call]
+        ranks = Ranks.of(vocab.group)
+        hidden = across(hidden, same, lambda gradient: summed(gradient, ranks, _LABEL))
     logits = torch.nn.functional.linear(hidden, weight, bias)
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits, target, ignore_index, max(1, logits.shape[0]), vocab
@@ -416,50 +426,6 @@ def _scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- between ranks -------------------------------------------------------------------------------
 
 
-class _SumGradient(torch.autograd.Function):
-    """The identity; gradients are summed over the ranks that share the vocabulary."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return values.view_as(values)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        labelled(_LABEL, all_reduce, gradient, group=ctx.group)
-        return gradient, None
-
-
-class _GatherLosses(torch.autograd.Function):
-    """Losses of all ranks' positions; backward keeps the gradient of this rank's."""
-
-    @staticmethod
-    def forward(ctx: Any, losses: Tensor, group: Group) -> Tensor:
-        ctx.place, ctx.length = dist.get_rank(group), losses.shape[0]
-        return _gathered(losses, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.narrow(0, ctx.place * ctx.length, ctx.length), None
-
-
-def _gathered(values: Tensor, group: Group) -> Tensor:
-    """Return the values of all ranks, one after another along dimension 0."""
-    size = dist.get_world_size(group)
-    found = values.new_empty(size * values.shape[0], *values.shape[1:])
-    labelled(
-        "the gather of the losses of whole sequences",
-        all_gather_into_tensor,
-        found,
-        values.contiguous(),
-        group,
-    )
-    return found
-
-
 _SUM = "the sum of the loss of a whole sequence"
 # Nodes of autograd's graph to examine: a loss from all ranks' parts is near its end.
 _NODES = 256
@@ -495,8 +461,8 @@ def mean_over_sequence(total: Tensor, count: Tensor, group: dist.ProcessGroup) -
 
 def whole_value(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of all ranks' parts, with the gradient of this rank's part."""
-    found: Tensor = _WholeValue.apply(part, group)  # type: ignore[no-untyped-call]
-    return found
+    ranks = Ranks.of(group)
+    return across(part, lambda mine: summed(mine, ranks, _SUM), same)
 
 
 def as_parts(loss: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -507,8 +473,8 @@ def as_parts(loss: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     if not _gathers(loss, group):
         return loss
-    shared: Tensor = _ShareOfGradient.apply(loss, dist.get_world_size(group))  # type: ignore[no-untyped-call]
-    return shared
+    ranks = dist.get_world_size(group)
+    return across(loss, same, lambda gradient: gradient / ranks)
 
 
 def _gathers(loss: Tensor, group: dist.ProcessGroup) -> bool:
@@ -523,28 +489,3 @@ def _gathers(loss: Tensor, group: dist.ProcessGroup) -> bool:
             return True
         nodes += [following for following, _ in node.next_functions]
     return False
-
-
-class _WholeValue(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = part.clone()
-        labelled(_SUM, all_reduce, total, group=group)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _ShareOfGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return loss.view_as(loss)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.ranks, None

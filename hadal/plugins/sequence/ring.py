@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hadal.comm.adjoint import WayOfAll, across_all
 from hadal.comm.functions import all_to_all_single, labelled
 from hadal.device import fused_attention, fused_attention_backward, has_fused_attention
 from hadal.errors import SequenceError
@@ -309,29 +310,17 @@ def _chunk(number: int, length: int) -> range:
 
 def balanced(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """Turn consecutive positions [batch, heads, length / ranks, D] into this rank's chunks."""
-    found: tuple[Tensor, ...] = _Balance.apply(group, True, *tensors)  # type: ignore[no-untyped-call]
-    return found
+    return across_all(tuple(tensors), *_moves(group))
 
 
 def contiguous(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """Turn this rank's chunks into consecutive positions."""
-    found: tuple[Tensor, ...] = _Balance.apply(group, False, *tensors)  # type: ignore[no-untyped-call]
-    return found
+    to_chunks, back = _moves(group)
+    return across_all(tuple(tensors), back, to_chunks)
 
 
-class _Balance(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, group: dist.ProcessGroup, balances: bool, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.choices = group, balances
-        return _moved(tensors, group, balances)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *given: Tensor) -> tuple[Any, ...]:
-        group, balances = ctx.choices
-        return None, None, *_moved(given, group, not balances)
+def _moves(group: dist.ProcessGroup) -> tuple[WayOfAll, WayOfAll]:
+    return lambda x: _moved(x, group, True), lambda x: _moved(x, group, False)
 
 
 def _moved(
