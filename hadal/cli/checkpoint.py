@@ -105,7 +105,7 @@ def _add_checks(own: Any) -> None:
             "hadal checkpoint verify checkpoints best",
         ),
     )
-    verifying.add_argument("dir", metavar="DIR", help=_DIR)
+    add_flag(verifying, "dir DIR", _DIR)
     add_flag(verifying, "tag TAG", "Which one (default: all in DIR)", nargs="?")
     verifying.set_defaults(run=run_verify)
     cleaning = add_command(
@@ -117,17 +117,15 @@ def _add_checks(own: Any) -> None:
         " progress are kept.",
         examples=("hadal checkpoint clean checkpoints", "hadal checkpoint clean checkpoints --yes"),
     )
-    cleaning.add_argument(
-        "dir", metavar="DIR", help="The directory or URL given to save_checkpoint"
-    )
-    cleaning.add_argument("--yes", action="store_true", help="Remove them")
-    cleaning.add_argument(
-        "--older-than",
-        type=integer(ge=0),
-        default=1,
-        metavar="HOURS",
-        help="Keep younger files that no save claims, as they may belong to a checkpoint that is"
-        " being copied (default: %(default)s)",
+    add_flag(cleaning, "dir DIR", "The directory or URL given to save_checkpoint")
+    add_flag(cleaning, "--yes", "Remove them")
+    add_flag(
+        cleaning,
+        "--older-than HOURS",
+        "Keep younger files that no save claims, as they may belong to a checkpoint that is being"
+        " copied",
+        integer(ge=0),
+        1,
     )
     cleaning.set_defaults(run=run_clean)
     scanning = add_command(
@@ -146,13 +144,18 @@ def _add_checks(own: Any) -> None:
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", help=_DIR)
+    add_flag(parser, "dir DIR", _DIR)
     add_flag(parser, "-t --tag TAG", "Which checkpoint in DIR (default: the latest)")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     _add_input(parser)
     add_flag(parser, "out OUT", "The directory or URL to write to")
+    add_weights(parser)
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that choose weights and divide them into files."""
     add_flag(parser, "--max-shard-size SIZE", "Size of the largest file", size, "5GB")
     add_flag(parser, "--exclude-frozen-parameters", "Leave out parameters that were not trained")
     add_flag(

@@ -14,8 +14,9 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hadal.cli.checkpoint import add_weights
 from hadal.cli.main import command_line, main
-from hadal.cli.parser import CONFIG_HELP, Parser, add_flag, integer, size
+from hadal.cli.parser import CONFIG_HELP, Parser, add_flag
 from hadal.cli.run import choices_of, divided, parsed_words, pid_file, start
 from hadal.cli.terminal import FAILED, fail, progress, show
 from hadal.errors import HadalError, UsageError
@@ -85,7 +86,7 @@ def elastic() -> int:
         " can train it.",
         examples=("ds_elastic -c ds_config.json -w 64",),
     )
-    parser.add_argument("-c", "--config", required=True, metavar="CONFIG", help=CONFIG_HELP)
+    add_flag(parser, "-c --config CONFIG", CONFIG_HELP, required=True)
     add_flag(parser, "-w --world-size N", "Also show the batch of each of N ranks")
     parsed = parser.parse_args()
     ranks = [] if parsed.world_size in (None, "0") else ["--world-size", parsed.world_size]
@@ -248,16 +249,9 @@ def _weights_parser(what: str, more: str = "") -> Parser:
     )
     add_flag(parser, "checkpoint_dir DIR", "The directory or URL given to save_checkpoint")
     add_flag(parser, "output_dir OUT", "The directory or URL to write to")
-    add_flag(parser, "--max_shard_size SIZE", "Size of the largest file", size, "5GB")
     add_flag(parser, "--safe_serialization", "Write safetensors files instead of torch.save's")
     add_flag(parser, "-t --tag TAG", "Which checkpoint (default: the latest)")
-    add_flag(parser, "--exclude_frozen_parameters", "Leave out parameters that were not trained")
-    add_flag(
-        parser,
-        "--part N",
-        "Which part of a model that was trained in model-parallel parts",
-        integer(ge=0),
-    )
+    add_weights(parser)
     add_flag(parser, "-d --debug", "Show the log, too")
     return parser
 

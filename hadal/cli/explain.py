@@ -387,7 +387,7 @@ def add_elastic(group: Any) -> None:
         " numbers of ranks that can train it.",
         examples=("hadal elastic ds_config.json --world-size 64",),
     )
-    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    add_flag(parser, "config CONFIG", CONFIG_HELP)
     add_flag(parser, "--world-size N", "Also show the batch of each of N ranks", positive)
     add_json(parser)
     parser.set_defaults(run=run_elastic)

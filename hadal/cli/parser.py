@@ -375,21 +375,15 @@ def _number(text: str) -> float | None:
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add the configuration, and for how many ranks it is read."""
-    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    add_flag(parser, "config CONFIG", CONFIG_HELP)
     add_world_size(parser)
 
 
 def add_world_size(parser: argparse.ArgumentParser) -> None:
     """Add the number of ranks for which a configuration is read."""
-    parser.add_argument(
-        "--world-size",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="Number of ranks (default: %(default)s)",
-    )
+    add_flag(parser, "--world-size N", "Number of ranks", positive, 1)
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:
     """Add the switch for programs that read the output."""
-    parser.add_argument("--json", action="store_true", help="Print JSON")
+    add_flag(parser, "--json", "Print JSON")

@@ -145,7 +145,7 @@ def _add_model(parser: Any, *, is_required: bool = False, devices: int | None = 
         numel,
         0,
     )
-    parser.add_argument("--config", metavar="CONFIG", help=CONFIG_HELP)
+    add_flag(parser, "--config CONFIG", CONFIG_HELP)
     where = parser.add_argument_group("Where")
     add_flag(
         where,

@@ -15,7 +15,7 @@ from hadal.plugins.sequence import (
     mean_over_sequence,
     vocab_parallel_cross_entropy as over_split_vocabulary,
 )
-from hadal.plugins.sequence.cross_entropy import whole_value
+from hadal.plugins.sequence.cross_entropy import reduce_losses, whole_value
 from hadal.plugins.sequence.tiles import IGNORED
 
 Group = dist.ProcessGroup | None
@@ -246,14 +246,12 @@ def _shifted(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: i
 def _reduced(
     losses: Tensor, target: Tensor, group: Group, ignore_index: int, reduction: str
 ) -> Tensor:
-    if reduction == "none":
-        return losses
-    total, count = losses.sum(), (target != ignore_index).sum()
+    if reduction == "none" or group is None:
+        return reduce_losses(losses, target, ignore_index, reduction)
+    total = losses.sum()
     if reduction == "sum":
-        return total if group is None else whole_value(total, group)
-    if group is None:
-        return total / count.clamp(min=1)
-    return mean_over_sequence(total, count, group)
+        return whole_value(total, group)
+    return mean_over_sequence(total, (target != ignore_index).sum(), group)
 
 
 def _check_backend(name: str, backend: str, built: tuple[str, ...]) -> None:

@@ -115,10 +115,6 @@ class Job:
             first += len(slots)
         raise KeyError(host)
 
-    def host_of(self, rank: int) -> str:
-        """Return the host that a rank runs on."""
-        return next(host for host in self.pool if rank in self.ranks_of(host))
-
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
@@ -239,7 +235,6 @@ PIECE_NBYTES = 2700
 class Hello:
     """A message that a host is reached and ready to start ranks."""
 
-    hostname: str
     addresses: tuple[str, ...]
     reached_at: str
     """The address at which ssh reached it; empty if ssh did not start it."""

@@ -12,7 +12,6 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -210,7 +209,7 @@ def variables_of(share: HostShare, there: Mapping[str, str], cores: int) -> dict
 
 def _hello(variables: Mapping[str, str]) -> Hello:
     _, _, reached, _ = (variables.get("SSH_CONNECTION", "").split() + [""] * 4)[:4]
-    return Hello(socket.gethostname(), _addresses(), reached)
+    return Hello(_addresses(), reached)
 
 
 def _addresses() -> tuple[str, ...]:

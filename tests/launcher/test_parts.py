@@ -262,7 +262,7 @@ def test_output_is_split_into_short_frames(rank: int, is_error: bool, text: byte
 
 
 @pytest.mark.parametrize(
-    "frame", [Hello("h", ("1", "2"), ""), RankEnded(1, -9, True), HostEnded(1, "x\ny")]
+    "frame", [Hello(("1", "2"), ""), RankEnded(1, -9, True), HostEnded(1, "x\ny")]
 )
 def test_frames_round_trip(frame: Frame) -> None:
     assert decoded(encoded(frame)) == frame
@@ -340,7 +340,7 @@ def test_the_words_of_a_rank(fields: dict[str, object], words: list[str]) -> Non
 def test_a_share_is_one_hosts_part_of_the_job() -> None:
     job = Job(program(cores=(1, 2)), {"a": (0, 1), "b": (3,)}, {"X": "1"}, port=7)
     assert job.world_size == 3
-    assert [job.host_of(rank) for rank in range(3)] == ["a", "a", "b"]
+    assert [list(job.ranks_of(host)) for host in "ab"] == [[0, 1], [2]]
     share = share_of(job, "b", "10.0.0.1")
     assert (share.node_rank, share.nodes, share.slots, share.port) == (1, 2, (3,), 7)
     assert share_in(packed(share)) == share

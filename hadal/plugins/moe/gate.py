@@ -49,23 +49,21 @@ def largest(counts: Tensor) -> int:
     return int(counts.max()) if counts.numel() else 0
 
 
-def jittered(
-    values: Tensor, epsilon: float = 1e-2, generator: torch.Generator | None = None
-) -> Tensor:
+def jittered(values: Tensor, epsilon: float = 1e-2) -> Tensor:
     """Multiply each value by a random factor from 1 - epsilon to 1 + epsilon."""
     low, high = (values.new_full((), 1.0 + sign * epsilon) for sign in (-1, 1))
-    return values * (low + _uniform(values, generator) * (high - low))
+    return values * (low + _uniform(values) * (high - low))
 
 
-def gumbel_like(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def gumbel_like(values: Tensor) -> Tensor:
     """Return values of the standard Gumbel distribution: -log(-log u) for uniform u."""
     kind = torch.finfo(values.dtype)
     low, high = (values.new_full((), bound) for bound in (kind.tiny, 1 - kind.eps))
-    return -torch.log(-torch.log(low + _uniform(values, generator) * (high - low)))
+    return -torch.log(-torch.log(low + _uniform(values) * (high - low)))
 
 
-def _uniform(values: Tensor, generator: torch.Generator | None) -> Tensor:
-    return torch.rand(values.shape, dtype=values.dtype, device=values.device, generator=generator)
+def _uniform(values: Tensor) -> Tensor:
+    return torch.rand(values.shape, dtype=values.dtype, device=values.device)
 
 
 def route_to_one(
@@ -75,7 +73,6 @@ def route_to_one(
     used: Tensor | None = None,
     is_noisy: bool = False,
     keeps_at_random: bool = True,
-    generator: torch.Generator | None = None,
 ) -> Routing:
     """Send each token to its most probable expert, with that probability as the weight.
 
@@ -86,15 +83,14 @@ def route_to_one(
         is_noisy: choose by the logits plus Gumbel noise.
         keeps_at_random: an expert with more tokens than its capacity keeps random ones; otherwise
             those that torch's `topk` returns first.
-        generator: of the random numbers; None is the device's own.
     """
     probabilities = logits.softmax(dim=1)
-    scores = logits + gumbel_like(logits, generator) if is_noisy else probabilities
+    scores = logits + gumbel_like(logits) if is_noisy else probabilities
     experts = scores.argmax(dim=1, keepdim=True)
     valid = _valid(experts, used)
     kept = valid
     if capacity is not None:
-        drawn = _uniform(probabilities, generator) if keeps_at_random else None
+        drawn = _uniform(probabilities) if keeps_at_random else None
         kept = valid & _largest_drawn(experts, valid, logits.shape[1], capacity, drawn)
     slots = _queued(experts, kept, logits.shape[1], None, None)
     weights = probabilities.gather(1, experts) * (slots >= 0)
@@ -107,7 +103,6 @@ def route_to_two(
     *,
     used: Tensor | None = None,
     samples_second: bool = True,
-    generator: torch.Generator | None = None,
 ) -> Routing:
     """Send each token to two experts, weighted by their probabilities over their sum.
 
@@ -117,11 +112,10 @@ def route_to_two(
             keeps all.
         used: [s]; tokens with zero go to no expert. None: all tokens are used.
         samples_second: choose the second expert by the logits plus Gumbel noise.
-        generator: of the random numbers; None is the device's own.
     """
     probabilities = logits.softmax(dim=1)
     first = probabilities.argmax(dim=1, keepdim=True)
-    scores = logits + gumbel_like(logits, generator) if samples_second else logits
+    scores = logits + gumbel_like(logits) if samples_second else logits
     second = scores.scatter(1, first, -math.inf).argmax(dim=1, keepdim=True)
     experts = torch.cat([first, second], dim=1)
     valid = _valid(experts, used)

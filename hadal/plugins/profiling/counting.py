@@ -204,26 +204,16 @@ def _per_input(inputs: Tensor, *_: Any, **__: Any) -> Count:
     return Count(0, inputs.numel())
 
 
-def _layer_norm(inputs: Tensor, _: Any, weight: Tensor | None, *__: Any, **___: Any) -> Count:
-    return Count(0, inputs.numel() * (4 if weight is None else 5))
+def _norm(operations: int, weight_at: int) -> Formula:
+    """Count so many operations for each element, and one more with a weight."""
+    return lambda *args, **_: Count(
+        0, args[0].numel() * (operations + (args[weight_at] is not None))
+    )
 
 
-def _group_norm(inputs: Tensor, weight: Tensor | None, *_: Any, **__: Any) -> Count:
-    return Count(0, inputs.numel() * (4 if weight is None else 5))
-
-
-def _batch_norm(inputs: Tensor, weight: Tensor | None, *rest: Any, **_: Any) -> Count:
-    is_training = next((bool(each) for each in rest if isinstance(each, bool)), True)
-    each = (4 if weight is None else 5) if is_training else (1 if weight is None else 2)
-    return Count(0, inputs.numel() * each)
-
-
-def _batch_norm_evaluated(inputs: Tensor, weight: Tensor | None, *_: Any, **__: Any) -> Count:
-    return Count(0, inputs.numel() * (1 if weight is None else 2))
-
-
-def _rms_norm(inputs: Tensor, _: Any, weight: Tensor | None, *__: Any, **___: Any) -> Count:
-    return Count(0, inputs.numel() * (3 if weight is None else 4))
+def _batch_norm(*args: Any, **_: Any) -> int | Count:
+    is_training = next((each for each in args if isinstance(each, bool)), True)
+    return _norm(4 if is_training else 1, 1)(*args)
 
 
 _BY_NAMES: tuple[tuple[Formula, str], ...] = (
@@ -243,15 +233,15 @@ _BY_NAMES: tuple[tuple[Formula, str], ...] = (
     ),
     (_recurrent, "mkldnn_rnn_layer _cudnn_rnn miopen_rnn"),
     (_grouped, "_grouped_mm"),
-    (_layer_norm, "native_layer_norm"),
-    (_group_norm, "native_group_norm"),
-    (_rms_norm, "_fused_rms_norm"),
+    (_norm(4, 2), "native_layer_norm"),
+    (_norm(4, 1), "native_group_norm"),
+    (_norm(3, 2), "_fused_rms_norm"),
     (
         _batch_norm,
         "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit"
         " _native_batch_norm_legit_functional _batch_norm_with_update",
     ),
-    (_batch_norm_evaluated, "_native_batch_norm_legit_no_training _batch_norm_no_update"),
+    (_norm(1, 1), "_native_batch_norm_legit_no_training _batch_norm_no_update"),
     (
         _per_input,
         "relu relu_ gelu gelu_ silu silu_ elu elu_ leaky_relu leaky_relu_ hardtanh hardtanh_"

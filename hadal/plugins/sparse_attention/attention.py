@@ -304,6 +304,12 @@ def _taken(blocks: Tensor, which: Tensor, width: int) -> Tensor:
     return blocks.index_select(0, which.flatten()).view(len(which), 1, -1, width)
 
 
+def _operands(flat: list[Tensor], group: Group, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gather a group's blocks of query, key and value."""
+    query = _taken(flat[0], group.rows, width)
+    return query, _taken(flat[1], group.columns, width), _taken(flat[2], group.columns, width)
+
+
 def _gathering(
     query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, masks: Masks, scores: Scores
 ) -> Tensor:
@@ -317,11 +323,7 @@ def _gathering(
     found, where = [], []
     for group in parts[0] if parts else ():
         bias = masks.of_blocks(group, heads, layout.block, query)
-        taken = (
-            _taken(flat[0], group.rows, width),
-            _taken(flat[1], group.columns, width),
-            _taken(flat[2], group.columns, width),
-        )
+        taken = _operands(flat, group, width)
         own = scores.of_heads(group.rows[:, 0] // layout.layout.shape[1] % heads)
         if own.is_plain:
             out = attend(*taken, bias, own)
@@ -361,11 +363,7 @@ class _TwoParts(torch.autograd.Function):
         for number, part in enumerate(parts):
             for group in part:
                 bias = masks.of_blocks(group, heads, block, query)
-                taken = (
-                    _taken(flat[0], group.rows, width),
-                    _taken(flat[1], group.columns, width),
-                    _taken(flat[2], group.columns, width),
-                )
+                taken = _operands(flat, group, width)
                 found, sums = fused_attention(*taken, bias, scale)
                 if bias is not None:
                     sums = sums.masked_fill(bias.amax(-1) == -torch.inf, _NOTHING)
@@ -391,11 +389,7 @@ class _TwoParts(torch.autograd.Function):
             for group in part:
                 rows = group.rows.flatten()
                 bias = masks.of_blocks(group, heads, block, query)
-                taken = (
-                    _taken(flat[0], group.rows, width),
-                    _taken(flat[1], group.columns, width),
-                    _taken(flat[2], group.columns, width),
-                )
+                taken = _operands(flat, group, width)
                 result = (
                     _taken(out, group.rows, width),
                     lse.index_select(0, rows).view(len(group.rows), 1, -1),
