@@ -97,7 +97,9 @@ class DeepSpeedOptimizer:
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """The inner optimizer's state."""
+        """The inner optimizer's state, on the device."""
+        if self._engine._state.moved:
+            self._engine._parts.runtime.expect_here()
         return self.optimizer.state
 
     # ---- present at some stages only -------------------------------------------------------------

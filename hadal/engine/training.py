@@ -50,14 +50,15 @@ def expect_training(state: State) -> Training:
 def begin_training(state: State, training: Training) -> Training:
     """Set the optimizer; from now on only `engine.step` may step it."""
     state.training = training
-    _refuse_steps(training.optimizer, state)
+    _guard(training.optimizer, state)
     _follow_methods(training.optimizer, state)
     _engines.add(state)
     _watch_torch()
     return training
 
 
-def _refuse_steps(optimizer: Optimizer, state: State) -> None:
+def _guard(optimizer: Optimizer, state: State) -> None:
+    """Refuse steps by hand, and bring state that is off the device back for `state_dict`."""
     engine, rank = weakref.ref(state), state.parts.ranks.rank
 
     def refuse(*_: Any) -> None:
@@ -69,7 +70,13 @@ def _refuse_steps(optimizer: Optimizer, state: State) -> None:
                 " engine.step(), which steps the optimizer and the schedule"
             )
 
+    def bring_back(_: Optimizer) -> None:
+        found = engine()
+        if found is not None and found.moved:
+            found.parts.runtime.expect_here()
+
     optimizer.register_step_pre_hook(refuse)
+    optimizer.register_state_dict_pre_hook(bring_back)
 
 
 # ---- the optimizer's own methods -----------------------------------------------------------------

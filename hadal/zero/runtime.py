@@ -162,6 +162,7 @@ class ZeroRuntime:
         All ranks must call it.
         """
         if self.exchange is not None and self.gathering.phase is Phase.IDLE:
+            self.expect_here()
             self.exchange.bring_together()
 
     def whole(self, buckets: Iterable[Bucket]) -> AbstractContextManager[None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from ranks import RankPools, on_ranks
 import hadal
 from hadal import utils
 from hadal.compat.install import alias
+from hadal.compat.optimizer import DeepSpeedOptimizer
 from hadal.engine import graph_passes, state_offload
 from hadal.errors import NotBuiltYetError, UsageError
 
-from .toys import assert_equal, batch_of, engine_of, loss_of, model_of, train
+from .toys import assert_equal, backward, batch_of, engine_of, loss_of, model_of, train
 
 STATES = [state.value for state in state_offload.MovableState]
 
@@ -126,6 +128,43 @@ def test_a_schedule_of_deepspeeds_passes_is_followed() -> None:
     assert moved == [True, True, False, False, False, True, True]
     with pytest.raises(UsageError, match=r"engine\.compile\(schedule="):
         gather(None, 0, [], None, None, 0, None, False)
+
+
+def _state_of(engine: Any) -> list[torch.Tensor]:
+    given = engine.optimizer.state_dict()["state"].values()
+    return [value for one in given for value in one.values() if isinstance(value, torch.Tensor)]
+
+
+ADAM: dict[str, Any] = {"type": "AdamW", "params": {"lr": 0.01}}
+LOCAL = {"lr": 0.01, "var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 4}
+LOOKS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+    "its state_dict": (ADAM, _state_of),
+    "its state": (ADAM, lambda engine: DeepSpeedOptimizer(engine.optimizer, engine, stage=0).state),
+    "eval": ({"type": "ZeroOneAdam", "params": LOCAL}, lambda engine: engine.eval().train()),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@on_ranks(2)
+def test_a_look_in_a_pass_brings_the_state_back(look: str) -> None:
+    optimizer, act = LOOKS[look]
+    weights = []
+    with patch.object(state_offload, "is_host_memory", lambda device: False):
+        for moves in ((), ((0, True),)):
+            engine = engine_of(0, optimizer=optimizer)
+            engine._state.moves = moves
+            train(engine, range(4))
+            backward(engine, 4)
+            engine.step()  # ranks' weights differ now, with ZeroOneAdam
+            backward(engine, 5)
+            assert bool(engine._state.moved) == bool(moves)
+            act(engine)
+            assert not engine._state.moved
+            assert all(v.untyped_storage().nbytes() for v in _state_of(engine))
+            engine.step()
+            weights.append(engine.state_dict())
+            engine.destroy()
+    assert_equal(*weights)
 
 
 @pytest.mark.parametrize(
