@@ -66,6 +66,7 @@ class DeepSpeedTransformerConfig:
         """Return the settings of a mapping; any other keys become attributes."""
         config = cls()
         vars(config).update(json_object)
+        config.__post_init__()
         return config
 
     @classmethod
@@ -84,7 +85,7 @@ class DeepSpeedTransformerLayer(nn.Module):
         initial_biases: the biases of the same; those of query, key and value are 0 nevertheless.
 
     Raises:
-        ModelError: the heads do not divide the hidden size.
+        ModelError: the heads do not divide the hidden size, or new weights have no deviation.
     """
 
     layer_id = 0
@@ -117,7 +118,8 @@ class DeepSpeedTransformerLayer(nn.Module):
         self.output_b = nn.Parameter(torch.empty(hidden))
         self.norm_w = nn.Parameter(torch.empty(hidden))
         self.norm_b = nn.Parameter(torch.empty(hidden))
-        self.init_transformer_weights(config.adjust_init_range)
+        if initial_weights is None or initial_biases is None:
+            self.init_transformer_weights(config.adjust_init_range)
         if initial_weights is not None:
             query, key, value, *others = initial_weights
             self.attn_qkvw = nn.Parameter(torch.cat([query.data, key.data, value.data]))
@@ -129,9 +131,18 @@ class DeepSpeedTransformerLayer(nn.Module):
 
     @torch.no_grad()
     def init_transformer_weights(self, adjust_init_range: bool = False) -> None:
-        """Draw new weights."""
+        """Draw new weights.
+
+        Raises:
+            ModelError: the settings have no deviation.
+        """
         config = self.config
-        std = to_stream = abs(config.initializer_range)
+        std = to_stream = config.initializer_range
+        if std < 0:
+            raise ModelError(
+                f"DeepSpeedTransformerConfig: initializer_range {std} is no standard deviation of"
+                " new weights; set one, such as 0.02"
+            )
         if adjust_init_range:
             to_stream = std / math.sqrt(2.0 * max(config.num_hidden_layers, 1))
         for weight, deviation in (
@@ -148,24 +159,32 @@ class DeepSpeedTransformerLayer(nn.Module):
                 bias.zero_()
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **others: Any
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *others: Any,
+        **named: Any,
     ) -> Tensor | tuple[Tensor]:
         """Return the layer's output, [batch, L, hidden].
 
         Args:
             hidden_states: [batch, L, hidden].
-            attention_mask: added to the scores: 0 for tokens that are seen, a large negative number
-                for others; [batch, 1, 1, L], or of pairs.
-            others: further arguments of transformers' layers; only None or false.
+            attention_mask: [batch, 1, 1, L], or of pairs: added to the scores (0 for tokens that
+                are seen, a large negative number for others), or true for tokens that are seen.
+            others, named: further arguments of transformers' layers; only None or false.
 
         Raises:
+            ModelError: the mask is neither.
             NotBuiltYetError: another argument is given.
         """
-        for name, value in others.items():
+        named |= {f"argument {number}": value for number, value in enumerate(others, 3)}
+        for name, value in named.items():
             if value is not None and value is not False:
                 raise NotBuiltYetError(
-                    f"DeepSpeedTransformerLayer.forward({name}=...) is not built yet; leave it out"
+                    f"DeepSpeedTransformerLayer.forward: {name} is not built yet; leave it out"
                 )
+        if attention_mask is not None:
+            _check(attention_mask)
         config, width = self.config, (self.config.hidden_size,)
         first = partial(_norm, width, self.norm_w, self.norm_b, config.layer_norm_eps)
         middle = partial(_norm, width, self.attn_nw, self.attn_nb, config.layer_norm_eps)
@@ -187,7 +206,7 @@ class DeepSpeedTransformerLayer(nn.Module):
             query,
             key,
             value,
-            attn_mask=None if mask is None else mask.to(values.dtype),
+            attn_mask=mask if mask is None or mask.dtype is torch.bool else mask.to(query.dtype),
             dropout_p=max(config.attn_dropout_ratio, 0.0) if self.training else 0.0,
         )
         joined = found.transpose(1, 2).reshape(batch, length, hidden)
@@ -213,3 +232,13 @@ def _norm(
     width: tuple[int], weight: Tensor, bias: Tensor, epsilon: float, values: Tensor
 ) -> Tensor:
     return functional.layer_norm(values, width, weight, bias, epsilon)
+
+
+def _check(mask: Tensor) -> None:
+    if mask.dim() != 4 or not (mask.is_floating_point() or mask.dtype is torch.bool):
+        raise ModelError(
+            f"DeepSpeedTransformerLayer.forward: attention_mask has the dtype {mask.dtype} and the"
+            f" shape {tuple(mask.shape)}; expected [batch, 1, 1 or L, L], either floats that are"
+            " added to the scores (0 for tokens that are seen, such as -10000 for others) or"
+            " booleans (true for tokens that are seen)"
+        )

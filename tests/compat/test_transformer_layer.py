@@ -76,6 +76,8 @@ def test_it_computes_what_torchs_layer_does(first: bool, masked: bool, recompute
     found = layer(values, mask)
     wanted = twin(values, src_key_padding_mask=hidden if masked else None)
     torch.testing.assert_close(found, wanted)
+    if masked:  # as transformers' encoders call their layers, whose masks may be true for the seen
+        torch.testing.assert_close(layer(values, mask == 0, None, None, None, None, False), found)
     for output in (found, wanted):
         output.square().sum().backward()
     torch.testing.assert_close(layer.inter_w.grad, twin.linear1.weight.grad)
@@ -93,7 +95,10 @@ def test_weights_are_drawn_or_taken() -> None:
     shapes = [(96, 96)] * 4 + [(96,), (384, 96), (96, 384), (96,)]
     given = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     biases = [nn.Parameter(torch.randn(shape[0])) for shape in shapes]
-    again = DeepSpeedTransformerLayer(config_of(hidden_size=96), given, biases)
+    before = torch.get_rng_state()
+    settings = config_of(hidden_size=96, initializer_range=-1)
+    again = DeepSpeedTransformerLayer(settings, given, biases)
+    assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(again.attn_qkvw, torch.cat(given[:3])) and again.attn_ow is given[3]
     assert again.norm_b is biases[7] and again.attn_qkvb.eq(0).all()
 
@@ -102,17 +107,25 @@ def test_settings_are_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 24, "heads": 2}), "utf-16")
     config = DeepSpeedTransformerConfig.from_json_file(str(tmp_path / "config.json"))
     assert (config.hidden_size, config.heads, config.layer_norm_eps) == (24, 2, 1e-12)
+    assert config.intermediate_size == 96
 
 
 def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ModelError, match="hidden_size 10 is not a multiple of heads 3"):
         DeepSpeedTransformerLayer(config_of(hidden_size=10))
+    with pytest.raises(ModelError, match=r"initializer_range -1.*such as 0\.02"):
+        DeepSpeedTransformerLayer(config_of(initializer_range=-1))
     layer = DeepSpeedTransformerLayer(config_of(return_tuple=True))
     values = torch.randn(1, 4, HIDDEN)
     (output,) = layer(values, None, head_mask=None, output_attentions=False)
     assert output.shape == values.shape
     with pytest.raises(NotBuiltYetError, match="past_key_value"):
         layer(values, past_key_value=values)
+    with pytest.raises(NotBuiltYetError, match="argument 3"):
+        layer(values, None, values)
+    for mask in (torch.ones(1, 1, 1, 4, dtype=torch.long), torch.zeros(4, 4)):
+        with pytest.raises(ModelError, match="attention_mask has the dtype"):
+            layer(values, mask)
 
 
 def _trained(stage: int) -> list[float]:
