@@ -210,6 +210,11 @@ def _others(config: Config) -> Notes:
     if recomputed.number_checkpoints and not recomputed.contiguous_memory_optimization:
         path = "activation_checkpointing.number_checkpoints"
         yield path, "has no effect without contiguous_memory_optimization"
+    compiled, offload = config.compile, config.zero_optimization.offload_optimizer
+    keeps_all = config.zero_optimization.offloads_optimizer and offload and offload.ratio == 1
+    if compiled.deepcompile and compiled.offload_opt_states and keeps_all:
+        message = "has no effect with zero_optimization.offload_optimizer, which keeps all states"
+        yield "compile.offload_opt_states", f"{message} off the device in updates too"
     staging, layout = config.checkpoint.staging, config.sparse_attention
     for name in type(staging).model_fields if not saves_behind(config) else ():
         if _is_set(staging, name):

@@ -248,17 +248,6 @@ def _passes(config: Config) -> Iterator[Fault]:
             yield Fault("compile.passes", f'"{name}" needs {need}; set that or remove it')
 
 
-@rule("compile.deepcompile", "compile.offload_opt_states", f"{_ZERO}.offload_optimizer.device")
-def _states_away(config: Config) -> Iterator[Fault]:
-    section, zero = config.compile, config.zero_optimization
-    if section.deepcompile and section.offload_opt_states and zero.offloads_optimizer:
-        yield Fault(
-            "compile.offload_opt_states",
-            f"cannot be combined with {_ZERO}.offload_optimizer, which keeps states off the device"
-            " in updates too; leave one of them out",
-        )
-
-
 # ---- curvature and quantization ------------------------------------------------------------------
 
 
