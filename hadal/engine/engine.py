@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
@@ -110,7 +110,7 @@ class Engine(Checkpoints, StateOffload, nn.Module):
         self,
         backend: str | Callable[..., Any] = "inductor",
         compile_kwargs: Mapping[str, Any] | None = None,
-        schedule: Iterable[tuple[int, Collection[Any]]] | None = None,
+        schedule: Iterable[tuple[int, Sequence[Any]]] | None = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
         """Compile the module in place with `torch.compile`; it happens at the next forward.

@@ -7,7 +7,7 @@ does around each forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, NoReturn
 
@@ -51,7 +51,7 @@ Moves = tuple[tuple[int, bool], ...]
 and backward from then on."""
 
 
-def moves_of(schedule: Iterable[tuple[int, Collection[Any]]], stage: int) -> Moves:
+def moves_of(schedule: Iterable[tuple[int, Sequence[Any]]], stage: int) -> Moves:
     """Return when a schedule of passes moves the optimizer's state.
 
     Args:
@@ -60,11 +60,20 @@ def moves_of(schedule: Iterable[tuple[int, Collection[Any]]], stage: int) -> Mov
         stage: the ZeRO stage.
 
     Raises:
-        UsageError: updates are not ascending, or a pass is for another stage, or is not known.
+        UsageError: an entry is no such pair, updates are not ascending, or a pass is for another
+            stage, or is not known.
         NotBuiltYetError: a pass moves parameters.
     """
     found: list[tuple[int, bool]] = []
-    for update, names in schedule:
+    for entry in schedule:
+        match entry:
+            case [int(update), [*names]]:
+                pass
+            case _:
+                raise UsageError(
+                    f"engine.compile(schedule=...) has {entry!r}, expected pairs of an update and"
+                    ' a list of passes, such as (5, ["offload_adam_states"])'
+                )
         if found and update <= found[-1][0]:
             raise UsageError(
                 f"engine.compile(schedule=...) has update {update} after {found[-1][0]}; list the"

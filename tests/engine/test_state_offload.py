@@ -174,6 +174,9 @@ def test_a_look_in_a_pass_brings_the_state_back(look: str) -> None:
         ([(0, ["prefetching"])], UsageError, "'prefetching', expected some of zero1_compile"),
         ([(0, [print])], UsageError, r"engine\.compile\(backend=function\)"),
         ([(3, []), (3, [])], UsageError, "update 3 after 3"),
+        ([(0, "prefetch")], UsageError, r"\(0, 'prefetch'\), expected pairs"),
+        (["prefetch"], UsageError, "'prefetch', expected pairs"),
+        ([("0", [])], UsageError, r"\('0', \[\]\), expected pairs"),
         ([(0, ["offload_parameters"])], NotBuiltYetError, "offload_param keeps"),
     ],
 )
