@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 # The similarity required to suggest one word for another.
 _ALIKE, _ALIKE_SHORT, _SHORT = 0.75, 0.6, 5
@@ -99,8 +101,8 @@ class MonitorError(HadalError, RuntimeError):
     """A monitor (TensorBoard, CSV files, ...) cannot be started."""
 
 
-class MissingPackageError(MonitorError, ImportError):
-    """A package that the configuration requires is not installed."""
+class MissingPackageError(MonitorError, UsageError, ImportError):
+    """A package that a feature requires is not installed."""
 
 
 class PipelineError(HadalError, RuntimeError):
@@ -117,6 +119,29 @@ class CheckpointError(HadalError, OSError):
 
 class OffloadError(HadalError, OSError):
     """Offloaded state cannot be written or read: the disk has a fault or is full."""
+
+
+def needed(module: str, user: str, install: str = "", *, instead: str = "") -> Any:
+    """Import a module of a package that only some features require.
+
+    Args:
+        module: the name of the module.
+        user: the feature, for the message.
+        install: the name by which pip installs the package, if it is another one.
+        instead: another remedy.
+
+    Raises:
+        MissingPackageError: it cannot be imported.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        other = f", or {instead}" if instead else ""
+        raise MissingPackageError(
+            f"{user} needs the package {package}, which cannot be imported ({error}): pip install"
+            f" {install or package}{other}"
+        ) from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from hadal.checkpoint.deepspeed.pickles import STAND_INS
-from hadal.errors import CheckpointError, UsageError
+from hadal.errors import CheckpointError, needed
 
 _ONLY_PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill")
 _SUFFIXES = (*_ONLY_PICKLES, ".bin", ".p", ".data")
@@ -227,15 +227,9 @@ def _read_pickles(file: BinaryIO) -> tuple[int, str]:
 
 
 def _scanner() -> Callable[[BinaryIO, str], Any]:
-    try:
-        from picklescan.scanner import scan_pickle_bytes
-    except ImportError as error:
-        raise UsageError(
-            "hadal checkpoint scan needs the picklescan package, which cannot be imported"
-            f' ({error}): pip install "hadal-train[scan]"'
-        ) from error
+    scanner = needed("picklescan.scanner", "hadal checkpoint scan", '"hadal-train[scan]"')
     logging.getLogger("picklescan").setLevel(logging.CRITICAL + 1)
-    found: Callable[[BinaryIO, str], Any] = scan_pickle_bytes
+    found: Callable[[BinaryIO, str], Any] = scanner.scan_pickle_bytes
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from hadal.cli.parser import add_actions, add_command, add_flag, integer
 from hadal.cli.terminal import CommandError, show, table
-from hadal.errors import few
+from hadal.errors import few, needed
 from hadal.units import shown_nbytes, shown_numel
 
 _LAYOUTS = ("hadal", "compressed-tensors", "torchao")
@@ -101,13 +101,11 @@ def run_export(parsed: argparse.Namespace) -> int:
 
 
 def _model(folder: Path) -> Any:
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise CommandError(
-            f"transformers cannot be imported ({error}); pip install transformers, or call"
-            " hadal.compression.pack_weights and save_packed in a program of your own"
-        ) from error
+    transformers = needed(
+        "transformers",
+        "hadal compress",
+        instead="call hadal.compression.pack_weights and save_packed in a program of your own",
+    )
     from hadal.plugins.compression import register_with_transformers
 
     register_with_transformers()

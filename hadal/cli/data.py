@@ -23,6 +23,7 @@ from hadal.cli.terminal import (
     show_json,
     table,
 )
+from hadal.errors import needed
 from hadal.units import shown_nbytes
 
 if TYPE_CHECKING:
@@ -263,17 +264,11 @@ def run_analyze(parsed: argparse.Namespace) -> int:
 
 
 def _model(name: str) -> Any:
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise CommandError(
-            "models of the loss are loaded with transformers, which is not installed: pip install"
-            " transformers"
-        ) from None
     from hadal.device import current_device
 
+    transformers = needed("transformers", "a model of the loss")
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(name)
         return model.to(current_device())
     except Exception as error:
         raise CommandError(f"model {name} cannot be loaded: {error}") from error

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hadal.errors import ConfigError, HadalError
+from hadal.errors import ConfigError, HadalError, needed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -243,19 +243,14 @@ def picture_path(path: Path) -> Path:
     """Return the file for a picture; one without a suffix becomes a PNG.
 
     Raises:
-        CommandError: matplotlib is missing, or cannot write that format, or there is no such
-            directory.
+        MissingPackageError: matplotlib is not installed.
+        CommandError: it cannot write that format, or there is no such directory.
     """
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise CommandError(
-            "pictures are drawn with matplotlib, which is not installed: pip install matplotlib"
-        ) from None
+    canvas = needed("matplotlib.backend_bases", "a picture").FigureCanvasBase
     if not path.suffix:
         path = path.with_name(f"{path.name}.png")
         note(f"a name without a suffix: the picture is written as {path}")
-    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    known = sorted(canvas.get_supported_filetypes())
     suffix = path.suffix[1:].lower()
     if suffix not in known:
         listed = ", ".join(f".{each}" for each in known)

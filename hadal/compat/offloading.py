@@ -16,7 +16,7 @@ from torch import Tensor
 from hadal.config.activation_checkpointing import ActivationCheckpointing
 from hadal.engine.engine import Engine
 from hadal.engine.state_offload import MovableState, tensors_of
-from hadal.errors import MissingPackageError, UsageError
+from hadal.errors import UsageError, needed
 from hadal.plugins.activation_checkpointing.keeping import HostLimits, InputKeeper
 
 
@@ -67,7 +67,10 @@ class CheckpointHiddenStatesOffload:
                 "this context of offloaded hidden states is open already; leave it first, or make"
                 " another by get_checkpoint_hidden_states_offloading_ctx_manager()"
             )
-        layer = _layer_class()
+        layers = needed(
+            "transformers.modeling_layers", "offloading hidden states", "'transformers>=5'"
+        )
+        layer = layers.GradientCheckpointingLayer
         self._replaced = layer, layer.__dict__.get("__call__")
         call = layer.__call__
         layer.__call__ = lambda module, *args, **kwargs: self._around(call, module, args, kwargs)
@@ -97,17 +100,6 @@ class CheckpointHiddenStatesOffload:
             return call(module, *args, **kwargs)
         with self._keeper.around([hidden]):
             return call(module, *args, **kwargs)
-
-
-def _layer_class() -> Any:
-    try:
-        from transformers.modeling_layers import GradientCheckpointingLayer
-    except ImportError as error:
-        raise MissingPackageError(
-            f"offloading hidden states needs transformers 5 ({error}); install it: pip install"
-            " 'transformers>=5'"
-        ) from error
-    return GradientCheckpointingLayer
 
 
 get_checkpoint_hidden_states_offloading_ctx_manager = CheckpointHiddenStatesOffload

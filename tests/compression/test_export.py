@@ -52,7 +52,7 @@ def test_unsupported_exports_are_refused(tmp_path: Path, monkeypatch):
     with pytest.raises(UsageError, match="Bert has no packed weights; call redundancy_clean"):
         export_packed(Bert(), tmp_path)
     monkeypatch.setitem(sys.modules, "compressed_tensors.compressors", None)
-    with pytest.raises(UsageError, match="needs the package compressed-tensors, which cannot be"):
+    with pytest.raises(UsageError, match="needs the package compressed_tensors, which cannot be"):
         export_packed(model, tmp_path, "compressed-tensors")
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(UsageError, match="torchao needs the package torchao, which cannot be"):

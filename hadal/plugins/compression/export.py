@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hadal.errors import ModelError, UsageError
+from hadal.errors import ModelError, UsageError, needed
 from hadal.plugins.compression.layers import ActivationRule, Compressed, change, compressed_modules
 from hadal.plugins.compression.masks import as_matrix, as_weight
 from hadal.plugins.compression.packed import (
@@ -301,9 +300,9 @@ def _compressed_tensors(model: nn.Module, folder: Path) -> list[str]:
 
 
 def _torchao(model: nn.Module, folder: Path) -> list[str]:
-    quantization: Any = _needed("torchao.quantization", "torchao")
-    core: Any = _needed("torchao.core.config", "torchao")
-    safetensors: Any = _needed("torchao.prototype.safetensors.safetensors_support", "torchao")
+    quantization = _needed("torchao.quantization", "torchao")
+    core = _needed("torchao.core.config", "torchao")
+    safetensors = _needed("torchao.prototype.safetensors.safetensors_support", "torchao")
     state, packed, left = _parts(model, "torchao")
     tensors, _ = distinct(state)
     for name, (module, slice_size) in packed.items():
@@ -432,11 +431,5 @@ def _description(groups: dict[tuple[int, int | None], list[str]]) -> dict[str, A
     }
 
 
-def _needed(module: str, package: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UsageError(
-            f"the layout {package} needs the package {package}, which cannot be imported"
-            f" ({error}); pip install {package}, or use the layout hadal"
-        ) from error
+def _needed(module: str, layout: str) -> Any:
+    return needed(module, f"the layout {layout}", layout, instead="use the layout hadal")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hadal.config.compression import LayerReduction
-from hadal.errors import ModelError, UsageError
+from hadal.errors import ModelError, needed
 from hadal.plugins.compression.shrinking import shapes_of, take_shapes
 
 _PATH = "compression_training.layer_reduction"
@@ -191,17 +190,12 @@ def register_with_transformers() -> None:
     sizes load without it.
 
     Raises:
-        UsageError: transformers is not installed.
+        MissingPackageError: transformers is not installed.
     """
-    try:
-        auto: Any = importlib.import_module("transformers.quantizers.auto")
-        base: Any = importlib.import_module("transformers.quantizers.base")
-        configs: Any = importlib.import_module("transformers.utils.quantization_config")
-    except ImportError as error:
-        raise UsageError(
-            f"register_with_transformers: transformers cannot be imported ({error}); pip install"
-            " transformers"
-        ) from error
+    user = "register_with_transformers"
+    auto: Any = needed("transformers.quantizers.auto", user)
+    base: Any = needed("transformers.quantizers.base", user)
+    configs: Any = needed("transformers.utils.quantization_config", user)
     if METHOD in auto.AUTO_QUANTIZER_MAPPING:
         return
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hadal.errors import UsageError, nearest
+from hadal.errors import UsageError, nearest, needed
 from hadal.plugins.data_efficiency.chunks import compute_all
 from hadal.plugins.data_efficiency.indexed import RowsBuilder
 
@@ -205,7 +205,7 @@ class ParquetTexts:
     def __init__(self, files: Sequence[Path], field: str = "text") -> None:
         self.files = tuple(files)
         self._field = field
-        _parquet()
+        self._parquet()
 
     def ranges(self) -> list[TextRange]:
         """Return the row groups of all files.
@@ -216,7 +216,7 @@ class ParquetTexts:
         found = []
         for number, file in enumerate(self.files):
             try:
-                told = _parquet().ParquetFile(file).metadata
+                told = self._parquet().ParquetFile(file).metadata
             except (OSError, ValueError) as error:  # pyarrow's own errors are of these kinds
                 raise UsageError(f"{file} is not a Parquet file, or is damaged: {error}") from error
             for group in range(told.num_row_groups):
@@ -231,7 +231,7 @@ class ParquetTexts:
             UsageError: there is no such column, or it holds other values.
         """
         path = self.files[span.file]
-        file = _parquet().ParquetFile(path)
+        file = self._parquet().ParquetFile(path)
         names = list(file.schema_arrow.names)
         if self._field not in names:
             _field_of(dict.fromkeys(names), self._field, str(path))
@@ -241,15 +241,8 @@ class ParquetTexts:
             raise UsageError(f'{path}: column "{self._field}" is {column.type}, expected texts')
         return [text for text in found if text]
 
-
-def _parquet() -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UsageError(
-            "Parquet files require pyarrow, which is not installed: pip install pyarrow"
-        ) from None
-    return pyarrow.parquet
+    def _parquet(self) -> Any:
+        return needed("pyarrow.parquet", "a Parquet file")
 
 
 @dataclass(frozen=True)
@@ -266,13 +259,7 @@ class DatasetTexts:
         Raises:
             UsageError: datasets is not installed, or cannot load it.
         """
-        try:
-            import datasets
-        except ImportError:
-            raise UsageError(
-                "Hugging Face data sets require the package datasets, which is not installed: pip"
-                " install datasets"
-            ) from None
+        datasets = needed("datasets", "a Hugging Face data set")
         try:
             if Path(name).is_dir() and any(Path(name).glob("*.json")):
                 found = datasets.load_from_disk(name)
@@ -382,29 +369,18 @@ class LibraryTokenizer:
 
 def _from_transformers(name: str) -> tuple[Any, Any]:
     """Return a tokenizer, and the one of tokenizers inside it, if there is one."""
+    transformers = needed("transformers", f'tokenizer "{name}"', instead=f'name it "{BYTES}"')
     try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise UsageError(
-            f'tokenizer "{name}" needs transformers, which is not installed: pip install'
-            f' transformers; "{BYTES}" needs no package'
-        ) from None
-    try:
-        found: Any = AutoTokenizer.from_pretrained(name)
+        found: Any = transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:
         raise UsageError(f"tokenizer {name} cannot be loaded: {error}") from error
     return found, getattr(found, "backend_tokenizer", None)
 
 
 def _from_file(name: str) -> tuple[Any, Any]:
+    tokenizers = needed("tokenizers", name)
     try:
-        from tokenizers import Tokenizer as Backend
-    except ImportError:
-        raise UsageError(
-            f"{name} needs the package tokenizers, which is not installed: pip install tokenizers"
-        ) from None
-    try:
-        return None, Backend.from_file(name)
+        return None, tokenizers.Tokenizer.from_file(name)
     except Exception as error:
         raise UsageError(f"{name} is not a tokenizer: {error}") from error
 

@@ -5,7 +5,6 @@ The writers to services (`tensorboard`, `wandb` and `comet`) use packages of the
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -28,17 +27,13 @@ from hadal.config import Config
 from hadal.config.monitors import Comet, TensorBoard, Wandb
 from hadal.device import current_device, total_memory
 from hadal.device.inventory import built_with, devices
-from hadal.errors import MissingPackageError, MonitorError
+from hadal.errors import MonitorError, needed
 from hadal.plugins.monitor.files import CsvWriter, JsonlWriter
 from hadal.plugins.monitor.monitor import Writer
 from hadal.plugins.monitor.record import ScalarRecord
 
-# section -> (the module, the package that pip installs)
-_PACKAGES = {
-    "tensorboard": ("tensorboard", "tensorboard"),
-    "wandb": ("wandb", "wandb"),
-    "comet": ("comet_ml", "comet_ml"),
-}
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+"""The package that a section needs."""
 
 
 def imported(section: str, module: str = "") -> Any:
@@ -47,14 +42,8 @@ def imported(section: str, module: str = "") -> Any:
     Raises:
         MissingPackageError: it cannot be imported.
     """
-    name, installed = _PACKAGES[section]
-    try:
-        return importlib.import_module(module or name)
-    except ImportError as error:
-        raise MissingPackageError(
-            f"{section}.enabled is true, but {name} cannot be imported ({error}). Install it with"
-            f" `pip install {installed}`, or set {section}.enabled to false"
-        ) from error
+    user, instead = f"{section}.enabled is true, which", f"set {section}.enabled to false"
+    return needed(module or _PACKAGES[section], user, instead=instead)
 
 
 def expect_package(section: str) -> None:

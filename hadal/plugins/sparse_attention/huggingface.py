@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from hadal.config.sparse_attention import SparseAttention
 from hadal.device import is_host_memory
-from hadal.errors import MissingPackageError, ModelError, NotBuiltYetError, UsageError
+from hadal.errors import ModelError, NotBuiltYetError, UsageError, needed
 from hadal.plugins.sparse_attention.attention import BlockLayout, sparse_attention
 from hadal.plugins.sparse_attention.flex import Scores, attend
 from hadal.plugins.sparse_attention.layouts import (
@@ -47,15 +47,10 @@ def register_with_transformers() -> None:
     Raises:
         MissingPackageError: transformers is not installed.
     """
-    try:
-        from transformers import AttentionInterface, AttentionMaskInterface
-    except ImportError as error:
-        raise MissingPackageError(
-            f"attn_implementation {NAME!r} needs transformers 5 ({error}); install it: pip install"
-            " 'transformers>=5'"
-        ) from error
-    AttentionInterface.register(NAME, hadal_sparse)
-    AttentionMaskInterface.register(NAME, _mask_of)
+    user, release = f"attn_implementation {NAME!r}", "'transformers>=5'"
+    masks = needed("transformers.masking_utils", user, release)
+    masks.AttentionMaskInterface.register(NAME, _mask_of)
+    needed("transformers", user, release).AttentionInterface.register(NAME, hadal_sparse)
 
 
 def use_sparse_attention(model: Model, source: Any = None) -> Model:
