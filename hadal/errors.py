@@ -6,7 +6,7 @@ file) and the remedy. `HadalError` catches all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -119,6 +119,14 @@ class CheckpointError(HadalError, OSError):
 
 class OffloadError(HadalError, OSError):
     """Offloaded state cannot be written or read: the disk has a fault or is full."""
+
+
+def expect_one_of(
+    known: Collection[object], what: str, value: object, error: type[HadalError] = UsageError
+) -> None:
+    """Raise `error` if a value, which `what` names, is none of the known ones."""
+    if value not in known:
+        raise error(f"{what} is {value!r}; expected one of {', '.join(map(repr, known))}")
 
 
 def needed(module: str, user: str, install: str = "", *, instead: str = "") -> Any:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from hadal.engine.engine import Engine
-from hadal.errors import UsageError
+from hadal.errors import UsageError, expect_one_of
 from hadal.plugins.data_efficiency.batching import PATH, ScaledRates
 from hadal.plugins.data_efficiency.lengths import (
     PackLimits,
@@ -63,11 +63,8 @@ def batch_by_seqlens(  # noqa: PLR0913 - the signature is DeepSpeed's
     Raises:
         UsageError: the samples make no batch, or the order is unknown.
     """
-    if sequence_picking_order not in ("dataloader", "random", "seqlen"):
-        raise UsageError(
-            f"batch_by_seqlens: sequence_picking_order is {sequence_picking_order!r}; expected"
-            ' "dataloader", "random" or "seqlen"'
-        )
+    orders, what = ("dataloader", "random", "seqlen"), "batch_by_seqlens: sequence_picking_order"
+    expect_one_of(orders, what, sequence_picking_order)
     lengths = np.asarray(list(seqlens), np.int64)
     ids = None if sequence_ids_per_mb is None else np.asarray(list(sequence_ids_per_mb), np.int64)
     order = picked(lengths, sequence_picking_order, seed, ids)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from hadal.compat.tools import recursive_getattr
 from hadal.config.compression import CompressionTraining
 from hadal.config.reading import read
 from hadal.config.section import Section, child_of
-from hadal.errors import ConfigError, Fault, UsageError
+from hadal.errors import ConfigError, Fault, UsageError, expect_one_of
 from hadal.plugins.compression.compress import (
     init_compression,
     redundancy_clean as _redundancy_clean,
@@ -337,11 +337,7 @@ def module_replacement(
 
 def _of_one(technique: str, settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the configuration of one technique for one module."""
-    if technique not in _TECHNIQUES:
-        raise UsageError(
-            f"module_replacement: {technique!r} is no technique of modules; expected one of"
-            f" {', '.join(_TECHNIQUES)}"
-        )
+    expect_one_of(_TECHNIQUES, "module_replacement: a technique of modules", technique)
     if settings.get("method") == "snip_momentum":
         raise UsageError(
             "module_replacement: snip_momentum chooses the blocks of all modules together; call"

@@ -17,7 +17,7 @@ from hadal.comm import get_rank, get_world_size
 from hadal.comm.adjoint import gathered
 from hadal.compat.kinds import recognized
 from hadal.config.parallelism import SplitLayer
-from hadal.errors import ModelError, NotBuiltYetError, UsageError
+from hadal.errors import ModelError, NotBuiltYetError, expect_one_of
 from hadal.plugins.tensor_parallel.layers import (
     ColumnLinear,
     RowLinear,
@@ -66,9 +66,7 @@ class AutoTPPresets:
         Raises:
             UsageError: there is none of that name.
         """
-        if model_type not in PRESETS:
-            known = ", ".join(PRESETS)
-            raise UsageError(f"{model_type!r} is no preset; expected one of {known}")
+        expect_one_of(PRESETS, "the family of models", model_type)
         return preset(model_type)
 
 

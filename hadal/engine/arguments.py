@@ -23,7 +23,7 @@ from hadal.config.scheduler import PARAMS
 from hadal.data.loader import ChosenOrder, Loading, Reading, ShardedLoader
 from hadal.data.reading import Sharding
 from hadal.device import current_device
-from hadal.errors import OptimizerError, UsageError
+from hadal.errors import OptimizerError, UsageError, expect_one_of
 from hadal.listener import Listener
 from hadal.optim.build import build_optimizer
 from hadal.optim.schedules import build_schedule
@@ -145,8 +145,7 @@ def schedule_from_args(args: Any) -> dict[str, Any] | None:
     kind = getattr(args, "lr_schedule", None)
     if kind is None:
         return None
-    if kind not in PARAMS:
-        raise UsageError(f"--lr_schedule {kind}: expected one of {', '.join(PARAMS)}")
+    expect_one_of(PARAMS, "--lr_schedule", kind)
     params = {}
     for name in PARAMS[kind].model_fields:
         unsaid = _TUNING[name].unsaid if name in _TUNING else None

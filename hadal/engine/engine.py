@@ -29,7 +29,7 @@ from hadal.engine.state_offload import StateOffload
 from hadal.engine.topology import Topology
 from hadal.engine.training import begin_training
 from hadal.engine.update import Backwards, Updates, expect_loss, measure
-from hadal.errors import NotBuiltYetError, UsageError
+from hadal.errors import NotBuiltYetError, UsageError, expect_one_of
 from hadal.listener import Forward, Listener
 from hadal.optim.schedules import check_step_arguments, needs_metric
 from hadal.optim.step import OptimizerStepper
@@ -571,10 +571,7 @@ class Engine(Checkpoints, StateOffload, nn.Module):
         Raises:
             UsageError: no such route, or the arguments do not make a loader.
         """
-        if route not in ("train", "eval", "predict"):
-            raise UsageError(
-                f'deepspeed_io(route={route!r}): expected "train", "eval" or "predict"'
-            )
+        expect_one_of(("train", "eval", "predict"), "deepspeed_io's route", route)
         reading = Reading(
             collate_fn=collate_fn,
             workers=num_local_io_workers or 0,

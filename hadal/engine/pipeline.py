@@ -13,12 +13,7 @@ from hadal.data.loader import RepeatingLoader
 from hadal.engine.engine import Engine
 from hadal.engine.precision import Casting, cast_floats
 from hadal.engine.state import Parts
-from hadal.errors import (
-    ChoiceError,
-    CommunicationError,
-    PipelineError,
-    UsageError,
-)
+from hadal.errors import ChoiceError, CommunicationError, PipelineError, UsageError, expect_one_of
 from hadal.plugins.pipeline.executor import Executor, chunks_of
 from hadal.plugins.pipeline.later_weights import Later, LaterWeights
 from hadal.plugins.pipeline.module import PipelineModule
@@ -190,10 +185,7 @@ class PipelineEngine(Engine):
             ChoiceError: another `reduce_output`.
             StopIteration, PipelineError: as `train_batch`.
         """
-        if reduce_output not in ("avg", None):
-            raise ChoiceError(
-                f"eval_batch(reduce_output={reduce_output!r}) is not known; pass 'avg' or None"
-            )
+        expect_one_of(("avg", None), "eval_batch's reduce_output", reduce_output, ChoiceError)
         self._state.expect_alive()
         count = num_micro_batches or self.micro_batches
         was_training, before = self.module.training, self._work.batches

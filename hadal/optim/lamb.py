@@ -33,7 +33,7 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
 from hadal.comm.faults import is_same_everywhere
 from hadal.device import on_device, widest_float
-from hadal.errors import MismatchError, OptimizerError
+from hadal.errors import MismatchError, OptimizerError, expect_one_of
 from hadal.offload.crossing import Crossing
 from hadal.offload.direct import cut
 from hadal.offload.tensors import DiskTensor, Stop
@@ -84,11 +84,8 @@ class Lamb(OwnOptimizer):
     ) -> None:
         if amsgrad:
             raise OptimizerError("Lamb does not support amsgrad; remove it or set it to false")
-        if bias_correction_in not in _PLACES:
-            raise OptimizerError(
-                f"Lamb's bias_correction_in is {bias_correction_in!r}, expected one of"
-                f" {', '.join(_PLACES)}"
-            )
+        what = "Lamb's bias_correction_in"
+        expect_one_of(_PLACES, what, bias_correction_in, OptimizerError)
         defaults = {
             "lr": lr,
             "betas": tuple(betas),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.config.optimizer import MUON_RATES
-from hadal.errors import OptimizerError
+from hadal.errors import OptimizerError, expect_one_of
 from hadal.optim.elementwise import Block, Group, OwnOptimizer, Scaling, begin_adam, count_up
 from hadal.optim.step import OptimizerStepper, as_one_step
 from hadal.optim.workspace import Multiplier, block_numel, scale_
@@ -71,10 +71,7 @@ class Muon(OwnOptimizer):
         eps: float = 1e-10,
         ns_method: str | None = None,
     ) -> None:
-        if ns_method is not None and ns_method not in METHODS:
-            raise OptimizerError(
-                f"Muon's ns_method is {ns_method!r}, expected one of {', '.join(METHODS)}"
-            )
+        expect_one_of((None, *METHODS), "Muon's ns_method", ns_method, OptimizerError)
         self._rates = {
             True: _first_of(muon_lr, lr, MUON_RATES["muon_lr"]),
             False: _first_of(adam_lr, lr, MUON_RATES["adam_lr"]),

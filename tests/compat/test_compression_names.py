@@ -145,7 +145,7 @@ def test_one_module_is_replaced_in_place() -> None:
     assert model.classifier is classifier and type(classifier) is CompressedLinear
     with pytest.raises(UsageError, match="model cannot be changed: its class Bert"):
         HELPER.module_replacement(nn.ModuleDict({"model": model}), "model")
-    with pytest.raises(UsageError, match="'nope' is no technique"):
+    with pytest.raises(UsageError, match="technique of modules is 'nope'"):
         HELPER.module_replacement(model, "classifier", {"nope": {}})
     with pytest.raises(UsageError, match="all modules together; call init_compression"):
         pruned = {"sparse_pruning": {"enabled": True, "method": "snip_momentum"}}

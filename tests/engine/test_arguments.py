@@ -166,7 +166,7 @@ def test_no_schedule_leaves_the_configuration_alone():
     assert hadal.schedule_from_args(None) is None
     for args in (None, parsed(""), SimpleNamespace(lr_schedule="cosine")):  # a script's own word
         assert with_schedule(args, source, False) is source
-    with pytest.raises(UsageError, match="--lr_schedule cosine: expected one of LRRangeTest"):
+    with pytest.raises(UsageError, match="--lr_schedule is 'cosine'; expected one of 'LRRangeTest"):
         hadal.schedule_from_args(SimpleNamespace(lr_schedule="cosine"))
 
 

@@ -284,7 +284,7 @@ def test_evaluation_between_updates() -> None:
         assert seen.shape == (ROWS, LENGTH, WORDS) if last else seen is None
         assert engine.total_loss is total
     assert (engine.eval_batch(batches(0, 1), bcast_loss=False) is None) != last
-    with pytest.raises(ChoiceError, match="reduce_output='sum'"):
+    with pytest.raises(ChoiceError, match="reduce_output is 'sum'"):
         engine.eval_batch(batches(0, 1), reduce_output="sum")
     for call in (engine, engine.backward, engine.step):
         with pytest.raises(PipelineError, match="train_batch"):

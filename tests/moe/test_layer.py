@@ -120,7 +120,7 @@ def test_mistakes_are_named() -> None:
         MoE(WIDTH, an_expert(), num_experts=4, ep_size=3)
     with pytest.raises(ModelError, match=r"k = 3 needs that many experts; it has 2"):
         MoE(WIDTH, an_expert(), num_experts=2, k=3)
-    with pytest.raises(ModelError, match=r"'Noise'; choose one of None, 'None', 'Jitter'"):
+    with pytest.raises(ModelError, match=r"'Noise'; expected one of None, 'None', 'Jitter'"):
         MoE(WIDTH, an_expert(), num_experts=2, noisy_gate_policy="Noise")
     with pytest.raises(ModelError, match=r"used_token has 3 elements, but there are 7 tokens"):
         layer_of(1)(tokens_of(0), torch.ones(3))

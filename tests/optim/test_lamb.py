@@ -254,7 +254,7 @@ def test_the_ratio_stays_within_its_bounds(
 
 def test_a_place_of_the_correction_must_be_known() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(OptimizerError, match="is 'ratio', expected one of rate, moments"):
+    with pytest.raises(OptimizerError, match="is 'ratio'; expected one of 'rate', 'moments'"):
         Lamb([weight], bias_correction_in="ratio")
     optimizer = Lamb([weight], bias_correction_in="moments")
     saved = optimizer.state_dict()

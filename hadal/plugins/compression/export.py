@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hadal.errors import ModelError, UsageError, needed
+from hadal.errors import ModelError, UsageError, expect_one_of, needed
 from hadal.plugins.compression.layers import ActivationRule, Compressed, change, compressed_modules
 from hadal.plugins.compression.masks import as_matrix, as_weight
 from hadal.plugins.compression.packed import (
@@ -271,8 +271,7 @@ def export_packed(model: nn.Module, folder: str | Path, layout: str = "hadal") -
         UsageError: the layout is unknown, its package is not installed, the model is not one of
             transformers, no weight is packed, or only `hadal` can store the shapes of the model.
     """
-    if layout not in LAYOUTS:
-        raise UsageError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
+    expect_one_of(LAYOUTS, "layout", layout)
     if not any(packed_modules(model)):
         raise UsageError(
             f"{type(model).__name__} has no packed weights; call redundancy_clean and pack_weights"

@@ -21,7 +21,7 @@ from hadal.comm.ranks import (
     make_expert_groups,
 )
 from hadal.device import is_in_backward
-from hadal.errors import ModelError
+from hadal.errors import ModelError, expect_one_of
 from hadal.listener import Listener, Setting, Update
 from hadal.plugins.moe.experts import Experts, plan_dispatch
 from hadal.plugins.moe.gate import (
@@ -159,11 +159,7 @@ class TopKGate(nn.Module):
         super().__init__()
         if not 1 <= k <= num_experts:
             raise ModelError(f"a gate with k = {k} needs that many experts; it has {num_experts}")
-        if noisy_gate_policy not in NOISY_POLICIES:
-            raise ModelError(
-                f"noisy_gate_policy is {noisy_gate_policy!r}; choose one of"
-                f" {', '.join(map(repr, NOISY_POLICIES))}"
-            )
+        expect_one_of(NOISY_POLICIES, "noisy_gate_policy", noisy_gate_policy, ModelError)
         self.wg = _WideLinear(model_dim, num_experts, bias=False)
         self.k = k
         self.capacity_factor = capacity_factor

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.profiler import record_function
 
 from hadal.device import Stamp, current_device, is_in_backward, synchronize
-from hadal.errors import UsageError
+from hadal.errors import UsageError, expect_one_of
 from hadal.plugins.profiling.counting import Counter
 from hadal.plugins.profiling.profile import (
     Profile,
@@ -308,8 +308,7 @@ def get_model_profile(  # noqa: PLR0913 - the signature is DeepSpeed's
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise UsageError(f"get_model_profile: model must be a torch.nn.Module, got {kind}")
-    if mode not in ("forward", "generate"):
-        raise UsageError(f'get_model_profile: mode is {mode!r}; choose "forward" or "generate"')
+    expect_one_of(("forward", "generate"), "get_model_profile: mode", mode)
     given, named = _inputs(model, input_shape, args, kwargs or {})
     call: Callable[..., Any] = model if mode == "forward" else getattr(model, mode)
     profiler = FlopsProfiler(model)

@@ -19,12 +19,13 @@ from torch.autograd.function import once_differentiable
 from hadal.comm import Ranks
 from hadal.comm.adjoint import across, gathered, own, same, summed
 from hadal.comm.functions import all_gather_into_tensor, all_reduce, labelled
-from hadal.errors import SequenceError
+from hadal.errors import SequenceError, expect_one_of
 from hadal.plugins.sequence.tiles import IGNORED, recomputed
 
 Group = dist.ProcessGroup | None
 ROWS_NUMEL = 1 << 25
 """Logits that exist at a time: 128 MiB in fp32."""
+REDUCTIONS = ("none", "mean", "sum")
 _LABEL = "the cross entropy over a split vocabulary"
 
 
@@ -158,7 +159,7 @@ def vocab_parallel_cross_entropy(
     Raises:
         SequenceError: shapes do not fit, or the reduction is unknown.
     """
-    _check_reduction(reduction)
+    expect_one_of(REDUCTIONS, "reduction", reduction, SequenceError)
     if logits.shape[:-1] != target.shape:
         raise SequenceError(
             f"logits of shape {tuple(logits.shape)} need targets of shape"
@@ -206,7 +207,7 @@ def vocab_sequence_parallel_cross_entropy(
     """
     if backend != "torch":
         raise SequenceError(f"backend is {backend!r}; only 'torch' is built")
-    _check_reduction(reduction)
+    expect_one_of(REDUCTIONS, "reduction", reduction, SequenceError)
     losses = vocab_parallel_cross_entropy(
         vocab_parallel_logits, target, tp_group, ignore_index=ignore_index
     )
@@ -237,7 +238,7 @@ def reduce_losses(losses: Tensor, target: Tensor, ignore_index: int, reduction: 
 def _check(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: str
 ) -> None:
-    _check_reduction(reduction)
+    expect_one_of(REDUCTIONS, "reduction", reduction, SequenceError)
     fits = weight.dim() == 2 and hidden.dim() and hidden.shape[-1] == weight.shape[1]
     if not fits or hidden.shape[:-1] != target.shape:
         raise SequenceError(
@@ -250,11 +251,6 @@ def _check(
             f"linear_cross_entropy got a bias {tuple(bias.shape)}; expected [{weight.shape[0]}], a"
             " value for each row of the weight"
         )
-
-
-def _check_reduction(reduction: str) -> None:
-    if reduction not in ("none", "mean", "sum"):
-        raise SequenceError(f"reduction is {reduction!r}; expected 'none', 'mean' or 'sum'")
 
 
 # ---- arithmetic of a few rows --------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hadal.device import on_device
-from hadal.errors import SequenceError
+from hadal.errors import SequenceError, expect_one_of
 
 IGNORED = -100
 """The target of a position that has none, as in torch's cross entropy."""
@@ -71,12 +71,9 @@ def sequence_tiled_compute(  # noqa: PLR0913 - the signature is DeepSpeed's
     Raises:
         SequenceError: a tensor has another length, or `shards` or the reduction is invalid.
     """
-    _check_reduction(output_reduction, (None, "mean", "sum"))
-    names = [*kwargs_to_shard, *kwargs_to_pass]
-    if grad_requiring_tensor_key is not None and grad_requiring_tensor_key not in names:
-        raise SequenceError(
-            f"grad_requiring_tensor_key is {grad_requiring_tensor_key!r}; expected one of {names}"
-        )
+    expect_one_of((None, "mean", "sum"), "output_reduction", output_reduction, SequenceError)
+    names, what = (None, *kwargs_to_shard, *kwargs_to_pass), "grad_requiring_tensor_key"
+    expect_one_of(names, what, grad_requiring_tensor_key, SequenceError)
     lengths = lengths_of(seqlen, shards)
     pieces = [dict[str, Any]() for _ in lengths]
     for name, value in kwargs_to_shard.items():
@@ -217,7 +214,7 @@ class TiledFusedLogitsLoss:
         Raises:
             SequenceError: shapes do not fit, or `shards` or the reduction is invalid.
         """
-        _check_reduction(output_reduction, ("mean", "sum"))
+        expect_one_of(("mean", "sum"), "output_reduction", output_reduction, SequenceError)
         _check_shapes(x, y, mask)
         lengths = lengths_of(x.shape[1], shards)
         tiles = list(_tiles_of(x, y, mask, lengths))
@@ -247,12 +244,6 @@ def _weighted_mean(losses: Sequence[Tensor], counts: Tensor) -> Tensor:
     dtype = losses[0].dtype
     weights = counts.to(torch.promote_types(dtype, torch.float32))
     return (torch.stack(list(losses)) * weights / weights.sum().clamp(min=1)).sum().to(dtype)
-
-
-def _check_reduction(reduction: str | None, known: Sequence[str | None]) -> None:
-    if reduction not in known:
-        shown = " or ".join(repr(one) for one in known)
-        raise SequenceError(f"output_reduction is {reduction!r}; expected {shown}")
 
 
 def _check_shapes(x: Tensor, y: Tensor, mask: Tensor | None) -> None:

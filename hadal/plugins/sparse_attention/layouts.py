@@ -22,7 +22,7 @@ from torch import Tensor
 from hadal.config import load_config
 from hadal.config.reading import read
 from hadal.config.sparse_attention import SparseAttention
-from hadal.errors import ChoiceError, ModelError, NotBuiltYetError, UsageError, few
+from hadal.errors import ChoiceError, ModelError, NotBuiltYetError, UsageError, expect_one_of
 
 _WORDS = ("unidirectional", "bidirectional")
 
@@ -172,8 +172,7 @@ def _windows(sizes: Sequence[int], count: int) -> Tensor:
 
 
 def _check_attention(attention: str, *, horizontal: bool = False) -> None:
-    if attention not in _WORDS:
-        raise ChoiceError(f"attention is {attention!r}; choose {few(_WORDS, joint=' or ')}")
+    expect_one_of(_WORDS, "attention", attention, ChoiceError)
     if horizontal and attention != "bidirectional":
         raise ModelError(
             "horizontal_global_attention needs attention 'bidirectional'; change one of the two"

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hadal.errors import ChoiceError, ModelError
+from hadal.errors import ChoiceError, ModelError, expect_one_of
 
+MODES = ("add", "mul")
 # Tokens of neighbouring rows whose common columns are computed together, and the fewest of these
 # that pay off: merging the results of two parts costs about as much as 64 columns.
 _TILE, _FEWEST = 512, 128
@@ -269,7 +270,7 @@ def key_mask(given: Tensor, mode: str, query: Tensor) -> Tensor:
     Raises:
         ModelError: the shape or the mode is not supported.
     """
-    check_mode(mode, "key_padding_mask_mode")
+    expect_one_of(MODES, "key_padding_mask_mode", mode, ChoiceError)
     batch, length = query.shape[0], query.shape[2]
     found = given.reshape(given.shape[0], -1) if given.dim() > 1 else given[None]
     if found.shape[0] not in (1, batch) or given.numel() != found.shape[0] * given.shape[-1]:
@@ -315,7 +316,7 @@ def pair_mask(given: Tensor, mode: str, query: Tensor, name: str = "attn_mask") 
     Raises:
         ModelError: the shape or the mode is not supported.
     """
-    check_mode(mode, f"{name}_mode")
+    expect_one_of(MODES, f"{name}_mode", mode, ChoiceError)
     batch, heads, length, _ = query.shape
     found = given
     while found.dim() > 4:
@@ -334,9 +335,3 @@ def pair_mask(given: Tensor, mode: str, query: Tensor, name: str = "attn_mask") 
             " dimension that is the same for all)"
         )
     return PairMask(found, multiplies=mode == "mul" or found.dtype is torch.bool)
-
-
-def check_mode(mode: str, name: str) -> None:
-    """Raise ChoiceError if the mode of a mask is not a known one."""
-    if mode not in ("add", "mul"):
-        raise ChoiceError(f'{name} is {mode!r}; choose "add" or "mul"')

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hadal.errors import ChoiceError, ModelError, NotBuiltYetError
+from hadal.errors import ChoiceError, ModelError, NotBuiltYetError, expect_one_of
 from hadal.plugins.sparse_attention.attention import BlockLayout, sparse_attention
 from hadal.plugins.sparse_attention.layouts import FixedSparsityConfig, SparsityConfig
-from hadal.plugins.sparse_attention.masks import Masks, check_mode, key_mask, pair_mask
+from hadal.plugins.sparse_attention.masks import MODES, Masks, key_mask, pair_mask
 
 
 class _SparseBlocks:
@@ -56,8 +56,7 @@ class MatMul(_SparseBlocks):
         bench: bool = False,
     ) -> None:
         del bench
-        if mode not in ("sdd", "dsd", "dds"):
-            raise ChoiceError(f'mode is {mode!r}; choose "sdd", "dsd" or "dds"')
+        expect_one_of(("sdd", "dsd", "dds"), "mode", mode, ChoiceError)
         super().__init__(layout, block)
         self.mode, self.trans_a, self.trans_b = mode, trans_a, trans_b
 
@@ -219,8 +218,8 @@ class SparseSelfAttention(nn.Module):
                 " FixedSparsityConfig(num_heads), or that of a configuration from"
                 " hadal.sparse_attention.from_config(config, num_heads)"
             )
-        check_mode(key_padding_mask_mode, "key_padding_mask_mode")
-        check_mode(attn_mask_mode, "attn_mask_mode")
+        expect_one_of(MODES, "key_padding_mask_mode", key_padding_mask_mode, ChoiceError)
+        expect_one_of(MODES, "attn_mask_mode", attn_mask_mode, ChoiceError)
         self.sparsity_config = config
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
