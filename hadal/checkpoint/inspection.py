@@ -59,11 +59,7 @@ class CheckpointReport:
 
 
 def inspected(
-    path: Given,
-    tag: str | None = None,
-    *,
-    verify: bool = True,
-    progress: Progress = untold,
+    path: Given, tag: str | None = None, *, verify: bool = True, progress: Progress = untold
 ) -> list[CheckpointReport]:
     """Inspect one checkpoint, or all in a folder in the order of their steps.
 

@@ -187,11 +187,7 @@ def _room(world: Ranks) -> int:
 
 
 def load_from(
-    source: Source,
-    live: Live,
-    wanted: Wanted,
-    what: str,
-    verify: Callable[[], None] | None = None,
+    source: Source, live: Live, wanted: Wanted, what: str, verify: Callable[[], None] | None = None
 ) -> Loaded:
     """Load as `load` does, from any source; `verify` checks its files while the load is planned."""
     undo: list[Callable[[], None]] = []

@@ -418,11 +418,7 @@ def _shared(names: Iterable[str], source: Source) -> dict[str, Any]:
 
 
 def _plan_flat(
-    memory: TensorState,
-    held: HeldTensor,
-    members: Sequence[Slot],
-    saved: _Saved,
-    source: Source,
+    memory: TensorState, held: HeldTensor, members: Sequence[Slot], saved: _Saved, source: Source
 ) -> None:
     """Plan a flat slice: this rank's elements of each parameter; zeros if it has no saved state."""
     layout, state_dtype = held.bucket.layout, held.bucket.precision.state_dtype

@@ -106,11 +106,7 @@ def header_of(
         if dtype not in DTYPES:
             raise CheckpointError(f"{path} cannot hold {name}, a tensor of {dtype}")
         begin, end = end, end + prod(shape) * dtype.itemsize
-        header[name] = {
-            "dtype": DTYPES[dtype],
-            "shape": list(shape),
-            "data_offsets": [begin, end],
-        }
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -15,14 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hadal.checkpoint.contents import (
-    MASTER,
-    ModelPart,
-    SavedSlice,
-    Single,
-    part_of_json,
-    state_key,
-)
+from hadal.checkpoint.contents import MASTER, ModelPart, SavedSlice, Single, part_of_json, state_key
 from hadal.checkpoint.files import Seal, check_file, exists, open_file, parsing_errors
 from hadal.checkpoint.folders import CLIENT, JOBS, rank_file
 from hadal.checkpoint.index import INDEX, mark_in, read_index, seals_of, strict_json

@@ -193,10 +193,7 @@ def add_to(group: Any) -> None:
         " write a commented ds_config.json whose model states fit. Comments are keys that begin"
         " with `//`, which Hadal, DeepSpeed and plain JSON readers accept. A flag answers its"
         " question in advance.",
-        examples=(
-            "hadal init",
-            "hadal init --yes --model 7B --devices-per-node 8 --memory 80GB",
-        ),
+        examples=("hadal init", "hadal init --yes --model 7B --devices-per-node 8 --memory 80GB"),
     )
     add_flag(parser, "--output FILE", "The file to write", Path, Path("ds_config.json"))
     add_flag(parser, "--force", "Overwrite the file if it exists already")
@@ -254,11 +251,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _answers(parsed: argparse.Namespace) -> Answers:
     model = parsed.model or _asked(
-        parsed,
-        1,
-        "Model: parameters, or a name that has them",
-        _USUAL_MODEL,
-        _model,
+        parsed, 1, "Model: parameters, or a name that has them", _USUAL_MODEL, _model
     )
     nodes, devices, memory = _devices(parsed)
     precision = parsed.precision or _asked(

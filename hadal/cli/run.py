@@ -195,10 +195,7 @@ def choices_of(parsed: argparse.Namespace) -> Choices:
         chosen.update(_bounds(parsed))
     if parsed.elastic_training:
         chosen.update(elastic_bounds(parsed.program)._asdict())
-    chosen.update(
-        words=tuple(parsed.program),
-        launcher_args=_words(parsed.launcher_args),
-    )
+    chosen.update(words=tuple(parsed.program), launcher_args=_words(parsed.launcher_args))
     return Choices(**chosen)
 
 

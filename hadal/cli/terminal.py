@@ -110,10 +110,7 @@ def table(*columns: str, right: Iterable[str] = ()) -> Table:
     for column in columns:
         is_number = column in numbers
         made.add_column(
-            column,
-            justify="right" if is_number else "left",
-            no_wrap=is_number,
-            overflow="fold",
+            column, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold"
         )
     return made
 

@@ -354,11 +354,7 @@ def start_reduce_scatter(
 
 
 def start_all_reduce(
-    full: Tensor,
-    ranks: Ranks,
-    wire: torch.dtype,
-    label: str,
-    factors: Factors | None = None,
+    full: Tensor, ranks: Ranks, wire: torch.dtype, label: str, factors: Factors | None = None
 ) -> Pending:
     """Replace 1-D `full` by its mean over all ranks (or as `factors` say), the same bits on each.
 
@@ -388,12 +384,7 @@ def start_exchange(
 
 
 def start_exchange_in_pieces(
-    outgoing: Pieces,
-    incoming: Pieces,
-    like: Tensor,
-    ranks: Ranks,
-    label: str,
-    tag: int = EXCHANGE,
+    outgoing: Pieces, incoming: Pieces, like: Tensor, ranks: Ranks, label: str, tag: int = EXCHANGE
 ) -> Pending:
     """Send the 1-D tensors `outgoing[r]` to each rank r; receive r's into those of `incoming[r]`.
 

@@ -268,9 +268,7 @@ all_gather_object = _of_objects(
     dist.all_gather_object, "all_gather", lambda given: given("object_list")
 )
 gather_object = _of_objects(
-    dist.gather_object,
-    "gather",
-    lambda given: given("object_gather_list") or [given("obj")],
+    dist.gather_object, "gather", lambda given: given("object_gather_list") or [given("obj")]
 )
 broadcast_object_list = _of_objects(
     dist.broadcast_object_list, "broadcast", lambda given: given("object_list")

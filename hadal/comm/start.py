@@ -230,12 +230,7 @@ def _start(
             refuse_shared_devices(met, rank, world_size, device)
         store, bound = PrefixStore("default_pg", met), device if _carries(backend, device) else None
     dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=bound,
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound
     )
 
 
@@ -537,10 +532,7 @@ def _host_by_mpi() -> str:
 
 def _own_address() -> str:
     """Return the address at which other hosts reach this one; its name if that is unknown."""
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-    ):
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("10.255.255.255", 1))  # sends nothing: it only chooses a way out
         return str(probe.getsockname()[0])
     return socket.gethostname()

@@ -26,14 +26,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from hadal.comm.start import get_rank, watchdog_limit
-from hadal.comm.works import (
-    Begun,
-    collective_of,
-    last_begun,
-    last_places,
-    missing_rank,
-    unfinished,
-)
+from hadal.comm.works import Begun, collective_of, last_begun, last_places, missing_rank, unfinished
 from hadal.device import device_thread, watch_waits
 
 _log = logging.getLogger(__name__)

@@ -289,11 +289,7 @@ class Accelerator:
         return total_memory(self.device(device_index)).free
 
     def pin_memory(
-        self,
-        tensor: Tensor,
-        make_copy: bool = True,
-        match_shape: bool = True,
-        align_bytes: int = 1,
+        self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True, align_bytes: int = 1
     ) -> Tensor:
         """Return a pinned copy of a tensor; on a CPU, the tensor itself.
 

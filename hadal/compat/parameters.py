@@ -229,9 +229,7 @@ def _fragment(parameter: nn.Parameter, bucket: Bucket) -> Tensor:
 
 def _gather(parameter: nn.Parameter, bucket: Bucket) -> Callable[..., None]:
     def all_gather(
-        param_list: Iterable[nn.Parameter] | None = None,
-        async_op: bool = False,
-        hierarchy: int = 0,
+        param_list: Iterable[nn.Parameter] | None = None, async_op: bool = False, hierarchy: int = 0
     ) -> None:
         """Make parameters whole until `partition`; all ranks must call it."""
         for each in [parameter] if param_list is None else param_list:

@@ -9,15 +9,7 @@ from pydantic import BeforeValidator
 
 from hadal.config.optimizer import in_blocks
 from hadal.config.section import NO_EFFECT, Section, Switched, key, rule
-from hadal.config.values import (
-    Boolean,
-    Dtype,
-    DtypeName,
-    Integer,
-    Number,
-    Spelled,
-    Texts,
-)
+from hadal.config.values import Boolean, Dtype, DtypeName, Integer, Number, Spelled, Texts
 from hadal.errors import Fault
 
 

@@ -477,10 +477,7 @@ class Loading(NamedTuple):
         return made
 
     def loader(
-        self,
-        dataset: Dataset[Any],
-        batch_size: int | None = None,
-        reading: Reading | None = None,
+        self, dataset: Dataset[Any], batch_size: int | None = None, reading: Reading | None = None
     ) -> ShardedLoader:
         """Return a loader over `dataset`; missing arguments come from the configuration."""
         reading = Reading(pin_memory=True) if reading is None else reading

@@ -258,10 +258,7 @@ class InitializeArguments(NamedTuple):
             ) from None
 
     def make_schedule(
-        self,
-        config: Config,
-        optimizer: Optimizer,
-        loader: ShardedLoader | None,
+        self, config: Config, optimizer: Optimizer, loader: ShardedLoader | None
     ) -> Any:
         """Make the caller's schedule, the section's, or the default optimizer's; None for none."""
         given = self.schedule
@@ -311,11 +308,7 @@ class InitializeArguments(NamedTuple):
         return given
 
     def make_loading(
-        self,
-        config: Config,
-        readers: Ranks,
-        seed: int,
-        listeners: Iterable[Listener],
+        self, config: Config, readers: Ranks, seed: int, listeners: Iterable[Listener]
     ) -> Loading:
         """Make the loaders' shared options; each of `readers` reads its own samples."""
         micro, drops = config.train_micro_batch_size_per_gpu, config.dataloader_drop_last

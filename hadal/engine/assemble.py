@@ -23,13 +23,7 @@ from hadal.config import Config, load_config, log_notes
 from hadal.data.loader import ShardedLoader
 from hadal.device import current_device, give_back_freed_memory, keep_freed_memory
 from hadal.engine import checks, precision
-from hadal.engine.apply import (
-    LaterGroups,
-    ShardedModel,
-    change_modules,
-    cut_model,
-    plan_for_ranks,
-)
+from hadal.engine.apply import LaterGroups, ShardedModel, change_modules, cut_model, plan_for_ranks
 from hadal.engine.arguments import (
     Groups,
     InitializeArguments,

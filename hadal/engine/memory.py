@@ -384,9 +384,7 @@ def _reductions(planned: ModelPlan, config: Config, counts: RankCounts) -> Memor
     if any(wire_nbytes(bucket, config, counts) for bucket in reduced):
         said.append(f"copies in {' and '.join(sorted(dtypes))}")
     return MemoryKind(
-        "reductions",
-        TierBytes(most),
-        ", ".join([*said, "gradients not yet in a bucket"]),
+        "reductions", TierBytes(most), ", ".join([*said, "gradients not yet in a bucket"])
     )
 
 

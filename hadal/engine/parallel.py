@@ -9,12 +9,7 @@ from torch import nn
 
 from hadal.checkpoint.live import plain_name
 from hadal.comm import Ranks
-from hadal.comm.ranks import (
-    expert_groups,
-    expert_tables,
-    make_expert_groups,
-    size_in_name,
-)
+from hadal.comm.ranks import expert_groups, expert_tables, make_expert_groups, size_in_name
 from hadal.config import Config
 from hadal.engine.checks import is_in_stages
 from hadal.engine.topology import RequestedRanks, Topology, with_slices
@@ -42,12 +37,7 @@ from hadal.comm.faults import is_same_everywhere, raised_on_all
 from hadal.comm.mpu import tensor_group_of
 from hadal.config.parallelism import TensorParallel
 from hadal.device import has_values
-from hadal.errors import (
-    MismatchError,
-    ModelError,
-    UsageError,
-    few,
-)
+from hadal.errors import MismatchError, ModelError, UsageError, few
 from hadal.optim.muon import Muon
 from hadal.plugins.pipeline.decoder import DecoderModule
 from hadal.plugins.sequence.cross_entropy import vocab_parallel_cross_entropy

@@ -23,11 +23,7 @@ from hadal.plugins.pipeline.orders import (
     forward_order,
     training_schedule,
 )
-from hadal.plugins.pipeline.schedule import (
-    InferenceSchedule,
-    PipeInstruction,
-    PipeSchedule,
-)
+from hadal.plugins.pipeline.schedule import InferenceSchedule, PipeInstruction, PipeSchedule
 from hadal.plugins.pipeline.wires import DataEndedError
 
 Batch = Any

@@ -299,8 +299,7 @@ def disk_steps_of(config: Config) -> DiskSteps:
         numel=min(zero.sub_group_size, _LARGEST_PART_NUMEL),
         buffer_count=section.buffer_count,
         overlap=DiskOverlap(
-            reads_ahead=section.pipeline_read,
-            writes_behind=section.pipeline_write,
+            reads_ahead=section.pipeline_read, writes_behind=section.pipeline_write
         ),
         pins=section.pin_memory,
         clears_first=not section.fast_init,

@@ -31,11 +31,7 @@ from hadal.zero.state import safe_get_full_grad
 _log = logging.getLogger(__name__)
 
 _Method = Callable[..., Any]
-_CLIPPING = (
-    nn.utils.clip_grad_norm_,
-    nn.utils.clip_grads_with_norm_,
-    nn.utils.clip_grad_value_,
-)
+_CLIPPING = (nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_)
 _engines: weakref.WeakSet[State] = weakref.WeakSet()
 _warned: weakref.WeakSet[State] = weakref.WeakSet()
 _lent: dict[Optimizer, tuple[list[State], list[nn.Parameter]]] = {}

@@ -30,13 +30,7 @@ from hadal.launcher.job import (
     share_in,
     share_of,
 )
-from hadal.launcher.processes import (
-    PASSED_ON,
-    exit_code,
-    follow_parent,
-    following,
-    signal_children,
-)
+from hadal.launcher.processes import PASSED_ON, exit_code, follow_parent, following, signal_children
 from hadal.launcher.variables import expanded, showing
 
 _LOOK_S = 0.2

@@ -63,10 +63,7 @@ class SpeedTest:
         return self._move(self._store.start_read, seconds)
 
     def _move(
-        self,
-        start: Callable[[Region, int, Tensor], IoRequest],
-        seconds: float,
-        at_least: int = 1,
+        self, start: Callable[[Region, int, Tensor], IoRequest], seconds: float, at_least: int = 1
     ) -> Speed:
         """Move the region repeatedly until the time is over, with at least that many requests."""
         begun, nbytes = time.perf_counter(), 0

@@ -29,13 +29,7 @@ from hadal.optim.one_bit import (
     move,
 )
 from hadal.optim.pieces import HeldTensor
-from hadal.optim.step import (
-    DISK_STEPS,
-    OptimizerStepper,
-    as_one_step,
-    refresh,
-    refuse_disk,
-)
+from hadal.optim.step import DISK_STEPS, OptimizerStepper, as_one_step, refresh, refuse_disk
 from hadal.optim.workspace import Multiplier, block_numel, scale_
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients

@@ -55,9 +55,7 @@ def global_norm(
 
 
 def sum_of_squares(
-    gradients: Sequence[Gradients],
-    parts: ModelParts | None = None,
-    rows: RowNorms | None = None,
+    gradients: Sequence[Gradients], parts: ModelParts | None = None, rows: RowNorms | None = None
 ) -> Tensor:
     """Return this rank's part of the squared norm, a float64 scalar (see `global_norm`).
 

@@ -43,11 +43,7 @@ class DiskState:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        bucket: Bucket,
-        pieces: Sequence[Piece],
-        disk: DiskStore,
+        self, optimizer: Optimizer, bucket: Bucket, pieces: Sequence[Piece], disk: DiskStore
     ) -> None:
         self.optimizer = optimizer
         self.bucket = bucket

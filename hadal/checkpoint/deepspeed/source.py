@@ -297,11 +297,7 @@ class DeepSpeedSource(Source):
             accumulation = train // (micro * self.ranks_of_part) if known else 1
         counters = {key: int(model[key]) for key in ("global_samples", "skipped_steps")}
         return {
-            "counters": {
-                "micro_steps": steps * accumulation,
-                "global_steps": steps,
-                **counters,
-            },
+            "counters": {"micro_steps": steps * accumulation, "global_steps": steps, **counters},
             "scale": _scale(first),
         }
 

@@ -242,8 +242,7 @@ class Recomputation:
         self.options = options or ActivationCheckpointing()
         self._keeper = InputKeeper(self.options, ranks)
         self._boundaries = Boundaries(
-            synchronizes=self.options.synchronize_checkpoint_boundary,
-            profiles=self.options.profile,
+            synchronizes=self.options.synchronize_checkpoint_boundary, profiles=self.options.profile
         )
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -120,7 +120,4 @@ def _mark(*parameters: Any) -> None:
 def _columns(width: int, ranks: Ranks) -> tuple[Way, Way]:
     """Return the gather of all ranks' columns, and the choice of this rank's; each has `width`."""
     sizes = [width] * ranks.size
-    return (
-        lambda x: gathered(x, -1, sizes, ranks, _LABEL),
-        lambda x: own(x, -1, sizes, ranks),
-    )
+    return (lambda x: gathered(x, -1, sizes, ranks, _LABEL), lambda x: own(x, -1, sizes, ranks))

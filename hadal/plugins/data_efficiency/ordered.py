@@ -94,11 +94,7 @@ class CurriculumOrder:
         return samples
 
     def _state(self) -> dict[str, Any]:
-        return {
-            "batch": self._pending,
-            "consumed_samples": self._consumed,
-            **self._stream.state(),
-        }
+        return {"batch": self._pending, "consumed_samples": self._consumed, **self._stream.state()}
 
     def load_state_dict(self, state: Any) -> None:
         """Restore the state after a batch."""

@@ -462,9 +462,7 @@ class Subset:
             return self._along(value, list(shape).index(self.length, 1))
         if self.length in shape and self.length not in sequences:
             raise self._refusal(
-                name,
-                value,
-                "give it a batch dimension, since sequences keep different tokens",
+                name, value, "give it a batch dimension, since sequences keep different tokens"
             )
         return value
 

@@ -98,11 +98,7 @@ def route_to_one(
 
 
 def route_to_two(
-    logits: Tensor,
-    capacity: int | None,
-    *,
-    used: Tensor | None = None,
-    samples_second: bool = True,
+    logits: Tensor, capacity: int | None, *, used: Tensor | None = None, samples_second: bool = True
 ) -> Routing:
     """Send each token to two experts, weighted by their probabilities over their sum.
 

@@ -14,12 +14,7 @@ from torch.nn import functional as F
 
 from hadal.comm import Ranks, init_distributed
 from hadal.comm.collectives import sum_
-from hadal.comm.ranks import (
-    expert_group_names,
-    expert_groups,
-    group_name,
-    make_expert_groups,
-)
+from hadal.comm.ranks import expert_group_names, expert_groups, group_name, make_expert_groups
 from hadal.device import is_in_backward
 from hadal.errors import ModelError, expect_one_of
 from hadal.listener import Listener, Setting, Update

@@ -95,11 +95,7 @@ class LaterWeights:
         return found
 
     def _forward(
-        self,
-        layer: nn.Module,
-        own: Callable[[Tensor], Tensor],
-        is_transposed: bool,
-        value: Tensor,
+        self, layer: nn.Module, own: Callable[[Tensor], Tensor], is_transposed: bool, value: Tensor
     ) -> Tensor:
         if not _is_for_later(value, layer.weight):
             return own(value)

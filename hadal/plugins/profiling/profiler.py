@@ -334,10 +334,7 @@ def get_model_profile(  # noqa: PLR0913 - the signature is DeepSpeed's
 
 
 def _inputs(
-    model: nn.Module,
-    shape: tuple[int, ...] | None,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    model: nn.Module, shape: tuple[int, ...] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     if shape is None:
         if not len(args) and not kwargs:

@@ -322,11 +322,7 @@ def _empty(one: Tensor, mine: range, heads: int, size: int, gathers: bool) -> Te
 
 
 def _pieces(
-    tensors: Sequence[Tensor],
-    ranges: Sequence[Ranges],
-    rank: int,
-    size: int,
-    by_heads: bool,
+    tensors: Sequence[Tensor], ranges: Sequence[Ranges], rank: int, size: int, by_heads: bool
 ) -> Iterator[Tensor]:
     """Return the slice of each tensor that goes to a rank: its heads, or its positions."""
     for tensor, mine in zip(tensors, ranges, strict=True):

@@ -428,10 +428,7 @@ _NODES = 256
 
 
 def sequence_loss(
-    logits: Tensor,
-    shift_labels: Tensor,
-    group: dist.ProcessGroup,
-    ignore_index: int = IGNORED,
+    logits: Tensor, shift_labels: Tensor, group: dist.ProcessGroup, ignore_index: int = IGNORED
 ) -> Tensor:
     """Return the mean cross entropy over all targets of whole sequences.
 

@@ -59,10 +59,7 @@ class BertSparseSelfAttention(nn.Module):
         )
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        **others: Any,
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **others: Any
     ) -> Tensor | tuple[Tensor, None]:
         """Return the attention of [batch, L, hidden].
 
