@@ -23,7 +23,7 @@ from hadal.cli.terminal import (
     show_json,
     table,
 )
-from hadal.errors import needed
+from hadal.errors import HadalError, needed
 from hadal.units import shown_nbytes
 
 if TYPE_CHECKING:
@@ -302,7 +302,7 @@ def _draw(folder: Path, found: Mapping[str, Distribution]) -> list[Path]:
     for name, distribution in found.items():
         try:
             path = picture_path(folder / name / f"{name}_distribution.png")
-        except CommandError as error:
+        except HadalError as error:
             note(f"no picture: {error}")
             return []
         save_picture(figure_of(name, *distribution), path)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hadal import comm
+from hadal.comm.faults import raised_on_all
 from hadal.errors import UsageError
 from hadal.plugins.data_efficiency.chunks import (
     KeptChunks,
@@ -339,24 +340,12 @@ def _remove(mapped: Sequence[_Mapped]) -> None:
         each.kept.remove()
 
 
-@contextmanager
-def _raised_together(group: Any) -> Iterator[None]:
-    """Raise on all ranks if one fails, so that none waits for it."""
-    failed: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failed = error
-    if comm.is_initialized():
-        failures: list[str | None] = [None] * comm.get_world_size(group)
-        comm.all_gather_object(failures, None if failed is None else str(failed), group=group)
-    else:
-        failures = []
-    if failed is not None:
-        raise failed
-    for rank, message in enumerate(failures):
-        if message is not None:
-            raise UsageError(f"rank {rank} of the analysis failed: {message}")
+def _raised_together(group: Any) -> AbstractContextManager[None]:
+    """Return a context in which a failure of one rank, if there are ranks, is raised on all."""
+    if not comm.is_initialized():
+        return nullcontext()
+    ranks = comm.Ranks.world() if group is None else comm.Ranks.of(group)
+    return raised_on_all(ranks, "the analysis", UsageError)
 
 
 class DistributedDataAnalyzer(_Analysis):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from hadal.cli import data
 from hadal.cli.main import main
 from hadal.plugins.data_efficiency.indexed import IndexedRows
+from hadal.plugins.data_efficiency.metric_files import Distribution
 
 
 @pytest.fixture
@@ -65,6 +67,14 @@ def test_json(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
         },
         "pictures": [],
     }
+
+
+def test_without_matplotlib_nothing_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    assert data._draw(tmp_path, {"length": Distribution(np.arange(2), np.ones(2))}) == []
+    assert "no picture: a picture needs the package matplotlib" in capsys.readouterr().err
 
 
 def test_faults_are_reported(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -188,7 +188,7 @@ def test_all_ranks_analyze(ranks: RankPools, tmp_path: Path, world: int, threads
 def test_a_fault_on_one_rank_ends_all(ranks: RankPools, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as caught:
         ranks(2).run(analyze, tmp_path, 1, broken)
-    assert "rank 1 of the analysis failed" in str(caught.value.errors[0])
+    assert "the analysis stopped on rank 1" in str(caught.value.errors[0])
     assert "metric val returned float32; difficulties are integers" in str(caught.value.errors[1])
 
 

@@ -215,7 +215,7 @@ def test_a_profiler_by_hand(capsys, tmp_path: Path) -> None:
         ({"input_shape": [1, 4]}, r"a tuple of at least one size, got \[1, 4\]"),
         ({"input_shape": ()}, "a tuple of at least one size"),
         ({}, "pass input_shape, or args and kwargs"),
-        ({"input_shape": (1, 6), "mode": "backward"}, '"forward" or "generate"'),
+        ({"input_shape": (1, 6), "mode": "backward"}, "expected one of 'forward', 'generate'"),
         ({"model": None, "input_shape": (1, 6)}, "must be a torch.nn.Module, got NoneType"),
     ],
 )
