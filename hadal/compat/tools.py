@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import reduce, wraps
@@ -12,7 +11,6 @@ from math import isqrt
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from packaging.version import Version
@@ -28,6 +26,7 @@ from hadal.compat.log import log_dist
 from hadal.device import current_device, memory_use, widest_float
 from hadal.device.autograd import is_in_backward, will_collect
 from hadal.errors import UsageError
+from hadal.plugins.pipeline.module import seed_all
 from hadal.plugins.pipeline.partition import partition_uniform
 from hadal.zero.sharing import is_model_part
 
@@ -411,6 +410,9 @@ def get_val_by_key(d: Mapping[str, Any], k: str) -> Any:
     return next((value for value in found if value is not None), None)
 
 
+set_random_seed = seed_all
+
+
 def set_val_by_key(d: dict[str, Any], k: str, vv: Any) -> None:
     """Set a key wherever a configuration has it, at any depth."""
     if k in d:
@@ -441,13 +443,6 @@ def parse_range_list(range_str: str) -> list[int]:
             raise ValueError(f"{part.strip()!r} in {range_str!r} is not ascending; sort the ranges")
         numbers += range(start, stop + 1)
     return numbers
-
-
-def set_random_seed(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 # ---- backward ------------------------------------------------------------------------------------

@@ -261,6 +261,10 @@ class Compressed(nn.Module):
     kept_channels: Tensor | None
     """The channels that the last forward kept, (out, 1, 1, 1); None if it pruned none."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.begin()
+
     @property
     def scale_groups(self) -> int:
         """The number of groups of the weight."""
@@ -384,10 +388,6 @@ class CompressedLinear(Compressed, nn.Linear):
 
     plain: ClassVar[type[nn.Module]] = nn.Linear
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.begin()
-
     def forward(self, input: Tensor) -> Tensor:
         """Return the product."""
         return F.linear(self.effective_input(input), *self.effective())
@@ -397,10 +397,6 @@ class CompressedConv2d(Compressed, nn.Conv2d):
     """`nn.Conv2d` with an effective weight and input."""
 
     plain = nn.Conv2d
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.begin()
 
     def input_groups(self, x: Tensor) -> int:
         """Return the number of groups of an input: one for each sample."""
@@ -416,10 +412,6 @@ class CompressedEmbedding(Compressed, nn.Embedding):
     """`nn.Embedding` with an effective weight: one group for each row."""
 
     plain = nn.Embedding
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.begin()
 
     @property
     def scale_groups(self) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -240,7 +242,7 @@ class PipelineModule(nn.Module):
         return found
 
     def _seed(self, seed: int) -> None:
-        (self.seed_fn or _seed_all)(seed)
+        (self.seed_fn or seed_all)(seed)
 
     def _tell(self) -> None:
         if self.seed_layers:
@@ -462,11 +464,8 @@ def _checked(layers: Iterable[Layer]) -> list[Layer]:
     return found
 
 
-def _seed_all(seed: int) -> None:
-    import random
-
-    import numpy as np
-
+def seed_all(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -250,8 +250,8 @@ def cut_model(
         if one.is_row:
             RowLinear.become(one.layer, group, one.cut, one.name)
         else:
-            gathers = one.gather_output
-            ColumnLinear.become(one.layer, group, one.cut, one.name, gather_output=gathers)
+            ColumnLinear.become(one.layer, group, one.cut, one.name)
+            one.layer.gather_output = one.gather_output  # type: ignore[assignment]
     for one in plan.biases:
         take_slice(one.layer.weight, one.cut, ranks)  # type: ignore[arg-type]
         one.layer.embedding_dim = one.cut.sizes[ranks.rank]  # type: ignore[assignment]

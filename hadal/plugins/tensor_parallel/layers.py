@@ -310,9 +310,12 @@ class SlicedLayer(nn.Module):
     cuts_sequence = False
     """True if, in training, its parent gathers positions and a row layer scatters them."""
 
-    def _take(self, group: TensorGroup, cut: WeightCut, name: str) -> None:
-        self.tensor_group, self.cut, self.label = group, cut, name
-        take_slice(self.weight, cut, group.ranks)  # type: ignore[arg-type]
+    @classmethod
+    def become(cls, layer: Any, group: TensorGroup, cut: WeightCut, name: str) -> None:
+        """Turn a layer into this one; all ranks hold the same values."""
+        layer.__class__ = cls
+        layer.tensor_group, layer.cut, layer.label = group, cut, name
+        take_slice(layer.weight, cut, group.ranks)
 
     @property
     def _sum_label(self) -> str:
@@ -334,14 +337,9 @@ class ColumnLinear(SlicedLayer, nn.Linear):
     gather_output: bool
 
     @classmethod
-    def become(
-        cls, layer: nn.Linear, group: TensorGroup, cut: WeightCut, name: str, *, gather_output: bool
-    ) -> None:
+    def become(cls, layer: Any, group: TensorGroup, cut: WeightCut, name: str) -> None:
         """Turn a layer into this one; all ranks hold the same values."""
-        layer.__class__ = cls
-        assert isinstance(layer, cls)
-        layer.gather_output = gather_output
-        layer._take(group, cut, name)
+        super().become(layer, group, cut, name)
         if layer.bias is not None:
             take_slice(layer.bias, cut, group.ranks)
         layer.out_features = cut.sizes[group.ranks.rank]
@@ -383,11 +381,9 @@ class RowLinear(SlicedLayer, nn.Linear):
     """
 
     @classmethod
-    def become(cls, layer: nn.Linear, group: TensorGroup, cut: WeightCut, name: str) -> None:
+    def become(cls, layer: Any, group: TensorGroup, cut: WeightCut, name: str) -> None:
         """Turn a layer into this one; all ranks hold the same values."""
-        layer.__class__ = cls
-        assert isinstance(layer, cls)
-        layer._take(group, cut, name)
+        super().become(layer, group, cut, name)
         layer.in_features = cut.sizes[group.ranks.rank]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -404,13 +400,6 @@ class RowLinear(SlicedLayer, nn.Linear):
 
 class VocabularyEmbedding(SlicedLayer, nn.Embedding):
     """An embedding with a slice of its vocabulary; the ranks' results are summed."""
-
-    @classmethod
-    def become(cls, layer: nn.Embedding, group: TensorGroup, cut: WeightCut, name: str) -> None:
-        """Turn an embedding into this one; all ranks hold the same values."""
-        layer.__class__ = cls
-        assert isinstance(layer, cls)
-        layer._take(group, cut, name)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings (..., embedding_dim), the same on all ranks.
