@@ -39,6 +39,7 @@ from hadal.engine.memory import (
     config_for,
     memory_of,
     plan_rank,
+    resting_nbytes,
     wire_nbytes,
 )
 from hadal.engine.policies import tiers_of, transport_of
@@ -315,6 +316,7 @@ class Planner:
 def _moments(rank: PlannedRank, memory: Memory, step: MicroStep) -> list[Moment]:
     needs = {need.kind: need.held.device for need in (*memory.states, *memory.rest)}
     still = {kind: nbytes for kind, nbytes in needs.items() if kind not in _MOVING}
+    passing = still | {"optimizer": needs["optimizer"] - resting_nbytes(rank)}
     # An accelerator frees gradients after each update; those of earlier micro-steps stay.
     accumulates = rank.config.gradient_accumulation_steps > 1
     stays = needs["gradients"] if accumulates or rank.device.type == "cpu" else 0
@@ -324,7 +326,7 @@ def _moments(rank: PlannedRank, memory: Memory, step: MicroStep) -> list[Moment]
     if accumulates:
         arrivals.append(_arrive(rank, step.backward, needs["gradients"], first=True))
     found = [
-        Moment("forward", s.unit, still | {"gradients": stays, "gathers": g} | _used(s.peak))
+        Moment("forward", s.unit, passing | {"gradients": stays, "gathers": g} | _used(s.peak))
         for s, g in zip(step.forward, there, strict=True)
     ]
     for gradients in arrivals:
@@ -332,7 +334,7 @@ def _moments(rank: PlannedRank, memory: Memory, step: MicroStep) -> list[Moment]
             for activations, (landed, sent) in zip(segment.peaks, some, strict=True):
                 held = {"gradients": landed, "gathers": gathers, "reductions": sent}
                 held |= _used(activations)
-                found.append(Moment("backward", segment.unit, still | held))
+                found.append(Moment("backward", segment.unit, passing | held))
     work = _workspace_nbytes(rank)
     found.append(Moment("step", "", still | {"gradients": needs["gradients"], "workspace": work}))
     return [_with_fragments(rank, _less(moment, host_inputs)) for moment in found]

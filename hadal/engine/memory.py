@@ -38,6 +38,7 @@ from hadal.zero.estimate import (
     Buffers,
     JobSize,
     ShardTiers,
+    States,
     TierBytes,
     portions_of,
     states_of_portions,
@@ -217,10 +218,10 @@ def _is_in_parts(model: nn.Module, config: Config) -> bool:
 
 def memory_of(rank: PlannedRank) -> Memory:
     """Return the memory of a planned rank."""
-    job, planned, config = rank.job, rank.planned, rank.config
-    portions = portions_of(planned.buckets, rank.counts.shards_of, rank.moments)
-    tiers = shard_tiers(config, rank.moments)
-    states = states_of_portions(portions, tiers, job.second_copy_devices)
+    planned, config = rank.planned, rank.config
+    states = _states_of(rank, rank.moments)
+    away = TierBytes(host=resting_nbytes(rank))
+    states = states._replace(optimizer=states.optimizer.plus(away))
     kinds = {
         "weights": rank.whose,
         "gradients": "once the gradients of an update are complete",
@@ -235,6 +236,22 @@ def memory_of(rank: PlannedRank) -> Memory:
         *([] if rank.device.type == "cpu" else _of_libraries(rank)),
     ]
     return Memory(held, rest, config.zero_optimization.stage, rank.optimizer)
+
+
+def _states_of(rank: PlannedRank, moments: int) -> States:
+    portions = portions_of(rank.planned.buckets, rank.counts.shards_of, moments)
+    return states_of_portions(
+        portions, shard_tiers(rank.config, moments), rank.job.second_copy_devices
+    )
+
+
+def resting_nbytes(rank: PlannedRank) -> int:
+    """Return the bytes of the optimizer's state that are off the device in forward and backward."""
+    section = rank.config.compile
+    if not (section.deepcompile and section.offload_opt_states) or rank.device.type == "cpu":
+        return 0
+    both, masters = (_states_of(rank, moments).optimizer for moments in (rank.moments, 0))
+    return both.device - masters.device
 
 
 def _tables(model: nn.Module) -> list[MemoryKind]:

@@ -99,6 +99,16 @@ def test_inputs_of_recomputed_modules_may_be_on_the_host() -> None:
     assert 0 < moved <= found.micro_step.inputs_of_recomputed * 1.02  # type: ignore[union-attr]
 
 
+def test_states_that_rest_in_passes_are_on_the_host_there() -> None:
+    away = {"deepcompile": True, "offload_opt_states": True}
+    found = planned(2, compile=away)
+    passing, step = found.moments[0].held, found.moments[-1].held
+    assert passing["optimizer"] == pytest.approx(4 * PSI / 4, rel=0.01)  # the masters
+    assert step["optimizer"] == pytest.approx(12 * PSI / 4, rel=0.01)
+    (optimizer,) = (need.held for need in found.kinds if need.kind == "optimizer")
+    assert optimizer.host == step["optimizer"] - passing["optimizer"]
+
+
 def test_blocks_are_told_as_if_none_was_recomputed() -> None:
     plain = planned(3)
     units = planned(3, activation_checkpointing={"modules": "units"})
