@@ -22,7 +22,7 @@ from hadal.plugins.data_efficiency.chunks import (
     spans_of,
     split_span,
 )
-from hadal.plugins.data_efficiency.indexed import IndexedRows, RowsBuilder, bin_path
+from hadal.plugins.data_efficiency.indexed import IndexedRows, bin_path
 from hadal.plugins.data_efficiency.measures import (
     IDS,
     BatchMeasures,
@@ -34,6 +34,7 @@ from hadal.plugins.data_efficiency.metric_files import (
     Origin,
     write_accumulated,
     write_origin,
+    write_row,
     write_single,
     write_values,
 )
@@ -230,9 +231,7 @@ class DataAnalyzer(_Analysis):
             values = mapped.values(measure)
             if measure.accumulates:
                 prefix = self._prefix(measure, _ADDED, self.worker_id, thread)
-                with RowsBuilder(prefix, measure.dtype) as builder:
-                    builder.add(values)
-                    builder.end_document()
+                write_row(prefix, values, measure.dtype)
                 continue
             prefix = self._prefix(measure, _MAPPED, self.worker_id, thread)
             write_values(prefix, values, measure.dtype)

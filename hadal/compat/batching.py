@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from hadal.engine.engine import Engine
 from hadal.errors import UsageError, expect_one_of
@@ -113,14 +113,9 @@ class _Packs(Dataset[Any]):
         return found
 
 
-class _Joined:
-    """Makes a batch of several packs."""
-
-    def __init__(self, collate: Collate | None) -> None:
-        self._collate = collate or torch.utils.data.default_collate
-
-    def __call__(self, packs: list[list[Any]]) -> Any:
-        return self._collate([sample for samples in packs for sample in samples])
+def _joined(collate: Collate, packs: list[list[Any]]) -> Any:
+    """Return a batch of several packs."""
+    return collate([sample for samples in packs for sample in samples])
 
 
 def dataloader_for_variable_batch_size(  # noqa: PLR0913 - the signature is DeepSpeed's
@@ -154,7 +149,7 @@ def dataloader_for_variable_batch_size(  # noqa: PLR0913 - the signature is Deep
         "dataset": packs,
         "batch_size": dataloader_batch_size,
         "pin_memory": dataloader_pin_memory,
-        "collate_fn": _Joined(dataloader_collate_fn),
+        "collate_fn": partial(_joined, dataloader_collate_fn or default_collate),
     }
     loader: DataLoader[Any] = DataLoader(
         **shared, sampler=sampler, num_workers=dataloader_num_workers

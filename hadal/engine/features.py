@@ -6,6 +6,7 @@ import importlib
 import logging
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
@@ -268,23 +269,21 @@ class GatheredGenerate(Listener):
     def on_attach(self, engine: Any) -> None:
         """Replace the method in this instance of the model."""
         if self._keeps_whole:
-            vars(self._model)["generate"] = _Generate(self._model, self._model.generate)
+            vars(self._model)["generate"] = partial(
+                _gathered_generate, self._model, self._model.generate
+            )
 
     def close(self) -> None:
         """Give the model its own method back."""
         vars(self._model).pop("generate", None)
 
 
-class _Generate:
-    """A model's `generate`, with its weights gathered around it."""
-
-    def __init__(self, model: nn.Module, plain: Callable[..., Any]) -> None:
-        self._model = model
-        self._plain = plain
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with GatheredParameters(self._model.parameters()):
-            return self._plain(*args, **kwargs)
+def _gathered_generate(
+    model: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a model's own `generate` while its weights are gathered."""
+    with GatheredParameters(model.parameters()):
+        return plain(*args, **kwargs)
 
 
 # ---- the table -----------------------------------------------------------------------------------

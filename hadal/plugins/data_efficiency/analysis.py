@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -264,25 +265,14 @@ def chunks_of(rows: IndexedRows) -> list[Span]:
     return [Span(*each) for each in pairwise(ordered)]
 
 
-@dataclass(frozen=True, slots=True)
-class _RowValues:
-    """The measure of a chunk."""
-
-    rows: IndexedRows
-    metric: RowMetric
-
-    def __call__(self, start: int, stop: int) -> Arrays:
-        return {_VALUES: self.metric.values(self.rows, start, stop)}
+def _row_values(rows: IndexedRows, metric: RowMetric, start: int, stop: int) -> Arrays:
+    """Return the measure of a chunk."""
+    return {_VALUES: metric.values(rows, start, stop)}
 
 
-@dataclass(frozen=True, slots=True)
-class _WordCounts:
-    """The words of a chunk."""
-
-    rows: IndexedRows
-
-    def __call__(self, start: int, stop: int) -> Arrays:
-        return {_COUNTS: count_words(self.rows, start, stop)}
+def _word_counts(rows: IndexedRows, start: int, stop: int) -> Arrays:
+    """Return the words of a chunk."""
+    return {_COUNTS: count_words(rows, start, stop)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +295,8 @@ class _RowAnalysis:
 
     def _words(self) -> npt.NDArray[np.int64]:
         kept = self._kept(WORDS, WORDS)
-        compute_kept(_WordCounts(self.rows), self.spans, kept, self.workers, self.progress)
+        counts = partial(_word_counts, self.rows)
+        compute_kept(counts, self.spans, kept, self.workers, self.progress)
         total = np.zeros(0, np.int64)
         for span in self.spans:
             found = kept.load(span)[_COUNTS]
@@ -321,7 +312,8 @@ class _RowAnalysis:
         """Measure all rows, and write the files."""
         kept = self._kept(metric.name, metric.identity())
         workers = self.workers if metric.in_processes else 0
-        compute_kept(_RowValues(self.rows, metric), self.spans, kept, workers, self.progress)
+        values_of = partial(_row_values, self.rows, metric)
+        compute_kept(values_of, self.spans, kept, workers, self.progress)
         values: Any = joined(kept, self.spans, _VALUES)
         found = write_single(self.folder, metric.name, values)
         write_origin(self.folder, metric.name, self.origin)

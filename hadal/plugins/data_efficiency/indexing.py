@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -481,7 +482,7 @@ def index_texts(
         raise UsageError("the tokenizer has no end-of-document token; leave that option out")
     ranges = source.ranges()
     found = Indexed()
-    rows = _RangeRows(source, indexing)
+    rows = partial(_rows_of, source, indexing)
     with (
         RowsBuilder(prefix, indexing.dtype) as builder,
         compute_all(rows, [(span,) for span in ranges], workers) as encoded,
@@ -499,12 +500,6 @@ def index_texts(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _RangeRows:
-    """The work of one process: read a range of the texts, and tokenize it."""
-
-    source: TextSource
-    indexing: Indexing
-
-    def __call__(self, span: TextRange) -> _Encoded:
-        return self.indexing.rows(self.source.documents(span))
+def _rows_of(source: TextSource, indexing: Indexing, span: TextRange) -> _Encoded:
+    """Do the work of one process: read a range of the texts, and tokenize it."""
+    return indexing.rows(source.documents(span))

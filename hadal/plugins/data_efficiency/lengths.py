@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hadal.errors import UsageError
-from hadal.plugins.data_efficiency.indexed import RowsBuilder, idx_path, smallest_dtype
-from hadal.plugins.data_efficiency.metric_files import read_rows
+from hadal.plugins.data_efficiency.indexed import idx_path
+from hadal.plugins.data_efficiency.metric_files import read_rows, write_values
 
 _log = logging.getLogger(__name__)
 _PATH = "data_efficiency.data_sampling.dynamic_batching"
@@ -125,9 +125,7 @@ def write_lengths(folder: str | Path, lengths: Ids) -> None:
         raise UsageError(
             f"{_WHERE}: {path.parent} cannot be created: {error.strerror}; choose a directory"
         ) from error
-    with RowsBuilder(path, smallest_dtype(0, int(lengths.max(initial=0)))) as builder:
-        builder.add_all(lengths.reshape(-1, 1))
-        builder.end_document()
+    write_values(path, lengths)
     _log.info("the lengths of %d samples are in %s", len(lengths), path)
 
 

@@ -85,13 +85,18 @@ def _hint_of(path: str) -> str:
     return "" if is_there else "; `hadal data analyze` writes the files of metrics"
 
 
-def write_row(path: Path, values: Ids) -> None:
+def write_row(path: Path, values: Values, dtype: Any = None) -> None:
     """Write one row as `path`.bin and `path`.idx, atomically.
+
+    Args:
+        path: the path of the two files without their suffixes.
+        values: the numbers, which are integers.
+        dtype: their type in the file; None uses the smallest that holds them.
 
     Raises:
         UsageError: the files cannot be written.
     """
-    with RowsBuilder(path, smallest_dtype(0, int(values.max(initial=0)))) as builder:
+    with RowsBuilder(path, fitting(values) if dtype is None else dtype) as builder:
         builder.add(values)
         builder.end_document()
 
@@ -209,10 +214,7 @@ def _marks(count: int, reducers: int | None) -> list[int]:
 
 def write_accumulated(folder: Path, metric: str, total: Values) -> None:
     """Write the file of a metric that was summed over all samples."""
-    total = total.reshape(-1)
-    with RowsBuilder(prefix_of(folder, metric, "metric_value"), fitting(total)) as builder:
-        builder.add(total)
-        builder.end_document()
+    write_row(prefix_of(folder, metric, "metric_value"), total.reshape(-1))
 
 
 def write_origin(folder: Path, metric: str, origin: Origin) -> None:
