@@ -294,12 +294,7 @@ def _state(
 
 
 def _row(bucket: Bucket) -> Mapping[str, str]:
-    partition, precision = bucket.partition, bucket.precision
-    cut = {
-        "optimizer": partition.optimizer,
-        "gradients": partition.gradients,
-        "weights": partition.weights,
-    }
+    precision, cut = bucket.precision, bucket.partition._asdict()
     start, stop = bucket.span
     return {
         "bucket": bucket.name,
