@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -91,25 +92,23 @@ def batch_by_seqlens(  # noqa: PLR0913 - the signature is DeepSpeed's
     return numbered, sizes, longest.tolist()
 
 
+@dataclass(eq=False)
 class _Packs(Dataset[Any]):
     """Packs as samples: each item is the samples of one pack."""
 
-    def __init__(
-        self, dataset: Any, packs: Sequence[Numbered], longest: Sequence[int] | None, pad: Any
-    ) -> None:
-        self._dataset = dataset
-        self._packs = packs
-        self._longest = longest
-        self._pad = pad
+    dataset: Any
+    packs: Sequence[Numbered]
+    longest: Sequence[int] | None
+    pad: Any
 
     def __len__(self) -> int:
-        return len(self._packs)
+        return len(self.packs)
 
     def __getitem__(self, index: int) -> list[Any]:
-        number, samples = self._packs[index]
-        found = [self._dataset[sample] for sample in samples]
-        if self._longest is not None:
-            found = [self._pad(sample, self._longest[number]) for sample in found]
+        number, samples = self.packs[index]
+        found = [self.dataset[sample] for sample in samples]
+        if self.longest is not None:
+            found = [self.pad(sample, self.longest[number]) for sample in found]
         return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -267,31 +268,24 @@ def remove_random_ltd_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Eigenvalue:
     """Power iteration over the gradients of a backward with `create_graph=True`."""
 
-    def __init__(
-        self,
-        verbose: bool = False,
-        max_iter: int = 100,
-        tol: float = 1e-2,
-        stability: float = 0,
-        gas_boundary_resolution: int = 1,
-        layer_name: str = "",
-        layer_num: int = 0,
-    ) -> None:
-        if not layer_name or layer_num <= 0:
+    verbose: bool = False
+    max_iter: int = 100
+    tol: float = 1e-2
+    stability: float = 0
+    gas_boundary_resolution: int = 1
+    layer_name: str = ""
+    layer_num: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.layer_name or self.layer_num <= 0:
             raise UsageError(
-                f"Eigenvalue: expected layer_name and layer_num > 0, got {layer_name!r} and"
-                f" {layer_num}; name the list of blocks, and their number"
+                f"Eigenvalue: expected layer_name and layer_num > 0, got {self.layer_name!r} and"
+                f" {self.layer_num}; name the list of blocks, and their number"
             )
-        self.verbose = verbose
-        self.max_iter = max_iter
-        self.tol = tol
-        self.stability = stability
-        self.gas_boundary_resolution = gas_boundary_resolution
-        self.layer_name = layer_name
-        self.layer_num = layer_num
 
     def get_layers(self, module: nn.Module) -> list[nn.Module]:
         """Return the blocks."""
