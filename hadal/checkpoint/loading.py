@@ -439,7 +439,9 @@ def _fits_exchange(source: Source, own: RankState | None, live: Live) -> bool:
 
 
 def _restore_optimizer(live: Live, optimizer: Optimizer, source: Source, plan: _LoadPlan) -> None:
-    for group, fit in zip(optimizer.param_groups, plan.groups, strict=True):
+    # As torch's, new dicts: those that the program has kept tell their former options.
+    groups = optimizer.param_groups[:] = [dict(group) for group in optimizer.param_groups]
+    for group, fit in zip(groups, plan.groups, strict=True):
         _restore_group(group, fit.options)
     restored = {memory.values for memory in plan.memory.states}
     for values in [*optimizer.state]:

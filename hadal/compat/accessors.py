@@ -39,6 +39,32 @@ _UNBUILT: list[str] = _TABLE["unbuilt"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+class _Ignored:
+    """An attribute that DeepSpeed's object has and ours lacks: setting it logs a warning."""
+
+    def __init__(self, thing: str, name: str) -> None:
+        self._thing, self._name = thing, name
+
+    def __get__(self, one: Any, kind: type) -> Any:
+        """Return what the program has set."""
+        if one is None or self._name not in vars(one):
+            raise AttributeError(self._name)
+        return vars(one)[self._name]
+
+    def __set__(self, one: Any, value: Any) -> None:
+        """Store the value; warn the first time."""
+        if self._name not in vars(one):
+            text = "%s.%s = %.80r has no effect: only DeepSpeed's own code reads it"
+            _log.warning(text, self._thing, self._name, value)
+        vars(one)[self._name] = value
+
+
+def warn_of_stores(kind: type, thing: str) -> None:
+    """Let a class warn of attributes that programs set and nothing here reads."""
+    for name in _TABLE["ignored"][thing].split():
+        setattr(kind, name, _Ignored(thing, name))
+
+
 class Accessors(Engine):
     """An engine with these methods. Those in `accessors.json` return the key's value.
 
@@ -47,22 +73,16 @@ class Accessors(Engine):
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """Return the dtype of gradients on the wire."""
-        named = self._parts.config.communication_data_type
-        if named:
-            return DTYPES[named]
+        """The dtype of gradients on the wire; programs also set it, on all ranks."""
         trained = (each for each in self._parts.runtime.buckets if each.trainable)
         return next((each.precision.reduce for each in trained), torch.float32)
 
     @communication_data_type.setter
     def communication_data_type(self, dtype: torch.dtype) -> None:
-        if dtype != self.communication_data_type:
-            _log.warning(
-                "engine.communication_data_type = %s has no effect: gradients are sent in %s; set"
-                " communication_data_type in the configuration",
-                dtype,
-                self.communication_data_type,
-            )
+        if dtype not in DTYPES.values():
+            raise UsageError(f"communication_data_type = {dtype!r}: expected one of {DTYPES}")
+        for bucket in self._parts.runtime.buckets:
+            bucket.precision = bucket.precision._replace(reduce=dtype)
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
         """Return the dtype of autocast, if the configuration names one."""
@@ -384,6 +404,7 @@ def _constant(name: str, value: Any) -> Callable[[Engine], Any]:
     return read
 
 
+warn_of_stores(Accessors, "engine")
 for _name, _path in PATHS.items():
     setattr(Accessors, _name, _accessor(_name, _path))
 for _name, _value in _TABLE["constants"].items():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hadal.compat.accessors import warn_of_stores
 from hadal.compat.kinds import recognized
 from hadal.compat.optimizers import Scale
 from hadal.compat.surface import NameKind, placeholder
@@ -88,12 +89,23 @@ class DeepSpeedOptimizer:
             raise AttributeError(name)
         if name in _METHODS_OF_THE_ENGINE:
             return getattr(self._engine, name)
-        return getattr(self.optimizer, name)
+        if hasattr(self.optimizer, name):
+            return getattr(self.optimizer, name)
+        raise AttributeError(
+            f"neither the engine's optimizer nor torch's ({type(self.optimizer).__name__}) has an"
+            f" attribute {name!r}: gradients, masters and optimizer state are in buckets, which"
+            " deepspeed.utils.safe_get_full_grad and its kin access; the norm is"
+            " engine.get_global_grad_norm(), and fp16.loss_scale sets the loss scale"
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's own list: rates written here take effect."""
         return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups[:] = groups
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
@@ -201,7 +213,10 @@ class DeepSpeedOptimizer:
         self._engine.zero_grad(set_to_none)
 
 
-class PlainOptimizer(DeepSpeedOptimizer, Optimizer):  # type: ignore[misc, override]
+warn_of_stores(DeepSpeedOptimizer, "optimizer")
+
+
+class PlainOptimizer(DeepSpeedOptimizer, Optimizer):  # type: ignore[misc]
     """An optimizer that is torch's to `isinstance`: programs attach their own schedules to it.
 
     All attributes of torch's class are the inner optimizer's.

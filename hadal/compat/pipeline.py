@@ -67,6 +67,11 @@ class PipelineEngine(engine.PipelineEngine, DeepSpeedEngine):
         if self.global_rank == 0 and self.global_steps % self.steps_per_print() == 0:
             logger.info("%s", " ".join(map(str, msg)))
 
+    first_output_send = pipe_recv_buf = property(
+        lambda self: None, lambda self, _: self.reset_activation_shape()
+    )
+    """Programs set both on all ranks before micro-batches of another shape."""
+
     # ---- instructions ----------------------------------------------------------------------------
 
     def _exec_optimizer_step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -110,7 +115,14 @@ class PipelineEngine(engine.PipelineEngine, DeepSpeedEngine):
     def _training_steps(self) -> PipeSchedule:
         """Return the schedule; a class that the program put in its place is used."""
         chosen = alias("deepspeed.runtime.pipe.schedule").TrainSchedule
-        if chosen is schedule.TrainSchedule:
+        is_own = chosen is not schedule.TrainSchedule
+        # On all stages alike, also on those whose schedule lacks the instruction.
+        for kind, action in self._INSTRUCTION_MAP.items():
+            code = getattr(action, "__code__", None)
+            runs = is_own or kind in _OWN
+            if runs and code is not None and not _BUFFERS.isdisjoint(code.co_names):
+                raise _without_buffers(f"{code.co_name}, the program's {kind.__name__}, uses")
+        if not is_own:
             return super()._training_steps()
         made: PipeSchedule = chosen(
             micro_batches=self.micro_batches, stages=self.num_stages, stage_id=self.stage_id
@@ -120,13 +132,19 @@ class PipelineEngine(engine.PipelineEngine, DeepSpeedEngine):
     @property
     def pipe_buffers(self) -> NoReturn:
         """Raise: the buffers of micro-batches are not accessible."""
-        raise PipelineError(
-            "engine.pipe_buffers is not there: Hadal stores micro-batches in its own form. An"
-            " instruction of the program's own can call _exec_forward_pass(buffer_id) and its kin;"
-            ' for a zero-bubble schedule set pipeline.schedule to "zero_bubble"'
-        )
+        raise _without_buffers("the program uses")
 
 
+def _without_buffers(who: str) -> PipelineError:
+    return PipelineError(
+        f"{who} the engine's pipe_buffers or grad_layer, which Hadal does not have: it stores"
+        " micro-batches in its own form. An instruction of the program's own can call"
+        " _exec_forward_pass(buffer_id) and its kin. For a zero-bubble schedule set"
+        ' pipeline.schedule to "zero_bubble", and switch off the program\'s own'
+    )
+
+
+_BUFFERS = {"pipe_buffers", "grad_layer"}
 _OWN = dict(PipelineEngine._INSTRUCTION_MAP)
 _AT_END = (schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep)
 """Instructions after the last micro-batch, which the schedules' loop leaves to the engine."""

@@ -8,6 +8,7 @@ the beginning of their names.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from functools import cache, cached_property
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 
 from hadal.errors import NotBuiltYetError
 
+_log = logging.getLogger(__name__)
 ROOT = "deepspeed"
 VERSION = "0.19.8"
 """The release of DeepSpeed that these names belong to; programs check it."""
@@ -135,6 +137,12 @@ class _UnbuiltType(type):
         if name.startswith("__"):
             raise AttributeError(name)
         raise unbuilt(f"{cls.__module__}.{cls.__name__}.{name}")
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        """Warn of a program's own method: nothing here calls it."""
+        text = "%s.%s was replaced, but has no effect: nothing here calls it"
+        _log.warning(text, cls.__qualname__, name)
+        super().__setattr__(name, value)
 
 
 class _Unbuilt(metaclass=_UnbuiltType):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from engine.toys import assert_equal, backward, config_of, model_of, train
-from ranks import on_ranks
-from torch import nn
+from ranks import RankPools, on_ranks
+from torch import Tensor, nn
 
 from hadal.compat.engine import initialize
 from hadal.compat.install import alias
@@ -223,12 +223,67 @@ def test_what_is_replaced_and_never_called_is_told(
     begin()
     assert "never called" not in caplog.text
     monkeypatch.setattr(DS.DeepSpeedEngine, "clip_fp32_gradients", lambda self: None)
-    engine = begin()
+    begin()
     assert "clip_fp32_gradients, which is never called" in caplog.text
-    engine.communication_data_type = torch.float32
-    assert "has no effect" not in caplog.text
-    engine.communication_data_type = torch.bfloat16
-    assert "gradients are sent in torch.float32" in caplog.text
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_attribute_of_deepspeed_s_that_nothing_reads_warns_when_it_is_set(
+    stage: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine: Any = initialize(model=model_of(), config=config_of(stage))[0]
+    for _ in range(2):
+        engine.enable_backward_allreduce = False
+        engine.optimizer.clip_grad = 0.5
+    engine._support_torch_style_backward = True  # as every engine does
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "engine.enable_backward_allreduce = False has no effect",
+        "optimizer.clip_grad = 0.5 has no effect",
+    ]
+    assert engine.enable_backward_allreduce is False and engine.optimizer.clip_grad == 0.5
+
+
+def weights_sent_in(changes: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    engine: Any = initialize(model=model_of(), config=config_of(2, **changes))[0]
+    if dtype is not None:
+        engine.communication_data_type = dtype
+        assert engine.communication_data_type is dtype
+    train(engine, range(2))
+    return engine.module_state_dict()  # type: ignore[no-any-return]
+
+
+def test_a_program_sets_the_dtype_of_gradients_on_the_wire(ranks: RankPools) -> None:
+    run = ranks(2).run
+    plain, sets = run(weights_sent_in, {}, None)[0], run(weights_sent_in, {}, torch.bfloat16)[0]
+    configured = run(weights_sent_in, {"communication_data_type": "bf16"}, None)[0]
+    for name, value in sets.items():
+        assert torch.equal(value, configured[name])
+    assert any(not torch.equal(value, plain[name]) for name, value in sets.items())
+    with pytest.raises(UsageError, match="communication_data_type = 'bf16': expected one of"):
+        begin().communication_data_type = "bf16"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_options_that_a_program_has_kept_come_back_after_a_load(stage: int, tmp_path: Path) -> None:
+    engine: Any = initialize(model=model_of(), config=config_of(stage))[0]
+    train(engine, range(1))
+    engine.save_checkpoint(tmp_path)
+    optimizer = engine.optimizer
+    optimizer.param_groups[0]["lr"] = 0.5
+    kept = optimizer.param_groups.copy()
+    engine.load_checkpoint(tmp_path)
+    assert engine.get_lr() == [0.01] and kept[0]["lr"] == 0.5
+    optimizer.param_groups = kept
+    assert engine.get_lr() == [0.5] and optimizer.param_groups[0] is kept[0]
+    train(engine, range(1, 2))
+
+
+def test_an_attribute_that_the_optimizer_lacks_names_what_to_use() -> None:
+    optimizer: Any = begin().optimizer
+    for name in ("averaged_gradients", "scaled_global_norm", "override_loss_scale"):
+        assert not hasattr(optimizer, name)
+        with pytest.raises(AttributeError, match=f"{name}.*safe_get_full_grad.*fp16.loss_scale"):
+            getattr(optimizer, name)
 
 
 def test_what_an_engine_tells_of_itself() -> None:

@@ -178,3 +178,159 @@ def test_a_program_s_own_instructions_run(ranks: RankPools) -> None:
     assert first[0] == second[0] == 2 * batch
     losses = first[1]
     assert losses == second[1] and losses[0] > losses[1] > losses[2]
+
+
+class Cached(nn.Module):
+    """A layer that mixes each token with those before; in evaluation it remembers these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4, bias=False)
+        self.before: Tensor | None = None
+
+    def forward(self, value: Tensor) -> Tensor:
+        seen = value if self.before is None else torch.cat([self.before, value], 1)
+        if not self.training:
+            self.before = seen
+        mean = seen.cumsum(1)[:, -value.shape[1] :]
+        return value + torch.tanh(self.mix(mean))
+
+
+def of_tokens() -> list[nn.Module]:
+    torch.manual_seed(11)
+    return [nn.Embedding(7, 4), Cached(), Cached(), nn.Linear(4, 7)]
+
+
+def in_stages() -> Any:
+    pipe = load("deepspeed.pipe")
+    net = pipe.PipelineModule(
+        of_tokens(),
+        num_stages=2,
+        partition_method="uniform",
+        loss_fn=lambda scores, labels: nn.functional.cross_entropy(scores.transpose(1, 2), labels),
+    )
+    config = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "gradient_clipping": 0.0,
+    }
+    return load("deepspeed").initialize(model=net, config=config)[0]
+
+
+def generated() -> tuple[list[list[int]], float]:
+    """Train, generate with a cache, and train on sequences of another length."""
+    engine = in_stages()
+    engine.set_batch_fn(lambda batch: (batch["text"][:, :-1], batch["text"][:, 1:]))
+    engine.train_batch(iter([{"text": torch.arange(5).expand(2, 5)}] * 2))
+    tokens, new = torch.tensor([[1, 2, 3], [4, 5, 6]]), 3
+    last = engine.grid.stage_to_global(engine.num_stages - 1)
+    engine.eval()
+    with torch.no_grad():
+        for _ in range(3):
+            given = iter([{"text": nn.functional.pad(tokens[:, -new:], (0, 1))}])
+            before, engine.micro_batches = engine.micro_batches, 1
+            engine.first_output_send = True
+            engine.pipe_recv_buf = None
+            _, scores = engine.eval_batch(given, return_logits=True)
+            engine.micro_batches = before
+            chosen = torch.zeros(2, dtype=torch.long) if scores is None else scores[:, -1].argmax(1)
+            torch.distributed.broadcast(chosen, last)
+            tokens, new = torch.cat([tokens, chosen[:, None]], 1), 1
+    for layer in engine.module.modules():
+        if isinstance(layer, Cached):
+            layer.before = None
+    engine.train()
+    engine.first_output_send, engine.pipe_recv_buf = True, None
+    loss = engine.train_batch(iter([{"text": torch.arange(4).expand(2, 4)}] * 2)).item()
+    engine.destroy()
+    return tokens.tolist(), loss
+
+
+def test_a_program_generates_with_stages(ranks: RankPools) -> None:
+    model = nn.Sequential(*of_tokens())
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    for length in (5, 4):
+        text = torch.arange(length).expand(2, length)
+        loss = nn.functional.cross_entropy(model(text[:, :-1]).transpose(1, 2), text[:, 1:])
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(3 if length == 5 else 0):
+            tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(2)], 1)
+    found = ranks(2).run(generated)
+    assert found == [(tokens.tolist(), pytest.approx(losses[1]))] * 2
+
+
+def scored() -> list[Tensor]:
+    """Evaluate as programs do that want the outputs, not the loss."""
+    loader = load("deepspeed.runtime.state_dict_factory").MegatronSDLoader
+    loader.sanity_check = lambda self, ckpt_file_name: None
+    engine = in_stages()
+    engine._compute_loss = False
+    engine.fwd_outputs = []
+    engine.set_batch_fn(lambda tokens: (tokens, tokens))
+    found = []
+    for length in (3, 5):
+        engine.micro_batches = 3
+        batches = iter(torch.arange(2 * length).view(2, length) % 7 for _ in range(3))
+        outputs = engine.eval_batch(batches, compute_loss=False, reduce_output=None)
+        found += [] if outputs is None else [torch.cat(outputs)]
+        engine.total_loss = None
+        for layer in engine.module.modules():
+            if isinstance(layer, Cached):
+                layer.before = None
+    engine.destroy()
+    return found
+
+
+def test_a_program_asks_for_outputs_of_several_lengths(ranks: RankPools) -> None:
+    first, second = ranks(2).run(scored)
+    assert first == [] and [tuple(one.shape) for one in second] == [(6, 3, 7), (6, 5, 7)]
+    for scores, length in zip(second, (3, 5), strict=True):
+        plain = nn.Sequential(*of_tokens())(torch.arange(2 * length).view(2, length) % 7)
+        torch.testing.assert_close(scores[:2], plain)
+
+
+def with_buffers() -> list[str]:
+    """Train with a program's own zero-bubble instructions, then without them."""
+    plan = load("deepspeed.runtime.pipe.schedule")
+    engine_type = load("deepspeed.runtime.pipe.engine").PipelineEngine
+
+    class BackwardOnlyPass(plan.BufferOpInstruction):  # type: ignore[misc, name-defined]
+        pass
+
+    def execute(self: Any, buffer_id: int) -> None:
+        self.mem_status("before")
+        torch.autograd.backward(self.pipe_buffers["outputs"][buffer_id], self.grad_layer)
+
+    class Mine(plan.TrainSchedule):  # type: ignore[misc, name-defined]
+        def steps(self) -> Any:
+            for found in super().steps():
+                last = {plan.BackwardPass: BackwardOnlyPass} if self.is_last_stage else {}
+                yield [last.get(type(one), type(one))(**one.kwargs) for one in found]
+
+    engine, known = in_stages(), plan.TrainSchedule
+    data = [(torch.arange(6).view(2, 3), torch.arange(6).view(2, 3))] * 2
+    engine_type._INSTRUCTION_MAP[BackwardOnlyPass] = execute
+    try:
+        engine.train_batch(iter(data))  # it is no part of the schedule
+        plan.TrainSchedule = Mine
+        with pytest.raises(RuntimeError) as found:
+            engine.train_batch(iter(data))
+    finally:
+        del engine_type._INSTRUCTION_MAP[BackwardOnlyPass]
+        plan.TrainSchedule = known
+    engine.train_batch(iter(data))
+    engine.destroy()
+    return [str(found.value)]
+
+
+def test_instructions_on_deepspeed_s_own_buffers_are_refused_before_the_batch(
+    ranks: RankPools,
+) -> None:
+    for (text,) in ranks(2).run(with_buffers):
+        assert text.startswith("execute, the program's BackwardOnlyPass, uses the engine's pipe_b")
+        assert 'set pipeline.schedule to "zero_bubble"' in text

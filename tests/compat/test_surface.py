@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from write_surface import OUTPUT, text
+from engine.toys import config_of, model_of
+from torch import nn
+from write_surface import OUTPUT, attributes, text
 
 from hadal.compat import surface
 from hadal.compat.accessors import _UNBUILT
+from hadal.compat.engine import initialize
 from hadal.compat.install import alias
 from hadal.compat.surface import NameKind, homes, placeholder
+from hadal.engine.engine import ATTRIBUTES
 from hadal.errors import NotBuiltYetError
+from hadal.pipeline import PipelineModule
 
 ROOT = Path(__file__).parents[2]
 NAMES = [
@@ -71,6 +76,21 @@ def test_every_name_can_be_imported() -> None:
 @pytest.mark.skipif(not COPIES, reason="HADAL_DEEPSPEED_COPIES names no copies of DeepSpeed")
 def test_the_table_is_what_the_copies_have() -> None:
     assert OUTPUT.read_text("utf-8") == text(COPIES)
+
+
+@pytest.mark.skipif(not COPIES, reason="HADAL_DEEPSPEED_COPIES names no copies of DeepSpeed")
+def test_attributes_that_warn_when_they_are_set_are_deepspeed_s() -> None:
+    listed, found = surface.data("accessors.json")["ignored"], attributes(COPIES[0])
+    in_stages = PipelineModule([nn.Linear(3, 2)], num_stages=1)
+    engines = [
+        initialize(model=model, config=config_of(stage))[0]
+        for model, stage in ((in_stages, 0), (model_of(), 1), (model_of(), 3))
+    ]
+    objects = {"engine": engines, "optimizer": [one.optimizer for one in engines]}
+    own = {"fwd_outputs", "pipe_buffers", *ATTRIBUTES}  # each batch resets it; refused; features
+    for thing, names in found.items():
+        known = {name for one in objects[thing] for name in names - own if hasattr(one, name)}
+        assert set(listed[thing].split()) == names - own - known
 
 
 def test_every_home_is_there_and_is_of_the_surface() -> None:
@@ -240,6 +260,14 @@ def test_a_class_that_is_not_built_may_be_subclassed_and_asked_for() -> None:
         Mine(1, k=2)
     with pytest.raises(NotBuiltYetError, match=r"MoE\.from_config"):
         layer.from_config({})
+
+
+def test_a_method_that_replaces_one_of_a_class_that_is_not_built_warns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loader: Any = placeholder("deepspeed.runtime.state_dict_factory.Loader", NameKind.CLASS)
+    loader.sanity_check = lambda self, name: None
+    assert "Loader.sanity_check was replaced, but has no effect" in caplog.text
 
 
 @pytest.mark.parametrize(

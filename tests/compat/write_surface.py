@@ -37,6 +37,14 @@ _OF_THE_BUILD = "deepspeed.git_version_info_installed"
 _LETTERS = {"f": "function", "c": "class", "a": "value"}
 _KINDS = {"function": "functions", "class": "classes", "value": "values"}
 _DEEPEST = 20  # imports between a name and its definition; modules may import each other
+_OBJECTS = {
+    "engine": ["engine", "pipe/engine"],
+    "optimizer": [
+        *("zero/stage_1_and_2", "zero/stage3"),
+        *("bf16_optimizer", "fp16/fused_optimizer", "fp16/unfused_optimizer"),
+    ],
+}
+"""The modules of DeepSpeed's runtime with the class of each object that `initialize` returns."""
 Found = dict[str, Any]
 """The kind of each name of a module; for constants `("constant", value)`, for imports `("from",
 module, name)`."""
@@ -251,6 +259,23 @@ def text(folders: list[Path]) -> str:
     rows = surface(folders, {name: letter for name, letter, _ in words}).items()
     lines = [f"  {json.dumps(module)}: {json.dumps(entry)}" for module, entry in rows]
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def attributes(folder: Path) -> dict[str, set[str]]:
+    """Return the public attributes that DeepSpeed's engines and optimizers assign to themselves."""
+    found: dict[str, set[str]] = {}
+    for thing, files in _OBJECTS.items():
+        paths = [folder / ROOT / "runtime" / f"{file}.py" for file in files]
+        classes = [one for path in paths for one in ast.parse(path.read_text("utf-8")).body]
+        found[thing] = {
+            node.attr
+            for one in classes
+            if isinstance(one, ast.ClassDef) and one.name.endswith(("Engine", "Optimizer", "3"))
+            for node in ast.walk(one)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+            if ast.unparse(node) == f"self.{node.attr.lstrip('_')}"
+        }
+    return found
 
 
 if __name__ == "__main__":
