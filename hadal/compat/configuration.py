@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from hadal.config.section import plain
 from hadal.engine.precision import SAFE
 from hadal.errors import ConfigError
 
+_log = logging.getLogger(__name__)
 _PATHS = PATHS | data("accessors.json")["attributes"]
 """The key of each attribute with another name; engines' methods are among them."""
 _METHODS = (
@@ -74,9 +76,18 @@ class DeepSpeedConfig:
         self._values = checked.as_dict()
         self._values["eigenvalue"] = plain(checked.eigenvalue or Eigenvalue())
         self._param_dict = given
-        self.global_rank, self.world_size = get_rank(), get_world_size()
+        zero_enabled = int(checked.zero_optimization.stage) > 0
+        ranks = {"global_rank": get_rank(), "world_size": get_world_size()}
+        vars(self).update(ranks, zero_enabled=zero_enabled)
         section = checked.sparse_attention
         self._layout = None if section is None else section.of_the_mode()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Store a value; warn that no engine reads it."""
+        if not name.startswith("_"):
+            text = "DeepSpeedConfig.%s = %r has no effect: give it to initialize"
+            _log.warning(text, name, value)
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         """Return a key, or the value that DeepSpeed has under this name."""
@@ -125,9 +136,6 @@ class DeepSpeedConfig:
         """The configured optimizer type in lower case."""
         section = self._checked.optimizer
         return None if section is None else section.type.lower()
-
-    zero_enabled = property(lambda self: int(self._checked.zero_optimization.stage) > 0)
-    """True if anything is sharded."""
 
 
 def get_gradient_clipping(param_dict: dict[str, Any]) -> float:

@@ -259,7 +259,17 @@ class DeepSpeedEngine(Accessors):
             _refuse_engine("torch.save", agent)
         return super().save_checkpoint(*given, **named)
 
-    load_checkpoint = also(AssertionError)(Accessors.load_checkpoint)
+    @also(AssertionError)
+    @wraps(Accessors.load_checkpoint)
+    def load_checkpoint(  # type: ignore[override]
+        self, load_dir: str | Path, tag: str | None = None, *given: Any, **named: Any
+    ) -> Any:
+        """Load the training state; with the tag ".", from the folder of the tag itself."""
+        if tag == ".":
+            folder = Path(load_dir).resolve()
+            load_dir, tag = folder.parent, folder.name
+        return super().load_checkpoint(load_dir, tag, *given, **named)
+
     offload_states = also(ValueError)(Accessors.offload_states)
     scale = also(AssertionError)(Accessors.scale)
     set_gradient_accumulation_boundary = also(AssertionError)(

@@ -426,6 +426,16 @@ def test_a_loss_may_pass_through_another_engines_model_without_changing_it(
     assert other.global_steps == 1
 
 
+def test_a_checkpoint_is_loaded_from_its_tag_s_folder(tmp_path: Path) -> None:
+    engine: Any = engine_of(1)
+    train(engine, range(1))
+    engine.save_checkpoint(tmp_path, tag="first")
+    kept = engine.module_state_dict()
+    train(engine, range(1))
+    assert engine.load_checkpoint(tmp_path / "first", tag=".", load_module_only=True)[0]
+    assert_equal(engine.module_state_dict(), kept)
+
+
 def test_a_program_may_take_the_schedule_away() -> None:
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.1}}
     engine = engine_of(1, scheduler=schedule)

@@ -236,10 +236,13 @@ def test_an_attribute_of_deepspeed_s_that_nothing_reads_warns_when_it_is_set(
         engine.enable_backward_allreduce = False
         engine.optimizer.clip_grad = 0.5
     engine._support_torch_style_backward = True  # as every engine does
+    engine._config.zero_enabled = False
     assert [record.message.split(":")[0] for record in caplog.records] == [
         "engine.enable_backward_allreduce = False has no effect",
         "optimizer.clip_grad = 0.5 has no effect",
+        "DeepSpeedConfig.zero_enabled = False has no effect",
     ]
+    assert engine._config.zero_enabled == (stage > 0)
     assert engine.enable_backward_allreduce is False and engine.optimizer.clip_grad == 0.5
 
 
