@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hadal.comm import Ranks
-from hadal.comm.adjoint import across, gathered, own, same, summed
+from hadal.comm.adjoint import Way, across, gathered, own, same, summed
 from hadal.comm.functions import all_gather_into_tensor, all_reduce, labelled
 from hadal.errors import SequenceError, expect_one_of
 from hadal.plugins.sequence.tiles import IGNORED, recomputed
@@ -216,8 +216,7 @@ def vocab_sequence_parallel_cross_entropy(
     ranks = Ranks.world() if sp_group is None else Ranks.of(sp_group)
     label = "the gather of the losses of whole sequences"
     sizes = [len(target)] * ranks.size
-    # Not the adjoint: each rank has the gradient of its own positions.
-    losses = across(
+    losses = _with_gradient(
         losses,
         lambda mine: gathered(mine, 0, sizes, ranks, label),
         lambda gradient: own(gradient, 0, sizes, ranks),
@@ -422,6 +421,25 @@ def _scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- between ranks -------------------------------------------------------------------------------
 
 
+class _OtherGradient(torch.autograd.Function):
+    """An operation over ranks whose backward is not its adjoint: each rank has its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Way, backward: Way) -> Tensor:
+        ctx.way = backward
+        return forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.way(gradient), None, None
+
+
+def _with_gradient(x: Tensor, forward: Way, backward: Way) -> Tensor:
+    found: Tensor = _OtherGradient.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return found
+
+
 _SUM = "the sum of the loss of a whole sequence"
 # Nodes of autograd's graph to examine: a loss from all ranks' parts is near its end.
 _NODES = 256
@@ -455,7 +473,7 @@ def mean_over_sequence(total: Tensor, count: Tensor, group: dist.ProcessGroup) -
 def whole_value(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of all ranks' parts, with the gradient of this rank's part."""
     ranks = Ranks.of(group)
-    return across(part, lambda mine: summed(mine, ranks, _SUM), same)
+    return _with_gradient(part, lambda mine: summed(mine, ranks, _SUM), same)
 
 
 def as_parts(loss: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -467,7 +485,7 @@ def as_parts(loss: Tensor, group: dist.ProcessGroup) -> Tensor:
     if not _gathers(loss, group):
         return loss
     ranks = dist.get_world_size(group)
-    return across(loss, same, lambda gradient: gradient / ranks)
+    return _with_gradient(loss, same, lambda gradient: gradient / ranks)
 
 
 def _gathers(loss: Tensor, group: dist.ProcessGroup) -> bool:
