@@ -28,7 +28,6 @@ def train(offload: dict[str, object], **sections: object) -> float:
     engine, _, _, _ = hadal.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
-    engine.compile(backend="eager")
     generator = torch.Generator().manual_seed(hadal.comm.get_rank())
     value = 0.0
     for _ in range(5):

@@ -9,7 +9,7 @@ from hadal.errors import Fault
 
 
 class Compile(Section):
-    """Settings of what is done around the graphs of `engine.compile`, which the program calls.
+    """Settings of what is done around the graphs of a compiled model.
 
     Gathers and reductions are scheduled outside the graphs, whether or not the section is there.
     """
@@ -22,7 +22,7 @@ class Compile(Section):
         "kwargs": "ignored, an old key: engine.compile(compile_kwargs=...)",
     }
 
-    deepcompile: Boolean = key(False, "Apply the keys below once `engine.compile` is called.")
+    deepcompile: Boolean = key(False, "Apply the keys below, whether or not the model is compiled.")
     offload_opt_states: Boolean = key(
         False,
         "Keep the optimizer's state, but for masters, in pinned host memory during forward and"

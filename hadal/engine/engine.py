@@ -156,11 +156,8 @@ class Engine(Checkpoints, StateOffload, nn.Module):
                 " memory at each use; use the default mode or"
                 ' mode="max-autotune-no-cudagraphs", or ZeRO stage 0, 1 or 2'
             )
-        section, stage = self._parts.config.compile, self._parts.config.zero_optimization.stage
-        if schedule is not None:
-            self._state.moves = moves_of(schedule, stage)
-        else:
-            self._state.moves = ((0, section.deepcompile and section.offload_opt_states),)
+        stage = self._parts.config.zero_optimization.stage
+        self._state.moves = None if schedule is None else moves_of(schedule, stage)
         self.module.compile(backend=backend, **options)
         shield_hooks()  # now that the compiler is there
         self._is_compiled = True

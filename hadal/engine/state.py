@@ -267,8 +267,9 @@ class State:
     """True if the log says that checkpoints reset error feedback."""
     moved: list[MovedStorage] = field(default_factory=list)
     """Device memory whose contents `offload_states` keeps."""
-    moves: Moves = ()
-    """Whether the optimizer's state leaves the device for forward and backward, by update."""
+    moves: Moves | None = None
+    """Whether the optimizer's state leaves the device for forward and backward, by update; None: as
+    the section `compile` says."""
     host_memory: list[tuple[Tensor, Event]] = field(default_factory=list)
     """Pinned buffers kept for reuse; each is free once its event has completed."""
     destroyed: bool = False

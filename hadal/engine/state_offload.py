@@ -87,7 +87,7 @@ class StateOffload:
         Whatever needs it brings it back: the update, a checkpoint, a look at a parameter's state.
         """
         state, runtime = self._state, self._state.parts.runtime
-        if runtime.bring_back is None and moves_states(state.moves, state.global_steps):
+        if runtime.bring_back is None and _moves(state):
             runtime.bring_back = self._end_pass
             _move_out({MovableState.OPTIMIZER}, True, state)
 
@@ -122,6 +122,13 @@ class StateOffload:
             for bucket in runtime.buckets:
                 bucket.reveal()
         runtime.away = ()
+
+
+def _moves(state: State) -> bool:
+    section = state.parts.config.compile
+    if state.moves is None:
+        return section.deepcompile and section.offload_opt_states
+    return moves_states(state.moves, state.global_steps)
 
 
 def _move_out(wanted: Collection[MovableState], pins: bool, state: State) -> None:

@@ -150,14 +150,14 @@ def test_a_look_in_a_pass_brings_the_state_back(look: str) -> None:
     optimizer, act = LOOKS[look]
     weights = []
     with patch.object(state_offload, "is_host_memory", lambda device: False):
-        for moves in ((), ((0, True),)):
-            engine = engine_of(0, optimizer=optimizer)
-            engine._state.moves = moves
+        for moves in (False, True):
+            section = {"deepcompile": moves, "offload_opt_states": moves}
+            engine = engine_of(0, optimizer=optimizer, compile=section)
             train(engine, range(4))
             backward(engine, 4)
             engine.step()  # ranks' weights differ now, with ZeroOneAdam
             backward(engine, 5)
-            assert bool(engine._state.moved) == bool(moves)
+            assert bool(engine._state.moved) == moves
             act(engine)
             assert not engine._state.moved
             assert all(v.untyped_storage().nbytes() for v in _state_of(engine))

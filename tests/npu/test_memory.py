@@ -266,7 +266,6 @@ def compared(kept: int, rests: bool = False) -> list[str]:
     assert left < 100_000, f"{left} bytes of earlier tests"  # far less than what differs
     with logged(logging.INFO) as lines:
         engine = hadal.initialize(model=Tower(), config=config)[0]
-        engine._state.moves = ((0, rests),)  # as `engine.compile` sets it
         mine = torch.zeros(kept, dtype=torch.uint8, device=engine.device)
         train(engine, 3)
         engine.destroy()
