@@ -113,6 +113,18 @@ def test_pieces_are_the_whole(
     torch.testing.assert_close(found, list(wanted))
 
 
+def test_plain_operations_ignore_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Backward computes in fp32, without autocast, and needs the log-sum-exp of the same scores.
+    monkeypatch.setattr(ring, "has_fused_attention", lambda device: False)
+    operands, whole = Operands(*inputs(2, 2, 12, torch.bfloat16)), range(12)
+    expected = attend(operands, whole, whole, Pattern(), 1.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = attend(operands, whole, whole, Pattern(), 1.0)
+    assert expected is not None and found is not None
+    assert found.out.dtype == torch.float32
+    assert all(map(torch.equal, found, expected))
+
+
 # ---- ranks ---------------------------------------------------------------------------------------
 
 CASES: list[dict[str, Any]] = [

@@ -198,10 +198,11 @@ def _attend(
         if bias is not None:  # rows without columns have a log-sum-exp of 0
             lse = lse.masked_fill(bias.amax(-1) == -torch.inf, NOTHING)
         return PartialResult(out.to(kind), lse.to(kind))
-    scores = _scores(operands, rows, columns, pattern, scale)
-    lse = scores.logsumexp(-1)
-    lse = lse.masked_fill(lse == -torch.inf, NOTHING)
-    return PartialResult((scores - lse[..., None]).exp() @ value.to(kind), lse)
+    with torch.autocast(query.device.type, enabled=False):
+        scores = _scores(operands, rows, columns, pattern, scale)
+        lse = scores.logsumexp(-1)
+        lse = lse.masked_fill(lse == -torch.inf, NOTHING)
+        return PartialResult((scores - lse[..., None]).exp() @ value.to(kind), lse)
 
 
 def _backward(
