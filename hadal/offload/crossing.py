@@ -27,7 +27,7 @@ class Crossing:
     """
 
     def __init__(self, device: torch.device, *, pins: bool) -> None:
-        self._pins = pins
+        self.device, self._pins = device, pins
         self._leaving = side_stream(StreamPurpose.LEAVING, device)
         self._coming = side_stream(StreamPurpose.COMING, device)
         self._landings: deque[tuple[Event, Tensor]] = deque()
@@ -37,8 +37,8 @@ class Crossing:
         """Start copying `values` to the host, once the device has computed them.
 
         Args:
-            values: in device memory, 1-D; they must not change until the event.
-            out: in host memory, of the same length and dtype.
+            values: in device memory; they must not change until the event.
+            out: in host memory, of the same shape and dtype.
             after: the event of earlier work that still uses `out`.
 
         Returns:

@@ -213,15 +213,19 @@ def vocab_sequence_parallel_cross_entropy(
     )
     if not gather_sequence_loss:
         return reduce_losses(losses, target, ignore_index, reduction)
-    ranks = Ranks.world() if sp_group is None else Ranks.of(sp_group)
-    label = "the gather of the losses of whole sequences"
-    sizes = [len(target)] * ranks.size
-    losses = _with_gradient(
-        losses,
+    losses, target = (over_sequence(one, sp_group) for one in (losses, target))
+    return reduce_losses(losses, target, ignore_index, reduction)
+
+
+def over_sequence(values: Tensor, group: Group) -> Tensor:
+    """Return values [length, ...] of all ranks' positions; the gradient is that of this rank's."""
+    ranks = Ranks.world() if group is None else Ranks.of(group)
+    label, sizes = "the gather of the losses of whole sequences", [len(values)] * ranks.size
+    return _with_gradient(
+        values,
         lambda mine: gathered(mine, 0, sizes, ranks, label),
         lambda gradient: own(gradient, 0, sizes, ranks),
     )
-    return reduce_losses(losses, gathered(target, 0, sizes, ranks, label), ignore_index, reduction)
 
 
 def reduce_losses(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:

@@ -393,7 +393,7 @@ class _Ring(torch.autograd.Function):
             coming = _Hop(held, group) if step < ranks - 1 else None
             for number, (positions, cut) in enumerate(rows):
                 for columns, place in _cut(key, (me - step) % ranks, ranks, pattern):
-                    operands = _operands(query[:, :, cut], held[:, :, :, place])
+                    operands = operands_of(query[:, :, cut], held[:, :, :, place])
                     found = attend(operands, positions, columns, pattern, scale)
                     if found is not None:
                         results[number] = merge(results[number], found)
@@ -420,7 +420,7 @@ class _Ring(torch.autograd.Function):
             for positions, cut in rows:
                 known = PartialResult(out[:, :, cut], lse[:, :, cut])
                 for columns, place in _cut(key, (me - step) % ranks, ranks, pattern):
-                    operands = _operands(query[:, :, cut], held[:, :, :, place])
+                    operands = operands_of(query[:, :, cut], held[:, :, :, place])
                     found = gradients(
                         gradient[:, :, cut], operands, known, positions, columns, pattern, scale
                     )
@@ -428,7 +428,7 @@ class _Ring(torch.autograd.Function):
                         continue
                     of_query[:, :, cut] += found[0]
                     for total, part in zip(of_held[:, :, :, place], found[1:], strict=True):
-                        total += _ungrouped(part, key.shape[1])
+                        total += ungrouped(part, key.shape[1])
             if returning is not None:
                 of_held += returning.wait()
             returning = _Hop(of_held, group)
@@ -448,14 +448,14 @@ def _cut(tensor: Tensor, rank: int, ranks: int, pattern: Pattern) -> list[tuple[
     return [one for one in found if len(one[0])]
 
 
-def _operands(query: Tensor, held: Tensor) -> Operands:
+def operands_of(query: Tensor, held: Tensor) -> Operands:
     """Expand key and value to one for each head of query [batch, heads, ...]."""
     groups = query.shape[1] // held.shape[2]
     key, value = held.repeat_interleave(groups, 2) if groups > 1 else held
     return Operands(query, key, value)
 
 
-def _ungrouped(gradient: Tensor, heads: int) -> Tensor:
+def ungrouped(gradient: Tensor, heads: int) -> Tensor:
     """Sum the gradients of the heads that share a key head."""
     total: Tensor = gradient.unflatten(1, (heads, -1)).sum(2)
     return total
