@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from engine.toys import engine_of
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +21,7 @@ from hadal.device import current_device
 from hadal.errors import SequenceError
 from hadal.plugins.sequence.attention import apply_rotary_pos_emb
 
-BATCH, LENGTH, HIDDEN, SIZE, CHUNK = 2, 24, 16, 4, 8
+BATCH, LENGTH, HIDDEN, SIZE, CHUNK, WORDS = 2, 24, 16, 4, 8, 30
 
 
 def dealt(values: Tensor, chunk: int = CHUNK) -> Tensor:
@@ -254,6 +255,46 @@ def test_attention_under_autocast_and_recomputed() -> None:
     expected = gradients_of((whole_attention(x, weights, counts, None) * scale).sum(), given[:-1])
     torch.testing.assert_close(found[0][:-1], expected, rtol=0.1, atol=0.5)
     assert all(map(torch.equal, *found))
+
+
+class _Model(nn.Module):
+    """Each layer once, as Megatron-DeepSpeed calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = chunked_attention([4, 2, 2], weights_of(4, 2, True))
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+        self.head = nn.Linear(HIDDEN, WORDS, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        found, bias = self.attention(x, None, None, None)
+        x = x + found + bias
+        weights = self.up.weight, self.up.bias, self.down.weight, self.down.bias
+        found, _ = FPDT_FFN.apply(x, *weights, True, CHUNK // 2)
+        group = dist.group.WORLD
+        assert group is not None
+        rank, size = dist.get_rank(), dist.get_world_size()
+        losses = FPDT_LogitsLoss.apply(x + found, labels, self.head.weight, rank, size, group, 3)
+        return losses.mean()
+
+
+@on_ranks(2)
+def test_updates_of_sharded_weights_are_those_of_whole_ones() -> None:
+    found = []
+    for stage in (0, 3):
+        engine = engine_of(stage, _Model())
+        torch.manual_seed(1)
+        x, labels = torch.randn(LENGTH, BATCH, HIDDEN), torch.randint(WORDS, (LENGTH, BATCH))
+        for _ in range(2):
+            loss = engine(dealt(x), dealt(labels).t())
+            engine.backward(loss)
+            engine.step()
+        with torch.no_grad():
+            state = [*engine.state_dict().values(), engine(dealt(x), dealt(labels).t())]
+        found.append([loss.detach(), *state])
+        engine.destroy()
+    same(*found)
 
 
 @on_ranks(2)
