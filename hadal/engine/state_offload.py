@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from enum import Enum
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hadal.device import Event, host_empty, is_host_memory
 from hadal.engine.graph_passes import moves_states
@@ -190,5 +193,15 @@ def tensors_of(wanted: Collection[MovableState], state: State) -> Iterator[Tenso
         # Whole values, stored next to the masters that are slices of them.
         yield from (h.values for h in state.training.stepper.held() if h.slot is not None)
     if MovableState.OPTIMIZER in wanted:
-        for values in state.training.optimizer.state.values():
-            yield from (v for v in values.values() if isinstance(v, Tensor) and v.dim())
+        states = state.training.optimizer.state.values()
+        values = chain.from_iterable(one.values() for one in states)
+        yield from chain.from_iterable(map(_dense, values))
+
+
+def _dense(value: Any) -> Iterator[Tensor]:
+    """Yield a tensor with dimensions, or those that it is made of."""
+    if is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _dense(getattr(value, name))
+    elif isinstance(value, Tensor) and value.dim() and value.layout is torch.strided:
+        yield value

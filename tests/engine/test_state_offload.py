@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import RankPools, on_ranks
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hadal
 from hadal import utils
@@ -105,6 +106,23 @@ def test_parameters_that_cannot_move_are_refused() -> None:
     engine.destroy()  # whatever was away is back
     for mine, given in zip(engine.module.parameters(), model_of().parameters(), strict=True):
         assert mine.shape == given.shape and bool(mine.isfinite().all())
+
+
+@on_ranks(1)
+def test_states_inside_of_other_tensors_move() -> None:
+    """As those of optimizers with 8-bit states."""
+    engine = engine_of(2)
+    train(engine, range(1))
+    first = next(iter(engine.optimizer.state.values()))
+    moment = first["exp_avg"]
+    first["exp_avg"] = TwoTensor(moment.clone(), moment.clone())
+    first["rows"] = moment.to_sparse()
+    with patch.object(state_offload, "is_host_memory", lambda device: False):
+        engine.offload_states(["optim_states"])
+        assert not first["exp_avg"].b.untyped_storage().nbytes()
+        engine.reload_states()
+    assert torch.equal(first["exp_avg"].b, moment) and first["rows"].values().any()
+    engine.destroy()
 
 
 # ---- graph passes, which ask for it --------------------------------------------------------------
