@@ -163,6 +163,8 @@ def _misfit(kind: str) -> None:
         DistributedAttention(attention, group)(query[:, :, :1], query[:, :, :1], query[:, :, :1], 0)
     elif kind == "shapes":
         DistributedAttention(attention, group)(query, query[:, :1], query, 0)
+    elif kind == "mask":
+        DistributedAttention(attention, group)(query, query, query, torch.ones(2, 2))
     elif kind == "groups":
         DistributedAttention(attention, group)(query, query[:, :, :3], query[:, :, :3], 0)
     elif kind == "index":
@@ -177,6 +179,10 @@ def _misfit(kind: str) -> None:
         ("size", r"size is 3, but there are 2 ranks; expected a divisor .*: \[2\]"),
         ("heads", "1 attention heads cannot be distributed over the 2 ranks"),
         ("shapes", r"shapes \(1, 2, 4, 4\), \(1, 1, 4, 4\)"),
+        (
+            "mask",
+            r"with batch_dim_idx tensor\(\[\[1.*batch_dim_idx 0.*mask comes after rotary_pos_emb",
+        ),
         ("groups", "4 heads of queries cannot share 3 heads of keys"),
         ("index", "got scatter_idx 1"),
         ("one", "cannot be split over 2 ranks along dimension 2"),

@@ -231,11 +231,13 @@ class SeqAllToAll:
 def _check(query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int) -> None:
     shapes = [tuple(one.shape) for one in (query, key, value)]
     fits = all(len(shape) == 4 for shape in shapes) and shapes[0][:2] == shapes[1][:2]
-    if batch_dim_idx not in (0, 1) or not fits or shapes[1][:3] != shapes[2][:3]:
+    is_dim = isinstance(batch_dim_idx, int) and batch_dim_idx in (0, 1)
+    if not is_dim or not fits or shapes[1][:3] != shapes[2][:3]:
         raise SequenceError(
             f"DistributedAttention got query, key and value of shapes {shapes[0]}, {shapes[1]} and"
-            f" {shapes[2]}, with batch_dim_idx {batch_dim_idx}; expected [batch, length, heads,"
-            " size] (batch_dim_idx 0) or [length, batch, heads, size] (1), of one batch and length"
+            f" {shapes[2]}, with batch_dim_idx {batch_dim_idx!r:.16}; expected [batch, length,"
+            " heads, size] (batch_dim_idx 0) or [length, batch, heads, size] (1), of one batch and"
+            " length; a mask comes after rotary_pos_emb"
         )
 
 
