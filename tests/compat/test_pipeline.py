@@ -157,7 +157,8 @@ def patched_train(batches: int) -> tuple[list[str], list[float]]:
         plan.TrainSchedule = Mine
         data = [(torch.ones(1, 4) * number, torch.ones(1, 4)) for number in (1, 2)]
         losses = [engine.train_batch(iter(data)).item() for _ in range(batches)]
-        del engine._INSTRUCTION_MAP[Note]
+        if engine.stage_id == 0:  # the error comes to the other stage, which waits for this one
+            del engine._INSTRUCTION_MAP[Note]
         with pytest.raises(RuntimeError, match=r"Note.*of a kind that this engine does not know"):
             engine.train_batch(iter(data))
     finally:
@@ -175,7 +176,7 @@ def patched_train(batches: int) -> tuple[list[str], list[float]]:
 def test_a_program_s_own_instructions_run(ranks: RankPools) -> None:
     first, second = ranks(2).run(patched_train, 2)
     batch = ["begin", "forward 0", "forward 1", "reduce", "update"]
-    assert first[0] == second[0] == 2 * batch
+    assert first[0] == 2 * batch and second[0] == [*batch, *batch, "begin"]
     losses = first[1]
     assert losses == second[1] and losses[0] > losses[1] > losses[2]
 

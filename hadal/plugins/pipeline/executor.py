@@ -268,10 +268,10 @@ class Executor:
             chunk.done.clear()
             if not trains:
                 chunk.forget(is_training=False)
-        todo = self._known(steps, own)
-        self._backwards = sum(isinstance(one, BackwardPass | BackwardWeights) for one in todo)
         self._doing = doing = _Doing(self._work, self._chunks)
         try:
+            todo = self._known(steps, own)
+            self._backwards = sum(isinstance(one, BackwardPass | BackwardWeights) for one in todo)
             self._post_ahead(todo)
             for place, one in enumerate(todo):
                 if isinstance(one, ForwardPass | BackwardPass):
