@@ -95,27 +95,30 @@ class StateOffload:
             _move_out({MovableState.OPTIMIZER}, True, state)
 
     def _end_pass(self) -> None:
-        self._state.parts.runtime.bring_back = None
         self.reload_states(non_blocking=True)
+        self._state.parts.runtime.bring_back = None
 
     @torch.no_grad()
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move back the states that `offload_states` has moved, if any.
+
+        If the device has no room for them, those that are left come back with the next call.
 
         Args:
             non_blocking: return while copies are under way; the device's own work waits for them,
                 as with `offload_states`.
         """
         state, runtime = self._state, self._state.parts.runtime
-        moved, state.moved = state.moved, []
         arrivals = []
-        for whole, contents, event, pinned in moved:
+        while state.moved:  # what the device has no room for stays in it
+            whole, contents, event, pinned = state.moved[-1]
             whole.untyped_storage().resize_(contents.numel())
             arrival = crossing_of(state.parts.device, pins=pinned).bring(
                 contents, whole, after=event
             )
             arrival.wait()
             arrivals.append(arrival)
+            state.moved.pop()
             if pinned:
                 state.host_memory.append((contents, arrival.event))
         if not non_blocking:

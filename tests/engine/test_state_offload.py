@@ -17,6 +17,7 @@ from hadal.compat.install import alias
 from hadal.compat.optimizer import DeepSpeedOptimizer
 from hadal.engine import graph_passes, state_offload
 from hadal.errors import NotBuiltYetError, UsageError
+from hadal.offload.crossing import Crossing
 
 from .toys import assert_equal, backward, batch_of, engine_of, loss_of, model_of, train
 
@@ -183,6 +184,34 @@ def test_a_look_in_a_pass_brings_the_state_back(look: str) -> None:
             weights.append(engine.state_dict())
             engine.destroy()
     assert_equal(*weights)
+
+
+@on_ranks(1)
+def test_states_without_room_on_the_device_come_back_later() -> None:
+    """A program may catch the error, free what it holds, and train on."""
+    given = iter([False, True])  # of each update's two tensors, the second has no room
+    bring = Crossing.bring
+
+    def crowded(*args: Any, **kwargs: Any) -> Any:
+        if next(given, False):
+            raise torch.OutOfMemoryError("full")
+        return bring(*args, **kwargs)
+
+    section = {"deepcompile": True, "offload_opt_states": True}
+    engine, plain = engine_of(2, compile=section), engine_of(2)
+    with patch.object(state_offload, "is_host_memory", lambda device: False):
+        train(engine, range(2))
+        backward(engine, 2)
+        with patch.object(Crossing, "bring", crowded), pytest.raises(torch.OutOfMemoryError):
+            engine.step()
+        assert engine._state.moved
+        engine.zero_grad()
+        train(engine, range(3, 5))
+    train(plain, range(2))
+    train(plain, range(3, 5))
+    assert_equal(engine.state_dict(), plain.state_dict())
+    engine.destroy()
+    plain.destroy()
 
 
 @pytest.mark.parametrize(
