@@ -193,6 +193,13 @@ _SPLITS = {
     "tensors over 2, ZeRO-1": (1, " --no-pipeline-parallel --tensor-model-parallel-size 2"),
     "ZeRO-1": (1, " --no-pipeline-parallel"),
     "ZeRO-3": (3, " --no-pipeline-parallel"),
+    "sequences over 2 in chunks, ZeRO-3": (
+        3,
+        " --no-pipeline-parallel --seq-length 128 --max-position-embeddings 128"
+        " --ds-sequence-parallel-size 2 --ds-sequence-parallel-fpdt"
+        " --ds-sequence-parallel-fpdt-chunk-size 64 --ds-sequence-parallel-fpdt-offloading"
+        " --use-flash-attn-v2 --attention-dropout 0 --hidden-dropout 0",
+    ),
 }
 _MEGATRON_PROGRAMS = (
     Program("its tokens", _TOKENS + " --append-eod" + _NUMBERS, ranks=0),
@@ -379,8 +386,8 @@ SUITES = (
     Suite(
         name="megatron",
         version="Megatron-DeepSpeed 4efb479d",
-        what="`pretrain_gpt.py` on two ranks: pipeline, tensors, ZeRO-1 and 3",
-        passes=5,
+        what="`pretrain_gpt.py` on two ranks: pipeline, tensors, long sequences, ZeRO-1 and 3",
+        passes=6,
         repository="deepspeedai/Megatron-DeepSpeed",
         copied=("megatron", "tools", "pretrain_gpt.py"),
         packages=("nltk", "pybind11", "six", "pillow"),
