@@ -185,9 +185,14 @@ class DeepSpeedTransformerLayer(nn.Module):
                 )
         if attention_mask is not None:
             _check(attention_mask)
-        config, width = self.config, (self.config.hidden_size,)
-        first = partial(_norm, width, self.norm_w, self.norm_b, config.layer_norm_eps)
-        middle = partial(_norm, width, self.attn_nw, self.attn_nb, config.layer_norm_eps)
+        config = self.config
+        norm: Callable[..., Any] = partial(
+            functional.layer_norm,
+            normalized_shape=(config.hidden_size,),
+            eps=config.layer_norm_eps,
+        )
+        first = partial(norm, weight=self.norm_w, bias=self.norm_b)
+        middle = partial(norm, weight=self.attn_nw, bias=self.attn_nb)
         if config.pre_layer_norm:
             summed = hidden_states + self._attention(first(hidden_states), attention_mask)
             output = summed + self._feed_forward(middle(summed))
@@ -226,12 +231,6 @@ class DeepSpeedTransformerLayer(nn.Module):
     def _dropped(self, values: Tensor) -> Tensor:
         ratio = max(self.config.hidden_dropout_ratio, 0.0)
         return functional.dropout(values, ratio, self.training)
-
-
-def _norm(
-    width: tuple[int], weight: Tensor, bias: Tensor, epsilon: float, values: Tensor
-) -> Tensor:
-    return functional.layer_norm(values, width, weight, bias, epsilon)
 
 
 def _check(mask: Tensor) -> None:
