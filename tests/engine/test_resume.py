@@ -267,7 +267,7 @@ def more_loaders() -> dict[str, Any]:
     assert engine.training_dataloader is first
     assert (first.pin_memory, first.num_workers) == (torch.accelerator.is_available(), 0)
     mine = engine.deepspeed_io(data, data_sampler=[5, 6, 7, 8], batch_size=4)
-    with pytest.raises(UsageError, match="route='test'"):
+    with pytest.raises(UsageError, match="route is 'test'"):
         engine.deepspeed_io(data, route="test")
     return {
         "eval": [list(evaluated), list(evaluated)],
