@@ -512,15 +512,15 @@ class Bucket:
         self.start_unshard(exact=exact)
         self.wait_unshard()
 
-    def reshard(self, *, in_use: bool = False) -> None:
+    def reshard(self, *, in_use: bool = False) -> bool:
         """Free the full buffer: FULL to SHARDED. Edits by the user are kept first.
 
-        `in_use`: inside forward or backward. There, if comparing values would require waiting for
-        the device or reading the disk, only writes that torch has counted are kept; for others an
-        accelerator records that there were some (`absorb_unread`).
+        Returns `free_unviewed`. `in_use`: inside forward or backward. There, if comparing values
+        would require waiting for the device or reading the disk, only writes that torch has counted
+        are kept; for others an accelerator records that there were some (`absorb_unread`).
         """
         if not self.partition.weights or self.state is not Weights.FULL:
-            return
+            return True
         is_cheap = self.device.type == "cpu" and (self.is_rounded or self._shard.is_present)
         if not in_use or is_cheap or self._views.were_written:
             self.absorb_edits()
@@ -540,16 +540,23 @@ class Bucket:
         self._arrived = None
         if self.earlier_views is not None and self.other_views > self.earlier_views:
             self._views.leave_full()
-        else:
-            self.free_unviewed()
+        return self.free_unviewed()
 
-    def free_unviewed(self) -> None:
-        """Free the memory of freed weights, unless the program may read a view of them.
+    def free_unviewed(self) -> bool:
+        """Free the memory of freed weights, unless somebody may read a view of them.
 
-        Such a view keeps the values of the last gather, and the next one fills it again.
+        Such a view keeps the values of the last gather, and the next one fills it again. A thread
+        of a collective that has just ended may have one for a moment, too.
+
+        Returns:
+            False if the memory is still there and has to be freed later.
         """
-        if self.state is Weights.SHARDED and not self.has_other_views:
-            self._resize_full(0)
+        if self.state is not Weights.SHARDED:
+            return True
+        if self.has_other_views:
+            return False
+        self._resize_full(0)
+        return True
 
     def keep_for_current(self) -> None:
         """Keep memory of weights, when it is freed, for what the current stream does with it."""

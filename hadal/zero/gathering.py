@@ -143,7 +143,6 @@ class KeptViews:
     def begin(self) -> None:
         """Begin a forward or a backward."""
         for bucket, left in [*self._left.items()]:
-            bucket.free_unviewed()
             if left > 1 or bucket.has_other_views:
                 self._left[bucket] = left - 1
             else:
@@ -189,6 +188,8 @@ class Gathering:
         self._pins: Counter[Bucket] = Counter()
         self._listener = ReadListener(self.on_read)
         self.kept_views = KeptViews()
+        # Freed buckets whose memory is still there, as somebody had a view of it.
+        self._viewed: set[Bucket] = set()
         self.meeting: AbstractContextManager[object] = nullcontext()
         """Context around the meetings at both ends of a backward, which measures their time."""
         self.gives_empty_state = False
@@ -202,6 +203,7 @@ class Gathering:
     def replace(self, old: Bucket, parts: Sequence[Bucket]) -> None:
         """Replace a bucket by new ones, which have taken over its parameters."""
         if old in self.uses.number:
+            self._viewed.discard(old)
             self.uses.replace(old, parts)
             self._restart()
 
@@ -332,7 +334,8 @@ class Gathering:
 
     def _free(self, bucket: Bucket) -> None:
         with unwatched():
-            bucket.reshard(in_use=self.phase is not Phase.IDLE)
+            if not bucket.reshard(in_use=self.phase is not Phase.IDLE):
+                self._viewed.add(bucket)
 
     def free_all(self, but: Collection[Bucket] = ()) -> None:
         """Free all gathered buckets except some."""
@@ -340,6 +343,11 @@ class Gathering:
             if bucket.state is Weights.FULL and bucket not in but:
                 self.kept_views.note(bucket)
                 self._free(bucket)
+        self._free_unviewed()
+
+    def _free_unviewed(self) -> None:
+        """Free the memory of freed buckets of which there were views, and are none any more."""
+        self._viewed = {bucket for bucket in self._viewed if not bucket.free_unviewed()}
 
     # ---- reductions, whose order depends on the plan ---------------------------------------------
 
@@ -537,6 +545,7 @@ class Gathering:
         if record.plan is not None and record.follows:
             held = {self._buckets[number] for number in record.plan.held}
             self.free_all(but=held.union(+self._pins))
+        self._free_unviewed()
         self.kept_views.begin()
         self._listener.start()
         self.phase = phase

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from hadal.compat.engine import initialize
 from hadal.device import unwatched
 from hadal.errors import CheckpointError, MismatchError, ModelError, ShardedAccessError
 from hadal.zero import GatheredParameters
-from hadal.zero.bucket import Weights
+from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.parameters import Attached, ReadListener, is_foreign, kind_of, watched_kind_of
 
 WIDTH = 6
@@ -226,6 +227,31 @@ def kept(stage: int) -> list[list[float]]:
 def test_views_that_are_kept_can_be_read_after_their_forward(ranks: RankPools) -> None:
     wanted, found = (ranks(2).run(kept, stage) for stage in (0, 3))
     assert found == wanted
+
+
+def held_for_a_moment() -> list[int]:
+    """The bytes of freed weights after a backward; each had a view when it was freed first."""
+    engine = engine_of(3, model_of(), zero_optimization={"stage": 3, **TINY})
+    loss = engine(torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)).square().mean()
+    plain, seen = Bucket.free_unviewed, set[Bucket]()
+
+    def later(bucket: Bucket) -> bool:
+        is_new = bucket not in seen
+        seen.add(bucket)
+        return not is_new and plain(bucket)
+
+    with patch.object(Bucket, "free_unviewed", later):
+        engine.backward(loss)
+    buckets = engine._parts.runtime.gathering._buckets
+    assert seen == set(buckets)
+    found = [bucket.full.untyped_storage().nbytes() for bucket in buckets]
+    engine.destroy()
+    return found
+
+
+def test_memory_that_could_not_be_freed_is_freed_at_the_end_of_the_pass(ranks: RankPools) -> None:
+    for found in ranks(2).run(held_for_a_moment):
+        assert not any(found)
 
 
 def write_past_torch(keeps: bool) -> str:
